@@ -16,7 +16,7 @@ from elasticd.machines.job.state.events import Write
 from elasticd.records import HistoryRecord, JobSpec, Keys, NodeRecord, PlanRecord
 from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
 from elasticd.store.protocol import Store
-from elasticd.wire.messages import AgentHello, Hello, Message, Report, Up, encode
+from elasticd.wire.messages import AgentHello, FromClient, Hello, Message, Report, encode
 
 JOB = "load"
 MODEL = model_spec("llama-70b", PRESETS["llama-70b"])
@@ -134,7 +134,7 @@ class Job:
         return found
 
     def _up(self, device: str, body: Hello | Report) -> Message:
-        return Up(client=f"w-{device}", job=JOB, device=device, incarnation=f"i-{device}", body=body)
+        return FromClient(client=f"w-{device}", job=JOB, device=device, incarnation=f"i-{device}", body=body)
 
 
 def write(store: Store, keys: Keys, asked: Write) -> None:

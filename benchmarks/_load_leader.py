@@ -34,7 +34,7 @@ from elasticd.store.etcd import EtcdStore
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import Store
 from elasticd.store.session import EtcdOptions
-from elasticd.wire.messages import Report, ToLeader, Up
+from elasticd.wire.messages import FromClient, Report, ToLeader
 
 #: Seconds between looks at whether the loop is held up.
 LOOK = 0.01
@@ -74,7 +74,7 @@ class Watch:
         async def timed(connection: Connection, message: ToLeader) -> None:
             began = time.monotonic()
             await heard(connection, message)
-            if isinstance(message, Up) and isinstance(message.body, Report):
+            if isinstance(message, FromClient) and isinstance(message.body, Report):
                 now = time.monotonic()
                 self.handled.append(now - began)
                 self.delayed.append(now - message.body.measurement.input_seconds)

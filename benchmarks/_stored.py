@@ -30,7 +30,17 @@ from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import Compare, Op, TransactResult, request_bytes
 from elasticd.store.server import EtcdServer
 from elasticd.store.session import EtcdOptions
-from elasticd.wire.messages import AgentHello, Finished, Hello, Join, Prepared, StoreCall, Swapped, ToLeader, Up
+from elasticd.wire.messages import (
+    AgentHello,
+    Finished,
+    FromClient,
+    Hello,
+    Join,
+    Prepared,
+    StoreCall,
+    Switched,
+    ToLeader,
+)
 
 JOB = "large"
 KEYS = Keys(cluster="load")
@@ -87,18 +97,18 @@ class Fleet:
 
     async def tell(self, messages: Iterable[ToLeader]) -> None:
         for at, message in enumerate(messages):
-            named = message.client.rpartition("/")[0] if isinstance(message, Up) else ""
+            named = message.client.rpartition("/")[0] if isinstance(message, FromClient) else ""
             await self._leading.heard(self._connections[named or self._records[0].node], message)
             if at % A_FEW == A_FEW - 1:
                 await asyncio.sleep(0)
 
-    def joins(self) -> Iterator[Up]:
+    def joins(self) -> Iterator[FromClient]:
         count = len(self._records)
         for record in self._records:
             body = Join(job=JOB, min_nodes=count, max_nodes=count, pid=1)
-            yield Up(client=f"{record.node}/t", job=JOB, device="", incarnation="", body=body)
+            yield FromClient(client=f"{record.node}/t", job=JOB, device="", incarnation="", body=body)
 
-    def hellos(self) -> Iterator[Up]:
+    def hellos(self) -> Iterator[FromClient]:
         for record in self._records:
             for rank, device in enumerate(record.devices):
                 body = Hello(
@@ -106,18 +116,18 @@ class Fleet:
                 )
                 yield self.up(device.name, body)
 
-    def ranks(self) -> Iterator[Up]:
+    def ranks(self) -> Iterator[FromClient]:
         """What the torchruns of `elasticd run`, one for each device, tell each other."""
         for n, device in enumerate(self.devices):
             call = StoreCall(
                 id=n, op="set", key=f"rdzv/torchelastic/role_info/{n}", value=b"x" * 100, seconds=60.0
             )
-            yield Up(client=device, job=JOB, device="", incarnation="", body=call)
+            yield FromClient(client=device, job=JOB, device="", incarnation="", body=call)
 
     async def switch(self, proposal: Proposal) -> None:
         """All members prepare it, and say that they run it."""
         moved = {"pause_seconds": 0.5, "bytes_sent": 1 << 20, "bytes_lacking": 1 << 20, "bytes_state": 1 << 40}
-        swapped = Swapped(number=proposal.number, step=10 * proposal.number, **moved)  # type: ignore[arg-type]
+        swapped = Switched(number=proposal.number, step=10 * proposal.number, **moved)  # type: ignore[arg-type]
         members = proposal.plan.binding
         await self.tell(self.up(device, Prepared(number=proposal.number)) for device in members)
         await self.tell(self.up(device, swapped) for device in members)
@@ -127,8 +137,8 @@ class Fleet:
         record = self._records[-1] = msgspec.structs.replace(self._records[-1], draining=True)
         await self._leading.heard(self._connections[record.node], AgentHello(record=record))
 
-    def up(self, device: str, body: Hello | Prepared | Swapped | Finished) -> Up:
-        return Up(client=device, job=JOB, device=device, incarnation=incarnation(device), body=body)
+    def up(self, device: str, body: Hello | Prepared | Switched | Finished) -> FromClient:
+        return FromClient(client=device, job=JOB, device=device, incarnation=incarnation(device), body=body)
 
 
 def incarnation(device: str) -> str:
@@ -346,7 +356,7 @@ class Life:
             met=not self.failures,
         )
 
-    async def _written(self, leader: Coordinator, said: Iterable[Up]) -> None:
+    async def _written(self, leader: Coordinator, said: Iterable[FromClient]) -> None:
         await self.fleet.tell(said)
         writer = leader.leading.writer
         assert writer is not None

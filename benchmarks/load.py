@@ -49,7 +49,7 @@ from elasticd.machines.job.state.job_state import NOTHING, Settings
 from elasticd.records import Keys
 from elasticd.store.memory import MemoryStore
 from elasticd.store.server import EtcdServer
-from elasticd.wire.messages import AgentHello, Report, Up, to_leader
+from elasticd.wire.messages import AgentHello, FromClient, Report, to_leader
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
@@ -177,7 +177,7 @@ def one_fit(agents: int, devices: int) -> Row:
     measured = []
     for step in steps:
         reports = [to_leader(one.at(step, 0.0)) for node in job.nodes for one in job.reports(node)]
-        bodies = [up.body for up in reports if isinstance(up, Up)]
+        bodies = [up.body for up in reports if isinstance(up, FromClient)]
         found = NOTHING
         for body in bodies:
             if isinstance(body, Report):

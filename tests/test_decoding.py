@@ -29,14 +29,14 @@ from elasticd.store.protocol import KeyValue
 from elasticd.wire import batching, messages, unix_socket
 from elasticd.wire.messages import (
     AgentHello,
-    Down,
+    FromClient,
     Pace,
     PassedReport,
     Rejected,
     Report,
     StoreAnswer,
     StoreCall,
-    Up,
+    ToClient,
 )
 from tests.descriptors import open_descriptors
 from tests.machines.cast import node_record, spec
@@ -44,15 +44,15 @@ from tests.sizes import examples
 
 VALID: tuple[msgspec.Struct, ...] = (
     AgentHello(record=node_record("alpha")),
-    Up(
+    FromClient(
         job="j",
         client="c",
         device="alpha/0",
         incarnation="i",
         body=StoreCall(id=1, op="set", key="k", value=b"v"),
     ),
-    Down(client="c", body=StoreAnswer(id=1, value=b"v")),
-    Down(client="c", body=Pace(factor=2.0)),
+    ToClient(client="c", body=StoreAnswer(id=1, value=b"v")),
+    ToClient(client="c", body=Pace(factor=2.0)),
     Rejected(reason="no"),
     spec(),
     node_record("beta"),
@@ -154,15 +154,18 @@ def test_any_damage_to_the_bytes_of_a_true_message_is_a_value_or_a_refusal(
 @given(st.data())
 def test_whatever_report_an_agent_passes_on_costs_its_leader_that_report_alone(data: st.DataObject) -> None:
     report = messages.encode(Report(measurement=MEASURED, loss=2.5))
-    assert passed(report) == messages.encode(Up(**OF, body=Report(measurement=MEASURED, loss=2.5)))
+    assert passed(report) == messages.encode(FromClient(**OF, body=Report(measurement=MEASURED, loss=2.5)))
     raw = bytearray(report)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(len('{"type":"report",'), len(raw) - 1))
         raw[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4) | st.sampled_from(ODD))
     if (up := passed(bytes(raw))) is not None:
-        others = [messages.encode(Up(**OF, body=StoreCall(id=n, op="get", key="k"))) for n in range(2)]
+        others = [messages.encode(FromClient(**OF, body=StoreCall(id=n, op="get", key="k"))) for n in range(2)]
         heard = batching.all_to_leader(batching.together([others[0], up, others[1]]))
-        assert [m.body.id for m in heard if isinstance(m, Up) and isinstance(m.body, StoreCall)] == [0, 1]
+        assert [m.body.id for m in heard if isinstance(m, FromClient) and isinstance(m.body, StoreCall)] == [
+            0,
+            1,
+        ]
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,28 @@ from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.machines.agent.state import Event, LinkUp
 from elasticd.wire.batching import all_to_leader, together
-from elasticd.wire.messages import AgentHello, Report, StoreAnswer, StoreCall, ToLeader, Up, encode, to_leader
+from elasticd.wire.messages import (
+    AgentHello,
+    FromClient,
+    Report,
+    StoreAnswer,
+    StoreCall,
+    ToLeader,
+    encode,
+    to_leader,
+)
 from tests.coordinator.agents import agent, coordinating, until
 from tests.machines.cast import JOB, FakeWorker, node_record
 
 WORKER = FakeWorker(device="alpha/0", incarnation="a")
 
 
-def report(step: int) -> Up:
+def report(step: int) -> FromClient:
     measured = Measurement(device="alpha/0", plan=1, step=step, tokens=1, block_seconds=1.0, block_work=1.0)
     return WORKER.up(Report(measurement=measured, loss=float(step), tokens=1))
 
 
-def call(number: int) -> Up:
+def call(number: int) -> FromClient:
     return WORKER.up(StoreCall(id=number, op="add", key="k", value=b"1"))
 
 

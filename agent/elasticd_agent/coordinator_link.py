@@ -22,8 +22,8 @@ from elasticd.machines.agent.state import Drained, Event, Heard, LinkDown, LinkU
 from elasticd.wire import messages
 from elasticd.wire.agent_orders import Drain, End, Harm, TryReach
 from elasticd.wire.batching import together
-from elasticd.wire.messages import FromAgent, PassedReport, Report, ToAgent, Up
-from elasticd.wire.snapshots import Whole
+from elasticd.wire.messages import FromAgent, FromClient, PassedReport, Report, ToAgent
+from elasticd.wire.snapshots import SnapshotSetComplete
 from elasticd_agent.internal_errors import outlived
 
 #: Seconds between attempts: doubled from the first to the second.
@@ -48,7 +48,7 @@ class Link:
     def __init__(
         self,
         emit: Callable[[Event], None],
-        whole: Callable[[Whole], None],
+        whole: Callable[[SnapshotSetComplete], None],
         harm: Callable[[Harm], None],
         known: Callable[[], Credentials] = Credentials,
         end: Callable[[End], None] = lambda order: None,
@@ -184,7 +184,7 @@ class Link:
                 outlived(f"{type(message).__name__} of the leader", error)
 
     def _hear(self, message: ToAgent) -> None:
-        if isinstance(message, Whole):
+        if isinstance(message, SnapshotSetComplete):
             self._whole(message)
         elif isinstance(message, Harm):
             self._harm(message)
@@ -233,4 +233,6 @@ def _encoded(message: FromAgent) -> bytes | None:
 
 
 def _is_report(message: FromAgent) -> bool:
-    return isinstance(message, PassedReport) or (isinstance(message, Up) and isinstance(message.body, Report))
+    return isinstance(message, PassedReport) or (
+        isinstance(message, FromClient) and isinstance(message.body, Report)
+    )

@@ -28,10 +28,10 @@ from elasticd.wire.rendezvous import (
     Attend,
     Attending,
     Lap,
-    Lapped,
     Present,
     ReadRound,
     RoundAnswer,
+    StepTime,
     Torchrun,
     Watching,
     WriteRound,
@@ -142,7 +142,7 @@ class Rounds:
         elif isinstance(body, Lap) and known.watching is not None:
             # A hint to the leader: where there is none, nothing is lost but the lap.
             device = f"{self._node}/{known.watching.local_rank}"
-            self._tell(Lapped(device=device, by=known.watching, lap=body))
+            self._tell(StepTime(device=device, by=known.watching, lap=body))
         elif isinstance(body, WriteRound):
             self._run(self._write(client, known.job, body))
         return True

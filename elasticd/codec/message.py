@@ -6,9 +6,9 @@ added, with defaults: a release skips the fields and the messages that it does n
 (/v1/).
 
 An agent decodes what passes through it and encodes it again, and so drops the fields that it does not know;
-only a worker's reports it passes on as they came. A field of `Proposal`, `Plan`, `JobSpec`, `Up.body` or
-`Down.body` that changes what ranks or leaders do therefore takes effect only when every agent of the job has
-said a version that knows it; until then the leader leaves its default. `NodeState.release` and
+only a worker's reports it passes on as they came. A field of `Proposal`, `Plan`, `JobSpec`, `FromClient.body`
+or `ToClient.body` that changes what ranks or leaders do therefore takes effect only when every agent of the job
+has said a version that knows it; until then the leader leaves its default. `NodeState.release` and
 `NodeState.version` are what each agent's hello said.
 """
 

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from elasticd.records import NodeRecord
 from elasticd.system.network_addresses import is_loopback
 from elasticd.wire.agent_orders import Drain, End, Harm, TryReach
-from elasticd.wire.messages import AgentHello, Down, ToAgent, encode, protocol_refusal
-from elasticd.wire.snapshots import Whole
+from elasticd.wire.messages import AgentHello, ToAgent, ToClient, encode, protocol_refusal
+from elasticd.wire.snapshots import SnapshotSetComplete
 
 #: Messages that may wait for a slow agent before its connection is given up; it then starts afresh.
 MOST_WAITING = 10_000
@@ -100,7 +100,7 @@ class Connections:
         del self._live[connection.node]
         return True
 
-    def send(self, node: str, message: Down | Harm | Drain | End | TryReach | Whole) -> None:
+    def send(self, node: str, message: ToClient | Harm | Drain | End | TryReach | SnapshotSetComplete) -> None:
         """To the node's agent; nothing where none is connected: what matters is said again."""
         connection = self._live.get(node)
         if connection is not None:

@@ -53,22 +53,22 @@ from elasticd.store.write_allowance import Allowance
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.messages import (
     AgentHello,
-    Down,
+    FromClient,
     Hello,
     Join,
     Rejected,
     Report,
     StoreAnswer,
     StoreCall,
+    ToClient,
     ToLeader,
     Unread,
-    Up,
     WorkerLost,
 )
 from elasticd.wire.node_health import OfNode
 from elasticd.wire.probes import Frozen, Unreached
-from elasticd.wire.rendezvous import Lapped
-from elasticd.wire.snapshots import Keeps
+from elasticd.wire.rendezvous import StepTime
+from elasticd.wire.snapshots import SnapshotInventory
 
 #: Seconds between the looks at what has become due.
 TICK = 0.1
@@ -91,9 +91,9 @@ LAP_SECONDS = 60.0
 #: Kinds of messages, by node, of which the log tells that they are not heard.
 MOST_TOLD = 256
 #: What the machine hears. A tuple: a union would be made anew for each of thousands of reports a second.
-MACHINES = (Up, Unread, WorkerLost, Frozen, Unreached, Halted, OfNode, Keeps)
+MACHINES = (FromClient, Unread, WorkerLost, Frozen, Unreached, Halted, OfNode, SnapshotInventory)
 #: Of these a word about a job may lead to something that is written.
-CAUSES = (Up, Unread, WorkerLost, Frozen, Unreached, Halted)
+CAUSES = (FromClient, Unread, WorkerLost, Frozen, Unreached, Halted)
 #: Calls that need no bootstrap store where there is none: nothing is in it.
 EMPTY_WITHOUT = ("check", "delete")
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live_mode).
@@ -213,7 +213,7 @@ class Leading:
         if lines is not None:
             self.writer.put(self._pages.written(lines))
 
-    def _reported(self, up: Up, report: Report) -> None:
+    def _reported(self, up: FromClient, report: Report) -> None:
         """Only a worker of the job makes its steps."""
         job = up.job
         known = self.state.jobs.get(job)
@@ -368,7 +368,7 @@ class Leading:
         """One message of an agent; returns when it is dealt with, which may be long for a waiting `get`."""
         began = time.monotonic()
         await self._heard(connection, message)
-        said = message.body if isinstance(message, Up) else message
+        said = message.body if isinstance(message, FromClient) else message
         if not isinstance(said, StoreCall):  # which waits for others
             self.metrics.message(tag_of(said), time.monotonic() - began)
 
@@ -376,23 +376,23 @@ class Leading:
         if why := message_checks.refusal(connection.record, message, self.state.jobs):
             self._turn_away(connection, message, why)
             return
-        if isinstance(message, Up) and isinstance(message.body, StoreCall):
+        if isinstance(message, FromClient) and isinstance(message.body, StoreCall):
             call = message.body
             if why := message_checks.call_refusal(connection.record, message, self.state.jobs):
                 self._turn_away(connection, message, why)
                 return
             answer = await self._answered(connection.node, message.job, call)
-            connection.send(Down(client=message.client, body=answer))
+            connection.send(ToClient(client=message.client, body=answer))
             return
         if isinstance(message, Unread):
             self.metrics.refused("unreadable")
         if isinstance(message, MACHINES):
-            if isinstance(message, Up) and isinstance(message.body, Report):
+            if isinstance(message, FromClient) and isinstance(message.body, Report):
                 self._reported(message, message.body)
             elif isinstance(message, CAUSES) and message.job in self.state.jobs:
                 self._causes[message.job] = connection.node
             self.apply(Received(node=connection.node, message=message))
-        elif isinstance(message, Lapped):
+        elif isinstance(message, StepTime):
             self._lap(connection.node, message)
         elif isinstance(message, AgentHello):  # its record has changed
             self.apply(_up(message))
@@ -429,17 +429,19 @@ class Leading:
     def _turn_away(self, connection: Connection, message: ToLeader | Unread, why: str) -> None:
         """A message that this agent may not say. A client that waits for an answer gets one."""
         self.metrics.refused("foreign")
-        said = message.body if isinstance(message, Up) else message
+        said = message.body if isinstance(message, FromClient) else message
         key = connection.node, tag_of(said)
         if key not in self._turned_away and len(self._turned_away) < MOST_TOLD:
             self._turned_away.add(key)
             _log.warning("node %s: a message %r is not heard: %s", *key, why)
-        if isinstance(message, Up) and isinstance(said, StoreCall):
-            connection.send(Down(client=message.client, body=StoreAnswer(id=said.id, error=why)))
-        elif isinstance(message, Unread) or (isinstance(message, Up) and isinstance(said, Hello | Join)):
-            connection.send(Down(client=message.client, body=Rejected(reason=why)))
+        if isinstance(message, FromClient) and isinstance(said, StoreCall):
+            connection.send(ToClient(client=message.client, body=StoreAnswer(id=said.id, error=why)))
+        elif isinstance(message, Unread) or (
+            isinstance(message, FromClient) and isinstance(said, Hello | Join)
+        ):
+            connection.send(ToClient(client=message.client, body=Rejected(reason=why)))
 
-    def _lap(self, node: str, heard: Lapped) -> None:
+    def _lap(self, node: str, heard: StepTime) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""
         job = self.restarts.get(heard.by.job) or restart_jobs.RestartJob(job=heard.by.job)
         if heard.by.job not in self.restarts and len(self.restarts) >= MOST_RESTARTS:

@@ -14,21 +14,21 @@ import msgspec
 from elasticd.names import harmless
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.messages import (
-    Bereft,
-    Doubt,
+    FromClient,
     Goodbye,
     Hello,
-    Kept,
+    InDoubt,
     Leaving,
+    PeersLost,
     Refused,
-    Swapped,
+    StayedOnPlan,
+    Switched,
     Unread,
-    Up,
     WorkerLost,
 )
 from elasticd.wire.node_health import OfNode
 from elasticd.wire.probes import Frozen, Unreached
-from elasticd.wire.snapshots import Keeps
+from elasticd.wire.snapshots import SnapshotInventory
 
 #: Characters of one such text. Stacks and tracebacks have bounds of their own (`job.halted`, `job.raised`).
 MOST_TEXT = 4000
@@ -42,19 +42,19 @@ MARK = "... (cut)"
 #: The texts in each message.
 _TEXTS: dict[type, tuple[str, ...]] = {
     Refused: ("reason",),
-    Kept: ("reason",),
-    Doubt: ("reason",),
-    Bereft: ("reason",),
+    StayedOnPlan: ("reason",),
+    InDoubt: ("reason",),
+    PeersLost: ("reason",),
     Leaving: ("reason",),
     Goodbye: ("reason",),
-    Swapped: ("checkpoint",),
+    Switched: ("checkpoint",),
     Unread: ("reason",),
     WorkerLost: ("how",),
     Frozen: ("how",),
 }
 
 #: What the coordinator's machine hears.
-Words = Up | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps
+Words = FromClient | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | SnapshotInventory
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -66,7 +66,7 @@ def shortened(text: str, most: int = MOST_TEXT) -> str:
 
 def bounded(message: Words) -> Words:
     """The message, with its texts cut."""
-    if isinstance(message, Up):
+    if isinstance(message, FromClient):
         body = message.body
         if isinstance(body, Hello):
             names = tuple(filter(harmless, body.checkpoints[:MOST_CHECKPOINTS]))

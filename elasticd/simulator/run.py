@@ -22,7 +22,7 @@ from elasticd.simulator.results.result import Happening, Outcome, Stretch, Total
 from elasticd.simulator.results.throughput_bound import Bounds
 from elasticd.simulator.scenarios.scenario import Scenario
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.wire.messages import Down, ToLeader
+from elasticd.wire.messages import ToClient, ToLeader
 
 KEYS = Keys(cluster="simulated")
 
@@ -215,7 +215,7 @@ class Simulation:
         leader = self.leader
         self._later(lambda: leader.heard(node, message) if leader.alive else None)
 
-    def _down(self, node: str, message: Down) -> None:
+    def _down(self, node: str, message: ToClient) -> None:
         self._later(lambda: self._node[node].down(message))
 
     def _refused(self, node: str, reason: str) -> None:

@@ -25,16 +25,16 @@ from elasticd.wire.rendezvous import (
     Attend,
     Attending,
     Lap,
-    Lapped,
     Present,
     ReadRound,
     RoundAnswer,
+    StepTime,
     Watching,
     WriteRound,
 )
-from elasticd.wire.snapshots import Fetched, Freed, Keeps, OfSnapshots, Whole
+from elasticd.wire.snapshots import Fetched, Freed, OfSnapshots, SnapshotInventory, SnapshotSetComplete
 
-#: Before a device's name: the address in `Down` of whoever drives that device, now or later.
+#: Before a device's name: the address in `ToClient` of whoever drives that device, now or later.
 DEVICE_PREFIX = "device:"
 #: Bytes of a report that is passed on undecoded, and objects and arrays in it.
 MOST_PASSED, MOST_NESTED = 64 << 10, 64
@@ -85,7 +85,7 @@ class Refused(Message, frozen=True, kw_only=True, tag="refused"):
     reason: str  # for people
 
 
-class Swapped(Message, frozen=True, kw_only=True, tag="switched"):
+class Switched(Message, frozen=True, kw_only=True, tag="switched"):
     """The plan of this number is in force on this rank, with what the switch cost."""
 
     number: int  # of the plan
@@ -99,7 +99,7 @@ class Swapped(Message, frozen=True, kw_only=True, tag="switched"):
     flows: dict[str, tuple[int, float]] = msgspec.field(default_factory=dict)
 
 
-class Kept(Message, frozen=True, kw_only=True, tag="stayed-on-plan"):
+class StayedOnPlan(Message, frozen=True, kw_only=True, tag="stayed-on-plan"):
     """The proposal is off on this rank: the old plan goes on."""
 
     number: int  # of the proposal
@@ -107,7 +107,7 @@ class Kept(Message, frozen=True, kw_only=True, tag="stayed-on-plan"):
     reason: str = ""  # for people
 
 
-class Doubt(Message, frozen=True, kw_only=True, tag="in-doubt"):
+class InDoubt(Message, frozen=True, kw_only=True, tag="in-doubt"):
     """The last word of the switch failed to come: this rank holds both copies and does not know which plan is
     in force."""
 
@@ -116,7 +116,7 @@ class Doubt(Message, frozen=True, kw_only=True, tag="in-doubt"):
     reason: str  # for people
 
 
-class Bereft(Message, frozen=True, kw_only=True, tag="peers-lost"):
+class PeersLost(Message, frozen=True, kw_only=True, tag="peers-lost"):
     """A collective of the plan in force failed: this rank stands still."""
 
     step: int  # updates so far
@@ -133,7 +133,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True):
     stale: bool = False  # parameters are up to date only where this rank keeps their optimizer state (ZeRO)
 
 
-class Standing(Message, frozen=True, kw_only=True, tag="state-report"):
+class StateReport(Message, frozen=True, kw_only=True, tag="state-report"):
     """A rank's answer to a fence: the copies that it holds."""
 
     fence: int  # number of the fence
@@ -308,11 +308,11 @@ FromWorker = (
     | Report
     | Prepared
     | Refused
-    | Swapped
-    | Kept
-    | Doubt
-    | Bereft
-    | Standing
+    | Switched
+    | StayedOnPlan
+    | InDoubt
+    | PeersLost
+    | StateReport
     | Saved
     | Finished
     | Raised
@@ -355,13 +355,13 @@ ToWorker = (
 
 
 class AgentHello(Message, frozen=True, kw_only=True, tag="agent-hello"):
-    """An agent's first message on each connection; what its workers last said follows as `Up` messages."""
+    """An agent's first message on each connection; its workers' last messages follow, each a `FromClient`."""
 
     record: NodeRecord  # of its node
     release: str = ""  # of the sender's elasticd
 
 
-class Up(Message, frozen=True, kw_only=True, tag="from-client"):
+class FromClient(Message, frozen=True, kw_only=True, tag="from-client"):
     """A message of a worker, or of a torchrun, whose device and incarnation are empty."""
 
     client: str  # id that the agent gave it
@@ -371,8 +371,8 @@ class Up(Message, frozen=True, kw_only=True, tag="from-client"):
     body: FromWorker  # the message
 
 
-class PassedReport(msgspec.Struct, frozen=True, kw_only=True, tag=tag_of(Up)):
-    """How an agent encodes an `Up` around a worker's `Report`, which it passes on as it came, undecoded."""
+class PassedReport(msgspec.Struct, frozen=True, kw_only=True, tag=tag_of(FromClient)):
+    """How an agent encodes a `FromClient` around a worker's `Report`, which it passes on undecoded."""
 
     version: int = WIRE_VERSION
     client: str
@@ -392,10 +392,10 @@ class WorkerLost(Message, frozen=True, kw_only=True, tag="worker-lost"):
     how: str  # its own reason if clean, else how it ended
 
 
-class Down(Message, frozen=True, kw_only=True, tag="to-client"):
+class ToClient(Message, frozen=True, kw_only=True, tag="to-client"):
     """A message for one worker or torchrun of the agent."""
 
-    client: str  # as in `Up`, or DEVICE_PREFIX and a device's name
+    client: str  # as in `FromClient`, or DEVICE_PREFIX and a device's name
     body: ToWorker  # the message
 
 
@@ -406,7 +406,7 @@ class AgentRejected(Message, frozen=True, kw_only=True, tag="agent-rejected"):
 
 
 class Unread(Value, frozen=True, kw_only=True, tag="unread-opening"):
-    """Not sent: an `Up` whose opening (`Hello`, `Join`) this leader cannot decode."""
+    """Not sent: an `FromClient` whose opening (`Hello`, `Join`) this leader cannot decode."""
 
     client: str  # id that the agent gave it
     job: str  # the job's name
@@ -417,10 +417,12 @@ class Unread(Value, frozen=True, kw_only=True, tag="unread-opening"):
     slot: int = -1  # a torchrun's, where it can be read (-1: none)
 
 
-ToLeader = AgentHello | Up | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps | Lapped
+ToLeader = (
+    AgentHello | FromClient | WorkerLost | Frozen | Unreached | Halted | OfNode | SnapshotInventory | StepTime
+)
 #: What an agent sends to a leader.
 FromAgent = ToLeader | PassedReport
-ToAgent = Down | Whole | AgentRejected | Harm | Drain | End | TryReach
+ToAgent = ToClient | SnapshotSetComplete | AgentRejected | Harm | Drain | End | TryReach
 
 
 def protocol_refusal(what: str, hello: Hello | Join | Attend | Watching | AgentHello) -> str:
@@ -490,8 +492,8 @@ class _Opening(msgspec.Struct):
     slot: Any = None
 
 
-class _Passed(msgspec.Struct, tag=tag_of(Up)):
-    """And of the `Up` around it."""
+class _Passed(msgspec.Struct, tag=tag_of(FromClient)):
+    """And of the `FromClient` around it."""
 
     client: str
     job: str

@@ -101,7 +101,7 @@ class RoundAnswer(Message, frozen=True, kw_only=True, tag="rendezvous-state"):
 # -- agent to leader -----------------------------------------------------------------------------------------
 
 
-class Lapped(Message, frozen=True, kw_only=True, tag="device-step-time"):
+class StepTime(Message, frozen=True, kw_only=True, tag="device-step-time"):
     """A step time in restart mode, to the leader."""
 
     device: str  # "node/local rank"

@@ -53,7 +53,7 @@ class Fetched(Message, frozen=True, kw_only=True, tag="snapshot-fetched"):
     error: str = ""  # why there is no file
 
 
-class Keeps(Message, frozen=True, kw_only=True, tag="snapshot-inventory"):
+class SnapshotInventory(Message, frozen=True, kw_only=True, tag="snapshot-inventory"):
     """All snapshots of a job that this agent holds, of its own workers and of others."""
 
     job: str  # the job's name
@@ -61,7 +61,7 @@ class Keeps(Message, frozen=True, kw_only=True, tag="snapshot-inventory"):
     plans: tuple[Plan, ...] = ()  # that first ranks gave it with their snapshots
 
 
-class Whole(Message, frozen=True, kw_only=True, tag="snapshot-set-complete"):
+class SnapshotSetComplete(Message, frozen=True, kw_only=True, tag="snapshot-set-complete"):
     """A hint: all snapshots of this plan and step are kept, on two nodes each where there are two. Older ones
     are not needed any more."""
 

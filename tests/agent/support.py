@@ -27,7 +27,7 @@ from elasticd.wire.batching import all_to_leader
 from elasticd.wire.messages import (
     AgentHello,
     Closed,
-    Down,
+    FromClient,
     Hello,
     Join,
     Joined,
@@ -35,13 +35,13 @@ from elasticd.wire.messages import (
     StoreAnswer,
     StoreCall,
     ToAgent,
+    ToClient,
     ToLeader,
     ToWorker,
-    Up,
     Welcome,
 )
 from elasticd.wire.probes import Ping, Pong
-from elasticd.wire.snapshots import Keeps
+from elasticd.wire.snapshots import SnapshotInventory
 
 DEADLINE = 120.0
 CLUSTER = "test"
@@ -59,7 +59,7 @@ class Leader:
 
     def __init__(self, store: Store, nodes: int = 1, ttl: int = 60) -> None:
         self.heard: list[ToLeader] = []
-        self.keeps: list[tuple[str, Keeps]] = []
+        self.keeps: list[tuple[str, SnapshotInventory]] = []
         self.connections: list[ServerConnection] = []
         self.over = ""
         self._store, self._nodes, self._ttl = store, nodes, ttl
@@ -103,10 +103,10 @@ class Leader:
 
     def bodies(self, kind: type[M]) -> list[M]:
         """What clients said of this kind, through all connections."""
-        return [m.body for m in list(self.heard) if isinstance(m, Up) and isinstance(m.body, kind)]
+        return [m.body for m in list(self.heard) if isinstance(m, FromClient) and isinstance(m.body, kind)]
 
     def client(self, device: str) -> str:
-        return next(m.client for m in reversed(self.heard) if isinstance(m, Up) and m.device == device)
+        return next(m.client for m in reversed(self.heard) if isinstance(m, FromClient) and m.device == device)
 
     def _agent(self, connection: ServerConnection) -> None:
         assert connection.request is not None
@@ -124,28 +124,28 @@ class Leader:
         self.heard.append(message)
         if isinstance(message, AgentHello):
             return message.record.node
-        if isinstance(message, Keeps):
+        if isinstance(message, SnapshotInventory):
             self.keeps.append((node, message))
-        elif isinstance(message, Up):
+        elif isinstance(message, FromClient):
             self._answer(connection, node, message)
         return node
 
-    def _answer(self, connection: ServerConnection, node: str, up: Up) -> None:
+    def _answer(self, connection: ServerConnection, node: str, up: FromClient) -> None:
         if isinstance(up.body, StoreCall):
             threading.Thread(target=self._call, args=(connection, up, up.body), daemon=True).start()
         elif isinstance(up.body, Leave):
             self._joined = {place: one for place, one in self._joined.items() if one[1] != up.client}
         elif isinstance(up.body, Join) and self.over:
-            connection.send(messages.encode(Down(client=up.client, body=Closed(reason=self.over))))
+            connection.send(messages.encode(ToClient(client=up.client, body=Closed(reason=self.over))))
         elif isinstance(up.body, Join):
             place = node if up.body.slot is None else f"{node}/{up.body.slot}"
             self._joined[place] = (connection, up.client)
             if len(self._joined) == self._nodes:
                 for rank, (_, (to, client)) in enumerate(sorted(self._joined.items())):
                     joined = Joined(node_rank=rank, nodes=self._nodes)
-                    to.send(messages.encode(Down(client=client, body=joined)))
+                    to.send(messages.encode(ToClient(client=client, body=joined)))
 
-    def _call(self, connection: ServerConnection, up: Up, call: StoreCall) -> None:
+    def _call(self, connection: ServerConnection, up: FromClient, call: StoreCall) -> None:
         with self._changed:
             if call.op == "set":
                 self._values[call.key] = call.value
@@ -156,7 +156,7 @@ class Leader:
             else:
                 answer = StoreAnswer(id=call.id, error="it never came")
         with contextlib.suppress(ConnectionClosed, OSError):
-            connection.send(messages.encode(Down(client=up.client, body=answer)))
+            connection.send(messages.encode(ToClient(client=up.client, body=answer)))
 
 
 class RunningAgent:

@@ -25,20 +25,20 @@ from elasticd.wire.agent_orders import Drain, End
 from elasticd.wire.messages import (
     AgentHello,
     AgentRejected,
-    Down,
     Finished,
     Goodbye,
     Hello,
     Join,
     Joined,
-    Kept,
     Pace,
     Propose,
     Rejected,
     Report,
     Shutdown,
+    StayedOnPlan,
     StoreAnswer,
     StoreCall,
+    ToClient,
     Welcome,
     WorkerLost,
 )
@@ -228,13 +228,13 @@ def test_outcome_said_while_the_leader_is_away_reaches_its_successor(node: Node)
     trainer.welcomed(0)
     until(lambda: leader.bodies(Hello))
     leader.close()
-    trainer.say(Kept(number=3, step=7))
+    trainer.say(StayedOnPlan(number=3, step=7))
     trainer.say(Finished(step=8))
     successor = node.leader()
     until(lambda: successor.bodies(Finished))
-    assert successor.bodies(Kept) == [Kept(number=3, step=7)]
+    assert successor.bodies(StayedOnPlan) == [StayedOnPlan(number=3, step=7)]
     kinds = [type(getattr(message, "body", message)) for message in successor.heard]
-    assert [kind for kind in kinds if kind is not Health] == [AgentHello, Hello, Kept, Finished]
+    assert [kind for kind in kinds if kind is not Health] == [AgentHello, Hello, StayedOnPlan, Finished]
 
 
 def test_broken_link_comes_back_and_says_everything_again(node: Node) -> None:
@@ -312,7 +312,7 @@ def test_end_of_a_job_reaches_the_worker_from_the_store(node: Node) -> None:
     trainer.welcomed(0)
     until(lambda: leader.bodies(Hello))
     client = leader.client("n0/0")
-    leader.send(Down(client=client, body=Shutdown(reason="the leader says so by itself")))
+    leader.send(ToClient(client=client, body=Shutdown(reason="the leader says so by itself")))
     done = DoneRecord(step=3, epoch=leader.epoch, reason="n1/0 died")
     node.store.put(KEYS.job("job", "done"), encode(done))
     assert trainer.hear() == Shutdown(reason="n1/0 died")
@@ -346,7 +346,7 @@ def test_chaos_reaches_the_device_with_the_emulated_times(node: Node) -> None:
     trainer = node.trainer()
     assert trainer.welcomed(0).pace == Pace(forward=1e-4, backward=2e-4)
     until(lambda: leader.bodies(Hello))
-    leader.send(Down(client="device:n0/0", body=Pace(factor=3.0)))
+    leader.send(ToClient(client="device:n0/0", body=Pace(factor=3.0)))
     assert trainer.hear() == Pace(forward=1e-4, backward=2e-4, factor=3.0)
 
 
@@ -376,8 +376,8 @@ def test_outage_of_the_store_leaves_the_workers_alone_and_the_keys_catch_up(node
     node.server.outage(True)
     trainer = node.trainer()
     trainer.welcomed(0)
-    trainer.say(Kept(number=1, step=1))
-    until(lambda: leader.bodies(Kept))
+    trainer.say(StayedOnPlan(number=1, step=1))
+    until(lambda: leader.bodies(StayedOnPlan))
     node.server.outage(False)
     until(lambda: node.store.get(KEYS.member("job", "n0/0")))
 
@@ -411,5 +411,5 @@ def test_messages_wait_for_a_worker_that_reads_late(node: Node) -> None:
     trainer.welcomed(0)
     until(lambda: leader.bodies(Hello))
     for _ in range(400):  # more than the socket takes without a reader
-        leader.send(Down(client="device:n0/0", body=Rejected(reason="x" * 3000)))
+        leader.send(ToClient(client="device:n0/0", body=Rejected(reason="x" * 3000)))
     assert all(isinstance(trainer.hear(), Rejected) for _ in range(400))

@@ -38,7 +38,18 @@ from elasticd.store.protocol import StoreError
 from elasticd.testing.waiting import until
 from elasticd.wire import messages, unix_socket
 from elasticd.wire.agent_orders import Drain
-from elasticd.wire.messages import Down, Hello, Join, Joined, Kept, Leave, Pace, Rejected, Shutdown, StoreCall
+from elasticd.wire.messages import (
+    Hello,
+    Join,
+    Joined,
+    Leave,
+    Pace,
+    Rejected,
+    Shutdown,
+    StayedOnPlan,
+    StoreCall,
+    ToClient,
+)
 from tests.agent.support import CLUSTER, Leader, Node, Trainer, closing_all
 from tests.agent.test_daemon import lost, plan
 from tests.machines.agent_scene import hello, join, run, said
@@ -86,7 +97,7 @@ def tracebacks(caplog: pytest.LogCaptureFixture, what: str) -> int:
 def test_a_message_costs_itself_and_its_traceback_is_logged_once(
     node: Node, fails: Callable[[type, Where], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    fails(Said, lambda state, event: isinstance(event.body, Kept) and event.body.number > 1)
+    fails(Said, lambda state, event: isinstance(event.body, StayedOnPlan) and event.body.number > 1)
     leader = node.leader()
     running = node.agent()
     trainer = node.trainer()
@@ -94,9 +105,9 @@ def test_a_message_costs_itself_and_its_traceback_is_logged_once(
     until(lambda: leader.bodies(Hello))
     before = internal_errors.times()
     for number in (2, 3, 1):
-        trainer.say(Kept(number=number, step=7))
-    until(lambda: leader.bodies(Kept))
-    assert leader.bodies(Kept) == [Kept(number=1, step=7)]
+        trainer.say(StayedOnPlan(number=number, step=7))
+    until(lambda: leader.bodies(StayedOnPlan))
+    assert leader.bodies(StayedOnPlan) == [StayedOnPlan(number=1, step=7)]
     assert internal_errors.times() == before + 2
     assert tracebacks(caplog, "elasticd failed on Said") == 1
     assert running.error is None
@@ -188,8 +199,8 @@ def test_a_client_that_makes_everything_fail_is_let_go_and_the_others_stay(
     answer = bad.hear()
     assert isinstance(answer, Rejected)
     assert f"elasticd failed on {kind.__name__}" in answer.reason
-    good.say(Kept(number=1, step=7))
-    until(lambda: leader.bodies(Kept))
+    good.say(StayedOnPlan(number=1, step=7))
+    until(lambda: leader.bodies(StayedOnPlan))
 
 
 def test_a_link_of_which_nothing_can_be_made_is_tried_anew(
@@ -220,8 +231,8 @@ def test_an_event_of_no_client_costs_itself(
         until(lambda: len(leader.bodies(Hello)) == 2)
     else:
         leader.send(Drain(on=True))
-        leader.send(Down(client="device:n0/0", body=Pace(factor=2.0)))
-        leader.send(Down(client="device:n0/0", body=Pace(factor=3.0)))
+        leader.send(ToClient(client="device:n0/0", body=Pace(factor=2.0)))
+        leader.send(ToClient(client="device:n0/0", body=Pace(factor=3.0)))
         while trainer.hear() != Pace(factor=3.0):
             pass
     until(lambda: failed)
@@ -323,7 +334,7 @@ def test_no_message_of_a_client_ends_the_agent_or_finds_a_defect(node: Node, see
 
 EVENTS: tuple[Event, ...] = (
     hello(1, client="w1"),
-    said(Kept(number=1, step=1)),
+    said(StayedOnPlan(number=1, step=1)),
     said(StoreCall(id=9, op="get", key="k")),
     Ended(client="w0", how="it ended"),
     Ended(client="nobody", how="it ended"),
@@ -363,7 +374,7 @@ def test_whatever_fails_the_state_after_it_is_one_to_go_on_from(
 def test_a_link_comes_without_the_words_of_one_that_is_gone_where_these_make_it_fail(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    state, _ = run(hello(0), hello(1), said(Kept(number=1, step=1)), Ended(client="w0", how="it ended"))
+    state, _ = run(hello(0), hello(1), said(StayedOnPlan(number=1, step=1)), Ended(client="w0", how="it ended"))
     handler = raising(machine.TABLE[Phase.AWAY, LinkUp], lambda state, event: bool(state.departed))
     monkeypatch.setitem(machine.TABLE, (Phase.AWAY, LinkUp), handler)  # type: ignore[arg-type]
     state, effects = machine.failed(state, LinkUp(), RuntimeError("a defect"), 0.0)

@@ -16,7 +16,7 @@ from elasticd.records import DoneRecord, Keys, NodeRecord, PlanRecord, decode, e
 from elasticd.store.memory import MemoryStore
 from elasticd.testing.waiting import until
 from elasticd.wire.messages import Hello, Recorded, Welcome
-from elasticd.wire.snapshots import Fetch, Fetched, Freed, Held, Keeps, Snapped, Whole
+from elasticd.wire.snapshots import Fetch, Fetched, Freed, Held, Snapped, SnapshotInventory, SnapshotSetComplete
 from tests import sizes
 from tests.agent.snapshots import dying_agent, memory, plan_of, read
 from tests.agent.support import CLUSTER, Leader, Node, RunningAgent, Trainer, closing_all, spec
@@ -94,7 +94,7 @@ def told(leader: Leader, node: str) -> list[tuple[str, int]]:
     return [] if last is None else [(held.device, held.step) for held in last.snapshots]
 
 
-def latest(leader: Leader, node: str) -> Keeps | None:
+def latest(leader: Leader, node: str) -> SnapshotInventory | None:
     return next((m for who, m in reversed(list(leader.keeps)) if who == node), None)
 
 
@@ -125,7 +125,7 @@ def test_whole_set_frees_older_ones_on_all_nodes(scene: Scene) -> None:
     for step in (1, 2):
         worker.snap(step)
     kept(leader, "n1", ("n0/0", 1), ("n0/0", 2))
-    leader.send(Whole(job=JOB, plan=1, step=2))
+    leader.send(SnapshotSetComplete(job=JOB, plan=1, step=2))
     assert worker.trainer.hear() == Freed(plan=1, step=1)
     for node in ("n0", "n1"):
         kept(leader, node, ("n0/0", 2))
@@ -290,7 +290,7 @@ def test_new_incarnation_on_the_device_is_told_when_the_old_ones_memory_is_free(
     until(lambda: scene.store.get(KEYS.member(JOB, "n0/0")) is None)
     new = scene.worker("n0")
     new.snap(2)
-    leader.send(Whole(job=JOB, plan=1, step=2))
+    leader.send(SnapshotSetComplete(job=JOB, plan=1, step=2))
     assert new.trainer.hear() == Freed(plan=1, step=1)
 
 
@@ -334,7 +334,7 @@ def test_descriptors_do_not_grow_over_many_snapshots(scene: Scene) -> None:
         link broke: it is told again, as the real leader does."""
         steps = [one for _, one in told(leader, "n1")]
         if any(one < step - 1 for one in steps):
-            leader.send(Whole(job=JOB, plan=1, step=step - 1))
+            leader.send(SnapshotSetComplete(job=JOB, plan=1, step=step - 1))
         return steps == [*range(max(step - 1, 1), step + 1)]
 
     def take(step: int) -> None:
@@ -343,7 +343,7 @@ def test_descriptors_do_not_grow_over_many_snapshots(scene: Scene) -> None:
             until(lambda: both(step))
         except AssertionError as error:
             raise AssertionError(f"step {step}: {[told(leader, node) for node in ('n0', 'n1')]}") from error
-        leader.send(Whole(job=JOB, plan=1, step=step))
+        leader.send(SnapshotSetComplete(job=JOB, plan=1, step=step))
         if step > 1:
             assert worker.trainer.hear() == Freed(plan=1, step=step - 1)
 

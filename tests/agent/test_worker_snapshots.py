@@ -19,7 +19,7 @@ from elasticd.runtime.control.agent_client import Control
 from elasticd.testing.waiting import until
 from elasticd.wire import messages, unix_socket
 from elasticd.wire.messages import Goodbye, Hello, Recorded, ToWorker, Welcome
-from elasticd.wire.snapshots import Fetched, Freed, Held, Snapped, Whole
+from elasticd.wire.snapshots import Fetched, Freed, Held, Snapped, SnapshotSetComplete
 from tests.agent.snapshots import memory, plan_of, read
 from tests.agent.support import Node, closing_all, spec
 from tests.descriptors import open_descriptors
@@ -82,7 +82,7 @@ def test_snapshot_goes_to_the_agent_and_comes_back(tmp_path: Path, register: Cal
     assert worker.fetch(held) == data
     worker.snap(5, data)
     until(lambda: leader.keeps and len(leader.keeps[-1][1].snapshots) == 2)
-    leader.send(Whole(job="job", plan=1, step=5))
+    leader.send(SnapshotSetComplete(job="job", plan=1, step=5))
     until(lambda: Freed(plan=1, step=4) in worker.heard)
     with pytest.raises(OSError, match="no snapshot of n0/0 at step 4 of plan 1 is kept on node n0"):
         worker.control.fetch(held, WAIT)

@@ -22,7 +22,16 @@ from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.planner_process import COMMAND
 from elasticd.records import NodeRecord
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.wire.messages import AgentHello, AgentRejected, Down, Join, ToLeader, Up, encode, to_agent
+from elasticd.wire.messages import (
+    AgentHello,
+    AgentRejected,
+    FromClient,
+    Join,
+    ToClient,
+    ToLeader,
+    encode,
+    to_agent,
+)
 
 
 def config(*, chaos: bool = True, port: int = 0) -> Config:
@@ -68,10 +77,10 @@ class Agent:
 
     record: NodeRecord
     socket: ClientConnection
-    heard: list[Down] = field(default_factory=list)
+    heard: list[ToClient] = field(default_factory=list)
     rejected: str = ""
     closed: bool = False
-    on_down: Callable[[Down], Awaitable[None]] | None = None
+    on_down: Callable[[ToClient], Awaitable[None]] | None = None
 
     async def tell(self, message: ToLeader) -> None:
         await self.socket.send(encode(message))
@@ -79,7 +88,7 @@ class Agent:
     async def takes_part(self, job: str) -> None:
         """A torchrun of this node asks to take part in a job, and waits for others."""
         body = Join(job=job, min_nodes=9, max_nodes=9, pid=1)
-        await self.tell(Up(client="asks", job=job, device="", incarnation="", body=body))
+        await self.tell(FromClient(client="asks", job=job, device="", incarnation="", body=body))
 
     async def listen(self) -> None:
         try:

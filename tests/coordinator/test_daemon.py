@@ -33,6 +33,7 @@ from elasticd.version import __version__
 from elasticd.wire.batching import together
 from elasticd.wire.messages import (
     Finished,
+    FromClient,
     Join,
     Joined,
     Prepared,
@@ -41,12 +42,11 @@ from elasticd.wire.messages import (
     Saved,
     StoreAnswer,
     StoreCall,
-    Swapped,
-    Up,
+    Switched,
     WorkerLost,
     encode,
 )
-from elasticd.wire.rendezvous import Lap, Lapped, Watching
+from elasticd.wire.rendezvous import Lap, StepTime, Watching
 from tests.cli.support import call
 from tests.coordinator.agents import Agent, agent, config, coordinating, get, post, until
 from tests.machines.cast import JOB, FakeWorker, node_record
@@ -84,7 +84,7 @@ async def trains(this: Agent, worker: FakeWorker, store: MemoryStore) -> None:
                 continue
             number = decode(item.item.value, Proposal).number
             await this.tell(worker.up(Prepared(number=number)))
-            swapped = Swapped(
+            swapped = Switched(
                 number=number, step=0, pause_seconds=0.0, bytes_sent=0, bytes_lacking=1, bytes_state=2
             )
             await this.tell(worker.up(swapped))
@@ -96,7 +96,7 @@ async def trains(this: Agent, worker: FakeWorker, store: MemoryStore) -> None:
 async def joined(this: Agent) -> None:
     node = this.record.node
     body = Join(job=JOB, min_nodes=2, max_nodes=2, pid=1)
-    await this.tell(Up(client=f"t{node}", job=JOB, device="", incarnation="", body=body))
+    await this.tell(FromClient(client=f"t{node}", job=JOB, device="", incarnation="", body=body))
     await until(lambda: bool(this.bodies(f"t{node}")))
     assert isinstance(this.bodies(f"t{node}")[0], Joined)
 
@@ -264,7 +264,7 @@ def test_rounds_of_a_job_in_restart_mode_are_cleared_in_time_or_by_a_user(
         async with coordinating(server) as coordinator, agent(coordinator, node_record("alpha")) as alpha:
             by = Watching(job="laps", torchrun="t", local_rank=0, pid=1, round=1, world=2, nodes=2, least=1)
             store.put(KEYS.rendezvous("laps") + "state", b"{}")
-            await alpha.tell(Lapped(device="alpha/0", by=by, lap=Lap(step=1, seconds=1.0, wall=1.0)))
+            await alpha.tell(StepTime(device="alpha/0", by=by, lap=Lap(step=1, seconds=1.0, wall=1.0)))
             await until(lambda: "laps" in coordinator.leading.restarts)
             status, answer = await post(coordinator, "/v1/jobs/laps/forget", {"by": "alice"})
             assert (status, "stop its torchruns" in answer["error"]) == (409, True)
@@ -297,7 +297,7 @@ def test_new_coordinator_goes_on_with_the_jobs_of_the_last() -> None:
             await alpha.tell(worker.up(World().hello(worker)))
             await until(lambda: worker.device in second.leading.state.jobs[JOB].workers)
             body = Join(job=JOB, min_nodes=2, max_nodes=2, pid=99)
-            await alpha.tell(Up(client="t1", job=JOB, device="", incarnation="", body=body))
+            await alpha.tell(FromClient(client="t1", job=JOB, device="", incarnation="", body=body))
             await until(lambda: "alpha" in second.leading.state.jobs[JOB].joiners)
             assert not alpha.bodies("t1"), "a torchrun that had joined before is told nothing"
 
@@ -480,9 +480,9 @@ def test_leader_answers_all_while_a_plan_is_made(tmp_path: Path) -> None:
 
 
 def test_value_that_the_store_does_not_take_is_refused_to_its_sender_and_harms_nobody() -> None:
-    def told(number: int, key: str, size: int) -> Up:
+    def told(number: int, key: str, size: int) -> FromClient:
         call = StoreCall(id=number, op="set", key=key, value=b"x" * size, seconds=5.0)
-        return Up(client="t", job=JOB, device="", incarnation="", body=call)
+        return FromClient(client="t", job=JOB, device="", incarnation="", body=call)
 
     async def body() -> None:
         server = MemoryServer()
@@ -501,7 +501,7 @@ def test_value_that_the_store_does_not_take_is_refused_to_its_sender_and_harms_n
             assert answers[2] is None
             assert "a key of 5007 characters" in (answers[3] or "")
             check = StoreCall(id=4, op="check", key="rdzv/1", seconds=5.0)
-            await alpha.tell(Up(client="t", job=JOB, device="", incarnation="", body=check))
+            await alpha.tell(FromClient(client="t", job=JOB, device="", incarnation="", body=check))
             await until(lambda: len(alpha.bodies("t")) == 5)
             assert alpha.bodies("t")[-1].number == 0, "nobody goes on as if it were there"
             writer = coordinator.leading.writer
@@ -519,9 +519,9 @@ def test_one_agents_long_frame_keeps_no_other_agent_waiting(monkeypatch: pytest.
     """What one says at once is dealt with message by message, and no faster than an agent may speak."""
     monkeypatch.setattr(agent_socket, "MESSAGES_PER_SECOND", 200.0)
 
-    def check(number: int) -> Up:
+    def check(number: int) -> FromClient:
         call = StoreCall(id=number, op="check", key="k")
-        return Up(client="t", job=JOB, device="", incarnation="", body=call)
+        return FromClient(client="t", job=JOB, device="", incarnation="", body=call)
 
     async def body() -> None:
         async with (
@@ -547,9 +547,9 @@ def test_a_worker_that_sets_its_ranks_again_and_again_does_not_fill_the_store(
 ) -> None:
     monkeypatch.setattr(leading, "RANKS_AT_ONCE", 5 * LARGEST_RANK)
 
-    def told(number: int) -> Up:
+    def told(number: int) -> FromClient:
         call = StoreCall(id=number, op="set", key="rdzv/1", value=bytes(LARGEST_RANK - 10), seconds=5.0)
-        return Up(client="t", job=JOB, device="", incarnation="", body=call)
+        return FromClient(client="t", job=JOB, device="", incarnation="", body=call)
 
     async def body() -> None:
         server = MemoryServer()
@@ -618,13 +618,13 @@ def test_a_job_whose_name_cannot_be_a_key_is_refused_and_the_next_leader_leads(n
             join = Join(job=name, min_nodes=1, max_nodes=1, pid=1)
             call = StoreCall(id=1, op="set", key="rdzv/1", value=b"x")
             for told in (join, call):
-                await alpha.tell(Up(client="t", job=name, device="", incarnation="", body=told))
+                await alpha.tell(FromClient(client="t", job=name, device="", incarnation="", body=told))
             await until(lambda: len(alpha.bodies("t")) == 2)
             refused, answer = alpha.bodies("t")
             assert isinstance(refused, Rejected)
             assert "--rdzv-id" in refused.reason
             assert answer == StoreAnswer(id=1, error=refused.reason)
-            await alpha.tell(Up(client="t", job="good", device="", incarnation="", body=join))
+            await alpha.tell(FromClient(client="t", job="good", device="", incarnation="", body=join))
         async with coordinating(server) as second:
             assert second.ready() == ""
 
@@ -645,7 +645,7 @@ def test_a_new_leader_leads_whatever_stands_in_the_place_of_history(
             assert dict(coordinator.leading.state.jobs) == {}
             assert await coordinator.history("x") == []
             join = Join(job="x", min_nodes=1, max_nodes=1, pid=1)
-            await alpha.tell(Up(client="t", job="x", device="", incarnation="", body=join))
+            await alpha.tell(FromClient(client="t", job="x", device="", incarnation="", body=join))
             await until(lambda: "x" in coordinator.leading.state.jobs)
 
     decoding._logged.clear()

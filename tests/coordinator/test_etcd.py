@@ -15,7 +15,7 @@ from elasticd.records import JobSpec, Keys, decode
 from elasticd.store.leader import read_leader
 from elasticd.store.server import EtcdServer
 from elasticd.store.state_file import StateFile
-from elasticd.wire.messages import Hello, Join, Up
+from elasticd.wire.messages import FromClient, Hello, Join
 from tests.coordinator.agents import agent, config, lead, until
 from tests.etcds import SharedEtcd
 from tests.machines.cast import JOB, FakeWorker, node_record
@@ -43,7 +43,7 @@ def test_leader_outlasts_a_restart_of_etcd_and_writes_what_waited(etcd: EtcdServ
         try:
             async with agent(coordinator, node_record("alpha", devices=1)) as alpha:
                 join = Join(job=JOB, min_nodes=1, max_nodes=1, pid=1)
-                await alpha.tell(Up(client="t", job=JOB, device="", incarnation="", body=join))
+                await alpha.tell(FromClient(client="t", job=JOB, device="", incarnation="", body=join))
                 await until(lambda: bool(alpha.bodies("t")))
                 await asyncio.to_thread(etcd.kill)
                 worker = FakeWorker(device="alpha/0", incarnation="a")

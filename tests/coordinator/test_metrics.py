@@ -20,7 +20,7 @@ from elasticd.machines.coordinator.machine import State
 from elasticd.machines.job.state.job_state import Phase, fresh
 from elasticd.records import Keys
 from elasticd.store.protocol import KeyValue
-from elasticd.wire.messages import Kept, Leave, encode
+from elasticd.wire.messages import Leave, StayedOnPlan, encode
 from tests.coordinator.agents import agent, coordinating, until
 from tests.machines.cast import FakeWorker, node_record
 
@@ -76,7 +76,7 @@ def test_messages_are_counted_by_type_and_the_refused_by_reason() -> None:
     async def body() -> None:
         async with coordinating() as coordinator, agent(coordinator, node_record("alpha")) as alpha:
             await until(lambda: "alpha" in coordinator.leading.state.nodes)
-            await alpha.tell(FakeWorker(device="alpha/0", incarnation="a").up(Kept(number=1, step=0)))
+            await alpha.tell(FakeWorker(device="alpha/0", incarnation="a").up(StayedOnPlan(number=1, step=0)))
             async with agent(coordinator, node_record("alpha", agent="other")) as impostor:
                 await until(lambda: bool(impostor.rejected))
             async with agent(coordinator, node_record("beta")) as beta:
@@ -93,7 +93,7 @@ def test_messages_are_counted_by_type_and_the_refused_by_reason() -> None:
 
 def test_what_is_skipped_is_counted_by_kind() -> None:
     worker = FakeWorker(device="alpha/0", incarnation="a")
-    known = encode(worker.up(Kept(number=1, step=0)))
+    known = encode(worker.up(StayedOnPlan(number=1, step=0)))
     sent = {
         "message": known.replace(b"stayed-on-plan", b"stayed-longer"),
         "content": known.replace(b'"number":1', b'"number":"one"'),
@@ -107,7 +107,7 @@ def test_what_is_skipped_is_counted_by_kind() -> None:
             for data in sent.values():
                 await alpha.socket.send(data)
                 await alpha.socket.send(data)
-            await alpha.tell(worker.up(Kept(number=1, step=0)))
+            await alpha.tell(worker.up(StayedOnPlan(number=1, step=0)))
             heard = ("elasticd_agent_messages_total", (("type", "stayed-on-plan"),))
             while (found := await scrape(coordinator)).get(heard) is None:
                 await asyncio.sleep(0.01)

@@ -25,7 +25,7 @@ from elasticd.wire.messages import (
     Recorded,
     StoreAnswer,
     StoreCall,
-    Swapped,
+    Switched,
     Welcome,
 )
 from elasticd.wire.probes import Ping
@@ -58,7 +58,7 @@ def switch(trainer: Trainer) -> None:
             number = message.proposal.number
             trainer.say(Prepared(number=number))
             swapped = {"step": 0, "pause_seconds": 0.0, "bytes_sent": 0, "bytes_lacking": 0, "bytes_state": 0}
-            trainer.say(Swapped(number=number, **swapped))  # type: ignore[arg-type]
+            trainer.say(Switched(number=number, **swapped))  # type: ignore[arg-type]
 
 
 def hello(rank: int) -> Hello:

@@ -22,7 +22,7 @@ from elasticd.machines.job.state.events import Note
 from elasticd.records import Keys
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import KeyValue
-from elasticd.wire.messages import Report, Up
+from elasticd.wire.messages import FromClient, Report
 from tests.coordinator.agents import agent, coordinating, get, until
 from tests.machines.cast import node_record
 
@@ -244,7 +244,9 @@ def test_the_next_coordinator_answers_with_what_the_one_before_told() -> None:
         server = MemoryServer()
         async with coordinating(server) as first, agent(first, node_record("alpha")) as alpha:
             await until(lambda: any(event.kind == "node_up" for event in first.leading.journal.events()))
-            await alpha.tell(Up(client="c", job="demo", device="alpha/0", incarnation="i", body=of_alpha(7)))
+            await alpha.tell(
+                FromClient(client="c", job="demo", device="alpha/0", incarnation="i", body=of_alpha(7))
+            )
             first.leading.journal.report("demo", report(1), time=1.0)
             _, told = await get(first, "/v1/events")
             await until(lambda: bool(MemoryStore(server).snapshot(KEYS.journal).items))  # also before its end

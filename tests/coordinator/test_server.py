@@ -12,7 +12,7 @@ from websockets.asyncio.client import connect
 from elasticd.coordinator.http import agent_socket
 from elasticd.version import __version__
 from elasticd.wire.batching import together
-from elasticd.wire.messages import Kept, Pace, StoreAnswer, StoreCall, encode
+from elasticd.wire.messages import Pace, StayedOnPlan, StoreAnswer, StoreCall, encode
 from tests.coordinator.agents import agent, coordinating, get, post, until
 from tests.machines.cast import JOB, FakeWorker, node_record
 
@@ -88,7 +88,9 @@ def test_messages_of_a_newer_agent_are_skipped_and_those_beside_them_heard() -> 
             call = encode(worker.up(StoreCall(id=1, op="add", key="k", value=b"1")))
             await alpha.takes_part(JOB)
             newer = b'{"type": "quota-report", "version": 2}'
-            inside = encode(worker.up(Kept(number=1, step=0))).replace(b"stayed-on-plan", b"stayed-longer")
+            inside = encode(worker.up(StayedOnPlan(number=1, step=0))).replace(
+                b"stayed-on-plan", b"stayed-longer"
+            )
             await alpha.socket.send(newer)
             await alpha.socket.send(inside)
             await alpha.socket.send(together([newer, call, inside]))

@@ -13,7 +13,7 @@ from elasticd.coordinator.leader import Leading
 from elasticd.machines.coordinator.finished_jobs import EMPTY_SECONDS
 from elasticd.machines.coordinator.machine import State
 from elasticd.machines.job.state.events import Note, Tick
-from elasticd.wire.messages import AgentHello, FromWorker, Join, Leave, StoreCall, Up
+from elasticd.wire.messages import AgentHello, FromClient, FromWorker, Join, Leave, StoreCall
 from tests.machines.cast import node_record
 
 
@@ -29,7 +29,7 @@ class Led:
         return self.leading.agent_up(AgentHello(record=node_record(node)))
 
     def says(self, connection: Connection, job: str, body: FromWorker) -> None:
-        up = Up(client=f"t{connection.node}", job=job, device="", incarnation="", body=body)
+        up = FromClient(client=f"t{connection.node}", job=job, device="", incarnation="", body=body)
         asyncio.run(self.leading.heard(connection, up))
 
     def tick(self, seconds: float) -> None:

@@ -11,7 +11,7 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strate
 from elasticd.machines.agent.machine import step
 from elasticd.machines.agent.state import Effect, Event, Heard, Opened, Said, Send, State, Tell
 from elasticd.records import JobSpec, NodeRecord, Proposal
-from elasticd.wire.messages import Down, FromWorker, Hello, Join, Report, Swapped, Up
+from elasticd.wire.messages import FromClient, FromWorker, Hello, Join, Report, Switched, ToClient
 
 JOB = "job"
 RECORD = NodeRecord(
@@ -63,16 +63,16 @@ def report(n: int) -> Report:
     )
 
 
-def swapped(number: int) -> Swapped:
-    return Swapped(number=number, step=3, pause_seconds=0.1, bytes_sent=1, bytes_lacking=1, bytes_state=2)
+def swapped(number: int) -> Switched:
+    return Switched(number=number, step=3, pause_seconds=0.1, bytes_sent=1, bytes_lacking=1, bytes_state=2)
 
 
 def said(body: FromWorker, client: str = "w0") -> Said:
     return Said(client=client, body=body)
 
 
-def down(client: str, body: Down | object) -> Heard:
-    return Heard(message=Down(client=client, body=body))  # type: ignore[arg-type]
+def down(client: str, body: ToClient | object) -> Heard:
+    return Heard(message=ToClient(client=client, body=body))  # type: ignore[arg-type]
 
 
 def run(*events: Event, state: State | None = None, now: float = 0.0) -> tuple[State, list[Effect]]:
@@ -84,9 +84,9 @@ def run(*events: Event, state: State | None = None, now: float = 0.0) -> tuple[S
 
 
 def told(effects: list[Effect]) -> list[object]:
-    """What goes to the leader: bodies of `Up`, the other messages whole."""
+    """What goes to the leader: bodies of `FromClient`, the other messages whole."""
     messages = [effect.message for effect in effects if isinstance(effect, Tell)]
-    return [message.body if isinstance(message, Up) else message for message in messages]
+    return [message.body if isinstance(message, FromClient) else message for message in messages]
 
 
 def sent(effects: list[Effect]) -> list[tuple[str, object]]:

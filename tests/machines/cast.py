@@ -18,24 +18,35 @@ from elasticd_planner.spec.sequence_lengths import bucket
 
 from elasticd.records import JobSpec, NodeRecord
 from elasticd.wire.messages import (
-    Bereft,
     Copy,
-    Doubt,
     Finished,
+    FromClient,
     FromWorker,
-    Kept,
+    InDoubt,
     Leaving,
+    PeersLost,
     Prepared,
     Raised,
     Refused,
-    Standing,
-    Swapped,
-    Up,
+    StateReport,
+    StayedOnPlan,
+    Switched,
 )
 
 JOB = "demo"
 MEMORY = 3_000_000
-Outcome = Prepared | Refused | Swapped | Kept | Doubt | Bereft | Standing | Finished | Raised | Leaving
+Outcome = (
+    Prepared
+    | Refused
+    | Switched
+    | StayedOnPlan
+    | InDoubt
+    | PeersLost
+    | StateReport
+    | Finished
+    | Raised
+    | Leaving
+)
 
 
 def model(layers: int = 8) -> ModelSpec:
@@ -124,8 +135,8 @@ class FakeWorker:
     def node(self) -> str:
         return node_of(self.device)
 
-    def up(self, body: FromWorker) -> Up:
-        return Up(
+    def up(self, body: FromWorker) -> FromClient:
+        return FromClient(
             client=f"w{self.device}", job=JOB, device=self.device, incarnation=self.incarnation, body=body
         )
 

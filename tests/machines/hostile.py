@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from elasticd.wire.messages import FromWorker, ToLeader, Up, several_to_leader
+from elasticd.wire.messages import FromClient, FromWorker, ToLeader, several_to_leader
 from tests.releases.samples import sample
 
 NUMBERS = (-(2**62), -7, -1, 0, 1, 2, 3, 5, 7, 2**31, 2**53, 2**62)
@@ -26,7 +26,7 @@ class Hostile:
     ) -> None:
         self._draw, self._long = Random(seed), False
         self._known = {"device": [*devices], "job": [*jobs, "other"], "incarnation": [*incarnations, "gone"]}
-        kinds = {kind for kind in get_args(ToLeader) if kind is not Up}
+        kinds = {kind for kind in get_args(ToLeader) if kind is not FromClient}
         self._kinds = sorted(kinds, key=lambda kind: kind.__name__)
         self._bodies = sorted(get_args(FromWorker), key=lambda kind: kind.__name__)
 
@@ -40,7 +40,7 @@ class Hostile:
         draw = self._draw
         if draw.random() < 0.8:  # of a worker
             body = plain(draw.choice(self._bodies))
-            made = plain(Up) | {"body": body}
+            made = plain(FromClient) | {"body": body}
         else:
             made = plain(draw.choice(self._kinds))
         self._long = False

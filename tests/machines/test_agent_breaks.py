@@ -25,17 +25,17 @@ from elasticd.machines.agent.state import (
 from elasticd.records import DoneRecord, PlanRecord
 from elasticd.wire.messages import (
     Abort,
-    Doubt,
     Finished,
+    FromClient,
     Goodbye,
-    Kept,
+    InDoubt,
     Prepared,
     Propose,
     Recorded,
     Refused,
     Shutdown,
-    Swapped,
-    Up,
+    StayedOnPlan,
+    Switched,
     WorkerLost,
 )
 from tests.machines.agent_scene import (
@@ -64,12 +64,12 @@ LIFE: tuple[Event, ...] = (
     said(Prepared(number=1), "w0"),
     said(Refused(number=1, reason="no"), "w1"),
     ProposalRead(job=JOB, proposal=aborted(FIRST)),
-    said(Kept(number=1, step=0), "w0"),
-    said(Kept(number=1, step=0), "w1"),
+    said(StayedOnPlan(number=1, step=0), "w0"),
+    said(StayedOnPlan(number=1, step=0), "w1"),
     ProposalRead(job=JOB, proposal=SECOND),
     said(Prepared(number=2), "w0"),
     said(swapped(2), "w0"),
-    said(Doubt(number=2, step=3, reason="?"), "w1"),
+    said(InDoubt(number=2, step=3, reason="?"), "w1"),
     Ended(client="w1", how="its process ended"),
     PlanRead(job=JOB, record=PlanRecord(plan=SECOND.plan, epoch=5, step=3)),
     said(Finished(step=9), "w0"),
@@ -91,13 +91,15 @@ def outdated(events: list[Event]) -> int:
 
 def check_all_is_told(events: list[Event], words: list[Tell]) -> None:
     """Every outcome said so far that the store has not outdated is among the words of the present link."""
-    bodies = [(m.client, m.body) for m in (word.message for word in words) if isinstance(m, Up)]
+    bodies = [(m.client, m.body) for m in (word.message for word in words) if isinstance(m, FromClient)]
     lost = [m.incarnation for m in (word.message for word in words) if isinstance(m, WorkerLost)]
     settled = outdated(events)
     for event in events:
         if isinstance(event, Said) and isinstance(event.body, Finished):
             assert (event.client, event.body) in bodies
-        elif isinstance(event, Said) and isinstance(event.body, Prepared | Refused | Swapped | Kept | Doubt):
+        elif isinstance(event, Said) and isinstance(
+            event.body, Prepared | Refused | Switched | StayedOnPlan | InDoubt
+        ):
             assert event.body.number < settled or (event.client, event.body) in bodies
         elif isinstance(event, Ended) and event.client != "t":
             assert f"i{event.client[1:]}" in lost

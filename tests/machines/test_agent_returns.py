@@ -21,7 +21,7 @@ from elasticd.machines.agent.state import (
 )
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Fence, PlanRecord
-from elasticd.wire.messages import Abort, Fenced, Hello, Prepared, Recorded, Up, WorkerLost
+from elasticd.wire.messages import Abort, Fenced, FromClient, Hello, Prepared, Recorded, WorkerLost
 from tests.machines.agent_scene import JOB, aborted, hello, plan, proposal, run, sent
 
 
@@ -114,7 +114,9 @@ def test_a_new_link_does_not_call_back_a_worker_whose_device_has_another() -> No
     state, _ = run(LinkDown(), state=state)
     _, effects = run(LinkUp(), state=state)
     words = [effect.message for effect in effects if isinstance(effect, Tell)]
-    hellos = [word for word in words if isinstance(word, Up) and isinstance(word.body, Hello)]
+    hellos = [word for word in words if isinstance(word, FromClient) and isinstance(word.body, Hello)]
     assert [word.incarnation for word in hellos] == ["i9"]
     assert [word.incarnation for word in words if isinstance(word, WorkerLost)] == ["i0"]
-    assert [word.incarnation for word in words if isinstance(word, Up) and word.body == PREPARED] == ["i0"]
+    assert [word.incarnation for word in words if isinstance(word, FromClient) and word.body == PREPARED] == [
+        "i0"
+    ]

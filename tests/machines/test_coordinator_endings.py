@@ -9,7 +9,7 @@ import pytest
 
 from elasticd.machines.job.state.events import AgentUp, Received
 from elasticd.machines.job.state.job_state import Phase, Settings, fresh
-from elasticd.wire.messages import Closed, Join, Rejected, Report, Up
+from elasticd.wire.messages import Closed, FromClient, Join, Rejected, Report
 from tests.machines.asked import refused
 from tests.machines.cast import FakeWorker
 from tests.machines.test_coordinator_lives import fitted, slowed, started
@@ -203,7 +203,9 @@ def test_other_job_on_devices_of_workers_that_nobody_sees_gets_a_clear_answer() 
     restarted(world, "alpha")
     body = Join(job="other", min_nodes=1, max_nodes=1, pid=9)
     world.say(
-        Received(node="alpha", message=Up(client="t2", job="other", device="", incarnation="", body=body))
+        Received(
+            node="alpha", message=FromClient(client="t2", job="other", device="", incarnation="", body=body)
+        )
     )
     world.settle()
     (reason,) = refused(world, "t2")
@@ -223,7 +225,7 @@ def test_job_whose_worker_is_turned_away_does_not_wait_for_it() -> None:
     both = msgspec.structs.replace(fresh("late", Phase.ASSEMBLING, 0.0), joined=("alpha", "gamma"))
     world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, "late": both})
     for node, device in (("gamma", "gamma/0"), ("alpha", "alpha/0")):
-        up = Up(client=f"x{device}", job="late", device=device, incarnation="y", body=late)
+        up = FromClient(client=f"x{device}", job="late", device=device, incarnation="y", body=late)
         world.say(Received(node=node, message=up))
     world.settle()
     assert "alpha/0: in use by job demo" in refused(world, "xalpha/0")[0]

@@ -10,7 +10,7 @@ from elasticd.machines.job.state.job_state import Phase
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
 from elasticd.records import Fence, HistoryRecord, Vote, decode
-from elasticd.wire.messages import Bereft, Copy, Doubt, Finished, Joined, Standing
+from elasticd.wire.messages import Copy, Finished, InDoubt, Joined, PeersLost, StateReport
 from tests.machines.cast import JOB, answer_to
 from tests.machines.checked import KEYS
 from tests.machines.world import World
@@ -189,7 +189,7 @@ def test_members_that_lose_each_other_without_a_death_recover_too() -> None:
     plan = world.plan()
     assert plan is not None
     for device in plan.members[:2]:
-        world.outcome(world.workers[device], Bereft(step=world.steps, reason="connection reset"))
+        world.outcome(world.workers[device], PeersLost(step=world.steps, reason="connection reset"))
     world.settle()
     assert world.phase is Phase.RUNNING, "somebody's death may be on its way"
     world.tick(0.6)
@@ -217,7 +217,7 @@ def test_doubt_is_resolved_by_what_all_hold() -> None:
             Copy(number=worker.plan, step=world.steps),
             Copy(number=proposal.number, step=world.steps),
         )
-        world.outcome(worker, Doubt(number=proposal.number, step=world.steps, reason="reset"))
+        world.outcome(worker, InDoubt(number=proposal.number, step=world.steps, reason="reset"))
     world.settle()
     world.tick(0.6)
     world.settle()
@@ -240,8 +240,8 @@ def test_who_has_not_heard_the_last_vote_is_told_its_outcome() -> None:
     number, step = plan.number, world.steps
     for device in behind:
         copies = (Copy(number=number, step=step, behind=True),)
-        world.stand(device, Standing(fence=fence.number, copies=copies))
-    world.stand(ahead, Standing(fence=fence.number, copies=(Copy(number=number, step=step + 1),), vote=vote))
+        world.stand(device, StateReport(fence=fence.number, copies=copies))
+    world.stand(ahead, StateReport(fence=fence.number, copies=(Copy(number=number, step=step + 1),), vote=vote))
     world.deaf = set()
     world.settle()
     proposal = next(p for p in reversed(world.proposals) if p.recovery is not None)
@@ -299,7 +299,7 @@ def test_who_was_fenced_off_and_lives_comes_again_as_another() -> None:
     world.train(12)
     incarnation = world.workers["beta/1"].incarnation
     world.deaf = {"beta/1"}  # frozen: it answers nothing
-    world.outcome(world.workers["alpha/0"], Bereft(step=world.steps, reason="timeout"))
+    world.outcome(world.workers["alpha/0"], PeersLost(step=world.steps, reason="timeout"))
     for _ in range(20):
         world.tick(1.0)
         world.settle()

@@ -10,7 +10,7 @@ from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import Joiner, Phase, Settings, Worker, fresh
-from elasticd.wire.messages import Hello, Joined, Leave, Report, Unread, Up
+from elasticd.wire.messages import FromClient, Hello, Joined, Leave, Report, Unread
 from tests.machines.asked import refused
 from tests.machines.cast import JOB, spec
 from tests.machines.test_coordinator_faults import ROOM
@@ -67,7 +67,7 @@ def test_worker_with_another_spec_is_refused_with_the_difference_and_nobody_wait
         pid=9,
         spec=msgspec.structs.replace(world.hello(worker).spec, seed=5, global_batch=16),
     )
-    up = Up(client="odd", job=JOB, device="alpha/7", incarnation="x", body=other)
+    up = FromClient(client="odd", job=JOB, device="alpha/7", incarnation="x", body=other)
     world.say(Received(node="alpha", message=up))
     world.settle()
     (reason,) = refused(world, "odd")
@@ -92,7 +92,7 @@ def strange(world: World, **changes: Any) -> Hello:
 
 
 def from_beta(world: World, body: Hello, job: str = JOB) -> None:
-    up = Up(client="odd", job=job, device="beta/0", incarnation="x", body=body)
+    up = FromClient(client="odd", job=job, device="beta/0", incarnation="x", body=body)
     world.say(Received(node="beta", message=up))
     world.settle()
 
@@ -151,7 +151,7 @@ def test_worker_that_no_torchrun_came_before_begins_no_job_and_sets_no_spec() ->
 
 def test_torchrun_leaves_for_its_own_node_alone() -> None:
     world = assembling()
-    leave = Up(client="talpha", job=JOB, device="", incarnation="", body=Leave(job=JOB))
+    leave = FromClient(client="talpha", job=JOB, device="", incarnation="", body=Leave(job=JOB))
     world.say(Received(node="beta", message=leave))
     world.settle()
     assert world.phase is Phase.ASSEMBLING

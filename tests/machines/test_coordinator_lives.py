@@ -9,7 +9,7 @@ from elasticd_planner.policy.stability import FREE
 
 from elasticd.machines.job.state.events import AgentUp, Paced, Planned, Received
 from elasticd.machines.job.state.job_state import TRANSITIONS, Phase, Settings
-from elasticd.wire.messages import Closed, Doubt, Kept, Pace, Rejected, Up
+from elasticd.wire.messages import Closed, FromClient, InDoubt, Pace, Rejected, StayedOnPlan
 from tests.machines.asked import refused
 from tests.machines.cast import JOB, answer_to
 from tests.machines.world import World
@@ -207,7 +207,7 @@ def test_proposal_not_prepared_in_time_is_aborted_naming_who_is_late() -> None:
     assert world.phase is Phase.ABORTING, "alpha/1 has not said that it kept the old plan"
     worker = world.workers["alpha/1"]
     world.deaf = set()
-    world.outcome(worker, Kept(number=3, step=world.steps))
+    world.outcome(worker, StayedOnPlan(number=3, step=world.steps))
     world.settle()
     assert world.phase is Phase.RUNNING
 
@@ -317,12 +317,12 @@ def test_workers_that_all_leave_early_end_the_job_with_a_reason() -> None:
 
 def test_words_of_a_former_incarnation_mean_nothing() -> None:
     world = started()
-    stale = Up(
+    stale = FromClient(
         client="old",
         job=JOB,
         device="alpha/0",
         incarnation="another",
-        body=Doubt(number=9, step=1, reason="?"),
+        body=InDoubt(number=9, step=1, reason="?"),
     )
     world.say(Received(node="alpha", message=stale))
     world.settle()
@@ -333,7 +333,7 @@ def test_device_of_a_running_job_is_not_given_to_another() -> None:
     world = started()
     hello = world.hello(world.workers["alpha/0"])
     other = msgspec.structs.replace(hello, job="other", spec=msgspec.structs.replace(hello.spec, job="other"))
-    up = Up(client="late", job="other", device="alpha/0", incarnation="y", body=other)
+    up = FromClient(client="late", job="other", device="alpha/0", incarnation="y", body=other)
     world.say(Received(node="alpha", message=up))
     world.settle()
     assert "alpha/0: in use by job demo; a device belongs to one job at a time" in refused(world, "late")[0]

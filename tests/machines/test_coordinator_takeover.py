@@ -9,7 +9,7 @@ from elasticd_planner.spec.plan import Strategy
 
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import Phase
-from elasticd.wire.messages import Kept, Swapped
+from elasticd.wire.messages import StayedOnPlan, Switched
 from tests import sizes
 from tests.machines.world import World
 
@@ -122,13 +122,13 @@ def test_new_leader_finishes_an_abort_once_all_old_members_said_again_that_they_
     world = proposed()
     world.deaf = {"alpha/1"}
     worker = world.workers["beta/0"]
-    world.outcome(worker, Kept(number=world.numbers[-1], step=world.steps, reason="not ok"))
+    world.outcome(worker, StayedOnPlan(number=world.numbers[-1], step=world.steps, reason="not ok"))
     world.settle()
     assert world.phase is Phase.ABORTING
     world.new_leader()
     world.settle()
     assert world.phase is Phase.ABORTING
-    world.outcome(world.workers["alpha/1"], Kept(number=world.numbers[-1], step=world.steps))
+    world.outcome(world.workers["alpha/1"], StayedOnPlan(number=world.numbers[-1], step=world.steps))
     world.settle()
     assert world.phase is Phase.RUNNING
 
@@ -212,7 +212,7 @@ def test_swap_to_a_plan_that_another_followed_is_old_news() -> None:
     world = proposed()
     world.train(3)
     worker = world.workers["alpha/0"]
-    old = Swapped(number=1, step=0, pause_seconds=0, bytes_sent=0, bytes_lacking=0, bytes_state=0)
+    old = Switched(number=1, step=0, pause_seconds=0, bytes_sent=0, bytes_lacking=0, bytes_state=0)
     world.say(Received(node="alpha", message=worker.up(old)))
     world.settle()
     plan = world.plan()

@@ -11,7 +11,7 @@ from elasticd_planner.spec.cluster import Link
 from elasticd.machines.coordinator import machine, node_links
 from elasticd.machines.coordinator.node_links import GATHER_SECONDS, Links, crossed, judge, moved
 from elasticd.machines.job.state.events import Note, Received, Tick
-from elasticd.wire.messages import Swapped, Up
+from elasticd.wire.messages import FromClient, Switched
 from elasticd.wire.probes import Crossed
 from tests.machines.test_coordinator_faults import running
 from tests.machines.world import World
@@ -24,11 +24,11 @@ def probe(target: str, factor: float = 1.0, size: int = 4 * MIB) -> Crossed:
     return Crossed(target=target, size=size, seconds=0.01 * factor, latency=1e-4 * factor)
 
 
-def swapped(device: str, flows: dict[str, tuple[int, float]]) -> Up:
-    body = Swapped(
+def swapped(device: str, flows: dict[str, tuple[int, float]]) -> FromClient:
+    body = Switched(
         number=2, step=1, pause_seconds=0.1, bytes_sent=0, bytes_lacking=0, bytes_state=0, flows=flows
     )
-    return Up(client="w", job="demo", device=device, incarnation="i", body=body)
+    return FromClient(client="w", job="demo", device=device, incarnation="i", body=body)
 
 
 def test_one_link_of_a_ring_that_becomes_slow_is_told_and_then_that_it_recovered() -> None:

@@ -24,11 +24,20 @@ from elasticd.machines.job.state.events import Event, Note, Received, Tick, Writ
 from elasticd.machines.job.state.job_state import Phase, Settings, fresh
 from elasticd.names import LONGEST, device_of, harmless, name_refusal
 from elasticd.records import DoneRecord, NodeRecord, PlanRecord
-from elasticd.wire.messages import AgentHello, Finished, Join, Report, StoreCall, ToLeader, Up, WorkerLost
+from elasticd.wire.messages import (
+    AgentHello,
+    Finished,
+    FromClient,
+    Join,
+    Report,
+    StoreCall,
+    ToLeader,
+    WorkerLost,
+)
 from elasticd.wire.node_health import Health
 from elasticd.wire.probes import Crossed, Frozen
-from elasticd.wire.rendezvous import Lap, Lapped, Watching
-from elasticd.wire.snapshots import Held, Keeps
+from elasticd.wire.rendezvous import Lap, StepTime, Watching
+from elasticd.wire.snapshots import Held, SnapshotInventory
 from tests.cli.test_status import PLAN
 from tests.machines.cast import node_record
 from tests.machines.checked import KEYS
@@ -86,8 +95,8 @@ def test_a_devices_name_says_its_node(device: str, its: bool) -> None:
     assert device_of("a", device) == its
 
 
-def up(device: str, body: Any, job: str = "demo") -> Up:
-    return Up(client="c", job=job, device=device, incarnation="i", body=body)
+def up(device: str, body: Any, job: str = "demo") -> FromClient:
+    return FromClient(client="c", job=job, device=device, incarnation="i", body=body)
 
 
 ALPHA = node_record("alpha")
@@ -101,7 +110,7 @@ OF_BETA: list[ToLeader] = [
     up("alpha/0", Report(measurement=MEASURED)),
     WorkerLost(job="demo", device="beta/0", incarnation="i", clean=False, how="killed"),
     Frozen(job="demo", device="beta/0", incarnation="i", how="no answer"),
-    Lapped(device="beta/0", by=WATCHING, lap=Lap(step=1, seconds=1.0, wall=1.0)),
+    StepTime(device="beta/0", by=WATCHING, lap=Lap(step=1, seconds=1.0, wall=1.0)),
     AgentHello(
         record=msgspec.structs.replace(node_record("alpha"), devices=(Device(name="beta/0", memory=1),))
     ),
@@ -111,7 +120,7 @@ OF_ALPHA: list[ToLeader] = [
     up("alpha/1", Finished(step=9)),
     up("", Join(job="demo", min_nodes=1, max_nodes=2, pid=3)),
     WorkerLost(job="demo", device="alpha/0", incarnation="i", clean=True, how=""),
-    Keeps(job="demo", snapshots=(HELD,)),
+    SnapshotInventory(job="demo", snapshots=(HELD,)),
     Crossed(target="beta", size=1, seconds=1.0, latency=0.1),
     Health(),
     AgentHello(record=node_record("alpha")),
@@ -188,7 +197,7 @@ def test_a_record_that_is_none_is_refused(record: Any) -> None:
 @pytest.mark.parametrize("device", ["alpha/0", "gamma/0", ""])
 def test_only_a_member_of_the_plan_ends_the_job(device: str) -> None:
     world = running()
-    said = Up(client="c", job="demo", device=device, incarnation="stranger", body=Finished(step=7))
+    said = FromClient(client="c", job="demo", device=device, incarnation="stranger", body=Finished(step=7))
     state, _ = coordinator.step(world.state, Received(node="alpha", message=said), world.now)
     assert state.jobs["demo"].phase is Phase.RUNNING
 

@@ -11,7 +11,7 @@ from elasticd.machines.coordinator import finished_jobs, machine
 from elasticd.machines.job.state.events import AgentDown, AgentUp, ForgetAsked, Received, Stored, Tick, Write
 from elasticd.machines.job.state.job_state import LIVE, OVER, JobState, Phase, Settings, fresh
 from elasticd.records import DoneRecord
-from elasticd.wire.messages import Join, Rejected, Up, WorkerLost
+from elasticd.wire.messages import FromClient, Join, Rejected, WorkerLost
 from tests.machines.cast import JOB, node_record
 from tests.machines.checked import KEYS
 from tests.machines.test_coordinator_faults import running
@@ -203,7 +203,7 @@ def test_torchruns_of_one_node_leave_room_for_the_jobs_of_others(monkeypatch: py
 
     def joins(node: str, job: str) -> bool:
         body = Join(job=job, min_nodes=2, max_nodes=2, pid=3)
-        up = Up(client=f"t{node}{job}", job=job, device="", incarnation="", body=body)
+        up = FromClient(client=f"t{node}{job}", job=job, device="", incarnation="", body=body)
         world.say(Received(node=node, message=up))
         world.settle()
         return job in world.state.jobs
@@ -228,7 +228,7 @@ def test_jobs_of_one_node_that_are_over_leave_room_for_the_jobs_of_others(
     for number in range(60):
         job = f"a{number}"
         body = Join(job=job, min_nodes=2, max_nodes=2, pid=3)
-        up = Up(client=f"t{job}", job=job, device="", incarnation="", body=body)
+        up = FromClient(client=f"t{job}", job=job, device="", incarnation="", body=body)
         world.say(Received(node="alpha", message=up))
         world.settle()
         over = {n: msgspec.structs.replace(each, phase=Phase.STOPPED) for n, each in world.state.jobs.items()}
@@ -244,7 +244,9 @@ def test_jobs_that_a_leader_knows_are_so_many(monkeypatch: pytest.MonkeyPatch) -
     world = running()
     body = Join(job="another", min_nodes=1, max_nodes=1, pid=3)
     world.say(
-        Received(node="alpha", message=Up(client="t9", job="another", device="", incarnation="", body=body))
+        Received(
+            node="alpha", message=FromClient(client="t9", job="another", device="", incarnation="", body=body)
+        )
     )
     world.settle()
     assert "another" not in world.state.jobs

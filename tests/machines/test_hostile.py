@@ -12,7 +12,7 @@ from elasticd.machines.job.state.events import Note, Received, Send, Tick, Write
 from elasticd.machines.job.state.job_state import Phase
 from elasticd.records import encode as record
 from elasticd.wire.messages import AgentHello, encode
-from elasticd.wire.rendezvous import Lapped
+from elasticd.wire.rendezvous import StepTime
 from tests import sizes
 from tests.machines.hostile import Hostile
 from tests.machines.test_coordinator_faults import running
@@ -37,7 +37,7 @@ def test_whatever_a_node_says_is_heard_or_skipped(round_: int, seed: int) -> Non
             continue
         if isinstance(message, AgentHello):
             continue  # a connection's first word
-        if isinstance(message, Lapped):  # of a job in restart mode, which another machine leads
+        if isinstance(message, StepTime):  # of a job in restart mode, which another machine leads
             restarting, effects = restart_jobs.lap(
                 restarting, message, state.settings.detect, state.settings.policy, 1, now
             )

@@ -26,7 +26,7 @@ from elasticd.machines.job.state.events import (
 )
 from elasticd.machines.job.state.job_state import Phase, Settings, Worker, fresh
 from elasticd.machines.job.state.transaction import MOST_UNEXPECTED, Turn
-from elasticd.wire.messages import FromWorker, StoreCall, Up
+from elasticd.wire.messages import FromClient, FromWorker, StoreCall
 from elasticd.wire.node_health import OfNode
 from tests.machines.cast import JOB, node_record
 from tests.releases.samples import sample
@@ -52,7 +52,7 @@ def kinds() -> Iterator[type]:
     yield from map(type, OF_LEADER)
     messages = get_args(msgspec.structs.fields(Received)[1].type)
     for kind in (*messages, *get_args(FromWorker)):
-        if kind is not Up and kind not in ELSEWHERE:
+        if kind is not FromClient and kind not in ELSEWHERE:
             yield kind
 
 
@@ -64,7 +64,7 @@ def event_of(kind: type) -> Event:
         message: Any = sample(kind)
     else:
         body = sample(kind)
-        message = Up(client="w", job=JOB, device=DEVICE, incarnation=INCARNATION, body=body)
+        message = FromClient(client="w", job=JOB, device=DEVICE, incarnation=INCARNATION, body=body)
     return Received(node="alpha", message=message)
 
 
@@ -109,6 +109,6 @@ def test_who_is_no_worker_of_the_job_fills_no_log() -> None:
     turn = turn_in(Phase.GATHERING)
     for kind in get_args(FromWorker):
         if (Phase.GATHERING, kind) not in machine.TABLE:
-            up = Up(client="w", job=JOB, device=DEVICE, incarnation="another", body=sample(kind))
+            up = FromClient(client="w", job=JOB, device=DEVICE, incarnation="another", body=sample(kind))
             machine._hear(turn, Received(node="alpha", message=up))
     assert turn.effects == []

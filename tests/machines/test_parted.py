@@ -14,7 +14,7 @@ from elasticd.machines.job.state.job_state import Phase
 from elasticd.machines.job.state.reachable_nodes import Pair, pair
 from elasticd.records import Fence, Proposal, decode
 from elasticd.wire.agent_orders import TryReach
-from elasticd.wire.messages import Bereft, Refused, Standing
+from elasticd.wire.messages import PeersLost, Refused, StateReport
 from elasticd.wire.probes import Unreached
 from tests import sizes
 from tests.machines.test_checkpoints import save
@@ -79,8 +79,8 @@ class Parted(World):
                 continue
             for device in plan.members if self.loud and not self._unresolved() else ():
                 worker = self.workers[device]
-                if worker.plan == plan.number and not any(isinstance(word, Bereft) for word in worker.said):
-                    word = Bereft(step=self.steps, reason="connection reset", plan=plan.number)
+                if worker.plan == plan.number and not any(isinstance(word, PeersLost) for word in worker.said):
+                    word = PeersLost(step=self.steps, reason="connection reset", plan=plan.number)
                     self.outcome(worker, word)
             self.tick(1.0)
 
@@ -257,14 +257,14 @@ def test_a_checkpoint_is_gone_back_to_where_no_such_set_holds_all_state() -> Non
     world.train(2)
     world.apart = {("alpha", "beta")}
     for device in list(world.workers):
-        lost = Standing(fence=world.job.highest + 1, copies=())
+        lost = StateReport(fence=world.job.highest + 1, copies=())
         world.deaf.add(device)  # nobody has a whole copy: each says so of the fence to come
         world.train(1) if not world._unresolved() else None
         world.stand(device, msgspec.structs.replace(lost, fence=world.job.highest))
     world.settle()
     world.train(5)
     for device in ("alpha/0", "alpha/1", "beta/0", "beta/1"):
-        world.stand(device, Standing(fence=world.job.highest, copies=()))
+        world.stand(device, StateReport(fence=world.job.highest, copies=()))
     world.settle()
     world.deaf.clear()
     world.train(30)

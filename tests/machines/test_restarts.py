@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from elasticd.machines.coordinator.restart_jobs import RestartJob, lap, verdict
 from elasticd.machines.job.state.events import Note, Write
 from elasticd.records import OutRecord
-from elasticd.wire.rendezvous import Lap, Lapped, Watching
+from elasticd.wire.rendezvous import Lap, StepTime, Watching
 from tests.sizes import examples
 
 DETECT, POLICY = DetectSettings(), PolicySettings()
@@ -36,7 +36,7 @@ class Leader:
             nodes=self.nodes,
             least=self.least,
         )
-        heard = Lapped(device=f"n{node}/0", by=by, lap=Lap(step=step, seconds=seconds, wall=wall))
+        heard = StepTime(device=f"n{node}/0", by=by, lap=Lap(step=step, seconds=seconds, wall=wall))
         self.job, effects = lap(self.job, heard, DETECT, POLICY, 7, self.now)
         self.effects += effects
 

@@ -8,7 +8,7 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StateP
 
 from elasticd.machines.job.copies.memory import Room, room
 from elasticd.machines.job.state.job_state import NodeState, Phase
-from elasticd.wire.messages import Bereft, Standing
+from elasticd.wire.messages import PeersLost, StateReport
 from tests.machines.cast import model, node_record
 from tests.machines.vaulted import Vaulted
 
@@ -121,14 +121,14 @@ def test_a_move_in_place_that_fails_is_recovered_from_by_the_snapshots() -> None
         world.train(1)
     step = world.steps
     world.deaf = {*world.workers}
-    world.outcome(world.workers["beta/1"], Bereft(step=step, reason="reset while it moved in place"))
+    world.outcome(world.workers["beta/1"], PeersLost(step=step, reason="reset while it moved in place"))
     world.settle()
     world.tick(0.6)
     fence = world.job.fence
     assert fence is not None
     world.deaf = set()
     for device in world.workers:
-        world.stand(device, Standing(fence=fence.number, copies=()))
+        world.stand(device, StateReport(fence=fence.number, copies=()))
     for _ in range(8):
         world.tick(0.5)
     assert world.phase is Phase.RUNNING, world.job.reason

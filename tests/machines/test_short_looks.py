@@ -10,7 +10,7 @@ from elasticd.machines.job import machine
 from elasticd.machines.job.state.events import Event, Received
 from elasticd.machines.job.state.job_state import Phase
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.wire.messages import Prepared, Report, Standing, Swapped, Up
+from elasticd.wire.messages import FromClient, Prepared, Report, StateReport, Switched
 from tests.machines.test_coordinator_faults import recovered
 from tests.machines.world import World
 
@@ -27,7 +27,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def heard(turn: Turn, event: Event) -> None:
         if isinstance(event, Received):
             said = event.message
-            last[0] = type(said.body if isinstance(said, Up) else said).__name__
+            last[0] = type(said.body if isinstance(said, FromClient) else said).__name__
             counted[last[0]] += 1
         hear(turn, event)
 
@@ -50,7 +50,7 @@ def test_one_look_for_all_that_prepared_and_for_all_that_swapped(looks: Counter[
     assert world.phase is Phase.RUNNING
     members = len(world.job.plan.members) if world.job.plan is not None else 0
     assert members > 4
-    for body in (Prepared, Swapped):
+    for body in (Prepared, Switched):
         assert looks[body.__name__] == members
         assert looks[f"due {body.__name__}"] <= 1
     assert looks[Report.__name__] == 3 * members
@@ -77,5 +77,5 @@ def test_what_each_of_many_says_waits_for_a_tick(looks: Counter[str], monkeypatc
     for _ in range(20):
         world.tick()
     assert recovered(world), world.job.reason
-    assert looks[Standing.__name__] >= 7
-    assert looks[f"due {Standing.__name__}"] <= 2, looks
+    assert looks[StateReport.__name__] >= 7
+    assert looks[f"due {StateReport.__name__}"] <= 2, looks

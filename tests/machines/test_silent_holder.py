@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticd.machines.job.state.job_state import Phase
-from elasticd.wire.messages import Bereft
+from elasticd.wire.messages import PeersLost
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World
 
@@ -65,7 +65,7 @@ def split() -> World:
     world.disconnect("beta")
     for device in plan.members:
         if device.startswith("alpha/"):
-            world.up(device, Bereft(plan=world.job.number, step=world.steps, reason="reset"))
+            world.up(device, PeersLost(plan=world.job.number, step=world.steps, reason="reset"))
     return world
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from elasticd.machines.worker import switch as sw
 from elasticd.machines.worker.switch import SwitchPhase, SwitchState
-from elasticd.wire.messages import Abort, Kept, Prepared, Recorded, Refused, Shutdown
+from elasticd.wire.messages import Abort, Prepared, Recorded, Refused, Shutdown, StayedOnPlan
 from tests.sizes import examples
 
 OLD, NEW = ("a", "b", "c"), ("b", "c", "d")  # a leaves, d joins
@@ -24,7 +24,7 @@ OLD, NEW = ("a", "b", "c"), ("b", "c", "d")  # a leaves, d joins
 
 def stayed(effect: sw.SwitchEffect) -> bool:
     """Whether this effect says that a proposal is off here."""
-    return isinstance(effect, sw.SendToLeader) and isinstance(effect.message, Kept)
+    return isinstance(effect, sw.SendToLeader) and isinstance(effect.message, StayedOnPlan)
 
 
 @dataclass
@@ -266,7 +266,7 @@ def test_a_refusal_votes_zero_until_the_abort() -> None:
     assert state.voting == 0
     state, _ = sw.step(state, sw.Voted(prepared=(2, 0)))
     state, effects = sw.step(state, Abort(number=2, reason="refused"), 7)
-    word = Kept(number=2, step=7, reason="refused")
+    word = StayedOnPlan(number=2, step=7, reason="refused")
     assert effects == (sw.Cancel(number=2), sw.SendToLeader(message=word)), "after seven updates"
     assert state.phase is SwitchPhase.TRAINING
 
@@ -281,7 +281,7 @@ def test_the_end_of_a_superseded_move_does_not_touch_the_next() -> None:
     state, _ = sw.step(SwitchState(), sw.Proposed(number=1, joins=True))
     state, _ = sw.step(state, Prepared(number=1))
     state, effects = sw.step(state, sw.Proposed(number=2, joins=True))
-    word = Kept(number=1, step=0, reason="superseded by 2")
+    word = StayedOnPlan(number=1, step=0, reason="superseded by 2")
     assert effects[:2] == (sw.Cancel(number=1), sw.SendToLeader(message=word))
     state, _ = sw.step(state, Prepared(number=2))
     after, effects = sw.step(state, sw.MoveFailed(number=1, reason="shut"))
@@ -291,7 +291,7 @@ def test_the_end_of_a_superseded_move_does_not_touch_the_next() -> None:
 def test_a_member_that_reads_only_the_abort_says_that_it_kept() -> None:
     state = SwitchState(phase=SwitchPhase.TRAINING, number=1, trains=True, seen=1)
     state, effects = sw.step(state, Abort(number=2, reason="x"))
-    assert effects == (sw.SendToLeader(message=Kept(number=2, step=0, reason="x")),)
+    assert effects == (sw.SendToLeader(message=StayedOnPlan(number=2, step=0, reason="x")),)
     assert sw.step(state, Abort(number=2, reason="x")) == (state, ())
     assert sw.step(SwitchState(), Abort(number=2, reason="x"))[1] == (), "a standby kept nothing"
 

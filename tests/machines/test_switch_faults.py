@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elasticd.machines.worker import switch as sw
 from elasticd.machines.worker.switch import SwitchPhase, SwitchState
-from elasticd.wire.messages import Abort, Bereft, Doubt, Fenced, Kept, Prepared, Recorded, Shutdown
+from elasticd.wire.messages import Abort, Fenced, InDoubt, PeersLost, Prepared, Recorded, Shutdown, StayedOnPlan
 from tests.sizes import examples
 
 NAMES = ("a", "b", "c", "d", "e")
@@ -157,13 +157,13 @@ class World:
                     self._tell(lambda name: Recorded(number=n))
                     if n == self.open:
                         self.open, self.fence, self.aborting = 0, 0, False
-            case sw.SendToLeader(message=Kept(number=n)):
+            case sw.SendToLeader(message=StayedOnPlan(number=n)):
                 self.kept.add((n, name))
                 if n == self.open and not self.aborting:
                     self.give_up()
                 if n == self.open and all((n, m) in self.kept for m in self.plans[self.recorded]):
                     self.open, self.aborting = 0, False
-            case sw.SendToLeader(message=Doubt() | Bereft()):
+            case sw.SendToLeader(message=InDoubt() | PeersLost()):
                 if not self.fence:
                     self.write_fence()
             case sw.ReportState(fence=fence):
@@ -236,7 +236,7 @@ class World:
                 self.feed(name, sw.Gathered(number=number, oks=result))  # type: ignore[arg-type]
         elif broken:
             rank.waits = ""
-            event: sw.SwitchEvent = Bereft(step=0, reason="broken")
+            event: sw.SwitchEvent = PeersLost(step=0, reason="broken")
             if kind == "move":
                 event = sw.MoveFailed(number=number, reason="broken")
             elif kind == "ok":
@@ -302,7 +302,7 @@ def test_after_a_fence_nothing_is_updated_until_a_recovery_swapped() -> None:
     state = SwitchState(phase=SwitchPhase.TRAINING, number=1, trains=True, seen=1)
     state, effects = sw.step(state, Fenced(number=2, reason="death"))
     assert effects == (sw.Interrupt(),)
-    state, effects = sw.step(state, Bereft(step=0, reason="shut"))
+    state, effects = sw.step(state, PeersLost(step=0, reason="shut"))
     assert (state.phase, effects) == (SwitchPhase.FENCED, (sw.ReportState(fence=2),))
     state, _ = sw.step(state, sw.Proposed(number=3, joins=True))
     state, effects = sw.step(state, Prepared(number=3))
@@ -339,6 +339,6 @@ def test_the_end_may_come_between_two_steps() -> None:
     """The main thread has not heard of it when it takes its number for the vote, and hears its outcome."""
     state, effects = sw.step(SwitchState(trains=True), Shutdown(reason="over"))
     assert effects == (sw.StopTraining(reason="over"),)
-    for event in (sw.Voting(), sw.Voted(prepared=(0, 0)), Bereft(step=0, reason="they ended too")):
+    for event in (sw.Voting(), sw.Voted(prepared=(0, 0)), PeersLost(step=0, reason="they ended too")):
         state, effects = sw.step(state, event)
         assert (state.phase, effects) == (SwitchPhase.STOPPED, ())

@@ -12,15 +12,15 @@ from elasticd.machines.job.state.job_state import Phase
 from elasticd.machines.text_limits import MARK, MOST_TEXT, bounded, shortened
 from elasticd.records import DoneRecord, Fence, decode, encode
 from elasticd.wire.messages import (
-    Bereft,
-    Doubt,
+    FromClient,
     Goodbye,
-    Kept,
+    InDoubt,
     Leaving,
+    PeersLost,
     Prepared,
     Raised,
     Refused,
-    Up,
+    StayedOnPlan,
     WorkerLost,
 )
 from elasticd.wire.probes import Frozen, Unreached
@@ -32,14 +32,14 @@ LONG = "x" * 100_000
 OF: dict[str, Any] = {"job": "demo", "device": "alpha/0", "incarnation": "i"}
 BODIES = (
     Refused(number=1, reason=LONG),
-    Kept(number=1, step=1, reason=LONG),
-    Doubt(number=1, step=1, reason=LONG),
-    Bereft(step=1, reason=LONG),
+    StayedOnPlan(number=1, step=1, reason=LONG),
+    InDoubt(number=1, step=1, reason=LONG),
+    PeersLost(step=1, reason=LONG),
     Leaving(reason=LONG),
     Goodbye(reason=LONG),
 )
 MESSAGES = (
-    *(Up(client="c", body=body, **OF) for body in BODIES),
+    *(FromClient(client="c", body=body, **OF) for body in BODIES),
     WorkerLost(clean=False, how=LONG, **OF),
     Frozen(how=LONG, **OF),
     Unreached(job="demo", round=1, nodes={"beta": LONG, LONG: "no"}),
@@ -55,7 +55,7 @@ def test_a_long_text_is_cut_where_it_comes_in_and_says_so(message: Any) -> None:
 
 
 def test_a_message_without_a_long_text_is_itself() -> None:
-    message = Up(client="c", body=Prepared(number=1), **OF)
+    message = FromClient(client="c", body=Prepared(number=1), **OF)
     assert bounded(message) is message
     assert shortened("a" * 10, 10) == "a" * 10
     assert shortened("a" * 40, 20) == "a" * (20 - len(MARK)) + MARK

@@ -7,7 +7,7 @@ import pytest
 from elasticd.machines.job.state.events import AgentDown
 from elasticd.machines.job.state.job_state import Phase
 from elasticd.records import Fence, decode
-from elasticd.wire.messages import Bereft, Standing
+from elasticd.wire.messages import PeersLost, StateReport
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World
 
@@ -28,7 +28,7 @@ def lose(world: World, device: str = "alpha/0") -> None:
     """This member lost the others."""
     plan = world.plan()
     assert plan is not None
-    word = Bereft(step=world.steps, reason="connection reset", plan=plan.number)
+    word = PeersLost(step=world.steps, reason="connection reset", plan=plan.number)
     world.outcome(world.workers[device], word)
     world.settle()
 
@@ -223,7 +223,7 @@ def quiet(world: World) -> None:
 
 def test_who_is_no_member_of_the_plan_lost_nobody() -> None:
     world = alone()
-    world.outcome(world.workers["beta/0"], Bereft(step=world.steps, reason="reset"))
+    world.outcome(world.workers["beta/0"], PeersLost(step=world.steps, reason="reset"))
     quiet(world)
 
 
@@ -231,9 +231,9 @@ def test_a_member_that_lost_others_under_a_plan_before_lost_nobody_now() -> None
     world = alone()
     plan = world.plan()
     assert plan is not None
-    world.outcome(world.workers["alpha/0"], Bereft(step=1, reason="reset", plan=plan.number - 2))
+    world.outcome(world.workers["alpha/0"], PeersLost(step=1, reason="reset", plan=plan.number - 2))
     quiet(world)
-    world.outcome(world.workers["alpha/0"], Bereft(step=world.steps, reason="reset", plan=plan.number))
+    world.outcome(world.workers["alpha/0"], PeersLost(step=world.steps, reason="reset", plan=plan.number))
     world.settle()
     world.tick(1.0)
     assert world.kinds().count("fenced") == 2
@@ -242,6 +242,6 @@ def test_a_member_that_lost_others_under_a_plan_before_lost_nobody_now() -> None
 def test_an_answer_to_a_fence_that_is_over_takes_back_no_word_of_a_loss() -> None:
     world = alone()
     lose(world)
-    world.outcome(world.workers["alpha/0"], Standing(fence=fence(world).number - 1, copies=()))
+    world.outcome(world.workers["alpha/0"], StateReport(fence=fence(world).number - 1, copies=()))
     world.tick(1.0)
     assert world.kinds().count("fenced") == 2

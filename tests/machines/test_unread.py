@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import Phase
-from elasticd.wire.messages import Down, FromWorker, Hello, Rejected, Unread
+from elasticd.wire.messages import FromWorker, Hello, Rejected, ToClient, Unread
 from tests.machines.cast import JOB
 from tests.machines.test_coordinator_faults import ROOM, recovered
 from tests.machines.world import World
@@ -35,7 +35,7 @@ class Mixed(World):
 
     def refused(self) -> list[str]:
         """What the client was told."""
-        sent = [send.message for send in self.sent if isinstance(send.message, Down)]
+        sent = [send.message for send in self.sent if isinstance(send.message, ToClient)]
         return [down.body.reason for down in sent if down.client == "odd" and isinstance(down.body, Rejected)]
 
 

@@ -17,7 +17,7 @@ from elasticd.machines.job.copies.holdings import lost_boxes
 from elasticd.machines.job.state.events import AgentUp, Event, Received, Tick
 from elasticd.machines.job.state.job_state import OVER
 from elasticd.records import Fence, HistoryRecord, Proposal, decode
-from elasticd.wire.messages import Bereft, Joined
+from elasticd.wire.messages import Joined, PeersLost
 from tests import sizes
 from tests.machines.cast import JOB
 from tests.machines.checked import KEYS
@@ -138,7 +138,7 @@ class Walk(World):
     def lose_peers(self) -> None:
         there = [worker for worker in self.workers.values() if worker.alive]
         if there:
-            self.outcome(self.draw.choice(there), Bereft(step=self.steps, reason="timeout"))
+            self.outcome(self.draw.choice(there), PeersLost(step=self.steps, reason="timeout"))
 
     def overtake(self) -> None:
         """What nodes say comes in the order of each node's own."""

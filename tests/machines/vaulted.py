@@ -8,7 +8,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.machines.job.state.events import AgentUp, Effect, Received, Send
 from elasticd.machines.job.state.job_state import Settings
 from elasticd.records import Proposal
-from elasticd.wire.snapshots import Held, Keeps, Whole
+from elasticd.wire.snapshots import Held, SnapshotInventory, SnapshotSetComplete
 from tests.machines.cast import JOB, FakeWorker, node_record
 from tests.machines.world import World
 
@@ -43,7 +43,7 @@ class Vaulted(World):
     def say_keeps(self, node: str) -> None:
         if node not in self.cut:
             plans = tuple(self.brought[node].values())
-            body = Keeps(job=JOB, snapshots=tuple(self.vaults[node]), plans=plans)
+            body = SnapshotInventory(job=JOB, snapshots=tuple(self.vaults[node]), plans=plans)
             self.say(Received(node=node, message=body))
 
     def reconnect(self, node: str) -> None:
@@ -83,12 +83,12 @@ class Vaulted(World):
         return max((worker.plan for worker in self.workers.values() if worker.alive), default=0)
 
     def _execute(self, effect: Effect) -> None:
-        if isinstance(effect, Send) and isinstance(effect.message, Whole):
+        if isinstance(effect, Send) and isinstance(effect.message, SnapshotSetComplete):
             self._freed(effect.node, effect.message)
         else:
             super()._execute(effect)
 
-    def _freed(self, node: str, whole: Whole) -> None:
+    def _freed(self, node: str, whole: SnapshotSetComplete) -> None:
         """Older ones go. Nobody may be told so of a set that is not whole."""
         holders: dict[str, set[str]] = {}
         for name, vault in self.vaults.items():

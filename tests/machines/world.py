@@ -37,13 +37,12 @@ from elasticd.store.protocol import Put
 from elasticd.wire.messages import (
     Closed,
     Copy,
-    Down,
     Finished,
+    FromClient,
     FromWorker,
     Hello,
     Join,
     Joined,
-    Kept,
     Leave,
     Leaving,
     Prepared,
@@ -51,10 +50,11 @@ from elasticd.wire.messages import (
     Refused,
     Report,
     Shutdown,
-    Standing,
-    Swapped,
+    StateReport,
+    StayedOnPlan,
+    Switched,
+    ToClient,
     ToWorker,
-    Up,
     WorkerLost,
 )
 from tests.machines.cast import JOB, MEMORY, FakeWorker, Outcome, answer_to, measurement, node_record, spec
@@ -194,7 +194,7 @@ class World(Checked):
             self.notes.append(effect)
         elif isinstance(effect, Send):
             self.sent.append(effect)
-            if not isinstance(effect.message, Down):
+            if not isinstance(effect.message, ToClient):
                 return
             if effect.message.client.startswith("w"):
                 assert not isinstance(effect.message.body, Closed | Shutdown), "they hear it from the store"
@@ -232,12 +232,12 @@ class World(Checked):
         self._join(node)
 
     def _join(self, node: str) -> None:
-        up = Up(client=f"t{node}", job=JOB, device="", incarnation="", body=self.joins[node])
+        up = FromClient(client=f"t{node}", job=JOB, device="", incarnation="", body=self.joins[node])
         self.say(Received(node=node, message=up))
 
     def leave(self, node: str) -> None:
         self.joins.pop(node)
-        up = Up(client=f"t{node}", job=JOB, device="", incarnation="", body=Leave(job=JOB))
+        up = FromClient(client=f"t{node}", job=JOB, device="", incarnation="", body=Leave(job=JOB))
         self.say(Received(node=node, message=up))
 
     def _started(self, node: str, joined: Joined) -> None:
@@ -263,7 +263,7 @@ class World(Checked):
             if proposal.status == "aborted":
                 worker.aborted = proposal.number
                 if proposal.old is not None and device in proposal.old.members:
-                    self.outcome(worker, Kept(number=proposal.number, step=self.steps))
+                    self.outcome(worker, StayedOnPlan(number=proposal.number, step=self.steps))
             elif device in self.refuse:
                 self.outcome(worker, Refused(number=proposal.number, reason="no memory for both copies"))
             else:
@@ -272,7 +272,7 @@ class World(Checked):
         if proposal.recovery is not None and proposal.status == "open":
             self._vote()
 
-    def stand(self, device: str, body: Standing) -> None:
+    def stand(self, device: str, body: StateReport) -> None:
         """A worker's answer to a fence, as a test wants it."""
         worker = self.workers[device]
         worker.fence, worker.copies = body.fence, body.copies
@@ -316,12 +316,12 @@ class World(Checked):
             worker.fence = fence.number
             held = (Copy(number=worker.plan, step=self.steps),) if worker.plan else ()
             worker.copies = tuple({copy.number: copy for copy in (*worker.copies, *held)}.values())
-            self.outcome(worker, Standing(fence=fence.number, copies=worker.copies))
+            self.outcome(worker, StateReport(fence=fence.number, copies=worker.copies))
 
     def outcome(self, worker: FakeWorker, body: Outcome) -> None:
-        if isinstance(body, Swapped):
+        if isinstance(body, Switched):
             self.swapped.add(body.number)
-        if isinstance(body, Kept):
+        if isinstance(body, StayedOnPlan):
             worker.kept.add(body.number)
         worker.said = [*(old for old in worker.said if isinstance(old, Finished | Raised | Leaving)), body]
         self.up(worker.device, body)
@@ -358,7 +358,7 @@ class World(Checked):
             for worker in members:
                 if worker.plan < proposal.number:
                     worker.plan, worker.copies = proposal.number, ()
-                    swapped = Swapped(
+                    swapped = Switched(
                         number=proposal.number,
                         step=self.steps,
                         pause_seconds=0.1,

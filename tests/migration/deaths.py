@@ -30,7 +30,7 @@ from elasticd_planner.layout.layouts import Layouts
 
 from elasticd.machines.worker import switch as sw
 from elasticd.runtime.comm.groups import TERMS, Fabric, Group
-from elasticd.wire.messages import Doubt, Kept, Prepared
+from elasticd.wire.messages import InDoubt, Prepared, StayedOnPlan
 from tests.migration.files import Files
 from tests.migration.plans import SPEC, plan
 from tests.migration.ranks import assert_same_bits, local, members, trained
@@ -111,9 +111,9 @@ class Rank:
                     self.feed(self.said(ok))
                 case sw.Swap():
                     self.outcome = "swapped"
-                case sw.SendToLeader(message=Kept()):
+                case sw.SendToLeader(message=StayedOnPlan()):
                     self.outcome = "kept"
-                case sw.SendToLeader(message=Doubt()):
+                case sw.SendToLeader(message=InDoubt()):
                     self.outcome = "doubt"
 
     def moved(self) -> sw.SwitchEvent:

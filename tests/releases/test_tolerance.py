@@ -42,11 +42,11 @@ from elasticd.wire.messages import (
     Hello,
     Join,
     Joined,
-    Kept,
     Leave,
     Recorded,
     Rejected,
     Report,
+    StayedOnPlan,
     StoreAnswer,
     Welcome,
 )
@@ -207,8 +207,8 @@ def test_an_agent_skips_what_an_admitted_client_says_and_refuses_strangers_and_n
     for _ in range(3):
         unix_socket.send(worker.sock, NEWER)
         unix_socket.send(worker.sock, b'{"type": "refused"}')
-    worker.say(Kept(number=1, step=2))
-    until(lambda: leader.bodies(Kept))
+    worker.say(StayedOnPlan(number=1, step=2))
+    until(lambda: leader.bodies(StayedOnPlan))
     assert said(caplog, "'quota-report', which elasticd") == 1
     assert said(caplog, "'refused' whose content elasticd") == 1
     stranger = node.trainer()
@@ -415,12 +415,12 @@ def test_fields_are_looked_for_in_one_message_of_a_kind_a_second(monkeypatch: py
         return search(value, raw, path)
 
     monkeypatch.setattr(decoding, "_unknown_fields", searched)
-    leave, kept = messages.encode(Leave(job="j")), messages.encode(Kept(number=1, step=1))
+    leave, kept = messages.encode(Leave(job="j")), messages.encode(StayedOnPlan(number=1, step=1))
     for _ in range(100):
         messages.from_worker(leave)
         messages.from_worker(kept)
-    assert [type(value) for value in looked if isinstance(value, Leave | Kept)].count(Leave) <= 2
-    assert {Leave, Kept} <= {type(value) for value in looked}
+    assert [type(value) for value in looked if isinstance(value, Leave | StayedOnPlan)].count(Leave) <= 2
+    assert {Leave, StayedOnPlan} <= {type(value) for value in looked}
 
 
 def test_names_that_somebody_invents_without_end_are_not_logged_without_end(

@@ -18,14 +18,14 @@ from elasticd.system import process_mark
 from elasticd.wire import messages, unix_socket
 from elasticd.wire.main_thread import Whereabouts
 from elasticd.wire.messages import (
-    Bereft,
     Goodbye,
     Hello,
-    Kept,
+    PeersLost,
     Recorded,
     Rejected,
     Report,
-    Standing,
+    StateReport,
+    StayedOnPlan,
     StoreAnswer,
     Welcome,
 )
@@ -178,11 +178,11 @@ def test_a_full_socket_drops_reports_and_keeps_outcomes(pair: tuple[Agent, Contr
     for step in range(5000):
         control.send(report(step))
     assert control.dropped > 0
-    control.send(Kept(number=4, step=5))
+    control.send(StayedOnPlan(number=4, step=5))
     received = []
-    while not received or not isinstance(received[-1], Kept):
+    while not received or not isinstance(received[-1], StayedOnPlan):
         received.append(agent.receive())
-    assert received[-1] == Kept(number=4, step=5)
+    assert received[-1] == StayedOnPlan(number=4, step=5)
 
 
 def test_a_lost_agent_fails_calls_and_nothing_else(pair: tuple[Agent, Control]) -> None:
@@ -259,14 +259,14 @@ def test_a_worker_comes_back_to_another_agent_as_itself_and_says_what_it_had_sai
     control = Control(path, hello())
     first.ready()
     control.start(lambda message: None)
-    control.send(Kept(number=4, step=5))
-    assert first.receive() == Kept(number=4, step=5)
+    control.send(StayedOnPlan(number=4, step=5))
+    assert first.receive() == StayedOnPlan(number=4, step=5)
     first.close()
     second = Agent(path, WELCOME).ready()
     try:
         assert isinstance(second.hello, Hello)
         assert second.hello.incarnation == WELCOME.incarnation
-        assert second.receive() == Kept(number=4, step=5)
+        assert second.receive() == StayedOnPlan(number=4, step=5)
         control.close(Goodbye())
     finally:
         second.close()
@@ -278,7 +278,7 @@ def test_a_worker_that_was_fenced_off_comes_as_another(tmp_path: Path) -> None:
     control = Control(path, hello())
     first.ready()
     control.start(lambda message: None)
-    control.send(Kept(number=4, step=5))
+    control.send(StayedOnPlan(number=4, step=5))
     renewed = threading.Thread(target=control.renew)
     first.again(Welcome(device="a/0", incarnation="2e", address="127.0.0.1"))
     renewed.start()
@@ -299,7 +299,7 @@ def test_a_loss_that_is_over_is_not_said_again(tmp_path: Path) -> None:
     control = Control(path, hello())
     first.ready()
     control.start(lambda message: None)
-    said = [Standing(fence=2, copies=()), Bereft(step=5, reason="reset"), Standing(fence=4, copies=())]
+    said = [StateReport(fence=2, copies=()), PeersLost(step=5, reason="reset"), StateReport(fence=4, copies=())]
     for word in said:
         control.send(word)
         assert first.receive() == word
@@ -320,8 +320,8 @@ def test_a_renewal_that_comes_while_the_agent_is_away_is_a_renewal(tmp_path: Pat
     control = Control(path, hello())
     first.ready()
     control.start(lambda message: None)
-    control.send(Kept(number=4, step=5))
-    assert first.receive() == Kept(number=4, step=5)
+    control.send(StayedOnPlan(number=4, step=5))
+    assert first.receive() == StayedOnPlan(number=4, step=5)
     first.close()
     second = Agent(path, None, hold=True)
     assert second.came.wait(60)

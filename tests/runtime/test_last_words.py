@@ -8,29 +8,29 @@ from hypothesis import strategies as st
 from elasticd.runtime.control.outbox import LASTING, LastWords
 from elasticd.wire import messages
 from elasticd.wire.messages import (
-    Bereft,
-    Doubt,
     Finished,
-    Kept,
+    InDoubt,
     Leaving,
     Message,
+    PeersLost,
     Prepared,
     Refused,
     Saved,
-    Standing,
-    Swapped,
+    StateReport,
+    StayedOnPlan,
+    Switched,
 )
 
 
-def swapped(number: int) -> Swapped:
-    return Swapped(number=number, step=3, pause_seconds=0.1, bytes_sent=1, bytes_lacking=1, bytes_state=2)
+def swapped(number: int) -> Switched:
+    return Switched(number=number, step=3, pause_seconds=0.1, bytes_sent=1, bytes_lacking=1, bytes_state=2)
 
 
-def standing(fence: int) -> Standing:
-    return Standing(fence=fence, copies=())
+def standing(fence: int) -> StateReport:
+    return StateReport(fence=fence, copies=())
 
 
-BEREFT = Bereft(step=3, reason="reset")
+BEREFT = PeersLost(step=3, reason="reset")
 
 
 def left(*said: Message) -> list[Message]:
@@ -50,16 +50,19 @@ def test_a_loss_that_is_over_is_not_told_again() -> None:
     assert left(BEREFT) == [BEREFT]
     assert left(BEREFT, standing(2)) == [standing(2)]
     assert left(BEREFT, standing(2), Prepared(number=3), swapped(3)) == [Prepared(number=3), swapped(3)]
-    again = Bereft(step=9, reason="timeout")
+    again = PeersLost(step=9, reason="timeout")
     assert left(BEREFT, standing(2), swapped(3), again) == [swapped(3), again]
 
 
 def test_a_word_outdates_all_about_lower_numbers() -> None:
-    doubt = Doubt(number=2, step=3, reason="reset")
+    doubt = InDoubt(number=2, step=3, reason="reset")
     assert left(Prepared(number=2), doubt) == [Prepared(number=2), doubt]
     assert left(Prepared(number=2), doubt, standing(3)) == [standing(3)]
     assert left(standing(3), Refused(number=4, reason="no memory")) == [Refused(number=4, reason="no memory")]
-    assert left(Kept(number=2, step=3), Finished(step=9)) == [Kept(number=2, step=3), Finished(step=9)]
+    assert left(StayedOnPlan(number=2, step=3), Finished(step=9)) == [
+        StayedOnPlan(number=2, step=3),
+        Finished(step=9),
+    ]
 
 
 def test_that_it_is_told_to_go_outlasts_all_else_that_is_said() -> None:
@@ -72,10 +75,10 @@ WORDS = st.one_of(
     st.builds(Prepared, number=NUMBERS),
     st.builds(swapped, NUMBERS),
     st.builds(standing, NUMBERS),
-    st.builds(Kept, number=NUMBERS, step=st.just(1)),
+    st.builds(StayedOnPlan, number=NUMBERS, step=st.just(1)),
     st.builds(Finished, step=st.just(9)),
     st.builds(Leaving, reason=st.just("SIGTERM")),
-    st.builds(Bereft, step=st.integers(0, 3), reason=st.just("")),
+    st.builds(PeersLost, step=st.integers(0, 3), reason=st.just("")),
 )
 
 

@@ -29,20 +29,20 @@ from elasticd.runtime.telemetry.main_thread import Nowhere, shared
 from elasticd.wire import messages
 from elasticd.wire.main_thread import WORDS, read
 from elasticd.wire.messages import (
-    Bereft,
     Closed,
     Fenced,
     Finished,
     Goodbye,
     Message,
+    PeersLost,
     Propose,
     Published,
     Raised,
     Recorded,
     Saved,
     Shutdown,
-    Standing,
-    Swapped,
+    StateReport,
+    Switched,
 )
 from tests.integration.test_switches import plan_of, stage
 from tests.runtime.test_control import WELCOME, Agent
@@ -104,11 +104,11 @@ def leader(said: Message) -> list[Message]:
     match said:
         case Raised(ends=True):
             return [Shutdown(reason="the script's code raised ValueError: bad sample")]
-        case Bereft():
+        case PeersLost():
             return [Fenced(number=2, reason="a/1 died, or its code raised")]
-        case Standing(copies=copies):
+        case StateReport(copies=copies):
             return [Propose(proposal=recovery(copies[0].step))]
-        case Swapped(number=number):
+        case Switched(number=number):
             return [Recorded(number=number)]
         case Saved(name=name):
             return [Published(name=name)]
@@ -166,13 +166,13 @@ def test_who_loses_the_others_at_the_last_step_ends_with_the_job_and_its_script_
 ) -> None:
     """Another made the last step and ended: nobody is left to be recovered with, and no fence will come."""
     over = Closed(reason="the job finished at step 3")
-    agent = Played(str(tmp_path / "s"), lambda said: [over] if isinstance(said, Bereft) else [])
+    agent = Played(str(tmp_path / "s"), lambda said: [over] if isinstance(said, PeersLost) else [])
     trained = job()
     agent.start(Propose(proposal=first()))
     fails("settle", monkeypatch)
     assert indices(trained.steps(STEPS)) == [0, 1, 2]
     agent.end()
-    assert agent.of(Bereft) == [Bereft(step=STEPS, reason="connection closed", plan=1)]
+    assert agent.of(PeersLost) == [PeersLost(step=STEPS, reason="connection closed", plan=1)]
     assert agent.of(Goodbye) == [Goodbye()]
 
 
@@ -182,7 +182,7 @@ def test_who_has_heard_of_the_end_before_it_loses_the_others_does_not_wait_for_a
     closed = threading.Event()
 
     def answers(said: Message) -> list[Message]:
-        return [Closed(reason="the job finished at step 3")] if isinstance(said, Swapped) else []
+        return [Closed(reason="the job finished at step 3")] if isinstance(said, Switched) else []
 
     agent = Played(str(tmp_path / "s"), answers)
     trained = job()
@@ -196,7 +196,7 @@ def test_who_has_heard_of_the_end_before_it_loses_the_others_does_not_wait_for_a
         got.append(step.index)
     assert got == [0, 1, 2]
     agent.end()
-    assert agent.of(Bereft, Shutdown) == []
+    assert agent.of(PeersLost, Shutdown) == []
 
 
 def test_a_standby_ends_with_the_job(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_a_recovery_from_the_last_step_makes_the_last_checkpoint_and_ends(
     fails(where, monkeypatch)
     assert indices(trained.steps(STEPS)) == [0, 1, 2]
     agent.end()
-    (stood,) = agent.of(Standing)
+    (stood,) = agent.of(StateReport)
     assert [msgspec.structs.astuple(copy)[:2] for copy in stood.copies] == [(1, STEPS)]
     assert agent.of(Finished) == [Finished(step=STEPS)]
     assert [item.step for item in scan(folder)] == [STEPS]
@@ -418,7 +418,7 @@ def test_an_exception_of_the_script_is_told_and_the_state_before_it_saved_where_
         (3, 2, "ValueError", True, True),
     ]
     assert "bad sample" in words[0].traceback
-    (stood,) = agent.of(Standing)
+    (stood,) = agent.of(StateReport)
     assert [(copy.number, copy.step) for copy in stood.copies] == [(1, 2)]
     assert [item.step for item in scan(folder)] == [2]
     assert agent.of(Goodbye) == [Goodbye(reason="the test ends")]
@@ -450,7 +450,7 @@ def test_a_script_that_leaves_its_loop_takes_its_leave(how: str, tmp_path: Path)
         trained.state_dict()
     agent.end()
     assert agent.of(Goodbye) == [Goodbye(reason="the script left the loop before the last step")]
-    assert agent.of(Raised, Bereft) == []
+    assert agent.of(Raised, PeersLost) == []
     trained._uncaught._hook(ValueError, ValueError("much later"), None)
     assert agent.of(Raised) == []
 
@@ -473,7 +473,7 @@ def test_an_exception_in_the_midst_of_an_update_ends_the_process_at_once(tmp_pat
     agent.end()
     (word,) = agent.of(Raised)
     assert (word.step, word.holds) == (0, False)
-    assert agent.of(Bereft, Standing) == []
+    assert agent.of(PeersLost, StateReport) == []
     assert no_groups(trained)
 
 
@@ -481,9 +481,9 @@ def test_an_exception_in_the_midst_of_an_update_ends_the_process_at_once(tmp_pat
 def test_one_that_is_of_no_more_use_ends_with_its_own_exception(loss: Any, tmp_path: Path) -> None:
     def answers(said: Message) -> list[Message]:
         match said:
-            case Bereft():
+            case PeersLost():
                 return [Fenced(number=2, reason="the script's code raised")]
-            case Standing():
+            case StateReport():
                 return [Recorded(number=3)]  # of a plan without it
             case _:
                 return []

@@ -3,8 +3,9 @@
     worker -> `Snapped`  the vault has it. A thread sends it to the next node of the job's plan that takes it,
                          in a ring; where none does, this is tried again for as long as the vault has it.
     agent  -> a stream   another node's arrived.
-    `Keeps` -> leader    all that is held of a job, after every change (a few at once) and on every new link.
-    leader -> `Whole`    all of a set are kept: older ones go.
+    `SnapshotInventory` -> leader    all that is held of a job, after every change (a few at once) and on every
+                                     new link.
+    leader -> `SnapshotSetComplete`    all of a set are kept: older ones go.
     `Freed` -> worker    the vault let go of one of its own: it may write to that memory again.
     worker -> `Fetch`    is answered with the memory file.
 
@@ -31,7 +32,16 @@ from elasticd.config.tree import AgentSection
 from elasticd.machines.agent.state import DoneRead, Event, LinkUp, PlanRead, State, Tick
 from elasticd.records import NodeRecord
 from elasticd.wire.messages import ToWorker
-from elasticd.wire.snapshots import Fetch, Fetched, Freed, Held, Keeps, OfSnapshots, Snapped, Whole
+from elasticd.wire.snapshots import (
+    Fetch,
+    Fetched,
+    Freed,
+    Held,
+    OfSnapshots,
+    Snapped,
+    SnapshotInventory,
+    SnapshotSetComplete,
+)
 from elasticd_agent.snapshots.peers import Peers
 from elasticd_agent.snapshots.port import StreamFailed, yielding
 from elasticd_agent.snapshots.store import Snapshot, Vault
@@ -59,7 +69,7 @@ class Keeper:
         *,
         state: Callable[[], State],
         send: Callable[[str, ToWorker, int | None], None],
-        tell: Callable[[Keeps], None],
+        tell: Callable[[SnapshotInventory], None],
     ) -> None:
         self._node = section.node
         self._state, self._send, self._tell = state, send, tell
@@ -120,7 +130,7 @@ class Keeper:
         self._pause.reset()
         self._send_all()
 
-    def whole(self, whole: Whole) -> None:
+    def whole(self, whole: SnapshotSetComplete) -> None:
         """The leader says so."""
         self._release(self._vault.whole(whole.job, (whole.plan, whole.step)))
 
@@ -276,7 +286,9 @@ class Keeper:
         self._telling = None
         jobs, self._changed = self._changed, set()
         for job in sorted(jobs):
-            self._tell(Keeps(job=job, snapshots=self._vault.held(job), plans=self._vault.plans(job)))
+            self._tell(
+                SnapshotInventory(job=job, snapshots=self._vault.held(job), plans=self._vault.plans(job))
+            )
 
 
 def _close(snapshots: Iterable[Snapshot]) -> None:

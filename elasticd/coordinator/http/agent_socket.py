@@ -23,12 +23,12 @@ from elasticd.wire.batching import all_to_leader
 from elasticd.wire.messages import (
     AgentHello,
     AgentRejected,
-    Down,
+    FromClient,
     StoreAnswer,
     StoreCall,
+    ToClient,
     ToLeader,
     Unread,
-    Up,
     encode,
 )
 
@@ -154,10 +154,12 @@ async def _listen(
     async def handle(message: ToLeader | Unread) -> None:
         if isinstance(message, AgentHello) and message.record.node != connection.node:
             raise _Impostor(message.record.node)
-        if isinstance(message, Up) and isinstance(message.body, StoreCall) and message.body.op == "get":
+        if isinstance(message, FromClient) and isinstance(message.body, StoreCall) and message.body.op == "get":
             if len(calls) >= most:
                 error = f"node {connection.node} waits for {most} keys of bootstrap stores already"
-                connection.send(Down(client=message.client, body=StoreAnswer(id=message.body.id, error=error)))
+                connection.send(
+                    ToClient(client=message.client, body=StoreAnswer(id=message.body.id, error=error))
+                )
                 return
             call = asyncio.create_task(leading.heard(connection, message))
             calls.add(call)

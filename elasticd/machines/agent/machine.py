@@ -3,7 +3,7 @@
 Theory of operation. An agent stands between its node's clients (workers and torchruns, on a socket), the
 leader (on a link that comes and goes), and the store (whose records are the only orders).
 
-    up      a client's words go to the leader as `Up`. While the link is away, reports wait in a bounded
+    up      a client's words go to the leader as `FromClient`. While the link is away, reports wait in a bounded
             buffer, and calls on the bootstrap store fail at their deadline.
     again   a link can break with words under way. So what must not be lost is kept (each client's opening,
             what it said of a switch, its end) and is said again on every new link; the leader takes a
@@ -83,6 +83,7 @@ from elasticd.wire.messages import (
     Closed,
     Fenced,
     FromAgent,
+    FromClient,
     FromWorker,
     Goodbye,
     Hello,
@@ -99,7 +100,6 @@ from elasticd.wire.messages import (
     StoreAnswer,
     StoreCall,
     ToWorker,
-    Up,
     Welcome,
     WorkerLost,
     protocol_refusal,
@@ -478,11 +478,11 @@ def _without(state: State, name: str) -> State:
     )
 
 
-def _wrap(client: Client, body: FromWorker | msgspec.Raw) -> Up | PassedReport:
+def _wrap(client: Client, body: FromWorker | msgspec.Raw) -> FromClient | PassedReport:
     name, job, device, incarnation = client.id, client.job, client.device, client.incarnation
     if isinstance(body, msgspec.Raw):
         return PassedReport(client=name, job=job, device=device, incarnation=incarnation, body=body)
-    return Up(client=name, job=job, device=device, incarnation=incarnation, body=body)
+    return FromClient(client=name, job=job, device=device, incarnation=incarnation, body=body)
 
 
 def _up(state: State, client: Client, body: FromWorker | msgspec.Raw) -> tuple[Effect, ...]:

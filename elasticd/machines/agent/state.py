@@ -20,34 +20,46 @@ from elasticd.records import (
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.messages import (
     AgentRejected,
-    Bereft,
-    Doubt,
-    Down,
     Finished,
     FromAgent,
+    FromClient,
     FromWorker,
     Hello,
+    InDoubt,
     Join,
-    Kept,
     Leaving,
     Pace,
     PassedReport,
+    PeersLost,
     Prepared,
     Raised,
     Refused,
     Saved,
-    Standing,
+    StateReport,
+    StayedOnPlan,
     StoreCall,
-    Swapped,
+    Switched,
+    ToClient,
     ToWorker,
-    Up,
 )
 from elasticd.wire.probes import Probed
 
 #: Seconds between the probes of a device that stands by.
 PROBE_SECONDS = 30.0
 
-Outcome = Prepared | Refused | Swapped | Kept | Doubt | Bereft | Standing | Saved | Finished | Raised | Leaving
+Outcome = (
+    Prepared
+    | Refused
+    | Switched
+    | StayedOnPlan
+    | InDoubt
+    | PeersLost
+    | StateReport
+    | Saved
+    | Finished
+    | Raised
+    | Leaving
+)
 
 
 class Phase(Enum):
@@ -105,7 +117,7 @@ class State:
     fences: Mapping[str, Fence] = field(default_factory=dict)  # by job, as read from the store
     done: Mapping[str, DoneRecord] = field(default_factory=dict)  # by job, as read from the store
     factors: Mapping[str, float] = field(default_factory=dict)  # of chaos by device, above 1 for slower
-    reports: tuple[Up | PassedReport, ...] = ()  # that wait for the link
+    reports: tuple[FromClient | PassedReport, ...] = ()  # that wait for the link
     calls: Mapping[tuple[str, int], Call] = field(default_factory=dict)  # on bootstrap stores, by client and id
     #: between the probes of a device that stands by (0: it is probed as it comes, and never again)
     probe_seconds: float = PROBE_SECONDS
@@ -181,7 +193,7 @@ class Drained:
 class Heard:
     """A message from the leader, for a client or for the agent's end."""
 
-    message: Down | AgentRejected  # the message
+    message: ToClient | AgentRejected  # the message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

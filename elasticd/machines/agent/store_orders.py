@@ -34,19 +34,19 @@ from elasticd.machines.agent.state import (
 from elasticd.records import DoneRecord, Fence, Proposal
 from elasticd.wire.messages import (
     Abort,
-    Bereft,
     Closed,
     Fenced,
     Finished,
     Hello,
     Leaving,
+    PeersLost,
     Propose,
     Published,
     Raised,
     Recorded,
     Saved,
     Shutdown,
-    Standing,
+    StateReport,
     ToWorker,
 )
 
@@ -244,9 +244,9 @@ def _forget_before(state: State, job: str, number: int) -> State:
     def current(body: Outcome) -> bool:
         if isinstance(body, Finished | Saved | Raised | Leaving):
             return True
-        if isinstance(body, Bereft):
+        if isinstance(body, PeersLost):
             return False
-        return (body.fence if isinstance(body, Standing) else body.number) >= number
+        return (body.fence if isinstance(body, StateReport) else body.number) >= number
 
     def shorten(client: Client) -> Client:
         if client.job != job or all(current(body) for body in client.said):

@@ -41,7 +41,17 @@ from elasticd.machines.job.state.participants import joined_from
 from elasticd.machines.job.state.restored_job import restored
 from elasticd.records import NodeRecord
 from elasticd.wire.agent_orders import Drain
-from elasticd.wire.messages import DEVICE_PREFIX, Down, Hello, Join, Pace, Rejected, Swapped, Unread, Up
+from elasticd.wire.messages import (
+    DEVICE_PREFIX,
+    FromClient,
+    Hello,
+    Join,
+    Pace,
+    Rejected,
+    Switched,
+    ToClient,
+    Unread,
+)
 from elasticd.wire.node_health import Health
 from elasticd.wire.probes import Crossed
 
@@ -175,37 +185,37 @@ def _received(state: State, event: Received, now: float) -> Result:
     if isinstance(message, Crossed):
         links = node_links.crossed(state.links, event.node, message, state.nodes, now)
         return msgspec.structs.replace(state, links=links), ()
-    if isinstance(message, Up) and _first_said(state, message):
+    if isinstance(message, FromClient) and _first_said(state, message):
         links = node_links.moved(state.links, message, state.nodes, now)
         state = state if links is state.links else msgspec.structs.replace(state, links=links)
-    taken = _taken(state, event.node, message) if isinstance(message, Up) else ""
+    taken = _taken(state, event.node, message) if isinstance(message, FromClient) else ""
     if message.job not in state.jobs:
         taken = _crowded(state, event.node) or taken
     if isinstance(message, Unread) and message.job not in state.jobs:
-        down = Down(client=message.client, body=Rejected(reason=assembly.cannot_read(message)))
+        down = ToClient(client=message.client, body=Rejected(reason=assembly.cannot_read(message)))
         return state, (Send(node=event.node, message=down),)
     if message.job not in state.jobs:
-        body = message.body if isinstance(message, Up) else None
+        body = message.body if isinstance(message, FromClient) else None
         if not isinstance(body, Join | Hello):
             return state, ()
         known = fresh(message.job, Phase.GATHERING, now)
-        if isinstance(message, Up) and isinstance(body, Hello):  # its torchrun would have joined before
+        if isinstance(message, FromClient) and isinstance(body, Hello):  # its torchrun would have joined before
             taken = taken or assembly.uninvited(known, event.node, message.device)
         if not taken:
             state = msgspec.structs.replace(state, jobs={**state.jobs, message.job: known})
-    if taken and isinstance(message, Up):
+    if taken and isinstance(message, FromClient):
         return _turned_away(state, event, message, taken, now)
     return _jobs(state, event, now, (message.job,))
 
 
-def _first_said(state: State, up: Up) -> bool:
+def _first_said(state: State, up: FromClient) -> bool:
     """Whether a worker tells of a switch, and not again: to a new leader agents say all that still holds."""
     job = state.jobs.get(up.job)
     worker = job.workers.get(up.device) if job is not None and job.settle_until is None else None
-    return isinstance(up.body, Swapped) and worker is not None and worker.swapped < up.body.number
+    return isinstance(up.body, Switched) and worker is not None and worker.swapped < up.body.number
 
 
-def _taken(state: State, node: str, up: Up) -> str:
+def _taken(state: State, node: str, up: FromClient) -> str:
     """Why a worker cannot have its device, or a torchrun its node: another living job has it."""
     if not isinstance(up.body, Hello | Join):
         return ""
@@ -243,9 +253,9 @@ def _crowded(state: State, node: str) -> str:
 _ONE_JOB = "a device belongs to one job at a time: wait for the end of that job or use other nodes"
 
 
-def _turned_away(state: State, event: Received, up: Up, why: str, now: float) -> Result:
+def _turned_away(state: State, event: Received, up: FromClient, why: str, now: float) -> Result:
     """A worker that cannot come may be one that all others of its job wait for: they would wait for ever."""
-    down = Down(client=up.client, body=Rejected(reason=why))
+    down = ToClient(client=up.client, body=Rejected(reason=why))
     effects: tuple[Effect, ...] = (Send(node=event.node, message=down),)
     job = state.jobs.get(up.job)
     if isinstance(up.body, Hello) and job is not None:
@@ -262,7 +272,7 @@ def _paced(state: State, event: Paced) -> Result:
     if node is None:
         return state, ()
     node = msgspec.structs.replace(node, paces={**node.paces, event.device: event.factor})
-    down = Down(client=DEVICE_PREFIX + event.device, body=Pace(factor=event.factor))
+    down = ToClient(client=DEVICE_PREFIX + event.device, body=Pace(factor=event.factor))
     speed = f"{event.factor:g} times slower than normal" if event.factor != 1 else "at normal speed"
     text = f"chaos: {event.device} is to run {speed}"
     data = {"device": event.device, "factor": event.factor}

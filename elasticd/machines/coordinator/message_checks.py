@@ -15,11 +15,21 @@ from elasticd.machines.job.state.job_state import JobState
 from elasticd.names import LONGEST, MOST_DEVICES, device_of, name_refusal
 from elasticd.records import NodeRecord
 from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import AgentHello, Join, Leave, Report, StoreCall, ToLeader, Unread, Up, WorkerLost
+from elasticd.wire.messages import (
+    AgentHello,
+    FromClient,
+    Join,
+    Leave,
+    Report,
+    StoreCall,
+    ToLeader,
+    Unread,
+    WorkerLost,
+)
 from elasticd.wire.node_health import Health
 from elasticd.wire.probes import Crossed, Frozen, Unreached
-from elasticd.wire.rendezvous import Lapped
-from elasticd.wire.snapshots import Keeps
+from elasticd.wire.rendezvous import StepTime
+from elasticd.wire.snapshots import SnapshotInventory
 
 #: Characters of the ids that an agent gives to its clients, and to their incarnations.
 LONGEST_ID = 256
@@ -27,8 +37,8 @@ LONGEST_ID = 256
 OF_TORCHRUNS = (Join, Leave, StoreCall)
 #: What is of a connection's own node, whatever it names; of a worker or a torchrun; of an agent about a device.
 OF_THE_NODE = (Crossed, Health)
-OF_CLIENTS = (Up, Unread)
-OF_DEVICES = (WorkerLost, Frozen, Halted, Lapped)
+OF_CLIENTS = (FromClient, Unread)
+OF_DEVICES = (WorkerLost, Frozen, Halted, StepTime)
 
 
 def refusal(of: NodeRecord, message: ToLeader | Unread, jobs: Container[str]) -> str:
@@ -38,26 +48,26 @@ def refusal(of: NodeRecord, message: ToLeader | Unread, jobs: Container[str]) ->
         return record_refusal(message.record)
     if isinstance(message, OF_THE_NODE):
         return ""
-    job = message.by.job if isinstance(message, Lapped) else message.job
+    job = message.by.job if isinstance(message, StepTime) else message.job
     if job not in jobs and (why := name_refusal("the job's name (--rdzv-id)", job)):
         return why
-    if isinstance(message, Up | Unread | WorkerLost) and len(message.incarnation) > LONGEST_ID:
+    if isinstance(message, FromClient | Unread | WorkerLost) and len(message.incarnation) > LONGEST_ID:
         return f"an incarnation has {LONGEST_ID} characters at most, not {len(message.incarnation)}"
-    if isinstance(message, Up | Unread) and len(message.client) > LONGEST_ID:
+    if isinstance(message, FromClient | Unread) and len(message.client) > LONGEST_ID:
         return f"a client's id has {LONGEST_ID} characters at most, not {len(message.client)}"
-    if isinstance(message, Up) and not message.device and not isinstance(message.body, OF_TORCHRUNS):
+    if isinstance(message, FromClient) and not message.device and not isinstance(message.body, OF_TORCHRUNS):
         return f"a process without a device has no say of {tag_of(message.body)!r}"
     for device in _spoken_for(message):
         if not device_of(of.node, device):
             return f"node {of.node} has no say about {device[:LONGEST]!r}"
         # In restart mode torch's own launcher may start more processes than an agent has devices.
-        most = MOST_DEVICES if isinstance(message, Lapped) else len(of.devices)
+        most = MOST_DEVICES if isinstance(message, StepTime) else len(of.devices)
         if int(device.rpartition("/")[2]) >= most:
             return f"node {of.node} has {len(of.devices)} devices, and no {device}"
     return ""
 
 
-def call_refusal(of: NodeRecord, up: Up, jobs: Mapping[str, JobState]) -> str:
+def call_refusal(of: NodeRecord, up: FromClient, jobs: Mapping[str, JobState]) -> str:
     """Why a call on a job's bootstrap store is not heard from this node, or nothing. Who takes part has joined,
     or has said hello: an agent repeats both to a new leader before any call."""
     job = jobs.get(up.job)
@@ -83,13 +93,13 @@ def record_refusal(record: NodeRecord) -> str:
 
 
 def _spoken_for(
-    message: Up | Unread | WorkerLost | Frozen | Unreached | Halted | Keeps | Lapped,
+    message: FromClient | Unread | WorkerLost | Frozen | Unreached | Halted | SnapshotInventory | StepTime,
 ) -> Iterator[str]:
     """The devices about which a message is their own node's word. A torchrun has none."""
     if isinstance(message, OF_CLIENTS):
         if message.device:
             yield message.device
-        if isinstance(message, Up) and isinstance(message.body, Report):
+        if isinstance(message, FromClient) and isinstance(message.body, Report):
             yield message.body.measurement.device
     elif isinstance(message, OF_DEVICES):
         yield message.device

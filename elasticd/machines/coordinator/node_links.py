@@ -16,7 +16,7 @@ from elasticd_planner.detection.stragglers import Change
 from elasticd_planner.spec.cluster import Link, node_of
 from elasticd_planner.value import Value
 
-from elasticd.wire.messages import Swapped, Up
+from elasticd.wire.messages import FromClient, Switched
 from elasticd.wire.probes import Crossed
 
 Kind = Literal["probe", "move"]
@@ -65,9 +65,9 @@ def crossed(links: Links, source: str, probe: Crossed, nodes: Collection[str], n
     return _gather(links, "probe", [transfer], now)
 
 
-def moved(links: Links, up: Up, nodes: Collection[str], now: float) -> Links:
+def moved(links: Links, up: FromClient, nodes: Collection[str], now: float) -> Links:
     """A worker tells of a switch: what came to it from others of these nodes."""
-    if not isinstance(up.body, Swapped) or not up.body.flows:
+    if not isinstance(up.body, Switched) or not up.body.flows:
         return links
     target, found = node_of(up.device), dict[str, tuple[int, float]]()
     for device, (size, seconds) in up.body.flows.items():

@@ -27,7 +27,7 @@ from elasticd_planner.value import Value
 
 from elasticd.machines.job.state.events import Note, Write
 from elasticd.records import OutRecord
-from elasticd.wire.rendezvous import Lap, Lapped
+from elasticd.wire.rendezvous import Lap, StepTime
 
 #: Seconds that a restart costs until one was seen: the processes' start, and the steps that are made again.
 RESTART_SECONDS = 30.0
@@ -46,8 +46,8 @@ class RestartJob(Value, frozen=True, kw_only=True):
     step: int = 0
     wall: float = 0.0
     rates: RateState = RateState()
-    laps: dict[str, Lapped] = msgspec.field(default_factory=dict)
-    pending: dict[int, dict[str, Lapped]] = msgspec.field(default_factory=dict)
+    laps: dict[str, StepTime] = msgspec.field(default_factory=dict)
+    pending: dict[int, dict[str, StepTime]] = msgspec.field(default_factory=dict)
     recent: tuple[dict[str, Lap], ...] = ()
     out: dict[str, str] = msgspec.field(default_factory=dict)
     restart_seconds: float = RESTART_SECONDS
@@ -65,7 +65,7 @@ class Verdict(Value, frozen=True, kw_only=True):
 
 
 def lap(
-    job: RestartJob, heard: Lapped, detect: DetectSettings, policy: PolicySettings, epoch: int, now: float
+    job: RestartJob, heard: StepTime, detect: DetectSettings, policy: PolicySettings, epoch: int, now: float
 ) -> tuple[RestartJob, tuple[Note | Write, ...]]:
     """The job after one more lap, and what is to be done."""
     if heard.by.round < job.round:

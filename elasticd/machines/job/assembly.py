@@ -16,10 +16,10 @@ from elasticd.machines.job.state.participants import joins
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import JobSpec
 from elasticd.version import __version__
-from elasticd.wire.messages import Closed, Hello, Join, Joined, Leave, Rejected, Unread, Up, WorkerLost
+from elasticd.wire.messages import Closed, FromClient, Hello, Join, Joined, Leave, Rejected, Unread, WorkerLost
 
 
-def join(turn: Turn, node: str, up: Up, body: Join) -> None:
+def join(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     """A torchrun asks to take part in a job whose nodes are still being counted."""
     if wrong := _disagreement(turn, _place(node, body), body):
         turn.send(node, up.client, Rejected(reason=wrong))
@@ -27,7 +27,7 @@ def join(turn: Turn, node: str, up: Up, body: Join) -> None:
         _remember(turn, node, up, body)
 
 
-def join_assembling(turn: Turn, node: str, up: Up, body: Join) -> None:
+def join_assembling(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     """A torchrun asks while workers are starting: one of those that take part, whose answer was lost or which
     was started again, or one that comes late. A new leader counts the nodes again."""
     job, place = turn.job, _place(node, body)
@@ -42,7 +42,7 @@ def join_assembling(turn: Turn, node: str, up: Up, body: Join) -> None:
         join(turn, node, up, body)
 
 
-def join_after_end(turn: Turn, node: str, up: Up, body: Join) -> None:
+def join_after_end(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     """A torchrun asks to take part in a job that is over."""
     job = turn.job
     if job.reason:  # nothing was finished: whoever asks again has failed
@@ -56,7 +56,7 @@ def _place(node: str, body: Join) -> str:
     return node if body.slot is None else f"{node}/{body.slot}"
 
 
-def join_late(turn: Turn, node: str, up: Up, body: Join) -> None:
+def join_late(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     """The job runs already: a node comes along, or a torchrun starts its workers again. It is answered once the
     first plan runs, and once a new leader knows which workers there are: `answer_late`."""
     job, place = turn.job, _place(node, body)
@@ -95,7 +95,7 @@ def _answered(turn: Turn, place: str) -> None:
         turn.send(joiner.node, joiner.client, Joined(node_rank=joined.index(place), nodes=len(joined)))
 
 
-def _remember(turn: Turn, node: str, up: Up, body: Join) -> None:
+def _remember(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     joiner = Joiner(
         node=node, client=up.client, pid=body.pid, min_nodes=body.min_nodes, max_nodes=body.max_nodes
     )
@@ -170,7 +170,7 @@ def _disagreement(turn: Turn, place: str, body: Join) -> str:
     return ""
 
 
-def leave(turn: Turn, node: str, up: Up, body: Leave) -> None:
+def leave(turn: Turn, node: str, up: FromClient, body: Leave) -> None:
     """A torchrun ends. What that means for its workers, their own ends tell; before they are there it
     means that they never come."""
     job = turn.job
@@ -237,7 +237,7 @@ def complete(turn: Turn) -> None:
         _answered(turn, name)
 
 
-def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
+def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
     """A worker is there: a new one, or one whose agent says again what it said (to a new leader, too)."""
     job = turn.job
     if job.gone.get(up.device) == up.incarnation:
@@ -270,7 +270,7 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
         turn.note("joined", f"worker {up.device} stands by", device=up.device)
 
 
-def hello_after_end(turn: Turn, node: str, up: Up, body: Hello) -> None:
+def hello_after_end(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
     """A worker says hello to a job that is over. A member of its last plan lives still, and the job is not
     forgotten before that ends; any other is turned away."""
     job = turn.job
@@ -283,7 +283,7 @@ def hello_after_end(turn: Turn, node: str, up: Up, body: Hello) -> None:
         turn.send(node, up.client, Rejected(reason=f"job {job.job} is over; {AGAIN}"))
 
 
-def _said_again(turn: Turn, node: str, up: Up, body: Hello) -> bool:
+def _said_again(turn: Turn, node: str, up: FromClient, body: Hello) -> bool:
     """Whether this worker is known already; it can be reached through this agent from now on."""
     known = turn.job.workers.get(up.device)
     if known is None or known.incarnation != up.incarnation:
@@ -292,7 +292,7 @@ def _said_again(turn: Turn, node: str, up: Up, body: Hello) -> bool:
     return True
 
 
-def _new_worker(turn: Turn, node: str, up: Up, body: Hello) -> Worker:
+def _new_worker(turn: Turn, node: str, up: FromClient, body: Hello) -> Worker:
     return Worker(
         device=up.device,
         incarnation=up.incarnation,
@@ -361,7 +361,7 @@ def assemble(turn: Turn) -> None:
         turn.enter(Phase.PLANNING)
 
 
-def _unwelcome(turn: Turn, up: Up, body: Hello) -> str:
+def _unwelcome(turn: Turn, up: FromClient, body: Hello) -> str:
     """Why this worker cannot take part, or nothing."""
     job = turn.job
     if body.spec.job != job.job:

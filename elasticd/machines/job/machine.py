@@ -54,28 +54,28 @@ from elasticd.machines.job.state.participants import joins
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.messages import (
-    Bereft,
-    Doubt,
     Finished,
+    FromClient,
     Goodbye,
     Hello,
+    InDoubt,
     Join,
-    Kept,
     Leave,
     Leaving,
+    PeersLost,
     Prepared,
     Raised,
     Refused,
     Report,
     Saved,
-    Standing,
-    Swapped,
+    StateReport,
+    StayedOnPlan,
+    Switched,
     Unread,
-    Up,
     WorkerLost,
 )
 from elasticd.wire.probes import Frozen, Probed, Rehearsed, Unreached
-from elasticd.wire.snapshots import Keeps
+from elasticd.wire.snapshots import SnapshotInventory
 
 Handler = Callable[..., None]
 
@@ -119,7 +119,7 @@ def agent_down(turn: Turn, event: AgentDown) -> None:
     assembly.forget(turn, event.node)
 
 
-def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
+def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
     """A worker is there, and is told if its job is being stopped."""
     assembly.hello(turn, node, up, body)
     stop_request.remind(turn, node)
@@ -192,7 +192,7 @@ ROWS: tuple[tuple[type, Collection[Phase], Handler], ...] = (
     (WorkerLost, OVER, losses.lost_after_end),
     (Frozen, NOT_OVER, recovery.froze),
     (Halted, NOT_OVER, hangs.stood),
-    (Keeps, NOT_OVER, snapshots.keeps),
+    (SnapshotInventory, NOT_OVER, snapshots.keeps),
     (Unreached, LIVE, network_partition.heard),
     # What workers say of plans and faults.
     (Report, FALLIBLE, replan.measured),
@@ -200,13 +200,13 @@ ROWS: tuple[tuple[type, Collection[Phase], Handler], ...] = (
     (Prepared, RUNNING, met),
     (Refused, PROPOSED, switch.refused),
     (Refused, FALLIBLE - PROPOSED, met),
-    (Swapped, FALLIBLE, switch.swapped),
-    (Kept, PROPOSED | ABORTING | RECOVERING, switch.kept),
-    (Kept, RUNNING, met),
-    (Doubt, FALLIBLE, switch.doubt),
-    (Bereft, FALLIBLE, recovery.bereft),
-    (Standing, PROPOSED | RECOVERING, recovery.stands),
-    (Standing, ASSEMBLING | PLANNING | ABORTING | RUNNING, met),
+    (Switched, FALLIBLE, switch.swapped),
+    (StayedOnPlan, PROPOSED | ABORTING | RECOVERING, switch.kept),
+    (StayedOnPlan, RUNNING, met),
+    (InDoubt, FALLIBLE, switch.doubt),
+    (PeersLost, FALLIBLE, recovery.bereft),
+    (StateReport, PROPOSED | RECOVERING, recovery.stands),
+    (StateReport, ASSEMBLING | PLANNING | ABORTING | RUNNING, met),
     (Saved, FALLIBLE, checkpoints.saved),
     (Raised, LIVE, user_exceptions.raised),
     (Finished, FALLIBLE, finished),
@@ -217,8 +217,11 @@ ROWS: tuple[tuple[type, Collection[Phase], Handler], ...] = (
     (Rehearsed, FALLIBLE, met),
     (Goodbye, NOT_OVER, met),  # its `WorkerLost` follows, and says that it was clean
     # Words on their way as the job ended, or repeated to a new leader.
-    *((kind, OVER, ignored) for kind in (Frozen, Halted, Keeps, Unreached)),
-    *((kind, OVER, ignored) for kind in (Report, Prepared, Refused, Swapped, Kept, Doubt, Bereft, Standing)),
+    *((kind, OVER, ignored) for kind in (Frozen, Halted, SnapshotInventory, Unreached)),
+    *(
+        (kind, OVER, ignored)
+        for kind in (Report, Prepared, Refused, Switched, StayedOnPlan, InDoubt, PeersLost, StateReport)
+    ),
     *((kind, OVER, ignored) for kind in (Saved, Raised, Finished, Leaving, Probed, Rehearsed, Goodbye)),
 )
 #: What each event does in each phase. An event that is not here is logged.
@@ -269,7 +272,7 @@ def step(
 def _hear(turn: Turn, event: Event) -> None:
     """What the event does in the job's phase; where the table has nothing, the log has a line of it."""
     said: Any = event.message if isinstance(event, Received) else event
-    up = said if isinstance(said, Up) else None
+    up = said if isinstance(said, FromClient) else None
     body = up.body if up is not None else said
     kind = type(body)
     handler = TABLE.get((turn.job.phase, kind))
@@ -291,7 +294,7 @@ def _hear(turn: Turn, event: Event) -> None:
         handler(turn, *heard)
 
 
-def _speaker(turn: Turn, up: Up) -> Worker | None:
+def _speaker(turn: Turn, up: FromClient) -> Worker | None:
     """The worker whose word this is, if it is heard."""
     worker = turn.job.workers.get(up.device)
     if worker is None and losses.bound(turn, up.device, up.incarnation):
@@ -369,7 +372,7 @@ def turned_away(
     """A worker of the job was told that it cannot take part: the job ends if it waits for this one."""
     turn = Turn(job, nodes, epoch, settings, now)
     said = event.message
-    if job.phase is Phase.ASSEMBLING and isinstance(said, Up) and joins(job, event.node, said.device):
+    if job.phase is Phase.ASSEMBLING and isinstance(said, FromClient) and joins(job, event.node, said.device):
         job_end.stop(turn, why)
     return turn.job, tuple(turn.effects)
 
@@ -377,9 +380,11 @@ def turned_away(
 def _adds(job: JobState, event: Received) -> bool:
     """Whether it is one of what all members, or their agents, say alike. After a loss snapshots may be what was
     waited for."""
-    if isinstance(event.message, Keeps):
+    if isinstance(event.message, SnapshotInventory):
         return job.phase is not Phase.RECOVERING
-    return isinstance(event.message, Up) and isinstance(event.message.body, Report | Prepared | Swapped)
+    return isinstance(event.message, FromClient) and isinstance(
+        event.message.body, Report | Prepared | Switched
+    )
 
 
 def _alike(before: JobState, after: JobState) -> bool:

@@ -28,14 +28,14 @@ from elasticd.machines.job.state.recovery_source import Source
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
 from elasticd.records import Recovery, Vote
-from elasticd.wire.messages import Bereft, Copy, Standing
+from elasticd.wire.messages import Copy, PeersLost, StateReport
 from elasticd.wire.probes import Frozen
 
 #: Of members that are waited for though they stand still.
 _NOBODY_ELSE = "they are waited for, as nobody else holds"
 
 
-def bereft(turn: Turn, worker: Worker, body: Bereft) -> None:
+def bereft(turn: Turn, worker: Worker, body: PeersLost) -> None:
     """A member lost the others: most likely one of them died, and the word of it is on its way. Of who is no
     member, or lost those of another plan, the job lacks nothing: such words are said again to a new leader."""
     job = turn.job
@@ -53,7 +53,7 @@ def froze(turn: Turn, node: str, message: Frozen) -> None:
         turn.worker(worker, frozen=message.how)
 
 
-def stands(turn: Turn, worker: Worker, body: Standing) -> None:
+def stands(turn: Turn, worker: Worker, body: StateReport) -> None:
     """A worker's answer to a fence. One to a fence that is over is an old word, said again."""
     if turn.job.fence is not None and body.fence == turn.job.fence.number:
         turn.worker(worker, standing=body, bereft_at=None)

@@ -26,7 +26,7 @@ from elasticd.machines.job.state.job_state import Phase, Progress, Setback, Work
 from elasticd.machines.job.state.recovery_source import Source, called
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import HistoryRecord, PlanRecord, Proposal
-from elasticd.wire.messages import Doubt, Kept, Prepared, Refused, Swapped
+from elasticd.wire.messages import InDoubt, Prepared, Refused, StayedOnPlan, Switched
 
 #: Seconds from a switch that was given up to the next, where a worker waits for it to leave.
 AGAIN_SECONDS = 1.0
@@ -120,7 +120,7 @@ def refused(turn: Turn, worker: Worker, body: Refused) -> None:
         turn.set(give_up=f"{worker.device} cannot prepare it: {body.reason}")
 
 
-def kept(turn: Turn, worker: Worker, body: Kept) -> None:
+def kept(turn: Turn, worker: Worker, body: StayedOnPlan) -> None:
     """A member goes on under the old plan. It may say so of an open proposal: its all-gather said no."""
     proposal = turn.job.proposal
     if proposal is None or proposal.number != body.number:
@@ -130,7 +130,7 @@ def kept(turn: Turn, worker: Worker, body: Kept) -> None:
         turn.set(give_up=f"{worker.device} kept the old plan: {body.reason or 'no reason given'}")
 
 
-def swapped(turn: Turn, worker: Worker, body: Swapped) -> None:
+def swapped(turn: Turn, worker: Worker, body: Switched) -> None:
     """A member runs the proposal's plan: that decides it for all. The first such report records it."""
     if worker.swapped >= body.number:
         return
@@ -159,7 +159,7 @@ def swapped(turn: Turn, worker: Worker, body: Swapped) -> None:
         _record(turn, proposal, body.step)
 
 
-def _cost(turn: Turn, body: Swapped) -> None:
+def _cost(turn: Turn, body: Switched) -> None:
     """Adds what the switch cost this member: bytes sum up, and the longest pause is everybody's."""
     moved = turn.job.moved
     if not moved or moved[-1].number != body.number:
@@ -214,7 +214,7 @@ def _go_back(turn: Turn, step: int) -> None:
     )
 
 
-def doubt(turn: Turn, worker: Worker, body: Doubt) -> None:
+def doubt(turn: Turn, worker: Worker, body: InDoubt) -> None:
     """A member does not know which plan holds, and stands still: what all hold tells."""
     if body.number > turn.job.highest - 1 and worker.bereft_at is None:
         turn.worker(worker, bereft_at=turn.now)

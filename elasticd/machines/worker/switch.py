@@ -47,15 +47,15 @@ from elasticd_planner.value import Value
 
 from elasticd.wire.messages import (
     Abort,
-    Bereft,
-    Doubt,
     Fenced,
-    Kept,
+    InDoubt,
+    PeersLost,
     Prepared,
     Recorded,
     Refused,
     Rejected,
     Shutdown,
+    StayedOnPlan,
 )
 
 
@@ -167,13 +167,14 @@ class DrainRequested(Value, frozen=True, kw_only=True):
 
 #: The messages of the agent that are events as they are; `Propose` becomes `Proposed`.
 AgentOrder = Abort | Fenced | Recorded | Rejected | Shutdown
-#: `Prepared` and `Refused` are the ends of a preparation here, `Bereft` that a collective of the plan in force
-#: failed, the main thread being at rest before the update of its step. They are sent on if they still hold.
+#: `Prepared` and `Refused` are the ends of a preparation here, `PeersLost` that a collective of the plan in
+#: force failed, the main thread being at rest before the update of its step. They are sent on if they still
+#: hold.
 SwitchEvent = (
     AgentOrder
     | Prepared
     | Refused
-    | Bereft
+    | PeersLost
     | Proposed
     | Rested
     | Voting
@@ -195,7 +196,7 @@ class SwitchEffect(Value, frozen=True, kw_only=True):
 class SendToLeader(SwitchEffect, frozen=True, kw_only=True):
     """Send this message to the leader."""
 
-    message: Prepared | Refused | Kept | Doubt | Bereft
+    message: Prepared | Refused | StayedOnPlan | InDoubt | PeersLost
 
 
 class ReportState(SwitchEffect, frozen=True, kw_only=True):
@@ -325,7 +326,7 @@ def stale(state: SwitchState, event: StateMoved | MoveFailed | Gathered | Gather
 
 
 def stayed(state: SwitchState, number: int, reason: str) -> SendToLeader:
-    return SendToLeader(message=Kept(number=number, step=state.step, reason=reason))
+    return SendToLeader(message=StayedOnPlan(number=number, step=state.step, reason=reason))
 
 
 def stay(state: SwitchState, reason: str) -> _Step:
@@ -480,14 +481,14 @@ def gather_failed(state: SwitchState, event: GatherFailed) -> _Step:
         return stale(state, event)
     if not state.ok:  # without this rank's ok no rank can have swapped
         return stay(state, state.aborted or event.reason)
-    word = Doubt(number=state.proposal, step=state.step, reason=event.reason)
+    word = InDoubt(number=state.proposal, step=state.step, reason=event.reason)
     return to(state, phase=SwitchPhase.IN_DOUBT), (SendToLeader(message=word),)
 
 
 # -- a fault: the rank comes to rest, and reports what it holds ------------------------------------------------
 
 
-def peers_lost(state: SwitchState, event: Bereft) -> _Step:
+def peers_lost(state: SwitchState, event: PeersLost) -> _Step:
     """The others are gone: what has been prepared beside stays until the fence closes it."""
     return to(state, phase=SwitchPhase.PEERS_LOST, voting=0), (SendToLeader(message=event),)
 
@@ -553,7 +554,7 @@ def fenced_again(state: SwitchState, event: Fenced) -> _Step:
     return fence(state, event), (Interrupt(),)
 
 
-def at_rest(state: SwitchState, event: Rested | Bereft | None = None) -> _Step:
+def at_rest(state: SwitchState, event: Rested | PeersLost | None = None) -> _Step:
     """What is held is reported. An incarnation that was fenced off owns nothing any more."""
     if state.evicted:
         after = SwitchState(seen=state.seen, fence=state.fence, draining=state.draining)
@@ -620,7 +621,7 @@ TABLE: dict[tuple[SwitchPhase, type], _Handler] = {
     **{(phase, Abort): abort_moving for phase in (P.MOVING, P.ACKING)},
     **{(phase, Voting): voting for phase in (*BESIDE, P.STOPPING)},
     **{(phase, Voted): voted for phase in BESIDE},
-    **{(phase, Bereft): peers_lost for phase in BESIDE},
+    **{(phase, PeersLost): peers_lost for phase in BESIDE},
     **{(phase, Fenced): fenced_beside for phase in BESIDE},
     **{(phase, Fenced): fenced_moving for phase in (P.MOVING, P.ACKING)},
     **{(phase, Fenced): fenced_at_rest for phase in (P.STANDBY, P.PEERS_LOST, P.FENCED)},
@@ -637,7 +638,7 @@ TABLE: dict[tuple[SwitchPhase, type], _Handler] = {
     (P.IN_DOUBT, Fenced): fenced_in_doubt,
     (P.STOPPING, Fenced): fenced_again,
     (P.STOPPING, Rested): at_rest,
-    (P.STOPPING, Bereft): at_rest,
+    (P.STOPPING, PeersLost): at_rest,
     (P.STOPPING, Voted): voted_stopping,
     (P.STOPPING, StateMoved): moved_stopping,
     (P.STOPPING, MoveFailed): moved_stopping,
@@ -651,5 +652,5 @@ TABLE: dict[tuple[SwitchPhase, type], _Handler] = {
         for kind in (Proposed, Abort)
     },
     # The main thread learns of the end only between two steps.
-    **{(P.STOPPED, kind): ignore for kind in (Shutdown, Rejected, Fenced, Bereft, Voting, Voted)},
+    **{(P.STOPPED, kind): ignore for kind in (Shutdown, Rejected, Fenced, PeersLost, Voting, Voted)},
 }

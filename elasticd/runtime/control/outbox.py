@@ -8,23 +8,35 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elasticd.wire.messages import (
-    Bereft,
-    Doubt,
     Finished,
-    Kept,
+    InDoubt,
     Leaving,
     Message,
+    PeersLost,
     Prepared,
     Raised,
     Refused,
     Saved,
-    Standing,
-    Swapped,
+    StateReport,
+    StayedOnPlan,
+    Switched,
 )
 
 #: The kinds of words that are kept, of each the newest.
 LASTING = frozenset(
-    {Prepared, Refused, Swapped, Kept, Doubt, Bereft, Standing, Saved, Finished, Raised, Leaving}
+    {
+        Prepared,
+        Refused,
+        Switched,
+        StayedOnPlan,
+        InDoubt,
+        PeersLost,
+        StateReport,
+        Saved,
+        Finished,
+        Raised,
+        Leaving,
+    }
 )
 
 
@@ -56,13 +68,13 @@ class LastWords:
 
 def _outdated(old: Message, number: int) -> bool:
     before = _number(old)
-    return isinstance(old, Bereft) or (before is not None and before < number)
+    return isinstance(old, PeersLost) or (before is not None and before < number)
 
 
 def _number(message: Message) -> int | None:
     """The number that it is about, a proposal's or a fence's."""
-    if isinstance(message, Standing):
+    if isinstance(message, StateReport):
         return message.fence
-    if isinstance(message, Prepared | Refused | Swapped | Kept | Doubt):
+    if isinstance(message, Prepared | Refused | Switched | StayedOnPlan | InDoubt):
         return message.number
     return None

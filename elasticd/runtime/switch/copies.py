@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elasticd.runtime.engine.engine import Engine
-from elasticd.wire.messages import Copy, Standing
+from elasticd.wire.messages import Copy, StateReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Copies:
         kept = self._kept.get(number)
         return (kept.engine, kept.step) if kept is not None else (None, -1)
 
-    def report(self, fence: int, engine: Engine | None, step: int) -> Standing:
+    def report(self, fence: int, engine: Engine | None, step: int) -> StateReport:
         """Returns what is held here, in answer to a fence; no collective and no update may be under way.
 
         What an update left that did not end is no copy of any step: a recovery may have asked for that update,
@@ -76,7 +76,7 @@ class Copies:
             behind = engine.reduced == step
             copies.append(Copy(number=engine.plan.number, step=step, behind=behind, stale=engine.stale))
             vote = engine.last
-        return Standing(fence=fence, copies=tuple(copies), vote=vote)
+        return StateReport(fence=fence, copies=tuple(copies), vote=vote)
 
     def drop(self) -> None:
         """Drops all of them."""

@@ -29,7 +29,17 @@ from elasticd.runtime.switch.move import SOUND, MoveResult, PreparedPlan, move, 
 from elasticd.runtime.telemetry.emulation import Pacer
 from elasticd.runtime.telemetry.main_thread import Nowhere, Where, during
 from elasticd.wire.main_thread import IDLE
-from elasticd.wire.messages import Bereft, Closed, Pace, Prepared, Propose, Refused, Standing, Swapped, ToWorker
+from elasticd.wire.messages import (
+    Closed,
+    Pace,
+    PeersLost,
+    Prepared,
+    Propose,
+    Refused,
+    StateReport,
+    Switched,
+    ToWorker,
+)
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +171,7 @@ class Switcher:
             self._fabrics.add(number, fabric)
         return fabric
 
-    def _state_report(self, fence: int) -> Standing:
+    def _state_report(self, fence: int) -> StateReport:
         """What is held here at rest. A verified copy counts like an old one from now on."""
         number = self._state.side
         prepared = self._prepared.get(number)
@@ -224,7 +234,7 @@ class Switcher:
 
     def _lose_peers(self, reason: str) -> None:
         assert self.engine is not None
-        self._feed(Bereft(step=self.step, reason=reason, plan=self.engine.plan.number))
+        self._feed(PeersLost(step=self.step, reason=reason, plan=self.engine.plan.number))
 
     @property
     def leaving(self) -> bool:
@@ -366,7 +376,7 @@ class Switcher:
         self._missed = [(plan, vote) for plan, vote in self._missed if vote.step < self.step]  # it goes back
         self._loaded = self.step if result.checkpoint else None
         self._control.send(
-            Swapped(
+            Switched(
                 number=number,
                 step=result.step,
                 pause_seconds=time.perf_counter() - (self._began if self._copies else result.began),

@@ -36,9 +36,9 @@ from elasticd.store.leader import campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Put
 from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import AgentHello, Down, ToLeader, Up, WorkerLost
+from elasticd.wire.messages import AgentHello, FromClient, ToClient, ToLeader, WorkerLost
 from elasticd.wire.probes import Frozen
-from elasticd.wire.snapshots import Keeps
+from elasticd.wire.snapshots import SnapshotInventory
 
 #: Seconds between looks at what has become due, while anything may.
 TICK = 0.5
@@ -83,7 +83,7 @@ class SimulatedLeader:
         planner: Planner,
         *,
         name: str,
-        send: Callable[[str, Down], None],
+        send: Callable[[str, ToClient], None],
         tell: Callable[[Note], None],
     ) -> None:
         self._engine, self._keys, self._planner = engine, keys, planner
@@ -121,7 +121,7 @@ class SimulatedLeader:
     def heard(self, node: str, message: ToLeader) -> None:
         if isinstance(message, AgentHello):
             self.apply(AgentUp(record=message.record))
-        elif isinstance(message, Up | WorkerLost | Frozen | Halted | Keeps):
+        elif isinstance(message, FromClient | WorkerLost | Frozen | Halted | SnapshotInventory):
             self.apply(Received(node=node, message=message))
 
     def waits(self, name: str) -> str:
@@ -157,7 +157,7 @@ class SimulatedLeader:
         if isinstance(effect, Note):
             self._tell(effect)
         elif isinstance(effect, Send):
-            if isinstance(effect.message, Down):  # no snapshots here, and the script does the harm
+            if isinstance(effect.message, ToClient):  # no snapshots here, and the script does the harm
                 self._send(effect.node, effect.message)
         elif isinstance(effect, RequestPlan):
             self._request(effect.job, effect.token, effect.problem)

@@ -39,7 +39,17 @@ from elasticd.records import DoneRecord, Fence, JobSpec, Keys, NodeRecord, PlanR
 from elasticd.simulator.cluster.worker import EffectRunner, SimulatedWorker, SimulationError
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent, WatchItem
-from elasticd.wire.messages import Closed, Down, FromWorker, Hello, Join, Joined, Rejected, Shutdown, ToLeader
+from elasticd.wire.messages import (
+    Closed,
+    FromWorker,
+    Hello,
+    Join,
+    Joined,
+    Rejected,
+    Shutdown,
+    ToClient,
+    ToLeader,
+)
 
 
 class Node:
@@ -181,7 +191,7 @@ class Node:
         if up != self.linked:
             self.emit(LinkUp() if up else LinkDown())
 
-    def down(self, message: Down) -> None:
+    def down(self, message: ToClient) -> None:
         if self.linked:  # what was on its way when the link broke is lost
             self.emit(Heard(message=message))
 

@@ -15,7 +15,7 @@ from elasticd.simulator.devices.device_model import Truth
 from elasticd.simulator.devices.transfer_time import Move, move
 from elasticd.simulator.engine import Engine
 from elasticd.simulator.scenarios.scenario import Times
-from elasticd.wire.messages import Prepared, Swapped
+from elasticd.wire.messages import Prepared, Switched
 
 
 @dataclass(kw_only=True)
@@ -146,13 +146,13 @@ class Transitions:
         self._open.pop(number, None)
         self._worker_group.train()
 
-    def switched(self, worker: SimulatedWorker, number: int) -> Swapped:
+    def switched(self, worker: SimulatedWorker, number: int) -> Switched:
         """Returns the message of a worker's swap: what the switch cost it."""
         transition = self.of(number)
         assert transition.found is not None
         lacking = transition.found.lacking.get(worker.device, 0)
         profile = self._truth.profile
-        return Swapped(
+        return Switched(
             number=number,
             step=transition.step,
             pause_seconds=self._engine.now() - transition.began if transition.proposal.old is not None else 0.0,

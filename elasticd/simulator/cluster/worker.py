@@ -9,7 +9,7 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Proposal
-from elasticd.wire.messages import Copy, FromWorker, Propose, Standing, ToWorker
+from elasticd.wire.messages import Copy, FromWorker, Propose, StateReport, ToWorker
 
 
 class SimulationError(RuntimeError):
@@ -124,7 +124,7 @@ class SimulatedWorker:
         self.kept.pop(number, None)
         self.plan, self.step = (number if member else 0), step
 
-    def state_report(self, fence: int) -> Standing:
+    def state_report(self, fence: int) -> StateReport:
         """Returns which copies it holds at rest. All members of a plan get a vote's outcome at one time here,
         so that no copy is a step behind."""
         if self.state.side:
@@ -134,7 +134,7 @@ class SimulatedWorker:
             self.kept[number] = step
         held = {**self.kept, **({self.plan: self.step} if self.plan else {})}
         copies = tuple(Copy(number=number, step=step) for number, step in sorted(held.items()))
-        return Standing(fence=fence, copies=copies)
+        return StateReport(fence=fence, copies=copies)
 
     def drop_state(self) -> None:
         """Drops every copy."""

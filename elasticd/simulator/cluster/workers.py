@@ -20,7 +20,7 @@ from elasticd.simulator.cluster.worker import SimulatedWorker, SimulationError
 from elasticd.simulator.devices.device_model import StepTimes, Truth
 from elasticd.simulator.engine import Engine
 from elasticd.simulator.scenarios.scenario import Times
-from elasticd.wire.messages import Bereft, Finished, Report
+from elasticd.wire.messages import Finished, PeersLost, Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +211,7 @@ class WorkerGroup:
             worker.feed(sw.GatherFailed(number=number, reason=why))
         if worker.at_work and self.plan is not None and device in self.plan.members:
             worker.torn()
-            worker.feed(Bereft(step=self.step, reason=why, plan=worker.plan))
+            worker.feed(PeersLost(step=self.step, reason=why, plan=worker.plan))
 
     def _interrupt(self, worker: SimulatedWorker) -> None:
         """Every collective that the worker waits in fails at once; then it is at rest."""

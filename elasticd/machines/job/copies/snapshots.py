@@ -9,13 +9,13 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.machines.job.state.events import Send
 from elasticd.machines.job.state.snapshot_sets import Moment
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.wire.snapshots import Keeps, Whole
+from elasticd.wire.snapshots import SnapshotInventory, SnapshotSetComplete
 
 #: Seconds between two notes of a whole set: one is made every few steps, and `status` shows the newest.
 NOTE_SECONDS = 10.0
 
 
-def keeps(turn: Turn, node: str, body: Keeps) -> None:
+def keeps(turn: Turn, node: str, body: SnapshotInventory) -> None:
     """All that an agent holds of this job. Said again it changes nothing."""
     turn.set(snapshots=turn.job.snapshots.replaced(node, body.snapshots, body.plans))
     snapshots = turn.job.snapshots
@@ -46,7 +46,7 @@ def _whole(turn: Turn, moment: Moment, plan: Plan) -> None:
 
 
 def _tell(turn: Turn, node: str, moment: Moment) -> None:
-    message = Whole(job=turn.job.job, plan=moment.plan, step=moment.step)
+    message = SnapshotSetComplete(job=turn.job.job, plan=moment.plan, step=moment.step)
     turn.effects.append(Send(node=node, message=message))
 
 

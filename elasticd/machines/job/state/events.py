@@ -23,10 +23,10 @@ from elasticd.records import (
 )
 from elasticd.wire.agent_orders import Drain, End, Harm, TryReach
 from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import Down, Unread, Up, WorkerLost
+from elasticd.wire.messages import FromClient, ToClient, Unread, WorkerLost
 from elasticd.wire.node_health import OfNode
 from elasticd.wire.probes import Frozen, Unreached
-from elasticd.wire.snapshots import Keeps, Whole
+from elasticd.wire.snapshots import SnapshotInventory, SnapshotSetComplete
 
 #: The kinds of a `Note`. docs/reference/events.md is written from these lines.
 EventKind = Literal[
@@ -97,7 +97,9 @@ class Received(Value, frozen=True, kw_only=True):
     """A message from a connected agent."""
 
     node: str  # the agent's node
-    message: Up | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps  # what it said
+    message: (
+        FromClient | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | SnapshotInventory
+    )  # what it said
 
 
 class Planned(Value, frozen=True, kw_only=True):
@@ -226,7 +228,7 @@ class Send(Value, frozen=True, kw_only=True):
     """A message to an agent, if it is connected."""
 
     node: str  # the agent's node
-    message: Down | Harm | Drain | End | TryReach | Whole  # what it is told
+    message: ToClient | Harm | Drain | End | TryReach | SnapshotSetComplete  # what it is told
 
 
 class Write(Value, frozen=True, kw_only=True):

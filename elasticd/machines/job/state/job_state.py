@@ -54,7 +54,7 @@ from elasticd.machines.job.state.data_network import Network
 from elasticd.machines.job.state.snapshot_sets import Snapshots
 from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint, Thrown
 from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import Raised, Saved, Standing
+from elasticd.wire.messages import Raised, Saved, StateReport
 from elasticd.wire.node_health import Health
 
 
@@ -192,7 +192,7 @@ class Worker(Value, frozen=True, kw_only=True):
     orphan: bool = False  # its node's agent was started again, and it has not come back to that one yet
     bereft_at: float | None = None  # since when it stands still, having lost the others
     frozen: str = ""  # how it was found not to answer its agent (empty: it answers)
-    standing: Standing | None = None  # its answer to the last fence
+    standing: StateReport | None = None  # its answer to the last fence
     checkpoints: tuple[str, ...] = ()  # names of those that it sees, newest first
     leaving: str = ""  # why it is to be drained: a preemption notice, or its code raised (empty: it is not)
     saves: bool = False  # it has a last checkpoint to make should all workers go

@@ -19,7 +19,7 @@ from elasticd.machines.job.state.job_state import (
 )
 from elasticd.machines.text_limits import shortened
 from elasticd.wire.agent_orders import TryReach
-from elasticd.wire.messages import Closed, Down, Joined, Rejected
+from elasticd.wire.messages import Closed, Joined, Rejected, ToClient
 from elasticd.wire.probes import Rehearse
 
 #: Events that the log has lines of, which their phases have nothing for.
@@ -100,7 +100,7 @@ class Turn:
 
     def send(self, node: str, client: str, body: Rejected | Joined | Closed | Rehearse) -> None:
         """Sends a message to a client of the agent of `node`."""
-        self.effects.append(Send(node=node, message=Down(client=client, body=body)))
+        self.effects.append(Send(node=node, message=ToClient(client=client, body=body)))
 
     def write(
         self,
