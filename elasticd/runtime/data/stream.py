@@ -41,7 +41,6 @@ class StatefulIterable(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
     def state_dict(self) -> dict[str, Any]:
         """The position of the newest iteration."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Makes the next iteration start at a position."""
