@@ -30,11 +30,11 @@ SECTIONS = ("detect", "policy")
 
 
 class Changes(Value, frozen=True, kw_only=True):
-    """The file's values, and what was changed of them, oldest first; the last is in force."""
+    """Detection and policy: the file's values, and what was changed while running."""
 
-    detect: DetectSettings
-    policy: PolicySettings
-    history: tuple[ConfigRecord, ...] = ()
+    detect: DetectSettings  # as in the file
+    policy: PolicySettings  # as in the file
+    history: tuple[ConfigRecord, ...] = ()  # changes, oldest first; the last is in force
 
     @property
     def values(self) -> dict[str, Scalar]:
