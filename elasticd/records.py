@@ -49,7 +49,7 @@ JobPart = Literal[
 class Keys(Value, frozen=True, kw_only=True):
     """The keys of one cluster."""
 
-    cluster: str
+    cluster: str  # the cluster's name
 
     def __post_init__(self) -> None:
         if not self.cluster or "/" in self.cluster:

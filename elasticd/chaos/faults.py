@@ -17,29 +17,38 @@ import msgspec
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Value, refuse
 
-#: What each kind needs, beside when: "place" (a device or a node), "device", "node", or nothing; and a key of
-#: its own.
+#: What each kind does, and needs beside its time: "place" (a device or a node), "device", "node", or nothing;
+#: and a key of its own. kill, freeze and cut may have `lasts`: after so many seconds join, thaw or heal follows
+#: by itself.
 KINDS: dict[str, tuple[str, str]] = {
-    "slow": ("place", "factor"),
-    "recover": ("place", ""),
-    "kill": ("place", "lasts"),
+    "slow": ("place", "factor"),  # the device, or each of the node, runs `factor` times slower than normal
+    "recover": ("place", ""),  # it runs at normal speed again
+    "kill": ("place", "lasts"),  # a device's process dies, or the machine with all of them
+    #: it is there again, at normal speed; simulated, one that was killed at step 0 is new; a real torchrun
+    #: starts a worker again by itself
     "join": ("place", ""),
-    "freeze": ("device", "lasts"),
-    "thaw": ("device", ""),
-    "cut": ("node", "lasts"),
-    "heal": ("node", ""),
-    "restart": ("node", ""),
-    "partition": ("node", "lasts"),
+    "freeze": ("device", "lasts"),  # the device's process stands still (SIGSTOP)
+    "thaw": ("device", ""),  # it goes on
+    "cut": ("node", "lasts"),  # the agent reaches neither leader nor store, while its workers train on
+    "heal": ("node", ""),  # it reaches them again
+    "restart": ("node", ""),  # the agent dies, and another is started
+    "partition": ("node", "lasts"),  # nobody reaches the node
+    #: the node and its `peer` do not reach each other on the data network; "out": what the node sends alone is
+    #: lost
     "sever": ("node", "lasts"),
+    #: the agent dies, then the leader, and another agent comes only after `lasts`: the next leader does not
+    #: know the node
     "unmet": ("node", "lasts"),
+    #: the main thread stands still in the loss, in a sleep or in C with the interpreter's lock
     "hang": ("device", "lasts"),
+    #: the same between two steps, in the script's own code ("lock": with that lock, too), or in its loader
     "pause": ("device", "lasts"),
-    "raise": ("device", ""),
-    "shift": ("", "tokens"),
-    "takeover": ("", ""),
+    "raise": ("device", ""),  # the user's code raises, once, in the loss or in the body of the loop
+    "shift": ("", "tokens"),  # a sample has `tokens` from now on, in the mean
+    "takeover": ("", ""),  # the leader is gone, and another takes over
 }
 
-#: How those kinds may come about that have several ways; the first one unless `how` says another.
+#: How a kind may come about that has several ways; the first one unless `how` says another.
 WAYS: dict[str, tuple[str, ...]] = {
     "hang": ("sleep", "lock"),
     "pause": ("script", "lock", "loader"),
@@ -54,25 +63,9 @@ ENDINGS = {"kill": "join", "freeze": "thaw", "cut": "heal"}
 
 
 class Fault(Value, frozen=True, kw_only=True):
-    """What happens at a step (once so many are done) or at a time in seconds.
+    """What happens at a step or at a time, of one of KINDS.
 
-    slow: the device (or every one of the node) runs `factor` times slower than normal; recover: at normal
-    speed again. kill: a device's process dies, or the whole machine; join: it is there again, at normal speed
-    (simulated, one that was killed at step 0 is new; a real torchrun brings a worker back by itself). freeze:
-    the device's process stands still (SIGSTOP); thaw: it goes on. cut: a node's agent reaches neither the
-    leader nor the store, while its workers train on; heal: it reaches them again. restart: a node's agent dies
-    and another is started. partition: for `lasts` seconds nobody reaches the node. shift: a sample has
-    `tokens` from now on, in the mean. takeover: the leader is gone, another takes over.
-
-    hang: for `lasts` seconds the device's main thread stands still in the loss, in a sleep or in C with the
-    interpreter's lock (`how`); pause: the same between two steps, in the script's own code ("lock" with that
-    lock, too), or in its loader. raise: the user's code raises there, once, in the loss or in the body of the
-    loop. sever: for `lasts` seconds the node and its `peer` do not reach each other on the data network; "out":
-    what the node sends alone is lost. unmet: the node's agent dies, then the leader, and another agent comes
-    only after `lasts` seconds, so that the next leader does not know the node.
-
-    kill, freeze and cut may have `lasts`: after so many seconds join, thaw or heal follows by itself. What
-    would come at a step may never come where training stands until it does.
+    What would come at a step may never come where training stands until it does.
     """
 
     kind: str  # one of KINDS
@@ -183,11 +176,14 @@ class Fault(Value, frozen=True, kw_only=True):
 
 
 class Faults(Value, frozen=True, kw_only=True):
-    """A script; every method gives a longer one. A place is a device (as "alpha/1") or a node (as "alpha"),
-    `lasts` seconds. Raises `Invalid` where a fault cannot be."""
+    """A script of faults; every method gives a longer one.
 
-    planned: tuple[Fault, ...] = ()
-    named: tuple[dict[str, Any], ...] = ()
+    A place is a device (as "alpha/1") or a node (as "alpha"), `lasts` seconds. Raises `Invalid` where a fault
+    cannot be.
+    """
+
+    planned: tuple[Fault, ...] = ()  # faults with their time
+    named: tuple[dict[str, Any], ...] = ()  # fields of faults whose time is not said yet
 
     def slow(self, place: str, factor: float) -> Faults:
         """It takes `factor` times as long for the same work."""

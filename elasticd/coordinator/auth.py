@@ -25,10 +25,10 @@ COSTLY = ("/v1/record",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """Who asks. An empty name: the token has none."""
+    """The sender of a request."""
 
-    role: Role
-    name: str = ""
+    role: Role  # what it may do
+    name: str = ""  # of its token or certificate (empty: it has none)
 
 
 #: Who asks where nobody is asked who he is.

@@ -58,13 +58,12 @@ class Deposed(CannotLead):
 
 
 class Term(Value, frozen=True, kw_only=True):
-    """One time of leading: the proof of it, all the jobs' records as they were when it began, what was changed
-    of the configuration, and the journal."""
+    """One time of leading, with what the store held as it began."""
 
-    leadership: Leadership
-    jobs: Snapshot
-    config: Snapshot
-    journal: Snapshot
+    leadership: Leadership  # the proof of it
+    jobs: Snapshot  # records of all jobs
+    config: Snapshot  # changes of the configuration
+    journal: Snapshot  # pages of the journal
 
 
 def connect(config: Config, memory: StateFile | None = None) -> Store:

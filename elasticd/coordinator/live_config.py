@@ -38,11 +38,11 @@ _STORED = {key: stored for stored, key in _KEYS.items()}
 
 
 class Changes(Value, frozen=True, kw_only=True):
-    """The configuration of detection and policy: what the file says, and what was changed while running."""
+    """Detection and policy: the file's values, and what was changed while running."""
 
-    detect: DetectSettings  # of the file
-    policy: PolicySettings  # of the file
-    history: tuple[ConfigRecord, ...] = ()  # oldest first; the last one is in force
+    detect: DetectSettings  # as in the file
+    policy: PolicySettings  # as in the file
+    history: tuple[ConfigRecord, ...] = ()  # changes, oldest first; the last is in force
 
     @property
     def values(self) -> dict[str, Scalar]:

@@ -61,30 +61,30 @@ Ops = tuple[Op, ...]
 
 
 class Rank(StoredValue, frozen=True, kw_only=True, tag="torchrun-ranks"):
-    """What a torchrun said of its ranks, in the store: the other torchruns ask for it whenever they start a
-    worker again, and a later leader may have to answer. An empty key deletes those of a job that is over."""
+    """What a torchrun said of its ranks: other torchruns ask for it whenever they start a worker again, also of
+    a later leader."""
 
-    job: str
-    key: str = ""
-    value: bytes = b""
+    job: str  # the job's name
+    key: str = ""  # of the bootstrap store (empty: all keys of a job that is over are deleted)
+    value: bytes = b""  # as the torchrun set it
 
 
 class Setting(Value, frozen=True, kw_only=True):
-    """A change of the configuration."""
+    """A change of the configuration is to be written."""
 
-    record: ConfigRecord
+    record: ConfigRecord  # the change
 
 
 class Sweep(Value, frozen=True, kw_only=True):
     """The parts of a job that none of its records needs any more are to be deleted."""
 
-    job: str
+    job: str  # the job's name
 
 
 class Rounds(Value, frozen=True, kw_only=True):
     """What torchruns in restart mode keep of a job is to be deleted, if none of them is there any more."""
 
-    job: str
+    job: str  # the job's name
 
 
 Asked = Write | Rank | Setting | Sweep | Rounds | Paged

@@ -227,12 +227,12 @@ class Pace(Message, frozen=True, kw_only=True, tag="emulated-speed"):
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
-    """The worker's device, this incarnation of it, the address that it listens on for its peers."""
+    """The answer to a worker's `Hello`."""
 
-    device: str
-    incarnation: str
-    address: str
-    pace: Pace | None = None
+    device: str  # "node/local rank"
+    incarnation: str  # id of this start of the worker's process
+    address: str  # host that it listens on for its peers
+    pace: Pace | None = None  # emulated speed, if it is not the device's own
 
 
 class Rejected(Message, frozen=True, kw_only=True, tag="rejected"):

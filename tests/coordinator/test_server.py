@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import get_args
 
 import msgspec
 import pytest
 from websockets.asyncio.client import connect
 
+from elasticd.coordinator.api_types import Reason
 from elasticd.coordinator.http import agent_socket
+from elasticd.coordinator.http.app import STATUS
 from elasticd.version import __version__
 from elasticd.wire.batching import together
 from elasticd.wire.messages import Pace, StayedOnPlan, StoreAnswer, StoreCall, encode
@@ -284,3 +287,8 @@ def test_wrong_requests_are_answered_with_an_error_in_json() -> None:
             assert "there is no /v2" in (await get(coordinator, "/v2"))[1]["error"]
 
     asyncio.run(body())
+
+
+def test_each_reason_against_a_request_has_an_http_status() -> None:
+    assert STATUS.keys() == {*get_args(Reason)}
+    assert len({*STATUS.values()}) == len(STATUS)

@@ -26,27 +26,28 @@ EVENTS_OF_A_TERM = 1 << 20
 
 
 class EventRecord(Value, frozen=True, kw_only=True):
-    """Something that happened; `id` grows with each, `time` is in unix seconds."""
+    """Something that happened."""
 
-    id: int
-    time: float
-    kind: str
-    job: str
-    text: str
-    data: dict[str, Any]
+    id: int  # grows with each event
+    time: float  # unix seconds
+    kind: str  # for programs
+    job: str  # empty: about no job
+    text: str  # one line for people
+    data: dict[str, Any]  # for programs
 
 
 class Pacing(Value, frozen=True, kw_only=True):
-    """What all ranks of a job reported of emulated devices: sections paced, and those that took too long."""
+    """What all ranks of a job reported of emulated devices."""
 
-    paced: int = 0
-    overruns: int = 0
+    paced: int = 0  # sections that were slowed down to the emulated speed
+    overruns: int = 0  # sections that took longer than that speed allows
 
 
 class Lines(StoredValue, frozen=True, kw_only=True, tag="journal-lines"):
-    """Some of the journal: events in order, and of each job steps in the order in which they were reported."""
+    """A part of the journal."""
 
-    events: tuple[EventRecord, ...] = ()
+    events: tuple[EventRecord, ...] = ()  # oldest first
+    #: by job, in the order in which they were reported
     steps: dict[str, tuple[StepRecord, ...]] = msgspec.field(default_factory=dict)
 
 

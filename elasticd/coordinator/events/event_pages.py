@@ -34,17 +34,17 @@ _MOST_PAGE_BYTES = 64 << 20
 
 
 class Page(StoredValue, frozen=True, kw_only=True, tag="journal-page"):
-    """Lines of the journal, as compressed JSON."""
+    """A page of the journal, as the store has it."""
 
-    lines: bytes
+    lines: bytes  # `Lines` as compressed JSON
 
 
 class Paged(Value, frozen=True, kw_only=True):
-    """What is to be written: the value of this key, and these other keys are to go."""
+    """A page to be written."""
 
-    key: str
-    value: bytes
-    gone: tuple[str, ...]
+    key: str  # its key
+    value: bytes  # its value
+    gone: tuple[str, ...]  # keys that are to be deleted with it
 
 
 @dataclass(frozen=True)

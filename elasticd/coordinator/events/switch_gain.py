@@ -13,23 +13,22 @@ BEFORE, AFTER = 3, 20
 
 
 class StepRecord(Value, frozen=True, kw_only=True):
-    """A step as rank 0 reported it: mean loss per token, tokens of all ranks, seconds of wall time, and the
-    unix time at which the report came."""
+    """A step as rank 0 reported it."""
 
-    step: int
-    plan: int
-    loss: float | None
-    tokens: int | None
-    seconds: float
-    time: float
+    step: int  # index
+    plan: int  # number of its plan
+    loss: float | None  # mean per token
+    tokens: int | None  # of all ranks
+    seconds: float  # of wall time
+    time: float  # unix seconds at which the report came
 
 
 class Gain(Value, frozen=True, kw_only=True):
-    """What a switch to a plan changed: seconds a step before and after it, and of the switch's own pause."""
+    """What a switch to a plan changed."""
 
-    before: float
-    after: float
-    pause: float
+    before: float  # seconds a step
+    after: float  # seconds a step
+    pause: float  # seconds that the switch took
 
     @property
     def words(self) -> str:

@@ -342,9 +342,9 @@ class HangUp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """This agent has to end: why, and what to do."""
+    """This agent has to end."""
 
-    reason: str
+    reason: str  # why, and what to do
 
 
 Effect = Send | Dismiss | Tell | SetNode | SetMember | ClearMember | Note | HangUp | Stop

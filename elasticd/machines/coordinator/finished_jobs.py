@@ -23,10 +23,10 @@ EMPTY_SECONDS = 600.0
 
 
 class Forgotten(Value, frozen=True, kw_only=True):
-    """The jobs that are left, and what is to be done."""
+    """What follows when jobs are forgotten."""
 
-    jobs: dict[str, JobState]
-    effects: tuple[Effect, ...]
+    jobs: dict[str, JobState]  # those that are left, by name
+    effects: tuple[Effect, ...]  # what is to be done
 
 
 def due(

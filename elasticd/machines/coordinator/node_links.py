@@ -32,20 +32,20 @@ MOST = 65_536
 
 
 class Measured(Value, frozen=True, kw_only=True):
-    """What the last probe of a link gave: bytes a second, and seconds of the shortest message one way."""
+    """The last probe of a link."""
 
-    bandwidth: float
-    latency: float
+    bandwidth: float  # bytes a second
+    latency: float  # seconds one way, of the shortest message
 
 
 class Links(Value, frozen=True, kw_only=True):
-    """All that is known of links: detection's state by what was measured, what was `gathered` since `since`,
-    and by a link's name the last probe."""
+    """All that is known of links between nodes."""
 
+    #: detection's state, by what was measured: probes, or moves of state
     judged: dict[Kind, LinkState] = msgspec.field(default_factory=dict)
-    gathered: tuple[tuple[Kind, Transfer], ...] = ()
-    since: float | None = None
-    probes: dict[str, Measured] = msgspec.field(default_factory=dict)
+    gathered: tuple[tuple[Kind, Transfer], ...] = ()  # transfers since the last judgement
+    since: float | None = None  # when the first of them was heard
+    probes: dict[str, Measured] = msgspec.field(default_factory=dict)  # the last probe, by the link's name
 
     def rate(self, name: str) -> float:
         """How many times slower than normal a link is, by whichever says more."""

@@ -38,30 +38,31 @@ JUDGED_STEPS = 20
 
 
 class RestartJob(Value, frozen=True, kw_only=True):
-    """What is known of one job: its round, the laps of its last whole step by device, those of the steps
-    before it, and who is out. heard: when the last lap came."""
+    """A job in restart mode, by the step times that its processes report."""
 
-    job: str
-    round: int = -1
-    step: int = 0
-    wall: float = 0.0
-    rates: RateState = RateState()
-    laps: dict[str, StepTime] = msgspec.field(default_factory=dict)
-    pending: dict[int, dict[str, StepTime]] = msgspec.field(default_factory=dict)
-    recent: tuple[dict[str, Lap], ...] = ()
-    out: dict[str, str] = msgspec.field(default_factory=dict)
-    restart_seconds: float = RESTART_SECONDS
-    heard: float = 0.0
+    job: str  # the job's name
+    round: int = -1  # number of the rendezvous round (-1: none yet)
+    step: int = 0  # index of the last complete step
+    wall: float = 0.0  # seconds of that step
+    rates: RateState = RateState()  # measured slowdown of each device
+    #: step times of the last complete step, by device
+    laps: dict[str, Lapped] = msgspec.field(default_factory=dict)
+    #: step times of steps that are not complete, by step and device
+    pending: dict[int, dict[str, Lapped]] = msgspec.field(default_factory=dict)
+    recent: tuple[dict[str, Lap], ...] = ()  # step times of the steps before the last, by device
+    out: dict[str, str] = msgspec.field(default_factory=dict)  # torchruns that take no part, with the reason
+    restart_seconds: float = RESTART_SECONDS  # that a restart took
+    heard: float = 0.0  # when the last step time came
 
 
 class Verdict(Value, frozen=True, kw_only=True):
-    """Whether a torchrun is to go, and why; seconds saved over the horizon, and the price in seconds."""
+    """Whether a torchrun is to be excluded, and why."""
 
-    torchrun: str
-    exclude: bool
-    reason: str
-    saving_seconds: float
-    price_seconds: float
+    torchrun: str  # its name in the rendezvous
+    exclude: bool  # it is to go
+    reason: str  # for people
+    saving_seconds: float  # saved over the horizon without it
+    price_seconds: float  # that the restart costs
 
 
 def lap(

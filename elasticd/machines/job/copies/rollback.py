@@ -66,13 +66,12 @@ def older(turn: Turn, *, survivors: bool) -> Source | Wait | None:
 
 
 class _Option(Value, frozen=True, kw_only=True):
-    """An older state. old: the plan that snapshots are of, None for checkpoints; lacking: nodes that cannot be
-    reached now, and alone hold some of it."""
+    """An older state."""
 
-    moment: Moment
-    words: str
-    old: Plan | None = None
-    lacking: tuple[str, ...] = ()
+    moment: Moment  # the point in the job's history
+    words: str  # where it is, for people
+    old: Plan | None = None  # plan that snapshots are of, None for checkpoints
+    lacking: tuple[str, ...] = ()  # nodes that cannot be reached now, and alone hold some of it
 
 
 def _sets(turn: Turn) -> list[_Option]:
