@@ -103,4 +103,5 @@ def _spoken_for(
             yield message.body.measurement.device
     elif isinstance(message, OF_DEVICES):
         yield message.device
-    # Keeps: an agent keeps snapshots of other nodes' devices. Unreached: of the connection's own node.
+    # SnapshotInventory: an agent keeps snapshots of other nodes' devices.
+    # Unreached: of the connection's own node.

@@ -46,9 +46,9 @@ class RestartJob(Value, frozen=True, kw_only=True):
     wall: float = 0.0  # seconds of that step
     rates: RateState = RateState()  # measured slowdown of each device
     #: step times of the last complete step, by device
-    laps: dict[str, Lapped] = msgspec.field(default_factory=dict)
+    laps: dict[str, StepTime] = msgspec.field(default_factory=dict)
     #: step times of steps that are not complete, by step and device
-    pending: dict[int, dict[str, Lapped]] = msgspec.field(default_factory=dict)
+    pending: dict[int, dict[str, StepTime]] = msgspec.field(default_factory=dict)
     recent: tuple[dict[str, Lap], ...] = ()  # step times of the steps before the last, by device
     out: dict[str, str] = msgspec.field(default_factory=dict)  # torchruns that take no part, with the reason
     restart_seconds: float = RESTART_SECONDS  # that a restart took
