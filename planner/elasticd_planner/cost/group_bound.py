@@ -1,7 +1,7 @@
 """A lower bound that holds whatever the search does: groups, node by node, in place of pipelines.
 
 Theory of operation. A pipeline of `m` micro-batches on p stages, of which stage j has n_j of L layers at c_j
-each, needs in 1F1B, with S the way of one micro-batch there and back, and every j (`timing`),
+each, needs in 1F1B, with S the way of one micro-batch there and back, and every j (`pipeline_time`),
 
     S + (m - 1 - hidden x min(m - 1, p - 1)) n_j c_j  <=  T,        S >= sum_j n_j c_j.
 

@@ -17,8 +17,8 @@ cost nothing and forward is the same part of every stage's work, no schedule was
 looks for one; it is not proved), and unequal stages take up to a fifth less. A boundary, or stages of which
 only some recompute, can make it up to a tenth longer: so the formula leads searches, and proves nothing.
 
-`Schedule` is exact (`timeline`); its times come from clocks. Problems whose format defines the time by the
-formula have `Formula`.
+`Schedule` is exact (`schedule_timeline`); its times come from clocks. Problems whose format defines the time by
+the formula have `Formula`.
 """
 
 from __future__ import annotations

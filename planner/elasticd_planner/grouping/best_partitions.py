@@ -66,7 +66,7 @@ class Leading:
         }
 
     def paces(self) -> Iterator[tuple[float, int, int]]:
-        """What a bound reads (`bound.Paces`): (the most, how many groups, devices left over)."""
+        """What a bound reads (`group_bound.Paces`): (the most, how many groups, devices left over)."""
         for sizes, pace in self.reached.items():
             used = sum(n * width for n, width in zip(sizes, self.widths, strict=True))
             yield pace, sum(sizes), sum(self.counts) - used

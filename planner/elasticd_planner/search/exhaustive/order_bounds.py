@@ -1,7 +1,7 @@
 """Orders of stages: all there are, and what each takes at least, layers counted as divisible.
 
-With S the least way there and back and x = T - S, the inequality of `timing` says that stage j works on a
-micro-batch for at most x / (m - 1 - h_j forward_j). What all stages may have must be all layers, which gives
+With S the least way there and back and x = T - S, the inequality of `pipeline_time` says that stage j works on
+a micro-batch for at most x / (m - 1 - h_j forward_j). What all stages may have must be all layers, which gives
 the least x. A stage that hides more of the others' time may have more, so orders differ.
 """
 
