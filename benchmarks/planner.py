@@ -37,8 +37,8 @@ from elasticd_planner.problem_files.convert import task_of  # noqa: E402
 from elasticd_planner.problem_files.file_format import Objective, Planned, TableProblem  # noqa: E402
 from elasticd_planner.problem_files.solve import solve  # noqa: E402
 from elasticd_planner.search.balance.layer_split import Terms, curve  # noqa: E402
-from elasticd_planner.search.balance.micro_batch_split import Line, deal  # noqa: E402
-from elasticd_planner.search.large import Wide  # noqa: E402
+from elasticd_planner.search.balance.micro_batch_split import Line, split_by_lines  # noqa: E402
+from elasticd_planner.search.large import LargeSearch  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from tests.planner import table_brute  # noqa: E402
@@ -185,7 +185,7 @@ def small_rows() -> list[Row]:
         problem = small(rng, FEW)
         least = table_brute.best(problem, "step")
         bounds += 1
-        broken += Wide(task_of(problem, "step")).lower() > least * (1 + 1e-9)
+        broken += LargeSearch(task_of(problem, "step")).lower() > least * (1 + 1e-9)
     rows.append(
         at_most(
             "500 small problems, both objectives: mean gap to brute force", statistics.fmean(gaps), 5e-4, ""
@@ -202,7 +202,7 @@ def compared(problem: TableProblem, objective: Objective) -> tuple[float | None,
     the large search holds."""
     least = table_brute.best(problem, objective)
     planned = solve(problem, objective, ideal=False)
-    held = Wide(task_of(problem, objective)).lower() <= least * (1 + 1e-9)
+    held = LargeSearch(task_of(problem, objective)).lower() <= least * (1 + 1e-9)
     if planned.plan is None or math.isinf(least):
         return (math.inf if planned.plan is None and math.isinf(least) else None), held
     return max(0.0, value(planned) / least - 1), held
@@ -249,7 +249,7 @@ def deals_as_enumerated(rng: random.Random) -> bool:
             )
         )
     total = rng.randint(1, 10)
-    given = deal(lines, total, steady=False)
+    given = split_by_lines(lines, total, steady=False)
     options = [
         split
         for split in itertools.product(range(1, total + 1), repeat=len(lines))

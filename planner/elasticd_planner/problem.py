@@ -14,18 +14,15 @@ from elasticd_planner.value import Value, refuse
 
 
 class Freedom(Value, frozen=True, kw_only=True):
-    """What the search may choose besides the layout. micro_batches: sizes in samples (empty: the problem's
-    alone); states: policies in the order of preference; recompute: whether stages may make their activations
-    again where memory demands it, or must (always). interleave: the most chunks of layers that a stage may
-    have, where that takes less time. Of the layout are pinned, where given: tp, the size of groups on nodes
-    whose devices are all normal, and dp, the number of pipelines."""
+    """What the search may choose besides the layout, and what of the layout is fixed."""
 
-    micro_batches: tuple[int, ...] = ()
-    states: tuple[StatePolicy, ...] = (StatePolicy(),)
+    micro_batches: tuple[int, ...] = ()  # sizes of a micro-batch in samples; empty: the problem's alone
+    states: tuple[StatePolicy, ...] = (StatePolicy(),)  # in the order of preference
+    # Whether stages may recompute activations in the backward pass where memory demands it, or must ("always").
     recompute: bool | Literal["always"] = False
-    interleave: int = 1
-    tp: int | None = None
-    dp: int | None = None
+    interleave: int = 1  # the most chunks of layers of a stage, where that takes less time
+    tp: int | None = None  # the TP size on nodes whose devices are all normal; None: searched
+    dp: int | None = None  # the number of pipelines; None: searched
 
     def __post_init__(self) -> None:
         if not self.states:

@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator
 from itertools import combinations
 
-from elasticd_planner.cost.model import memory_by_device, step_seconds
+from elasticd_planner.cost.memory import memory_by_device
+from elasticd_planner.cost.model import step_seconds
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Problem
 from elasticd_planner.spec.cluster import Device

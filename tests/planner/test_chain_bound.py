@@ -12,7 +12,7 @@ from elasticd_planner.problem_files.file_format import Objective, TableProblem
 from elasticd_planner.search.bounds.analytic_centre import centre
 from elasticd_planner.search.bounds.chain_bound import Budget
 from elasticd_planner.search.bounds.cheapest_chain import LAST, Cases, Cheapest, Limits, Pieces
-from elasticd_planner.search.large import Wide
+from elasticd_planner.search.large import LargeSearch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,7 +123,7 @@ def test_no_plan_is_below_it(seed: int, uneven: bool) -> None:
 
 def by_number(problem: TableProblem, objective: Objective, least: float) -> list[float]:
     """The bounds of each number of pipelines, as if a worse plan were known and no other bound."""
-    wide = Wide(task_of(problem, objective))
+    wide = LargeSearch(task_of(problem, objective))
     found = []
     for number in wide._numbers(every=True):
         whole = wide._table.whole(number) if wide._table is not None else None
@@ -147,7 +147,7 @@ def test_slow_nodes_that_are_a_part_of_every_pipeline_leave_a_small_gap(
     nodes: dict[int, float], objective: Objective, optimum: float, gap: float
 ) -> None:
     rates = {f"n{node}/{i}": rate for node, rate in nodes.items() for i in range(8)}
-    wide = Wide(task_of(golden("32b", rates), objective))
+    wide = LargeSearch(task_of(golden("32b", rates), objective))
     assert optimum / (1 + gap) <= wide.lower(optimum) <= optimum
 
 

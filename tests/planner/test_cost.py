@@ -1,9 +1,9 @@
 """Step time and memory of plans, worked out by hand."""
 
 import pytest
+from elasticd_planner.cost.memory import memory_by_device
 from elasticd_planner.cost.model import (
     after_seconds,
-    memory_by_device,
     pipeline_seconds,
     stage_seconds,
     step_seconds,

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from elasticd_planner.cost.memory import memory_by_device
 from elasticd_planner.cost.model import (
     after_seconds,
-    memory_by_device,
     pipeline_seconds,
     stage_seconds,
     stage_times,

@@ -8,10 +8,11 @@ from itertools import permutations
 
 import msgspec
 import pytest
-from elasticd_planner.cost.model import memory_by_device, step_seconds
+from elasticd_planner.cost.memory import memory_by_device
+from elasticd_planner.cost.model import step_seconds
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.placement.state_movement import bytes_by_member, bytes_to_move, holders
-from elasticd_planner.placement.tp_rank_order import lined_up, loosened
+from elasticd_planner.placement.tp_rank_order import relax_shares, reorder_tp_ranks
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,7 +49,7 @@ def on(made: Plan, pipelines: tuple[Pipeline, ...]) -> Plan:
 
 
 def lined(made: Plan, current: Plan, rates: dict[str, float]) -> Plan:
-    return on(made, lined_up(made.pipelines, CLUSTER, rates, MODEL, current))
+    return on(made, reorder_tp_ranks(made.pipelines, CLUSTER, rates, MODEL, current))
 
 
 def orders(made: Plan, index: int, current: Plan, rates: dict[str, float]) -> list[Plan]:
@@ -116,7 +117,7 @@ def test_no_other_shares_that_keep_a_group_as_fast_lack_less(seed: int) -> None:
     names = NAMES[: rng.randint(2, 4)]
     old, new = (plan((1, [(LAYERS, names, shares(rng, len(names)))])) for _ in range(2))
     rates = {name: rng.choice([1.0, 1.5, 2.57]) for name in NAMES}
-    found = loosened(new.pipelines, CLUSTER, rates, MODEL, old)
+    found = relax_shares(new.pipelines, CLUSTER, rates, MODEL, old)
 
     def slowest(units: tuple[int, ...]) -> float:
         return max(rates[name] * share for name, share in zip(names, units, strict=True))

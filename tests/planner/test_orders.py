@@ -36,7 +36,6 @@ def group(node: int, block: float, embed: float, head: float) -> Group:
         node=f"n{node}",
         island=0,
         cost=GroupCost(block=block, embed=embed, head=head),
-        positions=((node, 0),),
     )
 
 

@@ -8,8 +8,8 @@ import pytest
 from elasticd_planner.cost.table_cost import balanced
 from elasticd_planner.grouping.group_types import NEVER, Column, Rules
 from elasticd_planner.placement.state_movement import assign
-from elasticd_planner.search.balance.micro_batch_split import Line, deal, pareto
-from elasticd_planner.search.pools.pipeline_candidates import Shapes
+from elasticd_planner.search.balance.micro_batch_split import Line, pareto, split_by_lines
+from elasticd_planner.search.pools.pipeline_candidates import PipelineCandidates
 from elasticd_planner.search.pools.pipeline_partition import Partition
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,7 +65,7 @@ def test_lines_of_pipelines_are_real_and_the_best_layers_are_among_them(data: st
         Column(block=c.block, embed=c.embed, head=c.head, most=c.most, most_first=c.most) for c in columns
     ]
     rules = Rules(layers=layers, hop=0.0, steady=False, deep=False, most=100, each=100)
-    shapes = Shapes(columns, [data.draw(st.integers(1, 2)) for _ in columns], rules)
+    shapes = PipelineCandidates(columns, [data.draw(st.integers(1, 2)) for _ in columns], rules)
     limit = data.draw(st.floats(3, 60))
     found = shapes.micro_batches(limit)
     for counts in itertools.product(*(range(n) for n in found.shape)):
@@ -97,7 +97,7 @@ def test_a_deal_is_the_best_of_all_splits(data: st.DataObject, total: int, stead
         )
         for _ in range(data.draw(st.integers(1, 3)))
     ]
-    given_out = deal(lines, total, steady=steady)
+    given_out = split_by_lines(lines, total, steady=steady)
     options = [
         split
         for split in itertools.product(range(1, total + 1), repeat=len(lines))

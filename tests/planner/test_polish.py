@@ -8,18 +8,18 @@ from itertools import permutations
 import numpy as np
 import pytest
 from elasticd_planner.cost.pipeline_time import Schedule
-from elasticd_planner.search.balance.stage_swaps import Board, Placed, improved
+from elasticd_planner.search.balance.stage_swaps import Placed, StageCosts, improved
 
 from tests.planner.brute import compositions
 
 TIMING = Schedule()
 
 
-def drawn(seed: int, stages: int) -> tuple[Board, int]:
+def drawn(seed: int, stages: int) -> tuple[StageCosts, int]:
     """Groups of any cost, one boundary in three slow; and layers that fit in any order."""
     rng = random.Random(seed)
     layers = 2 * stages + rng.randint(0, 3)
-    board = Board(
+    board = StageCosts(
         block=np.array([rng.uniform(0.5, 3.0) for _ in range(stages)]),
         embed=np.full(stages, 0.3),
         head=np.array([rng.choice([0.0, 1.0]) for _ in range(stages)]),
@@ -30,7 +30,7 @@ def drawn(seed: int, stages: int) -> tuple[Board, int]:
     return board, layers
 
 
-def guesses(board: Board, layers: int) -> list[Placed]:
+def guesses(board: StageCosts, layers: int) -> list[Placed]:
     stages = len(board.block)
     found = []
     for order in permutations(range(stages)):
@@ -40,7 +40,7 @@ def guesses(board: Board, layers: int) -> list[Placed]:
     return found
 
 
-def seconds(board: Board, placed: Placed, micro_batches: int) -> float:
+def seconds(board: StageCosts, placed: Placed, micro_batches: int) -> float:
     return float(TIMING.seconds(board.times(np.array(placed.order), np.array(placed.layers)), micro_batches))
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from elasticd_planner.cost.model import memory_by_device, step_seconds
+from elasticd_planner.cost.memory import memory_by_device
+from elasticd_planner.cost.model import step_seconds
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.placement.state_movement import bytes_to_move

@@ -13,7 +13,7 @@ import pytest
 from elasticd_planner.problem_files.convert import rates_of, task_of
 from elasticd_planner.problem_files.file_format import Objective, Planned, TableProblem, load
 from elasticd_planner.problem_files.solve import figures, solve
-from elasticd_planner.search.large import Wide
+from elasticd_planner.search.large import LargeSearch
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Invalid
 
@@ -123,7 +123,7 @@ def test_small_problems_are_planned_as_brute_force_does(seed: int, objective: Ob
         assert planned.figures is not None
         found = planned.figures.steady if objective == "steady" else planned.figures.step
         assert found == pytest.approx(least)
-        assert Wide(task_of(problem, objective)).lower() <= least * (1 + 1e-9)
+        assert LargeSearch(task_of(problem, objective)).lower() <= least * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -133,7 +133,7 @@ def test_the_search_at_scale_never_beats_the_bound_nor_brute_force(seed: int) ->
     for _ in range(15):
         problem = small(rng, FEW)
         task = task_of(problem, "step")
-        found = Wide(task).run()
+        found = LargeSearch(task).run()
         least = table_brute.best(problem, "step")
         if found is not None:
             assert found.seconds >= least * (1 - 1e-9)

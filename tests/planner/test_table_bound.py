@@ -7,7 +7,7 @@ import pytest
 from elasticd_planner.problem_files.convert import task_of
 from elasticd_planner.problem_files.file_format import Objective
 from elasticd_planner.search.bounds import table_bound
-from elasticd_planner.search.large import Wide
+from elasticd_planner.search.large import LargeSearch
 
 from tests import sizes
 from tests.planner import table_brute
@@ -28,7 +28,7 @@ def test_no_plan_is_below_it(seed: int, uneven: bool, monkeypatch: pytest.Monkey
             least = table_brute.best(problem, objective)
             if math.isfinite(least):
                 # As if a worse plan were known: up to its value more may be shown, if it is true.
-                found = Wide(task_of(problem, objective)).lower(known=least * 1.5)
+                found = LargeSearch(task_of(problem, objective)).lower(known=least * 1.5)
                 assert found <= least * (1 + 1e-9)
 
 
@@ -36,4 +36,4 @@ def test_pipelines_must_hold_all_layers_so_that_slow_nodes_have_some() -> None:
     """32B in four pipelines: two slow nodes are half of the memory, and none of the speed."""
     slow = {f"n{node}/{i}": 12.53 for node in (0, 1) for i in range(8)}
     task = task_of(golden("32b", slow), "steady")
-    assert Wide(task).lower(known=1e4) > Wide(task).lower() * 1.05
+    assert LargeSearch(task).lower(known=1e4) > LargeSearch(task).lower() * 1.05

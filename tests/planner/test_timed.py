@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from elasticd_planner.cost.model import memory_by_device
+from elasticd_planner.cost.memory import memory_by_device
 from elasticd_planner.cost.model_profile import ModelProfile, derive
 from elasticd_planner.problem_files.convert import problem_of, task_of
 from elasticd_planner.problem_files.file_format import answer, load

@@ -7,7 +7,7 @@ import pytest
 from elasticd_planner.problem_files.convert import task_of
 from elasticd_planner.problem_files.file_format import Objective, TableProblem
 from elasticd_planner.problem_files.solve import solve
-from elasticd_planner.search.large import Wide
+from elasticd_planner.search.large import LargeSearch
 
 from tests import sizes
 from tests.planner import table_brute
@@ -51,7 +51,7 @@ def test_with_uneven_shares_the_bound_holds_and_few_devices_are_planned_as_brute
         problem = small(rng, (*TINY, (5,), (2, 3)), uneven=True)
         for objective in OBJECTIVES:
             least = table_brute.best(problem, objective)
-            assert Wide(task_of(problem, objective)).lower() <= least * (1 + 1e-9)
+            assert LargeSearch(task_of(problem, objective)).lower() <= least * (1 + 1e-9)
             assert found(problem, objective) == pytest.approx(least)
 
 
@@ -62,7 +62,7 @@ def test_just_beyond_enumeration_no_plan_is_better_and_none_that_fits_is_refused
         problem = small(rng, NINE, slow=0.12)
         for objective in OBJECTIVES:
             value = found(problem, objective)
-            bound = Wide(task_of(problem, objective)).lower()
+            bound = LargeSearch(task_of(problem, objective)).lower()
             if math.isinf(value):
                 assert not can_be_below(problem, 1e9, objective)
             else:
@@ -91,5 +91,5 @@ def test_where_a_pipeline_takes_one_micro_batch_each_the_search_looks_at_as_many
     rng = random.Random(0)
     problem = small(rng, ((9,),), slow=0.0)
     task = task_of(problem, "step")
-    wide = Wide(task)
+    wide = LargeSearch(task)
     assert wide.bound(task.micro_batches, None) > 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from elasticd_planner.cost.model import memory_by_device
+from elasticd_planner.cost.memory import memory_by_device
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.cost.schedule_timeline import one_f_one_b_seconds

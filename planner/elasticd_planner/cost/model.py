@@ -11,7 +11,6 @@ interleaved pipeline each chunk of a stage has such a time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,8 +20,7 @@ import numpy as np
 
 from elasticd_planner.cost.group_bound import Paces
 from elasticd_planner.cost.pipeline_time import FORWARD, Times, Timing
-from elasticd_planner.cost.schedule import most_alive
-from elasticd_planner.spec.cluster import Cluster, Link, Rates, node_of, rate_of
+from elasticd_planner.spec.cluster import Cluster, Link, Rates, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 
 
@@ -201,42 +199,3 @@ def after_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> float:
     pipelines = plan.pipelines
     fewest, depth = min((sum(len(stage.devices) for stage in p.stages), len(p.stages)) for p in pipelines)
     return cost.under(plan).after(len(pipelines), fewest, reach(cluster, plan.members), depth)
-
-
-def memory_by_device(plan: Plan, cost: CostModel) -> dict[str, int]:
-    """Bytes that each member needs: its state, and the activations that its schedule keeps (in plain 1F1B those
-    of min(m, stages - position) micro-batches; else see `schedule.most_alive`)."""
-    needed: dict[str, int] = {}
-    cost = cost.under(plan)
-    for pipeline in plan.pipelines:
-        needed |= pipeline_memory(pipeline, cost)
-    if plan.carriers:
-        nodes = [len({node_of(name) for name in names}) for names in (plan.places, plan.carriers)]
-        copies = min((plan.state.replicas or 0) - nodes[0], nodes[1])
-        carried = math.ceil(cost.carried(max(0, copies), len(plan.carriers)))
-        needed |= dict.fromkeys(plan.carriers, carried)
-    return needed
-
-
-def pipeline_memory(pipeline: Pipeline, cost: CostModel) -> dict[str, int]:
-    """Bytes that each device of one pipeline needs, by the cost of its plan."""
-    return {
-        device: math.ceil(_needs(pipeline, index, stage, position, cost.recomputing(stage.recompute)))
-        for index, stage in enumerate(pipeline.stages)
-        for position, device in enumerate(stage.devices)
-    }
-
-
-def _needs(pipeline: Pipeline, index: int, stage: Stage, position: int, cost: CostModel) -> float:
-    """Bytes that one member of the stage at `index` needs."""
-    depth, first, last = len(pipeline.stages), index == 0, index == len(pipeline.stages) - 1
-    if pipeline.chunks == 1:
-        flying = min(pipeline.micro_batches, depth - index)
-        return cost.memory(stage.layers, stage.shares, position, first=first, last=last, in_flight=flying)
-    sizes = []
-    for chunk, (start, stop) in enumerate(stage.chunks):
-        edges = {"first": first and chunk == 0, "last": last and chunk == pipeline.chunks - 1}
-        none, one = (cost.memory(stop - start, stage.shares, position, **edges, in_flight=n) for n in (0, 1))
-        sizes.append(one - none)
-    state = cost.memory(stage.layers, stage.shares, position, first=first, last=last, in_flight=0)
-    return state + most_alive(depth, index, pipeline.micro_batches, tuple(sizes))

@@ -1,7 +1,7 @@
 """The 1F1B schedule played out: event by event with every interval, and as an exact recurrence for the search.
 
-A pipeline of p stages and m micro-batches. Each stage runs its passes in the order of 1F1B (`passes`), plain or
-interleaved. A pass begins once the stage is free and its input is there; a boundary carries one micro-batch
+A pipeline of p stages and m micro-batches. Each stage runs its passes in the order of 1F1B (`schedule`), plain
+or interleaved. A pass begins once the stage is free and its input is there; a boundary carries one micro-batch
 after the other in each direction, beside computation; in an interleaved pipeline there is one more boundary,
 from the last stage to the first. `simulate` plays these rules with a heap of events, for times that may differ
 by micro-batch. `one_f_one_b_seconds` gives the end of the plain schedule for times that depend on the stage

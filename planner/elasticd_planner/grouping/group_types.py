@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from elasticd_planner.cost.memory import most_layers
 from elasticd_planner.cost.model import CostModel
 from elasticd_planner.grouping.node_partitions import GroupType
-from elasticd_planner.numeric import EQUAL
 
 #: What counts as impossible, in micro-batches: far below what sums of real pipelines can make up for.
 NEVER = -(10**9)
@@ -76,7 +75,13 @@ class Columns:
             known = self._limits.setdefault((kind, first), [])
             known += (
                 most_layers(
-                    self.cost, kind, self.rules.layers, first=first, last=behind == 0, in_flight=behind + 1
+                    self.cost,
+                    kind.shares,
+                    kind.memory,
+                    self.rules.layers,
+                    first=first,
+                    last=behind == 0,
+                    in_flight=behind + 1,
                 )
                 for behind in range(len(known), self.deepest)
             )
@@ -89,23 +94,3 @@ class Columns:
             most_first=limits[True],
             width=kind.width,
         )
-
-
-def most_layers(
-    cost: CostModel, kind: GroupType, layers: int, *, first: bool, last: bool, in_flight: int
-) -> int:
-    """The most layers that fit into the memory of every member (need is linear in the layers)."""
-    most = layers
-    seen = set()
-    for position, (share, memory) in enumerate(zip(kind.shares, kind.memory, strict=True)):
-        if (share, memory) in seen:
-            continue
-        seen.add((share, memory))
-        none, one = (
-            cost.memory(n, kind.shares, position, first=first, last=last, in_flight=in_flight) for n in (0, 1)
-        )
-        if none > memory:
-            return 0
-        if one > none:
-            most = min(most, math.floor((memory - none) / (one - none) * (1 + EQUAL)))
-    return most

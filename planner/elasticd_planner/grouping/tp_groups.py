@@ -36,8 +36,6 @@ class Group:
     #: The island that it lies in, None where it crosses islands.
     island: int | None
     cost: GroupCost
-    #: For each class and units that occur, a position that has them (for the memory).
-    positions: tuple[tuple[int, int], ...]
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
@@ -106,7 +104,6 @@ def groups(alike: Sequence[Alike], cluster: Cluster, cost: CostModel) -> tuple[G
                 counts[i] += 1
             for shares in cost.shares(rates):
                 members = tuple(zip(of_class, shares, strict=True))
-                distinct = dict.fromkeys(members)
                 found.append(
                     Group(
                         members=members,
@@ -114,7 +111,6 @@ def groups(alike: Sequence[Alike], cluster: Cluster, cost: CostModel) -> tuple[G
                         node=node,
                         island=island,
                         cost=cost.group(rates, shares, link),
-                        positions=tuple((member[0], members.index(member)) for member in distinct),
                     )
                 )
     return tuple(sorted(found, key=lambda group: (group.width, group.members)))

@@ -35,21 +35,21 @@ State = tuple[int, int, tuple[int, ...]]
 STATES = 4096
 
 
-def lined_up(
+def reorder_tp_ranks(
     pipelines: Sequence[Pipeline], cluster: Cluster, rates: Rates, profile: ModelProfile, current: Plan | None
 ) -> tuple[Pipeline, ...]:
     """The same pipelines, the members of each group such that they lack the fewest bytes under `current`."""
     if current is None:
         return tuple(pipelines)
-    return _each(pipelines, cluster, rates, profile, current, _Group.lined_up)
+    return _each(pipelines, cluster, rates, profile, current, _Group.reorder_tp_ranks)
 
 
-def loosened(
+def relax_shares(
     pipelines: Sequence[Pipeline], cluster: Cluster, rates: Rates, profile: ModelProfile, current: Plan
 ) -> tuple[Pipeline, ...]:
     """The same members in the same order with other shares, such that no group's slowest member takes longer
     and the fewest bytes are lacking under `current`. A member may hold more: its memory must be asked."""
-    return _each(pipelines, cluster, rates, profile, current, _Group.loosened)
+    return _each(pipelines, cluster, rates, profile, current, _Group.relax_shares)
 
 
 def _each(
@@ -82,7 +82,7 @@ class _Group:
     kinds: Mapping[str, Kind]
     profile: ModelProfile
 
-    def lined_up(self) -> Stage:
+    def reorder_tp_ranks(self) -> Stage:
         """As it is where nothing else lacks less."""
         given: Line = tuple(zip(self.stage.devices, self.stage.shares, strict=True))
         if not self._lacks(given):
@@ -100,7 +100,7 @@ class _Group:
             self.stage, devices=tuple(name for name, _ in best), shares=tuple(share for _, share in best)
         )
 
-    def loosened(self) -> Stage:
+    def relax_shares(self) -> Stage:
         """As it is where no other shares lack less. Member by member, the least for each number of units that
         those so far have."""
         units = self.profile.share_units

@@ -14,6 +14,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from elasticd_planner.cost.memory import need
 from elasticd_planner.grouping.node_partitions import hosts
 from elasticd_planner.numeric import Floats
 from elasticd_planner.search.task import Task
@@ -103,8 +104,8 @@ def _chain_shortage(groups: Groups, task: Task) -> Shortage:
         flying = min(task.micro_batches, depth - index)
         lacks = []
         for position, device in enumerate(group):
-            none, one = (task.cost.memory(n, shares, position, **edges, in_flight=flying) for n in (0, 1))
-            lacks.append(none - device.memory + (one - none) * counts)
+            none, each = need(task.cost, shares, position, **edges, in_flight=flying)
+            lacks.append(none - device.memory + each * counts)
         rows.append(np.max(lacks, axis=0))
         names.append([group[int(which)].name for which in np.argmax(lacks, axis=0)])
 

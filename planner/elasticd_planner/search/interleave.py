@@ -13,23 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 
 import msgspec
 
-from elasticd_planner.cost.model import (
-    memory_by_device,
-    pipeline_memory,
-    pipeline_seconds,
-    reach,
-    steady_seconds,
-    step_seconds,
-)
+from elasticd_planner.cost.memory import fits, memory_by_device, pipeline_memory
+from elasticd_planner.cost.model import pipeline_seconds, steady_seconds, step_seconds
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.search.options import Setting, alive, current_setting, listed, task_of
-from elasticd_planner.search.task import Task
+from elasticd_planner.search.task import Task, pipeline_signature
 from elasticd_planner.spec.cluster import rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
 from elasticd_planner.spec.plan_summary import describe
@@ -37,7 +30,10 @@ from elasticd_planner.spec.plan_summary import describe
 
 def flattened(pipelines: Sequence[Pipeline]) -> tuple[Pipeline, ...]:
     """The same groups and numbers of layers, each stage's layers in one run."""
-    return tuple(_flat(pipeline) if pipeline.chunks > 1 else pipeline for pipeline in pipelines)
+    return tuple(
+        pipeline.with_layers([stage.layers for stage in pipeline.stages]) if pipeline.chunks > 1 else pipeline
+        for pipeline in pipelines
+    )
 
 
 def plain(plan: Plan) -> Plan:
@@ -48,42 +44,24 @@ def plain(plan: Plan) -> Plan:
     return plan.replace(strategies=(strategy(flattened(module.pipelines), module.module),))
 
 
-def _flat(pipeline: Pipeline) -> Pipeline:
-    starts = (0, *accumulate(stage.layers for stage in pipeline.stages))
-    return msgspec.structs.replace(
-        pipeline,
-        stages=tuple(
-            msgspec.structs.replace(stage, start=a, stop=b, later=())
-            for stage, (a, b) in zip(pipeline.stages, pairwise(starts), strict=True)
-        ),
-    )
-
-
 def chunked(pipeline: Pipeline, chunks: int) -> Iterator[Pipeline]:
     """A plain pipeline with its stages' layers in so many chunks, as even as they can be: what is left over in
     the first ones, or in the last. None where a stage has not so many layers, or nothing to take turns with."""
     if len(pipeline.stages) == 1 or min(stage.layers for stage in pipeline.stages) < chunks:
         return
-    made = [_dealt(pipeline, chunks, last=False)]
+    made = [_split_chunks(pipeline, chunks, last=False)]
     if any(stage.layers % chunks for stage in pipeline.stages):
-        made.append(_dealt(pipeline, chunks, last=True))
+        made.append(_split_chunks(pipeline, chunks, last=True))
     yield from made
 
 
-def _dealt(pipeline: Pipeline, chunks: int, *, last: bool) -> Pipeline:
+def _split_chunks(pipeline: Pipeline, chunks: int, *, last: bool) -> Pipeline:
     def size(layers: int, chunk: int) -> int:
         more = chunk >= chunks - layers % chunks if last else chunk < layers % chunks
         return layers // chunks + more
 
-    stages, depth = pipeline.stages, len(pipeline.stages)
-    borders = (0, *accumulate(size(stage.layers, chunk) for chunk in range(chunks) for stage in stages))
-    spans = list(pairwise(borders))
-    return msgspec.structs.replace(
-        pipeline,
-        stages=tuple(
-            msgspec.structs.replace(stage, start=own[0][0], stop=own[0][1], later=tuple(own[1:]))
-            for stage, own in ((stage, spans[s::depth]) for s, stage in enumerate(stages))
-        ),
+    return pipeline.with_layers(
+        [size(stage.layers, chunk) for chunk in range(chunks) for stage in pipeline.stages]
     )
 
 
@@ -99,7 +77,6 @@ class Interleaving:
         """A plan of plain stages with those of its pipelines interleaved that are quicker so, and fit."""
         module = given.modules[0]
         cost = self.task.cost.under(given)
-        room = self.task.cluster.memory
 
         def improved(pipeline: Pipeline) -> Pipeline:
             options = {
@@ -107,12 +84,11 @@ class Interleaving:
                 for chunks in range(2, self.most + 1)
                 for which, option in enumerate(chunked(pipeline, chunks))
             }
-            key = self._key(pipeline, room)
+            key = (pipeline_signature(self.task, pipeline.stages), pipeline.micro_batches)
             if key not in self._known:
                 best, chosen = self.seconds(pipeline), (1, 0)
                 for at, option in options.items():
-                    needs = pipeline_memory(option, cost)
-                    if all(size <= room[name] for name, size in needs.items()):
+                    if fits(pipeline_memory(option, cost), self.task.cluster):
                         seconds = self.seconds(option)
                         if seconds < best * (1 - EQUAL):
                             best, chosen = seconds, at
@@ -124,23 +100,6 @@ class Interleaving:
 
     def seconds(self, pipeline: Pipeline) -> float:
         return pipeline_seconds(pipeline, self.task.cluster, self.task.rates, self.task.cost)
-
-    def _key(self, pipeline: Pipeline, room: dict[str, int]) -> object:
-        """What makes pipelines alike: micro-batches, and of each stage rates, memory, shares, layers, links."""
-        task, stages = self.task, pipeline.stages
-        around = (*stages, stages[0])
-        return (
-            pipeline.micro_batches,
-            tuple(reach(task.cluster, (*a.devices, *b.devices)) for a, b in pairwise(around)),
-            tuple(
-                (
-                    tuple((rate_of(task.rates, name), room[name]) for name in stage.devices),
-                    (stage.shares, stage.layers, stage.recompute),
-                    reach(task.cluster, stage.devices),
-                )
-                for stage in stages
-            ),
-        )
 
 
 def plain_problem(problem: Problem) -> Problem:

@@ -1,7 +1,7 @@
 """The search at any scale: how many pipelines, which size of groups, and the least time in which they do it.
 
 For each number of pipelines the bound says what it can reach. The most promising is tried first, and a number
-that cannot beat the best plan so far is not tried at all. `pooled` finds the best plan of one number.
+that cannot beat the best plan so far is not tried at all. `node_pools` finds the best plan of one number.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from elasticd_planner.cost.group_bound import Choices, least
+from elasticd_planner.cost.memory import least_need
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.grouping.group_types import Columns, Limits, Rules
 from elasticd_planner.grouping.node_partitions import Division, divider, kinds
@@ -19,9 +20,9 @@ from elasticd_planner.numeric import EQUAL
 from elasticd_planner.search.bounds.integer_layers import Nodes, least_whole, nodes_of
 from elasticd_planner.search.bounds.table_bound import TableBound
 from elasticd_planner.search.pools.group_exchange import GROUPS, PIPELINES, Exchange
-from elasticd_planner.search.pools.node_pool import Pool
-from elasticd_planner.search.pools.node_pools import CLOSE, EVER, Pooled
-from elasticd_planner.search.refine import Finisher
+from elasticd_planner.search.pools.node_pool import NodePool
+from elasticd_planner.search.pools.node_pools import CLOSE, EVER, NodePools
+from elasticd_planner.search.refine import Refiner
 from elasticd_planner.search.task import Found, Task
 
 #: Up to so many devices everything is searched thoroughly; the bound for whole layers up to so many, and of the
@@ -54,7 +55,7 @@ Attempt = tuple[float, int, int | None]
 DEEPEST = 64
 
 
-class Wide:
+class LargeSearch:
     """One search. `stop` is asked between combinations' evaluations whether to end with what there is."""
 
     def __init__(self, task: Task, stop: Callable[[], bool] | None = None) -> None:
@@ -180,15 +181,8 @@ class Wide:
     def _most_pipelines(self) -> int:
         """By memory: one pipeline holds all layers, each at no less than its least bytes in any stage."""
         task = self.task
-        layer, empty = math.inf, math.inf
         deepest = min(task.layers, self.devices, DEEPEST)
-        for width in task.cost.widths(min(self.devices, DEEPEST)):
-            shares = task.cost.shares((1.0,) * width)[0]
-            for in_flight in range(1, deepest + 1):
-                none, one = (
-                    task.cost.memory(n, shares, 0, first=False, last=False, in_flight=in_flight) for n in (0, 1)
-                )
-                layer, empty = min(layer, (one - none) * width), min(empty, none)
+        layer, empty = least_need(task.cost, min(self.devices, DEEPEST), range(1, deepest + 1))
         room = sum(
             max(0.0, memory - empty) * number * len(kind.nodes)
             for kind in self.kinds
@@ -227,7 +221,7 @@ class Wide:
         cost = self.task.cost.equal()
         if cost is self.task.cost:
             return
-        other = Wide(replace(self.task, cost=cost), self.stop)
+        other = LargeSearch(replace(self.task, cost=cost), self.stop)
         self._best = other.run(brief=self._brief)
         self._size, self.candidates = other._size, other.candidates
         self._equal = other.near()
@@ -291,7 +285,7 @@ class Wide:
             return
         smallest = min(sum(len(g.devices) for g in chained.groups) for chained in best.pipelines)
         after, low = self._after(len(best.pipelines), smallest), self.bound(len(best.pipelines), self.task.tp)
-        finisher = Finisher(self.task)
+        finisher = Refiner(self.task)
         exchange = Exchange(self.task, self.rules, best, {group: finisher.type_of(group) for group in groups})
         made = exchange.improved(best.seconds - after, low)
         smallest = min(sum(len(g.devices) for g in chained.groups) for chained in made.pipelines)
@@ -343,7 +337,7 @@ class Wide:
         if not divisions:
             return math.inf
         columns = Columns(task.cost, self.rules, pools * len(divisions[0].types), self.limits)
-        pool = Pool([(kind, divisions[:1], pools)], part, columns, low / task.layers)
+        pool = NodePool([(kind, divisions[:1], pools)], part, columns, low / task.layers)
         need = -(-task.micro_batches * part // pipelines)
         high = low * EVER
         if not pool.listed(0) or not pool.able(0, high, need):
@@ -393,7 +387,7 @@ class Wide:
         best: Found | None = None
         leeway = LEEWAY if small and task.cost.timing.hidden and not task.steady else 1.0
         for fewest in self._fewest(pipelines) if small else (1,):
-            pooled = Pooled(
+            pooled = NodePools(
                 task=task,
                 rules=self.rules,
                 kinds=self.kinds,

@@ -25,12 +25,13 @@ from typing import Protocol
 
 import msgspec
 
+from elasticd_planner.cost.memory import least_need
 from elasticd_planner.cost.model import CostModel
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.problem import Answer, Freedom, Problem
 from elasticd_planner.search.infeasible import explain_infeasible, shortage
-from elasticd_planner.search.large import DEEPEST, Wide
+from elasticd_planner.search.large import DEEPEST, LargeSearch
 from elasticd_planner.search.task import Task, UnitProblem
 from elasticd_planner.spec.cluster import Device, rate_of
 from elasticd_planner.spec.plan import Plan, StatePolicy
@@ -164,7 +165,7 @@ class Settings:
     def __init__(self, problem: Problem, *, steady: bool = False) -> None:
         self.problem, self.steady = problem, steady
         self.listed = tuple(listed(problem))
-        self._searches: dict[tuple[int, bool], Wide] = {}
+        self._searches: dict[tuple[int, bool], LargeSearch] = {}
         self._bounds: dict[Setting, float] = {}
 
     def bound(self, setting: Setting) -> float:
@@ -181,11 +182,11 @@ class Settings:
             return math.inf
         key = (setting.micro_batch, setting.recompute)
         if key not in self._searches:
-            self._searches[key] = Wide(task)
+            self._searches[key] = LargeSearch(task)
         wide = self._searches[key]
         quickest = max(pace for kind in wide.kinds for pace, groups, _ in kind.paces if groups == 1)
         if setting.pipelines is None:
-            low, numbers = Wide(task).lower(), [1, min(wide.devices, task.micro_batches)]
+            low, numbers = LargeSearch(task).lower(), [1, min(wide.devices, task.micro_batches)]
         else:
             low, numbers = wide.bound(setting.pipelines, task.tp), [setting.pipelines]
         after = min(
@@ -226,16 +227,9 @@ class Settings:
 
 def roomy(task: Task, pipelines: int) -> bool:
     """Whether so many pipelines can hold the model, each layer at the least bytes that any stage needs."""
-    layer, empty = math.inf, math.inf
     devices = [d for d in task.cluster.devices if math.isfinite(rate_of(task.rates, d.name))]
     most = min(len(devices), DEEPEST)
-    for width in task.cost.widths(most):
-        shares = task.cost.shares((1.0,) * width)[0]
-        for in_flight in (1, min(task.layers, most)):
-            none, one = (
-                task.cost.memory(n, shares, 0, first=False, last=False, in_flight=in_flight) for n in (0, 1)
-            )
-            layer, empty = min(layer, (one - none) * width), min(empty, none)
+    layer, empty = least_need(task.cost, most, (1, min(task.layers, most)))
     room = sum(max(0.0, device.memory - empty) for device in devices)
     return layer * task.layers * pipelines <= room * (1 + EQUAL)
 
@@ -254,7 +248,7 @@ def form(plan: Plan) -> Form:
     return len(pipelines), sizes.most_common(1)[0][0]
 
 
-class Walk:
+class OptionOrder:
     """One search over settings. slack: how much worse than the best (as a fraction) a plan may be and still
     count."""
 

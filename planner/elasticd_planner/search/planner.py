@@ -11,24 +11,34 @@ from itertools import islice, product
 import msgspec
 import numpy as np
 
-from elasticd_planner.cost.model import CostModel, memory_by_device, stage_times, steady_seconds, step_seconds
+from elasticd_planner.cost.memory import fits, memory_by_device
+from elasticd_planner.cost.model import CostModel, stage_times, steady_seconds, step_seconds
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.placement.stay_close import BETWEEN, WHOLE, nearest, rebalance_shares
-from elasticd_planner.placement.tp_rank_order import lined_up, loosened
+from elasticd_planner.placement.tp_rank_order import relax_shares, reorder_tp_ranks
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.search import interleave
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
-from elasticd_planner.search.exhaustive.device_assignment import Outline, place
-from elasticd_planner.search.exhaustive.enumeration import Exact, Pins
+from elasticd_planner.search.exhaustive.device_assignment import place
+from elasticd_planner.search.exhaustive.enumeration import Exact
 from elasticd_planner.search.exhaustive.pipeline_shapes import Combination
 from elasticd_planner.search.infeasible import explain_infeasible
-from elasticd_planner.search.large import Wide
-from elasticd_planner.search.options import Form, Setting, Settings, Walk, alive, current_setting, form, task_of
+from elasticd_planner.search.large import LargeSearch
+from elasticd_planner.search.options import (
+    Form,
+    OptionOrder,
+    Setting,
+    Settings,
+    alive,
+    current_setting,
+    form,
+    task_of,
+)
 from elasticd_planner.search.recompute import Selective, flagged
-from elasticd_planner.search.refine import Finisher
+from elasticd_planner.search.refine import Refiner
 from elasticd_planner.search.task import (
     ENUMERATED,
     ENUMERATED_SETTINGS,
@@ -106,7 +116,7 @@ def _plain(
 
     def evaluate(setting: Setting, like: Form | None) -> tuple[float, Form | None]:
         given = setting.problem(problem)
-        planning = _Planning(
+        planning = Planner(
             problem=given,
             number=number,
             tolerance=tolerance,
@@ -126,14 +136,14 @@ def _plain(
         made.append(_Made(answer=answer, seconds=seconds, moved=moved, place=listed))
         return seconds, form(answer.plan)
 
-    walk = Walk(settings, evaluate, slack=slack, stop=stop)
+    walk = OptionOrder(settings, evaluate, slack=slack, stop=stop)
     if len(settings.listed) == 1:
         evaluate(settings.listed[0], like)
     elif len(alive(problem)) > EXACT_DEVICES or not walk.every(lambda: left[0] <= 0):
         walk.some()
     tried = sum(answer.candidates for answer in (*refused, *(one.answer for one in made)))
     running = current_setting(problem)
-    now = _Planning(problem=running.problem(problem), steady=steady).now() if running is not None else None
+    now = Planner(problem=running.problem(problem), steady=steady).now() if running is not None else None
     if not made:
         return Answer(
             plan=None,
@@ -162,7 +172,7 @@ def _least(made: Sequence[_Made]) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Planning:
+class Planner:
     """One problem being planned. known: seconds of a plan of another setting, which one of this must beat.
     left: what enumerations may still look at, in one place for all settings."""
 
@@ -184,7 +194,7 @@ class _Planning:
     def micro_batches(self) -> int:
         return self.problem.global_batch // self.problem.micro_batch
 
-    def fitting(self) -> tuple[_Planning, Answer]:
+    def fitting(self) -> tuple[Planner, Answer]:
         """The answer, with recomputation off where memory allows; made again with fewer members to spread
         replicas over where it leaves so many devices idle that these do not fit."""
         planning = self
@@ -215,14 +225,9 @@ class _Planning:
         current = self.current()
         known = self.seconds(current) if current is not None and self.fits(current) else math.inf
         exact = Exact(
-            self.problem.cluster,
-            self.problem.rates,
-            self.cost,
-            layers=self.problem.profile.layers,
-            micro_batches=self.micro_batches,
+            self.task,
             slack=self.tolerance if current is not None else 0.0,
             best=min(known, self.known),
-            pins=Pins(tp=self.task.tp, dp=self.task.dp, deep=self.task.deep, steady=self.steady),
             budget=self.left[0],
         )
         combinations = exact.run()
@@ -248,14 +253,14 @@ class _Planning:
         return task_of(self.problem, steady=self.steady, members=self.members)
 
     @cached_property
-    def search(self) -> Wide:
-        return Wide(self.task, self.stop)
+    def search(self) -> LargeSearch:
+        return LargeSearch(self.task, self.stop)
 
     def wide(self) -> Answer:
         """The answer for any number of devices."""
         search = self.search
         found = search.run(self.like, brief=self.like is not None)
-        finisher = Finisher(self.task)
+        finisher = Refiner(self.task)
         listed = [finisher.pipelines(one.pipelines) for one in search.near()] if found is not None else []
         current, now = self.current(), self.now()
         options = list(self._kept(current, finisher)) if current is not None else []
@@ -275,7 +280,7 @@ class _Planning:
         chosen = min(close, key=self.distance) if current is not None else close[0]
         return Answer(plan=self.finished(chosen), current_seconds=now, candidates=search.candidates)
 
-    def _kept(self, current: Plan, finisher: Finisher) -> Iterator[Plan]:
+    def _kept(self, current: Plan, finisher: Refiner) -> Iterator[Plan]:
         """The current plan's groups in their places: as they are, or with shares by their rates; with other
         micro-batches, and with other layers."""
 
@@ -294,7 +299,7 @@ class _Planning:
                 seen.append(other)
                 yield from plans(other, layers=part in WHOLE)
                 groups = other.pipelines
-                loose = self.made(loosened(groups, job.cluster, job.rates, job.profile, current))
+                loose = self.made(relax_shares(groups, job.cluster, job.rates, job.profile, current))
                 if job.profile.uneven and loose != other:
                     yield from plans(loose, layers=False)
 
@@ -366,11 +371,8 @@ class _Planning:
                 for part, m in zip(combination.parts, combination.micro_batches, strict=True)
             ]
             for options in islice(product(*ranked), COMPARED_EACH):
-                outlines = [
-                    Outline(shape=option.shape, layers=option.layers, micro_batches=m)
-                    for option, m in zip(options, combination.micro_batches, strict=True)
-                ]
-                yield self.made(place(outlines, exact.alike, self.problem.profile, self.problem.current))
+                given = (options, combination.micro_batches, exact.alike)
+                yield self.made(place(*given, self.problem.profile, self.problem.current))
 
     def split_again(self, plan: Plan) -> Plan | None:
         """The same stages with the micro-batches divided anew: nothing moves."""
@@ -400,7 +402,7 @@ class _Planning:
         """A plan of these pipelines. Where the setting is to recompute, all their stages do if none does,
         unless that was `chosen`."""
         job = self.problem
-        pipelines = lined_up(pipelines, job.cluster, job.rates, job.profile, job.current)
+        pipelines = reorder_tp_ranks(pipelines, job.cluster, job.rates, job.profile, job.current)
         used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
         if (
             self.problem.freedom.recompute
@@ -424,8 +426,7 @@ class _Planning:
 
     def fits(self, plan: Plan) -> bool:
         """Whether every member's memory suffices."""
-        room = self.problem.cluster.memory
-        return all(size <= room[name] for name, size in memory_by_device(plan, self.cost).items())
+        return fits(memory_by_device(plan, self.cost), self.problem.cluster)
 
     def distance(self, plan: Plan) -> tuple[int, bool, float]:
         """What near-equal plans are compared by: bytes to move, then whether anything changes, then seconds."""
@@ -453,6 +454,6 @@ class _Planning:
         """Seconds that no plan of this setting can beat. `known`: those of a plan."""
         search = self.search
         if self.problem.freedom.recompute is True:
-            search = Wide(task_of(self.problem, steady=self.steady, members=self.members, hopeful=True))
+            search = LargeSearch(task_of(self.problem, steady=self.steady, members=self.members, hopeful=True))
         rates = [rate_of(self.problem.rates, device.name) for device in alive(self.problem)]
         return max(search.task.cost.bound(rates, search.task.micro_batches), search.lower(known))

@@ -9,17 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import msgspec
 
+from elasticd_planner.cost.memory import most_layers
 from elasticd_planner.cost.model import reach, stage_times
-from elasticd_planner.grouping.group_types import most_layers
-from elasticd_planner.grouping.node_partitions import GroupType
 from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.search.balance.layer_split import Terms, best_layers, split_layers
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
-from elasticd_planner.search.task import MANY, Task
+from elasticd_planner.search.task import MANY, Task, pipeline_signature
 from elasticd_planner.spec.cluster import rate_of
 from elasticd_planner.spec.plan import Pipeline, Stage
 
@@ -35,7 +33,7 @@ class Selective:
         known: dict[object, Pipeline] = {}
         made = []
         for pipeline in given:
-            key = self._key(pipeline)
+            key = (pipeline_signature(self.task, pipeline.stages), pipeline.micro_batches)
             if key not in known:
                 known[key] = self._improved(pipeline)
             made.append(_named(known[key], pipeline))
@@ -46,26 +44,6 @@ class Selective:
         return tuple(
             msgspec.structs.replace(pipeline, micro_batches=count)
             for pipeline, count in zip(made, counts, strict=True)
-        )
-
-    def _key(self, pipeline: Pipeline) -> object:
-        """What makes pipelines alike: micro-batches, and of each stage rates, memory, shares and links."""
-        task = self.task
-        stages = pipeline.stages
-        links = [reach(task.cluster, (*a.devices, *b.devices)) for a, b in pairwise(stages)]
-        room = task.cluster.memory
-        return (
-            pipeline.micro_batches,
-            tuple(links),
-            tuple(
-                (
-                    tuple((rate_of(task.rates, name), room[name]) for name in stage.devices),
-                    stage.shares,
-                    reach(task.cluster, stage.devices),
-                    stage.layers,
-                )
-                for stage in stages
-            ),
         )
 
     def _improved(self, pipeline: Pipeline) -> Pipeline:
@@ -91,12 +69,7 @@ class Selective:
         layers = self._layers(self._terms(stages, pipeline.micro_batches), pipeline.micro_batches, limit)
         if layers is None:
             return None
-        made = []
-        start = 0
-        for stage, count in zip(stages, layers, strict=True):
-            made.append(msgspec.structs.replace(stage, start=start, stop=start + count))
-            start += count
-        return Pipeline(stages=tuple(made), micro_batches=pipeline.micro_batches)
+        return msgspec.structs.replace(pipeline, stages=tuple(stages)).with_layers(layers)
 
     def _layers(self, terms: Sequence[Terms], micro_batches: int, limit: float) -> tuple[int, ...] | None:
         task = self.task
@@ -110,30 +83,26 @@ class Selective:
 
     def _terms(self, stages: Sequence[Stage], micro_batches: int) -> list[Terms]:
         task, depth = self.task, len(stages)
-        room = task.cluster.memory
         terms = []
         for position, stage in enumerate(stages):
             cost = task.cost.recomputing(stage.recompute)
             rates = [rate_of(task.rates, name) for name in stage.devices]
             group = cost.group(rates, stage.shares, reach(task.cluster, stage.devices))
-            fixed = group.embed if position == 0 else 0.0
+            last = position == depth - 1
             hop = 0.0
-            if position == depth - 1:
-                fixed += group.head
-            else:
+            if not last:
                 following = stages[position + 1].devices
                 hop = task.cost.boundary(reach(task.cluster, (*stage.devices, *following)))
             most = most_layers(
                 cost,
-                GroupType(cost=group, shares=stage.shares, memory=tuple(room[name] for name in stage.devices)),
+                stage.shares,
+                [task.cluster.memory[name] for name in stage.devices],
                 task.layers,
                 first=position == 0,
-                last=position == depth - 1,
+                last=last,
                 in_flight=min(micro_batches, depth - position),
             )
-            terms.append(
-                Terms(block=group.block, fixed=fixed, most=(most,) * depth, hop=hop, forward=group.forward)
-            )
+            terms.append(Terms.of(group, (most,) * depth, first=position == 0, last=last, hop=hop))
         return terms
 
     def _seconds(self, pipeline: Pipeline) -> float:

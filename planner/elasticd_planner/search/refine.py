@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from elasticd_planner.cost.memory import most_layers
 from elasticd_planner.cost.model import reach
-from elasticd_planner.grouping.group_types import most_layers
 from elasticd_planner.grouping.node_partitions import GroupType
 from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.search.balance.layer_split import Terms, fill, split_layers
-from elasticd_planner.search.balance.micro_batch_split import Line, deal, pareto, split_micro_batches
-from elasticd_planner.search.balance.stage_swaps import Board, Placed, improved
-from elasticd_planner.search.task import Chained, Group, Task
-from elasticd_planner.spec.cluster import Link, node_of, rate_of
-from elasticd_planner.spec.plan import Pipeline, Stage
+from elasticd_planner.search.balance.micro_batch_split import Line, pareto, split_by_lines, split_micro_batches
+from elasticd_planner.search.balance.stage_swaps import Placed, StageCosts, improved
+from elasticd_planner.search.task import Chained, Group, Signature, Task, pipeline_signature
+from elasticd_planner.spec.cluster import Link, rate_of
+from elasticd_planner.spec.plan import Pipeline
 
 #: Orders are improved by swaps in pipelines of at most so many stages, in plans of so many pipelines.
 SWAPPED_STAGES, SWAPPED_PIPELINES = 12, 8
@@ -30,9 +30,6 @@ SWAPPED_STAGES, SWAPPED_PIPELINES = 12, 8
 #: In the schedule's time orders are improved in plans of so many different pipelines, and micro-batches are
 #: dealt anew so often.
 POLISHED, DEALT = 8, 3
-
-#: What makes two groups alike in a pipeline: rates, shares, memory, and which node of the pipeline it is on.
-Alike = tuple[tuple[float, ...], tuple[int, ...], tuple[int, ...], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +49,12 @@ class Ordered:
         return float(((micro_batches - 1) * self.caps + self.sums).min())
 
 
-class Finisher:
+class Refiner:
     """Orders and divides the pipelines of one task."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self._orders: dict[tuple[tuple[Alike, ...], int, bool], Ordered] = {}
+        self._orders: dict[tuple[Signature, int, bool], Ordered] = {}
         self._types: dict[tuple[tuple[float, ...], tuple[int, ...], tuple[int, ...], Link], GroupType] = {}
         self._most: dict[tuple[GroupType, bool, int], int] = {}
         #: Whether the time is the schedule's own.
@@ -77,7 +74,7 @@ class Finisher:
         lines = [
             Line(caps=one.caps, sums=one.sums, least=len(one.order) if task.deep else 1) for one in ordered
         ]
-        given = deal(lines, task.micro_batches, steady=task.steady)
+        given = split_by_lines(lines, task.micro_batches, steady=task.steady)
         if given is None:
             return None
         placed = [self._placed(one, m) for one, m in zip(ordered, given, strict=True)]
@@ -96,30 +93,16 @@ class Finisher:
         return Placed(order=one.order, layers=layers)
 
     def _pipeline(self, chained: Chained, placed: Placed, micro_batches: int) -> Pipeline:
-        stages = []
-        start = 0
-        for index, count in zip(placed.order, placed.layers, strict=True):
-            group = chained.groups[index]
-            stages.append(Stage(start=start, stop=start + count, devices=group.devices, shares=group.shares))
-            start += count
-        return Pipeline(stages=tuple(stages), micro_batches=micro_batches)
+        groups = [chained.groups[index] for index in placed.order]
+        named = [(group.devices, group.shares) for group in groups]
+        return Pipeline.from_layers(named, placed.layers, micro_batches)
 
     def _ordered(self, chained: Chained, swap: bool) -> Ordered:
         """The best order of stages for the micro-batches that the search thought of."""
-        groups = self._alike(chained)
-        key = (groups, chained.micro_batches, swap)
+        key = (pipeline_signature(self.task, chained.groups), chained.micro_batches, swap)
         if key not in self._orders:
-            self._orders[key] = self._best(chained, swap and len(groups) <= SWAPPED_STAGES)
+            self._orders[key] = self._best(chained, swap and len(chained.groups) <= SWAPPED_STAGES)
         return self._orders[key]
-
-    def _alike(self, chained: Chained) -> tuple[Alike, ...]:
-        """What makes two pipelines alike."""
-        nodes: dict[str, int] = {}
-        keys = []
-        for group in chained.groups:
-            node = nodes.setdefault(node_of(group.devices[0]), len(nodes))
-            keys.append((self._rates(group), group.shares, group.memory, node))
-        return tuple(keys)
 
     # The schedule's time.
 
@@ -128,14 +111,14 @@ class Finisher:
     ) -> tuple[list[Placed], tuple[int, ...]]:
         """Places and micro-batches improved under the schedule's time: never slower than what was given."""
         task, timing = self.task, self.task.cost.timing
-        alike = [self._alike(chained) for chained in found]
+        alike = [pipeline_signature(self.task, chained.groups) for chained in found]
         boards = {key: self._board(chained) for key, chained in dict(zip(alike, found, strict=True)).items()}
         swap = not keep and len(boards) <= POLISHED
         most = min(task.micro_batches, max(given) + max(8, max(given) // 4))
-        curves: dict[tuple[tuple[Alike, ...], Placed], Floats] = {}
-        better: dict[tuple[tuple[Alike, ...], Placed, int], Placed] = {}
+        curves: dict[tuple[Signature, Placed], Floats] = {}
+        better: dict[tuple[Signature, Placed, int], Placed] = {}
 
-        def curve(key: tuple[Alike, ...], one: Placed) -> Floats:
+        def curve(key: Signature, one: Placed) -> Floats:
             if (key, one) not in curves:
                 times = boards[key].times(np.array(one.order), np.array(one.layers))
                 curves[key, one] = timing.curve(times, most)
@@ -162,7 +145,7 @@ class Finisher:
             best, counts = now, dealt
         return best, counts
 
-    def _guesses(self, chained: Chained, board: Board, placed: Placed) -> Iterator[Placed]:
+    def _guesses(self, chained: Chained, board: StageCosts, placed: Placed) -> Iterator[Placed]:
         """Other orders with the layers that the groups have, where they fit."""
         layers = dict(zip(placed.order, placed.layers, strict=True))
         for order in self._candidates(chained):
@@ -170,11 +153,11 @@ class Finisher:
             if board.fits(np.array(order), np.array(guess.layers)):
                 yield guess
 
-    def _board(self, chained: Chained) -> Board:
+    def _board(self, chained: Chained) -> StageCosts:
         cluster, cost = self.task.cluster, self.task.cost
         kinds = [self.type_of(group) for group in chained.groups]
         depth = len(kinds)
-        return Board(
+        return StageCosts(
             block=np.array([kind.block for kind in kinds]),
             embed=np.array([kind.cost.embed for kind in kinds]),
             head=np.array([kind.cost.head for kind in kinds]),
@@ -245,21 +228,25 @@ class Finisher:
         for position, index in enumerate(order):
             group = chained.groups[index]
             kind = self.type_of(group)
-            fixed, hop = (kind.cost.embed if position == 0 else 0.0), 0.0
-            if position == depth - 1:
-                fixed += kind.cost.head
-            else:
+            first, last, hop = position == 0, position == depth - 1, 0.0
+            if not last:
                 following = chained.groups[order[position + 1]].devices
                 hop = task.cost.boundary(reach(task.cluster, (*group.devices, *following)))
-            most = self._most_layers(kind, position == 0, depth - position)
-            terms.append(Terms(block=kind.block, fixed=fixed, most=(most,) * depth, hop=hop))
+            most = self._most_layers(kind, first, depth - position)
+            terms.append(Terms.of(kind.cost, (most,) * depth, first=first, last=last, hop=hop))
         return tuple(terms)
 
     def _most_layers(self, kind: GroupType, first: bool, in_flight: int) -> int:
         key = (kind, first, in_flight)
         if key not in self._most:
             self._most[key] = most_layers(
-                self.task.cost, kind, self.task.layers, first=first, last=in_flight == 1, in_flight=in_flight
+                self.task.cost,
+                kind.shares,
+                kind.memory,
+                self.task.layers,
+                first=first,
+                last=in_flight == 1,
+                in_flight=in_flight,
             )
         return self._most[key]
 

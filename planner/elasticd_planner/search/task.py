@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from elasticd_planner.cost.model import CostModel
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.problem import Problem
-from elasticd_planner.spec.cluster import Cluster, Rates
+from elasticd_planner.spec.cluster import Cluster, Rates, node_of, rate_of
+from elasticd_planner.spec.plan import Stage
 
 #: The most devices for which every plan is enumerated.
 EXACT_DEVICES = 8
@@ -50,6 +53,42 @@ class Task:
     def crosses_nodes(self) -> bool:
         """Whether no TP group fits in a node, so that groups must cross nodes."""
         return not self.cost.widths(max((len(node.devices) for node in self.cluster.nodes), default=0))
+
+
+class NamedGroup(Protocol):
+    """A TP group by the names of its devices: a stage of a plan, or a `Group`."""
+
+    @property
+    def devices(self) -> tuple[str, ...]: ...
+
+    @property
+    def shares(self) -> tuple[int, ...]: ...
+
+
+#: What the time and the memory of a pipeline depend on.
+Signature = tuple[object, ...]
+
+
+def pipeline_signature(task: Task, groups: Sequence[NamedGroup]) -> Signature:
+    """Equal for pipelines that cost the same in each order of their stages with equal micro-batches: of each TP
+    group the shares and of each member slowdown, memory and place; of a plan's stages layers and recomputation
+    too."""
+    nodes: dict[str, int] = {}
+    found: list[object] = []
+    for group in groups:
+        members = tuple(
+            (
+                rate_of(task.rates, name),
+                task.cluster.memory[name],
+                nodes.setdefault(node_of(name), len(nodes)),
+                task.cluster.local_links(name),
+            )
+            for name in group.devices
+        )
+        found.append((members, group.shares))
+        if isinstance(group, Stage):
+            found.append((group.chunks, group.recompute))
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

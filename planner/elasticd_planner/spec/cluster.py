@@ -132,6 +132,11 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
         within, inside = self.inner(node)
         return within if len({node.island_of(name) for name in names}) == 1 else inside
 
+    def local_links(self, device: str) -> tuple[Link, Link, int] | None:
+        """The links of a device's node and the device's island, where the node has islands or own links."""
+        node = self._special.get(node_of(device))
+        return None if node is None else (*self.inner(node), node.island_of(device))
+
     def link(self, a: str, b: str) -> Link:
         """The link between two devices, by their names."""
         return self.reach((a, b))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -92,6 +92,30 @@ class Pipeline(Value, frozen=True, kw_only=True):
                 refuse(f"pipeline: a stage ends at layer {before[1]}, the next starts at {after[0]}")
         if self.micro_batches < 1:
             refuse(f"pipeline: micro_batches must be at least 1, not {self.micro_batches}")
+
+    @classmethod
+    def from_layers(
+        cls,
+        groups: Iterable[tuple[tuple[str, ...], tuple[int, ...]]],
+        layers: Sequence[int],
+        micro_batches: int,
+    ) -> Pipeline:
+        """Stages of these TP groups (devices and their shares) in order, with so many layers each."""
+        stages = tuple(
+            Stage(start=at, stop=at + 1, devices=devices, shares=shares)
+            for at, (devices, shares) in enumerate(groups)
+        )
+        return cls(stages=stages, micro_batches=micro_batches).with_layers(layers)
+
+    def with_layers(self, layers: Sequence[int]) -> Pipeline:
+        """The same TP groups with other layers: a number for each chunk of layers, in the order in which a
+        micro-batch meets them, so that as many numbers as stages make a plain pipeline."""
+        spans, depth = tuple(pairwise(accumulate(layers, initial=0))), len(self.stages)
+        stages = []
+        for at, stage in enumerate(self.stages):
+            (start, stop), *later = spans[at::depth]
+            stages.append(msgspec.structs.replace(stage, start=start, stop=stop, later=tuple(later)))
+        return Pipeline(stages=tuple(stages), micro_batches=self.micro_batches)
 
     @property
     def chunks(self) -> int:

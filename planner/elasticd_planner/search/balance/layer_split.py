@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from elasticd_planner.cost.model import GroupCost
 from elasticd_planner.cost.pipeline_time import FORWARD, Times, Timing, at_least
 from elasticd_planner.numeric import EQUAL, Floats, Ints
 
@@ -44,6 +45,12 @@ class Terms:
     most: tuple[int, ...]
     hop: float = 0.0
     forward: float = FORWARD
+
+    @classmethod
+    def of(cls, cost: GroupCost, most: tuple[int, ...], *, first: bool, last: bool, hop: float = 0.0) -> Terms:
+        """The terms of a stage on a TP group of this cost."""
+        fixed = (cost.embed if first else 0.0) + (cost.head if last else 0.0)
+        return cls(block=cost.block, fixed=fixed, most=most, hop=hop, forward=cost.forward)
 
     @property
     def charged(self) -> float:

@@ -1,6 +1,6 @@
 """Micro-batches over unequal pipelines, exact: a pipeline's seconds are given by lines, or by a curve.
 
-By lines (`deal`, for any number of pipelines) a pipeline takes m micro-batches in min over them of
+By lines (`split_by_lines`, for any number of pipelines) a pipeline takes m micro-batches in min over them of
 (m - 1) o + S (steady: m o); by a curve (`split_micro_batches`) in any seconds that rise with m. The least T at
 which all pipelines together take the batch is found by bisection; what is too much then is taken from whoever
 is slowest.
@@ -41,7 +41,7 @@ class Line:
         return count if count >= self.least else 0
 
 
-def deal(lines: Sequence[Line], total: int, *, steady: bool) -> tuple[int, ...] | None:
+def split_by_lines(lines: Sequence[Line], total: int, *, steady: bool) -> tuple[int, ...] | None:
     """Micro-batches by pipeline with the least time of the slowest; None where the least is too much."""
     if sum(line.least for line in lines) > total:
         return None

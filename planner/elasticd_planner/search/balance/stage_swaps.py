@@ -33,7 +33,7 @@ class Placed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Board:
+class StageCosts:
     """What the groups of one pipeline cost, by index: a block, embed and head, the part of it that is forward;
     hop[a, b]: the boundary from a to b, there and back; most[a, j]: the layers that a may have as stage j."""
 
@@ -60,7 +60,7 @@ class Board:
 
 
 def improved(
-    board: Board, guesses: Iterable[Placed], micro_batches: int, timing: Timing, *, swap: bool
+    board: StageCosts, guesses: Iterable[Placed], micro_batches: int, timing: Timing, *, swap: bool
 ) -> Placed:
     """The best that neighbours lead to, from the best guess. `swap`: stages may change places."""
     placed = list(dict.fromkeys((guess.order, guess.layers) for guess in guesses))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.grouping.group_types import most_layers
+from elasticd_planner.cost.memory import most_layers
 from elasticd_planner.grouping.node_partitions import Divider, GroupType, NodeKind
 from elasticd_planner.numeric import EQUAL, Floats, Ints
 from elasticd_planner.search.task import Task
@@ -36,7 +36,7 @@ Nodes = tuple[Sequence[Sequence[Piece]], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class IntegerLayerBound:
     """layers: L. fastest: c_min, 0 where nothing is asked of the other stages. most: micro-batches of a
     pipeline at most. pipelines: how many there are if one or two take exactly `most` together, else 0."""
 
@@ -132,7 +132,7 @@ def least_whole(task: Task, nodes: Sequence[Nodes], pipelines: int, low: float) 
     if not blocks or pipelines > task.micro_batches:
         return math.inf
     alone, few = task.steady or task.cost.timing.hidden > 0, pipelines <= 2
-    whole = Whole(
+    whole = IntegerLayerBound(
         layers=task.layers,
         fastest=0.0 if alone else min(blocks),
         most=task.micro_batches if few else task.micro_batches - pipelines + 1,
@@ -144,7 +144,15 @@ def least_whole(task: Task, nodes: Sequence[Nodes], pipelines: int, low: float) 
 def _room(task: Task, kind: GroupType, deepest: int) -> int:
     """The most layers that a group holds at any position."""
     return max(
-        most_layers(task.cost, kind, task.layers, first=first, last=behind == 0, in_flight=behind + 1)
+        most_layers(
+            task.cost,
+            kind.shares,
+            kind.memory,
+            task.layers,
+            first=first,
+            last=behind == 0,
+            in_flight=behind + 1,
+        )
         for behind in range(deepest)
         for first in (False, True)
     )

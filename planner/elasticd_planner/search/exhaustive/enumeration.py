@@ -15,34 +15,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.cost.model import CostModel
+from elasticd_planner.cost.memory import most_layers
 from elasticd_planner.grouping.tp_groups import Counts, Group, classes, groups, hop, span
 from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.search.balance.layer_split import Terms, curve, reached
 from elasticd_planner.search.balance.micro_batch_split import capacity, split_micro_batches
 from elasticd_planner.search.exhaustive.order_bounds import Least, orders
 from elasticd_planner.search.exhaustive.pipeline_shapes import Combination, Option, Options, Shape, slowest
-from elasticd_planner.search.task import CURVE
-from elasticd_planner.spec.cluster import Cluster, Rates
+from elasticd_planner.search.task import CURVE, Task
 
 #: Sequences kept of one curve on one set of devices: they differ in the order of stages alone, and cost the
 #: same by the formula.
 ALIKE = 720
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pins:
-    """What a problem of the shared format fixes: size of groups on nodes of normal devices, number of
-    pipelines, at least as many micro-batches as stages, and whether fill and drain count."""
-
-    tp: int | None = None
-    dp: int | None = None
-    deep: bool = False
-    steady: bool = False
 
 
 class Exact:
@@ -53,26 +40,22 @@ class Exact:
 
     def __init__(
         self,
-        cluster: Cluster,
-        rates: Rates,
-        cost: CostModel,
+        task: Task,
         *,
-        layers: int,
-        micro_batches: int,
         slack: float = 0.0,
         best: float = math.inf,
-        pins: Pins | None = None,
         budget: float = math.inf,
     ) -> None:
         self.budget, self.complete = budget, True
-        self.cluster, self.cost, self.layers, self.micro_batches = cluster, cost, layers, micro_batches
+        cluster, cost, layers, micro_batches = task.cluster, task.cost, task.layers, task.micro_batches
+        self.task, self.cluster, self.cost, self.layers = task, cluster, cost, layers
+        self.micro_batches = micro_batches
         self.slack, self.best, self.candidates, self._made = slack, best, 0, 0
-        self.pins = pins or Pins()
-        self.alike = classes(cluster, rates)
+        self.alike = classes(cluster, task.rates)
         devices: Counts = tuple(len(a.devices) for a in self.alike)
         # Where a pipeline has as many micro-batches as stages at least, these are a resource like devices:
         # each pipeline takes its depth of them.
-        self.full: Counts = (*devices, micro_batches) if self.pins.deep else devices
+        self.full: Counts = (*devices, micro_batches) if self.task.deep else devices
         self.groups = tuple(group for group in groups(self.alike, cluster, cost) if self._allowed(group))
         self.shapes: dict[Counts, list[Shape]] = {}
         self.curves: dict[Counts, Floats] = {}
@@ -86,13 +69,13 @@ class Exact:
         self._ids: dict[Terms, int] = {}
         self._spare: dict[tuple[Counts, float], int] = {}
         #: What the schedule hides; the formula, and the steady figure, hide nothing.
-        self.hidden = 0.0 if self.pins.steady else cost.timing.hidden
+        self.hidden = 0.0 if self.task.steady else cost.timing.hidden
         self._least_of = Least.of(self.groups, cluster, cost, layers, self.hidden)
         timing = cost.timing if self.hidden else None
-        self._options = Options(layers=layers, timing=timing, steady=self.pins.steady)
+        self._options = Options(layers=layers, timing=timing, steady=self.task.steady)
         self._least_hop = min(cost.boundary(link) for link in cluster.links)
         count = max(1, sum(devices))
-        numbers = range(1, count + 1) if self.pins.dp is None else (self.pins.dp,)
+        numbers = range(1, count + 1) if self.task.dp is None else (self.task.dp,)
         self._least_after = min(
             cost.after(d, max(1, count // d), link) for d in numbers for link in cluster.links
         )
@@ -101,7 +84,7 @@ class Exact:
         """All combinations within the slack of the best, best first; empty where nothing fits. Shallow
         pipelines first: they are few, and give the best plan against which the deep ones are pruned."""
         depth = min(sum(self._devices(self.full)), self.layers)
-        if self.pins.deep:
+        if self.task.deep:
             depth = min(depth, self.micro_batches)
         found: list[Combination] = []
         for stages in range(1, depth + 1):
@@ -122,14 +105,14 @@ class Exact:
         return counts[: len(self.alike)]
 
     def _allowed(self, group: Group) -> bool:
-        """Whether the pins let a group be: nodes of normal devices have groups of one size."""
-        if self.pins.tp in (None, group.width):
+        """Whether the task's pins let a group be: nodes of normal devices have groups of one size."""
+        if self.task.tp in (None, group.width):
             return True
         here = [a for a in self.alike if a.node == group.node]
         whole = next(len(node.devices) for node in self.cluster.nodes if node.name == group.node)
         return any(a.rate > 1 for a in here) or sum(len(a.devices) for a in here) < whole
 
-    # Shapes.
+    # PipelineCandidates.
 
     def _multisets(self, stages: int, first: int, left: Counts) -> Iterator[tuple[int, ...]]:
         """Indices of `stages` groups, not descending, that `left` devices suffice for."""
@@ -149,7 +132,7 @@ class Exact:
         """Adds the shapes of all orders of these groups, unless no order can be of use."""
         used = [self.groups[index] for index in chosen]
         counts = tuple(map(sum, zip(*(group.counts for group in used), strict=True)))
-        if self.pins.deep:
+        if self.task.deep:
             counts = (*counts, len(used))
         least = self._least(used)
         if not self._useful(counts, least):
@@ -181,7 +164,7 @@ class Exact:
             self._formula[counts] = np.minimum(known, formula)
             seconds = reached(terms, self.layers, self.micro_batches, self.cost.timing)
         self.above[counts] = np.minimum(self.above.get(counts, np.inf), seconds)
-        if self.pins.dp in (None, 1):
+        if self.task.dp in (None, 1):
             self._improve(float(seconds[-1]) + self._after((counts,)))
 
     def _possible(self, chosen: tuple[int, ...], counts: Counts) -> Iterator[tuple[int, ...]]:
@@ -198,10 +181,10 @@ class Exact:
 
     def _curve(self, terms: Sequence[Terms]) -> Floats:
         """Seconds by micro-batches, at least; fewer than a pipeline must take cost as much as those."""
-        steady, hidden = self.pins.steady, self.hidden
+        steady, hidden = self.task.steady, self.hidden
         self._made += len(terms)  # one for each number of micro-batches under way
         seconds = curve(terms, self.layers, self.micro_batches, steady=steady, hidden=hidden)
-        if self.pins.deep:
+        if self.task.deep:
             seconds[: len(terms) - 1] = seconds[len(terms) - 1]
         return seconds
 
@@ -210,7 +193,7 @@ class Exact:
         layers over all speed, and at least its own one layer."""
         blocks = [group.cost.block for group in used]
         slowest = max(self.layers / sum(1 / block for block in blocks), *blocks, 0.0)
-        if self.pins.steady:
+        if self.task.steady:
             return np.asarray(self._count * slowest, dtype=np.float64)
         through = sum(blocks) + (self.layers - len(blocks)) * min(blocks)
         edges = min(group.cost.embed for group in used) + min(group.cost.head for group in used)
@@ -242,31 +225,16 @@ class Exact:
         )
         key = (order[position], between, position, len(order))
         if key not in self._terms:
-            fixed = (group.cost.embed if position == 0 else 0.0) + (group.cost.head if last else 0.0)
-            most = tuple(
-                self._most(group, position == 0, last, min(count, len(order) - position))
-                for count in range(1, len(order) + 1)
-            )
-            terms = Terms(
-                block=group.cost.block, fixed=fixed, most=most, hop=between, forward=group.cost.forward
-            )
+            memory = [self.alike[index].memory for index, _ in group.members]
+            edges = {"first": position == 0, "last": last}
+            held = [
+                most_layers(self.cost, group.shares, memory, self.layers, **edges, in_flight=count + 1)
+                for count in range(len(order) - position)
+            ]
+            most = tuple(held + held[-1:] * position)
+            terms = Terms.of(group.cost, most, **edges, hop=between)
             self._terms[key] = (self._ids.setdefault(terms, len(self._ids)), terms)
         return self._terms[key]
-
-    def _most(self, group: Group, first: bool, last: bool, in_flight: int) -> int:
-        """The most layers that fit into the memory of every member (need is linear in the layers)."""
-        most = self.layers
-        for index, position in group.positions:
-            none, one = (
-                self.cost.memory(n, group.shares, position, first=first, last=last, in_flight=in_flight)
-                for n in (0, 1)
-            )
-            room = self.alike[index].memory - none
-            if room < 0:
-                return 0
-            if one > none:
-                most = min(most, math.floor(room / (one - none) * (1 + EQUAL)))
-        return most
 
     # Combinations.
 
@@ -278,7 +246,7 @@ class Exact:
         self, parts: Sequence[Counts], first: int, chosen: tuple[Counts, ...], left: Counts
     ) -> Iterator[Combination]:
         for index in range(first, len(parts)):
-            if len(chosen) in (self.micro_batches, self.pins.dp) or self._ended():
+            if len(chosen) in (self.micro_batches, self.task.dp) or self._ended():
                 return
             counts = parts[index]
             if any(a > b for a, b in zip(counts, left, strict=True)):
@@ -289,7 +257,7 @@ class Exact:
             if not all(capable):
                 continue
             done = sum(capable)
-            if done >= self.micro_batches and self.pins.dp in (None, len(now)):
+            if done >= self.micro_batches and self.task.dp in (None, len(now)):
                 yield from self._combination(now)
             if done + self._capacity(rest) >= self.micro_batches:
                 yield from self._combine(parts, index, now, rest)
@@ -301,7 +269,7 @@ class Exact:
         limit = self.best * (1 + self.slack) - after
         if sum(capacity(seconds, limit) for seconds in curves) < self.micro_batches:
             return
-        least = [part[-1] for part in parts] if self.pins.deep else None
+        least = [part[-1] for part in parts] if self.task.deep else None
         given = split_micro_batches(curves, self.micro_batches, least)
         if given is None:
             return

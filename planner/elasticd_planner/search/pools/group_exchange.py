@@ -2,8 +2,8 @@
 
 The search counts groups of nearly equal cost as the worse one, so that all partitions can be looked at. Here
 two pipelines exchange a group for a group, or one gives a group to another, while that makes the step shorter:
-all such changes are costed at once, by the lines of `shapes`. Where none makes it shorter the one is taken that
-would if micro-batches could be divided.
+all such changes are costed at once, by the lines of `pipeline_candidates`. Where none makes it shorter the one
+is taken that would if micro-batches could be divided.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from elasticd_planner.grouping.group_types import Columns, Rules
 from elasticd_planner.grouping.node_partitions import GroupType
 from elasticd_planner.numeric import EQUAL, Floats, Ints
-from elasticd_planner.search.pools.pipeline_candidates import Shapes
+from elasticd_planner.search.pools.pipeline_candidates import PipelineCandidates
 from elasticd_planner.search.task import Chained, Found, Group, Task
 
 #: Plans that are improved: of so many pipelines and groups at most. Changes made at most.
@@ -77,7 +77,7 @@ class Exchange:
         new = [vector for vector in dict.fromkeys(vectors) if vector not in self._lines]
         if not new:
             return
-        shapes = Shapes(self.columns, (1,) * len(self.columns), self.rules, listed=np.array(new).T)
+        shapes = PipelineCandidates(self.columns, (1,) * len(self.columns), self.rules, listed=np.array(new).T)
         none = np.full(shapes.caps.shape[1], np.inf)
         self._lines.update(dict.fromkeys(new, (none, none)))
         for row, index in enumerate(shapes.rows.tolist()):

@@ -2,7 +2,7 @@
 
 A combination is a division for each node; they are tried best first by the bound of `group_bound`, which is a
 sum over groups, until it says that none that is left can do more. Of a combination all pipelines and their best
-partition are found at once (`shapes`, `partition`).
+partition are found at once (`pipeline_candidates`, `pipeline_partition`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from functools import cached_property
 
 import numpy as np
 
+from elasticd_planner.cost.memory import most_layers
 from elasticd_planner.cost.model import GroupCost
-from elasticd_planner.grouping.group_types import Column, Columns, most_layers
+from elasticd_planner.grouping.group_types import Column, Columns
 from elasticd_planner.grouping.node_partitions import Division, GroupType, NodeKind
 from elasticd_planner.numeric import EQUAL, Floats, Ints
-from elasticd_planner.search.bounds.integer_layers import Whole
-from elasticd_planner.search.pools.pipeline_candidates import Shapes, size
+from elasticd_planner.search.bounds.integer_layers import IntegerLayerBound
+from elasticd_planner.search.pools.pipeline_candidates import PipelineCandidates, size
 from elasticd_planner.search.pools.pipeline_partition import Counts, Partition
 from elasticd_planner.search.pools.ranked_combinations import Option, choices, products
 
@@ -69,7 +70,7 @@ class Chain:
         return self.orders[int(seconds.argmin())]
 
 
-class Pool:
+class NodePool:
     """Nodes (of each kind so many, with their candidate divisions) that form `pipelines` pipelines. `time`
     is the T / L at which combinations are first ranked. `thorough`: what layers are whole and memory holds is
     weighed from the start, and every order of stages looked at. `alone`: its pipelines take the whole batch."""
@@ -123,7 +124,7 @@ class Pool:
             self._known = (time, np.add.reduceat(each, self._starts))
         return self._known[1]
 
-    def _pieces(self) -> tuple[Whole, Floats, Ints, Ints]:
+    def _pieces(self) -> tuple[IntegerLayerBound, Floats, Ints, Ints]:
         """What the bound for whole layers reads: distinct groups' costs, what memory holds of them at most, and
         which of them the divisions have."""
         place: dict[tuple[float, int], int] = {}
@@ -137,7 +138,7 @@ class Pool:
                 flat.append(place.setdefault((kind.block, room), len(place)))
         costs, rooms = (np.array(values) for values in zip(*place, strict=True))
         few = self.alone and self.pipelines <= 2
-        whole = Whole(
+        whole = IntegerLayerBound(
             layers=self.rules.layers,
             fastest=0.0 if self.rules.steady or not np.isfinite(costs).all() else float(costs.min()),
             most=self.rules.most if few else self.rules.each,
@@ -146,7 +147,7 @@ class Pool:
         return whole, costs, rooms.astype(np.int64), np.array(flat, dtype=np.int64)
 
     def _whole_gains(self, limit: float) -> Floats:
-        """Micro-batches that each division adds at most, layers being whole (`Whole.adds`)."""
+        """Micro-batches that each division adds at most, layers being whole (`IntegerLayerBound.adds`)."""
         if self._known_whole[0] != limit:
             whole, costs, rooms, flat = self._whole
             each = whole.adds(costs, rooms, limit)
@@ -213,7 +214,7 @@ class Pool:
                 key = (kind.shares, kind.memory)
                 if key not in known:
                     known[key] = most_layers(
-                        self.columns.cost, kind, self.rules.layers, first=False, last=False, in_flight=MIDDLE
+                        self.columns.cost, *key, self.rules.layers, first=False, last=False, in_flight=MIDDLE
                     )
                 found.append(known[key])
         return np.array(found, dtype=np.int64)
@@ -387,7 +388,7 @@ class _Combination:
             (a, left, m), (b, right, n) = listed[at], listed[at + 1]
             listed[at : at + 2] = [((*a, *b), _worse(left, right), m + n)]
         self.of = tuple(of for of, _, _ in listed)
-        self.shapes = Shapes(
+        self.shapes = PipelineCandidates(
             [c for _, c, _ in listed], [n for _, _, n in listed], columns.rules, orders, others=pipelines - 1
         )
         self._last: tuple[float, Partition] | None = None

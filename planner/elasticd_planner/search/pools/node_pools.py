@@ -15,8 +15,8 @@ from itertools import count as numbers_from
 
 from elasticd_planner.grouping.group_types import Columns, Limits, Rules
 from elasticd_planner.grouping.node_partitions import Division, NodeKind
-from elasticd_planner.search.balance.micro_batch_split import Line, deal
-from elasticd_planner.search.pools.node_pool import NARROW, Chain, Pool
+from elasticd_planner.search.balance.micro_batch_split import Line, split_by_lines
+from elasticd_planner.search.pools.node_pool import NARROW, Chain, NodePool
 from elasticd_planner.search.task import Chained, Found, Group, Task
 
 #: Where one pool ends: slow nodes and pipelines that are still solved as one.
@@ -42,7 +42,7 @@ BUDGET_POOLED = 12
 Composition = tuple[int, ...]
 
 
-class Pooled:
+class NodePools:
     """Pools for one number of pipelines. `divisions` of each kind of nodes; `time` is the T / L at which they
     are ranked; `budget` how many combinations one pool alone may look at, `orders` how many of
     them with every order of stages; `fewest` the devices that a pipeline has at least; `thorough`: all
@@ -74,14 +74,14 @@ class Pooled:
         )
         self.columns = Columns(self.task.cost, rules, deepest, limits)
         self.order = compositions
-        self.pools: dict[tuple[Composition, int], Pool] = {}
+        self.pools: dict[tuple[Composition, int], NodePool] = {}
         for composition, number in compositions:
             if (composition, number) not in self.pools:
                 nodes = [
                     (kind, listed, n)
                     for kind, listed, n in zip(self.kinds, divisions, composition, strict=True)
                 ]
-                self.pools[composition, number] = Pool(
+                self.pools[composition, number] = NodePool(
                     nodes, number, self.columns, time, thorough=thorough, alone=self.alone
                 )
         self.times = Counter(compositions)
@@ -130,7 +130,7 @@ class Pooled:
             pool.forget(index)
         return best
 
-    def _nearest(self, pool: Pool, among: Iterable[int], which: int | None) -> list[int]:
+    def _nearest(self, pool: NodePool, among: Iterable[int], which: int | None) -> list[int]:
         """The best combination and those that came nearest to it."""
         return sorted(among, key=lambda index: (index != which, -pool.taken.get(index, 0), index))
 
@@ -138,7 +138,7 @@ class Pooled:
         """Whether a plan is as good as can be, or time is up."""
         return math.isfinite(high) and (high <= low * (1 + CLOSE) or self.stop())
 
-    def _ended(self, pool: Pool, low: float, high: float) -> bool:
+    def _ended(self, pool: NodePool, low: float, high: float) -> bool:
         """Whether no other combination can be better, or time is up."""
         if not math.isfinite(high):
             return False
@@ -229,7 +229,7 @@ class Pooled:
         ]
         deep, steady = self.task.deep, self.task.steady
         lines = [Line(caps=c.caps, sums=c.sums, least=len(c.groups) if deep else 1) for _, _, c in listed]
-        given = deal(lines, self.task.micro_batches, steady=steady)
+        given = split_by_lines(lines, self.task.micro_batches, steady=steady)
         if given is None:
             return None
         seconds = max(line.seconds(m, steady=steady) for line, m in zip(lines, given, strict=True))

@@ -57,7 +57,7 @@ def orders(columns: Sequence[Column]) -> list[Order]:
     return [tuple(by_load)] if by_load == by_block else [tuple(by_load), tuple(by_block)]
 
 
-class Shapes:
+class PipelineCandidates:
     """The lines of every pipeline of at most `counts` groups of each column. `pipelines`: where memory binds,
     every order of stages is looked at, under the caps that so many pipelines may come to (None: canonical
     orders alone). `listed`: of these pipelines alone, [column, pipeline]. `others`: so many pipelines must find

@@ -1,0 +1,106 @@
+"""Memory: the bytes that devices need under a plan, whether they fit, and how many layers a TP group holds.
+
+What a member needs is linear in the layers of its stage (`need`); everything else here follows from that and
+from the cost model's `memory`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from elasticd_planner.cost.model import CostModel
+from elasticd_planner.cost.schedule import most_alive
+from elasticd_planner.numeric import EQUAL
+from elasticd_planner.spec.cluster import Cluster, node_of
+from elasticd_planner.spec.plan import Pipeline, Plan, Stage
+
+
+def fits(needed: Mapping[str, int], cluster: Cluster) -> bool:
+    """Whether every device has the bytes that it needs."""
+    return all(size <= cluster.memory[name] for name, size in needed.items())
+
+
+def memory_by_device(plan: Plan, cost: CostModel) -> dict[str, int]:
+    """Bytes that each member needs: its state, and the activations that its schedule keeps (in plain 1F1B those
+    of min(m, stages - position) micro-batches; else see `schedule.most_alive`)."""
+    needed: dict[str, int] = {}
+    cost = cost.under(plan)
+    for pipeline in plan.pipelines:
+        needed |= pipeline_memory(pipeline, cost)
+    if plan.carriers:
+        nodes = [len({node_of(name) for name in names}) for names in (plan.places, plan.carriers)]
+        copies = min((plan.state.replicas or 0) - nodes[0], nodes[1])
+        carried = math.ceil(cost.carried(max(0, copies), len(plan.carriers)))
+        needed |= dict.fromkeys(plan.carriers, carried)
+    return needed
+
+
+def pipeline_memory(pipeline: Pipeline, cost: CostModel) -> dict[str, int]:
+    """Bytes that each device of one pipeline needs, by the cost of its plan."""
+    return {
+        device: math.ceil(_needs(pipeline, index, stage, position, cost.recomputing(stage.recompute)))
+        for index, stage in enumerate(pipeline.stages)
+        for position, device in enumerate(stage.devices)
+    }
+
+
+def _needs(pipeline: Pipeline, index: int, stage: Stage, position: int, cost: CostModel) -> float:
+    """Bytes that one member of the stage at `index` needs."""
+    depth, first, last = len(pipeline.stages), index == 0, index == len(pipeline.stages) - 1
+    if pipeline.chunks == 1:
+        flying = min(pipeline.micro_batches, depth - index)
+        return cost.memory(stage.layers, stage.shares, position, first=first, last=last, in_flight=flying)
+    sizes = []
+    for chunk, (start, stop) in enumerate(stage.chunks):
+        edges = {"first": first and chunk == 0, "last": last and chunk == pipeline.chunks - 1}
+        none, one = (cost.memory(stop - start, stage.shares, position, **edges, in_flight=n) for n in (0, 1))
+        sizes.append(one - none)  # the activations of one micro-batch
+    state = cost.memory(stage.layers, stage.shares, position, first=first, last=last, in_flight=0)
+    return state + most_alive(depth, index, pipeline.micro_batches, tuple(sizes))
+
+
+def need(
+    cost: CostModel, shares: Sequence[int], position: int, *, first: bool, last: bool, in_flight: int
+) -> tuple[float, float]:
+    """Bytes that a member needs in a stage without layers, and bytes that each layer adds."""
+    none, one = (
+        cost.memory(layers, shares, position, first=first, last=last, in_flight=in_flight) for layers in (0, 1)
+    )
+    return none, one - none
+
+
+def most_layers(
+    cost: CostModel,
+    shares: Sequence[int],
+    memory: Sequence[int],
+    layers: int,
+    *,
+    first: bool,
+    last: bool,
+    in_flight: int,
+) -> int:
+    """The most layers, at most `layers`, that fit into the memory of every member of a TP group."""
+    most, seen = layers, set()
+    for position, (share, room) in enumerate(zip(shares, memory, strict=True)):
+        if (share, room) in seen:
+            continue
+        seen.add((share, room))
+        none, each = need(cost, shares, position, first=first, last=last, in_flight=in_flight)
+        if none > room:
+            return 0
+        if each > 0:
+            most = min(most, math.floor((room - none) / each * (1 + EQUAL)))
+    return most
+
+
+def least_need(cost: CostModel, widest: int, in_flight: Iterable[int]) -> tuple[float, float]:
+    """The fewest bytes of a layer on all members of a TP group together, and of a member without layers: over
+    every TP size up to `widest` and these numbers of micro-batches in flight."""
+    needs = [
+        (width, *need(cost, cost.shares((1.0,) * width)[0], 0, first=False, last=False, in_flight=count))
+        for width in cost.widths(widest)
+        for count in in_flight
+    ]
+    layer = min((each * width for width, _, each in needs), default=math.inf)
+    return layer, min((none for _, none, _ in needs), default=math.inf)
