@@ -23,7 +23,7 @@ from _undisturbed import UNDISTURBED
 from elasticd.client import Api
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.records import Keys
-from elasticd.testing.network_namespaces import HOST, Namespaces, namespaces
+from elasticd.testing.network_namespaces import Namespaces, namespaces
 from elasticd.testing.waiting import until
 from tests.integration.fleet import CLUSTER, Fleet, Step, job_by
 from tests.integration.trio import NAMES, Trio
@@ -298,8 +298,8 @@ def separated(nodes: Sequence[str]) -> Iterator[tuple[Trained, Namespaces]]:
     with namespaces(nodes) as spaces, TemporaryDirectory(prefix="eb-") as name:
         places = {node: (spaces.within(node), spaces.address(node)) for node in nodes}
         with (
-            Trio(Path(name), HOST) as trio,
-            Fleet(trio, Path(name), host=HOST, places=places) as fleet,
+            Trio(Path(name), spaces.host) as trio,
+            Fleet(trio, Path(name), host=spaces.host, places=places) as fleet,
         ):
             trained = Trained(fleet, nodes, {})
             trained.start()

@@ -20,7 +20,7 @@ from elasticd.store.protocol import WatchEvent, WatchItem
 from elasticd.store.server import EtcdServer
 from elasticd.store.session import EtcdOptions
 from elasticd.system.child_processes import Child, ProcessError, Processes
-from elasticd.testing.network_namespaces import HOST, Namespaces, namespaces
+from elasticd.testing.network_namespaces import Namespaces, namespaces
 
 #: Seconds that anything may take that must happen: a start, an election, the return of a node.
 PATIENCE = 120.0
@@ -64,7 +64,7 @@ class Cluster:
         self.seen, self.spaces = [], None
         self._processes, self._sockets, self._configured = processes, sockets, configured
         self._count, self._separate = coordinators, separate
-        self._host = HOST if separate else "127.0.0.1"
+        self._host = "127.0.0.1"
         self._exits = ExitStack()
         self._starts: Counter[str] = Counter()
         self._coordinators: dict[str, Child] = {}
@@ -87,6 +87,7 @@ class Cluster:
     def _start(self) -> None:
         if self._separate:
             self.spaces = self._exits.enter_context(namespaces(self.nodes, data=True))
+            self._host = self.spaces.host
         etcd = self._exits.enter_context(EtcdServer(fsync=False, host=self._host))
         # The last in is the first out: the processes end before the etcd that they need.
         self._exits.callback(self._processes.end)

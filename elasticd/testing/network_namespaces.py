@@ -13,11 +13,9 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-#: What names and addresses begin with. The process id keeps two benchmarks apart.
-_TAG = f"eb{os.getpid() % 10000}"
-_NET = f"10.{77 + os.getpid() % 100}.0"
-HOST = f"{_NET}.1"
-_DATA = f"10.{177 + os.getpid() % 70}.0"
+#: Sets of namespaces that can be there at once. The n-th has the bridge "eb<n>", the addresses 10.<77 + n>.0.*
+#: for control and 10.<177 + n>.0.* for data.
+_SETS = 70
 
 
 def refusal() -> str:
@@ -26,14 +24,15 @@ def refusal() -> str:
         return "there is no `ip` command"
     if os.geteuid() != 0:
         return "namespaces need root"
+    tag = f"ebt{os.getpid()}"
     try:
-        _ip("netns", "add", f"{_TAG}-try")
-        _ip("link", "add", f"{_TAG}t", "type", "veth", "peer", "name", "eth0", "netns", f"{_TAG}-try")
+        _ip("netns", "add", tag)
+        _ip("link", "add", tag, "type", "veth", "peer", "name", "eth0", "netns", tag)
     except subprocess.CalledProcessError as error:
         return f"the kernel refuses: {error.stderr.strip()}"
     finally:
         with contextlib.suppress(subprocess.CalledProcessError):
-            _ip("netns", "del", f"{_TAG}-try")
+            _ip("netns", "del", tag)
     return ""
 
 
@@ -43,14 +42,20 @@ class Namespaces:
 
     def __init__(self, nodes: Sequence[str], *, data: bool = False) -> None:
         self._nodes, self._data = tuple(nodes), data
+        self._set = -1  # which of the machine's sets this is; -1: not made
+
+    @property
+    def host(self) -> str:
+        """The machine's own address, for control; every namespace reaches it."""
+        return f"10.{77 + self._set}.0.1"
 
     def address(self, node: str) -> str:
         """Its address for control."""
-        return f"{_NET}.{self._nodes.index(node) + 2}"
+        return f"10.{77 + self._set}.0.{self._nodes.index(node) + 2}"
 
     def data_address(self, node: str) -> str:
         """Where others send it tensors."""
-        return f"{_DATA}.{self._nodes.index(node) + 2}"
+        return f"10.{177 + self._set}.0.{self._nodes.index(node) + 2}"
 
     def swallow(self, node: str, peer: str) -> None:
         """What the node sends to the other one's data address is lost in silence."""
@@ -76,14 +81,14 @@ class Namespaces:
 
     def make(self) -> None:
         """All of them. Raises CalledProcessError where the kernel refuses."""
-        _ip("link", "add", _TAG, "type", "bridge")
-        _ip("address", "add", f"{HOST}/24", "dev", _TAG)
-        _ip("link", "set", _TAG, "up")
+        self._claim()
+        _ip("address", "add", f"{self.host}/24", "dev", self._bridge)
+        _ip("link", "set", self._bridge, "up")
         for node in self._nodes:
             name, link = self.name(node), self._link(node)
             _ip("netns", "add", name)
             _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("link", "set", link, "master", _TAG, "up")
+            _ip("link", "set", link, "master", self._bridge, "up")
             _ip("-n", name, "address", "add", f"{self.address(node)}/24", "dev", "eth0")
             if self._data:
                 _ip("-n", name, "address", "add", f"{self.data_address(node)}/24", "dev", "eth0")
@@ -92,18 +97,36 @@ class Namespaces:
 
     def close(self) -> None:
         """Removes all that is there."""
+        if self._set < 0:
+            return
         for node in self._nodes:
             with contextlib.suppress(subprocess.CalledProcessError):
                 _ip("netns", "del", self.name(node))
         with contextlib.suppress(subprocess.CalledProcessError):
-            _ip("link", "del", _TAG)
+            _ip("link", "del", self._bridge)
 
     def name(self, node: str) -> str:
         """Of the namespace, as `ip netns` has it."""
-        return f"{_TAG}-{node}"
+        return f"{self._bridge}-{node}"
+
+    @property
+    def _bridge(self) -> str:
+        return f"eb{self._set}"
+
+    def _claim(self) -> None:
+        """Takes the first set that no other process has: the kernel makes a bridge of a name once."""
+        for number in range(_SETS):
+            try:
+                _ip("link", "add", f"eb{number}", "type", "bridge")
+            except subprocess.CalledProcessError:
+                if number == _SETS - 1:
+                    raise
+            else:
+                self._set = number
+                return
 
     def _link(self, node: str) -> str:
-        return f"{_TAG}{node}"
+        return f"{self._bridge}{node}"
 
 
 @contextmanager
