@@ -2,6 +2,8 @@
 
 NCCL has an abort of its own, which frees a blocked collective on the device and on the host, so no socket is
 searched for. Two ranks cannot share a device, and every tensor must lie on it.
+
+Not in use yet: no plan makes its groups here, only a test for machines with two GPUs does. It has not been run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The fence: closes every number that is under way, and fences off those that are lost."""
+"""The fence: closes every number that is under way, and fences off those that are lost.
+
+`turn.write` hands the record to `coordinator.store_writer`. Agents obey it as `elasticd_agent.store_watch`
+reads it.
+"""
 
 from __future__ import annotations
 
