@@ -92,12 +92,13 @@ def soak(
         ChaosCluster(shape, processes, folder, Path(sockets), separate=separate) as cluster,
     ):
         cluster.start_job(training, *options)
-        live = Live(
-            cluster, Steps(folder), still=still, elsewhere=True, tell=lambda line: print(line, flush=True)
-        )
+        made = Steps(folder)
+        live = Live(cluster, made, still=still, elsewhere=True, tell=lambda line: print(line, flush=True))
         try:
             live.play(script)
             print("all faults are done; the job is to end by itself", flush=True)
+            # However long that takes on few or slow devices, but not without a step for `still` seconds.
+            live.wait(lambda: made.look() >= steps)
             codes = cluster.end_codes(10 * still)
             wrong += [f"{name} ended with {code}" for name, code in codes.items() if code]
         except (StandsStill, ProcessError) as error:
