@@ -120,6 +120,18 @@ def tried(data: bytes) -> None:
             decode(data)
 
 
+def test_a_report_with_a_second_tag_is_no_opening() -> None:
+    for second in (b'"type":"hello"', b'"type":"join","slot":3', b'"\\u0074ype":"hello"'):
+        sent = passed(b'{"type":"report",' + second + b"}")
+        assert sent is not None
+        assert messages.to_leader(sent) is None
+
+
+@pytest.mark.parametrize("number", [b"1e400", b"-1E+0400", b"9" * 400])
+def test_a_number_that_an_older_leader_refuses_is_decoded_by_the_agent(number: bytes) -> None:
+    assert messages.passed_report(b'{"type":"report","loss":' + number + b"}") is None
+
+
 @settings(max_examples=examples(300))
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_value_or_a_refusal(data: bytes) -> None:

@@ -7,6 +7,7 @@ calls, and hints.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -432,6 +433,8 @@ def protocol_refusal(what: str, hello: Hello | Join | Attend | Watching | AgentH
 
 #: What an encoded report begins with.
 _REPORT = f'{{"type":"{tag_of(Report)}",'.encode()
+#: A number that may be beyond a float's range: a leader of release 0.1 ends the connection for one.
+_MAY_OVERFLOW = re.compile(rb"\d{300}|[eE]\+?0*[1-9]\d{2}")
 _as_it_came = decoder_of(msgspec.Raw).decode
 _encoder = msgspec.json.Encoder()
 _from_worker: Reader[FromWorker | ToAgentAlone] = Reader(FromWorker | ToAgentAlone, "a worker or torchrun")
@@ -460,7 +463,7 @@ def passed_report(data: bytes) -> msgspec.Raw | None:
     another message, and bytes that a leader could not skip alone (no JSON, too large, too deeply nested)."""
     if not data.startswith(_REPORT) or len(data) > MOST_PASSED:
         return None
-    if data.count(b"{") + data.count(b"[") > MOST_NESTED:
+    if data.count(b"{") + data.count(b"[") > MOST_NESTED or _MAY_OVERFLOW.search(data):
         return None
     try:
         data.decode()  # a decoder does not look at the text of what it skips
@@ -484,10 +487,17 @@ def several_to_leader(data: bytes, *, first: bool = False) -> list[ToLeader | Un
     return _to_leader.several(data, first=first)
 
 
-class _Opening(msgspec.Struct):
-    """What is read of an opening that cannot be decoded."""
+class _HelloOpening(msgspec.Struct, tag=tag_of(Hello)):
+    """What is read of a hello that cannot be decoded. Its tag is checked, so that a report with a second tag in
+    it is no opening."""
 
-    type: str
+    release: Any = ""
+    slot: Any = None
+
+
+class _JoinOpening(msgspec.Struct, tag=tag_of(Join)):
+    """The same of a torchrun's join."""
+
     release: Any = ""
     slot: Any = None
 
@@ -499,7 +509,7 @@ class _Passed(msgspec.Struct, tag=tag_of(FromClient)):
     job: str
     device: str
     incarnation: str
-    body: _Opening
+    body: _HelloOpening | _JoinOpening
 
 
 def _unread(data: bytes, why: str) -> Unread | None:
@@ -507,8 +517,6 @@ def _unread(data: bytes, why: str) -> Unread | None:
     try:
         up = decoded_as(_Passed, data)
     except msgspec.DecodeError:
-        return None
-    if up.body.type not in (tag_of(Hello), tag_of(Join)):
         return None
     return Unread(
         client=up.client,

@@ -9,9 +9,11 @@ import pytest
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.faults.user_exceptions import MOST_TRACEBACK, alike
+from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import Phase
 from elasticd.records import DoneRecord, Thrown
 from elasticd.wire.messages import Leaving, Raised
+from tests.machines.cast import FakeWorker
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.test_leaving import members
 from tests.machines.world import World
@@ -355,3 +357,23 @@ def test_what_ends_all_members_alike_ends_the_job_with_it(deaths: int) -> None:
     assert "SampleError: sample 7" in ended(world)
     assert ended(world).count("the state before the step is saved") == 1
     assert world.job.thrown[-1].traceback == "in __getitem__"
+
+
+def test_a_worker_that_comes_in_the_step_that_ends_the_job_is_turned_away() -> None:
+    """The job ends with a last checkpoint; a member's process is replaced before its end was told."""
+    world = running()
+    for device in ("alpha/0", "alpha/1", "beta/0"):
+        throw(world, device, text="No space left on device: /mnt/run7/step_0123")
+        world.settle()
+        if device != "beta/0":
+            world.kill(device)
+            world.settle()
+            world.workers.pop(device)
+            world.train(1)
+    assert world.job.failing
+    (other,) = members(world) - {"beta/0"}
+    another = FakeWorker(device=other, incarnation="another")
+    world.say(Received(node=node_of(other), message=another.up(world.hello(another))))
+    world.settle()
+    assert world.phase is Phase.STOPPED
+    assert all(worker.incarnation != "another" for worker in world.job.workers.values())

@@ -15,6 +15,7 @@ import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.api.deprecated import DEFAULTS, Groups, OldKeywords, with_old_keywords
 from elasticd.runtime.api.job import Job
+from elasticd.runtime.exits import JobStopped
 
 GROUPS = (
     elasticd.DataOptions,
@@ -149,10 +150,20 @@ def test_a_keyword_that_job_never_had_is_named(made: list[Job]) -> None:
         (elasticd.ParallelismOptions, {"zero": 1, "replicas": 0}, "needs replicas of at least 1, not 0"),
         (elasticd.ParallelismOptions, {"precision": "fp8"}, "precision must be one of"),
         (elasticd.ParallelismOptions, {"recompute": "always"}, "recompute must be True, False"),
-        (elasticd.CheckpointingOptions, {"every": 0}, "every is 0; it must be at least 1"),
-        (elasticd.CheckpointingOptions, {"keep": 0}, "keep is 0; it must be at least 1"),
-        (elasticd.CheckpointingOptions, {"keep_every": 0}, "keep_every is 0; it must be at least 1"),
-        (elasticd.CheckpointingOptions, {"snapshot_every": 0}, "snapshot_every is 0; it must be at least 1"),
+        (elasticd.CheckpointingOptions, {"every": 0}, "every is 0; it must be a whole number from 1 on"),
+        (elasticd.CheckpointingOptions, {"keep": 0}, "keep is 0; it must be a whole number from 1 on"),
+        (
+            elasticd.CheckpointingOptions,
+            {"keep_every": 0},
+            "keep_every is 0; it must be a whole number from 1 on",
+        ),
+        (
+            elasticd.CheckpointingOptions,
+            {"snapshot_every": 0},
+            "snapshot_every is 0; it must be a whole number from 1 on",
+        ),
+        (elasticd.CheckpointingOptions, {"every": None}, "every is None; it must be a whole number from 1 on"),
+        (elasticd.CheckpointingOptions, {"keep": 2.5}, "keep is 2.5; it must be a whole number from 1 on"),
         (elasticd.EvaluationOptions, {"held_out": []}, "the dataset is empty"),
         (elasticd.EvaluationOptions, {"held_out": {"a": HELD, "b": []}}, "the dataset is empty"),
     ],
@@ -179,3 +190,20 @@ def test_every_argument_of_job_has_its_entry_and_every_field_of_a_group_its_line
         for field in fields(group):
             (at,) = (i for i, line in enumerate(lines) if line.startswith(f"    {field.name}: "))
             assert lines[at - 1].startswith("    #: ") or " #: " in lines[at], field.name
+
+
+@pytest.mark.parametrize("wrong", ["/shared/run", None, {"folder": "/shared/run"}])
+def test_what_is_no_group_is_refused_in_one_line_that_names_the_group(wrong: Any, made: list[Job]) -> None:
+    with pytest.raises(JobStopped, match=r"checkpointing=.*; it takes an elasticd\.CheckpointingOptions"):
+        job(checkpointing=wrong)
+    assert not made
+
+
+def test_old_keywords_of_checkpoints_mean_what_they_meant(made: list[Job]) -> None:
+    for old in (
+        {"checkpoint": "kept", "checkpoint_keep_every": 0},
+        {"checkpoint": None, "checkpoint_every": 0},
+    ):
+        with pytest.warns(DeprecationWarning, match="checkpointing="), pytest.raises(Reached):
+            job(**old)
+    assert len(made) == 2

@@ -253,6 +253,9 @@ def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
             job=job.job, device=up.device, incarnation=before, clean=False, how="another took its place"
         )
         lost(turn, node, gone)
+        if turn.over:  # without that process the job could not go on
+            hello_after_end(turn, node, up, body)
+            return
         job = turn.job
     refusal = _unwelcome(turn, up, body)
     if refusal:

@@ -49,6 +49,17 @@ class Groups:
     checkpointing: CheckpointingOptions
     evaluation: EvaluationOptions
 
+    def __post_init__(self) -> None:
+        kinds = {
+            "data": DataOptions,
+            "parallelism": ParallelismOptions,
+            "checkpointing": CheckpointingOptions,
+            "evaluation": EvaluationOptions,
+        }
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"Job got {name}={getattr(self, name)!r}; it takes an elasticd.{kind.__name__}")
+
 
 #: What a Job does where it is given no options.
 DEFAULTS = Groups(
@@ -64,6 +75,17 @@ _GROUP_OF = {
 }
 
 
+def _as_then(old: Mapping[str, Any]) -> dict[str, Any]:
+    """What release 0.1 took: 0 for no `checkpoint_keep_every`, and anything where there was no folder."""
+    kept = dict(old)
+    if kept.get("checkpoint_keep_every") == 0:
+        kept["checkpoint_keep_every"] = None
+    if "checkpoint" in kept and kept["checkpoint"] is None:
+        for keyword in ("checkpoint_every", "keep", "checkpoint_keep_every"):
+            kept.pop(keyword, None)
+    return kept
+
+
 def with_old_keywords(groups: Groups, old: Mapping[str, Any]) -> Groups:
     """The groups with the values of old keywords; warns of those, on behalf of the caller of `Job`.
 
@@ -72,6 +94,7 @@ def with_old_keywords(groups: Groups, old: Mapping[str, Any]) -> Groups:
         ValueError: an old keyword beside its group, or a value that the group refuses.
     """
     changes: dict[str, dict[str, Any]] = {}
+    old = _as_then(old)
     for keyword, value in old.items():
         if keyword not in OldKeywords.__annotations__:
             raise TypeError(f"Job() got an unexpected keyword argument {keyword!r}")

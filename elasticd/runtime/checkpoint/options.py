@@ -35,8 +35,10 @@ class CheckpointingOptions:
     def __post_init__(self) -> None:
         for name in ("every", "keep", "keep_every", "snapshot_every"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"checkpointing: {name} is {value}; it must be at least 1")
+            if value is None and name in ("keep_every", "snapshot_every"):
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"checkpointing: {name} is {value!r}; it must be a whole number from 1 on")
 
     @cached_property
     def path(self) -> Path | None:

@@ -124,7 +124,8 @@ class Recipe:
             if isinstance(feed, Mapped):
                 feed = feed.reading(Reader(shifted, self.data.readers), length_of(shifted))
             data = replace(self.data, length=None)
-            self._shifted[tokens] = replace(self, dataset=shifted, data=data, source=feed)
+            same = replace(self.parallelism, precision=self.precision)
+            self._shifted[tokens] = replace(self, dataset=shifted, data=data, parallelism=same, source=feed)
         return self._shifted[tokens]
 
     def batch(self, plan: Plan, step: int) -> BatchPlan:
