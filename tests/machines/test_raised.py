@@ -9,7 +9,7 @@ import pytest
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.faults.user_exceptions import MOST_TRACEBACK, alike
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import DoneRecord, Thrown
 from elasticd.wire.messages import Leaving, Raised
 from tests.machines.test_coordinator_faults import recovered, running
@@ -45,7 +45,7 @@ def saved(world: World, device: str) -> None:
 
 
 def ended(world: World) -> str:
-    assert world.phase is Phase.STOPPED, (world.phase, world.job.reason)
+    assert world.phase is JobPhase.STOPPED, (world.phase, world.job.reason)
     done = world.done()
     assert isinstance(done, DoneRecord)
     return done.reason
@@ -71,7 +71,7 @@ def test_the_others_make_the_step_again_and_its_state_is_of_use() -> None:
     world.train(3)
     assert world.kinds().count("fenced") == 1
     assert world.job.number == number
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_one_in_the_midst_of_an_update_is_lost() -> None:
@@ -92,7 +92,7 @@ def test_the_same_on_another_device_ends_the_job_with_its_state_saved() -> None:
     before = members(world)
     throw(world, "alpha/0", text=BAD.replace("17", "18").replace("7f3a", "1b2c"))
     world.settle()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert members(world) == before, "no device after device: all of them save what they hold"
     assert {*world.job.gone} <= {"beta/1"}
     saved(world, "alpha/0")
@@ -130,7 +130,7 @@ def test_ranks_that_raise_at_once_end_the_job() -> None:
     throw(world, "beta/1")
     throw(world, "alpha/0")
     world.settle()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert {"alpha/0", "beta/1"} <= members(world)
     saved(world, "alpha/0")
     assert "as on beta/1 before" in ended(world)
@@ -204,7 +204,7 @@ def test_where_no_plan_is_left_without_its_device_the_job_ends_with_its_state_sa
     world.settle()
     for _ in range(12):
         world.tick(1.0)
-    assert world.phase is Phase.RUNNING, (world.phase, world.job.reason)
+    assert world.phase is JobPhase.RUNNING, (world.phase, world.job.reason)
     assert members(world) == before
     saved(world, "beta/1")
     reason = ended(world)
@@ -225,7 +225,7 @@ def test_a_death_while_the_state_is_saved_ends_the_job_with_the_exception(turns:
     world.settle()
     for _ in range(30):
         world.tick(1.0)
-    if world.phase is not Phase.STOPPED:  # it died before the second was heard
+    if world.phase is not JobPhase.STOPPED:  # it died before the second was heard
         saved(world, "alpha/0")
     assert "ValueError: bad sample 17" in ended(world)
 
@@ -249,8 +249,8 @@ def test_a_leader_that_dies_at_any_event_of_it_leaves_another_that_ends_it(how: 
         lives(world)
         for _ in range(12):
             world.tick(1.0)
-        if world.phase is not Phase.STOPPED:
-            assert world.phase is Phase.RUNNING, f"crash {how} event {at}: {world.phase}"
+        if world.phase is not JobPhase.STOPPED:
+            assert world.phase is JobPhase.RUNNING, f"crash {how} event {at}: {world.phase}"
             saved(world, "alpha/0")
         assert "ValueError: bad sample 17" in ended(world), f"crash {how} event {at}"
 
@@ -286,7 +286,7 @@ def test_what_is_over_is_not_begun_anew_for_a_new_leader() -> None:
     world.settle()
     for _ in range(6):
         world.tick(1.0)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert world.job.number == number
     assert world.kinds().count("raised") == 1
     throw(world, "alpha/0")
@@ -307,7 +307,7 @@ def test_devices_that_a_new_leader_never_met_may_try_the_step() -> None:
     world.settle()
     for _ in range(20):
         world.tick()
-    assert world.phase is Phase.RECOVERING, world.job.reason
+    assert world.phase is JobPhase.RECOVERING, world.job.reason
     assert "no other device could go on" in world.job.reason
     world.records["alpha"] = away
     world.cut, world.deaf = set(), set()

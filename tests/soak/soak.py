@@ -26,7 +26,7 @@ from elasticd.chaos.faults import Faults
 from elasticd.store.protocol import WatchEvent
 from elasticd.system.child_processes import ProcessError, Processes
 from elasticd.testing.chaos_cluster import JOB, ChaosCluster, Shape
-from elasticd.testing.fault_player import Live, Played, StandsStill, Steps
+from elasticd.testing.fault_player import FaultPlayer, LedgerSteps, Played, StandsStill
 from elasticd.testing.network_namespaces import refusal
 from tests.soak import ledger
 from tests.soak.history import History, JobHistory
@@ -92,8 +92,8 @@ def soak(
         ChaosCluster(shape, processes, folder, Path(sockets), separate=separate) as cluster,
     ):
         cluster.start_job(training, *options)
-        live = Live(
-            cluster, Steps(folder), still=still, elsewhere=True, tell=lambda line: print(line, flush=True)
+        live = FaultPlayer(
+            cluster, LedgerSteps(folder), still=still, elsewhere=True, tell=lambda line: print(line, flush=True)
         )
         try:
             live.play(script)
