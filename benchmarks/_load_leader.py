@@ -28,7 +28,7 @@ from elasticd.coordinator.connections import Connection
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.garbage_collector import collecting
 from elasticd.coordinator.leader import Leading
-from elasticd.machines.job.state.job_state import Settings
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.records import Keys
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.memory import MemoryStore
@@ -139,7 +139,7 @@ async def main(agents: int, devices: int, folder: Path | None, etcd: str | None)
     # These workers cannot switch: no plan may be worth it. A busy machine may be slow to connect all agents,
     # which is not what is measured.
     policy = PolicySettings(paused=etcd is None, minimum_saving=0.99)
-    settings = Settings(policy=policy, reconnect_seconds=3600)
+    settings = JobSettings(policy=policy, reconnect_seconds=3600)
     coordinator = Coordinator(config, store, settings=settings)
     await coordinator.start()
     watch = Watch(coordinator.leading)

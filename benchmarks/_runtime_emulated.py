@@ -21,7 +21,7 @@ from elasticd_planner.spec.plan import Pipeline, Plan
 
 from elasticd.models import DecoderConfig
 from elasticd.runtime.telemetry.emulation import Pacer
-from elasticd.wire.messages import Pace
+from elasticd.wire.messages import EmulatedSpeed
 
 CONFIG = DecoderConfig(vocabulary=64, width=32, layers=6, heads=8, kv_heads=8, hidden=48)
 TOKENS = 8
@@ -64,7 +64,9 @@ def _pipeline(pipeline: Pipeline) -> float:
 def main(folder: Path, rank: int, address: str, steps: int, plan: Plan) -> dict[str, object]:
     torch.set_num_threads(1)
     pacer = Pacer(
-        Pace(forward=FORWARD / TOKENS, backward=BACKWARD / TOKENS, factor=FACTORS.get(plan.members[rank], 1.0))
+        EmulatedSpeed(
+            forward=FORWARD / TOKENS, backward=BACKWARD / TOKENS, factor=FACTORS.get(plan.members[rank], 1.0)
+        )
     )
     engine = engine_of(folder, rank, address, plan, CONFIG, Text.of(CONFIG.vocabulary, TOKENS), pacer)
     seconds = []

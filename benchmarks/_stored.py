@@ -24,7 +24,7 @@ from elasticd.config.tree import ClusterSection, Config, CoordinatorSection
 from elasticd.coordinator.connections import Connection
 from elasticd.coordinator.daemon import Coordinator, settings_of
 from elasticd.machines.agent.state import DoneRead, Event, PlanRead, ProposalRead
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import JobSpec, Keys, NodeRecord, Proposal, encode
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import Compare, Op, TransactResult, request_bytes
@@ -264,7 +264,7 @@ class Life:
         proposal = await reader.proposal(0)
         await self.fleet.switch(proposal)
         await reader.recorded(proposal.number)
-        await self._phase(leader, Phase.RUNNING)
+        await self._phase(leader, JobPhase.RUNNING)
         ranks = await timed(self._written(leader, self.fleet.ranks()))
         return (
             self.seconds("the leader hears all workers", said),
@@ -282,7 +282,7 @@ class Life:
         proposal = await reader.proposal(number)
         switched = await timed(self.fleet.switch(proposal))
         await reader.recorded(proposal.number)
-        await self._phase(leader, Phase.RUNNING)
+        await self._phase(leader, JobPhase.RUNNING)
         (history,) = [found for found in await leader.history(JOB) if found.number == proposal.number]
         stored = await asyncio.to_thread(self._stored)
         return (
@@ -299,10 +299,10 @@ class Life:
         second = await self.leader("c1")
         took = time.monotonic() - began
         found = second.leading.state.jobs[JOB]
-        same = (found.plan, found.spec, found.phase) == (before.plan, before.spec, Phase.RUNNING)
+        same = (found.plan, found.spec, found.phase) == (before.plan, before.spec, JobPhase.RUNNING)
         self.fleet.lead(second)
         heard = await timed(self.fleet.tell(self.fleet.hellos()))
-        await self._phase(second, Phase.RUNNING)
+        await self._phase(second, JobPhase.RUNNING)
         return second, (
             self.seconds("another coordinator leads, with all that was stored", took),
             self.seconds("it hears all workers again", heard),
@@ -363,8 +363,8 @@ class Life:
         async with asyncio.timeout(PATIENCE):
             await writer.drained()
 
-    async def _phase(self, leader: Coordinator, phase: Phase) -> None:
-        await until(lambda: leader.leading.state.jobs[JOB].phase in (phase, Phase.STOPPED))
+    async def _phase(self, leader: Coordinator, phase: JobPhase) -> None:
+        await until(lambda: leader.leading.state.jobs[JOB].phase in (phase, JobPhase.STOPPED))
         job = leader.leading.state.jobs[JOB]
         if job.phase is not phase:
             self.failures.append(job.reason)

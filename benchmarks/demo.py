@@ -19,7 +19,7 @@ from elasticd.demo.report import (
     LOSS_TOLERANCE,
     MOST_ON_THE_WIRE,
     MOST_OVERRUNS,
-    Report,
+    DemoReport,
     Speed,
     Switch,
 )
@@ -28,17 +28,17 @@ from elasticd.demo.report import (
 LEAST_OF_YARDSTICK = 0.95
 
 
-def run() -> Report:
+def run() -> DemoReport:
     """One demo in a process of its own. Ends this program with the demo's words where it made no report."""
     with tempfile.TemporaryDirectory(prefix="elasticd-bench-") as out:
         done = subprocess.run([sys.executable, "-m", "elasticd", "demo", "--out", out], check=False)
         path = Path(out) / "report.json"
         if not path.exists():
             sys.exit(done.returncode or 1)
-        return msgspec.json.decode(path.read_bytes(), type=Report)
+        return msgspec.json.decode(path.read_bytes(), type=DemoReport)
 
 
-def rows(made: Report) -> Iterator[Row]:
+def rows(made: DemoReport) -> Iterator[Row]:
     """The figures in the order in which the demo tells them."""
     met = {check.name: check.met for check in made.checks}
     for speed in made.speeds:

@@ -44,8 +44,8 @@ from rich.console import Console
 from elasticd.coordinator.leader import Leading
 from elasticd.coordinator.store_writer import stored
 from elasticd.machines.coordinator.machine import takeover
-from elasticd.machines.job.state.events import Tick
-from elasticd.machines.job.state.job_state import NOTHING, Settings
+from elasticd.machines.job.state.events import CoordinatorTick
+from elasticd.machines.job.state.job_state import NOTHING, JobSettings
 from elasticd.records import Keys
 from elasticd.store.memory import MemoryStore
 from elasticd.store.server import EtcdServer
@@ -193,7 +193,7 @@ def an_hour(agents: int, devices: int, minutes: int) -> Iterator[Row]:
     """Every device's report of each second of so many minutes, on a clock of its own: its memory."""
     job, keys, store, virtual = Job(agents, devices), Keys(cluster="load"), MemoryStore(), [0.0]
     write(store, keys, job.records())
-    settings = Settings(policy=PolicySettings(paused=True))
+    settings = JobSettings(policy=PolicySettings(paused=True))
     state = takeover(1, stored(keys, store.snapshot(keys.jobs).items), settings, 0.0)
     failed: list[Exception] = []
     leading = Leading(state, chaos=False, failed=failed.append, clock=lambda: virtual[0])
@@ -233,7 +233,7 @@ async def _reported(leading: Leading, job: Job, seconds: int, virtual: list[floa
             for report in told:
                 await leading.heard(connection, to_leader(report.at(second, virtual[0])))
         virtual[0] += 1.0
-        leading.apply(Tick())
+        leading.apply(CoordinatorTick())
         if second % 60 == 0 or second == 1:
             gc.collect()
             taken.append(psutil.Process().memory_info().rss)

@@ -30,7 +30,7 @@ from elasticd.coordinator.metrics import FAMILIES
 from elasticd.machines.agent import machine
 from elasticd.machines.job import machine as job_machine
 from elasticd.machines.job.state import events
-from elasticd.machines.job.state.job_state import TRANSITIONS, Phase
+from elasticd.machines.job.state.job_state import TRANSITIONS, JobPhase
 from elasticd.machines.worker import switch
 
 DOCS = Path(__file__).resolve().parent
@@ -70,13 +70,13 @@ def job() -> str:
         for act, phases, settled in job_machine.DUE
         for phase in phases
     }
-    rows, columns = dict.fromkeys(row for row, _ in due), [phase.value for phase in Phase]
+    rows, columns = dict.fromkeys(row for row, _ in due), [phase.value for phase in JobPhase]
     return "\n\n".join(
         [
             "\n".join([*lines, "```"]),
             "Each event in each phase, and the function of `machines/job` that takes it. Empty: the phase has "
             "nothing for the event, and the log has a line of it.",
-            _events(job_machine.TABLE, Phase, _in_module),
+            _events(job_machine.TABLE, JobPhase, _in_module),
             "What becomes due after an event, in this order. Once settled: a leader that took over knows by "
             "then which workers there are.",
             _table(due, rows, columns, "what"),
@@ -300,7 +300,7 @@ def event_data(kinds: Iterable[str]) -> dict[str, list[str]]:
             made = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
             for node in nodes:
                 called = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
-                if isinstance(node, ast.Call) and called in ("note", "told", "Note"):
+                if isinstance(node, ast.Call) and called in ("note", "told", "CoordinatorNote"):
                     _add_keys(found, node, made)
     return {kind: list(names) for kind, names in found.items()}
 
@@ -350,7 +350,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "map": room_table,
     "job": job,
     "switch": lambda: _events(switch.TABLE, switch.SwitchPhase),
-    "agent": lambda: _events(machine.TABLE, machine.Phase),
+    "agent": lambda: _events(machine.TABLE, machine.AgentPhase),
 }
 
 

@@ -18,23 +18,23 @@ from elasticd_planner.detection.device_rates import as_mapping
 from elasticd_planner.value import StoredValue
 
 from elasticd.codec.decoding import decoded, decoded_as, stored_refusal, tag_of
-from elasticd.machines.coordinator.machine import State
+from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
     Configured,
-    Drained,
+    CoordinatorNote,
+    CoordinatorTick,
     Effect,
     Event,
     ForgetAsked,
     Harmed,
-    Note,
+    NodeDrained,
     Paced,
     Planned,
     Received,
     Reread,
     StopAsked,
-    Tick,
     Unwritten,
     Write,
 )
@@ -51,10 +51,10 @@ EVENTS: dict[str, type] = {
     "samples-reread": Reread,
     "fault-injected": Harmed,
     "configured": Configured,
-    "drain": Drained,
+    "drain": NodeDrained,
     "stop-job": StopAsked,
     "forget-job": ForgetAsked,
-    "tick": Tick,
+    "tick": CoordinatorTick,
 }
 _KINDS = {event: kind for kind, event in EVENTS.items()}
 
@@ -73,9 +73,9 @@ class Line(StoredValue, frozen=True, kw_only=True, tag="recording-line"):
     kind: str = ""
     version: int = VERSION
 
-    def state(self) -> State:
+    def state(self) -> CoordinatorState:
         # Not strict: what JSON has no number for is text.
-        return decoded_as(State, bytes(self.body), strict=False)
+        return decoded_as(CoordinatorState, bytes(self.body), strict=False)
 
     def event(self) -> Event:
         kind = EVENTS.get(self.kind)
@@ -84,11 +84,11 @@ class Line(StoredValue, frozen=True, kw_only=True, tag="recording-line"):
         event: Event = decoded_as(kind, bytes(self.body))
         return event
 
-    def note(self) -> Note:
-        return decoded_as(Note, bytes(self.body))
+    def note(self) -> CoordinatorNote:
+        return decoded_as(CoordinatorNote, bytes(self.body))
 
 
-def began(state: State, at: float, time: float) -> bytes:
+def began(state: CoordinatorState, at: float, time: float) -> bytes:
     return _line("began", at, time, _finite(msgspec.to_builtins(state, enc_hook=as_mapping)))
 
 
@@ -96,15 +96,15 @@ def heard(event: Event, at: float, time: float) -> bytes:
     return _line("heard", at, time, event, _KINDS[type(event)])
 
 
-def told(note: Note, at: float, time: float) -> bytes:
+def told(note: CoordinatorNote, at: float, time: float) -> bytes:
     return _line("told", at, time, note)
 
 
-def notes(effects: Iterable[Effect]) -> list[Note]:
+def notes(effects: Iterable[Effect]) -> list[CoordinatorNote]:
     """What is told because of effects, those that wait for a write among them."""
-    found: list[Note] = []
+    found: list[CoordinatorNote] = []
     for effect in effects:
-        if isinstance(effect, Note):
+        if isinstance(effect, CoordinatorNote):
             found.append(effect)
         elif isinstance(effect, Write):
             found += effect.notes

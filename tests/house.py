@@ -1,4 +1,4 @@
-"""The house rules that ruff and import-linter cannot say: what is pure, and a docstring for every file.
+"""The house rules that ruff and import-linter cannot say: purity, a docstring a file, one class a name.
 
 `python -m tests.house` prints each breach on a line and ends with 1 where there is one; `make lint` runs it.
 The rules about who may import whom are contracts of import-linter, in pyproject.toml.
@@ -7,7 +7,7 @@ The rules about who may import whom are contracts of import-linter, in pyproject
 import ast
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -154,11 +154,27 @@ def without_docstring(root: Path) -> list[str]:
     ]
 
 
+def defined_twice(sources: Mapping[str, str]) -> list[str]:
+    """The public class names that more than one of these modules (texts by dotted name) of a package define."""
+    homes: dict[tuple[str, str], list[str]] = {}
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault((module.split(".")[0], node.name), []).append(f"{module}:{node.lineno}")
+    return [
+        f"{place}: class {name} is also in {' and '.join(other for other in places if other != place)}"
+        for (_, name), places in homes.items()
+        for place in places
+        if len({each.partition(":")[0] for each in places}) > 1
+    ]
+
+
 def main() -> int:
     """Print every breach in the tree; 1 where there is one."""
-    found = without_docstring(ROOT)
-    for name, path in modules().items():
-        found += violations(name, path.read_text())
+    sources = {name: path.read_text() for name, path in modules().items()}
+    found = without_docstring(ROOT) + defined_twice(sources)
+    for name, source in sources.items():
+        found += violations(name, source)
     print("\n".join(found) or "House rules: kept.")
     return 1 if found else 0
 

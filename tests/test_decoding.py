@@ -29,8 +29,8 @@ from elasticd.store.protocol import KeyValue
 from elasticd.wire import batching, messages, unix_socket
 from elasticd.wire.messages import (
     AgentHello,
+    EmulatedSpeed,
     FromClient,
-    Pace,
     PassedReport,
     Rejected,
     Report,
@@ -52,7 +52,7 @@ VALID: tuple[msgspec.Struct, ...] = (
         body=StoreCall(id=1, op="set", key="k", value=b"v"),
     ),
     ToClient(client="c", body=StoreAnswer(id=1, value=b"v")),
-    ToClient(client="c", body=Pace(factor=2.0)),
+    ToClient(client="c", body=EmulatedSpeed(factor=2.0)),
     Rejected(reason="no"),
     spec(),
     node_record("beta"),

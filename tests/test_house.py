@@ -22,6 +22,7 @@ from tests.house import (
     PROJECT,
     ROOT,
     USES_TORCH,
+    defined_twice,
     modules,
     violations,
     within,
@@ -256,6 +257,20 @@ def test_file_without_a_docstring_is_found_in_every_folder(tmp_path: Path) -> No
     (tmp_path / "tests/test_d.py").write_text('# A licence may come first.\n"""What this is for."""\n')
     found = {line.split(":")[0] for line in without_docstring(tmp_path)}
     assert found == {*bare, "tests/empty/__init__.py"}
+
+
+def test_public_class_name_of_two_files_of_one_package_is_found() -> None:
+    sources = {
+        "elasticd.config.tree": "class Line: ...\nclass _Own: ...\nclass Once: ...",
+        "elasticd.store.memory": "import math\ndef f():\n    class Line: ...\nclass _Own: ...",
+        "elasticd.store": "from elasticd.config.tree import Once\nRecord = int",
+        "elasticd.clock": "if math:\n    class Clock: ...\nelse:\n    class Clock: ...\nclass Record: ...",
+        "elasticd_planner.cost.model": "class Line: ...",
+    }
+    assert defined_twice(sources) == [
+        "elasticd.config.tree:1: class Line is also in elasticd.store.memory:3",
+        "elasticd.store.memory:3: class Line is also in elasticd.config.tree:1",
+    ]
 
 
 def test_house_program_ends_with_1_and_names_the_breaches(

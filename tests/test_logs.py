@@ -13,8 +13,8 @@ import pytest
 
 from elasticd.config.tree import ConfigError, parse
 from elasticd.coordinator.leader import Leading
-from elasticd.machines.coordinator.machine import State
-from elasticd.machines.job.state.events import Note
+from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.system.logs import JsonLines, LogSection
 
 
@@ -71,9 +71,11 @@ def test_an_exception_is_in_its_line(kept: Kept) -> None:
 
 
 def test_an_event_of_the_leader_is_a_line_with_its_plan_and_device(kept: Kept) -> None:
-    leading = Leading(State(epoch=1), chaos=False, failed=lambda error: None)
-    leading.tell(Note(kind="slow", job="j", text="it is slow", data={"device": "beta/0", "step": 12}))
-    leading.tell(Note(kind="recorded", job="j", text="plan 3 runs", data={"number": 3}))
+    leading = Leading(CoordinatorState(epoch=1), chaos=False, failed=lambda error: None)
+    leading.tell(
+        CoordinatorNote(kind="slow", job="j", text="it is slow", data={"device": "beta/0", "step": 12})
+    )
+    leading.tell(CoordinatorNote(kind="recorded", job="j", text="plan 3 runs", data={"number": 3}))
     slow, recorded = kept.lines
     assert (slow["kind"], slow["job"], slow["device"], slow["step"]) == ("slow", "j", "beta/0", 12)
     assert (recorded["plan"], recorded["message"]) == (3, "job j: plan 3 runs")

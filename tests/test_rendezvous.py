@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.utils import store as torch_store
 
 from elasticd import rendezvous
-from elasticd.rendezvous.errors import JobOver, Refusal
+from elasticd.rendezvous.errors import RendezvousOver, RendezvousRefusal
 from elasticd.rendezvous.handler import create_handler
 from elasticd.rendezvous.live_mode import EXIT_BARRIER, RankStore
 from elasticd.wire import unix_socket
@@ -48,7 +48,7 @@ def parameters(run_id: str = "job", **conf: str) -> RendezvousParameters:
     ],
 )
 def test_options_that_cannot_work_are_refused(wrong: RendezvousParameters, reason: str) -> None:
-    with pytest.raises(Refusal, match=reason):
+    with pytest.raises(RendezvousRefusal, match=reason):
         create_handler(wrong)
 
 
@@ -109,8 +109,8 @@ def test_a_torchrun_that_took_part_waits_for_an_agent_that_is_started_again(tmp_
 
 
 def test_refusal_ends_a_program_with_its_message_and_the_end_of_a_job_in_good_order() -> None:
-    assert Refusal("why").code == "elasticd: why"
-    assert JobOver("done").code == 0
+    assert RendezvousRefusal("why").code == "elasticd: why"
+    assert RendezvousOver("done").code == 0
 
 
 def failed(exitcode: int) -> ChildFailedError:

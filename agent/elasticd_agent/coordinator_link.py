@@ -18,7 +18,7 @@ from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 from elasticd.backoff import Backoff
 from elasticd.config.credentials import Credentials
 from elasticd.config.tree import ConfigError
-from elasticd.machines.agent.state import Drained, Event, Heard, LinkDown, LinkUp
+from elasticd.machines.agent.state import AgentDrained, Event, Heard, LinkDown, LinkUp
 from elasticd.wire import messages
 from elasticd.wire.agent_orders import Drain, End, Harm, TryReach
 from elasticd.wire.batching import together
@@ -193,7 +193,7 @@ class Link:
         elif isinstance(message, TryReach):
             self._reach(message)
         elif isinstance(message, Drain):
-            self._emit(Drained(on=message.on))
+            self._emit(AgentDrained(on=message.on))
         else:
             self._emit(Heard(message=message))
 

@@ -27,21 +27,21 @@ from elasticd.config.credentials import credentials
 from elasticd.config.tree import Config
 from elasticd.machines.agent import machine
 from elasticd.machines.agent.state import (
+    AgentNote,
+    AgentSend,
+    AgentState,
+    AgentTell,
+    AgentTick,
     ClearMember,
     Dismiss,
     Effect,
     Ended,
     Event,
     HangUp,
-    Note,
     Pulse,
-    Send,
     SetMember,
     SetNode,
-    State,
     Stood,
-    Tell,
-    Tick,
 )
 from elasticd.records import Keys, NodeRecord, schema_refusal
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
@@ -51,7 +51,7 @@ from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
 from elasticd.wire.agent_orders import End
 from elasticd.wire.main_thread import Whereabouts
-from elasticd.wire.messages import Pace, ToLeader
+from elasticd.wire.messages import EmulatedSpeed, ToLeader
 from elasticd.wire.probes import Ping
 from elasticd.wire.unix_socket import default_path
 from elasticd_agent.chaos.cut_store import Severable
@@ -112,7 +112,7 @@ class Agent:
         self._pulses = Pulses(look)
         self._standing = Standing()
         epoch = memory.epoch if memory is not None else 0
-        self._state = State(
+        self._state = AgentState(
             record=self._node_record(),
             pace=self._emulated_pace(),
             epoch=epoch,
@@ -307,7 +307,7 @@ class Agent:
 
     def _undone(self, effect: Effect, why: str) -> None:
         """An effect failed. A client that did not hear what it was to hear is let go: it would wait for it."""
-        if isinstance(effect, Send):
+        if isinstance(effect, AgentSend):
             how = f"elasticd failed to send it {type(effect.body).__name__} ({why})"
             self._emit(Ended(client=effect.client, how=how))
             try:
@@ -316,9 +316,9 @@ class Agent:
                 outlived("Dismiss", error)
 
     def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Send):
+        if isinstance(effect, AgentSend):
             self._workers.send(effect.client, effect.body)
-        elif isinstance(effect, Tell):
+        elif isinstance(effect, AgentTell):
             self._link.send(effect.message)
         elif isinstance(effect, Dismiss):
             _log.warning("client refused: %s", effect.reason)
@@ -329,7 +329,7 @@ class Agent:
             self._registrar.set_member(effect.job, effect.record)
         elif isinstance(effect, ClearMember):
             self._registrar.clear_member(effect.job, effect.device)
-        elif isinstance(effect, Note):
+        elif isinstance(effect, AgentNote):
             _log.warning("%s", effect.text)
         elif isinstance(effect, HangUp):
             self._link.hang_up()
@@ -339,7 +339,7 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            self._emit(Tick())
+            self._emit(AgentTick())
 
     async def _beat(self) -> None:
         """Asks the workers, again and again, whether they still run."""
@@ -463,9 +463,9 @@ class Agent:
             emulated=self._config.emulate.enabled,
         )
 
-    def _emulated_pace(self) -> Pace | None:
+    def _emulated_pace(self) -> EmulatedSpeed | None:
         emulate = self._config.emulate
-        return Pace(forward=emulate.forward, backward=emulate.backward) if emulate.enabled else None
+        return EmulatedSpeed(forward=emulate.forward, backward=emulate.backward) if emulate.enabled else None
 
 
 async def _lasting(part: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from elasticd.machines.agent.state import State
+from elasticd.machines.agent.state import AgentState
 from elasticd.records import NodeRecord
 from elasticd.wire.probes import Crossed
 from elasticd_agent.snapshots.port import StreamFailed
@@ -39,7 +39,7 @@ class Crossings:
         seconds: float,
         sender: Sends,
         ring: Callable[[], Sequence[NodeRecord]],
-        state: Callable[[], State],
+        state: Callable[[], AgentState],
         tell: Callable[[Crossed], None],
     ) -> None:
         self._seconds, self._sender, self._ring = seconds, sender, ring
@@ -67,7 +67,7 @@ class Crossings:
             self._tell(Crossed(target=target.node, size=SIZE, seconds=seconds, latency=latency))
 
 
-def next_idle(state: State, ring: Sequence[NodeRecord]) -> NodeRecord | None:
+def next_idle(state: AgentState, ring: Sequence[NodeRecord]) -> NodeRecord | None:
     """The first of the ring that has no work, if this node has none either."""
     busy = _busy(state)
     if state.record.node in busy:
@@ -75,7 +75,7 @@ def next_idle(state: State, ring: Sequence[NodeRecord]) -> NodeRecord | None:
     return next((record for record in ring if record.node not in busy), None)
 
 
-def _busy(state: State) -> set[str]:
+def _busy(state: AgentState) -> set[str]:
     """The nodes that a plan uses, in force or open."""
     plans = [record.plan for job, record in state.plans.items() if job not in state.done]
     plans += [p.plan for job, p in state.proposals.items() if p.status == "open" and job not in state.done]

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from elasticd_planner.value import Value
 
-from elasticd.checkpoints.disk import Stream
+from elasticd.checkpoints.disk import WritableFile
 
 #: Bytes of a block.
 BLOCK = 1 << 20
@@ -45,7 +45,7 @@ class SummedStream:
     #: Bytes that `head` keeps.
     HEAD = 1 << 13
 
-    def __init__(self, stream: Stream, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, stream: WritableFile, check: Callable[[], None] = lambda: None) -> None:
         self._stream, self._check = stream, check
         self._block = bytearray()
         self._sums: list[str] = []

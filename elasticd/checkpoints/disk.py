@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 
-class Stream(Protocol):
+class WritableFile(Protocol):
     """A file that is being written. It is safe from a power loss after `sync` and a `sync_folder`."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None: ...
@@ -24,7 +24,7 @@ class Disk(Protocol):
         """Makes it and its parents; no error where it is there."""
         ...
 
-    def create(self, path: Path) -> Stream:
+    def create(self, path: Path) -> WritableFile:
         """A new file, empty; FileExistsError where it is there."""
         ...
 
@@ -51,7 +51,7 @@ class LocalDisk:
     def make_folder(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
-    def create(self, path: Path) -> Stream:
+    def create(self, path: Path) -> WritableFile:
         return _File(path)
 
     def rename(self, old: Path, new: Path) -> None:

@@ -19,7 +19,7 @@ from elasticd_planner.layout.layouts import Item
 from elasticd_planner.spec.box import Box
 
 from elasticd.checkpoints.manifest import Manifest, PlaneEntry
-from elasticd.checkpoints.reader import Reader, Wanted
+from elasticd.checkpoints.reader import CheckpointReader, Wanted
 
 #: Bytes of one tensor that are read and written at once.
 PIECE = 64 << 20
@@ -81,7 +81,7 @@ def export(path: Path, manifest: Manifest, out: Path, *, moments: bool = False) 
         at += size
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
-    reader = Reader(path, manifest)
+    reader = CheckpointReader(path, manifest)
     part = out.with_name(out.name + ".part")
     try:
         with part.open("wb") as file:

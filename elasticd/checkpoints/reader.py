@@ -45,7 +45,7 @@ class _Piece(NamedTuple):
     into: npt.NDArray[Any]
 
 
-class Reader:
+class CheckpointReader:
     """Reads one checkpoint. `bytes_read` counts what came from disk."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:

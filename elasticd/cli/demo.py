@@ -24,12 +24,12 @@ def demo(out: str, steps: int | None) -> None:
 
     from elasticd.client import CannotReach
     from elasticd.demo.run import Folders, run
-    from elasticd.demo.scenario import DemoError, Scenario
+    from elasticd.demo.scenario import DemoError, DemoScenario
     from elasticd.demo.show import show
     from elasticd.system.child_processes import Interrupted, ProcessError
 
     console = Console(highlight=False)
-    scenario = Scenario() if steps is None else Scenario(steps=steps)
+    scenario = DemoScenario() if steps is None else DemoScenario(steps=steps)
     folders = Folders(out=Path(out))
     try:
         record = run(scenario, folders, console)

@@ -25,7 +25,7 @@ _PLAN = re.compile(r"plan/([0-9]{1,18})/")
 _WHOLE = re.compile(rb"-?[0-9]{1,19}")
 
 
-class Room:
+class BootstrapRoom:
     """The bytes that all jobs' stores share. No job and no node may hold more than is left free for others.
 
     So one that takes all it can leaves half of the bytes, two leave a third, and whoever comes has room (the
@@ -56,15 +56,15 @@ class Room:
             self._of_node.pop(node, None)
 
 
-class KeyValue:
+class BootstrapStore:
     """torch's Store in asyncio: `set`, `add`, `check` and `delete` answer at once, `get` waits for its key.
 
     All calls come from one event loop, which is the only lock needed.
     """
 
-    def __init__(self, room: Room | None = None) -> None:
+    def __init__(self, room: BootstrapRoom | None = None) -> None:
         """room: what is shared with the stores of other jobs."""
-        self._room = room or Room(4 * LARGEST_JOB)
+        self._room = room or BootstrapRoom(4 * LARGEST_JOB)
         self._owners: dict[str, str] = {}  # by key: the node that set it last
         self._values: dict[str, bytes] = {}
         self._of_plan: dict[int, set[str]] = {}  # the keys of `_values` that belong to one

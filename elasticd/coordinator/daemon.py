@@ -35,7 +35,7 @@ from elasticd.coordinator.planner_process import COMMAND
 from elasticd.coordinator.status import status
 from elasticd.coordinator.store_writer import WriteConflict, Writer, in_restart_mode, ranks, stored
 from elasticd.machines.coordinator.machine import takeover
-from elasticd.machines.job.state.job_state import Settings
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.records import LASTING, HistoryRecord, Keys, decode_at, numbered
 from elasticd.store.leader import Leader, LeadershipLost
 from elasticd.store.protocol import Store, StoreError, StoreRefused, StoreReplaced
@@ -57,7 +57,7 @@ class Coordinator:
         config: Config,
         store: Store,
         *,
-        settings: Settings | None = None,
+        settings: JobSettings | None = None,
         planner: tuple[str, ...] = COMMAND,
         memory: StateFile | None = None,
         standing_by: Callable[[Leader], None] | None = None,
@@ -327,9 +327,9 @@ class Coordinator:
         return "" if self._serving and not self._end.done() else "this coordinator is ending"
 
 
-def settings_of(config: Config) -> Settings:
+def settings_of(config: Config) -> JobSettings:
     """What the machine needs of the configuration."""
-    return Settings(
+    return JobSettings(
         detect=config.detect,
         policy=config.policy,
         keep_seconds=config.coordinator.keep_days * 86_400,

@@ -14,36 +14,36 @@ import msgspec
 from elasticd.codec.decoding import shown, tag_of
 from elasticd.config.tree import ConfigError
 from elasticd.coordinator.api_types import ApiError, unknown
-from elasticd.coordinator.bootstrap_store import KeyValue, Room
+from elasticd.coordinator.bootstrap_store import BootstrapRoom, BootstrapStore
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.events.event_log import Journal
 from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, Paged, Pages
 from elasticd.coordinator.fair_queue import Turns
 from elasticd.coordinator.live_config import Changes, Scalar
-from elasticd.coordinator.metrics import Metrics
+from elasticd.coordinator.metrics import LeaderMetrics
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
 from elasticd.coordinator.store_transactions import Asked, Rank, Rounds, Setting
 from elasticd.coordinator.store_writer import Writer
 from elasticd.machines.coordinator import finished_jobs, machine, message_checks, restart_jobs
-from elasticd.machines.coordinator.machine import State
+from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.lifecycle import stop_request
 from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
     CancelPlan,
-    Drained,
+    CoordinatorNote,
+    CoordinatorSend,
+    CoordinatorTick,
     Effect,
     Event,
     ForgetAsked,
     Log,
-    Note,
+    NodeDrained,
     Paced,
     Received,
     RequestPlan,
-    Send,
     StopAsked,
-    Tick,
     Unwritten,
     Write,
 )
@@ -112,7 +112,7 @@ class Leading:
 
     def __init__(
         self,
-        state: State,
+        state: CoordinatorState,
         *,
         chaos: bool,
         failed: Callable[[Exception], None],
@@ -121,7 +121,7 @@ class Leading:
     ) -> None:
         self.state = state
         self.journal = Journal(term=state.epoch)
-        self.metrics = Metrics()
+        self.metrics = LeaderMetrics()
         self.connections = Connections()
         self.turns = Turns()
         self.recorders = Recorders()
@@ -131,8 +131,8 @@ class Leading:
         self.chaos = chaos
         self._failed = failed
         self._clock = clock
-        self._room = Room(MOST_STORED)
-        self._stores: dict[str, KeyValue] = {}
+        self._room = BootstrapRoom(MOST_STORED)
+        self._stores: dict[str, BootstrapStore] = {}
         self._away_since = self._away_seconds = 0.0
         self.restarts: dict[str, restart_jobs.RestartJob] = {}
         self._rounds: dict[str, float] = {}  # of jobs in restart mode: since when none of them was heard of
@@ -183,7 +183,7 @@ class Leading:
         while True:
             await asyncio.sleep(max(TICK, TICK_SHARE * spent))
             began = time.monotonic()
-            self.apply(Tick())
+            self.apply(CoordinatorTick())
             self._clear_rounds()
             spent = time.monotonic() - began
 
@@ -225,9 +225,9 @@ class Leading:
             number = report.measurement.plan
             text = f"plan {number} gained: {gain.words}"
             data = {"number": number, "before": gain.before, "after": gain.after, "pause": gain.pause}
-            self.tell(Note(kind="gained", job=job, text=text, data=data))
+            self.tell(CoordinatorNote(kind="gained", job=job, text=text, data=data))
 
-    def tell(self, note: Note) -> None:
+    def tell(self, note: CoordinatorNote) -> None:
         """Into the journal, which is written to etcd, and the log."""
         self.journal.tell(note, time.time())
         size = len(note.text) + sum(len(value) for value in note.data.values() if isinstance(value, str))
@@ -246,11 +246,11 @@ class Leading:
         )
 
     def _execute(self, effect: Effect) -> None:
-        if isinstance(effect, Note):
+        if isinstance(effect, CoordinatorNote):
             self.tell(effect)
         elif isinstance(effect, Log):
             _log.warning("job %s: %s", effect.job, effect.text)
-        elif isinstance(effect, Send):
+        elif isinstance(effect, CoordinatorSend):
             self.connections.send(effect.node, effect.message)
         elif isinstance(effect, Write):
             if self.writer is not None:
@@ -295,7 +295,7 @@ class Leading:
     def remember(self, ranks: Iterable[Rank]) -> None:
         """What torchruns told the leaders before."""
         for rank in ranks:
-            self._stores.setdefault(rank.job, KeyValue(self._room)).put(rank.key, rank.value)
+            self._stores.setdefault(rank.job, BootstrapStore(self._room)).put(rank.key, rank.value)
 
     def remember_rounds(self, jobs: Iterable[str]) -> None:
         """These jobs in restart mode were in the store when this leader took over."""
@@ -403,7 +403,7 @@ class Leading:
         over = self.state.jobs[job].phase in OVER
         values = self._stores.get(job)
         if values is None:
-            values = KeyValue(None if over else self._room)
+            values = BootstrapStore(None if over else self._room)
             if call.op not in EMPTY_WITHOUT and not over:  # of a job that is over nothing is begun again
                 self._stores[job] = values
         if call.op == "set" and call.key.startswith(RANKS) and self.writer is not None and not over:
@@ -507,7 +507,7 @@ class Leading:
             raise unknown("node", node, self.state.nodes)
         if not known.connected:
             raise ApiError("conflict", f"the agent of node {node} cannot be reached: start it, or wait for it")
-        self.apply(Drained(node=node, on=on))
+        self.apply(NodeDrained(node=node, on=on))
 
     def stop(self, name: str, seconds: float, by: str) -> dict[str, str]:
         """Ends a job, whose workers have so many seconds for a last checkpoint. Returns the nodes whose workers

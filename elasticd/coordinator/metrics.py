@@ -14,8 +14,8 @@ from prometheus_client.registry import Collector
 
 from elasticd.codec.decoding import skipped
 from elasticd.coordinator.connections import Connections
-from elasticd.machines.coordinator.machine import State
-from elasticd.machines.job.state.job_state import JobState, Phase
+from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.job.state.job_state import JobPhase, JobState
 
 #: The content type of `GET /metrics`.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -97,7 +97,7 @@ FAMILIES = {
 }
 
 
-class Metrics:
+class LeaderMetrics:
     """What one leader counts from its start on."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Metrics:
         """Counts a REST request by its HTTP status."""
         self._requests.labels(str(status)).inc()
 
-    def text(self, state: State, connections: Connections, store_away: bool) -> bytes:
+    def text(self, state: CoordinatorState, connections: Connections, store_away: bool) -> bytes:
         """The exposition: counters, then the gauges of `state`."""
         registry = CollectorRegistry()
         registry.register(_Now(state, connections, store_away))
@@ -145,7 +145,7 @@ class Metrics:
 class _Now(Collector):
     """The leader's state at the time of the scrape."""
 
-    def __init__(self, state: State, connections: Connections, store_away: bool) -> None:
+    def __init__(self, state: CoordinatorState, connections: Connections, store_away: bool) -> None:
         self._state, self._connections, self._away = state, connections, store_away
 
     def collect(self) -> Iterator[Metric]:
@@ -188,7 +188,7 @@ _Values = Iterable[tuple[tuple[str, ...], float]]
 
 
 def _phase(job: JobState) -> _Values:
-    return [((phase.value,), float(job.phase is phase)) for phase in Phase]
+    return [((phase.value,), float(job.phase is phase)) for phase in JobPhase]
 
 
 def _step(job: JobState) -> _Values:

@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from elasticd import recording
-from elasticd.machines.coordinator.machine import State
-from elasticd.machines.job.state.events import Effect, Event, Tick
+from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.job.state.events import CoordinatorTick, Effect, Event
 
 #: Lines that may wait for a recorder, and seconds after which an empty line says that nothing happened.
 MOST_WAITING = 100_000
@@ -34,7 +34,7 @@ class Recorders:
         """Whether as many record as may."""
         return len(self._queues) >= MOST_RECORDERS
 
-    async def record(self, known: Callable[[], tuple[State, float]]) -> AsyncIterator[bytes]:
+    async def record(self, known: Callable[[], tuple[CoordinatorState, float]]) -> AsyncIterator[bytes]:
         """Lines from the state that is `known` now on, until this leader ends or the caller goes."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(MOST_WAITING)
         state, at = known()  # nothing is heard between here and the line below
@@ -55,7 +55,7 @@ class Recorders:
 
     def heard(self, event: Event, effects: Sequence[Effect], at: float, *, changed: bool) -> None:
         """What cannot be written ends the recordings, not the leader."""
-        if isinstance(event, Tick) and not changed and not effects:
+        if isinstance(event, CoordinatorTick) and not changed and not effects:
             return
         now = time.time()
         try:

@@ -20,14 +20,19 @@ from elasticd.coordinator.api_types import (
     Pace,
     RestartStatus,
 )
-from elasticd.machines.coordinator.machine import State
+from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.faults.hangs import awaited
 from elasticd.machines.job.state.job_state import LIVE, JobState, NodeState
 
 
 def status(
-    state: State, cluster: str, leader: LeaderStatus, restarts: Iterable[RestartJob], now: float, at: float
+    state: CoordinatorState,
+    cluster: str,
+    leader: LeaderStatus,
+    restarts: Iterable[RestartJob],
+    now: float,
+    at: float,
 ) -> ClusterStatus:
     """The whole cluster; `restarts` are the jobs in restart mode that report laps, `now` the seconds of their
     clock, `at` those of the machine's, which stands still while the store is away."""
@@ -63,7 +68,7 @@ def _restarting(job: RestartJob, now: float) -> RestartStatus:
     )
 
 
-def _slowness(state: State) -> dict[str, Slowness]:
+def _slowness(state: CoordinatorState) -> dict[str, Slowness]:
     """Of the devices that were slow at some time in their job."""
     persistent_steps = state.settings.detect.persistent_steps
     return {
@@ -98,7 +103,7 @@ def _node(
     )
 
 
-def _members(state: State) -> Counter[str]:
+def _members(state: CoordinatorState) -> Counter[str]:
     """How many devices of each node plans use, in force or proposed."""
     jobs = [job for job in state.jobs.values() if job.phase in LIVE]
     used = {device for job in jobs for plan in job.candidates for device in plan.members}

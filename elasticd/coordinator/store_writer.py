@@ -31,7 +31,7 @@ from elasticd.coordinator.store_transactions import (
     operations,
     rank_put,
 )
-from elasticd.machines.job.state.events import Note, Stored, Write
+from elasticd.machines.job.state.events import CoordinatorNote, Stored, Write
 from elasticd.records import (
     LEADER_KEYS,
     CheckpointsRecord,
@@ -88,7 +88,7 @@ class Writer:
         keys: Keys,
         known: Iterable[KeyValue],
         *,
-        told: Callable[[Note], None],
+        told: Callable[[CoordinatorNote], None],
         refused: Callable[[Asked, Exception], None],
         failed: Callable[[Exception], None],
         wrote: Callable[[str, int], None] = lambda job, size: None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from elasticd.demo.scenario import JOB, DemoError, Scenario, training_script
+from elasticd.demo.scenario import JOB, DemoError, DemoScenario, training_script
 from elasticd.store.server import EtcdServerError
 from elasticd.system.child_processes import Child, Processes
 from elasticd.testing.cluster import Cluster
@@ -17,7 +17,7 @@ LEDGER, PLAIN_LEDGER = "ledger.jsonl", "plain.jsonl"
 class DemoCluster(Cluster):
     """The cluster of a scenario. `folder` also holds the ledgers."""
 
-    def __init__(self, scenario: Scenario, processes: Processes, folder: Path, sockets: Path) -> None:
+    def __init__(self, scenario: DemoScenario, processes: Processes, folder: Path, sockets: Path) -> None:
         super().__init__(scenario.nodes, processes, folder, sockets, scenario.configuration)
         self._scenario, self._script = scenario, str(training_script())
         self.ledger, self.plain_ledger = folder / LEDGER, folder / PLAIN_LEDGER

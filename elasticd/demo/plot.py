@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.demo.record import Record
+from elasticd.demo.record import DemoRecord
 
 _MARKS = {
     "chaos": "tab:red",
@@ -17,7 +17,7 @@ _MARKS = {
 }
 
 
-def plot(record: Record, path: Path) -> None:
+def plot(record: DemoRecord, path: Path) -> None:
     """Writes a PNG to `path`."""
     import matplotlib
 
@@ -49,7 +49,7 @@ def speed(step: StepRecord) -> float:
     return (step.tokens or 0) / step.seconds
 
 
-def predictions(record: Record, start: float) -> Iterator[tuple[float, float, float]]:
+def predictions(record: DemoRecord, start: float) -> Iterator[tuple[float, float, float]]:
     """From, to (seconds), predicted tokens/s: of each plan that was made from measurements."""
     history = {entry.number: entry for entry in record.history}
     for number, steps in groupby(record.steps, key=lambda step: step.plan):
@@ -61,7 +61,7 @@ def predictions(record: Record, start: float) -> Iterator[tuple[float, float, fl
         yield ran[0].time - ran[0].seconds - start, ran[-1].time - start, predicted
 
 
-def marks(record: Record, start: float) -> Iterator[tuple[float, str, str]]:
+def marks(record: DemoRecord, start: float) -> Iterator[tuple[float, str, str]]:
     """Seconds, kind and words of the events that the plot shows."""
     device, factor = record.scenario.slow_device, record.scenario.factor
     interventions = iter((f"{device} slowed {factor:g}x", f"{device} recovers"))

@@ -12,17 +12,17 @@ from rich.progress import Progress as Bar
 
 from elasticd.client import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.demo.scenario import Scenario
-from elasticd.demo.story import Phase
+from elasticd.demo.scenario import DemoScenario
+from elasticd.demo.story import DemoPhase
 
 #: The events that a viewer wants to read of; the rest is in the record.
 _TOLD = frozenset({"slow", "recovered", "fitted", "proposed", "recorded", "kept_plan", "aborted", "stopped"})
 
 
-class Progress:
+class DemoProgress:
     """A context manager around rich's bar. Where the output is no terminal, the lines alone remain."""
 
-    def __init__(self, console: Console, scenario: Scenario) -> None:
+    def __init__(self, console: Console, scenario: DemoScenario) -> None:
         self._console, self._steps = console, scenario.steps
         self._bar = Bar(
             TextColumn("{task.fields[phase]:<10}"),
@@ -38,7 +38,7 @@ class Progress:
         self._began = time.monotonic()
         self._told = 0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> DemoProgress:
         self._bar.start()
         self._task = self._bar.add_task(
             "demo", total=self._steps, phase="starting", loss="-", speed="-", plan="-"
@@ -55,7 +55,7 @@ class Progress:
         line = f"{time.monotonic() - self._began:6.1f} s  {text}"
         self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def show(self, job: JobStatus | None, phase: Phase, events: Sequence[EventRecord]) -> None:
+    def show(self, job: JobStatus | None, phase: DemoPhase, events: Sequence[EventRecord]) -> None:
         """The bar as of now, and lines for the events that are new."""
         for event in events[self._told :]:
             if event.kind in _TOLD:

@@ -10,11 +10,11 @@ from elasticd_planner.value import StoredValue, Value
 from elasticd.codec.decoding import decoder_of
 from elasticd.coordinator.events.event_log import EventRecord, Pacing
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.demo.scenario import DemoError, Scenario
+from elasticd.demo.scenario import DemoError, DemoScenario
 from elasticd.records import HistoryRecord
 
 
-class Line(Value, frozen=True, kw_only=True):
+class DemoLine(Value, frozen=True, kw_only=True):
     """A line of a ledger: one step, its loss and the samples that it was trained on. Scripts write it and the
     same run reads it: it has no tag and no version."""
 
@@ -23,24 +23,24 @@ class Line(Value, frozen=True, kw_only=True):
     samples: tuple[int, ...]
 
 
-class Record(StoredValue, frozen=True, kw_only=True, tag="demo-record"):
+class DemoRecord(StoredValue, frozen=True, kw_only=True, tag="demo-record"):
     """One run. `before` and `after`: the workers' pids by device, at the first step and at the end; `ledger`:
     written by whoever had rank 0; `plain`: the ledger of plain torch in one process."""
 
-    scenario: Scenario
+    scenario: DemoScenario
     events: tuple[EventRecord, ...]
     steps: tuple[StepRecord, ...]
     history: tuple[HistoryRecord, ...]
     pacing: Pacing
     before: dict[str, int]
     after: dict[str, int]
-    ledger: tuple[Line, ...]
-    plain: tuple[Line, ...]
+    ledger: tuple[DemoLine, ...]
+    plain: tuple[DemoLine, ...]
 
 
-def read_ledger(path: Path) -> tuple[Line, ...]:
+def read_ledger(path: Path) -> tuple[DemoLine, ...]:
     """The lines of a ledger, in the order in which they were written. Raises DemoError."""
     try:
-        return tuple(decoder_of(Line).decode(line) for line in path.read_bytes().splitlines())
+        return tuple(decoder_of(DemoLine).decode(line) for line in path.read_bytes().splitlines())
     except (OSError, msgspec.DecodeError) as error:
         raise DemoError(f"the ledger {path} cannot be read: {error}") from error

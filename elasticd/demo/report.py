@@ -20,7 +20,7 @@ from elasticd_planner.value import StoredValue, Value
 
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.demo.record import Line, Record
+from elasticd.demo.record import DemoLine, DemoRecord
 from elasticd.demo.scenario import DemoError
 from elasticd.records import HistoryRecord
 
@@ -74,7 +74,7 @@ class Check(Value, frozen=True, kw_only=True):
     text: str
 
 
-class Report(StoredValue, frozen=True, kw_only=True, tag="demo-report"):
+class DemoReport(StoredValue, frozen=True, kw_only=True, tag="demo-report"):
     """Everything that is shown and written. `without_slow` is None where the other devices cannot hold the
     model. All speeds are those of emulated devices."""
 
@@ -98,7 +98,7 @@ class Report(StoredValue, frozen=True, kw_only=True, tag="demo-report"):
         return tuple(check for check in self.checks if not check.met)
 
 
-def report(record: Record) -> Report:
+def report(record: DemoRecord) -> DemoReport:
     """Raises DemoError where the record lacks something that every complete run has."""
     chaos = _events(record, "chaos")
     if len(chaos) != 2:
@@ -117,7 +117,7 @@ def report(record: Record) -> Report:
     ratio = ideal_ratio(rates.get(device.name, 1.0) for device in replanned.problem.cluster.devices)
     last, plain = record.ledger[-1].loss, record.plain[-1].loss
     pacing = record.pacing
-    bare = Report(
+    bare = DemoReport(
         emulated=True,
         speeds=speeds,
         without_slow=tokens / prediction.step_seconds if prediction is not None else None,
@@ -174,7 +174,7 @@ def _plans(steps: Sequence[StepRecord], slowed_at: float, recovered_at: float) -
 
 
 def _speeds(
-    record: Record, numbers: tuple[int, int, int], slowed_at: float, recovered_at: float
+    record: DemoRecord, numbers: tuple[int, int, int], slowed_at: float, recovered_at: float
 ) -> tuple[Speed, ...]:
     healthy, replanned, final = numbers
     phases = (
@@ -199,7 +199,7 @@ def _steady(steps: Iterable[StepRecord], number: int) -> list[StepRecord]:
     return [step for step in steps if step.plan == number][LEFT_OUT:]
 
 
-def _speed(record: Record, phase: str, number: int, steps: Sequence[StepRecord]) -> Speed:
+def _speed(record: DemoRecord, phase: str, number: int, steps: Sequence[StepRecord]) -> Speed:
     if not steps:
         raise DemoError(f"the record of the run has no whole step of the phase {phase!r}")
     speeds = sorted((step.tokens or 0) / step.seconds for step in steps)
@@ -226,11 +226,11 @@ def _speed(record: Record, phase: str, number: int, steps: Sequence[StepRecord])
 # -- switches ------------------------------------------------------------------------------------------------
 
 
-def _events(record: Record, kind: str) -> list[EventRecord]:
+def _events(record: DemoRecord, kind: str) -> list[EventRecord]:
     return [event for event in record.events if event.kind == kind]
 
 
-def _switch(record: Record, cause: str, since: float, base: int) -> Switch:
+def _switch(record: DemoRecord, cause: str, since: float, base: int) -> Switch:
     """The first switch to a plan newer than `base`, after the device was found slow or recovered."""
     device = record.scenario.slow_device
     detected = [e.time for e in _events(record, cause) if e.time >= since and e.data.get("device") == device]
@@ -257,7 +257,7 @@ def _switch(record: Record, cause: str, since: float, base: int) -> Switch:
 # -- checks --------------------------------------------------------------------------------------------------
 
 
-def _speed_checks(made: Report) -> tuple[Check, ...]:
+def _speed_checks(made: DemoReport) -> tuple[Check, ...]:
     _, slowed, after, recovered = made.speeds
     ratio = after.measured / after.predicted if after.predicted else 0.0
     if made.without_slow is None:
@@ -292,7 +292,7 @@ def _speed_checks(made: Report) -> tuple[Check, ...]:
 
 
 def _other_checks(
-    made: Report, record: Record, replanned: HistoryRecord, final: HistoryRecord
+    made: DemoReport, record: DemoRecord, replanned: HistoryRecord, final: HistoryRecord
 ) -> tuple[Check, ...]:
     device = record.scenario.slow_device
     given, back = work(replanned.plan, device), work(final.plan, device)
@@ -341,7 +341,7 @@ def _other_checks(
     )
 
 
-def samples_check(ledger: Sequence[Line], plain: Sequence[Line], steps: int) -> Check:
+def samples_check(ledger: Sequence[DemoLine], plain: Sequence[DemoLine], steps: int) -> Check:
     """Every step once and in order, every sample once, and each step's the same as in the reference, which
     draws them by itself."""
     name = "samples once"

@@ -14,10 +14,10 @@ from elasticd.coordinator.events.event_log import EventRecord, Pacing
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo import story
 from elasticd.demo.cluster import LEDGER, PLAIN_LEDGER, DemoCluster
-from elasticd.demo.progress import Progress
-from elasticd.demo.record import Record, read_ledger
-from elasticd.demo.scenario import JOB, DemoError, Scenario, check_installed
-from elasticd.demo.story import Action, Phase, Seen, Story
+from elasticd.demo.progress import DemoProgress
+from elasticd.demo.record import DemoRecord, read_ledger
+from elasticd.demo.scenario import JOB, DemoError, DemoScenario, check_installed
+from elasticd.demo.story import Action, DemoPhase, Seen, Story
 from elasticd.system.child_processes import Child, Processes
 
 #: Seconds between two looks at the coordinator.
@@ -79,7 +79,7 @@ class Folders(Value, frozen=True, kw_only=True):
             ) from error
 
 
-def run(scenario: Scenario, folders: Folders, console: Console) -> Record:
+def run(scenario: DemoScenario, folders: Folders, console: Console) -> DemoRecord:
     """The whole run. Raises DemoError or ProcessError where it fails, Interrupted where the user ends it."""
     check_installed()
     folders.prepare()
@@ -88,7 +88,7 @@ def run(scenario: Scenario, folders: Folders, console: Console) -> Record:
         tempfile.TemporaryDirectory(prefix="elasticd-demo-") as sockets,
         processes.interruptible(),
         processes,
-        Progress(console, scenario) as progress,
+        DemoProgress(console, scenario) as progress,
     ):
         progress.say("starting etcd, one coordinator and two agents")
         with DemoCluster(scenario, processes, folders.logs, Path(sockets)) as cluster:
@@ -97,7 +97,9 @@ def run(scenario: Scenario, folders: Folders, console: Console) -> Record:
             return _follow(scenario, cluster, processes, progress)
 
 
-def _follow(scenario: Scenario, cluster: DemoCluster, processes: Processes, progress: Progress) -> Record:
+def _follow(
+    scenario: DemoScenario, cluster: DemoCluster, processes: Processes, progress: DemoProgress
+) -> DemoRecord:
     """Looks, lets the story decide, and does what it says, until it is over."""
     seen, state = _Seen(cluster), Story()
     plain: Child | None = None
@@ -105,20 +107,20 @@ def _follow(scenario: Scenario, cluster: DemoCluster, processes: Processes, prog
         before = state.phase
         state, action = story.step(state, seen.look(), scenario, time.monotonic())
         progress.show(seen.job, state.phase, seen.events)
-        if state.phase is Phase.HEALTHY and before is not Phase.HEALTHY:
+        if state.phase is DemoPhase.HEALTHY and before is not DemoPhase.HEALTHY:
             plain = cluster.start_plain()
         if action is not None:
             _act(action, scenario, cluster, progress)
         cluster.tend()
         if state.phase not in story.OVER:
             processes.pause(_LOOK)
-    if state.phase is Phase.FAILED:
+    if state.phase is DemoPhase.FAILED:
         raise DemoError(state.reason)
     assert plain is not None
     return _gather(scenario, cluster, processes, progress, seen, plain)
 
 
-def _act(action: Action, scenario: Scenario, cluster: DemoCluster, progress: Progress) -> None:
+def _act(action: Action, scenario: DemoScenario, cluster: DemoCluster, progress: DemoProgress) -> None:
     device = scenario.slow_device
     if action is Action.SLOW:
         progress.say(f"$ elasticd chaos slow {device} {scenario.factor:g}")
@@ -129,13 +131,13 @@ def _act(action: Action, scenario: Scenario, cluster: DemoCluster, progress: Pro
 
 
 def _gather(
-    scenario: Scenario,
+    scenario: DemoScenario,
     cluster: DemoCluster,
     processes: Processes,
-    progress: Progress,
+    progress: DemoProgress,
     seen: _Seen,
     plain: Child,
-) -> Record:
+) -> DemoRecord:
     """The record, once every torchrun has ended by itself and the reference is done."""
     seen.look()
     assert seen.job is not None
@@ -146,7 +148,7 @@ def _gather(
     progress.say("the job is done; waiting for the same training by plain torch in one process")
     if processes.wait(plain, _PLAIN_SECONDS) != 0:
         raise DemoError(f"the reference (plain torch) failed:\n{plain.said()}")
-    return Record(
+    return DemoRecord(
         scenario=scenario,
         events=tuple(seen.events),
         steps=tuple(seen.steps),

@@ -11,7 +11,7 @@ from elasticd_planner.value import Value, refuse
 JOB = "demo"
 
 
-class Scenario(Value, frozen=True, kw_only=True):
+class DemoScenario(Value, frozen=True, kw_only=True):
     """forward and backward: seconds that a token takes in one whole block on a normal emulated device. Half a
     block then takes 60 ms for a micro-batch, long enough for communication on two cores to stay small beside
     it. memory: bytes of an emulated device, too few for a whole replica (the report checks that).

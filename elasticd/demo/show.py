@@ -11,11 +11,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from elasticd.demo.plot import plot
-from elasticd.demo.record import Record
-from elasticd.demo.report import MEBI, Report, Switch, report
+from elasticd.demo.record import DemoRecord
+from elasticd.demo.report import MEBI, DemoReport, Switch, report
 
 
-def show(record: Record, out: Path, console: Console) -> int:
+def show(record: DemoRecord, out: Path, console: Console) -> int:
     """Writes and prints the report; 0 when every check is met, else 1."""
     made = report(record)
     (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(made), indent=2) + b"\n")
@@ -37,7 +37,7 @@ def show(record: Record, out: Path, console: Console) -> int:
     return 0
 
 
-def speeds(made: Report) -> Table:
+def speeds(made: DemoReport) -> Table:
     """Throughput by phase, with the yardsticks below."""
     table = Table(
         title="The training is real, the speed of its devices is emulated", title_justify="left", box=None
@@ -64,7 +64,7 @@ def speeds(made: Report) -> Table:
     return table
 
 
-def lines(made: Report, device: str) -> Iterator[str]:
+def lines(made: DemoReport, device: str) -> Iterator[str]:
     """What each plan looked like, and what each switch cost."""
     shapes = {speed.plan: speed.shape for speed in made.speeds}
     guessed = {speed.plan for speed in made.speeds if speed.guessed}

@@ -24,7 +24,7 @@ from elasticd_planner.value import Value
 from elasticd.client import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.demo.scenario import Scenario
+from elasticd.demo.scenario import DemoScenario
 
 #: Seconds without a new step after which the job counts as standing still; the start may take longer.
 PATIENCE = 60.0
@@ -35,7 +35,7 @@ _OPENS = {"planning", "proposed"}
 _CLOSES = {"recorded", "kept_plan", "refused", "aborted"}
 
 
-class Phase(enum.Enum):
+class DemoPhase(enum.Enum):
     """Where the story is; the module's docstring says what each means."""
 
     STARTING = "starting"
@@ -48,17 +48,17 @@ class Phase(enum.Enum):
     FAILED = "failed"
 
 
-TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.STARTING: frozenset({Phase.HEALTHY, Phase.FAILED}),
-    Phase.HEALTHY: frozenset({Phase.SLOWED, Phase.FAILED}),
-    Phase.SLOWED: frozenset({Phase.REPLANNED, Phase.FAILED}),
-    Phase.REPLANNED: frozenset({Phase.RECOVERING, Phase.FAILED}),
-    Phase.RECOVERING: frozenset({Phase.RECOVERED, Phase.FAILED}),
-    Phase.RECOVERED: frozenset({Phase.ENDED, Phase.FAILED}),
-    Phase.ENDED: frozenset(),
-    Phase.FAILED: frozenset(),
+TRANSITIONS: dict[DemoPhase, frozenset[DemoPhase]] = {
+    DemoPhase.STARTING: frozenset({DemoPhase.HEALTHY, DemoPhase.FAILED}),
+    DemoPhase.HEALTHY: frozenset({DemoPhase.SLOWED, DemoPhase.FAILED}),
+    DemoPhase.SLOWED: frozenset({DemoPhase.REPLANNED, DemoPhase.FAILED}),
+    DemoPhase.REPLANNED: frozenset({DemoPhase.RECOVERING, DemoPhase.FAILED}),
+    DemoPhase.RECOVERING: frozenset({DemoPhase.RECOVERED, DemoPhase.FAILED}),
+    DemoPhase.RECOVERED: frozenset({DemoPhase.ENDED, DemoPhase.FAILED}),
+    DemoPhase.ENDED: frozenset(),
+    DemoPhase.FAILED: frozenset(),
 }
-OVER = frozenset({Phase.ENDED, Phase.FAILED})
+OVER = frozenset({DemoPhase.ENDED, DemoPhase.FAILED})
 
 
 class Action(enum.Enum):
@@ -80,42 +80,42 @@ class Story(Value, frozen=True, kw_only=True):
     """The machine's state. `base` is the plan that a newer one is awaited to follow, `progress` the number of
     steps seen and `since` the time at which they grew."""
 
-    phase: Phase = Phase.STARTING
+    phase: DemoPhase = DemoPhase.STARTING
     base: int = 0
     progress: int = 0
     since: float = 0.0
     reason: str = ""
 
 
-def step(state: Story, seen: Seen, scenario: Scenario, now: float) -> tuple[Story, Action | None]:
+def step(state: Story, seen: Seen, scenario: DemoScenario, now: float) -> tuple[Story, Action | None]:
     """One look at the job."""
     if state.phase in OVER or seen.job is None:
         return _waited(state, seen, now), None
     if seen.job.phase == "stopped":
         return _failed(state, f"the job stopped: {seen.job.reason}"), None
     state, action = _advance(state, seen, seen.job, scenario)
-    if seen.job.phase == "done" and state.phase is not Phase.ENDED:
+    if seen.job.phase == "done" and state.phase is not DemoPhase.ENDED:
         return _failed(state, _too_early(state, scenario)), None
     return _waited(state, seen, now), action
 
 
-def _advance(state: Story, seen: Seen, job: JobStatus, scenario: Scenario) -> tuple[Story, Action | None]:
+def _advance(state: Story, seen: Seen, job: JobStatus, scenario: DemoScenario) -> tuple[Story, Action | None]:
     number = job.plan.number if job.plan is not None else 0
     ran = sum(record.plan == number for record in seen.steps)
     newer = number > state.base
     match state.phase:
-        case Phase.STARTING if seen.steps:
-            return _enter(state, Phase.HEALTHY, 0), None
-        case Phase.HEALTHY if settled(seen) and ran >= scenario.healthy_steps:
-            return _enter(state, Phase.SLOWED, number), Action.SLOW
-        case Phase.SLOWED if newer and _told(seen, "slow", scenario.slow_device):
-            return _enter(state, Phase.REPLANNED, number), None
-        case Phase.REPLANNED if settled(seen) and ran >= scenario.replanned_steps:
-            return _enter(state, Phase.RECOVERING, number), Action.RECOVER
-        case Phase.RECOVERING if newer and _told(seen, "recovered", scenario.slow_device):
-            return _enter(state, Phase.RECOVERED, number), None
-        case Phase.RECOVERED if ran >= scenario.recovered_steps and job.phase == "done":
-            return _enter(state, Phase.ENDED, number), None
+        case DemoPhase.STARTING if seen.steps:
+            return _enter(state, DemoPhase.HEALTHY, 0), None
+        case DemoPhase.HEALTHY if settled(seen) and ran >= scenario.healthy_steps:
+            return _enter(state, DemoPhase.SLOWED, number), Action.SLOW
+        case DemoPhase.SLOWED if newer and _told(seen, "slow", scenario.slow_device):
+            return _enter(state, DemoPhase.REPLANNED, number), None
+        case DemoPhase.REPLANNED if settled(seen) and ran >= scenario.replanned_steps:
+            return _enter(state, DemoPhase.RECOVERING, number), Action.RECOVER
+        case DemoPhase.RECOVERING if newer and _told(seen, "recovered", scenario.slow_device):
+            return _enter(state, DemoPhase.RECOVERED, number), None
+        case DemoPhase.RECOVERED if ran >= scenario.recovered_steps and job.phase == "done":
+            return _enter(state, DemoPhase.ENDED, number), None
         case _:
             return state, None
 
@@ -131,13 +131,13 @@ def _told(seen: Seen, kind: str, device: str) -> bool:
     return any(event.kind == kind and event.data.get("device") == device for event in seen.events)
 
 
-def _enter(state: Story, phase: Phase, base: int) -> Story:
+def _enter(state: Story, phase: DemoPhase, base: int) -> Story:
     assert phase in TRANSITIONS[state.phase], f"{state.phase.value} does not lead to {phase.value}"
     return msgspec.structs.replace(state, phase=phase, base=base)
 
 
 def _failed(state: Story, reason: str) -> Story:
-    return msgspec.structs.replace(state, phase=Phase.FAILED, reason=reason)
+    return msgspec.structs.replace(state, phase=DemoPhase.FAILED, reason=reason)
 
 
 def _waited(state: Story, seen: Seen, now: float) -> Story:
@@ -153,14 +153,14 @@ def _waited(state: Story, seen: Seen, now: float) -> Story:
     return state
 
 
-def _too_early(state: Story, scenario: Scenario) -> str:
+def _too_early(state: Story, scenario: DemoScenario) -> str:
     waited = {
-        Phase.STARTING: "before any step was seen",
-        Phase.HEALTHY: "before its plan had settled",
-        Phase.SLOWED: f"before it replanned around {scenario.slow_device}",
-        Phase.REPLANNED: f"too soon after it replanned around {scenario.slow_device}",
-        Phase.RECOVERING: f"before it gave {scenario.slow_device} its work back",
-        Phase.RECOVERED: f"too soon after it gave {scenario.slow_device} its work back",
+        DemoPhase.STARTING: "before any step was seen",
+        DemoPhase.HEALTHY: "before its plan had settled",
+        DemoPhase.SLOWED: f"before it replanned around {scenario.slow_device}",
+        DemoPhase.REPLANNED: f"too soon after it replanned around {scenario.slow_device}",
+        DemoPhase.RECOVERING: f"before it gave {scenario.slow_device} its work back",
+        DemoPhase.RECOVERED: f"too soon after it gave {scenario.slow_device} its work back",
     }
     return (
         f"the job ended after its {scenario.steps} steps {waited[state.phase]}: "

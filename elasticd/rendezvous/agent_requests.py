@@ -13,7 +13,7 @@ import msgspec
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from elasticd.backoff import Backoff
-from elasticd.rendezvous.errors import Refusal
+from elasticd.rendezvous.errors import RendezvousRefusal
 from elasticd.version import __version__
 from elasticd.wire import messages, unix_socket
 from elasticd.wire.messages import Rejected, Shutdown, ToWorker
@@ -41,7 +41,7 @@ class Asking:
         try:
             self._connect(agent_seconds)
         except OSError as error:
-            raise Refusal(str(error)) from None
+            raise RendezvousRefusal(str(error)) from None
 
     def present(self, name: str, store: str, *, left: bool = False) -> RoundAnswer:
         """Say who this torchrun is; returns once the store has it. An agent that is started again hears it
@@ -60,7 +60,7 @@ class Asking:
             self._hang_up()
 
     def _ask(self, question: Callable[[int], Question]) -> RoundAnswer:
-        """Raises RendezvousConnectionError when there was no answer in time, Refusal when the agent says no."""
+        """Raises RendezvousConnectionError if no answer comes in time, RendezvousRefusal if it says no."""
         deadline = time.monotonic() + self.patience
         pause = Backoff(*_RETRY)
         with self._lock:
@@ -112,7 +112,7 @@ class Asking:
                 raise ConnectionResetError("the agent ended")
             answer = heard(data, first=first)
         if isinstance(answer, Rejected | Shutdown):
-            raise Refusal(answer.reason)
+            raise RendezvousRefusal(answer.reason)
         return answer
 
     def _hang_up(self) -> None:
@@ -122,11 +122,11 @@ class Asking:
 
 
 def heard(data: bytes, *, first: bool = False) -> ToWorker | None:
-    """A message of the agent; None for one to be skipped. Raises Refusal for bytes that are no message, and for
+    """A message of the agent; None for one to skip. Raises RendezvousRefusal for bytes that are none, and for
     the answer to the `first` message if its content cannot be decoded."""
     try:
         return messages.to_worker(data, first=first)
     except msgspec.DecodeError as error:
-        raise Refusal(
+        raise RendezvousRefusal(
             f"a message of the agent cannot be read ({error}): install the same release of elasticd for both"
         ) from None

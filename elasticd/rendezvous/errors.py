@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
 
-class Refusal(RendezvousError, SystemExit):
+class RendezvousRefusal(RendezvousError, SystemExit):
     """Taking part is impossible. A RendezvousError to a program; uncaught, it ends torchrun with its message
     and without a traceback."""
 
@@ -14,7 +14,7 @@ class Refusal(RendezvousError, SystemExit):
         super().__init__(self.code)
 
 
-class JobOver(RendezvousClosedError, SystemExit):
+class RendezvousOver(RendezvousClosedError, SystemExit):
     """The job has ended. Not torch's RendezvousGracefulExitError: after that one at its first rendezvous
     torchrun 2.13 fails on an AttributeError. Uncaught, this ends torchrun in good order, with code 0."""
 

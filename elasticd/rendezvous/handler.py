@@ -8,7 +8,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousPa
 
 from elasticd.names import name_refusal
 from elasticd.rendezvous import failure_message
-from elasticd.rendezvous.errors import Refusal
+from elasticd.rendezvous.errors import RendezvousRefusal
 from elasticd.rendezvous.live_mode import Handler
 from elasticd.system import process_mark
 
@@ -17,19 +17,21 @@ AGENT_SECONDS = 5.0
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The handler for torchrun's options. Raises Refusal for options that cannot work."""
+    """The handler for torchrun's options. Raises RendezvousRefusal for options that cannot work."""
     mode = str(parameters.get("mode", "live"))
     if mode not in ("live", "restart"):
-        raise Refusal(f"--rdzv-conf mode={mode} is unknown: leave it out (live), or say mode=restart")
+        raise RendezvousRefusal(f"--rdzv-conf mode={mode} is unknown: leave it out (live), or say mode=restart")
     if parameters.run_id in ("", "none"):
-        raise Refusal("name the job: torchrun --rdzv-id=NAME; torch's default 'none' would be shared by all")
+        raise RendezvousRefusal(
+            "name the job: torchrun --rdzv-id=NAME; torch's default 'none' would be shared by all"
+        )
     if why := name_refusal("--rdzv-id", parameters.run_id):
-        raise Refusal(why)
+        raise RendezvousRefusal(why)
     wait = str(parameters.get("agent_timeout", AGENT_SECONDS))
     try:
         seconds = float(wait)
     except ValueError:
-        raise Refusal(f"--rdzv-conf agent_timeout={wait} must be a number of seconds, as 5") from None
+        raise RendezvousRefusal(f"--rdzv-conf agent_timeout={wait} must be a number of seconds, as 5") from None
     failure_message.install()
     # By it the agent knows the workers, if this process is killed and leaves them behind.
     os.environ[process_mark.VARIABLE] = process_mark.mark(os.getpid()) or ""

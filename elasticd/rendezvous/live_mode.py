@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from elasticd.rendezvous.agent_requests import heard
-from elasticd.rendezvous.errors import JobOver, Refusal
+from elasticd.rendezvous.errors import RendezvousOver, RendezvousRefusal
 from elasticd.rendezvous.sigterm_echo import ignore_echoes
 from elasticd.version import __version__
 from elasticd.wire import messages, unix_socket
@@ -82,7 +82,7 @@ class Handler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Blocks until the job's nodes are complete. Raises Refusal or JobOver."""
+        """Blocks until the job's nodes are complete. Raises RendezvousRefusal or RendezvousOver."""
         joined = self._join()
         assert self._agent is not None
         store = RankStore(self._agent, joined)
@@ -132,8 +132,8 @@ class Handler(RendezvousHandler):
         self.shutdown()
         if isinstance(answer, Closed):
             print(f"elasticd: nothing to do: {answer.reason}", file=sys.stderr, flush=True)
-            raise JobOver(answer.reason)
-        raise Refusal(answer.reason)
+            raise RendezvousOver(answer.reason)
+        raise RendezvousRefusal(answer.reason)
 
 
 class AgentCalls:
@@ -144,7 +144,7 @@ class AgentCalls:
         try:
             self._sock = unix_socket.connect(path, seconds)
         except OSError as error:
-            raise Refusal(str(error)) from None
+            raise RendezvousRefusal(str(error)) from None
 
     def join(self, body: Join) -> Joined | Closed | Rejected | Shutdown | None:
         """Ask to take part and wait for the answer; None when the agent is gone."""
@@ -168,7 +168,7 @@ class AgentCalls:
                     raise RuntimeError(f"{op} {key} in the leader's store: {answer.error}")
                 return answer
             if isinstance(answer, Rejected | Shutdown):
-                raise Refusal(answer.reason)
+                raise RendezvousRefusal(answer.reason)
         raise RuntimeError(f"{op} {key} in the leader's store: no answer from the agent")
 
     def leave(self, job: str) -> None:

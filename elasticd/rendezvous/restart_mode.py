@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from elasticd.rendezvous.agent_requests import Asking
 from elasticd.rendezvous.backend import Backend
-from elasticd.rendezvous.errors import JobOver, Refusal
+from elasticd.rendezvous.errors import RendezvousOver, RendezvousRefusal
 from elasticd.rendezvous.sigterm_echo import ignore_echoes
 from elasticd.rendezvous.torch_state import first
 from elasticd.wire import unix_socket
@@ -60,13 +60,14 @@ class JobClosed(RendezvousClosedError, SystemExit):
 
 
 def restart_handler(parameters: RendezvousParameters, agent_seconds: float) -> RestartHandler:
-    """The handler for torchrun's options. Raises Refusal for options that cannot work, or without an agent."""
+    """The handler for torchrun's options. Raises RendezvousRefusal for those that cannot work, or without an
+    agent."""
     try:
         timeout = RendezvousTimeout(
             *(_seconds(parameters, f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat"))
         )
     except ValueError as error:
-        raise Refusal(f"--rdzv-conf: {error}") from None
+        raise RendezvousRefusal(f"--rdzv-conf: {error}") from None
     grace, settle = _number(parameters, "agent_grace", 5.0), _number(parameters, "settle", 1.0)
     path = parameters.endpoint or unix_socket.default_path()
     # The workers, which torchrun starts from this process, are to find the same agent.
@@ -101,7 +102,7 @@ class RestartHandler(DynamicRendezvousHandler):
         self._server: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Blocks until a round is complete and its torchruns have met. Raises JobClosed or JobOver."""
+        """Blocks until a round is complete and its torchruns have met. Raises JobClosed or RendezvousOver."""
         self._backend.patient = False
         self._asking.patience = self._settings.timeout.join.total_seconds()
         while True:
@@ -114,10 +115,10 @@ class RestartHandler(DynamicRendezvousHandler):
                 break
             except RoundBroken as broken:
                 print(f"elasticd: {broken}; another round", file=sys.stderr, flush=True)
-            except JobOver:
+            except RendezvousOver:
                 raise
             except RendezvousGracefulExitError as over:
-                raise JobOver(str(over)) from None
+                raise RendezvousOver(str(over)) from None
             except RendezvousClosedError:
                 raise JobClosed(
                     f"job {self.get_run_id()!r} was ended by one of its torchruns: see the first error there"
@@ -154,7 +155,7 @@ class RestartHandler(DynamicRendezvousHandler):
             closed = True
         if not failed:
             # A torchrun that failed dies without a word, and the others know it.
-            with contextlib.suppress(RendezvousError, Refusal):
+            with contextlib.suppress(RendezvousError, RendezvousRefusal):
                 self._asking.present(self._backend.me, "", left=True)
                 self._linger()
         self._asking.close()
@@ -162,7 +163,7 @@ class RestartHandler(DynamicRendezvousHandler):
 
     def _stand_by(self) -> None:
         """A torchrun that was excluded waits here without workers, for the others' end or their need of it.
-        Raises JobOver."""
+        Raises RendezvousOver."""
         self._backend.get_state()
         if not self._backend.out:
             return
@@ -172,7 +173,7 @@ class RestartHandler(DynamicRendezvousHandler):
             self._backend.get_state()
             # Looked at first: when the job is over nobody else is left, and this node would be needed.
             if self._backend.closed:
-                raise JobOver(f"job {self.get_run_id()!r} is over")
+                raise RendezvousOver(f"job {self.get_run_id()!r} is over")
 
     def _serve(self) -> None:
         """A store for the next round, told to the others before it is joined; this node may be its first."""
@@ -180,7 +181,7 @@ class RestartHandler(DynamicRendezvousHandler):
         try:
             self._server = TCPStore(address, 0, is_master=True, multi_tenant=True, timeout=_STORE_SECONDS)
         except RuntimeError as error:
-            raise Refusal(
+            raise RendezvousRefusal(
                 f"cannot serve a store at {address} ({error}): set address in section [agent] of the "
                 "configuration, or --local-addr, to one of this node's"
             ) from None
@@ -257,5 +258,5 @@ def _number(parameters: RendezvousParameters, key: str, default: float) -> float
     except ValueError:
         value = -1.0
     if value < 0:
-        raise Refusal(f"--rdzv-conf {key}={text} must be a number of seconds, as {default:g}")
+        raise RendezvousRefusal(f"--rdzv-conf {key}={text} must be a number of seconds, as {default:g}")
     return value

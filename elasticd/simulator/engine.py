@@ -30,7 +30,7 @@ class Due:
         self.cancelled = True
 
 
-class Engine:
+class EventEngine:
     """Plays calls in the order of (time, priority, order in which they were asked for)."""
 
     def __init__(self) -> None:

@@ -20,8 +20,16 @@ from elasticd_planner.value import Value
 
 from elasticd import recording
 from elasticd.machines.coordinator import machine
-from elasticd.machines.coordinator.machine import State
-from elasticd.machines.job.state.events import Configured, Effect, Event, Note, Planned, RequestPlan, Tick
+from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.job.state.events import (
+    Configured,
+    CoordinatorNote,
+    CoordinatorTick,
+    Effect,
+    Event,
+    Planned,
+    RequestPlan,
+)
 from elasticd.recording import Line
 from elasticd.simulator.planning import Planner
 
@@ -88,14 +96,14 @@ def replay(
     )
 
 
-def _decision(note: Note, seconds: float) -> Decision:
+def _decision(note: CoordinatorNote, seconds: float) -> Decision:
     return Decision(seconds=round(seconds, 6), kind=note.kind, job=note.job, text=note.text)
 
 
 class _Again:
     """The machine as it goes through the recording."""
 
-    state: State
+    state: CoordinatorState
 
     def __init__(
         self, planner: Planner, start: float, detect: DetectSettings | None, policy: PolicySettings | None
@@ -113,7 +121,7 @@ class _Again:
     def _other(self) -> bool:
         return self._detect is not None or self._policy is not None
 
-    def begin(self, state: State, at: float) -> None:
+    def begin(self, state: CoordinatorState, at: float) -> None:
         settings = msgspec.structs.replace(
             state.settings,
             detect=self._detect or state.settings.detect,
@@ -149,7 +157,7 @@ class _Again:
                 self._due.remove(due)
                 answer = self._planner.answer(self._asked[due[1:]])
                 self._step(Planned(job=due[1], token=due[2], answer=answer), self._last)
-            self._step(Tick(), self._last)
+            self._step(CoordinatorTick(), self._last)
 
     def _step(self, event: Event, at: float) -> None:
         before = {name: job.proposal for name, job in self.state.jobs.items()}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elasticd.machines.job.state.events import Note
-from elasticd.machines.job.state.job_state import OVER, Phase, Settings
+from elasticd.machines.job.state.events import CoordinatorNote
+from elasticd.machines.job.state.job_state import OVER, JobPhase, JobSettings
 from elasticd.records import Keys
 from elasticd.simulator.cluster.fault_events import Script
 from elasticd.simulator.cluster.launcher import Operator
@@ -14,7 +14,7 @@ from elasticd.simulator.cluster.nodes import Node, read_for_all
 from elasticd.simulator.cluster.worker import SimulationError
 from elasticd.simulator.cluster.workers import Began, WorkerGroup, whole_steps
 from elasticd.simulator.devices.device_model import Truth
-from elasticd.simulator.engine import Engine
+from elasticd.simulator.engine import EventEngine
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.results.baselines import baselines
 from elasticd.simulator.results.progress import Trained
@@ -69,7 +69,7 @@ class Simulation:
     ) -> None:
         self.scenario = scenario
         self._progress = progress
-        self.engine = Engine()
+        self.engine = EventEngine()
         self.planner = planner or Planner(scenario.times)
         self.cluster = scenario.cluster.cluster()
         self.truth = truth_of(scenario)
@@ -97,7 +97,7 @@ class Simulation:
         )
         self.nodes = [Node(node, self.worker_group, self._up, self._refused) for node in self.cluster.nodes]
         self._node = {node.name: node for node in self.nodes}
-        self.settings = Settings(
+        self.settings = JobSettings(
             detect=scenario.detect,
             policy=scenario.policy,
             flops=scenario.cluster.assumed,
@@ -179,7 +179,7 @@ class Simulation:
         if not self._out_of_time and (why := self._waits()):
             return f"it waits for capacity, its state is safe: {why}"
         job = self.leader.job(self.operator.job)
-        over = job is not None and job.phase is Phase.STOPPED and not self.operator.pending
+        over = job is not None and job.phase is JobPhase.STOPPED and not self.operator.pending
         return job.reason if over and job is not None else ""
 
     def _totals(self) -> Totals:
@@ -223,7 +223,7 @@ class Simulation:
         self._happened("turned_away", f"node {node}: {reason}", {"node": node})
         self._later(lambda: self._node[node].end("turned away"))
 
-    def _tell(self, note: Note) -> None:
+    def _tell(self, note: CoordinatorNote) -> None:
         joins = note.kind == "joined" and note.data.get("node") in self._node
         if note.kind not in _TOLD and not (joins and self._node[note.data["node"]].asks):
             return

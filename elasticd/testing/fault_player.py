@@ -46,7 +46,7 @@ class StandsStill(Exception):
     """The job makes no step for longer than any fault explains."""
 
 
-class Steps:
+class LedgerSteps:
     """How many steps the workers' scripts were given, by their ledgers in `folder`."""
 
     def __init__(self, folder: Path) -> None:
@@ -102,14 +102,14 @@ class Pause:
         return f"{self.device} was fenced off while it was between two steps: {found.reason}"
 
 
-class Live:
+class FaultPlayer:
     """`still`: seconds without a step after which the job counts as standing still; `elsewhere`: what cannot
     strike where it should strikes another device or node; `tell` gets a line for each fault."""
 
     def __init__(
         self,
         cluster: ChaosCluster,
-        steps: Steps,
+        steps: LedgerSteps,
         *,
         still: float = PATIENCE,
         elsewhere: bool = False,

@@ -14,7 +14,7 @@ import msgspec
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.value import Value
 
-from elasticd.codec.decoding import Reader, decoded_as, decoder_of, tag_of, version_refusal
+from elasticd.codec.decoding import MessageReader, decoded_as, decoder_of, tag_of, version_refusal
 from elasticd.codec.message import WIRE_VERSION as WIRE_VERSION
 from elasticd.codec.message import Message as Message
 from elasticd.records import JobSpec, NodeRecord, Proposal, Vote
@@ -219,7 +219,7 @@ class Leave(Message, frozen=True, kw_only=True, tag="leave"):
 # -- agent to worker and to rendezvous handler ---------------------------------------------------------------
 
 
-class Pace(Message, frozen=True, kw_only=True, tag="emulated-speed"):
+class EmulatedSpeed(Message, frozen=True, kw_only=True, tag="emulated-speed"):
     """Emulated speed of a device. Without times, `factor` stretches what the real computation took."""
 
     forward: float | None = None  # seconds a token takes in one complete block on a normal device
@@ -233,7 +233,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     device: str  # "node/local rank"
     incarnation: str  # id of this start of the worker's process
     address: str  # host that it listens on for its peers
-    pace: Pace | None = None  # emulated speed, if it is not the device's own
+    pace: EmulatedSpeed | None = None  # emulated speed, if it is not the device's own
 
 
 class Rejected(Message, frozen=True, kw_only=True, tag="rejected"):
@@ -344,7 +344,7 @@ ToWorker = (
     | Fetched
     | StoreAnswer
     | Shutdown
-    | Pace
+    | EmulatedSpeed
     | Joined
     | Attending
     | RoundAnswer
@@ -437,10 +437,14 @@ _REPORT = f'{{"type":"{tag_of(Report)}",'.encode()
 _MAY_OVERFLOW = re.compile(rb"\d{300}|[eE]\+?0*[1-9]\d{2}")
 _as_it_came = decoder_of(msgspec.Raw).decode
 _encoder = msgspec.json.Encoder()
-_from_worker: Reader[FromWorker | ToAgentAlone] = Reader(FromWorker | ToAgentAlone, "a worker or torchrun")
-_to_worker: Reader[ToWorker] = Reader(ToWorker, "the agent")
-_to_leader: Reader[ToLeader | Unread] = Reader(ToLeader, "an agent", lambda data, why: _unread(data, why))
-_to_agent: Reader[ToAgent] = Reader(ToAgent, "the leader")
+_from_worker: MessageReader[FromWorker | ToAgentAlone] = MessageReader(
+    FromWorker | ToAgentAlone, "a worker or torchrun"
+)
+_to_worker: MessageReader[ToWorker] = MessageReader(ToWorker, "the agent")
+_to_leader: MessageReader[ToLeader | Unread] = MessageReader(
+    ToLeader, "an agent", lambda data, why: _unread(data, why)
+)
+_to_agent: MessageReader[ToAgent] = MessageReader(ToAgent, "the leader")
 
 
 def encode(message: Message | PassedReport) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 from elasticd_agent.link_probe import SIZE, Crossings, next_idle
 from elasticd_agent.snapshots.port import StreamFailed
 
-from elasticd.machines.agent.state import DoneRead, PlanRead, ProposalRead, State
+from elasticd.machines.agent.state import AgentState, DoneRead, PlanRead, ProposalRead
 from elasticd.records import DoneRecord, NodeRecord, PlanRecord
 from elasticd.wire.probes import Crossed
 from tests.agent.test_streams import Pair, known
@@ -34,8 +34,8 @@ def target(*events: object) -> str | None:
 
 
 def test_the_next_node_without_work_is_probed_by_one_that_has_none_either() -> None:
-    assert next_idle(State(record=RECORD), []) is None
-    assert next_idle(State(record=RECORD), RING) == RING[0]
+    assert next_idle(AgentState(record=RECORD), []) is None
+    assert next_idle(AgentState(record=RECORD), RING) == RING[0]
     assert target(planned("n1/0")) == "n2"
     assert target(planned("n1/0", "n2/0")) is None
     assert target(planned("n0/0")) is None, "this one has work"
@@ -58,7 +58,7 @@ class Sender:
 
 
 def test_a_probe_is_told_unless_the_link_had_work_meanwhile() -> None:
-    state, told = [State(record=RECORD)], list[Crossed]()
+    state, told = [AgentState(record=RECORD)], list[Crossed]()
     sender = Sender()
     crossings = Crossings(1.0, sender, lambda: RING, lambda: state[0], told.append)
     asyncio.run(crossings.probe())
@@ -78,7 +78,9 @@ def test_an_agent_that_does_not_answer_is_no_measurement() -> None:
         raise StreamFailed("gone")
 
     told = list[Crossed]()
-    asyncio.run(Crossings(1.0, Sender(fails), lambda: RING, lambda: State(record=RECORD), told.append).probe())
+    asyncio.run(
+        Crossings(1.0, Sender(fails), lambda: RING, lambda: AgentState(record=RECORD), told.append).probe()
+    )
     assert told == []
 
 

@@ -25,12 +25,12 @@ from elasticd.wire.agent_orders import Drain, End
 from elasticd.wire.messages import (
     AgentHello,
     AgentRejected,
+    EmulatedSpeed,
     Finished,
     Goodbye,
     Hello,
     Join,
     Joined,
-    Pace,
     Propose,
     Rejected,
     Report,
@@ -344,10 +344,10 @@ def test_chaos_reaches_the_device_with_the_emulated_times(node: Node) -> None:
     leader = node.leader()
     node.agent(emulate=EmulateSection(enabled=True, forward=1e-4, backward=2e-4, memory=1 << 20))
     trainer = node.trainer()
-    assert trainer.welcomed(0).pace == Pace(forward=1e-4, backward=2e-4)
+    assert trainer.welcomed(0).pace == EmulatedSpeed(forward=1e-4, backward=2e-4)
     until(lambda: leader.bodies(Hello))
-    leader.send(ToClient(client="device:n0/0", body=Pace(factor=3.0)))
-    assert trainer.hear() == Pace(forward=1e-4, backward=2e-4, factor=3.0)
+    leader.send(ToClient(client="device:n0/0", body=EmulatedSpeed(factor=3.0)))
+    assert trainer.hear() == EmulatedSpeed(forward=1e-4, backward=2e-4, factor=3.0)
 
 
 def test_torchrun_joins_and_a_leader_that_comes_later_hears_of_it(node: Node) -> None:

@@ -16,8 +16,11 @@ from elasticd_agent.worker_socket import Workers
 
 from elasticd.machines.agent import machine
 from elasticd.machines.agent.state import (
+    AgentDrained,
+    AgentPhase,
+    AgentState,
+    AgentTick,
     DoneRead,
-    Drained,
     Ended,
     Event,
     HangUp,
@@ -25,13 +28,10 @@ from elasticd.machines.agent.state import (
     LinkDown,
     LinkUp,
     Opened,
-    Phase,
     PlanRead,
     ProposalRead,
     Result,
     Said,
-    State,
-    Tick,
 )
 from elasticd.records import DoneRecord, Keys, NodeRecord, PlanRecord, encode
 from elasticd.store.protocol import StoreError
@@ -39,11 +39,11 @@ from elasticd.testing.waiting import until
 from elasticd.wire import messages, unix_socket
 from elasticd.wire.agent_orders import Drain
 from elasticd.wire.messages import (
+    EmulatedSpeed,
     Hello,
     Join,
     Joined,
     Leave,
-    Pace,
     Rejected,
     Shutdown,
     StayedOnPlan,
@@ -56,7 +56,7 @@ from tests.machines.agent_scene import hello, join, run, said
 from tests.machines.hostile import Hostile
 
 KEYS = Keys(cluster=CLUSTER)
-Where = Callable[[State, Any], bool]
+Where = Callable[[AgentState, Any], bool]
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, Where], None]:
 
 
 def raising(handler: machine.Handler, where: Where) -> machine.Handler:
-    def handle(state: State, event: Any, now: float) -> Result:
+    def handle(state: AgentState, event: Any, now: float) -> Result:
         if where(state, event):
             raise RuntimeError("a defect")
         return handler(state, event, now)
@@ -86,7 +86,7 @@ def raising(handler: machine.Handler, where: Where) -> machine.Handler:
     return handle
 
 
-def always(state: State, event: Event) -> bool:
+def always(state: AgentState, event: Event) -> bool:
     return True
 
 
@@ -186,7 +186,7 @@ def test_an_order_that_the_agent_fails_on_costs_that_jobs_workers_on_the_node(
     assert "elasticd failed on DoneRead" in gone.how
 
 
-@pytest.mark.parametrize("kind", [LinkUp, Tick])
+@pytest.mark.parametrize("kind", [LinkUp, AgentTick])
 def test_a_client_that_makes_everything_fail_is_let_go_and_the_others_stay(
     node: Node, fails: Callable[[type, Where], None], kind: type
 ) -> None:
@@ -215,7 +215,7 @@ def test_a_link_of_which_nothing_can_be_made_is_tried_anew(
     assert len(tries) > 5
 
 
-@pytest.mark.parametrize("kind", [LinkDown, Heard, Drained, Tick])
+@pytest.mark.parametrize("kind", [LinkDown, Heard, AgentDrained, AgentTick])
 def test_an_event_of_no_client_costs_itself(
     node: Node, fails: Callable[[type, Where], None], kind: type
 ) -> None:
@@ -231,9 +231,9 @@ def test_an_event_of_no_client_costs_itself(
         until(lambda: len(leader.bodies(Hello)) == 2)
     else:
         leader.send(Drain(on=True))
-        leader.send(ToClient(client="device:n0/0", body=Pace(factor=2.0)))
-        leader.send(ToClient(client="device:n0/0", body=Pace(factor=3.0)))
-        while trainer.hear() != Pace(factor=3.0):
+        leader.send(ToClient(client="device:n0/0", body=EmulatedSpeed(factor=2.0)))
+        leader.send(ToClient(client="device:n0/0", body=EmulatedSpeed(factor=3.0)))
+        while trainer.hear() != EmulatedSpeed(factor=3.0):
             pass
     until(lambda: failed)
     assert running.error is None
@@ -340,8 +340,8 @@ EVENTS: tuple[Event, ...] = (
     Ended(client="nobody", how="it ended"),
     LinkUp(),
     LinkDown(),
-    Tick(),
-    Drained(on=True),
+    AgentTick(),
+    AgentDrained(on=True),
     ProposalRead(job="job", proposal=None),
     PlanRead(job="job", record=PlanRecord(plan=plan(1, {"n0/0": "i0"}), epoch=5, step=0)),
     DoneRead(job="job", record=DoneRecord(step=1, epoch=5)),
@@ -363,7 +363,7 @@ def test_whatever_fails_the_state_after_it_is_one_to_go_on_from(
                 within.setitem(machine.TABLE, (phase, kind), handler)  # type: ignore[arg-type]
         state, _ = machine.failed(state, event, RuntimeError("a defect"), 0.0)
     assert all(client in state.clients for client, _ in state.calls)
-    if state.phase is Phase.LINKED:
+    if state.phase is AgentPhase.LINKED:
         state, _ = run(LinkDown(), state=state)
     state, _ = run(LinkUp(), state=state)
     if "w0" not in state.clients:
@@ -375,8 +375,8 @@ def test_a_link_comes_without_the_words_of_one_that_is_gone_where_these_make_it_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     state, _ = run(hello(0), hello(1), said(StayedOnPlan(number=1, step=1)), Ended(client="w0", how="it ended"))
-    handler = raising(machine.TABLE[Phase.AWAY, LinkUp], lambda state, event: bool(state.departed))
-    monkeypatch.setitem(machine.TABLE, (Phase.AWAY, LinkUp), handler)  # type: ignore[arg-type]
+    handler = raising(machine.TABLE[AgentPhase.AWAY, LinkUp], lambda state, event: bool(state.departed))
+    monkeypatch.setitem(machine.TABLE, (AgentPhase.AWAY, LinkUp), handler)  # type: ignore[arg-type]
     state, effects = machine.failed(state, LinkUp(), RuntimeError("a defect"), 0.0)
-    assert (state.phase, {*state.clients}) == (Phase.LINKED, {"w1"})
+    assert (state.phase, {*state.clients}) == (AgentPhase.LINKED, {"w1"})
     assert not any(isinstance(effect, HangUp) for effect in effects)

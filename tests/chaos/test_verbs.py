@@ -14,7 +14,7 @@ from elasticd_planner.value import Invalid
 from elasticd.chaos.client import Chaos
 from elasticd.cli.app import elasticd
 from elasticd.client import Api, CannotReach
-from elasticd.machines.job.state.job_state import Settings
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.store.memory import MemoryStore
 from elasticd.testing.waiting import until
 from tests.integration import train
@@ -31,7 +31,7 @@ PLANS = {
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    patient = Settings(node_seconds=3.0)  # a step that a busy machine holds up is no fault
+    patient = JobSettings(node_seconds=3.0)  # a step that a busy machine holds up is no fault
     with Cluster({"a": 1, "b": 1}, plans=PLANS, settings=patient) as made:
         made.run(SCRIPT, steps=2000)
         made.runs(1, steps=2)

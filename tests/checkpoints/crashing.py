@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from elasticd.checkpoints.disk import LocalDisk, Stream
+from elasticd.checkpoints.disk import LocalDisk, WritableFile
 
 
 class Crash(Exception):
@@ -52,7 +52,7 @@ class CrashingDisk:
             self._end()
         self._disk.make_folder(path)
 
-    def create(self, path: Path) -> Stream:
+    def create(self, path: Path) -> WritableFile:
         if self._next():
             self._end()
         self._named.append((path, None))
@@ -86,7 +86,7 @@ class CrashingDisk:
 
 
 class _CrashingFile:
-    def __init__(self, disk: CrashingDisk, path: Path, stream: Stream) -> None:
+    def __init__(self, disk: CrashingDisk, path: Path, stream: WritableFile) -> None:
         self._disk, self._path, self._stream = disk, path, stream
 
     def write(self, data: bytes | bytearray | memoryview) -> None:

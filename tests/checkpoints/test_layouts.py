@@ -16,7 +16,7 @@ from elasticd.checkpoints.checksums import BLOCK, Damaged, SummedStream
 from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import look
 from elasticd.checkpoints.manifest import Manifest
-from elasticd.checkpoints.reader import Reader, Wanted
+from elasticd.checkpoints.reader import CheckpointReader, Wanted
 from elasticd.runtime.checkpoint.loader import load
 from elasticd.runtime.checkpoint.staging import share
 from tests.checkpoints.support import THREE, WHOLE, save
@@ -96,7 +96,7 @@ def test_only_the_blocks_that_are_needed_are_read(tmp_path: Path) -> None:
         (Box(start=(1, 100), stop=(2, 101)), BLOCK),
         (whole, 16 * BLOCK),
     ):
-        reader = Reader(path, found)
+        reader = CheckpointReader(path, found)
         into = torch.empty(box.shape, dtype=torch.float64)
         reader.read([Wanted(Item("w", "value"), "value", box, into.reshape(-1).view(torch.uint8).numpy())])
         assert torch.equal(into, wide[box.slices(whole)])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from elasticd_planner.layout.layouts import Layouts
 
-from elasticd.checkpoints.disk import LocalDisk, Stream
+from elasticd.checkpoints.disk import LocalDisk, WritableFile
 from elasticd.checkpoints.folder import UNFINISHED, damages, scan
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.saver import Saver
@@ -28,7 +28,7 @@ class Held(LocalDisk):
         self.go, self.broken = threading.Event(), False
         self.go.set()
 
-    def create(self, path: Path) -> Stream:
+    def create(self, path: Path) -> WritableFile:
         assert self.go.wait(30)
         if self.broken:
             raise OSError(28, "No space left on device")

@@ -23,7 +23,7 @@ from elasticd.coordinator.daemon import Coordinator, run, serve
 from elasticd.coordinator.election import CannotLead
 from elasticd.coordinator.http import agent_socket
 from elasticd.coordinator.leader import LARGEST_RANK
-from elasticd.machines.job.state.job_state import Phase, fresh
+from elasticd.machines.job.state.job_state import JobPhase, fresh
 from elasticd.records import DoneRecord, Keys, PlanRecord, Proposal, decode
 from elasticd.store.leader import Leader, read_leader
 from elasticd.store.memory import MemoryServer, MemoryStore
@@ -176,7 +176,7 @@ def test_stopping_a_job_says_which_nodes_agents_are_too_old_to_tell_their_worker
             agent(coordinator, node_record("beta"), release="0.1.0") as beta,
         ):
             await started(server, [alpha, beta])
-            await until(lambda: coordinator.leading.state.jobs[JOB].phase is Phase.RUNNING)
+            await until(lambda: coordinator.leading.state.jobs[JOB].phase is JobPhase.RUNNING)
             stop = ("stop", JOB, "--wait", "1", "--coordinator", coordinator.url)
             done = await asyncio.to_thread(call, *stop)
             assert "cannot tell their workers to go: beta (elasticd 0.1.0). The workers there" in done.stderr
@@ -197,7 +197,7 @@ def test_a_leader_whose_etcd_is_found_to_be_an_old_copy_ends_and_names_the_file(
             await coordinator.start()
             store.put(KEYS.job(JOB, "plan"), b"as it was a while ago")
             memory.note(marks={KEYS.job(JOB, "plan"): Mark(created=2, modified=10_000, changes=9)})
-            job = msgspec.structs.replace(fresh(JOB, Phase.RUNNING, 0.0), highest=1)
+            job = msgspec.structs.replace(fresh(JOB, JobPhase.RUNNING, 0.0), highest=1)
             state = coordinator.leading.state
             coordinator.leading.state = msgspec.structs.replace(state, jobs={JOB: job})
             with pytest.raises(CannotLead, match=r"restored from an old copy.*delete that file"):
@@ -464,14 +464,14 @@ def test_leader_answers_all_while_a_plan_is_made(tmp_path: Path) -> None:
         ):
             starting = asyncio.create_task(started(server, [alpha, beta]))
             await until(
-                lambda: (job := coordinator.leading.state.jobs.get(JOB)) and job.phase is Phase.PLANNING
+                lambda: (job := coordinator.leading.state.jobs.get(JOB)) and job.phase is JobPhase.PLANNING
             )
             for number in range(5):
                 assert (await get(coordinator, "/readyz"))[0] == 200
                 call = StoreCall(id=number, op="set", key=f"plan/1/{number}", value=b"x")
                 await beta.tell(FakeWorker(device="beta/0", incarnation="i-beta/0").up(call))
                 await until(lambda number=number: StoreAnswer(id=number) in beta.bodies("wbeta/0"))
-            assert coordinator.leading.state.jobs[JOB].phase is Phase.PLANNING
+            assert coordinator.leading.state.jobs[JOB].phase is JobPhase.PLANNING
             assert not starting.done()
             gate.touch()
             await starting
@@ -591,7 +591,7 @@ def test_a_node_whose_words_have_too_much_written_is_heard_more_slowly_and_no_ot
             agent(coordinator, node_record("beta")) as beta,
         ):
             workers = await started(server, [alpha, beta])
-            await until(lambda: coordinator.leading.state.jobs[JOB].phase is Phase.RUNNING)
+            await until(lambda: coordinator.leading.state.jobs[JOB].phase is JobPhase.RUNNING)
             here = {worker.device: worker for worker in workers}
             for number in range(saved):
                 name = f"step-{number:08d}.plan-1.{'x' * 40}"

@@ -32,7 +32,7 @@ from elasticd.config.security import SecuritySection
 from elasticd.config.tree import AgentSection, ClusterSection, Config
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.http import server as listening
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import Keys, NodeRecord, decode
 from elasticd.records import encode as record
 from elasticd.store.memory import MemoryServer, MemoryStore
@@ -102,7 +102,7 @@ class Calm:
 
     def check(self) -> None:
         job = self._coordinator.leading.state.jobs[JOB]
-        assert (job.phase, job.number, job.fence, job.proposal) == (Phase.RUNNING, 1, None, None)
+        assert (job.phase, job.number, job.fence, job.proposal) == (JobPhase.RUNNING, 1, None, None)
         told = {event.kind for event in self._coordinator.leading.journal.events() if event.job == JOB}
         assert not told & {"fenced", "aborted", "worker_lost", "stopped", "finished", "defect"}
         assert all(not this.closed for this in self._agents.values())
@@ -254,7 +254,7 @@ def test_leader_leads_on_and_another_jobs_steps_count_whatever_is_said(
             agent(coordinator, node_record("beta")) as beta,
         ):
             workers = await started(server, [alpha, beta])
-            await until(lambda: coordinator.leading.state.jobs[JOB].phase is Phase.RUNNING)
+            await until(lambda: coordinator.leading.state.jobs[JOB].phase is JobPhase.RUNNING)
             calm = Calm(coordinator, [alpha, beta], workers)
             await calm.step()
             settings = Config(cluster=ClusterSection(name="test"), agent=section)

@@ -6,7 +6,7 @@ import msgspec
 from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.coordinator.events.event_log import Journal, Pacing
-from elasticd.machines.job.state.events import Note
+from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.wire.messages import Report
 
 
@@ -20,7 +20,7 @@ def report(step: int, loss: float | None = 1.0) -> Report:
 def test_events_have_ids_that_grow_and_the_oldest_go() -> None:
     journal = Journal(events=3)
     for i in range(5):
-        journal.tell(Note(kind="slow", text=str(i)), time=float(i))
+        journal.tell(CoordinatorNote(kind="slow", text=str(i)), time=float(i))
     assert [record.id for record in journal.events()] == [3, 4, 5]
     assert [record.text for record in journal.events(after=4)] == ["4"]
     assert journal.events(after=5) == []

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.coordinator import bootstrap_store
-from elasticd.coordinator.bootstrap_store import LARGEST_VALUE, KeyValue, Room
+from elasticd.coordinator.bootstrap_store import LARGEST_VALUE, BootstrapRoom, BootstrapStore
 from elasticd.wire.messages import StoreAnswer, StoreCall
 
 
-def ask(store: KeyValue, op: str, key: str, value: bytes = b"", seconds: float = 5.0) -> StoreAnswer:
+def ask(store: BootstrapStore, op: str, key: str, value: bytes = b"", seconds: float = 5.0) -> StoreAnswer:
     return asyncio.run(store.call(call(op, key, value, seconds)))
 
 
@@ -22,7 +22,7 @@ def call(op: str, key: str, value: bytes = b"", seconds: float = 5.0) -> StoreCa
 
 
 def test_what_was_set_is_got_checked_and_deleted() -> None:
-    store = KeyValue()
+    store = BootstrapStore()
     assert ask(store, "set", "a", b"\x00\xff").error is None
     assert ask(store, "get", "a") == StoreAnswer(id=3, value=b"\x00\xff")
     assert ask(store, "check", "a").number == 1
@@ -32,14 +32,14 @@ def test_what_was_set_is_got_checked_and_deleted() -> None:
 
 
 def test_a_call_that_this_release_lacks_is_answered_with_an_error() -> None:
-    store = KeyValue()
+    store = BootstrapStore()
     ask(store, "set", "a", b"x")
     assert "has no bootstrap store call 'append'" in (ask(store, "append", "a", b"y").error or "")
     assert ask(store, "get", "a").value == b"x"
 
 
 def test_add_counts_in_text_as_torch_does() -> None:
-    store = KeyValue()
+    store = BootstrapStore()
     assert ask(store, "add", "n", b"2").number == 2
     assert ask(store, "add", "n", b"3").number == 5
     assert ask(store, "get", "n").value == b"5"
@@ -49,7 +49,7 @@ def test_add_counts_in_text_as_torch_does() -> None:
 
 @pytest.mark.parametrize("number", ["9" * 400, str(1 << 63)])
 def test_no_number_is_too_long_for_the_keys_of_others(number: str) -> None:
-    store = KeyValue()
+    store = BootstrapStore()
     ask(store, "set", f"plan/{number}/x", b"")
     ask(store, "set", "plan/1/x", b"")
     store.drop_before(5)
@@ -63,7 +63,7 @@ def test_no_number_is_too_long_for_the_keys_of_others(number: str) -> None:
 
 def test_get_waits_for_its_key() -> None:
     async def body() -> StoreAnswer:
-        store = KeyValue()
+        store = BootstrapStore()
         waiting = asyncio.create_task(store.call(call("get", "late")))
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -74,12 +74,12 @@ def test_get_waits_for_its_key() -> None:
 
 
 def test_get_of_a_key_that_never_comes_says_so() -> None:
-    assert "no process set k within 0.01 s" in (ask(KeyValue(), "get", "k", seconds=0.01).error or "")
+    assert "no process set k within 0.01 s" in (ask(BootstrapStore(), "get", "k", seconds=0.01).error or "")
 
 
 def test_keys_of_plans_before_are_dropped_and_who_waits_for_them_is_told() -> None:
-    async def body() -> tuple[KeyValue, StoreAnswer]:
-        store = KeyValue()
+    async def body() -> tuple[BootstrapStore, StoreAnswer]:
+        store = BootstrapStore()
         for key in ("plan/1/a", "plan/2/a", "plan/3/a", "other"):
             await store.call(call("set", key, b"v"))
         waiting = asyncio.create_task(store.call(call("get", "plan/1/never")))
@@ -96,7 +96,7 @@ def test_keys_of_plans_before_are_dropped_and_who_waits_for_them_is_told() -> No
 
 
 def test_what_is_too_large_or_no_number_is_answered_with_an_error_and_harms_nothing() -> None:
-    store = KeyValue()
+    store = BootstrapStore()
     assert "characters: at most" in (ask(store, "set", "k" * 2000).error or "")
     assert "bytes: at most" in (ask(store, "set", "k", b"x" * (LARGEST_VALUE + 1)).error or "")
     for value in (b"9" * 5000, b"1_000", b" 1", b"+1", str(2**63).encode(), "\u0663".encode()):
@@ -111,7 +111,7 @@ def test_what_is_too_large_or_no_number_is_answered_with_an_error_and_harms_noth
 
 def test_a_jobs_store_is_bounded_and_what_goes_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap_store, "LARGEST_JOB", 100)
-    store = KeyValue()
+    store = BootstrapStore()
     assert ask(store, "set", "plan/1/a", b"x" * 60).error is None
     assert "there is no room for" in (ask(store, "set", "plan/1/b", b"x" * 60).error or "")
     assert ask(store, "set", "plan/1/a", b"").error is None
@@ -122,7 +122,7 @@ def test_a_jobs_store_is_bounded_and_what_goes_makes_room(monkeypatch: pytest.Mo
     assert ask(store, "set", "plan/2/a", b"x" * 90).error is None
 
 
-def fill(store: KeyValue, node: str, plan: int = 1) -> int:
+def fill(store: BootstrapStore, node: str, plan: int = 1) -> int:
     """As many keys as one node may have in a store; how many."""
     for number in range(1000):
         set_ = call("set", f"plan/{plan}/{node}{number:03}", bytes(100))
@@ -132,12 +132,12 @@ def fill(store: KeyValue, node: str, plan: int = 1) -> int:
 
 
 def test_one_job_or_one_node_leaves_room_for_the_others() -> None:
-    room = Room(10_000)
-    first, second = KeyValue(room), KeyValue(room)
+    room = BootstrapRoom(10_000)
+    first, second = BootstrapStore(room), BootstrapStore(room)
     assert 30 < fill(first, "alpha") < 50, "about a half"
     assert fill(second, "alpha") == 0, "its node has had its share"
     assert 10 < fill(second, "beta") < 25, "half of what was left"
-    assert asyncio.run(KeyValue(room).call(call("set", "k", bytes(100)), "gamma")).error is None
+    assert asyncio.run(BootstrapStore(room).call(call("set", "k", bytes(100)), "gamma")).error is None
     said = asyncio.run(first.call(call("set", "plan/1/x", bytes(100)), "alpha")).error or ""
     assert "all jobs' bootstrap stores share" in said
     assert "node alpha" in said
@@ -161,8 +161,8 @@ def test_one_job_or_one_node_leaves_room_for_the_others() -> None:
 )
 def test_it_holds_what_a_plain_table_would_and_counts_its_bytes(done: list[tuple[str, str, int]]) -> None:
     async def body() -> None:
-        room = Room(1 << 20)
-        store, plain = KeyValue(room), dict[str, bytes]()
+        room = BootstrapRoom(1 << 20)
+        store, plain = BootstrapStore(room), dict[str, bytes]()
         for op, key, number in done:
             if op == "drop":
                 store.drop_before(number)

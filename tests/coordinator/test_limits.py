@@ -17,7 +17,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from elasticd.config.security import SecuritySection
 from elasticd.coordinator.http import agent_socket, middleware
-from elasticd.coordinator.http.middleware import LARGEST_BODY, Bucket
+from elasticd.coordinator.http.middleware import LARGEST_BODY, TokenBucket
 from elasticd.coordinator.http.server import configured
 from elasticd.wire.messages import AgentHello, encode
 from tests.coordinator.agents import until
@@ -180,7 +180,7 @@ def test_connection_that_asks_for_nothing_is_dropped() -> None:
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=60), st.floats(1, 100))
 def test_bucket_never_lets_more_through_than_its_rate_and_one_burst(pauses: list[float], rate: float) -> None:
     now, taken = 0.0, 0
-    bucket = Bucket(rate, now)
+    bucket = TokenBucket(rate, now)
     for pause in pauses:
         now += pause
         wait = bucket.wait(now)

@@ -15,9 +15,9 @@ from elasticd.config.credentials import Credentials
 from elasticd.coordinator.connections import Connections
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.events import event_pages
-from elasticd.coordinator.metrics import Metrics
-from elasticd.machines.coordinator.machine import State
-from elasticd.machines.job.state.job_state import Phase, fresh
+from elasticd.coordinator.metrics import LeaderMetrics
+from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.job.state.job_state import JobPhase, fresh
 from elasticd.records import Keys
 from elasticd.store.protocol import KeyValue
 from elasticd.wire.messages import Leave, StayedOnPlan, encode
@@ -60,9 +60,11 @@ def test_a_scrape_shows_nodes_devices_jobs_and_counts() -> None:
             assert found["elasticd_leader_epoch", ()] == coordinator.leading.state.epoch
             assert not any(name.startswith("elasticd_job") for name, _ in found)
 
-            job = fresh("train", Phase.RUNNING, 0.0)
+            job = fresh("train", JobPhase.RUNNING, 0.0)
             state = coordinator.leading.state
-            coordinator.leading.state = State(epoch=state.epoch, nodes=state.nodes, jobs={"train": job})
+            coordinator.leading.state = CoordinatorState(
+                epoch=state.epoch, nodes=state.nodes, jobs={"train": job}
+            )
             found = await scrape(coordinator)
             assert found["elasticd_job_phase", (("job", "train"), ("phase", "running"))] == 1
             assert found["elasticd_job_phase", (("job", "train"), ("phase", "done"))] == 0
@@ -139,12 +141,12 @@ def test_what_is_skipped_of_the_store_is_counted_though_it_is_logged_once() -> N
 
 
 def test_the_dashboard_asks_for_metrics_that_are_there_and_for_each_of_them() -> None:
-    metrics = Metrics()
+    metrics = LeaderMetrics()
     metrics.message("Up", 0.01)
     metrics.refused("silent")
     metrics.event("swapped")
     metrics.request(200)
-    text = metrics.text(State(epoch=1), Connections(), store_away=False).decode()
+    text = metrics.text(CoordinatorState(epoch=1), Connections(), store_away=False).decode()
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP")}
     families = {name for name in families if not name.endswith("_created")}  # when each count began
     families.remove("elasticd_device_rate")  # the name of a slowdown before release 0.2

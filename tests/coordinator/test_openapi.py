@@ -19,7 +19,7 @@ from elasticd.config.security import SecuritySection
 from elasticd.coordinator.api_types import ClusterStatus, Refusal
 from elasticd.coordinator.http.api import Rest, Served
 from elasticd.coordinator.http.app import application
-from elasticd.coordinator.http.chaos import Chaos
+from elasticd.coordinator.http.chaos import ChaosRoutes
 from elasticd.coordinator.http.openapi import document
 from elasticd.coordinator.http.routing import Endpoint, endpoints
 from elasticd.machines.job.state.events import AgentUp
@@ -61,7 +61,7 @@ bounded = settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 #: What the document lists, for a leader that is not there: a declaration needs none.
-DECLARED = (*endpoints(Rest(cast(Served, None))), *endpoints(Chaos(cast(Served, None))))
+DECLARED = (*endpoints(Rest(cast(Served, None))), *endpoints(ChaosRoutes(cast(Served, None))))
 #: A recording goes on until the caller goes (tests/simulation/test_replay.py).
 OPERATIONS = [
     pytest.param(known, id=f"{known.method} {known.path}") for known in DECLARED if known.name != "record"

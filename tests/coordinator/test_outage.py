@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from elasticd.config.tree import AgentSection, ClusterSection, Config
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import Fence, Keys, decode
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.wire import messages
@@ -90,7 +90,7 @@ def test_nobody_is_told_of_a_death_before_the_store_is_back(tmp_path: Path) -> N
                     await asyncio.to_thread(switch, survivor)
                     server.outage(True)
                     process.kill()
-                    await until(lambda: coordinator.leading.state.jobs[JOB].phase is Phase.RECOVERING)
+                    await until(lambda: coordinator.leading.state.jobs[JOB].phase is JobPhase.RECOVERING)
                 writer = coordinator.leading.writer
                 assert writer is not None
                 await until(lambda: writer.away)

@@ -18,7 +18,7 @@ from elasticd.coordinator.events import event_pages as module
 from elasticd.coordinator.events.event_log import Journal
 from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, TOGETHER, Pages
 from elasticd.coordinator.events.switch_gain import AFTER, BEFORE, Gain, gain_of
-from elasticd.machines.job.state.events import Note
+from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.records import Keys
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import KeyValue
@@ -75,7 +75,7 @@ def test_a_later_leader_has_all_that_was_written_in_order(actions: list[str], to
         shop, events, step = Shop(), list[str](), 0
         for number, action in enumerate(actions):
             if action == "event":
-                shop.journal.tell(Note(kind="slow", text=str(number)), time=1.0)
+                shop.journal.tell(CoordinatorNote(kind="slow", text=str(number)), time=1.0)
                 events.append(str(number))
             elif action in ("step", "again"):
                 step = max(1, step - 3) if action == "again" else step + 1
@@ -94,11 +94,11 @@ def test_a_later_leader_has_all_that_was_written_in_order(actions: list[str], to
 def test_a_cursor_misses_nothing_when_the_leader_changes() -> None:
     """Also where the last events of the old one were read by somebody and never written."""
     shop = Shop()
-    shop.journal.tell(Note(kind="slow", text="kept"), time=1.0)
+    shop.journal.tell(CoordinatorNote(kind="slow", text="kept"), time=1.0)
     shop.write()
-    cursor = shop.journal.tell(Note(kind="slow", text="read and lost"), time=2.0).id
+    cursor = shop.journal.tell(CoordinatorNote(kind="slow", text="read and lost"), time=2.0).id
     shop.lead()
-    shop.journal.tell(Note(kind="slow", text="new"), time=3.0)
+    shop.journal.tell(CoordinatorNote(kind="slow", text="new"), time=3.0)
     assert [event.text for event in shop.journal.events(cursor)] == ["new"]
     assert [event.text for event in shop.journal.events()] == ["kept", "new"]
 
@@ -106,7 +106,7 @@ def test_a_cursor_misses_nothing_when_the_leader_changes() -> None:
 def test_pages_are_put_together_and_each_line_is_written_about_twice() -> None:
     shop = Shop()
     for number in range(20 * TOGETHER):
-        shop.journal.tell(Note(kind="slow", text=f"{number}"), time=1.0)
+        shop.journal.tell(CoordinatorNote(kind="slow", text=f"{number}"), time=1.0)
         shop.write()
     assert len(shop.stored) < TOGETHER + 20
     assert sum(shop.writes) < 3 * sum(shop.writes[: TOGETHER - 1]) * 20
@@ -118,7 +118,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "MOST_BYTES", 20_000)
     shop, draw = Shop(), Random(1)
     for number in range(2000):
-        shop.journal.tell(Note(kind="slow", text=f"{number} {draw.random()}"), time=1.0)
+        shop.journal.tell(CoordinatorNote(kind="slow", text=f"{number} {draw.random()}"), time=1.0)
         shop.write()
         assert sum(map(len, shop.stored.values())) <= 20_000
         if number % 700 == 0:
@@ -131,7 +131,9 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyP
 
 def test_an_event_that_is_too_large_leaves_its_data_behind() -> None:
     shop = Shop()
-    shop.journal.tell(Note(kind="defect", text="t" * 9000, data={"traceback": "x" * 100_000}), time=1.0)
+    shop.journal.tell(
+        CoordinatorNote(kind="defect", text="t" * 9000, data={"traceback": "x" * 100_000}), time=1.0
+    )
     shop.write()
     shop.lead()
     (event,) = shop.journal.events()
@@ -147,7 +149,7 @@ def test_a_page_fits_into_one_request_whatever_was_told() -> None:
         for job in range(300):
             shop.journal.report(f"job-{job}", report(step), time=1.0)
     for _ in range(300):
-        shop.journal.tell(Note(kind="slow", text=draw.randbytes(7000).hex()), time=1.0)
+        shop.journal.tell(CoordinatorNote(kind="slow", text=draw.randbytes(7000).hex()), time=1.0)
     shop.write()
     assert max(shop.writes) < 1 << 20
     shop.lead()
@@ -157,7 +159,7 @@ def test_a_page_fits_into_one_request_whatever_was_told() -> None:
 def test_a_page_that_is_refused_changes_nothing() -> None:
     shop = Shop()
     for number in range(2 * TOGETHER):
-        shop.journal.tell(Note(kind="slow", text=f"{number}"), time=1.0)
+        shop.journal.tell(CoordinatorNote(kind="slow", text=f"{number}"), time=1.0)
         if number % 7 == 3:
             lines = shop.journal.new(MOST_EVENTS, MOST_STEPS)
             assert lines is not None
@@ -176,13 +178,13 @@ def test_a_page_that_is_refused_changes_nothing() -> None:
 def test_a_page_that_cannot_be_read_is_skipped(value: bytes) -> None:
     shop = Shop()
     for text in ("first", "second"):
-        shop.journal.tell(Note(kind="slow", text=text), time=1.0)
+        shop.journal.tell(CoordinatorNote(kind="slow", text=text), time=1.0)
         shop.write()
     shop.stored[min(shop.stored)] = value
     shop.stored[f"{KEYS.journal}quota"] = b"of another release"
     shop.lead()
     assert [event.text for event in shop.journal.events()] == ["second"]
-    shop.journal.tell(Note(kind="slow", text="third"), time=1.0)
+    shop.journal.tell(CoordinatorNote(kind="slow", text="third"), time=1.0)
     shop.write()
     assert len(shop.stored) == 4
 
@@ -199,7 +201,7 @@ def gains(journal: Journal, steps: list[tuple[int, int, float]]) -> list[tuple[i
         gain = journal.report("demo", report(step, plan, each), time=float(step))
         if gain is not None:
             found.append((step, gain))
-            journal.tell(Note(kind="gained", job="demo", text="", data={"number": plan}), time=1.0)
+            journal.tell(CoordinatorNote(kind="gained", job="demo", text="", data={"number": plan}), time=1.0)
     return found
 
 
@@ -231,7 +233,7 @@ def test_a_later_leader_tells_the_gain_of_a_switch_before_it_and_none_twice() ->
 def test_no_more_is_kept_than_a_leader_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(events=5, steps=5)
     for number in range(1, 9):
-        journal.tell(Note(kind="slow", text=str(number)), time=1.0)
+        journal.tell(CoordinatorNote(kind="slow", text=str(number)), time=1.0)
         journal.report("demo", report(number), time=1.0)
     lines = journal.new(100, 100)
     assert lines is not None
@@ -270,8 +272,8 @@ def test_ids_of_a_leader_that_told_more_than_a_term_has_go_on(monkeypatch: pytes
     monkeypatch.setattr(journals, "EVENTS_OF_A_TERM", 3)
     shop = Shop()
     for number in range(20):
-        shop.journal.tell(Note(kind="slow", text=str(number)), time=1.0)
+        shop.journal.tell(CoordinatorNote(kind="slow", text=str(number)), time=1.0)
     shop.write()
     last = shop.journal.events()[-1].id
     shop.lead()
-    assert shop.journal.tell(Note(kind="slow", text="x"), time=1.0).id == last + 1
+    assert shop.journal.tell(CoordinatorNote(kind="slow", text="x"), time=1.0).id == last + 1

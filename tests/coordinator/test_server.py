@@ -15,7 +15,7 @@ from elasticd.coordinator.http import agent_socket
 from elasticd.coordinator.http.app import STATUS
 from elasticd.version import __version__
 from elasticd.wire.batching import together
-from elasticd.wire.messages import Pace, StayedOnPlan, StoreAnswer, StoreCall, encode
+from elasticd.wire.messages import EmulatedSpeed, StayedOnPlan, StoreAnswer, StoreCall, encode
 from tests.coordinator.agents import agent, coordinating, get, post, until
 from tests.machines.cast import JOB, FakeWorker, node_record
 
@@ -214,7 +214,7 @@ def test_chaos_reaches_the_devices_agent() -> None:
             recover = {"action": "recover", "device": "alpha/1"}
             assert (await post(coordinator, "/v1/chaos", recover))[0] == 200
             await until(lambda: len(alpha.heard) == 2)
-            assert alpha.bodies("device:alpha/1") == [Pace(factor=3.0), Pace(factor=1.0)]
+            assert alpha.bodies("device:alpha/1") == [EmulatedSpeed(factor=3.0), EmulatedSpeed(factor=1.0)]
 
     asyncio.run(body())
 

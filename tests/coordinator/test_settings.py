@@ -9,7 +9,7 @@ from elasticd_planner.spec.cluster import Link
 
 from elasticd.config import tree
 from elasticd.coordinator.daemon import Coordinator
-from elasticd.machines.job.state.job_state import Settings
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.store.memory import MemoryServer, MemoryStore
 from tests.coordinator import agents
 
@@ -30,7 +30,7 @@ def test_the_leading_machine_has_the_configured_devices_and_links() -> None:
     base = agents.config()
     whole = msgspec.structs.replace(given, cluster=base.cluster, coordinator=base.coordinator)
 
-    async def led() -> Settings:
+    async def led() -> JobSettings:
         store = MemoryStore(MemoryServer())
         coordinator = Coordinator(whole, store)
         await agents.lead(coordinator)

@@ -11,8 +11,8 @@ from elasticd.coordinator import leader as module
 from elasticd.coordinator.connections import Connection
 from elasticd.coordinator.leader import Leading
 from elasticd.machines.coordinator.finished_jobs import EMPTY_SECONDS
-from elasticd.machines.coordinator.machine import State
-from elasticd.machines.job.state.events import Note, Tick
+from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.job.state.events import CoordinatorNote, CoordinatorTick
 from elasticd.wire.messages import AgentHello, FromClient, FromWorker, Join, Leave, StoreCall
 from tests.machines.cast import node_record
 
@@ -23,7 +23,9 @@ class Led:
     def __init__(self) -> None:
         self.now = 1000.0
         self.failures: list[Exception] = []
-        self.leading = Leading(State(epoch=1), chaos=False, failed=self.failures.append, clock=lambda: self.now)
+        self.leading = Leading(
+            CoordinatorState(epoch=1), chaos=False, failed=self.failures.append, clock=lambda: self.now
+        )
 
     def agent(self, node: str) -> Connection:
         return self.leading.agent_up(AgentHello(record=node_record(node)))
@@ -34,7 +36,7 @@ class Led:
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        self.leading.apply(Tick())
+        self.leading.apply(CoordinatorTick())
         self.leading._clear_rounds()
 
 
@@ -46,7 +48,7 @@ def test_events_of_a_job_count_for_the_node_that_spoke_last_of_it(monkeypatch: p
     for connection, job in ((alpha, "a"), (beta, "b")):
         for _ in range(2):
             led.says(connection, job, Join(job=job, min_nodes=2, max_nodes=2, pid=1))
-    led.leading.tell(Note(kind="raised", job="a", text="x" * 500, data={"traceback": "y" * 700}))
+    led.leading.tell(CoordinatorNote(kind="raised", job="a", text="x" * 500, data={"traceback": "y" * 700}))
     assert led.leading.wait("alpha") > 15
     assert led.leading.wait("beta") == 0
     led.leading.wrote("b", 500)

@@ -22,7 +22,7 @@ from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.http import response_encoder
 from elasticd.coordinator.http.api import Rest, Served
 from elasticd.coordinator.http.routing import endpoints
-from elasticd.machines.job.state.job_state import Phase, fresh
+from elasticd.machines.job.state.job_state import JobPhase, fresh
 from tests.coordinator.agents import coordinating
 
 
@@ -67,7 +67,9 @@ def test_a_viewers_request_leaves_the_loop_free(path: str, work: set[str]) -> No
     async def body() -> None:
         async with coordinating() as coordinator:
             leading = coordinator.leading
-            leading.state = msgspec.structs.replace(leading.state, jobs={"j": fresh("j", Phase.RUNNING, 0.0)})
+            leading.state = msgspec.structs.replace(
+                leading.state, jobs={"j": fresh("j", JobPhase.RUNNING, 0.0)}
+            )
             loop = Loop()
             with (
                 patch.object(daemon, "status", loop.asked("made", daemon.status)),

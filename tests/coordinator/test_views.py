@@ -9,8 +9,8 @@ from elasticd_planner.detection.stragglers import DetectSettings, DeviceRate, Ra
 
 from elasticd.coordinator.api_types import DeviceStatus, LeaderStatus
 from elasticd.coordinator.status import status
-from elasticd.machines.coordinator.machine import State
-from elasticd.machines.job.state.job_state import JobState, NodeState, Phase, Settings, Worker, fresh
+from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState, NodeState, Worker, fresh
 from elasticd.wire.main_thread import Halted
 from tests.cli.test_status import PLAN
 from tests.machines.cast import node_record
@@ -20,12 +20,14 @@ FLAPPING = tuple(Episode(start=start, stop=start + 12, rate=2.0) for start in (2
 
 
 def devices(rates: RateState, persistent_steps: int = 200) -> dict[str, DeviceStatus]:
-    job = msgspec.structs.replace(fresh("j", Phase.RUNNING, 0.0), rates=rates, plan=PLAN)
+    job = msgspec.structs.replace(fresh("j", JobPhase.RUNNING, 0.0), rates=rates, plan=PLAN)
     nodes = {
         name: NodeState(record=node_record(name), connected=True, since=0.0) for name in ("a", "b", "unused")
     }
-    settings = Settings(detect=DetectSettings(persistent_steps=persistent_steps))
-    found = status(State(epoch=1, nodes=nodes, jobs={"j": job}, settings=settings), "c", LEADER, (), 0.0, 0.0)
+    settings = JobSettings(detect=DetectSettings(persistent_steps=persistent_steps))
+    found = status(
+        CoordinatorState(epoch=1, nodes=nodes, jobs={"j": job}, settings=settings), "c", LEADER, (), 0.0, 0.0
+    )
     assert {node.node: node.members for node in found.nodes} == {"a": 2, "b": 1, "unused": 0}
     return {device.name: device for node in found.nodes for device in node.devices}
 
@@ -60,8 +62,10 @@ def test_chronic_is_what_the_settings_say() -> None:
 
 
 def reason(job: JobState, at: float, limit: float = 0.0) -> str:
-    settings = Settings(detect=DetectSettings(outside_seconds=limit))
-    (found,) = status(State(epoch=1, jobs={"j": job}, settings=settings), "c", LEADER, (), 0.0, at).jobs
+    settings = JobSettings(detect=DetectSettings(outside_seconds=limit))
+    (found,) = status(
+        CoordinatorState(epoch=1, jobs={"j": job}, settings=settings), "c", LEADER, (), 0.0, at
+    ).jobs
     return found.reason
 
 
@@ -75,11 +79,11 @@ def test_a_job_that_waits_for_a_worker_outside_of_a_step_says_so() -> None:
         workers[device] = Worker(
             device=device, incarnation="1f", node="a", client="w", pid=1, halted=halted, halted_at=100.0
         )
-    job = msgspec.structs.replace(fresh("j", Phase.RUNNING, 0.0), plan=plan, workers=workers)
+    job = msgspec.structs.replace(fresh("j", JobPhase.RUNNING, 0.0), plan=plan, workers=workers)
     assert reason(job, 101.0) == ""
     assert reason(job, 112.0) == f"waits for worker {first}, which is in the optimizer's factory for 12 s"
     assert reason(msgspec.structs.replace(job, reason="its own"), 112.0) == "its own"
-    assert reason(msgspec.structs.replace(job, phase=Phase.STOPPED), 112.0) == ""
+    assert reason(msgspec.structs.replace(job, phase=JobPhase.STOPPED), 112.0) == ""
     loads = Halted(job="j", device="", incarnation="1f", place="its loader")
     workers = {device: msgspec.structs.replace(worker, halted=loads) for device, worker in workers.items()}
     job = msgspec.structs.replace(job, workers=workers)

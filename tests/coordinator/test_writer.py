@@ -11,7 +11,7 @@ import pytest
 
 from elasticd.coordinator.store_transactions import Asked, Rank, Rounds, operations
 from elasticd.coordinator.store_writer import WriteConflict, Writer, in_restart_mode, ranks, stored
-from elasticd.machines.job.state.events import Note, Write
+from elasticd.machines.job.state.events import CoordinatorNote, Write
 from elasticd.records import CheckpointsRecord, DoneRecord, Keys, OutRecord, PublishedCheckpoint, decode
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.leader import LeadershipLost, campaign
@@ -25,7 +25,7 @@ DONE = KEYS.job("demo", "done")
 
 
 def write(step: int) -> Write:
-    note = Note(kind="finished", text=str(step))
+    note = CoordinatorNote(kind="finished", text=str(step))
     return Write(job="demo", records=(DoneRecord(step=step, epoch=1),), notes=(note,))
 
 
@@ -314,7 +314,7 @@ def large() -> Write:
     """The name of a checkpoint that no store has room for, however well it can be compressed."""
     published = (PublishedCheckpoint(name="x" * (17 << 20), step=1, plan=1),)
     record = CheckpointsRecord(published=published, epoch=1)
-    return Write(job="large", records=(record,), notes=(Note(kind="checkpoint", text="never"),))
+    return Write(job="large", records=(record,), notes=(CoordinatorNote(kind="checkpoint", text="never"),))
 
 
 def test_a_write_that_is_too_large_is_refused_with_its_reason_and_the_next_one_is_made(desk: Desk) -> None:

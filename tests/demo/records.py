@@ -13,11 +13,11 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.coordinator.events.event_log import EventRecord, Pacing
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.demo.record import Line, Record
-from elasticd.demo.scenario import Scenario
+from elasticd.demo.record import DemoLine, DemoRecord
+from elasticd.demo.scenario import DemoScenario
 from elasticd.records import HistoryRecord
 
-SCENARIO = Scenario()
+SCENARIO = DemoScenario()
 PIDS = {"alpha/0": 10, "alpha/1": 11, "beta/0": 12, "beta/1": 13}
 TOKENS = SCENARIO.global_batch * SCENARIO.tokens
 PROFILE = ModelProfile(
@@ -98,7 +98,7 @@ class _Run:
         self.tell("recorded", number=number, step=len(self.steps))
 
 
-def record(*, after: float = 1.0) -> Record:
+def record(*, after: float = 1.0) -> DemoRecord:
     """A run in which all goes well; `after` stretches the steps after the replan."""
     made = history()
     run = _Run()
@@ -115,8 +115,8 @@ def record(*, after: float = 1.0) -> Record:
     run.switch(3, 400)
     run.train(SCENARIO.steps - len(run.steps), 3, seconds_of(made[2].plan))
     sampler = Sampler(size=10_000, global_batch=SCENARIO.global_batch, seed=0)
-    ledger = tuple(Line(step=s, loss=2.5, samples=sampler.samples(s)) for s in range(SCENARIO.steps))
-    return Record(
+    ledger = tuple(DemoLine(step=s, loss=2.5, samples=sampler.samples(s)) for s in range(SCENARIO.steps))
+    return DemoRecord(
         scenario=SCENARIO,
         events=tuple(run.events),
         steps=tuple(run.steps),
@@ -129,5 +129,5 @@ def record(*, after: float = 1.0) -> Record:
     )
 
 
-def changed(made: Record, **values: object) -> Record:
+def changed(made: DemoRecord, **values: object) -> DemoRecord:
     return msgspec.structs.replace(made, **values)

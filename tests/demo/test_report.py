@@ -13,7 +13,7 @@ from elasticd_planner.search.planner import plan
 from rich.console import Console
 
 from elasticd.coordinator.events.event_log import Pacing
-from elasticd.demo.record import Line, Record, read_ledger
+from elasticd.demo.record import DemoLine, DemoRecord, read_ledger
 from elasticd.demo.report import report, samples_check, unequal, work
 from elasticd.demo.scenario import DemoError
 from elasticd.demo.show import show
@@ -22,7 +22,7 @@ from tests.demo.records import PIDS, SCENARIO, TOKENS, changed, history, record,
 GOOD = record()
 
 
-def failed(made: Record) -> list[str]:
+def failed(made: DemoRecord) -> list[str]:
     return [check.name for check in report(made).failed]
 
 
@@ -120,8 +120,8 @@ def test_record_without_an_event_of_the_story_is_refused(kind: str) -> None:
         report(changed(GOOD, events=events))
 
 
-def lines(*samples: tuple[int, ...]) -> list[Line]:
-    return [Line(step=index, loss=1.0, samples=drawn) for index, drawn in enumerate(samples)]
+def lines(*samples: tuple[int, ...]) -> list[DemoLine]:
+    return [DemoLine(step=index, loss=1.0, samples=drawn) for index, drawn in enumerate(samples)]
 
 
 def test_samples_are_checked_against_the_reference() -> None:
@@ -138,7 +138,7 @@ def test_samples_are_checked_against_the_reference() -> None:
 def test_ledger_is_read_as_it_was_written_and_refused_when_it_is_not_one(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"step": 0, "loss": 1.5, "samples": [4, 2], "device": "alpha/0"}\n')
-    assert read_ledger(path) == (Line(step=0, loss=1.5, samples=(4, 2)),)
+    assert read_ledger(path) == (DemoLine(step=0, loss=1.5, samples=(4, 2)),)
     path.write_text("{")
     with pytest.raises(DemoError, match="cannot be read"):
         read_ledger(path)

@@ -7,7 +7,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.client import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.demo.story import OVER, PATIENCE, TRANSITIONS, Action, Phase, Seen, Story, step
+from elasticd.demo.story import OVER, PATIENCE, TRANSITIONS, Action, DemoPhase, Seen, Story, step
 from tests.demo.records import SCENARIO, history
 
 PLANS = [entry.plan for entry in history()]
@@ -24,7 +24,7 @@ class Job:
         self.steps: list[StepRecord] = []
         self.actions: list[Action] = []
 
-    def look(self) -> Phase:
+    def look(self) -> DemoPhase:
         number = self.plan.number if self.plan else 0
         job = JobStatus(
             job="demo",
@@ -50,7 +50,7 @@ class Job:
             identity = len(self.events) + 1
             self.events.append(EventRecord(id=identity, time=0, kind=kind, job="demo", text=kind, data=data))
 
-    def train(self, count: int) -> Phase:
+    def train(self, count: int) -> DemoPhase:
         assert self.plan is not None
         for _ in range(count):
             self.now += 1
@@ -69,31 +69,31 @@ class Job:
 def slowed() -> Job:
     """A job whose device was just slowed."""
     job = Job()
-    assert job.look() is Phase.STARTING
+    assert job.look() is DemoPhase.STARTING
     job.switch(PLANS[0])
-    assert job.train(SCENARIO.healthy_steps) is Phase.HEALTHY  # nothing is fitted yet
+    assert job.train(SCENARIO.healthy_steps) is DemoPhase.HEALTHY  # nothing is fitted yet
     job.tell("fitted", "planning")
-    assert job.look() is Phase.HEALTHY  # and now a decision is open
+    assert job.look() is DemoPhase.HEALTHY  # and now a decision is open
     job.tell("kept_plan")
-    assert job.look() is Phase.SLOWED
+    assert job.look() is DemoPhase.SLOWED
     assert job.actions == [Action.SLOW]
     return job
 
 
 def test_whole_story_slows_once_recovers_once_and_ends() -> None:
     job = slowed()
-    assert job.train(3) is Phase.SLOWED
+    assert job.train(3) is DemoPhase.SLOWED
     job.tell("slow")
-    assert job.look() is Phase.SLOWED  # found, and not yet replanned
+    assert job.look() is DemoPhase.SLOWED  # found, and not yet replanned
     job.switch(PLANS[1])
-    assert job.train(SCENARIO.replanned_steps - 1) is Phase.REPLANNED
-    assert job.train(1) is Phase.RECOVERING
+    assert job.train(SCENARIO.replanned_steps - 1) is DemoPhase.REPLANNED
+    assert job.train(1) is DemoPhase.RECOVERING
     job.tell("recovered")
-    assert job.train(2) is Phase.RECOVERING
+    assert job.train(2) is DemoPhase.RECOVERING
     job.switch(PLANS[2])
-    assert job.train(SCENARIO.recovered_steps) is Phase.RECOVERED  # until the job's own end
+    assert job.train(SCENARIO.recovered_steps) is DemoPhase.RECOVERED  # until the job's own end
     job.phase = "done"
-    assert job.look() is Phase.ENDED
+    assert job.look() is DemoPhase.ENDED
     assert job.actions == [Action.SLOW, Action.RECOVER]
 
 
@@ -101,29 +101,29 @@ def test_healthy_phase_starts_anew_with_each_plan() -> None:
     job = Job()
     job.switch(PLANS[0])
     job.tell("fitted", "kept_plan")
-    assert job.train(SCENARIO.healthy_steps - 1) is Phase.HEALTHY
+    assert job.train(SCENARIO.healthy_steps - 1) is DemoPhase.HEALTHY
     job.switch(PLANS[1])
-    assert job.train(SCENARIO.healthy_steps - 1) is Phase.HEALTHY
-    assert job.train(1) is Phase.SLOWED
+    assert job.train(SCENARIO.healthy_steps - 1) is DemoPhase.HEALTHY
+    assert job.train(1) is DemoPhase.SLOWED
 
 
 def test_plan_that_is_not_for_the_slow_device_is_not_taken_for_it() -> None:
     job = slowed()
     job.switch(PLANS[1])
-    assert job.train(3) is Phase.SLOWED
+    assert job.train(3) is DemoPhase.SLOWED
 
 
 def test_job_that_ends_too_early_says_so_and_what_to_do() -> None:
     job = slowed()
     job.phase = "done"
-    assert job.look() is Phase.FAILED
+    assert job.look() is DemoPhase.FAILED
     assert "before it replanned around alpha/1: give it more, as --steps" in job.state.reason
 
 
 def test_job_that_stopped_says_why() -> None:
     job = slowed()
     job.phase, job.reason = "stopped", "worker alpha/0 died"
-    assert job.look() is Phase.FAILED
+    assert job.look() is DemoPhase.FAILED
     assert job.state.reason == "the job stopped: worker alpha/0 died"
 
 
@@ -131,9 +131,9 @@ def test_job_that_stands_still_is_given_up() -> None:
     job = slowed()
     job.train(1)
     job.now += PATIENCE - 1
-    assert job.look() is Phase.SLOWED
+    assert job.look() is DemoPhase.SLOWED
     job.now += 2
-    assert job.look() is Phase.FAILED
+    assert job.look() is DemoPhase.FAILED
     assert "no step for 60 s" in job.state.reason
 
 
@@ -142,11 +142,11 @@ def test_job_that_never_shows_up_is_given_up() -> None:
     nothing = Seen(job=None, events=(), steps=())
     for now in (1.0, 100.0):
         state, _ = step(state, nothing, SCENARIO, now)
-        assert state.phase is Phase.STARTING
+        assert state.phase is DemoPhase.STARTING
     state, _ = step(state, nothing, SCENARIO, 200.0)
     assert "its start" in state.reason
 
 
 def test_every_phase_can_fail_and_nothing_follows_an_end() -> None:
     for phase, following in TRANSITIONS.items():
-        assert (not following) if phase in OVER else Phase.FAILED in following
+        assert (not following) if phase in OVER else DemoPhase.FAILED in following

@@ -24,7 +24,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.config.tree import Config, with_overrides
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.planner_process import COMMAND
-from elasticd.machines.job.state.job_state import Settings
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Store
@@ -56,7 +56,7 @@ class Cluster:
         nodes: Mapping[str, int],
         *,
         plans: Mapping[str, Plan] | None = None,
-        settings: Settings | None = None,
+        settings: JobSettings | None = None,
         forward: float = 5e-4,
         memory: int = 1 << 30,
         etcd: str = "",

@@ -113,12 +113,14 @@ def test_a_job_killed_whole_goes_on_under_another_layout_as_if_undisturbed(tmp_p
     assert found is not None
     from elasticd_planner.layout.layouts import Item
 
-    from elasticd.checkpoints.reader import Reader, Wanted
+    from elasticd.checkpoints.reader import CheckpointReader, Wanted
 
     for name, value in weights.items():
         into = torch.empty(value.shape, dtype=value.dtype)
         flat = into.reshape(-1).view(torch.uint8).numpy()
-        Reader(newest.path, found).read([Wanted(Item(name, "value"), "value", Box.whole(value.shape), flat)])
+        CheckpointReader(newest.path, found).read(
+            [Wanted(Item(name, "value"), "value", Box.whole(value.shape), flat)]
+        )
         assert float((into - value).abs().max()) < 1e-10, name
     with Cluster({"a": 1}) as cluster:
         cluster.run(SCRIPT, steps=steps, job=options(folder))

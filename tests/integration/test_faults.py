@@ -11,7 +11,7 @@ from elasticd_planner.spec.batch import Sampler
 
 from elasticd.checkpoints.folder import scan
 from elasticd.client import Api
-from elasticd.machines.job.state.job_state import Settings
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.testing.waiting import until
 from tests import sizes
 from tests.integration import train
@@ -19,7 +19,7 @@ from tests.integration.cluster import SLOW, Cluster
 from tests.integration.test_switches import check_exactness, plan_of, stage
 
 SCRIPT = Path(train.__file__)
-SETTINGS = Settings(retry_seconds=0.5)
+SETTINGS = JobSettings(retry_seconds=0.5)
 
 #: b/0 holds a whole replica, the two others one together.
 PLANS = {
@@ -170,7 +170,7 @@ def test_a_hang_in_a_jobs_first_step_is_named_and_costs_a_device_at_the_configur
     how: str,
 ) -> None:
     """It might be a first compilation. Silence does not count either, which with "lock" is 5 s elsewhere."""
-    limited = Settings(retry_seconds=0.5, detect=DetectSettings(outside_seconds=15.0))
+    limited = JobSettings(retry_seconds=0.5, detect=DetectSettings(outside_seconds=15.0))
     with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=limited) as cluster:
         cluster.run(SCRIPT, fail=(how, sample_of(0), "b.sock"))
         until(lambda: "waits for" in cluster.job()["reason"], lambda: str(cluster.events()))
@@ -187,7 +187,9 @@ def test_a_hang_in_a_jobs_first_step_is_named_and_costs_a_device_at_the_configur
 
 @pytest.mark.slow
 def test_an_agent_that_is_started_again_gets_its_workers_back() -> None:
-    patient = Settings(retry_seconds=0.5, node_seconds=3.0)  # a step that a busy machine holds up is no fault
+    patient = JobSettings(
+        retry_seconds=0.5, node_seconds=3.0
+    )  # a step that a busy machine holds up is no fault
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=patient) as cluster:
         cluster.run(SCRIPT)
         cluster.runs(1, steps=12)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.machines.job.state.job_state import Settings
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.testing.waiting import until
 from tests import sizes
 from tests.integration import train
@@ -17,7 +17,7 @@ from tests.integration.test_faults import PLANS
 from tests.integration.test_switches import check_exactness, plan_of, stage
 
 SCRIPT = Path(train.__file__)
-SETTINGS = Settings(retry_seconds=0.5)
+SETTINGS = JobSettings(retry_seconds=0.5)
 #: b/0 alone holds the last layers and the head.
 STAGES = {
     "": plan_of((3, [stage(0, 2, ("a/0", 1), ("a/1", 1)), stage(2, 3, ("b/0", 1))])),

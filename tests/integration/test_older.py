@@ -10,7 +10,7 @@ import pytest
 import torch
 from elasticd_planner.spec.box import Box
 
-from elasticd.machines.job.state.job_state import Settings
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.testing.waiting import until
 from tests import sizes
 from tests.integration import train
@@ -18,7 +18,7 @@ from tests.integration.cluster import Cluster
 from tests.integration.test_switches import plan_of, stage
 
 SCRIPT = Path(train.__file__)
-SETTINGS = Settings(retry_seconds=0.5)
+SETTINGS = JobSettings(retry_seconds=0.5)
 #: One pipeline over two nodes: whoever dies had boxes that nobody else has.
 PLANS = {
     "": plan_of((3, [stage(0, 2, ("a/0", 1)), stage(2, 3, ("b/0", 1))])),

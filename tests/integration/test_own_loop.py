@@ -12,7 +12,7 @@ import torch
 from elasticd_planner.spec.batch import Sampler
 
 from elasticd.checkpoints.folder import damages, scan
-from elasticd.machines.job.state.job_state import Settings
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.testing.waiting import until
 from tests.integration import train, train_loop
 from tests.integration.cluster import ROOT, Cluster
@@ -20,7 +20,7 @@ from tests.integration.test_checkpoints import ledger as all_lines
 from tests.integration.test_switches import check_exactness, plan_of, stage
 
 SCRIPT = Path(train_loop.__file__)
-SETTINGS = Settings(retry_seconds=0.5)
+SETTINGS = JobSettings(retry_seconds=0.5)
 #: a/2 stands by, and comes in by the recovery from b/0's death.
 PLANS = {
     "": plan_of((2, [stage(0, 3, ("a/0", 1), ("a/1", 1))]), (1, [stage(0, 3, ("b/0", 1))]), idle=("a/2",)),

@@ -10,7 +10,7 @@ from elasticd_planner.detection.settings import DetectSettings
 
 from elasticd.chaos.client import Chaos
 from elasticd.client import Api, CannotReach
-from elasticd.machines.job.state.job_state import Settings
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.testing.waiting import until
 from tests.integration import train, train_shifting
 from tests.integration.cluster import JOB, Cluster
@@ -20,7 +20,7 @@ SCRIPT = Path(train_shifting.__file__)
 MEMORY = 9_200_000
 FORWARD = 1e-4
 #: A busy machine may well make a device twice as slow as the other; four times the tokens would make it four.
-SETTINGS = Settings(detect=DetectSettings(slow=3.0))
+SETTINGS = JobSettings(detect=DetectSettings(slow=3.0))
 
 
 class Shifting:

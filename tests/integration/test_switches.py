@@ -11,14 +11,14 @@ from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
-from elasticd.machines.job.state.job_state import Settings
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.testing.waiting import until
 from tests import sizes
 from tests.integration import train
 from tests.integration.cluster import SLOW, Cluster
 
 SCRIPT = Path(train.__file__)
-SETTINGS = Settings(retry_seconds=0.5)
+SETTINGS = JobSettings(retry_seconds=0.5)
 
 
 def stage(start: int, stop: int, *members: tuple[str, int]) -> Stage:
@@ -115,7 +115,7 @@ def test_a_plan_that_one_rank_refuses_is_given_up_and_training_goes_on_exactly(m
         "": plan_of((2, [stage(0, 3, ("a/0", 1), ("a/1", 1))]), (1, [stage(0, 3, ("b/0", 1))])),
         "a/1": plan_of((3, [stage(0, 2, ("a/0", 6), ("a/1", 2)), stage(2, 3, ("b/0", 1))])),
     }
-    settings = Settings(retry_seconds=300)
+    settings = JobSettings(retry_seconds=300)
     with Cluster({"a": 2, "b": 1}, plans=plans, settings=settings) as cluster:
         cluster.run(SCRIPT, **{"b/0": {"refuse": moment}})
         cluster.runs(1, steps=12)

@@ -9,7 +9,7 @@ from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.machines.agent.machine import step
-from elasticd.machines.agent.state import Effect, Event, Heard, Opened, Said, Send, State, Tell
+from elasticd.machines.agent.state import AgentSend, AgentState, AgentTell, Effect, Event, Heard, Opened, Said
 from elasticd.records import JobSpec, NodeRecord, Proposal
 from elasticd.wire.messages import FromClient, FromWorker, Hello, Join, Report, Switched, ToClient
 
@@ -75,8 +75,8 @@ def down(client: str, body: ToClient | object) -> Heard:
     return Heard(message=ToClient(client=client, body=body))  # type: ignore[arg-type]
 
 
-def run(*events: Event, state: State | None = None, now: float = 0.0) -> tuple[State, list[Effect]]:
-    state, effects = state or State(record=RECORD), []
+def run(*events: Event, state: AgentState | None = None, now: float = 0.0) -> tuple[AgentState, list[Effect]]:
+    state, effects = state or AgentState(record=RECORD), []
     for event in events:
         state, more = step(state, event, now)
         effects = list(more)
@@ -85,9 +85,9 @@ def run(*events: Event, state: State | None = None, now: float = 0.0) -> tuple[S
 
 def told(effects: list[Effect]) -> list[object]:
     """What goes to the leader: bodies of `FromClient`, the other messages whole."""
-    messages = [effect.message for effect in effects if isinstance(effect, Tell)]
+    messages = [effect.message for effect in effects if isinstance(effect, AgentTell)]
     return [message.body if isinstance(message, FromClient) else message for message in messages]
 
 
 def sent(effects: list[Effect]) -> list[tuple[str, object]]:
-    return [(effect.client, effect.body) for effect in effects if isinstance(effect, Send)]
+    return [(effect.client, effect.body) for effect in effects if isinstance(effect, AgentSend)]

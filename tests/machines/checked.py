@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.machines.coordinator.machine import State
+from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import Write
 from elasticd.records import DoneRecord, Fence, Keys, PlanRecord, Proposal, decode
 from elasticd.store.memory import MemoryStore
@@ -19,7 +19,7 @@ class Checked:
     used, those that somebody switched to, and the plans recorded."""
 
     store: MemoryStore
-    state: State
+    state: CoordinatorState
     workers: dict[str, FakeWorker]
     ended: dict[tuple[str, str], FakeWorker]
     numbers: list[int]

@@ -8,6 +8,10 @@ import pytest
 from elasticd.machines.agent import machine
 from elasticd.machines.agent.machine import MOST_REPORTS, TABLE, step
 from elasticd.machines.agent.state import (
+    AgentNote,
+    AgentPhase,
+    AgentState,
+    AgentTick,
     ClearMember,
     Dismiss,
     DoneRead,
@@ -17,15 +21,11 @@ from elasticd.machines.agent.state import (
     LeaderRead,
     LinkDown,
     LinkUp,
-    Note,
     Opened,
-    Phase,
     PlanRead,
     ProposalRead,
     SetMember,
-    State,
     Stop,
-    Tick,
     UnknownEvent,
 )
 from elasticd.records import DoneRecord, MemberRecord, PlanRecord
@@ -36,13 +36,13 @@ from elasticd.wire.messages import (
     AgentHello,
     AgentRejected,
     Closed,
+    EmulatedSpeed,
     Finished,
     Goodbye,
     Hello,
     Join,
     Joined,
     Leave,
-    Pace,
     Prepared,
     Propose,
     Recorded,
@@ -168,7 +168,7 @@ def test_order_that_a_replaced_leader_gives_is_refused(learned: str) -> None:
         over("a leader that was replaced says so", epoch=8),
     ):
         state, effects = run(hello(0), seen[learned], stale)
-        assert [type(effect) for effect in effects] == [Note]
+        assert [type(effect) for effect in effects] == [AgentNote]
         assert state.epoch == 9
     current = proposal(2, {"n0/0": "i0"}, epoch=9)
     assert sent(run(hello(0), seen[learned], ProposalRead(job=JOB, proposal=current))[1])
@@ -193,7 +193,7 @@ def test_open_proposal_that_outlasts_its_leader_is_handed_to_a_worker_that_comes
 def test_order_over_the_link_is_dropped(order: object) -> None:
     for address in ("w0", DEVICE_PREFIX + "n0/0"):
         _, effects = run(hello(0), LinkUp(), down(address, order))
-        assert [type(effect) for effect in effects] == [Note]
+        assert [type(effect) for effect in effects] == [AgentNote]
 
 
 def over(reason: str = "", epoch: int = 5) -> DoneRead:
@@ -288,13 +288,13 @@ def test_reports_wait_in_a_bounded_buffer_and_the_newest_stay() -> None:
 def test_agent_that_the_leader_rejects_stops_and_minds_nothing_after() -> None:
     state, effects = run(LinkUp(), Heard(message=AgentRejected(reason="taken")))
     assert effects == [Stop(reason="taken")]
-    assert run(hello(0), LinkDown(), Tick(), state=state) == (state, [])
+    assert run(hello(0), LinkDown(), AgentTick(), state=state) == (state, [])
 
 
 def test_event_that_the_table_lacks_is_an_error() -> None:
     with pytest.raises(UnknownEvent, match="LinkDown may not come while away"):
         run(LinkDown())
-    assert (Phase.LINKED, LinkUp) not in TABLE
+    assert (AgentPhase.LINKED, LinkUp) not in TABLE
 
 
 # -- the bootstrap store -------------------------------------------------------------------------------------
@@ -316,12 +316,12 @@ def test_answer_of_the_leader_reaches_its_client_once() -> None:
 @pytest.mark.parametrize("linked", [True, False])
 def test_call_without_an_answer_fails_at_its_deadline(linked: bool) -> None:
     state, _ = run(hello(0), *([LinkUp()] if linked else []), said(call(1)))
-    assert step(state, Tick(), 2.9)[1] == ()
-    state, effects = step(state, Tick(), 3.0)
+    assert step(state, AgentTick(), 2.9)[1] == ()
+    state, effects = step(state, AgentTick(), 3.0)
     ((_, answer),) = sent(list(effects))
     assert isinstance(answer, StoreAnswer)
     assert "leader" in (answer.error or "")
-    assert step(state, Tick(), 9.0)[1] == ()
+    assert step(state, AgentTick(), 9.0)[1] == ()
 
 
 def test_calls_are_asked_again_on_a_new_link_but_an_add_is_never_done_twice() -> None:
@@ -387,21 +387,21 @@ def test_joined_reaches_its_torchrun_and_nobody_else() -> None:
 
 
 def test_chaos_paces_the_device_now_and_its_next_worker() -> None:
-    slow = down(DEVICE_PREFIX + "n0/0", Pace(factor=3.0))
+    slow = down(DEVICE_PREFIX + "n0/0", EmulatedSpeed(factor=3.0))
     state, effects = run(LinkUp(), hello(0), slow)
-    assert sent(effects) == [("w0", Pace(factor=3.0))]
+    assert sent(effects) == [("w0", EmulatedSpeed(factor=3.0))]
     _, effects = run(Ended(client="w0", how="x"), hello(0, client="next"), state=state)
     ((_, welcome),) = sent(effects)
     assert isinstance(welcome, Welcome)
-    assert welcome.pace == Pace(factor=3.0)
+    assert welcome.pace == EmulatedSpeed(factor=3.0)
 
 
 def test_emulated_times_go_with_every_pace() -> None:
-    start = State(record=RECORD, pace=Pace(forward=1e-4, backward=2e-4))
+    start = AgentState(record=RECORD, pace=EmulatedSpeed(forward=1e-4, backward=2e-4))
     state, effects = run(LinkUp(), hello(0), state=start)
     ((_, welcome),) = sent(effects)
     assert isinstance(welcome, Welcome)
-    assert welcome.pace == Pace(forward=1e-4, backward=2e-4)
+    assert welcome.pace == EmulatedSpeed(forward=1e-4, backward=2e-4)
     for factor in (3.0, 1.0):
-        _, effects = run(down(DEVICE_PREFIX + "n0/0", Pace(factor=factor)), state=state)
-        assert sent(effects) == [("w0", Pace(forward=1e-4, backward=2e-4, factor=factor))]
+        _, effects = run(down(DEVICE_PREFIX + "n0/0", EmulatedSpeed(factor=factor)), state=state)
+        assert sent(effects) == [("w0", EmulatedSpeed(forward=1e-4, backward=2e-4, factor=factor))]

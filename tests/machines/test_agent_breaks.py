@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from elasticd.machines.agent.machine import step
 from elasticd.machines.agent.state import (
+    AgentState,
+    AgentTell,
+    AgentTick,
     DoneRead,
     Ended,
     Event,
@@ -18,9 +21,6 @@ from elasticd.machines.agent.state import (
     PlanRead,
     ProposalRead,
     Said,
-    State,
-    Tell,
-    Tick,
 )
 from elasticd.records import DoneRecord, PlanRecord
 from elasticd.wire.messages import (
@@ -89,7 +89,7 @@ def outdated(events: list[Event]) -> int:
     return max([*numbers, 0])
 
 
-def check_all_is_told(events: list[Event], words: list[Tell]) -> None:
+def check_all_is_told(events: list[Event], words: list[AgentTell]) -> None:
     """Every outcome said so far that the store has not outdated is among the words of the present link."""
     bodies = [(m.client, m.body) for m in (word.message for word in words) if isinstance(m, FromClient)]
     lost = [m.incarnation for m in (word.message for word in words) if isinstance(m, WorkerLost)]
@@ -108,14 +108,14 @@ def check_all_is_told(events: list[Event], words: list[Tell]) -> None:
 @settings(max_examples=examples(150))
 @given(st.lists(st.integers(0, len(LIFE)), max_size=6))
 def test_nothing_said_is_lost_whenever_the_link_breaks_and_returns(breaks: list[int]) -> None:
-    state, linked = State(record=RECORD), False
+    state, linked = AgentState(record=RECORD), False
     happened: list[Event] = []
-    words: list[Tell] = []
+    words: list[AgentTell] = []
 
     def feed(event: Event) -> None:
         nonlocal state
         state, effects = step(state, event, 0.0)
-        words.extend(effect for effect in effects if isinstance(effect, Tell))
+        words.extend(effect for effect in effects if isinstance(effect, AgentTell))
 
     def toggle() -> None:
         nonlocal linked
@@ -151,6 +151,6 @@ def test_new_leader_after_every_prefix_forwards_no_order_of_the_old_one(cut: int
 def test_step_changes_no_state_that_it_was_given(cut: int) -> None:
     state, _ = run(*LIFE[:cut])
     before = msgspec.to_builtins(state, enc_hook=repr)
-    for event in (*LIFE, LinkUp(), Tick()):
+    for event in (*LIFE, LinkUp(), AgentTick()):
         step(state, event, 1.0)
     assert msgspec.to_builtins(state, enc_hook=repr) == before

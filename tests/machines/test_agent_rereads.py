@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.machines.agent.state import DoneRead, Event, FenceRead, LeaderRead, Note, PlanRead, ProposalRead
+from elasticd.machines.agent.state import (
+    AgentNote,
+    DoneRead,
+    Event,
+    FenceRead,
+    LeaderRead,
+    PlanRead,
+    ProposalRead,
+)
 from elasticd.records import DoneRecord, Fence, PlanRecord
 from elasticd.wire.messages import Abort, Fenced, Propose, Recorded, Shutdown
 from tests.machines.agent_scene import JOB, aborted, hello, plan, proposal, run, sent
@@ -46,7 +54,7 @@ def test_what_was_written_before_the_present_leader_came_holds_still(kind: int) 
 def test_what_a_leader_writes_after_it_was_replaced_is_refused(kind: int, revision: int) -> None:
     event, _ = records(revision)[kind]
     state, effects = run(hello(0), FOLLOWER, event)
-    assert [type(effect) for effect in effects] == [Note]
+    assert [type(effect) for effect in effects] == [AgentNote]
     _, effects = run(hello(1), state=state)
     assert len(sent(effects)) == 1, "nor is it kept: whoever comes hears nothing of it but a welcome"
 

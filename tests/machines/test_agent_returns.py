@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elasticd.machines.agent.state import (
+    AgentTell,
     Ended,
     FenceRead,
     LeaderRead,
@@ -17,7 +18,6 @@ from elasticd.machines.agent.state import (
     PlanRead,
     ProposalRead,
     Said,
-    Tell,
 )
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Fence, PlanRecord
@@ -113,7 +113,7 @@ def test_a_new_link_does_not_call_back_a_worker_whose_device_has_another() -> No
     )
     state, _ = run(LinkDown(), state=state)
     _, effects = run(LinkUp(), state=state)
-    words = [effect.message for effect in effects if isinstance(effect, Tell)]
+    words = [effect.message for effect in effects if isinstance(effect, AgentTell)]
     hellos = [word for word in words if isinstance(word, FromClient) and isinstance(word.body, Hello)]
     assert [word.incarnation for word in hellos] == ["i9"]
     assert [word.incarnation for word in words if isinstance(word, WorkerLost)] == ["i0"]

@@ -7,10 +7,10 @@ import pytest
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.coordinator.store_writer import stored
-from elasticd.machines.agent.state import CheckpointsRead, LinkDown, LinkUp, Note, ProposalRead
+from elasticd.machines.agent.state import AgentNote, CheckpointsRead, LinkDown, LinkUp, ProposalRead
 from elasticd.machines.job.copies.checkpoints import MOST_PUBLISHED, MOST_WAITING
 from elasticd.machines.job.state.events import Received
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.text_limits import MOST_CHECKPOINTS
 from elasticd.records import CheckpointsRecord, PublishedCheckpoint, decode
 from elasticd.wire.messages import Hello, Published, Saved
@@ -56,13 +56,13 @@ def test_the_first_plan_starts_from_what_all_workers_see_the_newest_first() -> N
     assert proposals[0].checkpoints == (NAMES[1],)
     world = Seeing()
     world.start()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_a_job_does_not_start_anew_where_only_some_see_checkpoints() -> None:
     world = Seeing(beta_1=())
     world.start()
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert NAMES[0] in world.job.reason
     assert "beta/1 does not" in world.job.reason
     assert "share" in world.job.reason
@@ -216,6 +216,6 @@ def test_a_list_below_the_highest_epoch_is_refused_and_so_is_word_over_the_link(
     stale = CheckpointsRead(job=AGENTS_JOB, record=msgspec.structs.replace(PUBLISHED, epoch=4))
     seen = ProposalRead(job=AGENTS_JOB, proposal=proposal(2, {"n1/0": "x"}, epoch=5))
     state, effects = run(LinkUp(), hello(0), said(SAVED), seen, stale)
-    assert [type(effect) for effect in effects] == [Note]
+    assert [type(effect) for effect in effects] == [AgentNote]
     _, effects = run(down("w0", Published(name=NAMES[0])), state=state)
-    assert [type(effect) for effect in effects] == [Note]
+    assert [type(effect) for effect in effects] == [AgentNote]

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from elasticd.machines.job.state.events import AgentUp, Received
-from elasticd.machines.job.state.job_state import Phase, Settings, fresh
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings, fresh
 from elasticd.wire.messages import Closed, FromClient, Join, Rejected, Report
 from tests.machines.asked import refused
 from tests.machines.cast import FakeWorker
@@ -52,11 +52,11 @@ def test_member_that_leaves_while_others_stay_ends_the_job_with_its_reason() -> 
     world.leave_cleanly("beta/1", WHY)
     world.settle()
     world.tick(1.5)
-    assert world.phase is Phase.RUNNING, "the others may be leaving, too"
+    assert world.phase is JobPhase.RUNNING, "the others may be leaving, too"
     world.reconnect("beta")  # its agent says so again, which is no new leave
     world.settle()
     world.tick(0.6)
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert world.job.reason.startswith(f"worker beta/1 (pid 100) left before the last step: {WHY}; start")
     assert world.kinds().count("worker_lost") == 1
 
@@ -66,7 +66,7 @@ def test_members_that_all_leave_end_the_job_at_once_with_their_reason() -> None:
     for device in world.workers:
         world.leave_cleanly(device, WHY)
     world.settle()
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert f"all workers left before the last step, after step 1: {WHY}" in world.job.reason
 
 
@@ -74,12 +74,12 @@ def test_member_that_leaves_while_a_plan_is_proposed_ends_the_job_too() -> None:
     world = fitted()
     world.deaf = {"alpha/1"}
     world.rates = {"beta/1": 3.0}
-    while world.phase is not Phase.PROPOSED:
+    while world.phase is not JobPhase.PROPOSED:
         world.train(1)
     world.leave_cleanly("beta/1", WHY)
     world.settle()
     world.tick(2.1)
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     proposal = world.proposal()
     assert proposal is not None
     assert proposal.status == "aborted"
@@ -98,7 +98,7 @@ def times_of(world: World, kind: str, seconds: int) -> list[float]:
     return times
 
 
-def refusing(settings: Settings) -> World:
+def refusing(settings: JobSettings) -> World:
     world = fitted()
     world.state = msgspec.structs.replace(world.state, settings=settings)
     world.refuse = {"alpha/0"}
@@ -107,7 +107,7 @@ def refusing(settings: Settings) -> World:
 
 
 def test_plan_that_is_refused_again_and_again_is_tried_less_and_less_often() -> None:
-    world = refusing(Settings(retry_seconds=4.0, most_retry_seconds=20.0))
+    world = refusing(JobSettings(retry_seconds=4.0, most_retry_seconds=20.0))
     times = times_of(world, "aborted", 90)
     waits = [after - before for before, after in pairwise(times)]
     assert waits[:5] == pytest.approx([4, 8, 16, 20, 20], abs=1.1)
@@ -117,7 +117,7 @@ def test_plan_that_is_refused_again_and_again_is_tried_less_and_less_often() -> 
 
 
 def test_plan_for_other_rates_does_not_wait_for_one_that_was_refused() -> None:
-    world = refusing(Settings(retry_seconds=4.0))
+    world = refusing(JobSettings(retry_seconds=4.0))
     assert len(times_of(world, "aborted", 60)) == 4
     world.refuse = set()
     world.rates = {"beta/1": 6.0}
@@ -150,24 +150,24 @@ def test_no_plan_is_proposed_for_workers_whose_agent_was_started_again_and_it_is
     world.train(10)
     assert "slow" in world.kinds()
     assert world.numbers == [1, 2]
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
-@pytest.mark.parametrize("phase", [Phase.ASSEMBLING, Phase.PLANNING])
-def test_the_first_plan_waits_for_workers_whose_agent_was_started_again(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [JobPhase.ASSEMBLING, JobPhase.PLANNING])
+def test_the_first_plan_waits_for_workers_whose_agent_was_started_again(phase: JobPhase) -> None:
     world = World()
     world.planner_waits = True
     world.start()
-    assert world.phase is Phase.PLANNING
-    if phase is Phase.ASSEMBLING:
+    assert world.phase is JobPhase.PLANNING
+    if phase is JobPhase.ASSEMBLING:
         world.kill("alpha/1")
         world.settle()
         assert world.phase is phase
     restarted(world, "beta")
-    assert world.phase is Phase.ASSEMBLING
+    assert world.phase is JobPhase.ASSEMBLING
     assert world.job.asked is None, "the plan that was asked for has no worker of beta"
     assert "the first plan is made once its workers have come back to it" in world.notes[-1].text
-    if phase is Phase.ASSEMBLING:  # its torchrun starts another
+    if phase is JobPhase.ASSEMBLING:  # its torchrun starts another
         world.workers["alpha/1"] = FakeWorker(device="alpha/1", incarnation="another")
         world.up("alpha/1", world.hello(world.workers["alpha/1"]))
         world.tick()
@@ -176,7 +176,7 @@ def test_the_first_plan_waits_for_workers_whose_agent_was_started_again(phase: P
     world.planner_waits = False
     world.settle()
     world.train(3)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert world.steps == 3
 
 
@@ -186,14 +186,14 @@ def test_worker_that_does_not_come_back_to_an_agent_before_the_first_plan_ends_t
     world.start()
     world.disconnect("beta")
     world.tick(60.0)
-    assert world.phase is Phase.PLANNING, "its agent is away, as it may be at any time"
+    assert world.phase is JobPhase.PLANNING, "its agent is away, as it may be at any time"
     restarted(world, "beta")
     world.up("beta/0", world.hello(world.workers["beta/0"]))
     world.settle()
     world.tick(world.settings.reconnect_seconds - 0.1)
-    assert world.phase is Phase.ASSEMBLING
+    assert world.phase is JobPhase.ASSEMBLING
     world.tick(0.2)
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     why = "node beta's agent was started again before the first step, and worker beta/1 (pid 100) did not come"
     assert why in world.job.reason
 
@@ -222,16 +222,16 @@ def test_job_whose_worker_is_turned_away_does_not_wait_for_it() -> None:
     other = msgspec.structs.replace(world.records["alpha"], node="gamma", agent="agent-gamma")
     world.say(AgentUp(record=other))
     world.settle()
-    both = msgspec.structs.replace(fresh("late", Phase.ASSEMBLING, 0.0), joined=("alpha", "gamma"))
+    both = msgspec.structs.replace(fresh("late", JobPhase.ASSEMBLING, 0.0), joined=("alpha", "gamma"))
     world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, "late": both})
     for node, device in (("gamma", "gamma/0"), ("alpha", "alpha/0")):
         up = FromClient(client=f"x{device}", job="late", device=device, incarnation="y", body=late)
         world.say(Received(node=node, message=up))
     world.settle()
     assert "alpha/0: in use by job demo" in refused(world, "xalpha/0")[0]
-    assert world.state.jobs["late"].phase is Phase.STOPPED
+    assert world.state.jobs["late"].phase is JobPhase.STOPPED
     assert "alpha/0: in use by job demo" in world.state.jobs["late"].reason
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_rate_of_a_standby_worker_goes_with_it() -> None:
@@ -244,5 +244,5 @@ def test_rate_of_a_standby_worker_goes_with_it() -> None:
     assert world.job.rates.rates["beta/1"] > 3
     world.kill("beta/1")
     world.settle()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert "beta/1" not in world.job.rates.rates

@@ -6,7 +6,7 @@ import pytest
 from elasticd_planner.problem import Problem
 
 from elasticd.machines.job.state.events import AgentDown, Planned
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
 from elasticd.records import Fence, HistoryRecord, Vote, decode
@@ -24,14 +24,14 @@ def running(nodes: tuple[str, ...] = ("alpha", "beta"), memory: int = ROOM) -> W
     world.start()
     world.settle()
     world.train(2)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     return world
 
 
 def recovered(world: World) -> bool:
     plan = world.plan()
     return (
-        world.phase is Phase.RUNNING
+        world.phase is JobPhase.RUNNING
         and plan is not None
         and all(
             (worker := world.workers.get(device)) is not None and worker.alive and worker.plan == plan.number
@@ -54,7 +54,7 @@ def test_a_death_is_fenced_and_the_survivors_go_on() -> None:
     assert world.kinds().count("fenced") == 1
     assert world.job.fence is None, "the record ends the fault"
     world.train(3)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 @pytest.mark.parametrize("how", ["before", "between", "after"])
@@ -97,10 +97,10 @@ def test_a_fault_closes_the_proposal_that_is_open() -> None:
     world.deaf = {"alpha/1"}
     world.rates = {"alpha/0": 3.0}
     for _ in range(40):
-        if world.phase is Phase.PROPOSED:
+        if world.phase is JobPhase.PROPOSED:
             break
         world.train(1)
-    assert world.phase is Phase.PROPOSED
+    assert world.phase is JobPhase.PROPOSED
     closed = world.proposal()
     assert closed is not None
     assert closed.status == "open"
@@ -129,14 +129,14 @@ def test_a_death_before_the_first_swap_starts_the_job_anew_whichever_comes_first
     for node in world.records:
         world.join(node)
     world.settle()
-    assert world.phase is Phase.PROPOSED
+    assert world.phase is JobPhase.PROPOSED
     world.deaf = set()
     world.planner_waits = first == "the words"
     if first == "the plan":
         world.deaf = {"alpha/0", "alpha/1", "beta/0"}
     world.kill("beta/1")
     world.settle()
-    assert world.phase is Phase.RECOVERING or first == "the words"
+    assert world.phase is JobPhase.RECOVERING or first == "the words"
     assert (world.job.remedy is not None) == (first == "the plan")
     world.deaf, world.planner_waits = set(), False
     world.thaw("alpha/0")
@@ -191,7 +191,7 @@ def test_members_that_lose_each_other_without_a_death_recover_too() -> None:
     for device in plan.members[:2]:
         world.outcome(world.workers[device], PeersLost(step=world.steps, reason="connection reset"))
     world.settle()
-    assert world.phase is Phase.RUNNING, "somebody's death may be on its way"
+    assert world.phase is JobPhase.RUNNING, "somebody's death may be on its way"
     world.tick(0.6)
     world.settle()
     assert recovered(world)
@@ -205,7 +205,7 @@ def test_doubt_is_resolved_by_what_all_hold() -> None:
     world.deaf = set(world.workers)
     world.rates = {"alpha/0": 3.0}
     for _ in range(40):
-        if world.phase is Phase.PROPOSED:
+        if world.phase is JobPhase.PROPOSED:
             break
         world.train(1)
     proposal = world.proposal()
@@ -326,7 +326,7 @@ def test_who_was_fenced_off_and_lives_comes_again_as_another() -> None:
     assert plan.number > without.number
     world.finish()
     world.settle()
-    assert world.phase is Phase.DONE
+    assert world.phase is JobPhase.DONE
     assert world.done().step == world.steps  # type: ignore[union-attr]
     assert any(isinstance(body, Finished) for body in world.workers["alpha/0"].said)
 
@@ -339,7 +339,7 @@ def test_an_agent_that_is_only_started_again_does_not_cost_its_workers_when_anot
     world.now += world.settings.node_seconds + 0.1
     world.kill("beta/1")
     world.settle()
-    assert world.phase is Phase.RECOVERING
+    assert world.phase is JobPhase.RECOVERING
     assert world.job.fence is not None
     assert {*world.job.fence.gone} == {"beta/1"}
     world.cut.clear()
@@ -361,7 +361,7 @@ def test_an_answer_that_names_a_worker_lost_since_is_dropped() -> None:
     answer = answer_to(world_problem(world))
     assert answer.plan is not None
     propose(turn, answer.plan, world_problem(world), "it was asked for before")
-    assert turn.job.phase is Phase.RUNNING
+    assert turn.job.phase is JobPhase.RUNNING
     assert turn.job.decided is None, "another is asked for"
     assert not turn.effects
 
@@ -381,7 +381,7 @@ def test_what_is_asked_for_is_dropped_when_a_plan_made_before_it_is_proposed() -
     world.kill("beta/0")
     world.kill("beta/1")
     world.settle()
-    assert world.phase is Phase.RECOVERING
+    assert world.phase is JobPhase.RECOVERING
     world.turn()  # the planner's answer
     assert world.job.remedy is not None
     world.restart("beta")
@@ -391,9 +391,9 @@ def test_what_is_asked_for_is_dropped_when_a_plan_made_before_it_is_proposed() -
     world.deaf = set()
     world.thaw("alpha/0")
     world.thaw("alpha/1")
-    while world.inbox and world.phase is Phase.RECOVERING:
+    while world.inbox and world.phase is JobPhase.RECOVERING:
         world.turn()
-    assert world.phase is Phase.PROPOSED
+    assert world.phase is JobPhase.PROPOSED
     assert world.planning is None, "the planner need not go on"
     late = Planned(job=JOB, token=asked.token, answer=answer_to(asked.problem))
     proposed = world.job.number

@@ -9,7 +9,7 @@ import pytest
 from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.machines.job.state.events import Received
-from elasticd.machines.job.state.job_state import Joiner, Phase, Settings, Worker, fresh
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings, Joiner, Worker, fresh
 from elasticd.wire.messages import FromClient, Hello, Joined, Leave, Report, Unread
 from tests.machines.asked import refused
 from tests.machines.cast import JOB, spec
@@ -22,13 +22,13 @@ def test_gathering_waits_a_second_for_more_than_the_least() -> None:
     world.join("alpha", 2, 3)
     world.settle()
     world.tick(5.0)
-    assert world.phase is Phase.GATHERING, "one of two"
+    assert world.phase is JobPhase.GATHERING, "one of two"
     world.join("beta", 2, 3)
     world.settle()
     world.tick(0.9)
-    assert world.phase is Phase.GATHERING
+    assert world.phase is JobPhase.GATHERING
     world.tick(0.2)
-    assert world.phase is Phase.ASSEMBLING
+    assert world.phase is JobPhase.ASSEMBLING
     assert world.job.joined == ("alpha", "beta")
 
 
@@ -39,7 +39,7 @@ def test_gathering_forgets_who_left() -> None:
     world.join("beta")
     world.settle()
     world.tick(2.0)
-    assert world.phase is Phase.GATHERING
+    assert world.phase is JobPhase.GATHERING
     world.disconnect("beta")
     world.settle()
     assert not world.job.joiners
@@ -73,7 +73,7 @@ def test_worker_with_another_spec_is_refused_with_the_difference_and_nobody_wait
     (reason,) = refused(world, "odd")
     assert "global_batch is 16, not 8" in reason
     assert "seed is 5, not 0" in reason
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
 
 
 def assembling() -> World:
@@ -83,7 +83,7 @@ def assembling() -> World:
     while not world.joined:
         world._event(world.inbox.popleft())
     world.inbox.clear()  # alpha's workers are on their way
-    assert world.phase is Phase.ASSEMBLING
+    assert world.phase is JobPhase.ASSEMBLING
     return world
 
 
@@ -110,7 +110,7 @@ def test_worker_of_a_node_that_takes_no_part_is_refused_and_changes_nothing(chan
         world.up(device, hello)
     world.settle()
     world.train()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_opening_that_cannot_be_read_of_a_node_that_takes_no_part_stops_no_job() -> None:
@@ -119,23 +119,23 @@ def test_opening_that_cannot_be_read_of_a_node_that_takes_no_part_stops_no_job()
     world.say(Received(node="beta", message=unread))
     world.settle()
     assert refused(world, "odd")
-    assert world.phase is Phase.ASSEMBLING
+    assert world.phase is JobPhase.ASSEMBLING
 
 
 def test_device_that_another_job_has_stops_no_job_that_its_node_takes_no_part_in() -> None:
     world = assembling()
     worker = Worker(device="beta/0", incarnation="x", node="beta", client="w", pid=1)
-    other = msgspec.structs.replace(fresh("other", Phase.ASSEMBLING, 0.0), workers={"beta/0": worker})
+    other = msgspec.structs.replace(fresh("other", JobPhase.ASSEMBLING, 0.0), workers={"beta/0": worker})
     world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, "other": other})
     from_beta(world, strange(world))
     (reason,) = refused(world, "odd")
     assert "in use by job other" in reason
-    assert world.phase is Phase.ASSEMBLING
+    assert world.phase is JobPhase.ASSEMBLING
     joiner = Joiner(node="beta", client="t", pid=1, min_nodes=1, max_nodes=2, answered=True)
     job = msgspec.structs.replace(world.job, joined=("alpha", "beta"), joiners={"beta": joiner})
     world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, JOB: job})
     from_beta(world, strange(world))
-    assert world.phase is Phase.STOPPED, "its others would wait for it for ever"
+    assert world.phase is JobPhase.STOPPED, "its others would wait for it for ever"
 
 
 def test_worker_that_no_torchrun_came_before_begins_no_job_and_sets_no_spec() -> None:
@@ -154,7 +154,7 @@ def test_torchrun_leaves_for_its_own_node_alone() -> None:
     leave = FromClient(client="talpha", job=JOB, device="", incarnation="", body=Leave(job=JOB))
     world.say(Received(node="beta", message=leave))
     world.settle()
-    assert world.phase is Phase.ASSEMBLING
+    assert world.phase is JobPhase.ASSEMBLING
     assert world.job.joined == ("alpha",)
 
 
@@ -177,7 +177,7 @@ def test_torchrun_that_ends_before_its_workers_came_stops_the_job() -> None:
     world.inbox.clear()
     world.leave("alpha")
     world.settle()
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert "torchrun on node alpha ended" in world.job.reason
 
 
@@ -191,14 +191,14 @@ def test_measurements_without_any_work_do_not_end_the_leader() -> None:
             empty = Measurement(device=device, plan=1, step=step, tokens=0, block_seconds=0.0, block_work=0.0)
             world.up(device, Report(measurement=empty))
     world.settle()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert world.job.profile is not None
     assert not world.job.profile.fitted
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="fit_steps"):
-        Settings(fit_steps=3)
+        JobSettings(fit_steps=3)
 
 
 def test_answer_to_a_join_that_was_lost_is_given_again() -> None:

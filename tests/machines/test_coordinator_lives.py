@@ -8,8 +8,8 @@ from elasticd_planner.policy.policy import Moved, PolicySettings
 from elasticd_planner.policy.stability import FREE
 
 from elasticd.machines.job.state.events import AgentUp, Paced, Planned, Received
-from elasticd.machines.job.state.job_state import TRANSITIONS, Phase, Settings
-from elasticd.wire.messages import Closed, FromClient, InDoubt, Pace, Rejected, StayedOnPlan
+from elasticd.machines.job.state.job_state import TRANSITIONS, JobPhase, JobSettings
+from elasticd.wire.messages import Closed, EmulatedSpeed, FromClient, InDoubt, Rejected, StayedOnPlan
 from tests.machines.asked import refused
 from tests.machines.cast import JOB, answer_to
 from tests.machines.world import World
@@ -18,7 +18,7 @@ from tests.machines.world import World
 def started() -> World:
     world = World()
     world.start()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     return world
 
 
@@ -27,7 +27,7 @@ def fitted() -> World:
     world = started()
     world.train(16)
     assert number(world) == 2
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     return world
 
 
@@ -71,7 +71,7 @@ def test_join_of_a_running_job_is_refused_and_of_a_finished_one_closed() -> None
     world.join("gamma")
     world.settle()
     assert isinstance(world.told["tgamma"][-1], Closed)
-    assert world.phase is Phase.DONE
+    assert world.phase is JobPhase.DONE
 
 
 def test_torchrun_whose_join_is_repeated_by_its_agent_hears_nothing_twice() -> None:
@@ -80,7 +80,7 @@ def test_torchrun_whose_join_is_repeated_by_its_agent_hears_nothing_twice() -> N
     world.reconnect("alpha")
     world.settle()
     assert len(world.told["talpha"]) == before
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_slow_device_leads_to_a_plan_that_gives_it_less() -> None:
@@ -88,7 +88,7 @@ def test_slow_device_leads_to_a_plan_that_gives_it_less() -> None:
     assert number(world) == 3
     kinds = world.kinds()
     assert kinds.index("fitted") < kinds.index("slow") < len(kinds) - kinds[::-1].index("recorded")
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     before = next(note for note in world.notes if note.kind == "slow")
     assert before.data["device"] == "beta/1"
     assert before.data["after"] == pytest.approx(3.0, abs=0.1)
@@ -109,7 +109,7 @@ def test_recovered_device_gets_its_work_back() -> None:
 def test_plan_that_saves_too_little_is_not_proposed() -> None:
     world = fitted()
     world.state = msgspec.structs.replace(
-        world.state, settings=Settings(policy=PolicySettings(minimum_saving=0.9))
+        world.state, settings=JobSettings(policy=PolicySettings(minimum_saving=0.9))
     )
     world.rates = {"beta/1": 3.0}
     world.train(10)
@@ -131,7 +131,7 @@ def restless(times: int, lasts: int = 9) -> World:
 def test_device_that_keeps_changing_is_left_alone_and_the_event_says_why() -> None:
     world = restless(12)
     assert number(world) == 2 + FREE
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     told = [note for note in world.notes if note.kind == "kept_plan" and note.data["again_in"] is not None]
     assert told
     assert "beta/1 has changed its speed 4 times in" in told[0].text
@@ -191,7 +191,7 @@ def test_proposal_refused_by_a_member_is_aborted_and_tried_again_later() -> None
     world.train(6)
     assert "aborted" in world.kinds()
     assert number(world) == 2, "the old plan goes on"
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     world.refuse = set()
     world.train(8)
     assert number(world) > 3, "3 was aborted and is never used again"
@@ -204,12 +204,12 @@ def test_proposal_not_prepared_in_time_is_aborted_naming_who_is_late() -> None:
     world.train(16)
     aborted = next(note for note in world.notes if note.kind == "aborted")
     assert "alpha/1" in aborted.text
-    assert world.phase is Phase.ABORTING, "alpha/1 has not said that it kept the old plan"
+    assert world.phase is JobPhase.ABORTING, "alpha/1 has not said that it kept the old plan"
     worker = world.workers["alpha/1"]
     world.deaf = set()
     world.outcome(worker, StayedOnPlan(number=3, step=world.steps))
     world.settle()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_proposal_is_aborted_when_a_node_stays_unreachable() -> None:
@@ -217,19 +217,19 @@ def test_proposal_is_aborted_when_a_node_stays_unreachable() -> None:
     world.deaf = {"alpha/1"}
     world.rates = {"beta/1": 3.0}
     world.train(5)
-    assert world.phase is Phase.PROPOSED
+    assert world.phase is JobPhase.PROPOSED
     world.disconnect("alpha")
     world.tick(2.9)
-    assert world.phase is Phase.PROPOSED
+    assert world.phase is JobPhase.PROPOSED
     world.tick(0.2)
-    assert world.phase is Phase.ABORTING
+    assert world.phase is JobPhase.ABORTING
     assert "node alpha is unreachable" in world.notes[-1].text
 
 
 def test_reported_swap_overrides_an_abort() -> None:
     world = fitted()
     world.rates = {"beta/1": 3.0}
-    while world.phase is not Phase.PROPOSED:
+    while world.phase is not JobPhase.PROPOSED:
         world.train(1)
     world._vote()  # all swapped, and nothing of it has been heard yet
     heard, world.inbox = list(world.inbox), type(world.inbox)()
@@ -237,7 +237,7 @@ def test_reported_swap_overrides_an_abort() -> None:
         world.deaf.add(device)
     world.disconnect("beta")
     world.tick(3.5)
-    assert world.phase is Phase.ABORTING
+    assert world.phase is JobPhase.ABORTING
     world.inbox.extend(heard)
     world.settle()
     assert number(world) == 3
@@ -248,7 +248,7 @@ def test_refused_first_plan_stops_the_job_and_says_what_to_do() -> None:
     world = World()
     world.refuse = {"beta/0"}
     world.start()
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     done = world.done()
     assert done is not None
     assert "beta/0 cannot prepare it" in done.reason
@@ -262,7 +262,7 @@ def test_job_that_fits_nowhere_stops_with_the_planners_reason() -> None:
         world.records[name] = msgspec.structs.replace(record, devices=small)
         world.say(AgentUp(record=world.records[name]))
     world.start()
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert "there is no plan for this job" in world.job.reason
     assert "does not fit" in world.job.reason
 
@@ -273,7 +273,7 @@ def test_lost_worker_with_state_that_nobody_else_holds_stops_the_job_naming_it_a
     world.train(steps)
     world.kill("beta/1")
     world.settle()
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     done = world.done()
     assert done is not None
     assert "worker beta/1 (pid 100) died: killed by signal 9" in done.reason
@@ -289,21 +289,21 @@ def test_worker_lost_while_a_proposal_is_open_leaves_it_aborted() -> None:
     proposal = world.proposal()
     assert proposal is not None
     assert proposal.status == "aborted"
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
 
 
 def test_finished_job_is_done_and_its_workers_may_end() -> None:
     world = slowed()
     world.finish()
     world.settle()
-    assert world.phase is Phase.DONE
+    assert world.phase is JobPhase.DONE
     for worker in world.workers.values():
         world.say(Received(node=worker.node, message=world.lost(worker, clean=True)))
     world.settle()
     done = world.done()
     assert done is not None
     assert (done.step, done.reason) == (world.steps, "")
-    assert world.phase is Phase.DONE
+    assert world.phase is JobPhase.DONE
 
 
 def test_workers_that_all_leave_early_end_the_job_with_a_reason() -> None:
@@ -311,7 +311,7 @@ def test_workers_that_all_leave_early_end_the_job_with_a_reason() -> None:
     for worker in world.workers.values():
         world.say(Received(node=worker.node, message=world.lost(worker, clean=True)))
     world.settle()
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert "before the last step" in world.job.reason
 
 
@@ -326,7 +326,7 @@ def test_words_of_a_former_incarnation_mean_nothing() -> None:
     )
     world.say(Received(node="alpha", message=stale))
     world.settle()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_device_of_a_running_job_is_not_given_to_another() -> None:
@@ -337,7 +337,7 @@ def test_device_of_a_running_job_is_not_given_to_another() -> None:
     world.say(Received(node="alpha", message=up))
     world.settle()
     assert "alpha/0: in use by job demo; a device belongs to one job at a time" in refused(world, "late")[0]
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_answer_for_rates_that_moved_since_is_dropped_and_asked_again() -> None:
@@ -365,16 +365,16 @@ def test_chaos_is_sent_to_whoever_drives_the_device() -> None:
     world = started()
     world.say(Paced(device="beta/1", factor=3.0))
     world.settle()
-    assert world.told["device:beta/1"] == [Pace(factor=3.0)]
+    assert world.told["device:beta/1"] == [EmulatedSpeed(factor=3.0)]
     assert world.state.nodes["beta"].paces == {"beta/1": 3.0}
 
 
 def test_every_phase_can_end_and_none_follows_an_end() -> None:
     for phase, following in TRANSITIONS.items():
-        if phase in (Phase.DONE, Phase.STOPPED):
+        if phase in (JobPhase.DONE, JobPhase.STOPPED):
             assert not following
         else:
-            assert {Phase.DONE, Phase.STOPPED} <= following
+            assert {JobPhase.DONE, JobPhase.STOPPED} <= following
 
 
 def test_profile_is_fitted_once_under_a_plan_and_again_where_a_plan_teaches_more() -> None:

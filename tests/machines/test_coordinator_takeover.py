@@ -8,7 +8,7 @@ import pytest
 from elasticd_planner.spec.plan import Strategy
 
 from elasticd.machines.job.state.events import Received
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.wire.messages import StayedOnPlan, Switched
 from tests import sizes
 from tests.machines.world import World
@@ -58,7 +58,7 @@ def test_undisturbed_life_goes_through_every_turn() -> None:
     world = undisturbed()
     kinds = set(world.kinds())
     assert {"fitted", "slow", "aborted", "recovered", "recorded", "finished"} <= kinds
-    assert world.phase is Phase.DONE
+    assert world.phase is JobPhase.DONE
     assert len(world.recorded) >= 4
 
 
@@ -76,7 +76,7 @@ def test_new_leader_at_any_event_ends_in_the_same_plan(how: str) -> None:
         live(world)
         where = f"a new leader {how} event {event}"
         assert world.state.epoch == 2, where
-        assert world.phase is Phase.DONE, f"{where}: {world.phase} {world.job.reason}"
+        assert world.phase is JobPhase.DONE, f"{where}: {world.phase} {world.job.reason}"
         assert last(world) == last(reference), where
         assert world.numbers == sorted(set(world.numbers)), where
         assert len({worker.plan for worker in world.workers.values()}) == 1, where
@@ -87,7 +87,7 @@ def proposed() -> World:
     world.start()
     world.train(14)
     world.rates = {"beta/1": 3.0}
-    while world.phase is not Phase.PROPOSED:
+    while world.phase is not JobPhase.PROPOSED:
         world.train(1)
     return world
 
@@ -124,13 +124,13 @@ def test_new_leader_finishes_an_abort_once_all_old_members_said_again_that_they_
     worker = world.workers["beta/0"]
     world.outcome(worker, StayedOnPlan(number=world.numbers[-1], step=world.steps, reason="not ok"))
     world.settle()
-    assert world.phase is Phase.ABORTING
+    assert world.phase is JobPhase.ABORTING
     world.new_leader()
     world.settle()
-    assert world.phase is Phase.ABORTING
+    assert world.phase is JobPhase.ABORTING
     world.outcome(world.workers["alpha/1"], StayedOnPlan(number=world.numbers[-1], step=world.steps))
     world.settle()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_new_leader_hears_of_an_end_from_workers_that_are_gone() -> None:
@@ -141,7 +141,7 @@ def test_new_leader_hears_of_an_end_from_workers_that_are_gone() -> None:
         worker.alive = False
     world.new_leader()
     world.settle()
-    assert world.phase is Phase.DONE
+    assert world.phase is JobPhase.DONE
 
 
 def test_worker_that_died_while_nobody_led_stops_the_job() -> None:
@@ -149,9 +149,9 @@ def test_worker_that_died_while_nobody_led_stops_the_job() -> None:
     world.workers["beta/1"].alive = False
     world.new_leader()
     world.settle()
-    assert world.phase is Phase.RECOVERING, "agents may still come that keep its state"
+    assert world.phase is JobPhase.RECOVERING, "agents may still come that keep its state"
     world.tick(3.0)
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert "beta/1" in world.job.reason
 
 
@@ -162,13 +162,13 @@ def test_worker_that_vanished_without_a_word_stops_the_job_after_the_interval() 
     world.new_leader()
     world.settle()
     world.tick(2.0)
-    assert world.phase is Phase.PROPOSED
+    assert world.phase is JobPhase.PROPOSED
     world.tick(1.5)
-    assert world.phase is Phase.PROPOSED
+    assert world.phase is JobPhase.PROPOSED
     assert "beta/1 may live, and hold what nobody else does" in world.job.reason
     for _ in range(int(world.settings.lone_seconds) + 5):
         world.tick(1.0)
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert "beta/1" in world.job.reason
     assert "state is lost" in world.job.reason
 

@@ -10,7 +10,7 @@ from elasticd_planner.spec.cluster import Link
 
 from elasticd.machines.coordinator import machine, node_links
 from elasticd.machines.coordinator.node_links import GATHER_SECONDS, Links, crossed, judge, moved
-from elasticd.machines.job.state.events import Note, Received, Tick
+from elasticd.machines.job.state.events import CoordinatorNote, CoordinatorTick, Received
 from elasticd.wire.messages import FromClient, Switched
 from elasticd.wire.probes import Crossed
 from tests.machines.test_coordinator_faults import running
@@ -86,8 +86,8 @@ def test_a_defect_in_judging_links_costs_what_was_gathered_alone(monkeypatch: py
 
     monkeypatch.setattr(node_links, "judge", broken)
     world = running()
-    state, effects = machine.step(world.state, Tick(), world.now + 1)
-    (note,) = [effect for effect in effects if isinstance(effect, Note)]
+    state, effects = machine.step(world.state, CoordinatorTick(), world.now + 1)
+    (note,) = [effect for effect in effects if isinstance(effect, CoordinatorNote)]
     assert (note.kind, "ZeroDivisionError: by a node" in note.text) == ("defect", True)
     assert state.links.gathered == ()
 

@@ -18,10 +18,10 @@ from elasticd.machines.agent import state as agent_state
 from elasticd.machines.agent.state import Opened
 from elasticd.machines.coordinator import machine as coordinator
 from elasticd.machines.coordinator import message_checks
-from elasticd.machines.coordinator.machine import State
+from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job import machine
-from elasticd.machines.job.state.events import Event, Note, Received, Tick, Write
-from elasticd.machines.job.state.job_state import Phase, Settings, fresh
+from elasticd.machines.job.state.events import CoordinatorNote, CoordinatorTick, Event, Received, Write
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings, fresh
 from elasticd.names import LONGEST, device_of, harmless, name_refusal
 from elasticd.records import DoneRecord, NodeRecord, PlanRecord
 from elasticd.wire.messages import (
@@ -61,7 +61,7 @@ def test_what_release_0_1_took_is_known_where_a_job_runs_under_it(name: str, can
     assert name_refusal("job", name)
     assert harmless(name) == can_be
     join = Opened(client="t", pid=1, incarnation="i", body=Join(job=name, min_nodes=1, max_nodes=1, pid=1))
-    agent = agent_state.State(record=node_record("alpha"))
+    agent = agent_state.AgentState(record=node_record("alpha"))
     assert agent_machine.refusal(agent, join)
     plan = PlanRecord(plan=PLAN, epoch=1, step=0)
     assert agent_machine.refusal(replace(agent, plans={name: plan}), join) == ""
@@ -174,7 +174,9 @@ def test_the_keys_of_a_job_are_heard_of_from_nodes_that_take_part_alone() -> Non
 
 def test_a_new_leader_hears_the_calls_of_members_that_it_has_not_met_yet() -> None:
     world = running()
-    world.state = coordinator.takeover(9, stored(KEYS, world.store.snapshot(KEYS.jobs).items), Settings(), 0.0)
+    world.state = coordinator.takeover(
+        9, stored(KEYS, world.store.snapshot(KEYS.jobs).items), JobSettings(), 0.0
+    )
     for node in ("alpha", "beta"):
         assert message_checks.call_refusal(world.records[node], up(f"{node}/0", CALL), world.state.jobs) == ""
     assert message_checks.call_refusal(node_record("gamma"), up("gamma/0", CALL), world.state.jobs)
@@ -199,7 +201,7 @@ def test_only_a_member_of_the_plan_ends_the_job(device: str) -> None:
     world = running()
     said = FromClient(client="c", job="demo", device=device, incarnation="stranger", body=Finished(step=7))
     state, _ = coordinator.step(world.state, Received(node="alpha", message=said), world.now)
-    assert state.jobs["demo"].phase is Phase.RUNNING
+    assert state.jobs["demo"].phase is JobPhase.RUNNING
 
 
 def test_a_process_without_a_device_says_what_a_torchrun_says() -> None:
@@ -219,23 +221,23 @@ class Broken:
         return self.step(job, *given)
 
 
-def two_jobs() -> State:
-    jobs = {name: fresh(name, Phase.GATHERING, 0.0) for name in ("bad", "good")}
-    return State(epoch=1, jobs=jobs)
+def two_jobs() -> CoordinatorState:
+    jobs = {name: fresh(name, JobPhase.GATHERING, 0.0) for name in ("bad", "good")}
+    return CoordinatorState(epoch=1, jobs=jobs)
 
 
 @pytest.mark.usefixtures("defects_are_told")
 def test_a_defect_costs_one_job_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "step", Broken("bad"))
-    state, effects = coordinator.step(two_jobs(), Tick(), 1.0)
-    assert state.jobs["bad"].phase is Phase.STOPPED
-    assert state.jobs["good"].phase is Phase.GATHERING
+    state, effects = coordinator.step(two_jobs(), CoordinatorTick(), 1.0)
+    assert state.jobs["bad"].phase is JobPhase.STOPPED
+    assert state.jobs["good"].phase is JobPhase.GATHERING
     assert "ZeroDivisionError: by a worker" in state.jobs["bad"].reason
-    (note,) = [effect for effect in effects if isinstance(effect, Note)]
+    (note,) = [effect for effect in effects if isinstance(effect, CoordinatorNote)]
     assert (note.kind, note.job) == ("defect", "bad")
     assert "in __call__" in note.data["traceback"]
     assert any(isinstance(e, Write) and isinstance(e.records[-1], DoneRecord) for e in effects)
-    again, effects = coordinator.step(state, Tick(), 2.0)
+    again, effects = coordinator.step(state, CoordinatorTick(), 2.0)
     assert (again, effects) == (state, ()), "it is over"
 
 
@@ -251,5 +253,5 @@ def test_a_defect_that_a_message_meets_costs_the_message(monkeypatch: pytest.Mon
     state, effects = coordinator.step(before, event, 1.0)
     assert state == before
     (note,) = effects
-    assert isinstance(note, Note)
+    assert isinstance(note, CoordinatorNote)
     assert "a message of node alpha was dropped" in note.text

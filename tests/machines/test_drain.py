@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from elasticd.machines.job.state.events import AgentUp, Drained, Send
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.events import AgentUp, CoordinatorSend, NodeDrained
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.wire.agent_orders import Drain
 from tests.machines.test_coordinator_faults import ROOM
 from tests.machines.world import World
@@ -20,9 +20,9 @@ def nodes_of(world: World) -> frozenset[str]:
 def drain(world: World, node: str, on: bool = True) -> None:
     """The leader's wish, and what the agent makes of it."""
     before = len(world.sent)
-    world.say(Drained(node=node, on=on))
+    world.say(NodeDrained(node=node, on=on))
     world.settle()
-    assert world.sent[before:] == [Send(node=node, message=Drain(on=on))]
+    assert world.sent[before:] == [CoordinatorSend(node=node, message=Drain(on=on))]
     world.records[node] = msgspec.structs.replace(world.records[node], draining=on)
     world.say(AgentUp(record=world.records[node]))
     world.settle()
@@ -44,7 +44,7 @@ def test_a_drained_node_is_left_at_once_and_nobody_is_lost() -> None:
     world.train(2)
     assert nodes_of(world) == {"alpha", "beta"}
     drain(world, "beta")
-    train_until(world, lambda: world.phase is Phase.RUNNING and nodes_of(world) == {"alpha"})
+    train_until(world, lambda: world.phase is JobPhase.RUNNING and nodes_of(world) == {"alpha"})
     assert "fenced" not in world.kinds()
     world.train(3)
     text = next(note.text for note in world.notes if note.kind == "drained")
@@ -72,9 +72,9 @@ def test_undone_the_node_is_used_again() -> None:
     world.settle()
     world.train(2)
     drain(world, "beta")
-    train_until(world, lambda: world.phase is Phase.RUNNING and nodes_of(world) == {"alpha"})
+    train_until(world, lambda: world.phase is JobPhase.RUNNING and nodes_of(world) == {"alpha"})
     drain(world, "beta", on=False)
-    train_until(world, lambda: world.phase is Phase.RUNNING and nodes_of(world) == {"alpha", "beta"})
+    train_until(world, lambda: world.phase is JobPhase.RUNNING and nodes_of(world) == {"alpha", "beta"})
 
 
 def test_the_wish_is_said_once() -> None:
@@ -82,9 +82,9 @@ def test_the_wish_is_said_once() -> None:
     world.start()
     drain(world, "beta")
     before = len(world.sent)
-    world.say(Drained(node="beta", on=True))
+    world.say(NodeDrained(node="beta", on=True))
     world.settle()
     assert not world.sent[before:]
-    world.say(Drained(node="nobody", on=True))
+    world.say(NodeDrained(node="nobody", on=True))
     world.settle()
     assert not world.sent[before:]

@@ -8,8 +8,16 @@ import msgspec
 import pytest
 
 from elasticd.machines.coordinator import finished_jobs, machine
-from elasticd.machines.job.state.events import AgentDown, AgentUp, ForgetAsked, Received, Stored, Tick, Write
-from elasticd.machines.job.state.job_state import LIVE, OVER, JobState, Phase, Settings, fresh
+from elasticd.machines.job.state.events import (
+    AgentDown,
+    AgentUp,
+    CoordinatorTick,
+    ForgetAsked,
+    Received,
+    Stored,
+    Write,
+)
+from elasticd.machines.job.state.job_state import LIVE, OVER, JobPhase, JobSettings, JobState, fresh
 from elasticd.records import DoneRecord
 from elasticd.wire.messages import FromClient, Join, Rejected, WorkerLost
 from tests.machines.cast import JOB, node_record
@@ -54,16 +62,16 @@ def test_job_is_forgotten_in_time_and_its_name_is_free_then() -> None:
     assert (note.kind, note.job, note.text) == ("forgotten", JOB, "forgotten: it was over for 7.0 days")
     world.workers.clear()
     world.start()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert world.job.number == 1
 
 
 def test_a_later_leader_counts_from_the_end() -> None:
     done = Stored(job=JOB, done=DoneRecord(step=5, epoch=1, at=1.0), over_seconds=WEEK - 10)
-    state = machine.takeover(7, [done], Settings(), 1000.0)
-    state, effects = machine.step(state, Tick(), 1005.0)
+    state = machine.takeover(7, [done], JobSettings(), 1000.0)
+    state, effects = machine.step(state, CoordinatorTick(), 1005.0)
     assert effects == ()
-    state, effects = machine.step(state, Tick(), 1011.0)
+    state, effects = machine.step(state, CoordinatorTick(), 1011.0)
     assert [effect.forget for effect in effects if isinstance(effect, Write)] == [True]
     assert state.jobs == {}
 
@@ -71,8 +79,8 @@ def test_a_later_leader_counts_from_the_end() -> None:
 def test_a_tick_looks_at_no_job_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept for a week, two thousand of them if need be, and there are ten ticks a second."""
     over = [Stored(job=f"j{n:04}", done=DoneRecord(step=n, epoch=1)) for n in range(2000)]
-    state = machine.takeover(7, over, Settings(keep_jobs=2000), 1000.0)
-    live = {name: fresh(name, Phase.GATHERING, 1000.0) for name in ("one", "two")}
+    state = machine.takeover(7, over, JobSettings(keep_jobs=2000), 1000.0)
+    live = {name: fresh(name, JobPhase.GATHERING, 1000.0) for name in ("one", "two")}
     state = msgspec.structs.replace(state, jobs={**state.jobs, **live})
     stepped: list[str] = []
     step = machine.machine.step
@@ -83,31 +91,31 @@ def test_a_tick_looks_at_no_job_that_is_over(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(machine.machine, "step", counted)
     for at in range(10):
-        state, _ = machine.step(state, Tick(), 1000.0 + at / 10)
+        state, _ = machine.step(state, CoordinatorTick(), 1000.0 + at / 10)
     assert stepped == ["one", "two"] * 10
     assert len(state.jobs) == 2002
 
 
 def test_of_more_than_may_be_kept_the_oldest_go_a_few_at_a_time() -> None:
-    settings = Settings(keep_jobs=3)
+    settings = JobSettings(keep_jobs=3)
     over = [Stored(job=f"j{n:02}", done=DoneRecord(step=n, epoch=1), over_seconds=n) for n in range(20)]
     state = machine.takeover(7, over, settings, 1000.0)
-    live = fresh("old", Phase.ASSEMBLING, 0.0)
+    live = fresh("old", JobPhase.ASSEMBLING, 0.0)
     state = msgspec.structs.replace(state, jobs={**state.jobs, "old": live})
-    state, effects = machine.step(state, Tick(), 1001.0)
+    state, effects = machine.step(state, CoordinatorTick(), 1001.0)
     assert len([effect for effect in effects if isinstance(effect, Write)]) == finished_jobs.AT_ONCE
     for _ in range(5):
-        state, effects = machine.step(state, Tick(), 1001.0)
+        state, effects = machine.step(state, CoordinatorTick(), 1001.0)
     assert sorted(state.jobs) == ["j00", "j01", "j02", "old"]
     assert effects == ()
 
 
-@pytest.mark.parametrize("phase", sorted(LIVE | {Phase.GATHERING}, key=lambda phase: phase.value))
-def test_job_that_lives_is_not_forgotten(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", sorted(LIVE | {JobPhase.GATHERING}, key=lambda phase: phase.value))
+def test_job_that_lives_is_not_forgotten(phase: JobPhase) -> None:
     job = fresh(JOB, phase, 0.0)
     assert f"end it first, with 'elasticd stop {JOB}'" in finished_jobs.refusal(job, {})
     assert finished_jobs.asked({JOB: job}, {}, ForgetAsked(job=JOB, by="alice")) is None
-    assert finished_jobs.due({JOB: job}, {}, Settings(keep_jobs=0, keep_seconds=0), 500.0) is None
+    assert finished_jobs.due({JOB: job}, {}, JobSettings(keep_jobs=0, keep_seconds=0), 500.0) is None
 
 
 def test_user_has_it_forgotten_once_its_workers_have_ended() -> None:
@@ -116,7 +124,7 @@ def test_user_has_it_forgotten_once_its_workers_have_ended() -> None:
     world.settle()
     before = kept(world)
     ask(world)
-    assert world.phase is Phase.DONE
+    assert world.phase is JobPhase.DONE
     assert kept(world) == before
     assert "has not ended yet" in finished_jobs.refusal(world.job, world.state.nodes)
     world.tick(10 * WEEK)
@@ -133,7 +141,7 @@ def test_worker_that_outlives_a_leader_is_waited_for() -> None:
     world.settle()
     world.new_leader()
     world.settle()
-    assert world.phase is Phase.DONE
+    assert world.phase is JobPhase.DONE
     assert finished_jobs.living(world.job, world.state.nodes) == sorted(world.workers)
     ended(world)
     assert finished_jobs.refusal(world.job, world.state.nodes) == ""
@@ -186,7 +194,7 @@ def test_job_that_nobody_waits_for_any_more_before_it_began_is_forgotten() -> No
     world.join("alpha")
     world.settle()
     world.tick(10_000)
-    assert world.phase is Phase.GATHERING, "its torchrun waits for another node"
+    assert world.phase is JobPhase.GATHERING, "its torchrun waits for another node"
     world.leave("alpha")
     world.tick()
     assert world.state.jobs == {}
@@ -231,7 +239,9 @@ def test_jobs_of_one_node_that_are_over_leave_room_for_the_jobs_of_others(
         up = FromClient(client=f"t{job}", job=job, device="", incarnation="", body=body)
         world.say(Received(node="alpha", message=up))
         world.settle()
-        over = {n: msgspec.structs.replace(each, phase=Phase.STOPPED) for n, each in world.state.jobs.items()}
+        over = {
+            n: msgspec.structs.replace(each, phase=JobPhase.STOPPED) for n, each in world.state.jobs.items()
+        }
         world.state = msgspec.structs.replace(world.state, jobs=over)
     assert len(world.state.jobs) == machine.MOST_JOBS / 2
     world.join("beta")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.state.events import Received
-from elasticd.machines.job.state.job_state import Phase, Settings
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings
 from elasticd.wire.probes import Frozen
 from tests.machines.cast import JOB
 from tests.machines.test_coordinator_faults import recovered, running
@@ -27,7 +27,7 @@ def test_a_frozen_worker_is_fenced_off_once_the_steps_have_stopped() -> None:
     world.train(2)
     assert "fenced" not in world.kinds(), "the job goes on all the same: a debugger, or a false alarm"
     world.deaf.add("beta/1")
-    world.tick(Settings().hang_seconds / 2)
+    world.tick(JobSettings().hang_seconds / 2)
     assert "fenced" not in world.kinds()
     while "fenced" not in world.kinds():
         assert world.now < 60.0
@@ -46,7 +46,7 @@ def test_one_that_alone_holds_a_part_of_the_state_is_waited_for() -> None:
     freeze(world, "beta/1")
     for _ in range(20):
         world.tick(1.0)
-    assert world.phase is Phase.RUNNING, world.job.reason
+    assert world.phase is JobPhase.RUNNING, world.job.reason
     assert "beta/1 is frozen" in world.job.reason
     assert "nobody else holds" in world.job.reason
     assert world.kinds().count("waiting") == 1
@@ -63,7 +63,7 @@ def test_who_answers_again_in_time_stays() -> None:
     freeze(world, "beta/1", how="")
     world.tick(30.0)
     assert world.plan() == before
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_the_word_of_an_agent_that_links_anew_holds() -> None:

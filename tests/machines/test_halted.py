@@ -10,7 +10,7 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.faults.hangs import MOST_STACK, awaited
 from elasticd.machines.job.state.events import Received
-from elasticd.machines.job.state.job_state import Phase, Settings
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings
 from elasticd.wire.main_thread import Halted
 from tests.machines.cast import JOB, node_record
 from tests.machines.test_coordinator_faults import ROOM, recovered, running
@@ -75,7 +75,7 @@ def test_the_one_that_all_others_wait_for_is_fenced_off_with_its_stack_in_the_ev
     assert "worker beta/1 stands still in the loss of step" in fenced
     assert "while alpha/0 (in the vote" in fenced
     world.train(3)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_two_of_four_that_hang_are_both_fenced_off() -> None:
@@ -95,19 +95,19 @@ def test_one_that_alone_holds_a_part_of_the_state_is_waited_for(hang: bool) -> N
     hangs(world, "beta/1")
     waits(world, *OTHERS)
     pass_time(world, 30.0)
-    assert world.phase is Phase.RUNNING, world.job.reason
+    assert world.phase is JobPhase.RUNNING, world.job.reason
     assert "beta/1 stands still in the loss" in world.job.reason
     assert "they are waited for, as nobody else holds" in world.job.reason
     assert world.kinds().count("halted") == world.kinds().count("waiting") == 1
     if hang:
         world.kill("beta/1")
         pass_time(world)
-        assert world.phase is Phase.STOPPED
+        assert world.phase is JobPhase.STOPPED
         return
     for device in (*OTHERS, "beta/1"):
         moves(world, device)
     world.train(2)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert world.job.reason == ""
     assert "fenced" not in world.kinds()
 
@@ -142,7 +142,7 @@ def test_what_befalls_most_of_a_job_is_no_fault_of_its_devices_and_is_said() -> 
     for device in (*OTHERS, "beta/1"):
         moves(world, device)
     world.train(2)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert awaited(world.job, world.now) == ""
     for device in (*OTHERS, "beta/1"):
         hangs(world, device)
@@ -176,7 +176,7 @@ def test_a_jobs_only_device_that_hangs_is_not_given_up_and_that_is_said() -> Non
     world.train(2)
     hangs(world, "alpha/0")
     kept(world)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert awaited(world.job, world.now).endswith("; it is the job's only device, and is not given up for it")
     (found,) = [note for note in world.notes if note.kind == "halted"]
     assert (found.data["device"], found.data["stack"]) == ("alpha/0", STACK)
@@ -248,7 +248,7 @@ def test_one_that_moves_again_just_as_it_is_found_stays_or_comes_again(turns: in
             world.turn()
     moves(world, "beta/1")
     pass_time(world)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     if "fenced" in world.kinds():
         world.thaw("beta/1")
         world.settle()
@@ -256,7 +256,7 @@ def test_one_that_moves_again_just_as_it_is_found_stays_or_comes_again(turns: in
     else:
         assert "beta/1" in members(world)
     world.train(2)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 @pytest.mark.parametrize("said_again", [True, False])
@@ -276,7 +276,7 @@ def test_a_new_leader_finds_it_once_the_agents_have_said_it_again(said_again: bo
 
 def test_the_scripts_own_code_has_all_the_time_unless_a_limit_is_set() -> None:
     for limit, expected in ((0.0, False), (100.0, False), (50.0, True)):
-        settings = Settings(prepare_seconds=10.0, retry_seconds=5.0)
+        settings = JobSettings(prepare_seconds=10.0, retry_seconds=5.0)
         detect = msgspec.structs.replace(settings.detect, outside_seconds=limit)
         world = World(settings=msgspec.structs.replace(settings, detect=detect), memory=60_000_000)
         world.start()
@@ -296,7 +296,7 @@ def test_a_fence_waits_for_one_that_is_in_its_scripts_own_code() -> None:
     world.deaf.add("beta/0")
     world.kill("beta/1")
     pass_time(world, 60.0)
-    assert world.phase is Phase.RECOVERING
+    assert world.phase is JobPhase.RECOVERING
     assert "beta/0 (in its script's own code) answers the fence once it is out of there" in world.job.reason
     assert {*world.job.gone} == {"beta/1"}
     moves(world, "beta/0")
@@ -369,7 +369,7 @@ def test_a_fence_waits_for_a_plans_first_steps() -> None:
     world.deaf.add("beta/0")
     world.kill("beta/1")
     pass_time(world, 60.0)
-    assert world.phase is Phase.RECOVERING
+    assert world.phase is JobPhase.RECOVERING
     assert f"beta/0 (in {FIRST_STEPS}) answers the fence" in world.job.reason
     moves(world, "beta/0")
     world.thaw("beta/0")
@@ -383,23 +383,23 @@ def test_a_fence_waits_for_a_plans_first_steps() -> None:
 FACTORY = "the optimizer's factory"
 
 
-def limited(seconds: float) -> Settings:
-    settings = Settings(prepare_seconds=10.0, retry_seconds=5.0)
+def limited(seconds: float) -> JobSettings:
+    settings = JobSettings(prepare_seconds=10.0, retry_seconds=5.0)
     detect = msgspec.structs.replace(settings.detect, outside_seconds=seconds)
     return msgspec.structs.replace(settings, detect=detect)
 
 
-def starting(settings: Settings) -> World:
+def starting(settings: JobSettings) -> World:
     """All have prepared the first plan, and move to it."""
     world = World(settings=settings, memory=ROOM)
     for name in world.records:
         world.join(name)
     world.settle()
-    assert (world.phase, world.plan()) == (Phase.PROPOSED, None)
+    assert (world.phase, world.plan()) == (JobPhase.PROPOSED, None)
     return world
 
 
-def joining(settings: Settings) -> World:
+def joining(settings: JobSettings) -> World:
     """The plan in force goes on without beta/1, which the next one takes up again."""
     world = World(settings=settings, memory=ROOM)
     world.start()
@@ -412,7 +412,7 @@ def joining(settings: Settings) -> World:
     world.deaf.discard("beta/1")
     world.thaw("beta/1")
     world.settle()
-    while world.phase is not Phase.PROPOSED:
+    while world.phase is not JobPhase.PROPOSED:
         world.train(1)
     plan = world.plan()
     assert plan is not None
@@ -420,7 +420,7 @@ def joining(settings: Settings) -> World:
     return world
 
 
-def recovering(settings: Settings) -> World:
+def recovering(settings: JobSettings) -> World:
     """alpha/1 died; the others have prepared the plan without it."""
     world = World(settings=settings, memory=ROOM)
     world.start()
@@ -428,7 +428,7 @@ def recovering(settings: Settings) -> World:
     vote, world._vote = world._vote, lambda: None  # type: ignore[method-assign]
     world.kill("alpha/1")
     world.settle()
-    assert world.phase is Phase.PROPOSED
+    assert world.phase is JobPhase.PROPOSED
     world._vote = vote  # type: ignore[method-assign]
     return world
 
@@ -436,7 +436,7 @@ def recovering(settings: Settings) -> World:
 @pytest.mark.parametrize("switch", [starting, joining, recovering])
 @pytest.mark.parametrize("limit", [0.0, 50.0])
 def test_one_that_a_switch_waits_for_is_told_and_has_the_time_that_is_set(
-    switch: Callable[[Settings], World], limit: float
+    switch: Callable[[JobSettings], World], limit: float
 ) -> None:
     world = switch(limited(limit))
     others = [device for device in OTHERS if world.workers[device].alive]

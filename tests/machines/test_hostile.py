@@ -8,8 +8,14 @@ import msgspec
 import pytest
 
 from elasticd.machines.coordinator import machine, message_checks, restart_jobs
-from elasticd.machines.job.state.events import Note, Received, Send, Tick, Write
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.events import (
+    CoordinatorNote,
+    CoordinatorSend,
+    CoordinatorTick,
+    Received,
+    Write,
+)
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import encode as record
 from elasticd.wire.messages import AgentHello, encode
 from elasticd.wire.rendezvous import StepTime
@@ -46,17 +52,17 @@ def test_whatever_a_node_says_is_heard_or_skipped(round_: int, seed: int) -> Non
         heard["heard"] += 1
         if number % 20 == 0:
             now += 0.5
-            state, more = machine.step(state, Tick(), now)
+            state, more = machine.step(state, CoordinatorTick(), now)
             effects = (*effects, *more)
         for effect in effects:
             if isinstance(effect, Write):
                 assert all(len(record(each)) < 1 << 17 for each in effect.records)
-            elif isinstance(effect, Send):
+            elif isinstance(effect, CoordinatorSend):
                 encode(effect.message)
-            elif isinstance(effect, Note):
+            elif isinstance(effect, CoordinatorNote):
                 msgspec.json.encode(effect.data)
                 assert len(effect.text) < 20_000
-        if state.jobs["demo"].phase in (Phase.DONE, Phase.STOPPED):
+        if state.jobs["demo"].phase in (JobPhase.DONE, JobPhase.STOPPED):
             state = msgspec.structs.replace(state, jobs={**state.jobs, "demo": world.state.jobs["demo"]})
             heard["ended"] += 1
     assert heard["heard"] > MESSAGES / 4, heard

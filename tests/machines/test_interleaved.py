@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from elasticd.machines.job.state.events import Configured
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World
 
@@ -40,10 +40,10 @@ def test_a_recovery_is_planned_without_and_the_job_anew_once_it_runs() -> None:
     world.kill("beta/1")
     while world.planning is None:
         world.turn()
-    assert world.phase is Phase.RECOVERING
+    assert world.phase is JobPhase.RECOVERING
     assert world.planning.problem.freedom.interleave == 1
     world.planner_waits = False
-    while world.phase is not Phase.RUNNING or world.planning is None:
+    while world.phase is not JobPhase.RUNNING or world.planning is None:
         world.turn()
     assert world.planning.problem.freedom.interleave == 3
     world.settle()

@@ -15,16 +15,16 @@ from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
     Configured,
+    CoordinatorTick,
     Event,
     Log,
     Planned,
     Received,
     Reread,
     StopAsked,
-    Tick,
     Unwritten,
 )
-from elasticd.machines.job.state.job_state import Phase, Settings, Worker, fresh
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings, Worker, fresh
 from elasticd.machines.job.state.transaction import MOST_UNEXPECTED, Turn
 from elasticd.wire.messages import FromClient, FromWorker, StoreCall
 from elasticd.wire.node_health import OfNode
@@ -36,7 +36,7 @@ ELSEWHERE = {StoreCall, *get_args(OfNode)}
 DEVICE, INCARNATION = "alpha/0", "i"
 WORKER = Worker(device=DEVICE, incarnation=INCARNATION, node="alpha", client="w", pid=1)
 OF_LEADER: tuple[Event, ...] = (
-    Tick(),
+    CoordinatorTick(),
     Configured(detect=DetectSettings(), policy=PolicySettings(), changes=""),
     AgentUp(record=node_record("alpha")),
     AgentDown(node="alpha"),
@@ -68,9 +68,9 @@ def event_of(kind: type) -> Event:
     return Received(node="alpha", message=message)
 
 
-def turn_in(phase: Phase) -> Turn:
+def turn_in(phase: JobPhase) -> Turn:
     job = msgspec.structs.replace(fresh(JOB, phase, 0.0), workers={DEVICE: WORKER})
-    return Turn(job, {}, 1, Settings(), 1.0)
+    return Turn(job, {}, 1, JobSettings(), 1.0)
 
 
 def test_no_event_has_two_rows_for_a_phase_and_none_is_of_no_use() -> None:
@@ -83,10 +83,10 @@ def test_due_looks_are_in_phases_and_each_is_there_once() -> None:
     assert len({act for act, _, _ in machine.DUE}) == len(machine.DUE)
 
 
-@pytest.mark.parametrize("phase", Phase)
-def test_an_event_that_a_phase_has_nothing_for_is_logged_once(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", JobPhase)
+def test_an_event_that_a_phase_has_nothing_for_is_logged_once(phase: JobPhase) -> None:
     missing = [kind for kind in kinds() if (phase, kind) not in machine.TABLE]
-    assert missing or phase in (Phase.PROPOSED, Phase.ABORTING, Phase.RUNNING, Phase.RECOVERING)
+    assert missing or phase in (JobPhase.PROPOSED, JobPhase.ABORTING, JobPhase.RUNNING, JobPhase.RECOVERING)
     turn = turn_in(phase)
     before = turn.job
     for number, kind in enumerate(missing, 1):
@@ -99,16 +99,16 @@ def test_an_event_that_a_phase_has_nothing_for_is_logged_once(phase: Phase) -> N
 
 
 def test_the_log_has_so_many_lines_of_a_job_and_no_more() -> None:
-    turn = turn_in(Phase.RUNNING)
+    turn = turn_in(JobPhase.RUNNING)
     for number in range(2 * MOST_UNEXPECTED):
         turn.unexpected(f"event {number}")
     assert len(turn.effects) == MOST_UNEXPECTED
 
 
 def test_who_is_no_worker_of_the_job_fills_no_log() -> None:
-    turn = turn_in(Phase.GATHERING)
+    turn = turn_in(JobPhase.GATHERING)
     for kind in get_args(FromWorker):
-        if (Phase.GATHERING, kind) not in machine.TABLE:
+        if (JobPhase.GATHERING, kind) not in machine.TABLE:
             up = FromClient(client="w", job=JOB, device=DEVICE, incarnation="another", body=sample(kind))
             machine._hear(turn, Received(node="alpha", message=up))
     assert turn.effects == []

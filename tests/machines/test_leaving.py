@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from elasticd_planner.spec.cluster import node_of
 
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import DoneRecord, Proposal
 from elasticd.wire.messages import Leaving
 from tests.machines.test_coordinator_faults import recovered, running
@@ -26,7 +26,7 @@ def members(world: World) -> set[str]:
 
 
 def left(world: World, *devices: str) -> bool:
-    return world.phase is Phase.RUNNING and not members(world) & {*devices}
+    return world.phase is JobPhase.RUNNING and not members(world) & {*devices}
 
 
 def depart(world: World, *devices: str) -> None:
@@ -48,7 +48,7 @@ def test_one_that_is_told_to_go_is_left_and_its_end_is_no_loss() -> None:
     number, asked = world.job.number, world.kinds().count("planning")
     depart(world, "beta/1")
     world.train(5)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert (world.job.number, world.kinds().count("planning")) == (number, asked), "nothing more to decide"
     assert "fenced" not in world.kinds()
     assert "beta/1" not in world.job.workers
@@ -61,7 +61,7 @@ def test_a_whole_node_is_told_to_go_and_the_other_goes_on() -> None:
     depart(world, "beta/0", "beta/1")
     world.leave("beta")
     world.train(3)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert members(world) <= {"alpha/0", "alpha/1"}
     assert "fenced" not in world.kinds()
 
@@ -80,7 +80,7 @@ def test_a_leader_that_dies_at_any_event_of_it_leaves_another_that_ends_it(how: 
         assert "fenced" not in world.kinds(), f"crash {how} event {at}"
         depart(world, "beta/1")
         world.train(2)
-        assert world.phase is Phase.RUNNING
+        assert world.phase is JobPhase.RUNNING
 
 
 @pytest.mark.parametrize("clean", [True, False])
@@ -101,7 +101,7 @@ def test_one_whose_grace_ends_before_is_lost_and_the_others_recover(turns: int, 
     world.settle()
     train_until(world, lambda: recovered(world))
     world.train(3)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert "beta/1" not in members(world)
     assert world.done() is None
 
@@ -110,10 +110,10 @@ def test_all_told_to_go_end_the_job_and_it_says_so() -> None:
     world = running()
     tell(world, "beta/0", "beta/1", "alpha/0")
     world.settle()
-    assert world.phase is not Phase.STOPPED
+    assert world.phase is not JobPhase.STOPPED
     tell(world, "alpha/1")
     world.settle()
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     done = world.done()
     assert isinstance(done, DoneRecord)
     assert done.reason.startswith(f"all workers were told to go (SIGTERM), after step {world.steps}")
@@ -130,11 +130,11 @@ def test_all_told_to_go_make_a_last_checkpoint_before_the_job_ends(crash: bool) 
         world.settle()
     tell(world, *everyone[1:])
     world.settle()
-    assert world.phase is not Phase.STOPPED, "one has not said that it is made"
+    assert world.phase is not JobPhase.STOPPED, "one has not said that it is made"
     assert world.done() is None
     tell(world, everyone[0])
     world.settle()
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
 
 
 def test_a_plan_for_those_who_stay_is_not_proposed_once_nobody_does() -> None:
@@ -151,7 +151,7 @@ def test_a_plan_for_those_who_stay_is_not_proposed_once_nobody_does() -> None:
     assert world.planning is None, "it is ended"
     world.planner_waits = False
     world.train(3)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert world.kinds().count("proposed") == 1
 
 
@@ -162,19 +162,19 @@ def test_one_that_is_proposed_already_is_given_up(turns: int) -> None:
     everyone = sorted(members(world))
     tell(world, *everyone[:1], saves=True)
     number = world.job.number
-    while world.phase is not Phase.PROPOSED:
+    while world.phase is not JobPhase.PROPOSED:
         world.turn()
     for _ in range(turns):
         if world.inbox:
             world.turn()
     tell(world, *everyone[1:], saves=True)
     world.settle()
-    train_until(world, lambda: world.phase is Phase.RUNNING)
+    train_until(world, lambda: world.phase is JobPhase.RUNNING)
     assert world.job.number == number
     assert world.kinds().count("aborted") == 1
     tell(world, *everyone)
     world.settle()
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
 
 
 def test_one_that_dies_before_the_last_checkpoint_is_made_ends_the_job_all_the_same() -> None:
@@ -184,7 +184,7 @@ def test_one_that_dies_before_the_last_checkpoint_is_made_ends_the_job_all_the_s
     world.settle()
     world.kill(everyone[0])
     world.settle()
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
 
 
 def test_a_leader_that_just_came_does_not_take_the_first_few_for_all() -> None:
@@ -194,7 +194,7 @@ def test_a_leader_that_just_came_does_not_take_the_first_few_for_all() -> None:
     world.cut = {"alpha"}
     world.new_leader()
     world.settle()
-    assert world.phase is not Phase.STOPPED
+    assert world.phase is not JobPhase.STOPPED
     world.cut = set()
     world.reconnect("alpha")
     world.settle()
@@ -212,7 +212,7 @@ def test_where_the_rest_has_no_room_the_plan_stays_and_it_is_said() -> None:
         world.train(1)
     assert {node_of(device) for device in members(world)} == {"alpha", "beta"}
     assert "refused" in world.kinds()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_one_that_stands_by_just_goes() -> None:
@@ -224,7 +224,7 @@ def test_one_that_stands_by_just_goes() -> None:
     depart(world, "beta/0")
     world.train(3)
     assert world.job.number == number
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_a_plan_that_was_to_take_it_up_is_given_up() -> None:
@@ -233,7 +233,7 @@ def test_a_plan_that_was_to_take_it_up_is_given_up() -> None:
     train_until(world, lambda: left(world, "beta/0", "beta/1"))
     world.deaf = {"beta/1"}
     drain(world, "beta", on=False)
-    train_until(world, lambda: world.phase is Phase.PROPOSED)
+    train_until(world, lambda: world.phase is JobPhase.PROPOSED)
     proposal = world.proposal()
     assert isinstance(proposal, Proposal)
     assert "beta/0" in proposal.plan.members
@@ -243,7 +243,7 @@ def test_a_plan_that_was_to_take_it_up_is_given_up() -> None:
     assert "worker beta/0, which was to join, is told to go" in text
     world.deaf = set()
     depart(world, "beta/0")
-    train_until(world, lambda: world.phase is Phase.RUNNING)
+    train_until(world, lambda: world.phase is JobPhase.RUNNING)
     assert "fenced" not in world.kinds()
 
 
@@ -259,4 +259,4 @@ def test_one_that_is_told_to_go_in_the_midst_of_a_fault_is_left_by_the_recovery_
     assert world.kinds().count("fenced") == 1
     depart(world, "gamma/0")
     world.train(2)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from elasticd.machines.job.state.events import AgentDown
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import HistoryRecord, PublishedCheckpoint, decode
 from elasticd.wire.messages import Hello, Saved
 from tests.machines.cast import JOB, FakeWorker
@@ -115,7 +115,7 @@ def test_a_checkpoint_beyond_the_step_that_the_job_went_back_to_is_never_used() 
     world.kill("beta/0")
     world.settle()
     wait(world, 12)
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert "there is no snapshot or checkpoint to go back to" in world.job.reason
 
 
@@ -144,7 +144,7 @@ def test_what_fails_again_and_again_with_nothing_else_left_ends_the_job() -> Non
     world.kill("beta/1")
     world.settle()
     wait(world, 12)
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert "alpha/0 cannot prepare it" in world.job.reason
 
 
@@ -162,14 +162,14 @@ def test_a_node_that_cannot_be_reached_is_waited_for_if_it_alone_keeps_the_newes
     world.cut.add("beta")
     world.settle()
     wait(world, 4)
-    assert world.phase is Phase.RECOVERING
+    assert world.phase is JobPhase.RECOVERING
     assert "beta cannot be reached, and alone keeps a part of snapshots of step" in world.job.reason
     wait(world, 20)
     if else_ == "an older set":
         assert recovered(world), world.job.reason
         assert world.gone_back == [2], "not for ever"
         return
-    assert world.phase is Phase.RECOVERING
+    assert world.phase is JobPhase.RECOVERING
     world.cut.clear()
     world.reconnect("beta")
     come_again(world, "beta")

@@ -9,8 +9,8 @@ import pytest
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.faults.network_partition import HEALING_SECONDS, MOST_REGROUPS
-from elasticd.machines.job.state.events import AgentUp, Effect, Received, Send
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.events import AgentUp, CoordinatorSend, Effect, Received
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.job.state.reachable_nodes import Pair, pair
 from elasticd.records import Fence, Proposal, decode
 from elasticd.wire.agent_orders import TryReach
@@ -43,7 +43,7 @@ class Parted(World):
 
     def _execute(self, effect: Effect) -> None:
         super()._execute(effect)
-        if not isinstance(effect, Send) or not isinstance(effect.message, TryReach):
+        if not isinstance(effect, CoordinatorSend) or not isinstance(effect.message, TryReach):
             return
         self.tries += 1
         order, node = effect.message, effect.node
@@ -99,7 +99,7 @@ def running(nodes: tuple[str, ...] = NODES, memory: int = ROOM, *, loud: bool = 
     world.start()
     world.settle()
     world.train(2)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     return world
 
 
@@ -196,12 +196,12 @@ def test_state_that_no_such_set_holds_is_waited_for_and_then_the_job_ends() -> N
     world = running(("alpha", "beta"), memory=3_000_000)  # no room for replicas
     world.apart = {("alpha", "beta")}
     world.train(30)
-    assert world.phase is Phase.RECOVERING
+    assert world.phase is JobPhase.RECOVERING
     assert "nodes alpha and beta do not reach each other" in world.job.reason
     assert "no nodes that do hold all of the state" in world.job.reason
     fences = world.fences
     world.train(int(HEALING_SECONDS))
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert "nodes alpha and beta do not reach each other" in world.job.reason
     assert world.fences == fences <= 4
 
@@ -237,7 +237,7 @@ def test_a_set_that_has_no_plan_is_not_gone_on_with() -> None:
     save(world, world.steps)
     world.apart = {("alpha", "beta")}
     world.train(30)
-    assert world.phase is Phase.RECOVERING
+    assert world.phase is JobPhase.RECOVERING
     assert "there is no plan for alpha: does not fit" in world.job.reason
     assert "there is no plan for beta: does not fit" in world.job.reason
     assert decode(world.fence_record, Fence).gone == {}, "nobody gave up what it holds"
@@ -247,7 +247,7 @@ def test_a_set_that_has_no_plan_is_not_gone_on_with() -> None:
     assert world.used() == {"alpha", "beta"}
     world.apart = {("alpha", "beta")}
     world.train(int(HEALING_SECONDS) + 30)
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert "there is no plan for alpha" in world.job.reason
 
 
@@ -286,7 +286,7 @@ def test_members_that_cannot_go_on_together_end_clearly_where_nothing_says_who_i
     elif how == "mute agents":
         world.mute = {"alpha", "beta"}
     world.train(300)
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert f"could not go on together {MOST_REGROUPS} times in a row" in world.job.reason
     assert world.fences == MOST_REGROUPS
 
@@ -296,7 +296,7 @@ def test_a_step_that_takes_long_is_no_fault() -> None:
     world = running()
     for _ in range(300):
         world.tick(1.0)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert world.fences == 0
     assert 3 <= world.tries <= 3 * 20
     tries = world.tries

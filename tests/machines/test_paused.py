@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from elasticd.machines.job.state.events import Configured
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World
 
@@ -54,7 +54,7 @@ def test_an_answer_that_comes_while_paused_is_not_followed_but_asked_for_again()
     paused(world, on=True)
     world.planner_waits = False
     world.train(3)
-    assert (world.job.number, world.phase) == (number, Phase.RUNNING)
+    assert (world.job.number, world.phase) == (number, JobPhase.RUNNING)
     paused(world, on=False)
     world.train(12)
     assert world.job.number > number

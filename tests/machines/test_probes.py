@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from elasticd.machines.job.state.events import AgentUp, Received
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.wire.messages import Hello
 from elasticd.wire.node_health import DeviceHealth, Health
 from elasticd.wire.probes import Probed
@@ -31,7 +31,7 @@ class Probing(World):
 def test_the_first_plan_waits_for_the_probes_and_counts_with_them() -> None:
     world = Probing()
     world.gathered()
-    assert world.phase is Phase.PLANNING
+    assert world.phase is JobPhase.PLANNING
     for device in world.workers:
         assert not world.proposals, "not all were probed"
         world.probe(device, 4.0 if device == "beta/1" else 1.0)

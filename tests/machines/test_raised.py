@@ -10,7 +10,7 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.faults.user_exceptions import MOST_TRACEBACK, alike
 from elasticd.machines.job.state.events import Received
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import DoneRecord, Thrown
 from elasticd.wire.messages import Leaving, Raised
 from tests.machines.cast import FakeWorker
@@ -47,7 +47,7 @@ def saved(world: World, device: str) -> None:
 
 
 def ended(world: World) -> str:
-    assert world.phase is Phase.STOPPED, (world.phase, world.job.reason)
+    assert world.phase is JobPhase.STOPPED, (world.phase, world.job.reason)
     done = world.done()
     assert isinstance(done, DoneRecord)
     return done.reason
@@ -73,7 +73,7 @@ def test_the_others_make_the_step_again_and_its_state_is_of_use() -> None:
     world.train(3)
     assert world.kinds().count("fenced") == 1
     assert world.job.number == number
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_one_in_the_midst_of_an_update_is_lost() -> None:
@@ -94,7 +94,7 @@ def test_the_same_on_another_device_ends_the_job_with_its_state_saved() -> None:
     before = members(world)
     throw(world, "alpha/0", text=BAD.replace("17", "18").replace("7f3a", "1b2c"))
     world.settle()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert members(world) == before, "no device after device: all of them save what they hold"
     assert {*world.job.gone} <= {"beta/1"}
     saved(world, "alpha/0")
@@ -132,7 +132,7 @@ def test_ranks_that_raise_at_once_end_the_job() -> None:
     throw(world, "beta/1")
     throw(world, "alpha/0")
     world.settle()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert {"alpha/0", "beta/1"} <= members(world)
     saved(world, "alpha/0")
     assert "as on beta/1 before" in ended(world)
@@ -206,7 +206,7 @@ def test_where_no_plan_is_left_without_its_device_the_job_ends_with_its_state_sa
     world.settle()
     for _ in range(12):
         world.tick(1.0)
-    assert world.phase is Phase.RUNNING, (world.phase, world.job.reason)
+    assert world.phase is JobPhase.RUNNING, (world.phase, world.job.reason)
     assert members(world) == before
     saved(world, "beta/1")
     reason = ended(world)
@@ -227,7 +227,7 @@ def test_a_death_while_the_state_is_saved_ends_the_job_with_the_exception(turns:
     world.settle()
     for _ in range(30):
         world.tick(1.0)
-    if world.phase is not Phase.STOPPED:  # it died before the second was heard
+    if world.phase is not JobPhase.STOPPED:  # it died before the second was heard
         saved(world, "alpha/0")
     assert "ValueError: bad sample 17" in ended(world)
 
@@ -251,8 +251,8 @@ def test_a_leader_that_dies_at_any_event_of_it_leaves_another_that_ends_it(how: 
         lives(world)
         for _ in range(12):
             world.tick(1.0)
-        if world.phase is not Phase.STOPPED:
-            assert world.phase is Phase.RUNNING, f"crash {how} event {at}: {world.phase}"
+        if world.phase is not JobPhase.STOPPED:
+            assert world.phase is JobPhase.RUNNING, f"crash {how} event {at}: {world.phase}"
             saved(world, "alpha/0")
         assert "ValueError: bad sample 17" in ended(world), f"crash {how} event {at}"
 
@@ -288,7 +288,7 @@ def test_what_is_over_is_not_begun_anew_for_a_new_leader() -> None:
     world.settle()
     for _ in range(6):
         world.tick(1.0)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert world.job.number == number
     assert world.kinds().count("raised") == 1
     throw(world, "alpha/0")
@@ -309,7 +309,7 @@ def test_devices_that_a_new_leader_never_met_may_try_the_step() -> None:
     world.settle()
     for _ in range(20):
         world.tick()
-    assert world.phase is Phase.RECOVERING, world.job.reason
+    assert world.phase is JobPhase.RECOVERING, world.job.reason
     assert "no other device could go on" in world.job.reason
     world.records["alpha"] = away
     world.cut, world.deaf = set(), set()
@@ -375,5 +375,5 @@ def test_a_worker_that_comes_in_the_step_that_ends_the_job_is_turned_away() -> N
     another = FakeWorker(device=other, incarnation="another")
     world.say(Received(node=node_of(other), message=another.up(world.hello(another))))
     world.settle()
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert all(worker.incarnation != "another" for worker in world.job.workers.values())

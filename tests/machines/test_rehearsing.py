@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.wire.messages import Hello
 from elasticd.wire.probes import Rehearse, Rehearsed
 from tests.machines.cast import FakeWorker
@@ -43,7 +43,7 @@ class Rehearsing(World):
 def test_the_first_plan_waits_for_the_all_reduces_and_is_predicted_from_them() -> None:
     world = Rehearsing()
     world.gathered()
-    assert world.phase is Phase.PLANNING
+    assert world.phase is JobPhase.PLANNING
     (size,) = {order.size for orders in world.orders().values() for order in orders}
     assert world.orders() == {
         f"{node}/{i}": [Rehearse(members=(f"{node}/0", f"{node}/1"), widths=(2,), size=size)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elasticd.machines.job.state.events import Reread
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from tests.machines.cast import JOB
 from tests.machines.test_coordinator_faults import running
 from tests.machines.world import World
@@ -23,7 +23,7 @@ def test_an_order_is_a_proposal_of_the_plan_in_force_with_other_sequences() -> N
     before = world.plan()
     world.say(Reread(job=JOB, tokens=256))
     world.settle()
-    assert world.phase is Phase.PROPOSED
+    assert world.phase is JobPhase.PROPOSED
     assert world.proposals[-1].plan.sequence == 256
     world.train(2)
     after = world.plan()
@@ -80,7 +80,7 @@ def test_the_data_as_it_was_is_an_order_like_the_others() -> None:
 def test_a_recovery_takes_up_no_order_that_is_still_open() -> None:
     """Members could refuse it, and there is no plan to stay with."""
     world = ordered()
-    assert world.phase is Phase.PROPOSED
+    assert world.phase is JobPhase.PROPOSED
     world.kill("beta/1")
     world.settle()
     assert world.proposals[-1].recovery is not None

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.machines.coordinator.restart_jobs import RestartJob, lap, verdict
-from elasticd.machines.job.state.events import Note, Write
+from elasticd.machines.job.state.events import CoordinatorNote, Write
 from elasticd.records import OutRecord
 from elasticd.wire.rendezvous import Lap, StepTime, Watching
 from tests.sizes import examples
@@ -23,7 +23,7 @@ class Leader:
         self.job = RestartJob(job="j")
         self.nodes, self.least = nodes, least
         self.now = 0.0
-        self.effects: list[Note | Write] = []
+        self.effects: list[CoordinatorNote | Write] = []
 
     def hear(self, node: int, step: int, seconds: float, wall: float, number: int = 0) -> None:
         by = Watching(
@@ -48,7 +48,7 @@ class Leader:
                 self.hear(node, step, own, wall, number)
 
     def kinds(self) -> list[str]:
-        return [effect.kind if isinstance(effect, Note) else "out" for effect in self.effects]
+        return [effect.kind if isinstance(effect, CoordinatorNote) else "out" for effect in self.effects]
 
 
 def test_slow_node_is_named_and_put_out_once_by_one_fenced_record() -> None:

@@ -7,7 +7,7 @@ from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
 
 from elasticd.machines.job.copies.memory import Room, room
-from elasticd.machines.job.state.job_state import NodeState, Phase
+from elasticd.machines.job.state.job_state import JobPhase, NodeState
 from elasticd.wire.messages import PeersLost, StateReport
 from tests.machines.cast import model, node_record
 from tests.machines.vaulted import Vaulted
@@ -102,7 +102,7 @@ def test_where_two_copies_do_not_fit_state_moves_in_place_if_it_is_safe_elsewher
 def test_where_it_is_safe_nowhere_else_the_plan_stays_and_it_is_said_why() -> None:
     world = straggling(every=10**6)
     assert [p.in_place for p in world.proposals] == [False]
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     told = [n.text for n in world.notes if n.kind == "refused"]
     assert len(told) >= 1
     assert "plan 1 stays, the new one does not fit" in told[0]
@@ -131,7 +131,7 @@ def test_a_move_in_place_that_fails_is_recovered_from_by_the_snapshots() -> None
         world.stand(device, StateReport(fence=fence.number, copies=()))
     for _ in range(8):
         world.tick(0.5)
-    assert world.phase is Phase.RUNNING, world.job.reason
+    assert world.phase is JobPhase.RUNNING, world.job.reason
     assert world.gone_back == [0]
     assert world.steps == step
     assert world.proposals[-1].recovery is not None

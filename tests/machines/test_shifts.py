@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from elasticd_planner.detection.lengths import attention_rise
 
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from tests.machines.test_coordinator_faults import running
 from tests.machines.world import World
 
@@ -28,7 +28,7 @@ def test_the_profile_is_evaluated_anew_and_nobody_is_called_slow() -> None:
     world = shifted()
     assert world.kinds().count("shifted") == 1
     assert "slow" not in world.kinds()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_a_plan_is_asked_for_and_made_where_that_pays() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from elasticd.machines.job import machine
 from elasticd.machines.job.state.events import Event, Received
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.messages import FromClient, Prepared, Report, StateReport, Switched
 from tests.machines.test_coordinator_faults import recovered
@@ -47,7 +47,7 @@ def test_one_look_for_all_that_prepared_and_for_all_that_swapped(looks: Counter[
         world.join(node, least=4, most=4)
     world.settle()
     world.train(3)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     members = len(world.job.plan.members) if world.job.plan is not None else 0
     assert members > 4
     for body in (Prepared, Switched):
@@ -67,7 +67,7 @@ def test_what_each_of_many_says_waits_for_a_tick(looks: Counter[str], monkeypatc
     for _ in range(20):
         world.tick()
     world.train(3)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     looks.clear()
     for node in _NODES[1:]:
         world.disconnect(node)

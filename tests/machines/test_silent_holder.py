@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.wire.messages import PeersLost
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World
@@ -34,7 +34,7 @@ def test_it_is_waited_for_although_it_answered_only_the_fence_before() -> None:
     world.planner_waits = False
     for _ in range(20):
         world.tick(1.0)
-    assert world.phase is Phase.RECOVERING
+    assert world.phase is JobPhase.RECOVERING
     assert "alpha/1 may live, and hold what nobody else does" in world.job.reason
 
 
@@ -75,7 +75,7 @@ def test_a_node_that_alone_holds_some_state_is_waited_for(seconds: int) -> None:
     before = world.plan()
     for _ in range(seconds):
         world.tick(1.0)
-    assert world.phase is Phase.RUNNING, world.job.reason
+    assert world.phase is JobPhase.RUNNING, world.job.reason
     assert "node beta cannot be reached" in world.job.reason
     assert "nobody else holds" in world.job.reason
     world.cut = set()
@@ -94,7 +94,7 @@ def test_but_not_for_ever() -> None:
     world = split()
     for _ in range(70):
         world.tick(1.0)
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert "node beta cannot be reached" in world.job.reason
     assert "state is lost" in world.job.reason
 
@@ -122,7 +122,7 @@ def test_steps_of_a_time_in_which_nobody_could_tell_of_them_are_not_missed() -> 
     world.settle()
     world.train(3)
     world.tick(0.1)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert "fenced" not in world.kinds()
 
 

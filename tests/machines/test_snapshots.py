@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticd.machines.job.state.events import AgentUp
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.job.state.snapshot_sets import Moment
 from tests import sizes
 from tests.machines.cast import node_record
@@ -17,14 +17,14 @@ def running(nodes: tuple[str, ...] = ("alpha", "beta"), **changes: int) -> Vault
     world.start()
     world.settle()
     world.train(4)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     return world
 
 
 def recovered(world: Vaulted) -> bool:
     plan = world.plan()
     return (
-        world.phase is Phase.RUNNING
+        world.phase is JobPhase.RUNNING
         and plan is not None
         and all(world.workers[d].alive and world.workers[d].plan == plan.number for d in plan.members)
     )
@@ -90,12 +90,12 @@ def test_a_job_whose_workers_all_died_waits_for_them_and_says_what_it_waits_for(
     world.kill_all()
     world.settle()
     wait(world)
-    assert world.phase is Phase.RECOVERING
+    assert world.phase is JobPhase.RECOVERING
     assert f"no worker is left; the state is safe in snapshots of step {step} in memory on" in world.job.reason
     assert "start torchrun again with --rdzv-id=demo" in world.job.reason
     assert world.kinds().count("waiting") == 1
     come_again(world, "alpha")
-    assert world.phase is Phase.RECOVERING, "beta's may come, too"
+    assert world.phase is JobPhase.RECOVERING, "beta's may come, too"
     come_again(world, "beta")
     wait(world, 3)
     assert recovered(world), world.job.reason
@@ -130,7 +130,7 @@ def test_workers_that_come_on_another_node_wait_for_one_that_keeps_the_snapshots
     world.join("gamma", 1, 2)
     world.settle()
     wait(world, 40)
-    assert world.phase is Phase.RECOVERING
+    assert world.phase is JobPhase.RECOVERING
     assert "no worker on node alpha, beta reads its part of snapshots" in world.job.reason
     world.joined.pop("alpha")
     for device in ("alpha/0", "alpha/1"):
@@ -153,7 +153,7 @@ def test_an_agent_that_was_started_anew_keeps_nothing_any_more() -> None:
     world.kill("beta/1")
     world.settle()
     wait(world, 12)
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert "there is no snapshot or checkpoint to go back to" in world.job.reason
 
 

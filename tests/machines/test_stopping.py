@@ -7,7 +7,7 @@ import pytest
 
 from elasticd.machines.job.lifecycle.stop_request import unheard
 from elasticd.machines.job.state.events import StopAsked
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import DoneRecord
 from elasticd.wire.agent_orders import End
 from elasticd.wire.messages import Rejected
@@ -24,7 +24,7 @@ def ask(world: World, seconds: float = 60.0) -> None:
 
 def ended(world: World) -> str:
     """Why it is over."""
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     done = world.done()
     assert isinstance(done, DoneRecord)
     return done.reason
@@ -39,12 +39,12 @@ def test_all_agents_are_told_and_the_job_ends_once_all_workers_have_their_last_c
     world = running()
     ask(world)
     assert told(world) == ["alpha", "beta"]
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert "stopping" in world.kinds()
     devices = [*world.workers]
     tell(world, *devices, saves=True)
     world.settle()
-    assert world.phase is Phase.RUNNING, "the checkpoint is being made"
+    assert world.phase is JobPhase.RUNNING, "the checkpoint is being made"
     tell(world, *devices)
     world.settle()
     assert ended(world).startswith(f"stopped by alice@host, after step {world.steps}")
@@ -86,7 +86,7 @@ def test_without_time_for_a_checkpoint_it_ends_at_once_and_else_when_the_time_is
     world = running()
     ask(world, 5.0)
     world.tick(4.0)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     world.tick(2.0)
     assert "stopped by alice@host" in ended(world)
 
@@ -126,12 +126,12 @@ def test_a_new_leader_ends_it_if_the_workers_had_heard_and_is_asked_again_else(h
     world.settle()
     if not heard:
         world.train(3)
-        assert world.phase is Phase.RUNNING
+        assert world.phase is JobPhase.RUNNING
         ask(world)
         assert len(told(world)) == 4
         tell(world, *world.workers)
         world.settle()
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
 
 
 def test_workers_whose_grace_is_over_before_their_checkpoint_is_made_leave_a_job_that_ends() -> None:
@@ -150,4 +150,4 @@ def test_a_job_that_is_over_stays_as_it_ended() -> None:
     world.finish()
     world.settle()
     ask(world)
-    assert world.phase is Phase.DONE
+    assert world.phase is JobPhase.DONE

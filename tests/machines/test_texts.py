@@ -8,7 +8,7 @@ import pytest
 
 from elasticd.machines.job.lifecycle.job_end import MOST_REASON
 from elasticd.machines.job.state.events import Received
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.text_limits import MARK, MOST_TEXT, bounded, shortened
 from elasticd.records import DoneRecord, Fence, decode, encode
 from elasticd.wire.messages import (
@@ -112,6 +112,6 @@ def test_many_reasons_together_make_no_large_end() -> None:
         world.leave_cleanly(device, f"{device}: {LONG}")
     world.settle()
     world.tick(5.0)
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     done = decode(world.store.get(KEYS.job("demo", "done")).value, DoneRecord)  # type: ignore[union-attr]
     assert len(done.reason) < 2 * MOST_REASON

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticd.machines.job.state.events import AgentDown
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import Fence, decode
 from elasticd.wire.messages import PeersLost, StateReport
 from tests.machines.test_coordinator_faults import recovered, running
@@ -75,7 +75,7 @@ def test_a_fault_that_began_before_the_takeover_is_not_ended_without_their_word(
     world.cut = {"beta"}
     lose(world)
     world.tick(0.6)
-    assert world.phase is Phase.RECOVERING
+    assert world.phase is JobPhase.RECOVERING
     assert fence(world).gone == {}
     world = taken_over(world)
     world.tick(1.0)
@@ -92,7 +92,7 @@ def test_state_that_they_alone_may_hold_is_waited_for() -> None:
     world.tick(0.6)
     world = taken_over(world)
     wait(world, 20)
-    assert world.phase is Phase.RECOVERING
+    assert world.phase is JobPhase.RECOVERING
     assert "beta/0, beta/1 may live, and hold what nobody else does" in world.job.reason
     back(world)
     wait(world, 5)
@@ -106,7 +106,7 @@ def test_a_node_that_this_leader_never_met_and_that_alone_holds_some_state_is_wa
     wait(world, 4)
     lose(world)
     wait(world, 20)
-    assert world.phase is Phase.RUNNING, f"{world.phase} {world.job.reason}"
+    assert world.phase is JobPhase.RUNNING, f"{world.phase} {world.job.reason}"
     assert "cannot be reached" in world.job.reason
     back(world)
     wait(world, 5)
@@ -130,7 +130,7 @@ def test_workers_that_are_not_back_at_an_agent_that_was_started_again_are_waited
     world.cut.clear()
     world.reconnect("beta")
     wait(world, 20)
-    assert world.phase is (Phase.RUNNING if when == "while the job runs" else Phase.RECOVERING), (
+    assert world.phase is (JobPhase.RUNNING if when == "while the job runs" else JobPhase.RECOVERING), (
         world.job.reason
     )
     assert "may live, and hold what nobody else does" in world.job.reason
@@ -140,7 +140,7 @@ def test_workers_that_are_not_back_at_an_agent_that_was_started_again_are_waited
     back(world)
     world.train(2)
     wait(world, 5)
-    assert world.phase is Phase.RUNNING, f"{world.phase} {world.job.reason}"
+    assert world.phase is JobPhase.RUNNING, f"{world.phase} {world.job.reason}"
     assert world.workers["beta/0"].incarnation == "i0-beta/0"
 
 
@@ -153,7 +153,7 @@ def test_workers_that_never_come_back_end_the_job_in_the_end() -> None:
     world.reconnect("beta")
     lose(world)
     wait(world, int(world.settings.lone_seconds) + 20)
-    assert world.phase is Phase.STOPPED, f"{world.phase} {world.job.reason}"
+    assert world.phase is JobPhase.STOPPED, f"{world.phase} {world.job.reason}"
     assert "state is lost" in world.job.reason
 
 
@@ -217,7 +217,7 @@ def quiet(world: World) -> None:
     before = world.kinds().count("fenced")
     for _ in range(3):
         world.tick(1.0)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     assert world.kinds().count("fenced") == before
 
 

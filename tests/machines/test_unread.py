@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elasticd.machines.job.state.events import Received
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.wire.messages import FromWorker, Hello, Rejected, ToClient, Unread
 from tests.machines.cast import JOB
 from tests.machines.test_coordinator_faults import ROOM, recovered
@@ -43,7 +43,7 @@ def running() -> Mixed:
     world = Mixed(memory=ROOM)
     world.start()
     world.train(2)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
     return world
 
 
@@ -56,7 +56,7 @@ def test_a_job_that_waits_for_such_a_worker_ends_with_the_reason() -> None:
     (why,) = world.refused()
     assert "cannot decode the hello of worker beta/1: Expected `int`, got `str`" in why
     assert "install the same release" in why
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert why in world.job.reason
 
 
@@ -68,7 +68,7 @@ def test_one_that_comes_later_is_told_and_the_job_trains_on_without_it() -> None
     assert len(world.refused()) == 1
     assert world.job.workers == before
     world.train(2)
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_a_member_of_a_plan_trains_on_under_a_new_leader_that_cannot_decode_its_hello() -> None:
@@ -87,7 +87,7 @@ def test_a_member_of_a_plan_trains_on_under_a_new_leader_that_cannot_decode_its_
     world.opens(ODD, world.workers[ODD].incarnation)  # its agent links up again
     world.train(2)
     assert "fenced" not in world.kinds()
-    assert world.phase is Phase.RUNNING
+    assert world.phase is JobPhase.RUNNING
 
 
 def test_a_torchrun_is_told_unless_its_workers_are_there() -> None:

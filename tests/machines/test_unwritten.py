@@ -7,7 +7,7 @@ import pytest
 from elasticd.coordinator.store_transactions import Ledger
 from elasticd.machines.job.lifecycle.job_end import MOST_REASON
 from elasticd.machines.job.state.events import Unwritten
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.text_limits import MARK
 from elasticd.records import DoneRecord, decode
 from elasticd.wire.messages import Rejected
@@ -34,7 +34,7 @@ def done(world: World) -> DoneRecord:
 def test_a_job_whose_plan_is_not_taken_stops_with_the_reason_and_says_it_to_its_torchruns() -> None:
     world = started()
     unwritten(world, "proposal", "plan-history")
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert done(world).reason.startswith(f"the store does not take its proposal and plan-history: {WHY}; start")
     world.join("alpha", pid=8)
     world.settle()
@@ -49,11 +49,11 @@ def test_its_end_does_not_need_what_the_store_did_not_take(records: tuple[str, .
     world.deaf = {"alpha/1"}
     world.rates = {"beta/1": 3.0}
     world.train(8)
-    assert world.phase is Phase.PROPOSED
+    assert world.phase is JobPhase.PROPOSED
     world.notes.clear()
     before = world.store.get(KEYS.job(JOB, "proposal"))
     unwritten(world, *records)
-    assert world.phase is Phase.STOPPED
+    assert world.phase is JobPhase.STOPPED
     assert world.store.get(KEYS.job(JOB, "proposal")) == before
     assert world.kinds() == ["stopped"]
 

@@ -7,7 +7,7 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.machines.job.state.snapshot_sets import Moment, Snapshots, stand_ins
+from elasticd.machines.job.state.snapshot_sets import Moment, SnapshotSets, stand_ins
 from elasticd.wire.snapshots import Held
 
 NODES = ("alpha", "beta", "gamma")
@@ -57,7 +57,7 @@ def test_a_set_is_whole_when_each_share_is_on_two_nodes_or_there_is_no_second(
     devices: list[str], kept: dict[str, list[tuple[str, bool]]], takers: set[str]
 ) -> None:
     made = plan(devices)
-    snapshots = Snapshots()
+    snapshots = SnapshotSets()
     for node, found in kept.items():
         words = [held(name, incarnation="" if true else "another") for name, true in dict(found).items()]
         snapshots = snapshots.replaced(node, words, ())
@@ -104,7 +104,7 @@ def test_whoever_can_read_its_own_share_does() -> None:
 
 
 def test_history_that_a_later_plan_did_not_go_on_from_is_dead() -> None:
-    snapshots = Snapshots().replaced(
+    snapshots = SnapshotSets().replaced(
         "alpha", [held("alpha/0"), held("alpha/0", Moment(3, 30))], [plan(["alpha/0"])]
     )
     assert snapshots.moments() == [Moment(3, 30), NOW]
@@ -117,6 +117,6 @@ def test_history_that_a_later_plan_did_not_go_on_from_is_dead() -> None:
 
 
 def test_plans_that_no_snapshot_is_of_any_more_are_forgotten() -> None:
-    snapshots = Snapshots().replaced("alpha", [held("alpha/0")], [plan(["alpha/0"])])
+    snapshots = SnapshotSets().replaced("alpha", [held("alpha/0")], [plan(["alpha/0"])])
     snapshots = snapshots.replaced("alpha", [held("alpha/0", Moment(4, 30))], [plan(["alpha/0"], number=4)])
     assert [*snapshots.plans] == [4]

@@ -14,7 +14,7 @@ import pytest
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job.copies.holdings import lost_boxes
-from elasticd.machines.job.state.events import AgentUp, Event, Received, Tick
+from elasticd.machines.job.state.events import AgentUp, CoordinatorTick, Event, Received
 from elasticd.machines.job.state.job_state import OVER
 from elasticd.records import Fence, HistoryRecord, Proposal, decode
 from elasticd.wire.messages import Joined, PeersLost
@@ -95,7 +95,7 @@ class Walk(World):
 
     def wait(self) -> None:
         self.now += self.draw.choice((0.05, 0.3, 1.0, 4.0, 12.0))
-        self.say(Tick())
+        self.say(CoordinatorTick())
 
     def go_on(self) -> None:
         """A step, if all who would make it are there."""

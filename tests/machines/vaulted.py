@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.machines.job.state.events import AgentUp, Effect, Received, Send
-from elasticd.machines.job.state.job_state import Settings
+from elasticd.machines.job.state.events import AgentUp, CoordinatorSend, Effect, Received
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.records import Proposal
 from elasticd.wire.snapshots import Held, SnapshotInventory, SnapshotSetComplete
 from tests.machines.cast import JOB, FakeWorker, node_record
@@ -23,7 +23,7 @@ class Vaulted(World):
     def __init__(
         self,
         nodes: tuple[str, ...] = ("alpha", "beta"),
-        settings: Settings | None = None,
+        settings: JobSettings | None = None,
         memory: int = TIGHT,
         every: int = 1,
     ) -> None:
@@ -83,7 +83,7 @@ class Vaulted(World):
         return max((worker.plan for worker in self.workers.values() if worker.alive), default=0)
 
     def _execute(self, effect: Effect) -> None:
-        if isinstance(effect, Send) and isinstance(effect.message, SnapshotSetComplete):
+        if isinstance(effect, CoordinatorSend) and isinstance(effect.message, SnapshotSetComplete):
             self._freed(effect.node, effect.message)
         else:
             super()._execute(effect)

@@ -14,23 +14,23 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.coordinator.store_transactions import Ledger, Sweep
 from elasticd.coordinator.store_writer import stored
 from elasticd.machines.coordinator import machine
-from elasticd.machines.coordinator.machine import State
+from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
     CancelPlan,
+    CoordinatorNote,
+    CoordinatorSend,
+    CoordinatorTick,
     Effect,
     Event,
     Log,
-    Note,
     Planned,
     Received,
     RequestPlan,
-    Send,
-    Tick,
     Write,
 )
-from elasticd.machines.job.state.job_state import ASKING, JobState, Phase, Settings
+from elasticd.machines.job.state.job_state import ASKING, JobPhase, JobSettings, JobState
 from elasticd.records import Fence, Proposal, decode
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import Put
@@ -67,19 +67,19 @@ class World(Checked):
     def __init__(
         self,
         nodes: tuple[str, ...] = ("alpha", "beta"),
-        settings: Settings | None = None,
+        settings: JobSettings | None = None,
         memory: int = MEMORY,
     ) -> None:
-        self.settings = settings or Settings(prepare_seconds=10.0, retry_seconds=5.0)
+        self.settings = settings or JobSettings(prepare_seconds=10.0, retry_seconds=5.0)
         self.now = 0.0
         self.store = MemoryStore()
         self.ledger = Ledger(KEYS, self.store.limits)
         self.records = {name: node_record(name, memory=memory) for name in nodes}
-        self.state = State(epoch=1, settings=self.settings)
+        self.state = CoordinatorState(epoch=1, settings=self.settings)
         self.inbox: deque[Event] = deque()
-        self.notes: list[Note] = []
+        self.notes: list[CoordinatorNote] = []
         self.logs: list[str] = []  # of events that a phase has nothing for
-        self.sent: list[Send] = []
+        self.sent: list[CoordinatorSend] = []
         self.joins: dict[str, Join] = {}
         self.joined: dict[str, Joined] = {}
         self.told: dict[str, list[ToWorker]] = {}
@@ -113,7 +113,7 @@ class World(Checked):
         return self.state.jobs[JOB]
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> JobPhase:
         return self.job.phase
 
     def kinds(self) -> list[str]:
@@ -129,7 +129,7 @@ class World(Checked):
 
     def tick(self, seconds: float = 0.5) -> None:
         self.now += seconds
-        self.say(Tick())
+        self.say(CoordinatorTick())
         self.settle()
 
     def settle(self) -> None:
@@ -190,9 +190,9 @@ class World(Checked):
     # -- effects -------------------------------------------------------------------------------------------
 
     def _execute(self, effect: Effect) -> None:
-        if isinstance(effect, Note):
+        if isinstance(effect, CoordinatorNote):
             self.notes.append(effect)
-        elif isinstance(effect, Send):
+        elif isinstance(effect, CoordinatorSend):
             self.sent.append(effect)
             if not isinstance(effect.message, ToClient):
                 return

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import FileStore
 
 
 class Files:
-    """A torch FileStore as the runtime's `KeyValue`."""
+    """A torch FileStore as the runtime's `BootstrapKeyValue`."""
 
     def __init__(self, path: Path) -> None:
         self._store = FileStore(str(path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 
 import pytest
-from elasticd_planner.spec.batch import Lengths, batch_plan
+from elasticd_planner.spec.batch import BatchLengths, batch_plan
 from elasticd_planner.spec.model import ModelSpec, Parameter
 from elasticd_planner.spec.sample_packing import cost, dealt, linear_of, runs
 from elasticd_planner.value import Invalid
@@ -74,7 +74,7 @@ def test_each_pipeline_gets_its_number_of_micro_batches(weights: list[int], data
 
 def test_short_samples_share_a_micro_batch_and_a_long_one_has_its_own() -> None:
     made = plan((1, [(1, ["n0/0"], [1])]), (1, [(1, ["n1/0"], [1])])).replace(micro_batch=4, global_batch=8)
-    lengths = Lengths(tokens=(10, 10, 10, 70, 10, 10, 10, 10), linear=1000)
+    lengths = BatchLengths(tokens=(10, 10, 10, 70, 10, 10, 10, 10), linear=1000)
     (pipelines,) = batch_plan(made, 0, range(100, 108), lengths).modules
     assert pipelines == (((103,),), ((100, 101, 102, 104, 105, 106, 107),))
 
@@ -83,7 +83,7 @@ def test_pipelines_of_unequal_speed_get_work_as_planned() -> None:
     """Three micro-batches to one: the work goes as three to one, though samples are of all lengths."""
     made = plan((3, [(1, ["n0/0"], [1])]), (1, [(1, ["n1/0"], [1])])).replace(micro_batch=16, global_batch=64)
     tokens = tuple(50 + (i * 37) % 400 for i in range(64))
-    (pipelines,) = batch_plan(made, 0, range(64), Lengths(tokens=tokens, linear=3000)).modules
+    (pipelines,) = batch_plan(made, 0, range(64), BatchLengths(tokens=tokens, linear=3000)).modules
     work = [sum(cost(len(m), max(tokens[i] for i in m), 3000) for m in pipeline) for pipeline in pipelines]
     assert work[0] / work[1] == pytest.approx(3.0, rel=0.1)
 
@@ -91,9 +91,9 @@ def test_pipelines_of_unequal_speed_get_work_as_planned() -> None:
 def test_lengths_that_do_not_fit_are_refused() -> None:
     made = plan((1, [(1, ["n0/0"], [1])]))
     with pytest.raises(Invalid, match="2 lengths for 1 samples"):
-        batch_plan(made, 0, (1,), Lengths(tokens=(1, 2), linear=1))
+        batch_plan(made, 0, (1,), BatchLengths(tokens=(1, 2), linear=1))
     with pytest.raises(Invalid, match="must not be negative"):
-        Lengths(tokens=(-1,), linear=1)
+        BatchLengths(tokens=(-1,), linear=1)
 
 
 def test_what_a_token_costs_follows_from_the_blocks_matrices() -> None:

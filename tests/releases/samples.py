@@ -59,10 +59,10 @@ from elasticd.codec.message import Message
 from elasticd.coordinator import store_writer
 from elasticd.coordinator.events import event_pages
 from elasticd.demo import record, report
-from elasticd.demo.scenario import Scenario
+from elasticd.demo.scenario import DemoScenario
 from elasticd.machines.coordinator.machine import takeover
-from elasticd.machines.job.state.events import Note
-from elasticd.machines.job.state.job_state import Settings
+from elasticd.machines.job.state.events import CoordinatorNote
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.runtime.snapshot import memory_file
 from elasticd.simulator.results.result import Outcome
 from elasticd.store.leader import LeaderRecord
@@ -138,7 +138,7 @@ FIXED: dict[type, Any] = {
         freedom=Freedom(dp=1),
     ),
     ModelProfile: PROFILE,
-    Scenario: Scenario(),
+    DemoScenario: DemoScenario(),
     DetectSettings: DetectSettings(),
     PolicySettings: PolicySettings(),
     Box: Box(start=(0, 2), stop=(4, 6)),
@@ -248,11 +248,11 @@ def _first() -> Iterator[Golden]:
 
 
 def _recording() -> Iterator[bytes]:
-    state = takeover(7, (), Settings(), 0.0)
+    state = takeover(7, (), JobSettings(), 0.0)
     yield recording.began(state, 1.5, 2.5)
     for event in recording.EVENTS.values():
         yield recording.heard(sample(event), 1.5, 2.5)
-    yield recording.told(sample(Note), 1.5, 2.5)
+    yield recording.told(sample(CoordinatorNote), 1.5, 2.5)
 
 
 # -- one sample ------------------------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ def _default(field: inspect.Field) -> Any:
 
 def all_alternatives() -> set[Alternative]:
     """Those of every message, stored value, event and note."""
-    return alternatives(*kinds().values(), *recording.EVENTS.values(), Note)
+    return alternatives(*kinds().values(), *recording.EVENTS.values(), CoordinatorNote)
 
 
 def found_in(golden: Golden) -> list[Found]:
@@ -490,7 +490,7 @@ def found_in(golden: Golden) -> list[Found]:
     raw = msgspec.json.decode(golden.text)
     found = list(alternatives_in(_type(kind), raw))
     if kind is recording.Line and raw["what"] != "began":
-        body = Note if raw["what"] == "told" else recording.EVENTS[raw["kind"]]
+        body = CoordinatorNote if raw["what"] == "told" else recording.EVENTS[raw["kind"]]
         found += alternatives_in(_type(body), raw["body"], path=("body",))
     return found
 

@@ -16,9 +16,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 import elasticd
 from elasticd.cli.app import elasticd as cli
 from elasticd.machines.agent import machine
-from elasticd.machines.agent.state import LinkUp, State, Tell
+from elasticd.machines.agent.state import AgentState, AgentTell, LinkUp
 from elasticd.rendezvous.agent_requests import Asking
-from elasticd.rendezvous.live_mode import Handler, JobOver
+from elasticd.rendezvous.live_mode import Handler, RendezvousOver
 from elasticd.runtime.api import hello as first_message
 from elasticd.runtime.api import watch
 from elasticd.version import __version__
@@ -57,8 +57,8 @@ def test_every_hello_says_the_release(tmp_path: Path, monkeypatch: pytest.Monkey
     place = watch._place()
     assert place is not None
     assert place.release == __version__
-    _, effects = machine.step(State(record=node_record("n0")), LinkUp(), 0.0)
-    (hello,) = (e.message for e in effects if isinstance(e, Tell) and isinstance(e.message, AgentHello))
+    _, effects = machine.step(AgentState(record=node_record("n0")), LinkUp(), 0.0)
+    (hello,) = (e.message for e in effects if isinstance(e, AgentTell) and isinstance(e.message, AgentHello))
     assert hello.release == __version__
 
 
@@ -82,7 +82,7 @@ def test_every_torchrun_says_the_release(tmp_path: Path, monkeypatch: pytest.Mon
     playing = threading.Thread(target=play)
     playing.start()
     parameters = RendezvousParameters("elasticd", path, "j", 1, 1)
-    with pytest.raises(JobOver):
+    with pytest.raises(RendezvousOver):
         Handler(parameters, 10.0).next_rendezvous()
     Asking(path, "j", 10.0).close()
     playing.join(60)

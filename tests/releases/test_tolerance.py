@@ -29,7 +29,7 @@ from elasticd.codec.decoding import decode_stored
 from elasticd.machines.agent.state import Event, Heard, LinkUp
 from elasticd.records import Keys
 from elasticd.rendezvous.agent_requests import Asking
-from elasticd.rendezvous.live_mode import AgentCalls, Refusal
+from elasticd.rendezvous.live_mode import AgentCalls, RendezvousRefusal
 from elasticd.runtime.control.agent_client import Control, RejectedByAgent
 from elasticd.store.protocol import KeyValue
 from elasticd.testing.waiting import until
@@ -151,7 +151,7 @@ def test_a_torchrun_does_not_wait_on_an_answer_to_its_hello_that_it_cannot_decod
 ) -> None:
     path = str(tmp_path / "s")
     peer = Peer(path, b'{"type": "joined"}')
-    with pytest.raises(Refusal, match="install the same release"):
+    with pytest.raises(RendezvousRefusal, match="install the same release"):
         ask(path, "j", 10.0)
     peer.close()
 
@@ -170,7 +170,7 @@ def test_a_torchrun_in_live_mode_skips_what_it_does_not_know(tmp_path: Path) -> 
         unix_socket.send(peer.ready(), data)
     assert calls.call("get", "k").value == b"w"
     unix_socket.send(peer.ready(), NOISE)
-    with pytest.raises(Refusal, match="install the same release"):
+    with pytest.raises(RendezvousRefusal, match="install the same release"):
         calls.call("get", "k")
     peer.close()
 
@@ -188,7 +188,7 @@ def test_a_torchrun_in_restart_mode_skips_what_it_does_not_know(tmp_path: Path) 
         unix_socket.send(peer.ready(), data)
     assert asking.read() == later
     unix_socket.send(peer.ready(), NOISE)
-    with pytest.raises(Refusal, match="install the same release"):
+    with pytest.raises(RendezvousRefusal, match="install the same release"):
         asking.read()
     asking.close()
     peer.close()

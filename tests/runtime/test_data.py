@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from elasticd.runtime.data.loader import Loader, Unlike, length_of, pad, sample_tokens
-from elasticd.runtime.data.prefetch import Reader, SampleError
+from elasticd.runtime.data.prefetch import SampleError, SampleReader
 from elasticd.runtime.data.sample_ledger import expected_hash, hash_samples
 from elasticd.runtime.engine.activation_header import empty_header, pack_header, unpack_header
 
@@ -125,7 +125,7 @@ def test_ranks_of_the_release_before_read_the_header_of_a_model_of_one_type() ->
 
 
 def loader(dataset: object, threads: int = 0) -> Loader:
-    return Loader(Reader(dataset, threads), pad)  # type: ignore[arg-type]
+    return Loader(SampleReader(dataset, threads), pad)  # type: ignore[arg-type]
 
 
 def test_the_loader_remembers_what_the_dataset_was_asked_for() -> None:
@@ -223,7 +223,7 @@ def test_a_collate_of_the_users_that_fails_names_a_sample_too() -> None:
             raise KeyError("mask")
         return pad(samples)
 
-    made = Loader(Reader(Numbers(), 0), refuses)
+    made = Loader(SampleReader(Numbers(), 0), refuses)
     made.batch([4, 3])
     _, failure = made.take()
     assert "collate: KeyError: 'mask'" in str(failure)

@@ -8,7 +8,7 @@ import pytest
 
 from elasticd.runtime.telemetry import emulation
 from elasticd.runtime.telemetry.emulation import Pacer
-from elasticd.wire.messages import Pace
+from elasticd.wire.messages import EmulatedSpeed
 
 
 class Clock:
@@ -40,10 +40,10 @@ def paced(clock: Clock, pacer: Pacer, kind: str, tokens: int, share: float, comp
 
 
 def test_a_block_takes_seconds_by_tokens_share_and_rate(clock: Clock) -> None:
-    pacer = Pacer(Pace(forward=0.0002, backward=0.0004))
+    pacer = Pacer(EmulatedSpeed(forward=0.0002, backward=0.0004))
     assert paced(clock, pacer, "forward", 100, 1.0, computed=0.005) == pytest.approx(0.02)
     assert paced(clock, pacer, "backward", 100, 1.0, computed=0.005) == pytest.approx(0.04)
-    pacer.pace = Pace(forward=0.0002, backward=0.0004, factor=3.0)
+    pacer.pace = EmulatedSpeed(forward=0.0002, backward=0.0004, factor=3.0)
     assert paced(clock, pacer, "forward", 100, 0.5, computed=0.005) == pytest.approx(0.03)
     assert pacer.take() == (3, 0)
     assert pacer.take() == (0, 0)
@@ -51,12 +51,12 @@ def test_a_block_takes_seconds_by_tokens_share_and_rate(clock: Clock) -> None:
 
 def test_the_clock_is_the_real_one() -> None:
     start = time.perf_counter()
-    assert Pacer(Pace(forward=0.0002))("forward", 100, 1.0, start, 0.0) >= start + 0.02
+    assert Pacer(EmulatedSpeed(forward=0.0002))("forward", 100, 1.0, start, 0.0) >= start + 0.02
     assert time.perf_counter() - start >= 0.02
 
 
 def test_communication_comes_on_top(clock: Clock) -> None:
-    pacer = Pacer(Pace(forward=0.0002, backward=0.0004))
+    pacer = Pacer(EmulatedSpeed(forward=0.0002, backward=0.0004))
     start = clock.now
     clock.now += 0.055
     pacer("forward", 100, 1.0, start, 0.05)  # 50 ms had gone into the TP group
@@ -64,7 +64,7 @@ def test_communication_comes_on_top(clock: Clock) -> None:
 
 
 def test_passes_in_a_row_end_by_the_table_however_late_each_wakes(clock: Clock) -> None:
-    pacer = Pacer(Pace(forward=0.001, backward=0.002))
+    pacer = Pacer(EmulatedSpeed(forward=0.001, backward=0.002))
     clock.late = 0.003
     start = ended = clock.now
     for _ in range(20):
@@ -76,14 +76,14 @@ def test_passes_in_a_row_end_by_the_table_however_late_each_wakes(clock: Clock) 
 
 
 def test_what_was_slept_too_long_is_not_stretched_once_more(clock: Clock) -> None:
-    pacer = Pacer(Pace(factor=3.0))
+    pacer = Pacer(EmulatedSpeed(factor=3.0))
     clock.late = 0.003
     ended = pacer("forward", 10, 1.0, clock.now - 0.01, 0.0)
     assert ended == clock.now == pytest.approx(1000.023)
 
 
 def test_an_overrun_is_counted(clock: Clock) -> None:
-    pacer = Pacer(Pace(forward=1e-9, backward=1e-9))
+    pacer = Pacer(EmulatedSpeed(forward=1e-9, backward=1e-9))
     pacer("forward", 1, 1.0, clock.now - 0.01, 0.0)
     assert pacer.take() == (1, 1)
 
@@ -91,6 +91,6 @@ def test_an_overrun_is_counted(clock: Clock) -> None:
 def test_without_a_table_a_slow_device_stretches_what_was_computed(clock: Clock) -> None:
     pacer = Pacer(None)
     assert paced(clock, pacer, "forward", 100, 1.0, computed=0.02) == pytest.approx(0.02)
-    pacer.pace = Pace(factor=3.0)
+    pacer.pace = EmulatedSpeed(factor=3.0)
     assert paced(clock, pacer, "forward", 100, 1.0, computed=0.02) == pytest.approx(0.06)
     assert pacer.take() == (0, 0)

@@ -11,7 +11,7 @@ from elasticd_planner.spec.batch import Sampler
 
 from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
 from elasticd.runtime.data.options import DataOptions
-from elasticd.runtime.data.prefetch import Reader, SampleError
+from elasticd.runtime.data.prefetch import SampleError, SampleReader
 from elasticd.runtime.data.step_samples import BatchesDiffer, Mapped
 from tests.runtime.test_engine import UNEQUAL, engine_on
 from tests.runtime.test_parity import BATCH, Text, make_recipe
@@ -21,7 +21,7 @@ STEPS = 3
 
 def feed(size: int = 64, batch: int = 4) -> Mapped:
     sampler = Sampler(size=size, global_batch=batch, seed=0)
-    return Mapped(sampler, Reader(Text(), threads=0), None, 1)
+    return Mapped(sampler, SampleReader(Text(), threads=0), None, 1)
 
 
 def losses(give: Any) -> list[float]:

@@ -13,7 +13,7 @@ import torch
 
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
-from elasticd.runtime.api.deprecated import DEFAULTS, Groups, OldKeywords, with_old_keywords
+from elasticd.runtime.api.deprecated import DEFAULTS, OldKeywords, OptionGroups, with_old_keywords
 from elasticd.runtime.api.job import Job
 from elasticd.runtime.exits import JobStopped
 
@@ -119,7 +119,7 @@ def test_the_new_spelling_gives_the_same_without_a_warning(
     assert not [each for each in recwarn if each.category is DeprecationWarning]
     old = {keyword: value for keyword, (value, _, _) in MOVED.items()}
     with pytest.warns(DeprecationWarning, match="refused from 0.3 on"):
-        assert with_old_keywords(DEFAULTS, old) == Groups(**new)
+        assert with_old_keywords(DEFAULTS, old) == OptionGroups(**new)
 
 
 @pytest.mark.parametrize(("keyword", "moved"), MOVED.items(), ids=MOVED)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.profiling.clocks import NoDevice, WallClock, clock_of
+from elasticd.runtime.profiling.clocks import CpuClock, NoDevice, clock_of
 from elasticd.runtime.profiling.loading import CannotLoad, batch_of, load, loss_of
 from elasticd.runtime.profiling.measure import measure
-from elasticd.runtime.profiling.parts import Part, Values, part_of, whole_model
+from elasticd.runtime.profiling.parts import ProfiledPart, Values, part_of, whole_model
 from elasticd.wire.profiler import Request
 
 CONFIG = DecoderConfig(vocabulary=32, width=32, layers=3, heads=4, kv_heads=2, hidden=48)
@@ -34,7 +34,7 @@ def ids(samples: int = 2, tokens: int = 16) -> dict[str, Tensor]:
     return {"inputs": drawn, "targets": drawn.roll(-1, 1)}
 
 
-def part(section: str, shares: tuple[int, ...], loss: bool = False) -> Part:
+def part(section: str, shares: tuple[int, ...], loss: bool = False) -> ProfiledPart:
     model = decoder()
     return part_of(model, section, section, shares, Values(model, CPU), next_token_loss if loss else None)
 
@@ -55,7 +55,7 @@ def test_a_part_holds_the_first_members_slices_with_their_first_values() -> None
 def test_a_part_passes_alone_in_the_shapes_of_the_whole(section: str, shares: tuple[int, ...]) -> None:
     held, batch = part(section, shares, loss=section == "head"), ids()
     entering = batch if section == "embed" else torch.randn(2, 16, 32)
-    passes = held.passes(entering, batch, WallClock())
+    passes = held.passes(entering, batch, CpuClock())
     assert passes.forward > 0
     assert passes.backward > 0
     assert all(parameter.grad is not None for parameter in held.module.parameters())
@@ -75,12 +75,12 @@ class _Plain(nn.Module):
 
 
 def test_kept_bytes_are_counted_by_storage_without_parameters() -> None:
-    held = Part(label="block", width=1, share=1.0, module=_Plain())
+    held = ProfiledPart(label="block", width=1, share=1.0, module=_Plain())
     x = torch.randn(2, 4, 8)
     size = x.numel() * 4
     assert held.kept(x, None) == 2 * size
     assert held.kept(x, None, recompute=True) == size
-    head = Part(label="head", width=1, share=1.0, module=nn.Linear(8, 16, bias=False))
+    head = ProfiledPart(label="head", width=1, share=1.0, module=nn.Linear(8, 16, bias=False))
     assert head.kept(x, None) == size + 2 * 4 * 16 * 4  # its logits, which some loss will keep
 
 
@@ -90,7 +90,7 @@ def test_recomputation_gives_the_same_gradients() -> None:
     for recompute in (False, True):
         held.module.zero_grad()
         torch.manual_seed(0)  # the gradient that is given
-        held.passes(x, None, WallClock(), recompute=recompute)
+        held.passes(x, None, CpuClock(), recompute=recompute)
         grads.append([parameter.grad.clone() for parameter in held.module.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
@@ -98,7 +98,7 @@ def test_recomputation_gives_the_same_gradients() -> None:
 def test_the_whole_model_makes_the_gradients_of_plain_torch() -> None:
     model, batch = decoder(), ids()
     whole = whole_model(model, next_token_loss, Values(model, CPU))
-    assert whole.seconds(batch, WallClock()) > 0
+    assert whole.seconds(batch, CpuClock()) > 0
     plain = Decoder(CONFIG)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
@@ -129,7 +129,7 @@ def request(**changes: object) -> Request:
 def test_everything_is_measured_and_fitted() -> None:
     model = decoder()
     parts: list[float] = []
-    made = measure(model, request(), WallClock(), batch_of_ids, next_token_loss, parts.append)
+    made = measure(model, request(), CpuClock(), batch_of_ids, next_token_loss, parts.append)
     points = {(t.section, t.width, t.tokens) for t in made.timings}
     expected = {(s, w, t) for s in ("embed", "block", "head") for w in (1, 2) for t in (32, 256, 2048)}
     assert points == expected
@@ -152,7 +152,7 @@ def batch_of_ids(samples: int, tokens: int) -> dict[str, Tensor]:
 
 def test_more_members_than_units_are_refused() -> None:
     with pytest.raises(Invalid, match="width 5 is more than the 4 units"):
-        measure(decoder(), request(widths=(5,)), WallClock(), batch_of_ids, None, lambda part: None)
+        measure(decoder(), request(widths=(5,)), CpuClock(), batch_of_ids, None, lambda part: None)
 
 
 def test_tokens_that_are_no_whole_samples_are_refused() -> None:

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from elasticd.runtime.data.prefetch import Reader, SampleError
+from elasticd.runtime.data.prefetch import SampleError, SampleReader
 
 #: Seconds that a thread may take on a busy machine.
 PATIENCE = 60
@@ -32,7 +32,7 @@ class Counting:
 
 def test_what_is_wanted_is_read_before_it_is_taken() -> None:
     data = Counting(3)
-    reader = Reader(data)
+    reader = SampleReader(data)
     reader.want([1, 2, 3])
     assert reader.take(2) == -2
     assert data.reads == [1, 2]
@@ -43,7 +43,7 @@ def test_what_is_wanted_is_read_before_it_is_taken() -> None:
 
 def test_another_plan_neither_repeats_what_it_still_needs_nor_reads_what_it_does_not() -> None:
     data = Counting(3)
-    reader = Reader(data)
+    reader = SampleReader(data)
     reader.want([1, 2, 3, 4, 5])
     assert reader.take(2) == -2
     reader.want([5, 2, 3, 6])  # 4 was not begun, 3 is under way
@@ -53,13 +53,13 @@ def test_another_plan_neither_repeats_what_it_still_needs_nor_reads_what_it_does
 
 
 def test_what_was_never_wanted_is_read_when_it_is_taken() -> None:
-    assert Reader(Counting()).take(7) == -7
-    assert Reader(Counting(), threads=0).take(7) == -7
+    assert SampleReader(Counting()).take(7) == -7
+    assert SampleReader(Counting(), threads=0).take(7) == -7
 
 
 @pytest.mark.parametrize("threads", [0, 2])
 def test_a_sample_that_raises_is_named(threads: int) -> None:
-    reader = Reader([0, 1], threads)
+    reader = SampleReader([0, 1], threads)
     reader.want([1, 5])
     assert reader.take(1) == 1
     with pytest.raises(SampleError, match="sample 5 of the dataset could not be read: IndexError"):
@@ -68,7 +68,7 @@ def test_a_sample_that_raises_is_named(threads: int) -> None:
 
 def test_threads_end_with_their_reader() -> None:
     others = set(threading.enumerate())  # of other tests, it may be
-    reader = Reader(Counting())
+    reader = SampleReader(Counting())
     assert reader.take(1) == -1
     mine = [thread for thread in threading.enumerate() if thread not in others]
     assert [thread.name for thread in mine] == ["elasticd-reader-0"]

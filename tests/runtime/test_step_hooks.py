@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import elasticd
-from elasticd.runtime.api.watch import Watch
+from elasticd.runtime.api.watch import StepWatch
 from elasticd.wire.messages import Lap
 
 
@@ -75,7 +75,7 @@ def test_an_average_goes_on_after_a_step_that_failed() -> None:
 def test_a_watched_step_is_reported_once() -> None:
     laps: list[Lap] = []
     weight = parameter()
-    made, watch = Plain([weight], lr=1.0), Watch(laps.append)
+    made, watch = Plain([weight], lr=1.0), StepWatch(laps.append)
     try:
         for _ in range(4):
             weight.grad = None

@@ -18,7 +18,7 @@ from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
-from elasticd.runtime.data.prefetch import Reader, SampleError
+from elasticd.runtime.data.prefetch import SampleError, SampleReader
 from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.data.stream import Stream, Streamed, _Handed, _packed, _unpacked, first_samples
 from elasticd.runtime.engine.engine import DATA, Engine
@@ -99,7 +99,7 @@ def alone() -> list[float]:
 
     def worker(fabric: MemoryFabric) -> list[float]:
         made = make_recipe()
-        source = Mapped(order, Reader(InOrder()), None, linear_of(made.model.spec))
+        source = Mapped(order, SampleReader(InOrder()), None, linear_of(made.model.spec))
         engine = engine_on(fabric, replace(made, source=source), one)
         return [engine.step(step, lambda: 0).outcome.loss for step in range(STEPS)]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from elasticd.simulator.cluster.leader import Known
-from elasticd.simulator.engine import FAULT, LATE, Engine
+from elasticd.simulator.engine import FAULT, LATE, EventEngine
 from elasticd.store.memory import MemoryServer, MemoryStore
 
 
 def test_events_come_by_time_then_priority_then_the_order_of_asking() -> None:
-    engine, seen = Engine(), list[str]()
+    engine, seen = EventEngine(), list[str]()
     engine.call_at(2.0, lambda: seen.append("late"), LATE)
     engine.call_at(2.0, lambda: seen.append("first"))
     engine.call_at(2.0, lambda: seen.append("second"))
@@ -20,7 +20,7 @@ def test_events_come_by_time_then_priority_then_the_order_of_asking() -> None:
 
 
 def test_what_is_cancelled_or_past_the_end_does_not_happen() -> None:
-    engine, seen = Engine(), list[float]()
+    engine, seen = EventEngine(), list[float]()
     engine.call_at(1.0, lambda: seen.append(1.0)).cancel()
     engine.call_at(2.0, lambda: seen.append(engine.now()))
     engine.call_at(3.0, lambda: seen.append(engine.now()))
@@ -29,14 +29,14 @@ def test_what_is_cancelled_or_past_the_end_does_not_happen() -> None:
 
 
 def test_a_call_for_the_past_comes_now() -> None:
-    engine, seen = Engine(), list[float]()
+    engine, seen = EventEngine(), list[float]()
     engine.call_at(5.0, lambda: engine.call_at(1.0, lambda: seen.append(engine.now())) and None)
     engine.run(lambda: False)
     assert seen == [5.0]
 
 
 def test_leases_of_the_store_run_out_on_the_engines_time() -> None:
-    engine = Engine()
+    engine = EventEngine()
     store = MemoryStore(MemoryServer(engine))
     store.put("/elasticd/x/leader", b"me", store.grant(5))
     engine.call_at(4.0, lambda: None)

@@ -12,7 +12,7 @@ import pytest
 from elasticd_planner.problem import Answer, Problem
 
 from elasticd.chaos.faults import Fault
-from elasticd.machines.job.state.job_state import Settings
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.results.result import Happening, Outcome
 from elasticd.simulator.run import Simulation, simulate
@@ -79,7 +79,7 @@ def test_a_dead_machine_is_fenced_off_once_the_steps_have_stopped() -> None:
     check_history(outcome)
     died, fenced = first(outcome, "fault"), first(outcome, "fenced")
     step = mean(outcome, 1, after=12)
-    least = Settings().node_seconds + 2 * step
+    least = JobSettings().node_seconds + 2 * step
     assert least < fenced.seconds - died.seconds < least + 1, "long before a collective gives up"
     assert "n2 cannot be reached" in fenced.text
     assert fenced.data["gone"] == ["n2/0", "n2/1"]

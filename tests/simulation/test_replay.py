@@ -19,9 +19,9 @@ from elasticd_planner.spec.step_measurements import Step
 from elasticd import recording
 from elasticd.cli.app import elasticd
 from elasticd.config.credentials import Credentials
-from elasticd.machines.coordinator.machine import State
+from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import AgentUp, Event
-from elasticd.machines.job.state.job_state import NOTHING, Phase, fresh
+from elasticd.machines.job.state.job_state import NOTHING, JobPhase, fresh
 from elasticd.recording import Line, RecordingError
 from elasticd.simulator.cluster.leader import SimulatedLeader
 from elasticd.simulator.planning import Planner
@@ -122,7 +122,7 @@ def test_a_recording_may_begin_while_the_job_runs(run: list[bytes]) -> None:
     assert 0 < len(found.decisions) < len(again(run).decisions)
 
 
-def _state_at(lines: list[Line], index: int) -> tuple[recording.State, float]:
+def _state_at(lines: list[Line], index: int) -> tuple[recording.CoordinatorState, float]:
     from elasticd.machines.coordinator import machine
 
     state = lines[0].state()
@@ -203,13 +203,13 @@ def test_a_recording_has_what_was_measured_of_a_large_job() -> None:
         lengths={9: 1},
     )
     job = msgspec.structs.replace(
-        fresh("job", Phase.RUNNING, 0.0),
+        fresh("job", JobPhase.RUNNING, 0.0),
         rates=RateState(devices=Devices.of({"a/0": DeviceRate(rate=1.5, residuals=(0.4,), spikes=(2,))})),
         gathered={4: NOTHING.after(measured)},
         last_steps=(Step.of([measured]),),
         sampled=(Step.of([measured]),),
     )
-    state = State(epoch=1, jobs={"job": job})
+    state = CoordinatorState(epoch=1, jobs={"job": job})
     (line,) = recording.read([recording.began(state, 1.0, 2.0)], "the test")
     assert line.state() == state
     # Releases before had other names for measurements that are not packed: rates are kept of them.

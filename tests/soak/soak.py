@@ -26,7 +26,7 @@ from elasticd.chaos.faults import Faults
 from elasticd.store.protocol import WatchEvent
 from elasticd.system.child_processes import ProcessError, Processes
 from elasticd.testing.chaos_cluster import JOB, ChaosCluster, Shape
-from elasticd.testing.fault_player import Live, Played, StandsStill, Steps
+from elasticd.testing.fault_player import FaultPlayer, LedgerSteps, Played, StandsStill
 from elasticd.testing.network_namespaces import refusal
 from tests.soak import ledger
 from tests.soak.history import History, JobHistory
@@ -92,8 +92,10 @@ def soak(
         ChaosCluster(shape, processes, folder, Path(sockets), separate=separate) as cluster,
     ):
         cluster.start_job(training, *options)
-        made = Steps(folder)
-        live = Live(cluster, made, still=still, elsewhere=True, tell=lambda line: print(line, flush=True))
+        made = LedgerSteps(folder)
+        live = FaultPlayer(
+            cluster, made, still=still, elsewhere=True, tell=lambda line: print(line, flush=True)
+        )
         try:
             live.play(script)
             print("all faults are done; the job is to end by itself", flush=True)

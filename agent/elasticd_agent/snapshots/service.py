@@ -29,7 +29,7 @@ import psutil
 
 from elasticd.backoff import Backoff
 from elasticd.config.tree import AgentSection
-from elasticd.machines.agent.state import DoneRead, Event, LinkUp, PlanRead, State, Tick
+from elasticd.machines.agent.state import AgentState, AgentTick, DoneRead, Event, LinkUp, PlanRead
 from elasticd.records import NodeRecord
 from elasticd.wire.messages import ToWorker
 from elasticd.wire.snapshots import (
@@ -67,7 +67,7 @@ class Keeper:
         section: AgentSection,
         agent: str,
         *,
-        state: Callable[[], State],
+        state: Callable[[], AgentState],
         send: Callable[[str, ToWorker, int | None], None],
         tell: Callable[[SnapshotInventory], None],
     ) -> None:
@@ -109,7 +109,7 @@ class Keeper:
 
     def observe(self, event: Event) -> None:
         """An event that the agent's machine has taken in, before its effects."""
-        if isinstance(event, Tick):
+        if isinstance(event, AgentTick):
             self._release(self._vault.expire(time.monotonic(), self._drives))
             if time.monotonic() >= self._again:
                 self._send_all()

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import msgspec
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.codec.decoding import Reader, shown, version_refusal
+from elasticd.codec.decoding import MessageReader, shown, version_refusal
 from elasticd.codec.message import WIRE_VERSION, Message
 from elasticd.codec.record_parts import MOST_BYTES
 from elasticd.version import __version__
@@ -58,8 +58,8 @@ class Answer(Message, frozen=True, kw_only=True, tag="stream-answer"):
     error: str = ""
 
 
-_requests: Reader[Request] = Reader(Request, "another agent")
-_answers: Reader[Answer] = Reader(Answer, "another agent")
+_requests: MessageReader[Request] = MessageReader(Request, "another agent")
+_answers: MessageReader[Answer] = MessageReader(Answer, "another agent")
 
 
 class Server:

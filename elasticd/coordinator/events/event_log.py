@@ -16,7 +16,7 @@ import msgspec
 from elasticd_planner.value import StoredValue, Value
 
 from elasticd.coordinator.events.switch_gain import AFTER, BEFORE, Gain, StepRecord, gain_of
-from elasticd.machines.job.state.events import Note
+from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.wire.messages import Report
 
 EVENTS = 10_000
@@ -76,7 +76,7 @@ class Journal:
             for step in steps:
                 self._append(job, step)
 
-    def tell(self, note: Note, time: float) -> EventRecord:
+    def tell(self, note: CoordinatorNote, time: float) -> EventRecord:
         """Keeps an event. time: unix seconds."""
         record = EventRecord(
             id=self._next, time=time, kind=note.kind, job=note.job, text=note.text, data=note.data

@@ -15,7 +15,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from elasticd.config.security import Role
 from elasticd.coordinator.auth import ANYBODY, Caller
 from elasticd.coordinator.connections import Connection
-from elasticd.coordinator.http.middleware import CALLER, Bucket
+from elasticd.coordinator.http.middleware import CALLER, TokenBucket
 from elasticd.coordinator.leader import Leading
 from elasticd.machines.coordinator import message_checks
 from elasticd.version import __version__
@@ -149,7 +149,7 @@ async def _listen(
     """Hands every message over in order; a call that waits is left waiting beside the rest."""
     calls: set[asyncio.Task[None]] = set()
     most = min(MOST_GETS, GETS_OF_A_DEVICE * (len(connection.record.devices) + 1))
-    bucket = Bucket(MESSAGES_PER_SECOND, time.monotonic())
+    bucket = TokenBucket(MESSAGES_PER_SECOND, time.monotonic())
 
     async def handle(message: ToLeader | Unread) -> None:
         if isinstance(message, AgentHello) and message.record.node != connection.node:

@@ -18,7 +18,7 @@ from starlette.websockets import WebSocket
 from elasticd.coordinator.api_types import ApiError, Reason, Refusal
 from elasticd.coordinator.http.agent_socket import serve_agent
 from elasticd.coordinator.http.api import Rest, Served
-from elasticd.coordinator.http.chaos import Chaos
+from elasticd.coordinator.http.chaos import ChaosRoutes
 from elasticd.coordinator.http.middleware import Gate
 from elasticd.coordinator.http.openapi import document
 from elasticd.coordinator.http.routing import JSON, endpoints, routes
@@ -35,7 +35,7 @@ STATUS: dict[Reason, int] = {
 
 def application(served: Served, requests_per_second: float) -> Starlette:
     """The ASGI application, which lets one address ask so often."""
-    rest, chaos = Rest(served), Chaos(served)
+    rest, chaos = Rest(served), ChaosRoutes(served)
     declared = (*endpoints(rest), *endpoints(chaos))
     rest.document = document(declared, asks=served.access.asks)
 

@@ -52,13 +52,13 @@ class ChaosRequest(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tokens: Annotated[int, Meta(extra_json_schema={"minimum": 0})] = 0
 
 
-class Served(Protocol):
+class ServedCuts(Protocol):
     """Who leads now, and the cuts that its server holds."""
 
     leading: Leading
 
 
-class Cuts:
+class NetworkCuts:
     """The nodes that are cut now, by the connections that they keep meanwhile, and those that are to be."""
 
     def __init__(self) -> None:
@@ -105,12 +105,12 @@ async def _until_gone(socket: WebSocket) -> None:
         pass
 
 
-class Chaos:
+class ChaosRoutes:
     """What is asked of chaos, and the cuts that this server holds."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: ServedCuts) -> None:
         self._served = served
-        self._cuts = Cuts()
+        self._cuts = NetworkCuts()
 
     @post("/v1/chaos", refuses=(404, 409), example=ChaosRequest(action="slow", device="alpha/1", factor=3.0))
     async def chaos(self, body: ChaosRequest) -> ChaosRequest:
@@ -129,7 +129,7 @@ class Chaos:
         await self._cuts.stay(node, socket)
 
 
-def order(leading: Leading, cuts: Cuts, body: ChaosRequest) -> None:
+def order(leading: Leading, cuts: NetworkCuts, body: ChaosRequest) -> None:
     """Carries a request out. Raises `ApiError` with what would be right."""
     leading.allow_chaos()
     if body.action in ("slow", "recover"):

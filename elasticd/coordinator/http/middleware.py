@@ -26,7 +26,7 @@ PEER, CALLER = "elasticd.peer", "elasticd.caller"
 _log = logging.getLogger(__name__)
 
 
-class Bucket:
+class TokenBucket:
     """So many a second, and a burst of twice as many."""
 
     def __init__(self, rate: float, now: float) -> None:
@@ -56,7 +56,7 @@ class Gate:
     ) -> None:
         self._app, self._access, self._refused = app, access, refused
         self._rate, self._clock = rate, clock
-        self._buckets: dict[str, Bucket] = {}
+        self._buckets: dict[str, TokenBucket] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -108,7 +108,7 @@ class Gate:
 
     def _wait(self, address: str) -> float:
         now = self._clock()
-        bucket = self._buckets.pop(address, None) or Bucket(self._rate, now)
+        bucket = self._buckets.pop(address, None) or TokenBucket(self._rate, now)
         self._buckets[address] = bucket  # at the end: the first is the one that was silent longest
         if len(self._buckets) > _MOST_ADDRESSES:
             del self._buckets[next(iter(self._buckets))]

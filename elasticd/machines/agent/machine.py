@@ -29,13 +29,19 @@ import msgspec
 from elasticd.codec.decoding import shown
 from elasticd.machines.agent import store_orders
 from elasticd.machines.agent.state import (
+    AgentDrained,
+    AgentNote,
+    AgentPhase,
+    AgentSend,
+    AgentState,
+    AgentTell,
+    AgentTick,
     Call,
     CheckpointsRead,
     ClearMember,
     Client,
     Dismiss,
     DoneRead,
-    Drained,
     Effect,
     Ended,
     Event,
@@ -45,22 +51,16 @@ from elasticd.machines.agent.state import (
     LeaderRead,
     LinkDown,
     LinkUp,
-    Note,
     Opened,
-    Phase,
     PlanRead,
     ProposalRead,
     Pulse,
     Result,
     Said,
-    Send,
     SetMember,
     SetNode,
-    State,
     Stood,
     Stop,
-    Tell,
-    Tick,
     UnknownEvent,
 )
 from elasticd.machines.agent.store_orders import (
@@ -81,6 +81,7 @@ from elasticd.wire.messages import (
     AgentHello,
     AgentRejected,
     Closed,
+    EmulatedSpeed,
     Fenced,
     FromAgent,
     FromClient,
@@ -89,7 +90,6 @@ from elasticd.wire.messages import (
     Hello,
     Join,
     Leave,
-    Pace,
     PassedReport,
     Propose,
     Published,
@@ -120,7 +120,7 @@ GRACE_SECONDS = 1.0
 _ORDERS = (Propose, Abort, Fenced, Recorded, Published, Welcome, Shutdown)
 
 
-def step(state: State, event: Event, now: float) -> Result:
+def step(state: AgentState, event: Event, now: float) -> Result:
     """What an event means. Raises UnknownEvent for one that may not come in this phase."""
     try:
         handler = TABLE[state.phase, type(event)]
@@ -129,7 +129,7 @@ def step(state: State, event: Event, now: float) -> Result:
     return handler(state, event, now)
 
 
-def failed(state: State, event: Event, error: Exception, now: float) -> Result:
+def failed(state: AgentState, event: Event, error: Exception, now: float) -> Result:
     """`step` raised this, which is a defect of elasticd: the state before is kept, and the agent goes on.
 
     What a client or the leader says costs itself. Any other event is taken without those clients that make it
@@ -145,10 +145,10 @@ def failed(state: State, event: Event, error: Exception, now: float) -> Result:
         if isinstance(event.body, StoreCall):
             return state, (_failed((event.client, event.body.id), what),)
         return state, ()
-    if isinstance(event, Pulse | Stood | Heard | Drained | LeaderRead):
+    if isinstance(event, Pulse | Stood | Heard | AgentDrained | LeaderRead):
         return state, ()
     if isinstance(event, LinkDown):
-        return replace(state, phase=Phase.AWAY), ()
+        return replace(state, phase=AgentPhase.AWAY), ()
     gone = _culprits(state, event, now)
     effects: list[Effect] = []
     for client in gone:
@@ -166,14 +166,14 @@ def failed(state: State, event: Event, error: Exception, now: float) -> Result:
             effects += more
         except Exception:
             effects.append(HangUp(reason=what))
-    elif not isinstance(event, Tick):
+    elif not isinstance(event, AgentTick):
         for client in [each.id for each in state.clients.values() if each.device and each.job == event.job]:
             state, ended = _let_go(state, client, what)
             effects += ended
     return state, tuple(effects)
 
 
-def _culprits(state: State, event: Event, now: float) -> list[str]:
+def _culprits(state: AgentState, event: Event, now: float) -> list[str]:
     """The clients with each of which alone the event fails; none where it fails without any."""
 
     def fails(*clients: Client) -> bool:
@@ -188,13 +188,13 @@ def _culprits(state: State, event: Event, now: float) -> list[str]:
     return [] if fails() else [client.id for client in state.clients.values() if fails(client)]
 
 
-def _let_go(state: State, name: str, what: str) -> Result:
+def _let_go(state: AgentState, name: str, what: str) -> Result:
     """A client hears why, and counts as gone."""
     state, effects = _drop(state, name, what)
     return state, (Dismiss(client=name, reason=f"{what}: please report it with the agent's log"), *effects)
 
 
-def _drop(state: State, name: str, how: str) -> Result:
+def _drop(state: AgentState, name: str, how: str) -> Result:
     """What `_ended` does, where that fails: nobody hears more of the client than that it is gone."""
     client = state.clients.get(name)
     if client is None:
@@ -206,13 +206,13 @@ def _drop(state: State, name: str, how: str) -> Result:
     if client.job not in state.done:
         state = replace(state, departed=(*state.departed, client)[-MOST_DEPARTED:])
     gone = ClearMember(job=client.job, device=client.device)
-    return state, (gone, Tell(message=_lost(client))) if state.phase is Phase.LINKED else (gone,)
+    return state, (gone, AgentTell(message=_lost(client))) if state.phase is AgentPhase.LINKED else (gone,)
 
 
 # -- clients -----------------------------------------------------------------------------------------------
 
 
-def refusal(state: State, event: Opened) -> str:
+def refusal(state: AgentState, event: Opened) -> str:
     """Why this worker or torchrun is not let in, with the remedy; empty for one that is."""
     body, node = event.body, state.record.node
     if apart := protocol_refusal("this process's hello to its agent", body):
@@ -245,7 +245,7 @@ def refusal(state: State, event: Opened) -> str:
     return ""
 
 
-def _opened(state: State, event: Opened, now: float) -> Result:
+def _opened(state: AgentState, event: Opened, now: float) -> Result:
     reason = refusal(state, event)
     if reason:
         return state, (Dismiss(client=event.client, reason=reason),)
@@ -270,19 +270,19 @@ def _opened(state: State, event: Opened, now: float) -> Result:
     effects = (
         *ended,
         SetMember(job=client.job, record=member),
-        Send(client=client.id, body=welcome),
+        AgentSend(client=client.id, body=welcome),
         *_up(state, client, body),
     )
     state, asked = _probe_due(_with_client(state, client), now)
     return state, (*effects, *store_orders.standing(state, client), *asked)
 
 
-def _said(state: State, event: Said, now: float) -> Result:
+def _said(state: AgentState, event: Said, now: float) -> Result:
     client, body = state.clients.get(event.client), event.body
     if client is None:
         return state, ()
     if isinstance(body, Hello) or (isinstance(body, Join) and client.device):
-        return state, (Note(text=f"{client.id} said hello twice; the second was not heard"),)
+        return state, (AgentNote(text=f"{client.id} said hello twice; the second was not heard"),)
     if isinstance(body, StoreCall):
         mine = sum(1 for asker, _ in state.calls if asker == client.id)
         if mine >= MOST_CALLS and (client.id, body.id) not in state.calls:
@@ -292,13 +292,13 @@ def _said(state: State, event: Said, now: float) -> Result:
         call = Call(call=body, deadline=now + body.seconds + GRACE_SECONDS)
         return replace(state, calls={**state.calls, (client.id, body.id): call}), _up(state, client, body)
     if isinstance(body, Report | msgspec.Raw):
-        if state.phase is Phase.LINKED:
+        if state.phase is AgentPhase.LINKED:
             return state, _up(state, client, body)
         return replace(state, reports=(*state.reports, _wrap(client, body))[-MOST_REPORTS:]), ()
     if isinstance(body, Join):  # A torchrun asks again after a local restart.
         if body.job != client.job:
             why = f"this torchrun takes part in job {client.job}: start another for job {shown(body.job)}"
-            return state, (Send(client=client.id, body=Rejected(reason=why)),)
+            return state, (AgentSend(client=client.id, body=Rejected(reason=why)),)
         client = replace(client, opening=body, goodbye=False)
     elif isinstance(body, Goodbye | Leave):
         farewell = body.reason if isinstance(body, Goodbye) else ""
@@ -312,25 +312,25 @@ def _said(state: State, event: Said, now: float) -> Result:
     return _with_client(state, client), _up(state, client, body)
 
 
-def _pulse(state: State, event: Pulse, now: float) -> Result:
+def _pulse(state: AgentState, event: Pulse, now: float) -> Result:
     client = state.clients.get(event.client)
     if client is None or not client.device:
         return state, ()
     client = replace(client, frozen=event.how)
-    told = (Tell(message=_frozen(client)),) if state.phase is Phase.LINKED else ()
+    told = (AgentTell(message=_frozen(client)),) if state.phase is AgentPhase.LINKED else ()
     return _with_client(state, client), told
 
 
-def _stood(state: State, event: Stood, now: float) -> Result:
+def _stood(state: AgentState, event: Stood, now: float) -> Result:
     client = state.clients.get(event.client)
     if client is None or not client.device or (event.halted is None and client.halted is None):
         return state, ()
     client = replace(client, halted=event.halted, halted_at=now)
-    told = (Tell(message=_halted(client, now)),) if state.phase is Phase.LINKED else ()
+    told = (AgentTell(message=_halted(client, now)),) if state.phase is AgentPhase.LINKED else ()
     return _with_client(state, client), told
 
 
-def _ended(state: State, event: Ended, now: float) -> Result:
+def _ended(state: AgentState, event: Ended, now: float) -> Result:
     client = state.clients.get(event.client)
     if client is None:
         return state, ()
@@ -342,13 +342,13 @@ def _ended(state: State, event: Ended, now: float) -> Result:
     if client.job not in state.done:
         state = replace(state, departed=(*state.departed, client)[-MOST_DEPARTED:])
     gone = ClearMember(job=client.job, device=client.device)
-    return state, (gone, Tell(message=_lost(client))) if state.phase is Phase.LINKED else (gone,)
+    return state, (gone, AgentTell(message=_lost(client))) if state.phase is AgentPhase.LINKED else (gone,)
 
 
 # -- the link ----------------------------------------------------------------------------------------------
 
 
-def _link_up(state: State, event: LinkUp, now: float) -> Result:
+def _link_up(state: AgentState, event: LinkUp, now: float) -> Result:
     words: list[FromAgent] = [AgentHello(record=state.record, release=__version__)]
     # Torchruns come first: a job that has not begun takes no worker without its torchrun.
     torchruns = (client for client in state.clients.values() if not client.device and not client.goodbye)
@@ -375,27 +375,27 @@ def _link_up(state: State, event: LinkUp, now: float) -> Result:
             words.append(_wrap(client, Goodbye(reason=client.farewell)))
     words += [_wrap(state.clients[name], call.call) for (name, _), call in state.calls.items()]
     words += state.reports
-    state = replace(state, phase=Phase.LINKED, reports=())
-    return state, tuple(Tell(message=word) for word in words)
+    state = replace(state, phase=AgentPhase.LINKED, reports=())
+    return state, tuple(AgentTell(message=word) for word in words)
 
 
-def _link_down(state: State, event: LinkDown, now: float) -> Result:
+def _link_down(state: AgentState, event: LinkDown, now: float) -> Result:
     # Whether an `add` was done cannot be known, and it must not be done twice. The rest is asked again.
     unknown = [key for key, call in state.calls.items() if call.call.op == "add"]
     effects = tuple(_failed(key, "the link to the leader broke before its answer came") for key in unknown)
     calls = {key: call for key, call in state.calls.items() if key not in unknown}
-    return replace(state, phase=Phase.AWAY, calls=calls), effects
+    return replace(state, phase=AgentPhase.AWAY, calls=calls), effects
 
 
-def _heard(state: State, event: Heard, now: float) -> Result:
+def _heard(state: AgentState, event: Heard, now: float) -> Result:
     message = event.message
     if isinstance(message, AgentRejected):
-        return replace(state, phase=Phase.OVER), (Stop(reason=message.reason),)
+        return replace(state, phase=AgentPhase.OVER), (Stop(reason=message.reason),)
     body, to = message.body, state.clients.get(message.client)
     to_worker = message.client.startswith(DEVICE_PREFIX) or (to is not None and to.device != "")
     if isinstance(body, _ORDERS) or (to_worker and isinstance(body, Closed)):
         text = f"the leader sent {type(body).__name__} over the link, but only the store gives orders: dropped"
-        return state, (Note(text=text),)
+        return state, (AgentNote(text=text),)
     if message.client.startswith(DEVICE_PREFIX):
         return _to_device(state, message.client.removeprefix(DEVICE_PREFIX), body)
     if to is None:
@@ -405,39 +405,41 @@ def _heard(state: State, event: Heard, now: float) -> Result:
         if key not in state.calls:
             return state, ()
         state = replace(state, calls={other: call for other, call in state.calls.items() if other != key})
-    return state, (Send(client=message.client, body=body),)
+    return state, (AgentSend(client=message.client, body=body),)
 
 
-def _drained(state: State, event: Drained, now: float) -> Result:
+def _drained(state: AgentState, event: AgentDrained, now: float) -> Result:
     record = msgspec.structs.replace(state.record, draining=event.on)
     if record == state.record:
         return state, ()
     told = (
-        (Tell(message=AgentHello(record=record, release=__version__)),) if state.phase is Phase.LINKED else ()
+        (AgentTell(message=AgentHello(record=record, release=__version__)),)
+        if state.phase is AgentPhase.LINKED
+        else ()
     )
     return replace(state, record=record), (SetNode(record=record), *told)
 
 
-def _to_device(state: State, device: str, body: ToWorker) -> Result:
-    if isinstance(body, Pace):
+def _to_device(state: AgentState, device: str, body: ToWorker) -> Result:
+    if isinstance(body, EmulatedSpeed):
         # Kept, for it is the device that is slow: its next worker is slow too.
         state = replace(state, factors={**state.factors, device: body.factor})
-        body = _pace(state, device) or Pace()
+        body = _pace(state, device) or EmulatedSpeed()
     worker = state.worker_of(device)
-    return state, () if worker is None else (Send(client=worker.id, body=body),)
+    return state, () if worker is None else (AgentSend(client=worker.id, body=body),)
 
 
-def _tick(state: State, event: Tick, now: float) -> Result:
+def _tick(state: AgentState, event: AgentTick, now: float) -> Result:
     state, asked = _probe_due(state, now)
     late = [key for key, call in state.calls.items() if call.deadline <= now]
     if not late:
         return state, asked
     calls = {key: call for key, call in state.calls.items() if key not in late}
-    why = "no leader can be reached" if state.phase is Phase.AWAY else "the leader did not answer in time"
+    why = "no leader can be reached" if state.phase is AgentPhase.AWAY else "the leader did not answer in time"
     return replace(state, calls=calls), (*asked, *(_failed(key, why) for key in late))
 
 
-def _probe_due(state: State, now: float) -> tuple[State, tuple[Send, ...]]:
+def _probe_due(state: AgentState, now: float) -> tuple[AgentState, tuple[AgentSend, ...]]:
     """Asks workers to probe their devices: those that stand by, never one that a plan has work for.
 
     A worker is asked as soon as it is there, before any plan can have a place for it, and then again and again
@@ -447,10 +449,10 @@ def _probe_due(state: State, now: float) -> tuple[State, tuple[Send, ...]]:
     if not asked:
         return state, ()
     clients = {**state.clients, **{client.id: replace(client, asked=now) for client in asked}}
-    return replace(state, clients=clients), tuple(Send(client=client.id, body=Probe()) for client in asked)
+    return replace(state, clients=clients), tuple(AgentSend(client=client.id, body=Probe()) for client in asked)
 
 
-def _stands_by(state: State, client: Client, now: float) -> bool:
+def _stands_by(state: AgentState, client: Client, now: float) -> bool:
     if not isinstance(client.opening, Hello) or not client.opening.probes or client.frozen or client.goodbye:
         return False
     if client.asked is not None and not 0 < state.probe_seconds <= now - client.asked:
@@ -466,11 +468,11 @@ def _stands_by(state: State, client: Client, now: float) -> bool:
 # -- parts -------------------------------------------------------------------------------------------------
 
 
-def _with_client(state: State, client: Client) -> State:
+def _with_client(state: AgentState, client: Client) -> AgentState:
     return replace(state, clients={**state.clients, client.id: client})
 
 
-def _without(state: State, name: str) -> State:
+def _without(state: AgentState, name: str) -> AgentState:
     return replace(
         state,
         clients={known: other for known, other in state.clients.items() if known != name},
@@ -485,9 +487,9 @@ def _wrap(client: Client, body: FromWorker | msgspec.Raw) -> FromClient | Passed
     return FromClient(client=name, job=job, device=device, incarnation=incarnation, body=body)
 
 
-def _up(state: State, client: Client, body: FromWorker | msgspec.Raw) -> tuple[Effect, ...]:
+def _up(state: AgentState, client: Client, body: FromWorker | msgspec.Raw) -> tuple[Effect, ...]:
     """To the leader if the link stands; if not, what is kept in the state speaks on the next one."""
-    return (Tell(message=_wrap(client, body)),) if state.phase is Phase.LINKED else ()
+    return (AgentTell(message=_wrap(client, body)),) if state.phase is AgentPhase.LINKED else ()
 
 
 def _frozen(client: Client) -> Frozen:
@@ -515,27 +517,27 @@ def _lost(client: Client) -> WorkerLost:
     )
 
 
-def _failed(key: tuple[str, int], why: str) -> Send:
-    return Send(client=key[0], body=StoreAnswer(id=key[1], error=why))
+def _failed(key: tuple[str, int], why: str) -> AgentSend:
+    return AgentSend(client=key[0], body=StoreAnswer(id=key[1], error=why))
 
 
-def _pace(state: State, device: str) -> Pace | None:
+def _pace(state: AgentState, device: str) -> EmulatedSpeed | None:
     factor = state.factors.get(device, 1.0)
     if state.pace is not None:
-        return Pace(forward=state.pace.forward, backward=state.pace.backward, factor=factor)
-    return Pace(factor=factor) if factor != 1.0 else None
+        return EmulatedSpeed(forward=state.pace.forward, backward=state.pace.backward, factor=factor)
+    return EmulatedSpeed(factor=factor) if factor != 1.0 else None
 
 
-def _ignored(state: State, event: Event, now: float) -> Result:
+def _ignored(state: AgentState, event: Event, now: float) -> Result:
     return state, ()
 
 
-Handler = Callable[[State, Any, float], Result]
+Handler = Callable[[AgentState, Any, float], Result]
 _ALWAYS: dict[type, Handler] = {
     Opened: _opened,
     Said: _said,
     Ended: _ended,
-    Drained: _drained,
+    AgentDrained: _drained,
     Pulse: _pulse,
     Stood: _stood,
     LeaderRead: leader_read,
@@ -544,13 +546,17 @@ _ALWAYS: dict[type, Handler] = {
     FenceRead: fence_read,
     DoneRead: done_read,
     CheckpointsRead: checkpoints_read,
-    Tick: _tick,
+    AgentTick: _tick,
 }
 #: What each event does in each phase of the link.
-TABLE: Mapping[tuple[Phase, type], Handler] = {
-    **{(phase, event): handler for phase in (Phase.AWAY, Phase.LINKED) for event, handler in _ALWAYS.items()},
-    (Phase.AWAY, LinkUp): _link_up,
-    (Phase.LINKED, LinkDown): _link_down,
-    (Phase.LINKED, Heard): _heard,
-    **{(Phase.OVER, event): _ignored for event in (*_ALWAYS, LinkUp, LinkDown, Heard)},
+TABLE: Mapping[tuple[AgentPhase, type], Handler] = {
+    **{
+        (phase, event): handler
+        for phase in (AgentPhase.AWAY, AgentPhase.LINKED)
+        for event, handler in _ALWAYS.items()
+    },
+    (AgentPhase.AWAY, LinkUp): _link_up,
+    (AgentPhase.LINKED, LinkDown): _link_down,
+    (AgentPhase.LINKED, Heard): _heard,
+    **{(AgentPhase.OVER, event): _ignored for event in (*_ALWAYS, LinkUp, LinkDown, Heard)},
 }

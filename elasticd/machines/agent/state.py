@@ -20,6 +20,7 @@ from elasticd.records import (
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.messages import (
     AgentRejected,
+    EmulatedSpeed,
     Finished,
     FromAgent,
     FromClient,
@@ -28,7 +29,6 @@ from elasticd.wire.messages import (
     InDoubt,
     Join,
     Leaving,
-    Pace,
     PassedReport,
     PeersLost,
     Prepared,
@@ -62,7 +62,7 @@ Outcome = (
 )
 
 
-class Phase(Enum):
+class AgentPhase(Enum):
     """Of the link to the leader; `OVER` once this agent has to end."""
 
     AWAY = "away"
@@ -103,12 +103,12 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class State:
+class AgentState:
     """All that an agent knows."""
 
     record: NodeRecord  # of its node
-    pace: Pace | None = None  # emulated times of a normal device, if there are any
-    phase: Phase = Phase.AWAY  # of the link
+    pace: EmulatedSpeed | None = None  # emulated times of a normal device, if there are any
+    phase: AgentPhase = AgentPhase.AWAY  # of the link
     epoch: int = 0  # highest seen, by this agent or one before it on its node
     clients: Mapping[str, Client] = field(default_factory=dict)  # by id
     departed: tuple[Client, ...] = ()  # ended workers whose last words a leader may not have heard
@@ -183,7 +183,7 @@ class Stood:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drained:
+class AgentDrained:
     """A user drains this node, or has it used again."""
 
     on: bool  # its devices are to be left
@@ -253,7 +253,7 @@ class CheckpointsRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class AgentTick:
     """Time has passed."""
 
 
@@ -266,14 +266,14 @@ Event = (
     | LinkUp
     | LinkDown
     | Heard
-    | Drained
+    | AgentDrained
     | LeaderRead
     | ProposalRead
     | PlanRead
     | FenceRead
     | DoneRead
     | CheckpointsRead
-    | Tick
+    | AgentTick
 )
 
 
@@ -281,7 +281,7 @@ Event = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Send:
+class AgentSend:
     """Send this to a client."""
 
     client: str  # its id
@@ -297,7 +297,7 @@ class Dismiss:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tell:
+class AgentTell:
     """Send this to the leader."""
 
     message: FromAgent  # the message
@@ -327,7 +327,7 @@ class ClearMember:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Note:
+class AgentNote:
     """One sentence for the log."""
 
     text: str  # the sentence
@@ -347,8 +347,8 @@ class Stop:
     reason: str  # why, and what to do
 
 
-Effect = Send | Dismiss | Tell | SetNode | SetMember | ClearMember | Note | HangUp | Stop
-Result = tuple[State, tuple[Effect, ...]]
+Effect = AgentSend | Dismiss | AgentTell | SetNode | SetMember | ClearMember | AgentNote | HangUp | Stop
+Result = tuple[AgentState, tuple[Effect, ...]]
 
 
 class UnknownEvent(TypeError):

@@ -17,19 +17,19 @@ from typing import Any
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.agent.state import (
+    AgentNote,
+    AgentSend,
+    AgentState,
     CheckpointsRead,
     Client,
     DoneRead,
     Effect,
     FenceRead,
     LeaderRead,
-    Note,
     Outcome,
     PlanRead,
     ProposalRead,
     Result,
-    Send,
-    State,
 )
 from elasticd.records import DoneRecord, Fence, Proposal
 from elasticd.wire.messages import (
@@ -51,12 +51,12 @@ from elasticd.wire.messages import (
 )
 
 
-def leader_read(state: State, event: LeaderRead, now: float) -> Result:
+def leader_read(state: AgentState, event: LeaderRead, now: float) -> Result:
     """A leader's epoch: orders of a lower one are refused from now on."""
     return replace(state, epoch=max(state.epoch, event.epoch)), ()
 
 
-def proposal_read(state: State, event: ProposalRead, now: float) -> Result:
+def proposal_read(state: AgentState, event: ProposalRead, now: float) -> Result:
     """A proposal, or its abort, goes to the workers of its old and its new plan."""
     job, proposal = event.job, event.proposal
     if proposal is None:
@@ -72,7 +72,7 @@ def proposal_read(state: State, event: ProposalRead, now: float) -> Result:
     return _forget_before(state, job, proposal.number), effects
 
 
-def plan_read(state: State, event: PlanRead, now: float) -> Result:
+def plan_read(state: AgentState, event: PlanRead, now: float) -> Result:
     """A recorded plan: members hear that it is recorded, and words that it outdates are forgotten."""
     job, record = event.job, event.record
     if record is None:
@@ -91,7 +91,7 @@ def plan_read(state: State, event: PlanRead, now: float) -> Result:
         # All stood still, and the recovery may have gone on without some: they stand by. Or this agent has just
         # begun to read, and does not know what its workers missed.
         effects: tuple[Effect, ...] = tuple(
-            Send(client=worker.id, body=recorded) for worker in _workers(state, job)
+            AgentSend(client=worker.id, body=recorded) for worker in _workers(state, job)
         )
     else:
         plans = [record.plan, before.plan]
@@ -102,7 +102,7 @@ def plan_read(state: State, event: PlanRead, now: float) -> Result:
     return _forget_before(state, job, record.plan.number), effects
 
 
-def fence_read(state: State, event: FenceRead, now: float) -> Result:
+def fence_read(state: AgentState, event: FenceRead, now: float) -> Result:
     """To all workers of the job: who is fenced off learns that it is."""
     job, fence = event.job, event.record
     if fence is None:
@@ -116,16 +116,16 @@ def fence_read(state: State, event: FenceRead, now: float) -> Result:
     return replace(state, epoch=epoch, fences={**state.fences, job: fence}), effects
 
 
-def _fenced(worker: Client, fence: Fence) -> Send:
+def _fenced(worker: Client, fence: Fence) -> AgentSend:
     body = Fenced(number=fence.number, reason=fence.reason, evicted=_evicts(fence, worker))
-    return Send(client=worker.id, body=body)
+    return AgentSend(client=worker.id, body=body)
 
 
 def _evicts(fence: Fence, worker: Client) -> bool:
     return fence.gone.get(worker.device) == worker.incarnation
 
 
-def done_read(state: State, event: DoneRead, now: float) -> Result:
+def done_read(state: AgentState, event: DoneRead, now: float) -> Result:
     """A job's end goes to all its workers."""
     job, record = event.job, event.record
     if record is None:
@@ -141,7 +141,7 @@ def done_read(state: State, event: DoneRead, now: float) -> Result:
     return state, _end(record, _workers(state, job))
 
 
-def checkpoints_read(state: State, event: CheckpointsRead, now: float) -> Result:
+def checkpoints_read(state: AgentState, event: CheckpointsRead, now: float) -> Result:
     """Tells the workers that wait for it that a checkpoint of theirs is published, and then forgets that they
     said so; a leader that never heard them writes nothing, and hears them again."""
     job, record = event.job, event.record
@@ -154,13 +154,13 @@ def checkpoints_read(state: State, event: CheckpointsRead, now: float) -> Result
     for client in _workers(state, job):
         waited = [body for body in client.said if isinstance(body, Saved) and body.name in names]
         if waited:
-            effects += [Send(client=client.id, body=Published(name=body.name)) for body in waited]
+            effects += [AgentSend(client=client.id, body=Published(name=body.name)) for body in waited]
             said = tuple(body for body in client.said if body not in waited)
             clients[client.id] = replace(client, said=said)
     return replace(state, epoch=max(state.epoch, record.epoch), clients=clients), tuple(effects)
 
 
-def standing(state: State, worker: Client) -> tuple[Effect, ...]:
+def standing(state: AgentState, worker: Client) -> tuple[Effect, ...]:
     """The orders that hold already for a worker that comes now, for the first time or again: to an agent that
     was started anew, and may have missed what the one before it did not read."""
     done, proposal = state.done.get(worker.job), state.proposals.get(worker.job)
@@ -173,7 +173,7 @@ def standing(state: State, worker: Client) -> tuple[Effect, ...]:
     elif plan is not None and _returns(worker) and plan.plan.binding.get(worker.device) != worker.incarnation:
         # It may stand still since it lost the others, or keep a copy for them: they went on without it.
         over = (_fenced(worker, fence),) if fence is not None else ()
-        missed = (*over, Send(client=worker.id, body=Recorded(number=plan.plan.number)))
+        missed = (*over, AgentSend(client=worker.id, body=Recorded(number=plan.plan.number)))
     if proposal is None or (fence is not None and fence.number > proposal.number):
         return missed
     return missed + _orders([worker], _bindings(proposal), _order(proposal))
@@ -196,17 +196,17 @@ def _end(record: DoneRecord, workers: Iterable[Client]) -> tuple[Effect, ...]:
     body: ToWorker = Closed(reason=f"the job finished at step {record.step}")
     if record.reason:
         body = Shutdown(reason=record.reason)
-    return tuple(Send(client=worker.id, body=body) for worker in workers)
+    return tuple(AgentSend(client=worker.id, body=body) for worker in workers)
 
 
-def _workers(state: State, job: str) -> list[Client]:
+def _workers(state: AgentState, job: str) -> list[Client]:
     return [client for client in state.clients.values() if client.device and client.job == job]
 
 
 def _orders(workers: Iterable[Client], bound: Sequence[_Binding], body: ToWorker) -> tuple[Effect, ...]:
     """`body` for those workers that one of these names, this incarnation of theirs."""
     return tuple(
-        Send(client=worker.id, body=body)
+        AgentSend(client=worker.id, body=body)
         for worker in workers
         if any(binding.get(worker.device) in ("", worker.incarnation) for binding in bound)
     )
@@ -228,17 +228,17 @@ def _bindings(proposal: Proposal) -> list[_Binding]:
     return [_binding(plan) for plan in (proposal.plan, proposal.old) if plan is not None]
 
 
-def _usurped(state: State, epoch: int, revision: int) -> bool:
+def _usurped(state: AgentState, epoch: int, revision: int) -> bool:
     """Whether the leader of this epoch wrote after the newest one that was seen had taken its place."""
     return epoch < state.epoch <= revision
 
 
-def _stale(what: str, job: str, epoch: int, highest: int) -> Note:
+def _stale(what: str, job: str, epoch: int, highest: int) -> AgentNote:
     why = f"was written under epoch {epoch}, when {highest} led already"
-    return Note(text=f"{what} of job {job!r} {why}: refused")
+    return AgentNote(text=f"{what} of job {job!r} {why}: refused")
 
 
-def _forget_before(state: State, job: str, number: int) -> State:
+def _forget_before(state: AgentState, job: str, number: int) -> AgentState:
     """Drop what was said of numbers below, in this job: the store has shown that they are settled."""
 
     def current(body: Outcome) -> bool:

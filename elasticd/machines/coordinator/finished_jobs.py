@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import msgspec
 from elasticd_planner.value import Value
 
-from elasticd.machines.job.state.events import Effect, ForgetAsked, Note, Write
-from elasticd.machines.job.state.job_state import OVER, JobState, NodeState, Phase, Settings
+from elasticd.machines.job.state.events import CoordinatorNote, Effect, ForgetAsked, Write
+from elasticd.machines.job.state.job_state import OVER, JobPhase, JobSettings, JobState, NodeState
 
 #: Jobs that one look forgets: each is a write, and what is decided meanwhile waits behind them.
 AT_ONCE = 8
@@ -30,13 +30,13 @@ class Forgotten(Value, frozen=True, kw_only=True):
 
 
 def due(
-    jobs: Mapping[str, JobState], nodes: Mapping[str, NodeState], settings: Settings, now: float
+    jobs: Mapping[str, JobState], nodes: Mapping[str, NodeState], settings: JobSettings, now: float
 ) -> Forgotten | None:
     """Forgets those whose time is up, the oldest first; None where there are none."""
     left = [
         job.job
         for job in jobs.values()
-        if job.phase is Phase.GATHERING and not job.joiners and now - job.since >= EMPTY_SECONDS
+        if job.phase is JobPhase.GATHERING and not job.joiners and now - job.since >= EMPTY_SECONDS
     ]
     if left:  # nothing was written of them
         jobs = {name: job for name, job in jobs.items() if name not in left}
@@ -85,7 +85,9 @@ def _without(jobs: Mapping[str, JobState], gone: Mapping[str, str]) -> Forgotten
             job=name,
             records=(),
             forget=True,
-            notes=(Note(kind="forgotten", job=name, text=text, data={"step": jobs[name].progress.step}),),
+            notes=(
+                CoordinatorNote(kind="forgotten", job=name, text=text, data={"step": jobs[name].progress.step}),
+            ),
         )
         for name, text in gone.items()
     )

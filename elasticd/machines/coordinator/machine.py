@@ -20,33 +20,33 @@ from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
     Configured,
-    Drained,
+    CoordinatorNote,
+    CoordinatorSend,
+    CoordinatorTick,
     Effect,
     Event,
     ForgetAsked,
     Harmed,
-    Note,
+    NodeDrained,
     Paced,
     Planned,
     Received,
     Reread,
-    Send,
     StopAsked,
     Stored,
-    Tick,
     Unwritten,
 )
-from elasticd.machines.job.state.job_state import LIVE, OVER, JobState, NodeState, Phase, Settings, fresh
+from elasticd.machines.job.state.job_state import LIVE, OVER, JobPhase, JobSettings, JobState, NodeState, fresh
 from elasticd.machines.job.state.participants import joined_from
 from elasticd.machines.job.state.restored_job import restored
 from elasticd.records import NodeRecord
 from elasticd.wire.agent_orders import Drain
 from elasticd.wire.messages import (
     DEVICE_PREFIX,
+    EmulatedSpeed,
     FromClient,
     Hello,
     Join,
-    Pace,
     Rejected,
     Switched,
     ToClient,
@@ -61,26 +61,26 @@ MOST_JOBS = 12_000
 MOST_BEGUN = 16
 
 
-class State(Value, frozen=True, kw_only=True):
+class CoordinatorState(Value, frozen=True, kw_only=True):
     """All that a leader knows."""
 
     epoch: int  # create revision of its key
-    settings: Settings = msgspec.field(default_factory=Settings)  # as configured
+    settings: JobSettings = msgspec.field(default_factory=JobSettings)  # as configured
     nodes: dict[str, NodeState] = msgspec.field(default_factory=dict)  # whose agents have said hello, by name
     jobs: dict[str, JobState] = msgspec.field(default_factory=dict)  # by name, those that are over among them
     links: node_links.Links = msgspec.field(default_factory=node_links.Links)  # measured links between nodes
 
 
-Result = tuple[State, tuple[Effect, ...]]
+Result = tuple[CoordinatorState, tuple[Effect, ...]]
 
 
-def takeover(epoch: int, stored: Iterable[Stored], settings: Settings, now: float) -> State:
+def takeover(epoch: int, stored: Iterable[Stored], settings: JobSettings, now: float) -> CoordinatorState:
     """A new leader's state, from the store alone."""
     jobs = {found.job: restored(found, now, settings) for found in stored}
-    return State(epoch=epoch, settings=settings, jobs=jobs)
+    return CoordinatorState(epoch=epoch, settings=settings, jobs=jobs)
 
 
-def step(state: State, event: Event, now: float) -> Result:
+def step(state: CoordinatorState, event: Event, now: float) -> Result:
     """The state after `event` at `now` (seconds of a clock that never runs back), and what is to be done."""
     if isinstance(event, AgentUp):
         return _agent_up(state, event, now)
@@ -92,7 +92,7 @@ def step(state: State, event: Event, now: float) -> Result:
         return _paced(state, event)
     if isinstance(event, Harmed):
         return _harmed(state, event)
-    if isinstance(event, Drained):
+    if isinstance(event, NodeDrained):
         return _drained(state, event)
     if isinstance(event, Configured):
         return _configured(state, event, now)
@@ -102,18 +102,18 @@ def step(state: State, event: Event, now: float) -> Result:
         return _without(state, finished_jobs.asked(state.jobs, state.nodes, event))
     state, told = _links(state, now)
     live = tuple(name for name, job in state.jobs.items() if job.phase not in OVER)
-    state, effects = _jobs(state, event, now, live if isinstance(event, Tick) else tuple(state.jobs))
+    state, effects = _jobs(state, event, now, live if isinstance(event, CoordinatorTick) else tuple(state.jobs))
     state, gone = _without(state, finished_jobs.due(state.jobs, state.nodes, state.settings, now))
     return state, (*told, *effects, *gone)
 
 
-def _without(state: State, forgotten: finished_jobs.Forgotten | None) -> Result:
+def _without(state: CoordinatorState, forgotten: finished_jobs.Forgotten | None) -> Result:
     if forgotten is None:
         return state, ()
     return msgspec.structs.replace(state, jobs=forgotten.jobs), forgotten.effects
 
 
-def _links(state: State, now: float) -> Result:
+def _links(state: CoordinatorState, now: float) -> Result:
     """Which links became slow or recovered, by what was gathered: none is a device's slowness."""
     settings = state.settings
     try:
@@ -121,11 +121,11 @@ def _links(state: State, now: float) -> Result:
     except Exception as error:  # what was gathered must not end the leader, nor come again with each tick
         what = f"elasticd failed on what was measured of links ({type(error).__name__}: {error})"
         links = msgspec.structs.replace(state.links, gathered=(), since=None)
-        return msgspec.structs.replace(state, links=links), (Note(kind="defect", text=what),)
+        return msgspec.structs.replace(state, links=links), (CoordinatorNote(kind="defect", text=what),)
     if links is state.links:
         return state, ()
     notes = tuple(
-        Note(
+        CoordinatorNote(
             kind="link",
             text=f"the link {change.reason} ({'probed' if kind == 'probe' else 'in moves of state'})",
             data={"link": change.device, "before": change.before, "after": change.after, "by": kind},
@@ -135,7 +135,7 @@ def _links(state: State, now: float) -> Result:
     return msgspec.structs.replace(state, links=links), notes
 
 
-def _agent_up(state: State, event: AgentUp, now: float) -> Result:
+def _agent_up(state: CoordinatorState, event: AgentUp, now: float) -> Result:
     record = event.record
     known = state.nodes.get(record.node)
     node = NodeState(record=record, connected=True, since=now, release=event.release, version=event.version)
@@ -151,29 +151,31 @@ def _agent_up(state: State, event: AgentUp, now: float) -> Result:
     return state, (note, *effects)
 
 
-def _arrived(known: NodeState | None, record: NodeRecord) -> Note:
+def _arrived(known: NodeState | None, record: NodeRecord) -> CoordinatorNote:
     if known is not None and known.record.draining != record.draining:
         text = f"node {record.node} is used again"
         if record.draining:
             text = f"node {record.node} is being drained: the next plans leave its devices"
-        return Note(kind="drained", text=text, data={"node": record.node, "draining": record.draining})
+        return CoordinatorNote(
+            kind="drained", text=text, data={"node": record.node, "draining": record.draining}
+        )
     text = f"node {record.node} is there with {len(record.devices)} devices"
-    return Note(kind="node_up", text=text, data={"node": record.node})
+    return CoordinatorNote(kind="node_up", text=text, data={"node": record.node})
 
 
-def _agent_down(state: State, event: AgentDown, now: float) -> Result:
+def _agent_down(state: CoordinatorState, event: AgentDown, now: float) -> Result:
     known = state.nodes.get(event.node)
     if known is None or not known.connected:
         return state, ()
     node = msgspec.structs.replace(known, connected=False, since=now)
     state = msgspec.structs.replace(state, nodes={**state.nodes, event.node: node})
     text = f"node {event.node} cannot be reached; its workers may well train on"
-    note = Note(kind="node_down", text=text, data={"node": event.node})
+    note = CoordinatorNote(kind="node_down", text=text, data={"node": event.node})
     state, effects = _jobs(state, event, now, tuple(state.jobs))
     return state, (note, *effects)
 
 
-def _received(state: State, event: Received, now: float) -> Result:
+def _received(state: CoordinatorState, event: Received, now: float) -> Result:
     message = text_limits.bounded(event.message)
     if message is not event.message:
         event = Received(node=event.node, message=message)
@@ -193,12 +195,12 @@ def _received(state: State, event: Received, now: float) -> Result:
         taken = _crowded(state, event.node) or taken
     if isinstance(message, Unread) and message.job not in state.jobs:
         down = ToClient(client=message.client, body=Rejected(reason=assembly.cannot_read(message)))
-        return state, (Send(node=event.node, message=down),)
+        return state, (CoordinatorSend(node=event.node, message=down),)
     if message.job not in state.jobs:
         body = message.body if isinstance(message, FromClient) else None
         if not isinstance(body, Join | Hello):
             return state, ()
-        known = fresh(message.job, Phase.GATHERING, now)
+        known = fresh(message.job, JobPhase.GATHERING, now)
         if isinstance(message, FromClient) and isinstance(body, Hello):  # its torchrun would have joined before
             taken = taken or assembly.uninvited(known, event.node, message.device)
         if not taken:
@@ -208,14 +210,14 @@ def _received(state: State, event: Received, now: float) -> Result:
     return _jobs(state, event, now, (message.job,))
 
 
-def _first_said(state: State, up: FromClient) -> bool:
+def _first_said(state: CoordinatorState, up: FromClient) -> bool:
     """Whether a worker tells of a switch, and not again: to a new leader agents say all that still holds."""
     job = state.jobs.get(up.job)
     worker = job.workers.get(up.device) if job is not None and job.settle_until is None else None
     return isinstance(up.body, Switched) and worker is not None and worker.swapped < up.body.number
 
 
-def _taken(state: State, node: str, up: FromClient) -> str:
+def _taken(state: CoordinatorState, node: str, up: FromClient) -> str:
     """Why a worker cannot have its device, or a torchrun its node: another living job has it."""
     if not isinstance(up.body, Hello | Join):
         return ""
@@ -233,7 +235,7 @@ def _taken(state: State, node: str, up: FromClient) -> str:
     return ""
 
 
-def _crowded(state: State, node: str) -> str:
+def _crowded(state: CoordinatorState, node: str) -> str:
     """Why no job more is known, or nothing. Jobs count for the nodes whose torchruns have joined, also once
     they are over: one node's leave half of what there is room for to others, two nodes' a third."""
     free = MOST_JOBS - len(state.jobs)
@@ -241,7 +243,7 @@ def _crowded(state: State, node: str) -> str:
         return f"the cluster has {MOST_JOBS} jobs already: end some, and forget them"
     record = state.nodes[node].record
     mine = [job.phase for job in state.jobs.values() if joined_from(job, record)]
-    begun = sum(phase in (Phase.GATHERING, Phase.ASSEMBLING) for phase in mine)
+    begun = sum(phase in (JobPhase.GATHERING, JobPhase.ASSEMBLING) for phase in mine)
     if begun < len(record.devices) + MOST_BEGUN and len(mine) < free:
         return ""
     return (
@@ -253,10 +255,10 @@ def _crowded(state: State, node: str) -> str:
 _ONE_JOB = "a device belongs to one job at a time: wait for the end of that job or use other nodes"
 
 
-def _turned_away(state: State, event: Received, up: FromClient, why: str, now: float) -> Result:
+def _turned_away(state: CoordinatorState, event: Received, up: FromClient, why: str, now: float) -> Result:
     """A worker that cannot come may be one that all others of its job wait for: they would wait for ever."""
     down = ToClient(client=up.client, body=Rejected(reason=why))
-    effects: tuple[Effect, ...] = (Send(node=event.node, message=down),)
+    effects: tuple[Effect, ...] = (CoordinatorSend(node=event.node, message=down),)
     job = state.jobs.get(up.job)
     if isinstance(up.body, Hello) and job is not None:
         after, asked = machine.turned_away(job, event, why, state.nodes, state.epoch, state.settings, now)
@@ -265,40 +267,40 @@ def _turned_away(state: State, event: Received, up: FromClient, why: str, now: f
     return state, effects
 
 
-def _paced(state: State, event: Paced) -> Result:
+def _paced(state: CoordinatorState, event: Paced) -> Result:
     """Chaos: a hint to the device's agent, which keeps the table of paces."""
     name = node_of(event.device)
     node = state.nodes.get(name)
     if node is None:
         return state, ()
     node = msgspec.structs.replace(node, paces={**node.paces, event.device: event.factor})
-    down = ToClient(client=DEVICE_PREFIX + event.device, body=Pace(factor=event.factor))
+    down = ToClient(client=DEVICE_PREFIX + event.device, body=EmulatedSpeed(factor=event.factor))
     speed = f"{event.factor:g} times slower than normal" if event.factor != 1 else "at normal speed"
     text = f"chaos: {event.device} is to run {speed}"
     data = {"device": event.device, "factor": event.factor}
-    effects = (Note(kind="chaos", text=text, data=data), Send(node=name, message=down))
+    effects = (CoordinatorNote(kind="chaos", text=text, data=data), CoordinatorSend(node=name, message=down))
     return msgspec.structs.replace(state, nodes={**state.nodes, name: node}), effects
 
 
-def _configured(state: State, event: Configured, now: float) -> Result:
+def _configured(state: CoordinatorState, event: Configured, now: float) -> Result:
     settings = msgspec.structs.replace(state.settings, detect=event.detect, policy=event.policy)
     if settings == state.settings:
         return state, ()
     state = msgspec.structs.replace(state, settings=settings)
-    note = Note(kind="configured", text=event.changes)
+    note = CoordinatorNote(kind="configured", text=event.changes)
     state, effects = _jobs(state, event, now, tuple(state.jobs))
     return state, (note, *effects)
 
 
-def _drained(state: State, event: Drained) -> Result:
+def _drained(state: CoordinatorState, event: NodeDrained) -> Result:
     """The agent puts it into its node's record, which outlasts this leader, and comes with that."""
     node = state.nodes.get(event.node)
     if node is None or not node.connected or node.record.draining == event.on:
         return state, ()
-    return state, (Send(node=event.node, message=Drain(on=event.on)),)
+    return state, (CoordinatorSend(node=event.node, message=Drain(on=event.on)),)
 
 
-def _harmed(state: State, event: Harmed) -> Result:
+def _harmed(state: CoordinatorState, event: Harmed) -> Result:
     """Chaos: what the agent is to do to its node; what follows comes as any fault does."""
     node = state.nodes.get(event.node)
     if node is None or not node.connected:
@@ -313,10 +315,13 @@ def _harmed(state: State, event: Harmed) -> Result:
     elif harm.how == "heal-data":
         text = f"chaos: node {event.node} is to reach the data address {harm.peer} again"
     data = {"node": event.node, "device": harm.device, "how": harm.how, "seconds": harm.seconds}
-    return state, (Note(kind="chaos", text=text, data=data), Send(node=event.node, message=harm))
+    return state, (
+        CoordinatorNote(kind="chaos", text=text, data=data),
+        CoordinatorSend(node=event.node, message=harm),
+    )
 
 
-def _jobs(state: State, event: Event, now: float, names: tuple[str, ...]) -> Result:
+def _jobs(state: CoordinatorState, event: Event, now: float, names: tuple[str, ...]) -> Result:
     changed: dict[str, JobState] = {}
     effects: list[Effect] = []
     for name in names:

@@ -25,7 +25,7 @@ from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.spec.step_measurements import Step
 from elasticd_planner.value import Value
 
-from elasticd.machines.job.state.events import Note, Write
+from elasticd.machines.job.state.events import CoordinatorNote, Write
 from elasticd.records import OutRecord
 from elasticd.wire.rendezvous import Lap, StepTime
 
@@ -67,7 +67,7 @@ class Verdict(Value, frozen=True, kw_only=True):
 
 def lap(
     job: RestartJob, heard: StepTime, detect: DetectSettings, policy: PolicySettings, epoch: int, now: float
-) -> tuple[RestartJob, tuple[Note | Write, ...]]:
+) -> tuple[RestartJob, tuple[CoordinatorNote | Write, ...]]:
     """The job after one more lap, and what is to be done."""
     if heard.by.round < job.round:
         return job, ()
@@ -92,7 +92,7 @@ def lap(
         job, pending=pending, rates=rates, laps=laps, step=number, wall=wall, recent=recent
     )
     notes = tuple(
-        Note(
+        CoordinatorNote(
             kind="slow" if change.after > change.before else "recovered",
             text=change.reason,
             job=job.job,
@@ -145,7 +145,9 @@ def _judged(job: RestartJob, policy: PolicySettings, epoch: int) -> tuple[Restar
         return job, ()
     record = OutRecord(torchrun=found.torchrun, epoch=epoch, reason=found.reason)
     data = {"torchrun": found.torchrun, "saving": found.saving_seconds, "price": found.price_seconds}
-    note = Note(kind="excluded", text=f"goes on without a node: {found.reason}", job=job.job, data=data)
+    note = CoordinatorNote(
+        kind="excluded", text=f"goes on without a node: {found.reason}", job=job.job, data=data
+    )
     job = msgspec.structs.replace(job, out={**job.out, found.torchrun: found.reason})
     return job, (Write(job=job.job, records=(record,), notes=(note,)),)
 

@@ -11,7 +11,7 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd.codec.decoding import shown
 from elasticd.machines.job.lifecycle.job_end import AGAIN, affirm, stop
 from elasticd.machines.job.losses import bound, lost
-from elasticd.machines.job.state.job_state import JobState, Joiner, Phase, Worker
+from elasticd.machines.job.state.job_state import JobPhase, JobState, Joiner, Worker
 from elasticd.machines.job.state.participants import joins
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import JobSpec
@@ -118,7 +118,7 @@ def _gathering(turn: Turn) -> bool:
     """Whether nodes are still being counted. A leader that took over while workers were starting counts
     again, from what the agents repeat."""
     job = turn.job
-    return job.phase is Phase.GATHERING or (job.phase is Phase.ASSEMBLING and not job.joined)
+    return job.phase is JobPhase.GATHERING or (job.phase is JobPhase.ASSEMBLING and not job.joined)
 
 
 def _has_workers(turn: Turn, place: str) -> bool:
@@ -189,7 +189,7 @@ def _gone(turn: Turn, place: str) -> None:
     joiner = job.joiners.get(place)
     joined = tuple(other for other in job.joined if other != place)
     joiners = {other: known for other, known in job.joiners.items() if other != place}
-    if job.phase not in (Phase.ASSEMBLING, Phase.PLANNING):
+    if job.phase not in (JobPhase.ASSEMBLING, JobPhase.PLANNING):
         turn.set(joined=joined, joiners=joiners)
         return
     least = joiner.min_nodes if joiner is not None else len(job.joined)
@@ -226,8 +226,8 @@ def complete(turn: Turn) -> None:
     if len(job.joiners) < first.max_nodes and turn.now - since < turn.settings.gather_seconds:
         return
     names = tuple(sorted(job.joiners)[: first.max_nodes])
-    if job.phase is Phase.GATHERING:
-        turn.enter(Phase.ASSEMBLING)
+    if job.phase is JobPhase.GATHERING:
+        turn.enter(JobPhase.ASSEMBLING)
     turn.set(joined=names)
     what = "devices" if "/" in names[0] else "nodes"
     turn.note("job_gathered", f"{len(names)} {what} take part: {', '.join(names)}", nodes=list(names))
@@ -260,7 +260,7 @@ def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
     refusal = _unwelcome(turn, up, body)
     if refusal:
         turn.send(node, up.client, Rejected(reason=refusal))
-        if job.phase is Phase.ASSEMBLING:  # one of those that all others wait for: they would wait for ever
+        if job.phase is JobPhase.ASSEMBLING:  # one of those that all others wait for: they would wait for ever
             stop(turn, refusal)
         return
     if job.spec is None:
@@ -268,7 +268,7 @@ def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
     turn.set(spec=body.spec, world_size=job.world_size or body.world_size, arrived=turn.now)
     turn.worker(_new_worker(turn, node, up, body))
     turn.set(probes=job.probes.forgotten(up.device))
-    if job.phase not in (Phase.GATHERING, Phase.ASSEMBLING):
+    if job.phase not in (JobPhase.GATHERING, JobPhase.ASSEMBLING):
         turn.set(decided=None)
         turn.note("joined", f"worker {up.device} stands by", device=up.device)
 
@@ -313,7 +313,7 @@ def uninvited(job: JobState, node: str, device: str) -> str:
     """Why a job that has not begun does not take a worker, or nothing. Its workers train what the first of them
     says, and one that does not fit stops it: so only those come that its torchruns start. An agent says that a
     torchrun joins before what its workers say, to a new leader, too."""
-    if job.phase not in (Phase.GATHERING, Phase.ASSEMBLING) or joins(job, node, device):
+    if job.phase not in (JobPhase.GATHERING, JobPhase.ASSEMBLING) or joins(job, node, device):
         return ""
     return (
         f"worker {device} is none of those that job {job.job} waits for: no torchrun of node {node} takes part "
@@ -342,7 +342,7 @@ def unread(turn: Turn, node: str, message: Unread) -> None:
         return
     why = cannot_read(message)
     turn.send(node, message.client, Rejected(reason=why))
-    if message.device and job.phase is Phase.ASSEMBLING and joins(job, node, message.device):
+    if message.device and job.phase is JobPhase.ASSEMBLING and joins(job, node, message.device):
         stop(turn, why)
 
 
@@ -361,7 +361,7 @@ def assemble(turn: Turn) -> None:
     if not job.world_size or len(job.workers) < job.world_size:
         return
     if not any(worker.orphan for worker in job.workers.values()):
-        turn.enter(Phase.PLANNING)
+        turn.enter(JobPhase.PLANNING)
 
 
 def _unwelcome(turn: Turn, up: FromClient, body: Hello) -> str:
@@ -383,7 +383,7 @@ def _unwelcome(turn: Turn, up: FromClient, body: Hello) -> str:
             f"worker {up.device} trains something else than job {job.job}: {wrong}; "
             "start all nodes with the same script and options"
         )
-    starting = job.phase in (Phase.GATHERING, Phase.ASSEMBLING)
+    starting = job.phase in (JobPhase.GATHERING, JobPhase.ASSEMBLING)
     if starting and job.world_size is not None and body.world_size != job.world_size:
         return (
             f"worker {up.device} was started as one of {body.world_size}, the others as one of "

@@ -11,7 +11,7 @@ from elasticd.machines.job.copies.rollback import waits
 from elasticd.machines.job.lifecycle.fence import FALLIBLE, fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.recovery import lost_without
-from elasticd.machines.job.state.job_state import Phase, Worker
+from elasticd.machines.job.state.job_state import JobPhase, Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.messages import WorkerLost
 
@@ -27,7 +27,9 @@ def lost(turn: Turn, node: str, gone: WorkerLost) -> None:
     who = called(worker) if known and worker is not None else f"worker {gone.device}"
     how = f"{who} {'left' if gone.clean else 'died'}: {gone.how}"
     turn.note("worker_lost", how, device=gone.device, clean=gone.clean)
-    needed = turn.job.phase in (Phase.ASSEMBLING, Phase.PLANNING) or bound(turn, gone.device, gone.incarnation)
+    needed = turn.job.phase in (JobPhase.ASSEMBLING, JobPhase.PLANNING) or bound(
+        turn, gone.device, gone.incarnation
+    )
     told = known and worker is not None and bool(worker.leaving)
     if needed and (not gone.clean or worker is None or told):  # who was told to go, and cannot wait, is lost
         _died(turn, gone, how)
@@ -57,15 +59,15 @@ def _died(turn: Turn, gone: WorkerLost, how: str) -> None:
     turn.set(rates=forget(job.rates, gone.device))
     if job.phase in FALLIBLE:
         joins = job.plan is not None and job.plan.binding.get(gone.device) != gone.incarnation
-        if joins and job.phase is Phase.PROPOSED and job.fence is None:
+        if joins and job.phase is JobPhase.PROPOSED and job.fence is None:
             turn.drop(gone.device)
             turn.set(give_up=job.give_up or how)
             return
         fault(turn, {gone.device: gone.incarnation}, how)
         return
     turn.drop(gone.device)
-    if job.phase is Phase.PLANNING:
-        turn.enter(Phase.ASSEMBLING, asked=None)
+    if job.phase is JobPhase.PLANNING:
+        turn.enter(JobPhase.ASSEMBLING, asked=None)
 
 
 def vanished(turn: Turn, devices: Sequence[str]) -> None:
@@ -84,7 +86,7 @@ def vanished(turn: Turn, devices: Sequence[str]) -> None:
     names = ", ".join(sorted(gone))
     since = min(node.since for node in here if node is not None and node.connected)
     if turn.now - since < turn.settings.lone_seconds and (lost := lost_without(turn, gone)):
-        if turn.job.phase is not Phase.RECOVERING:  # else `recover` says so
+        if turn.job.phase is not JobPhase.RECOVERING:  # else `recover` says so
             waits(turn, f"{names} may live, and hold what nobody else does ({lost})")
         return
     fault(turn, gone, f"worker {names} is gone: it ended while no coordinator led")
@@ -119,12 +121,12 @@ def bound(turn: Turn, device: str, incarnation: str) -> bool:
 
 
 def _left(turn: Turn, how: str) -> None:
-    if turn.job.phase in (Phase.ASSEMBLING, Phase.PLANNING):
+    if turn.job.phase in (JobPhase.ASSEMBLING, JobPhase.PLANNING):
         stop(turn, f"{how}, before the first step")
     elif all(worker.left for worker in turn.job.workers.values()):
         why = "; ".join(dict.fromkeys(worker.farewell for worker in turn.job.workers.values()))
         stop(turn, f"all workers left before the last step, after step {turn.job.progress.step}: {why}")
-    elif turn.job.phase is Phase.PROPOSED and not turn.job.give_up:
+    elif turn.job.phase is JobPhase.PROPOSED and not turn.job.give_up:
         turn.set(give_up=how)
 
 
@@ -149,10 +151,10 @@ def orphaned(turn: Turn, node: str) -> None:
     for worker in workers:
         turn.worker(worker, orphan=True)
     then = "its workers go on training, and nothing is replanned until they have come back to it"
-    if turn.job.phase in (Phase.ASSEMBLING, Phase.PLANNING):
+    if turn.job.phase in (JobPhase.ASSEMBLING, JobPhase.PLANNING):
         then = "the first plan is made once its workers have come back to it"
-    if turn.job.phase is Phase.PLANNING:
-        turn.enter(Phase.ASSEMBLING, asked=None)
+    if turn.job.phase is JobPhase.PLANNING:
+        turn.enter(JobPhase.ASSEMBLING, asked=None)
     text = f"node {node}'s agent was started again: {then}"
     turn.note("agent_restarted", text, node=node, devices=[worker.device for worker in workers])
 

@@ -31,23 +31,23 @@ from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
     Configured,
+    CoordinatorTick,
     Effect,
     Event,
     Planned,
     Received,
     Reread,
     StopAsked,
-    Tick,
     Unwritten,
 )
 from elasticd.machines.job.state.job_state import (
     ASKING,
     LIVE,
     OVER,
+    JobPhase,
+    JobSettings,
     JobState,
     NodeState,
-    Phase,
-    Settings,
     Worker,
 )
 from elasticd.machines.job.state.participants import joins
@@ -96,7 +96,7 @@ def met(turn: Turn, worker: Worker, body: object) -> None:
     """Nothing follows but that this leader knows the worker from now on."""
 
 
-def only_due(turn: Turn, event: Tick | Configured) -> None:
+def only_due(turn: Turn, event: CoordinatorTick | Configured) -> None:
     """Nothing follows but what has become due."""
 
 
@@ -138,7 +138,7 @@ def settle(turn: Turn) -> None:
     if job.settle_until is None or (turn.now < job.settle_until and not job.all_reported):
         return
     missing = job.unreported()
-    if not missing or job.phase is Phase.ASSEMBLING:
+    if not missing or job.phase is JobPhase.ASSEMBLING:
         turn.set(settle_until=None)
         return
     returned = [turn.nodes.get(node_of(device)) for device in missing]
@@ -154,16 +154,16 @@ def settle(turn: Turn) -> None:
 
 # -- the table -----------------------------------------------------------------------------------------------
 
-GATHERING, ASSEMBLING, PLANNING = {Phase.GATHERING}, {Phase.ASSEMBLING}, {Phase.PLANNING}
-PROPOSED, ABORTING, RUNNING = {Phase.PROPOSED}, {Phase.ABORTING}, {Phase.RUNNING}
-RECOVERING = {Phase.RECOVERING}
-ALL = frozenset(Phase)
+GATHERING, ASSEMBLING, PLANNING = {JobPhase.GATHERING}, {JobPhase.ASSEMBLING}, {JobPhase.PLANNING}
+PROPOSED, ABORTING, RUNNING = {JobPhase.PROPOSED}, {JobPhase.ABORTING}, {JobPhase.RUNNING}
+RECOVERING = {JobPhase.RECOVERING}
+ALL = frozenset(JobPhase)
 NOT_OVER = ALL - OVER
 
 #: Each event with phases, and what it does there. No phase of an event is in two of its rows.
-ROWS: tuple[tuple[type, Collection[Phase], Handler], ...] = (
+ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
     # Time, users and the other parts of the leader.
-    (Tick, ALL, only_due),
+    (CoordinatorTick, ALL, only_due),
     (Configured, ALL, only_due),
     (AgentUp, LIVE, agent_up),
     (AgentUp, GATHERING | OVER, snapshots_gone),
@@ -225,13 +225,13 @@ ROWS: tuple[tuple[type, Collection[Phase], Handler], ...] = (
     *((kind, OVER, ignored) for kind in (Saved, Raised, Finished, Leaving, Probed, Rehearsed, Goodbye)),
 )
 #: What each event does in each phase. An event that is not here is logged.
-TABLE: dict[tuple[Phase, type], Handler] = {
+TABLE: dict[tuple[JobPhase, type], Handler] = {
     (phase, event): handler for event, phases, handler in ROWS for phase in phases
 }
 
 #: What becomes due in these phases, in this order: each looks at state and time. `settled`: not before a leader
 #: that took over knows which workers there are, or has waited for them long enough (`settle`).
-DUE: tuple[tuple[Handler, Collection[Phase], bool], ...] = (
+DUE: tuple[tuple[Handler, Collection[JobPhase], bool], ...] = (
     (assembly.complete, GATHERING | ASSEMBLING, False),
     (assembly.assemble, ASSEMBLING, False),
     (settle, LIVE, False),
@@ -259,7 +259,7 @@ DUE: tuple[tuple[Handler, Collection[Phase], bool], ...] = (
 
 
 def step(
-    job: JobState, event: Event, nodes: Mapping[str, NodeState], epoch: int, settings: Settings, now: float
+    job: JobState, event: Event, nodes: Mapping[str, NodeState], epoch: int, settings: JobSettings, now: float
 ) -> tuple[JobState, tuple[Effect, ...]]:
     """The job after `event` at time `now` (seconds), and what its daemon is to do, in order."""
     turn = Turn(job, nodes, epoch, settings, now)
@@ -334,7 +334,7 @@ def failed(
     error: Exception,
     nodes: Mapping[str, NodeState],
     epoch: int,
-    settings: Settings,
+    settings: JobSettings,
     now: float,
 ) -> tuple[JobState, tuple[Effect, ...]]:
     """A step of the job raised this: a defect of elasticd, whoever brought it about. A message costs itself;
@@ -366,13 +366,17 @@ def turned_away(
     why: str,
     nodes: Mapping[str, NodeState],
     epoch: int,
-    settings: Settings,
+    settings: JobSettings,
     now: float,
 ) -> tuple[JobState, tuple[Effect, ...]]:
     """A worker of the job was told that it cannot take part: the job ends if it waits for this one."""
     turn = Turn(job, nodes, epoch, settings, now)
     said = event.message
-    if job.phase is Phase.ASSEMBLING and isinstance(said, FromClient) and joins(job, event.node, said.device):
+    if (
+        job.phase is JobPhase.ASSEMBLING
+        and isinstance(said, FromClient)
+        and joins(job, event.node, said.device)
+    ):
         job_end.stop(turn, why)
     return turn.job, tuple(turn.effects)
 
@@ -381,7 +385,7 @@ def _adds(job: JobState, event: Received) -> bool:
     """Whether it is one of what all members, or their agents, say alike. After a loss snapshots may be what was
     waited for."""
     if isinstance(event.message, SnapshotInventory):
-        return job.phase is not Phase.RECOVERING
+        return job.phase is not JobPhase.RECOVERING
     return isinstance(event.message, FromClient) and isinstance(
         event.message.body, Report | Prepared | Switched
     )

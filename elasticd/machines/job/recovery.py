@@ -23,7 +23,7 @@ from elasticd.machines.job.faults.hangs import busy, culprits, described, note, 
 from elasticd.machines.job.faults.network_partition import divided, regroup
 from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
-from elasticd.machines.job.state.job_state import Phase, Worker
+from elasticd.machines.job.state.job_state import JobPhase, Worker
 from elasticd.machines.job.state.recovery_source import Source
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
@@ -65,7 +65,7 @@ def suspect(turn: Turn) -> None:
     since = min((w.bereft_at for w in job.workers.values() if w.bereft_at is not None), default=None)
     still = _without_steps(turn)
     stopped = still > turn.settings.node_seconds + 2 * job.progress.slowest
-    if since is not None or (stopped and job.phase is Phase.RUNNING):
+    if since is not None or (stopped and job.phase is JobPhase.RUNNING):
         away = _unreachable(turn)
         if away:
             nodes = sorted({node_of(device) for device in away})
@@ -124,12 +124,14 @@ def lost_without(turn: Turn, found: Collection[str]) -> str:
     job, plan = turn.job, turn.job.plan
     if job.spec is None or older_state(turn):
         return ""
-    if job.phase is Phase.RECOVERING:
+    if job.phase is JobPhase.RECOVERING:
         lacking = survey(turn)
         return lacking if isinstance(lacking, str) else ""
     holders = set(plan.members) if plan is not None else set()
     if job.fence is not None:
-        recovery = job.proposal.recovery if job.proposal is not None and job.phase is Phase.PROPOSED else None
+        recovery = (
+            job.proposal.recovery if job.proposal is not None and job.phase is JobPhase.PROPOSED else None
+        )
         plan = job.proposal.old if job.proposal is not None and recovery is not None else None
         holders = set(recovery.sources) if recovery is not None else set()
     return lost_boxes(job.spec.model, plan, holders - {*found}) if plan is not None else ""
@@ -195,7 +197,7 @@ def _once_more(turn: Turn, source: Source | str) -> None:
     problem = replan.problem_now(turn)
     if isinstance(source, Source) and problem is not None and turn.job.plan is not None:
         propose(turn, turn.job.plan, problem, turn.job.failing, source)
-    if turn.job.phase is Phase.RECOVERING:
+    if turn.job.phase is JobPhase.RECOVERING:
         stop(turn, f"{turn.job.failing}; no last checkpoint could be made")
 
 
@@ -269,7 +271,7 @@ def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
         return
     if job.plan is None and not any(_copies(turn, worker) for worker in _owners(turn)):
         # The plan that was made meanwhile was to go on from a fence that is no more: another is asked for.
-        turn.enter(Phase.PLANNING, proposal=None, fence=None, remedy=None, decided=None)
+        turn.enter(JobPhase.PLANNING, proposal=None, fence=None, remedy=None, decided=None)
         return
     assert job.fence is not None
     stop(

@@ -31,9 +31,9 @@ from elasticd.machines.job.state.job_state import (
     Asked,
     Basis,
     Deferred,
+    JobPhase,
+    JobProgress,
     JobState,
-    Phase,
-    Progress,
     Remedy,
     Worker,
 )
@@ -59,7 +59,7 @@ def measured(turn: Turn, worker: Worker, report: Report) -> None:
         seconds = measurement.step_seconds
         speed = report.tokens / seconds if report.tokens is not None and seconds > 0 else None
         done = measurement.step + 1  # a step's index is the number of updates before it
-        progress = Progress(
+        progress = JobProgress(
             step=done,
             at=turn.now,
             seconds=seconds,
@@ -70,7 +70,7 @@ def measured(turn: Turn, worker: Worker, report: Report) -> None:
         turn.set(progress=progress)
         if measurement.plan == job.number:
             stepped(turn)
-            if job.phase is Phase.RUNNING and job.reason:  # a hang that was none
+            if job.phase is JobPhase.RUNNING and job.reason:  # a hang that was none
                 turn.set(reason="")
     if turn.now - turn.job.progress.at > FINE:
         turn.set(progress=msgspec.structs.replace(turn.job.progress, at=turn.now))
@@ -148,7 +148,7 @@ def request(turn: Turn) -> None:
     job = turn.job
     if job.stopping or job.failing or job.spec is None or not all_there(turn):
         return
-    if job.phase is Phase.PLANNING:
+    if job.phase is JobPhase.PLANNING:
         if idle_probes.awaited(turn):
             return
         if job.profile is None and all_reduce_probes.awaited(
@@ -170,7 +170,7 @@ def _request(turn: Turn) -> None:
     profile = turn.job.profile
     assert profile is not None
     stays = job.plan is not None and (not profile.fitted or turn.settings.policy.paused)
-    if stays and job.phase is not Phase.RECOVERING and not to_leave(turn):
+    if stays and job.phase is not JobPhase.RECOVERING and not to_leave(turn):
         return
     devices = _devices(turn)
     if not devices:
@@ -213,7 +213,7 @@ def problem_now(turn: Turn) -> Problem | None:
 def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile) -> Basis:
     """Chunks make a search several times as long: not while survivors stand still. They are asked for again
     once the job runs."""
-    chunks = 1 if turn.job.phase is Phase.RECOVERING else turn.settings.policy.interleave
+    chunks = 1 if turn.job.phase is JobPhase.RECOVERING else turn.settings.policy.interleave
     return Basis(devices=devices, rates=_rates(turn, devices), profile=profile, interleave=chunks)
 
 
@@ -349,10 +349,10 @@ def _worth_it(turn: Turn, plan: Plan, new: Plan, found: Deferred) -> Decision:
 def all_there(turn: Turn) -> bool:
     """Whether a proposal could be prepared now: all members reported, on nodes that can be reached."""
     job = turn.job
-    if job.settle_until is not None and job.phase in (Phase.RUNNING, Phase.RECOVERING):
+    if job.settle_until is not None and job.phase in (JobPhase.RUNNING, JobPhase.RECOVERING):
         return False
     nodes = [*map(turn.nodes.get, {worker.node for worker in job.workers.values()})]
-    if job.phase is Phase.RECOVERING:  # who is lost, is lost
+    if job.phase is JobPhase.RECOVERING:  # who is lost, is lost
         return any(node is not None and node.connected for node in nodes)
     return job.all_reported and all(node is not None and node.connected for node in nodes)
 
@@ -365,7 +365,7 @@ def _devices(turn: Turn) -> tuple[Device, ...]:
     known = {name: turn.nodes[name] for name in counts if name in turn.nodes}
     nodes = usable(turn, {name: counts[name] for name, node in known.items() if not node.record.draining})
     found = [device for node in sorted(nodes) for device in turn.nodes[node].record.devices]
-    if turn.job.phase is Phase.RUNNING:  # elsewhere speed matters more than how fast a newcomer is
+    if turn.job.phase is JobPhase.RUNNING:  # elsewhere speed matters more than how fast a newcomer is
         there -= idle_probes.awaited(turn)
     return tuple(device for device in found if device.name in there)
 

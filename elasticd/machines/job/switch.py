@@ -22,7 +22,7 @@ from elasticd.machines.job.lifecycle.drain import hurried
 from elasticd.machines.job.lifecycle.fence import fault, resolved
 from elasticd.machines.job.lifecycle.job_end import aborted, stop
 from elasticd.machines.job.state.events import CancelPlan
-from elasticd.machines.job.state.job_state import Phase, Progress, Setback, Worker
+from elasticd.machines.job.state.job_state import JobPhase, JobProgress, Setback, Worker
 from elasticd.machines.job.state.recovery_source import Source, called
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import HistoryRecord, PlanRecord, Proposal
@@ -77,7 +77,7 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str, source: Sourc
     )
     if job.asked is not None:  # a recovery's plan may have waited for survivors, and others have come
         turn.effects.append(CancelPlan(job=job.job))
-    turn.enter(Phase.PROPOSED, proposal=proposal, highest=number, give_up="", asked=None)
+    turn.enter(JobPhase.PROPOSED, proposal=proposal, highest=number, give_up="", asked=None)
     seconds = plan.prediction.step_seconds if plan.prediction is not None else None
     turn.write(
         proposal,
@@ -88,7 +88,7 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str, source: Sourc
 
 def _does_not_fit(turn: Turn, wrong: str) -> None:
     job = turn.job
-    if job.phase is Phase.RECOVERING:
+    if job.phase is JobPhase.RECOVERING:
         turn.set(remedy=None)  # another is made once more devices are there
         if not user_exceptions.unplanned(turn, wrong):
             waits(turn, wrong)
@@ -136,7 +136,9 @@ def swapped(turn: Turn, worker: Worker, body: Switched) -> None:
         return
     turn.worker(worker, swapped=body.number)
     proposal = turn.job.proposal
-    record = proposal is not None and proposal.number == body.number and turn.job.phase is not Phase.RECOVERING
+    record = (
+        proposal is not None and proposal.number == body.number and turn.job.phase is not JobPhase.RECOVERING
+    )
     if not record and turn.job.number != body.number:
         return  # of a plan that another one followed
     turn.note(
@@ -183,7 +185,7 @@ def _record(turn: Turn, proposal: Proposal, step: int) -> None:
         job = turn.job
     turn.set(snapshots=job.snapshots.recorded(proposal.number, step))
     turn.enter(
-        Phase.RUNNING,
+        JobPhase.RUNNING,
         plan=proposal.plan,
         proposal=None,
         give_up="",
@@ -209,7 +211,9 @@ def _go_back(turn: Turn, step: int) -> None:
     """The steps from `step` on are made again: they count once, as they will be."""
     job = turn.job
     turn.set(
-        progress=Progress(step=step, at=turn.now, seconds=job.progress.seconds, slowest=job.progress.slowest),
+        progress=JobProgress(
+            step=step, at=turn.now, seconds=job.progress.seconds, slowest=job.progress.slowest
+        ),
         rates=msgspec.structs.replace(job.rates, step=step - 1),
     )
 
@@ -271,7 +275,7 @@ def abort(turn: Turn) -> None:
         stop(turn, f"the first plan failed: {job.give_up}")
         return
     proposal = aborted(job.proposal, turn.epoch, job.give_up)
-    turn.enter(Phase.ABORTING, proposal=proposal)
+    turn.enter(JobPhase.ABORTING, proposal=proposal)
     told = turn.told("aborted", f"plan {proposal.number} is given up: {job.give_up}", number=proposal.number)
     turn.write(proposal, notes=(told,))
 
@@ -289,7 +293,7 @@ def all_kept(turn: Turn) -> None:
         hurry = hurried(turn)
         retry = turn.now + (AGAIN_SECONDS if hurry else turn.settings.retry_seconds)
         setback = _setback(turn) if not hurry else None
-        turn.enter(Phase.RUNNING, proposal=None, give_up="", decided=None, not_before=retry, setback=setback)
+        turn.enter(JobPhase.RUNNING, proposal=None, give_up="", decided=None, not_before=retry, setback=setback)
 
 
 def _setback(turn: Turn) -> Setback | None:
@@ -312,4 +316,4 @@ def _setback(turn: Turn) -> Setback | None:
 
 def _open(turn: Turn, number: int) -> bool:
     proposal = turn.job.proposal
-    return turn.job.phase is Phase.PROPOSED and proposal is not None and proposal.number == number
+    return turn.job.phase is JobPhase.PROPOSED and proposal is not None and proposal.number == number

@@ -64,7 +64,7 @@ class Proof:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
+class SmallModel:
     """A small model with random weights, tokens for it, and its own logits."""
 
     model: Any
@@ -134,7 +134,7 @@ def changed_alone(kind: Any, base: Any, name: str, value: Any) -> bool | None:
         ) from error
 
 
-def acts(copy: Copy, name: str) -> bool:
+def acts(copy: SmallModel, name: str) -> bool:
     """Whether the copy's logits are others with this number of its configuration changed."""
     config = copy.model.config
     try:
@@ -146,7 +146,7 @@ def acts(copy: Copy, name: str) -> bool:
     return not torch.equal(other.logits, copy.logits)
 
 
-def copy_of(kind: Any, config: Any) -> Copy:
+def copy_of(kind: Any, config: Any) -> SmallModel:
     """A model of the configuration. Raises what its forward raises."""
     failure: Exception | None = None
     for dtype in NEAR:
@@ -164,7 +164,7 @@ def copy_of(kind: Any, config: Any) -> Copy:
                 failure = error
                 break
             if bool(logits.isfinite().all()):
-                return Copy(model=model, ids=ids, logits=logits)
+                return SmallModel(model=model, ids=ids, logits=logits)
     raise failure or ModelError(f"the logits of a small copy of {kind.__name__} are not finite: {REMEDY}")
 
 
@@ -174,7 +174,7 @@ def _marks(config: Any, rows: int) -> Iterable[int]:
     return [mark for mark in given if isinstance(mark, int) and 0 <= mark < rows]
 
 
-def compared(copy: Copy) -> Compared:
+def compared(copy: SmallModel) -> Compared:
     """A copy's own forward and backward pass beside those of its sections.
 
     Raises ModelError where they differ."""
@@ -202,7 +202,7 @@ def compared(copy: Copy) -> Compared:
     return Compared(anatomy=watched.anatomy, exact=exact)
 
 
-def _outputs(copy: Copy, sections: Sections, watched: Watched) -> tuple[Tensor, bool]:
+def _outputs(copy: SmallModel, sections: Sections, watched: Watched) -> tuple[Tensor, bool]:
     """The sections' logits, and whether all outputs on the way are equal to the bit."""
     given: list[dict[str, Any]] = []
     hooks = [
@@ -251,7 +251,7 @@ def _why(name: str, section: str, given: Sequence[Mapping[str, Any]], watched: W
     return f"{name} changes the activation between layers {index} and {index + 1}"
 
 
-def refuse_other_tokens(copy: Copy) -> None:
+def refuse_other_tokens(copy: SmallModel) -> None:
     """A layout decides how much padding is at the end of a sample, and which samples a micro-batch has."""
     model, other = copy.model, copy.ids.clone()
     other[-1, -1] = (other[-1, -1] + 1) % model.get_input_embeddings().weight.shape[0]
@@ -298,7 +298,7 @@ def _draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> bool:
     return not torch.equal(before, torch.default_generator.get_state())
 
 
-def _small(model: Any) -> Copy:
+def _small(model: Any) -> SmallModel:
     """A small copy that has layers of every kind that the model has, and the same modules around them."""
     kind, wanted = type(model), _kinds(model)
     try:

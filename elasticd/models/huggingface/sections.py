@@ -202,7 +202,7 @@ class Section(nn.Module):
             zeros.like = None
 
 
-class Embed(Section):
+class HfEmbed(Section):
     """batch["inputs"] [samples, tokens] to the first layer's input [samples, tokens, width]."""
 
     def __init__(self, model: Any, anatomy: Anatomy, husks: Sequence[nn.Module]) -> None:
@@ -215,7 +215,7 @@ class Embed(Section):
         return out
 
 
-class Block(Section):
+class HfBlock(Section):
     """One layer: its input to its output, both [samples, tokens, width]."""
 
     def __init__(self, model: Any, anatomy: Anatomy, husks: Sequence[nn.Module], index: int) -> None:
@@ -237,7 +237,7 @@ class Block(Section):
         return out
 
 
-class Head(Section):
+class HfHead(Section):
     """The last layer's output [samples, tokens, width] to the logits [samples, tokens, vocabulary]."""
 
     ends = False
@@ -262,9 +262,9 @@ class Head(Section):
 class Sections:
     """A model in elasticd's one shape."""
 
-    embed: Embed
-    blocks: list[Block]
-    head: Head
+    embed: HfEmbed
+    blocks: list[HfBlock]
+    head: HfHead
 
     def __iter__(self) -> Any:
         yield "embed", self.embed
@@ -295,9 +295,9 @@ def sections_of(model: Any, anatomy: Anatomy) -> Sections:
     layers = list(model.get_submodule(anatomy.layers).children())
     husks = [_husk(layer, anatomy.returns.get(type(layer), 0)) for layer in layers]
     sections = Sections(
-        embed=Embed(model, anatomy, husks),
-        blocks=[Block(model, anatomy, husks, index) for index in range(len(layers))],
-        head=Head(model, anatomy, husks),
+        embed=HfEmbed(model, anatomy, husks),
+        blocks=[HfBlock(model, anatomy, husks, index) for index in range(len(layers))],
+        head=HfHead(model, anatomy, husks),
     )
     _refuse_two_names(model, sections)
     return sections

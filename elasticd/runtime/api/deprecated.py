@@ -41,7 +41,7 @@ class OldKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Groups:
+class OptionGroups:
     """The grouped options of a Job."""
 
     data: DataOptions
@@ -62,7 +62,7 @@ class Groups:
 
 
 #: What a Job does where it is given no options.
-DEFAULTS = Groups(
+DEFAULTS = OptionGroups(
     data=DataOptions(),
     parallelism=ParallelismOptions(),
     checkpointing=CheckpointingOptions(),
@@ -71,7 +71,7 @@ DEFAULTS = Groups(
 #: Fields that had another name as a keyword.
 _RENAMED = {"checkpoint": "folder", "checkpoint_every": "every", "checkpoint_keep_every": "keep_every"}
 _GROUP_OF = {
-    field.name: group.name for group in fields(Groups) for field in fields(getattr(DEFAULTS, group.name))
+    field.name: group.name for group in fields(OptionGroups) for field in fields(getattr(DEFAULTS, group.name))
 }
 
 
@@ -86,7 +86,7 @@ def _as_then(old: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def with_old_keywords(groups: Groups, old: Mapping[str, Any]) -> Groups:
+def with_old_keywords(groups: OptionGroups, old: Mapping[str, Any]) -> OptionGroups:
     """The groups with the values of old keywords; warns of those, on behalf of the caller of `Job`.
 
     Raises:

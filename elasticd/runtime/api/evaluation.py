@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from elasticd_planner.spec.batch import Lengths, MicroBatch, batch_plan
+from elasticd_planner.spec.batch import BatchLengths, MicroBatch, batch_plan
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
 from elasticd.runtime.api.ema import averaged
 from elasticd.runtime.data.loader import Batch, Collate, Loader, length_of
-from elasticd.runtime.data.prefetch import Dataset, Reader, SampleError
+from elasticd.runtime.data.prefetch import Dataset, SampleError, SampleReader
 from elasticd.runtime.data.sample_ledger import LedgerError, expected_hash, hash_samples
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.pipeline_stage import Loss
@@ -56,9 +56,9 @@ class HeldOut:
             raise ValueError(f"held_out: {LOSS!r} is the loss itself; give the measure another name")
 
     @cached_property
-    def reader(self) -> Reader:
+    def reader(self) -> SampleReader:
         """Reads the set's samples ahead, the same one for all evaluations."""
-        return Reader(self.dataset)
+        return SampleReader(self.dataset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ def rounds(plan: Plan, dataset: Dataset, linear: int) -> Iterator[tuple[tuple[Mi
         if len(samples) == plan.global_batch:
             lengths = None
             if length is not None:
-                lengths = Lengths(tokens=tuple(map(length, samples)), linear=linear)
+                lengths = BatchLengths(tokens=tuple(map(length, samples)), linear=linear)
             yield batch_plan(plan, 0, samples, lengths).modules[0]
         else:
             yield tuple(_rest(plan, samples))

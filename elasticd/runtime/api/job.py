@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elasticd.runtime.api import full_state_dict
 from elasticd.runtime.api.between_steps import BetweenSteps, Run
-from elasticd.runtime.api.deprecated import DEFAULTS, Groups, OldKeywords, with_old_keywords
+from elasticd.runtime.api.deprecated import DEFAULTS, OldKeywords, OptionGroups, with_old_keywords
 from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evaluate
 from elasticd.runtime.api.hello import check_optimizer, environment, hello, job_spec
 from elasticd.runtime.api.rank_info import RankInfo
@@ -138,7 +138,7 @@ class Job(RankInfo):
             SystemExit: the job cannot start, for a reason that is printed in one line.
         """
         try:
-            groups = Groups(
+            groups = OptionGroups(
                 data=data, parallelism=parallelism, checkpointing=checkpointing, evaluation=evaluation
             )
             groups = with_old_keywords(groups, old)

@@ -32,10 +32,10 @@ from elasticd.wire import messages, unix_socket
 from elasticd.wire.rendezvous import Lap, Watching
 
 _RETRY_SECONDS = 5.0
-_watch: Watch | None = None
+_watch: StepWatch | None = None
 
 
-def watch() -> Watch:
+def watch() -> StepWatch:
     """Measures every optimizer step of this process, and reports it to the agent.
 
     Call it once, anywhere before training. If the work of a step differs between processes or steps, as with
@@ -45,11 +45,11 @@ def watch() -> Watch:
     global _watch
     if _watch is None:
         place = _place()
-        _watch = Watch(_Reports(place).send if place is not None else None)
+        _watch = StepWatch(_Reports(place).send if place is not None else None)
     return _watch
 
 
-class Watch:
+class StepWatch:
     """The hooks into torch, and the clocks of a step."""
 
     def __init__(self, report: Callable[[Lap], None] | None) -> None:

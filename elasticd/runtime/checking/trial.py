@@ -28,7 +28,7 @@ def _under(recipe: Recipe, variation: Variation) -> Recipe:
 
 
 @dataclass(frozen=True)
-class Held:
+class GradientPart:
     """A member's part of a parameter: its gradient once reduced, and the term of it that was computed here."""
 
     box: Box
@@ -52,7 +52,7 @@ class Member:
     far that moved its parameters, sections that drew random numbers, the modules that it was in at the end."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    gradients: dict[str, list[Held]] = field(default_factory=dict)
+    gradients: dict[str, list[GradientPart]] = field(default_factory=dict)
     updates: dict[str, Moved] = field(default_factory=dict)
     drew: set[str] = field(default_factory=set)
     inside: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ def _step(recipe: Recipe, layouts: Layouts, fabric: Fabric, seen: Member) -> tup
         for name, box, parameter in engine.owned:
             if parameter.grad is not None:
                 term = _cut(engine, terms, name, box).to(parameter.grad.dtype) / scale
-                made = Held(box, parameter.grad.detach().clone(), term)
+                made = GradientPart(box, parameter.grad.detach().clone(), term)
                 seen.gradients.setdefault(name, []).append(made)
 
     engine.optimizer.register_step_pre_hook(reduced)

@@ -28,7 +28,7 @@ from elasticd.checkpoints.manifest import (
     TensorEntry,
     differences,
 )
-from elasticd.checkpoints.reader import Reader, Wanted
+from elasticd.checkpoints.reader import CheckpointReader, Wanted
 from elasticd.records import JobSpec
 from elasticd.runtime.comm.groups import Group
 
@@ -163,7 +163,7 @@ def load(
 
     Raises `Damaged`, which names the file.
     """
-    reader = Reader(path, manifest)
+    reader = CheckpointReader(path, manifest)
     wanted: list[Wanted] = []
     tensors: dict[Item, LocalTensor] = {}
     rounded: list[tuple[dict[str, torch.Tensor], _Source]] = []

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from elasticd.runtime.comm.groups import Fabric, Group, KeyValue
+from elasticd.runtime.comm.groups import BootstrapKeyValue, Fabric, Group
 from elasticd.runtime.telemetry.device_probe import SIZE
 from elasticd.wire.probes import Rehearse, Rehearsed
 
@@ -90,6 +90,6 @@ class Rehearser:
         return found
 
 
-def fabric_of(device: str, address: str, store: KeyValue) -> Callable[[str], Fabric]:
+def fabric_of(device: str, address: str, store: BootstrapKeyValue) -> Callable[[str], Fabric]:
     """Makes a fabric by its name, for a short while."""
     return lambda name: Fabric(name, device, address, store, seconds=PATIENCE, patience=PATIENCE)

@@ -1,10 +1,11 @@
 """Process groups made by their members alone, and every private torch API that this takes.
 
 A `Fabric` is the groups of one plan (or of one transition) on one gloo device of its own, so that shutting
-its sockets spares all others. Its bootstrap store is any `KeyValue`. `shut` frees who is blocked: it marks the
-fabric dead, so that who polls a collective leaves with `Cancelled`, and shuts its sockets, which wakes who
-waits for a message. The old groups are parked then: dropped in a daemon thread, because destroying one that
-still holds a payload can block. Small collectives are exchanges of messages, sooner over than gloo's own.
+its sockets spares all others. Its bootstrap store is any `BootstrapKeyValue`. `shut` frees who is blocked:
+it marks the fabric dead, so that who polls a collective leaves with `Cancelled`, and shuts its sockets,
+which wakes who waits for a message. The old groups are parked then: dropped in a daemon thread, because
+destroying one that still holds a payload can block. Small collectives are exchanges of messages, sooner over
+than gloo's own.
 
 Facts about gloo that shape this file: abort has no effect on a blocked operation; a work's `is_completed`
 tells the truth for collectives, not for isend and irecv; irecv is woken by a shut socket, unless a part of its
@@ -51,7 +52,7 @@ class PeerLost(RuntimeError):
     """A member of the group is gone, or its connection is."""
 
 
-class KeyValue(Protocol):
+class BootstrapKeyValue(Protocol):
     """What bootstrap needs: `get` waits until the key is there or `seconds` passed (TimeoutError)."""
 
     def set(self, key: str, value: bytes) -> None: ...
@@ -65,9 +66,9 @@ MEANWHILE = "shut while a group was being made"
 
 
 class _BootstrapStore(Store):
-    """A torch Store over a `KeyValue`, whose waits end when the fabric is shut."""
+    """A torch Store over a `BootstrapKeyValue`, whose waits end when the fabric is shut."""
 
-    def __init__(self, base: KeyValue, prefix: str, dead: Callable[[], bool], seconds: float) -> None:
+    def __init__(self, base: BootstrapKeyValue, prefix: str, dead: Callable[[], bool], seconds: float) -> None:
         super().__init__()
         self._base, self._prefix, self._dead, self._seconds = base, prefix, dead, seconds
 
@@ -262,7 +263,7 @@ class Fabric:
         name: str,
         me: str,
         address: str,
-        store: KeyValue,
+        store: BootstrapKeyValue,
         *,
         seconds: float = 60.0,
         patience: float = 600.0,

@@ -1,4 +1,4 @@
-"""One of torch's own stores as the `KeyValue` that groups are made from, where no agent is there to ask."""
+"""A store of torch's own as the `BootstrapKeyValue` of groups, where there is no agent to ask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 class TorchStore:
-    """A `KeyValue`."""
+    """A `BootstrapKeyValue`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

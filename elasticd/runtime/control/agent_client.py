@@ -370,7 +370,7 @@ def _close(fd: int | None) -> None:
 
 
 class AgentKeyValue:
-    """The job's bootstrap store, over the agent, kept by the leader: a `groups.KeyValue`."""
+    """The job's bootstrap store, over the agent, kept by the leader: a `groups.BootstrapKeyValue`."""
 
     def __init__(self, control: Control) -> None:
         self._control = control

@@ -69,7 +69,7 @@ def _end(queue: SimpleQueue[_Work], threads: int) -> None:
         queue.put(None)
 
 
-class Reader:
+class SampleReader:
     """Reads samples in the order in which they are wanted."""
 
     def __init__(self, dataset: Dataset, threads: int = 1) -> None:

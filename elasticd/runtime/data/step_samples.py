@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from elasticd_planner.spec.batch import BatchPlan, Lengths, Sampler, batch_plan
+from elasticd_planner.spec.batch import BatchLengths, BatchPlan, Sampler, batch_plan
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
@@ -24,7 +24,7 @@ _REMEMBERED = 2
 
 
 class Samples(Protocol):
-    """Gives samples by their ids, as `elasticd.runtime.data.prefetch.Reader`."""
+    """Gives samples by their ids, as `elasticd.runtime.data.prefetch.SampleReader`."""
 
     def want(self, indices: Sequence[int]) -> None:
         """Has these samples read ahead, and drops all others."""
@@ -136,7 +136,7 @@ class Mapped:
         samples, given = self.samples(step), self._given.get(step)
         if self._length is None or (given is not None and given.held is not None):
             return batch_plan(plan, step, samples)
-        lengths = Lengths(tokens=tuple(map(self._length, samples)), linear=self._linear)
+        lengths = BatchLengths(tokens=tuple(map(self._length, samples)), linear=self._linear)
         return batch_plan(plan, step, samples, lengths)
 
     def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 from elasticd_migration.text_codec import from_text, to_text
-from elasticd_planner.spec.batch import BatchPlan, Lengths, batch_plan
+from elasticd_planner.spec.batch import BatchLengths, BatchPlan, batch_plan
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
@@ -123,7 +123,9 @@ class Streamed:
 
     def batch(self, plan: Plan, step: int) -> BatchPlan:
         """The samples of the step that has begun as the plan's pipelines take them."""
-        return batch_plan(plan, step, self.samples(step), Lengths(tokens=self._tokens, linear=self._linear))
+        return batch_plan(
+            plan, step, self.samples(step), BatchLengths(tokens=self._tokens, linear=self._linear)
+        )
 
     def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
         """Reads a step's samples from the position `carried`, or receives them; gives the next position."""

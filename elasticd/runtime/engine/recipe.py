@@ -16,7 +16,7 @@ from torch import nn
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.data.loader import at_length, length_of, sample_tokens
 from elasticd.runtime.data.options import DataOptions
-from elasticd.runtime.data.prefetch import Dataset, Reader
+from elasticd.runtime.data.prefetch import Dataset, SampleReader
 from elasticd.runtime.data.step_samples import Feed, Mapped
 from elasticd.runtime.data.stream import Stream, Streamed
 from elasticd.runtime.engine.activation_checkpoint import asked
@@ -104,7 +104,7 @@ class Recipe:
         if isinstance(self.dataset, Stream):
             return Streamed(self.dataset, self.global_batch, linear, self.data.readers)
         length = length_of(self.dataset) if self.data.length is None else self.data.length
-        return Mapped(self.sampler, Reader(self.dataset, self.data.readers), length, linear)
+        return Mapped(self.sampler, SampleReader(self.dataset, self.data.readers), length, linear)
 
     @cached_property
     def _shifted(self) -> dict[int, Recipe]:
@@ -122,7 +122,7 @@ class Recipe:
         if tokens not in self._shifted:
             shifted, feed = at_length(cast(Dataset, self.dataset), tokens), self.feed
             if isinstance(feed, Mapped):
-                feed = feed.reading(Reader(shifted, self.data.readers), length_of(shifted))
+                feed = feed.reading(SampleReader(shifted, self.data.readers), length_of(shifted))
             data = replace(self.data, length=None)
             same = replace(self.parallelism, precision=self.precision)
             self._shifted[tokens] = replace(self, dataset=shifted, data=data, parallelism=same, source=feed)

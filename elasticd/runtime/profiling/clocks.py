@@ -13,7 +13,7 @@ class NoDevice(ValueError):
     """The device that was named is not there."""
 
 
-class Clock(Protocol):
+class DeviceClock(Protocol):
     """Marks moments in the device's own order of work; seconds between two of them."""
 
     device: torch.device
@@ -28,7 +28,7 @@ class Clock(Protocol):
     def free_bytes(self) -> int: ...
 
 
-class WallClock:
+class CpuClock:
     """The CPU, which has done its work when a call returns."""
 
     def __init__(self) -> None:
@@ -72,10 +72,10 @@ class CudaClock:
         return torch.cuda.mem_get_info(self.device)[0]
 
 
-def clock_of(device: str) -> Clock:
+def clock_of(device: str) -> DeviceClock:
     """The clock of "cpu", "cuda" or "cuda:N". Raises NoDevice where torch has none of that name."""
     if device == "cpu":
-        return WallClock()
+        return CpuClock()
     if not device.startswith("cuda"):
         raise NoDevice(f"device {device!r} is neither cpu nor cuda")
     if not torch.cuda.is_available():

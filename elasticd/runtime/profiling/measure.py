@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 from elasticd_planner.cost.model_profile import derive
-from elasticd_planner.profiling.samples import Collective, Samples, Timing, Update, Whole, kind_name
+from elasticd_planner.profiling.samples import Collective, Samples, SectionTiming, Update, Whole, kind_name
 from elasticd_planner.spec.model import apportion
 from elasticd_planner.value import refuse
 from torch import Tensor
 
 from elasticd.runtime.engine.pipeline_stage import Loss
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.profiling.clocks import Clock
+from elasticd.runtime.profiling.clocks import DeviceClock
 from elasticd.runtime.profiling.loading import MakeBatch
-from elasticd.runtime.profiling.parts import Part, Passes, Values, WholeModel, part_of, whole_model
+from elasticd.runtime.profiling.parts import Passes, ProfiledPart, Values, WholeModel, part_of, whole_model
 from elasticd.wire.profiler import Request
 
 #: Rounds before those that count: allocations, autotuning, first gradients, optimizer state.
@@ -58,15 +58,15 @@ class _Case:
 class _Point:
     """A section at one width and token count, with its cases: as it is and with recomputation."""
 
-    part: Part
+    part: ProfiledPart
     tokens: int
     plain: _Case
     again: _Case | None
     kept: int
     kept_again: int
 
-    def timing(self) -> Timing:
-        return Timing(
+    def timing(self) -> SectionTiming:
+        return SectionTiming(
             section=self.part.label,
             width=self.part.width,
             share=self.part.share,
@@ -97,7 +97,7 @@ class _Updates:
 def measure(
     model: Model,
     request: Request,
-    clock: Clock,
+    clock: DeviceClock,
     make_batch: MakeBatch,
     loss: Loss | None,
     progress: Callable[[float], None],
@@ -155,7 +155,7 @@ def _rounds(cases: list[_Case], repeats: int, progress: Callable[[float], None])
         progress((turn + 1) / (WARM_UP + repeats))
 
 
-def _parts(model: Model, shares: tuple[int, ...], values: Values, loss: Loss | None) -> Iterator[Part]:
+def _parts(model: Model, shares: tuple[int, ...], values: Values, loss: Loss | None) -> Iterator[ProfiledPart]:
     """The sections of one width: embed, a block of each kind, head."""
     yield part_of(model, "embed", "embed", shares, values)
     for kind in range(len(model.spec.kinds)):
@@ -164,7 +164,9 @@ def _parts(model: Model, shares: tuple[int, ...], values: Values, loss: Loss | N
     yield part_of(model, "head", "head", shares, values, loss)
 
 
-def _points(by_width: dict[int, list[Part]], batches: Mapping[int, Any], clock: Clock) -> Iterator[_Point]:
+def _points(
+    by_width: dict[int, list[ProfiledPart]], batches: Mapping[int, Any], clock: DeviceClock
+) -> Iterator[_Point]:
     """Blocks and heads are fed what the narrowest group's embedding makes of the batch."""
     embed = by_width[min(by_width)][0].module
     for tokens, batch in batches.items():
@@ -177,7 +179,7 @@ def _points(by_width: dict[int, list[Part]], batches: Mapping[int, Any], clock: 
                 yield _point(part, tokens, batch if part.label == "embed" else activation, batch, clock)
 
 
-def _point(part: Part, tokens: int, entering: Any, batch: Any, clock: Clock) -> _Point:
+def _point(part: ProfiledPart, tokens: int, entering: Any, batch: Any, clock: DeviceClock) -> _Point:
     block = part.label.startswith("block")
 
     def plain() -> Passes:
@@ -196,7 +198,7 @@ def _point(part: Part, tokens: int, entering: Any, batch: Any, clock: Clock) -> 
     )
 
 
-def _updates(part: Part, clock: Clock) -> _Updates:
+def _updates(part: ProfiledPart, clock: DeviceClock) -> _Updates:
     parameters = list(part.module.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=0.0)
 
@@ -215,11 +217,11 @@ def _updates(part: Part, clock: Clock) -> _Updates:
     return _Updates(optimizer, size, _Case(run=run))
 
 
-def _whole_case(whole: WholeModel, batch: Any, clock: Clock) -> _Case:
+def _whole_case(whole: WholeModel, batch: Any, clock: DeviceClock) -> _Case:
     return _Case(run=lambda: Passes(whole.seconds(batch, clock), 0.0))
 
 
-def _too_large(model: Model, request: Request, clock: Clock) -> str:
+def _too_large(model: Model, request: Request, clock: DeviceClock) -> str:
     """Why the whole model is not compared; empty where it is."""
     if not request.whole:
         return "not asked for"

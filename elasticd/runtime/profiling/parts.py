@@ -23,7 +23,7 @@ from elasticd.runtime.engine.pipeline_stage import Loss
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.parallel import tp_hooks
-from elasticd.runtime.profiling.clocks import Clock
+from elasticd.runtime.profiling.clocks import DeviceClock
 
 
 class Alone:
@@ -80,7 +80,7 @@ class Passes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ProfiledPart:
     """A section on the first member of a TP group of `width`, whose shares are equal as far as the
     `units` go; it holds `share` of it. `label` is what timings call it."""
 
@@ -90,7 +90,7 @@ class Part:
     module: nn.Module
     loss: Loss | None = None
 
-    def passes(self, entering: Any, batch: Any, clock: Clock, *, recompute: bool = False) -> Passes:
+    def passes(self, entering: Any, batch: Any, clock: DeviceClock, *, recompute: bool = False) -> Passes:
         """Times both passes over an activation [samples, tokens, width], or over a batch in the embedding.
         A head's loss is part of it where there is one; else some gradient is given, its making not timed."""
         entered = self._enter(entering)
@@ -145,7 +145,7 @@ class WholeModel:
     modules: dict[str, nn.Module]
     loss: Loss | None
 
-    def seconds(self, batch: Any, clock: Clock) -> float:
+    def seconds(self, batch: Any, clock: DeviceClock) -> float:
         """Forward and backward of one micro-batch, block by block as a stage runs it."""
         clock.wait()
         start = clock.mark()
@@ -177,7 +177,7 @@ def part_of(
     shares: tuple[int, ...],
     values: Values,
     loss: Loss | None = None,
-) -> Part:
+) -> ProfiledPart:
     """`section` ("embed", "head" or "blocks.N") on the first member of a group with these shares, on the
     device of `values`."""
     last = model.layers - 1
@@ -190,7 +190,7 @@ def part_of(
     if len(shares) > 1:
         # The hooks that a job's engine makes, around nobody.
         tp_hooks.attach(model, section, module, shares, cast(Group, Alone(len(shares))))
-    return Part(label=label, width=len(shares), share=shares[0] / sum(shares), module=module, loss=loss)
+    return ProfiledPart(label=label, width=len(shares), share=shares[0] / sum(shares), module=module, loss=loss)
 
 
 def whole_model(model: Model, loss: Loss | None, values: Values) -> WholeModel:

@@ -43,7 +43,7 @@ class BadSnapshot(RuntimeError):
     """A memory file is not the snapshot that was asked for, or not whole."""
 
 
-class Chunk(Value, frozen=True, kw_only=True):
+class SnapshotChunk(Value, frozen=True, kw_only=True):
     """One box of one plane of an item; its elements lie in row-major order from byte `at` on."""
 
     name: str
@@ -61,7 +61,7 @@ class Contents(StoredValue, frozen=True, kw_only=True, tag="snapshot-contents"):
     device: str
     plan: int
     step: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[SnapshotChunk, ...]
     small: Schema
     version: int = VERSION
 
@@ -144,7 +144,7 @@ class MemoryFile:
             at, chunks = 0, []
             for item, plane, box, values in held:
                 dtype = str(values.dtype).removeprefix("torch.")
-                chunk = Chunk(name=item.name, role=item.role, box=box, plane=plane, dtype=dtype, at=at)
+                chunk = SnapshotChunk(name=item.name, role=item.role, box=box, plane=plane, dtype=dtype, at=at)
                 chunks.append(chunk)
                 at += _padded(values.nbytes)
             self._chunks = key, msgspec.Raw(msgspec.json.encode(chunks))

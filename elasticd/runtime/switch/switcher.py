@@ -18,7 +18,7 @@ import torch
 
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Proposal, Vote
-from elasticd.runtime.comm.groups import Cancelled, Fabric, KeyValue
+from elasticd.runtime.comm.groups import BootstrapKeyValue, Cancelled, Fabric
 from elasticd.runtime.comm.plan_groups import Fabrics
 from elasticd.runtime.control.agent_client import Control
 from elasticd.runtime.engine.engine import Engine
@@ -31,7 +31,7 @@ from elasticd.runtime.telemetry.main_thread import Nowhere, Where, during
 from elasticd.wire.main_thread import IDLE
 from elasticd.wire.messages import (
     Closed,
-    Pace,
+    EmulatedSpeed,
     PeersLost,
     Prepared,
     Propose,
@@ -59,7 +59,7 @@ class Switcher:
         self,
         recipe: Recipe,
         control: Control,
-        store: KeyValue,
+        store: BootstrapKeyValue,
         pacer: Pacer,
         seed: int,
         where: Where | None = None,
@@ -93,7 +93,7 @@ class Switcher:
                 self._feed(message)
             case Closed(reason=reason):
                 self._close(reason)
-            case Pace():
+            case EmulatedSpeed():
                 self._pacer.pace = message
             case _:
                 log.warning("the agent sent %s, which a running worker does not expect", type(message).__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from elasticd.wire.messages import Pace
+from elasticd.wire.messages import EmulatedSpeed
 
 #: What a probe's product takes on a normal device.
 PRODUCT_SECONDS = 0.02
@@ -18,8 +18,8 @@ PRODUCT_SECONDS = 0.02
 class Pacer:
     """Paces one device. `pace` may be replaced from another thread at any time (chaos)."""
 
-    def __init__(self, pace: Pace | None) -> None:
-        self.pace = pace or Pace()
+    def __init__(self, pace: EmulatedSpeed | None) -> None:
+        self.pace = pace or EmulatedSpeed()
         self.paced = 0
         self.overruns = 0
 

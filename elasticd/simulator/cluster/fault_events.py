@@ -17,7 +17,7 @@ from elasticd.simulator.cluster.nodes import Node
 from elasticd.simulator.cluster.worker import SimulatedWorker
 from elasticd.simulator.cluster.workers import WorkerGroup
 from elasticd.simulator.devices.device_model import Truth
-from elasticd.simulator.engine import FAULT, Engine
+from elasticd.simulator.engine import FAULT, EventEngine
 
 
 class CurrentLeader(Protocol):
@@ -36,7 +36,7 @@ class Script:
         self,
         faults: Iterable[Fault],
         patience: float,
-        engine: Engine,
+        engine: EventEngine,
         truth: Truth,
         worker_group: WorkerGroup,
         nodes: dict[str, Node],

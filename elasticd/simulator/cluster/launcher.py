@@ -15,7 +15,7 @@ from elasticd.records import JobSpec
 from elasticd.simulator.cluster.nodes import Node
 from elasticd.simulator.cluster.workers import WorkerGroup
 from elasticd.simulator.devices.device_model import Truth
-from elasticd.simulator.engine import Engine
+from elasticd.simulator.engine import EventEngine
 from elasticd.simulator.results.progress import Trained
 from elasticd.simulator.scenarios.scenario import Scenario
 
@@ -26,7 +26,7 @@ class Operator:
     def __init__(
         self,
         scenario: Scenario,
-        engine: Engine,
+        engine: EventEngine,
         truth: Truth,
         worker_group: WorkerGroup,
         nodes: Sequence[Node],

@@ -13,24 +13,24 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.coordinator.store_transactions import Ledger, Sweep
 from elasticd.coordinator.store_writer import stored
 from elasticd.machines.coordinator import machine
-from elasticd.machines.coordinator.machine import State
+from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
     CancelPlan,
+    CoordinatorNote,
+    CoordinatorSend,
+    CoordinatorTick,
     Effect,
     Event,
-    Note,
     Planned,
     Received,
     RequestPlan,
-    Send,
-    Tick,
     Write,
 )
-from elasticd.machines.job.state.job_state import OVER, JobState, NodeState, Phase, Settings, Worker
+from elasticd.machines.job.state.job_state import OVER, JobPhase, JobSettings, JobState, NodeState, Worker
 from elasticd.records import Keys
-from elasticd.simulator.engine import LATE, Due, Engine
+from elasticd.simulator.engine import LATE, Due, EventEngine
 from elasticd.simulator.planning import Planner
 from elasticd.store.leader import campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
@@ -76,15 +76,15 @@ class SimulatedLeader:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EventEngine,
         server: MemoryServer,
         keys: Keys,
-        settings: Settings,
+        settings: JobSettings,
         planner: Planner,
         *,
         name: str,
         send: Callable[[str, ToClient], None],
-        tell: Callable[[Note], None],
+        tell: Callable[[CoordinatorNote], None],
     ) -> None:
         self._engine, self._keys, self._planner = engine, keys, planner
         self._send, self._tell = send, tell
@@ -93,7 +93,7 @@ class SimulatedLeader:
         known = self._store.snapshot(keys.jobs).items
         self._ledger = Ledger(keys, self._store.limits, known)
         jobs = stored(keys, known)
-        self.state: State = machine.takeover(self._leadership.term, jobs, settings, engine.now())
+        self.state: CoordinatorState = machine.takeover(self._leadership.term, jobs, settings, engine.now())
         self.alive = True
         self.planning_seconds, self.plans = 0.0, 0
         self._asked: dict[str, Due] = {}
@@ -107,7 +107,7 @@ class SimulatedLeader:
     def idle(self, name: str) -> bool:
         """Whether nothing is under way that further steps or time would bring to an end."""
         job = self.job(name)
-        if not self.alive or job is None or job.phase is not Phase.RUNNING:
+        if not self.alive or job is None or job.phase is not JobPhase.RUNNING:
             return False
         learning = job.first_step is not None or bool(job.sampled) or not (job.profile and job.profile.fitted)
         waiting = job.settle_until is not None or job.not_before > self._engine.now()
@@ -127,7 +127,7 @@ class SimulatedLeader:
     def waits(self, name: str) -> str:
         """Why a job that lost members cannot go on without more of them; nothing while it need not wait."""
         job = self.job(name)
-        if not self.alive or job is None or job.phase is not Phase.RECOVERING:
+        if not self.alive or job is None or job.phase is not JobPhase.RECOVERING:
             return ""
         planned = job.asked is not None or job.remedy is not None or job.decided is None
         return "" if planned or job.settle_until is not None else job.reason
@@ -154,9 +154,9 @@ class SimulatedLeader:
         self._leadership.resign(self._store)
 
     def _execute(self, effect: Effect) -> None:
-        if isinstance(effect, Note):
+        if isinstance(effect, CoordinatorNote):
             self._tell(effect)
-        elif isinstance(effect, Send):
+        elif isinstance(effect, CoordinatorSend):
             if isinstance(effect.message, ToClient):  # no snapshots here, and the script does the harm
                 self._send(effect.node, effect.message)
         elif isinstance(effect, RequestPlan):
@@ -200,7 +200,7 @@ class SimulatedLeader:
             return
         now = self._engine.now()
         waits = any(
-            job.phase is not Phase.RUNNING
+            job.phase is not JobPhase.RUNNING
             or job.settle_until is not None
             or job.not_before > now
             or self._known.of(_one_bereft, job.workers)
@@ -213,4 +213,4 @@ class SimulatedLeader:
 
     def _ticked(self) -> None:
         self._tick = None
-        self.apply(Tick())
+        self.apply(CoordinatorTick())

@@ -16,6 +16,10 @@ from elasticd_planner.spec.cluster import Node as NodeShape
 from elasticd.codec.record_parts import Shelf
 from elasticd.machines.agent import machine
 from elasticd.machines.agent.state import (
+    AgentPhase,
+    AgentSend,
+    AgentState,
+    AgentTell,
     DoneRead,
     Effect,
     Ended,
@@ -26,14 +30,10 @@ from elasticd.machines.agent.state import (
     LinkDown,
     LinkUp,
     Opened,
-    Phase,
     PlanRead,
     ProposalRead,
     Said,
-    Send,
-    State,
     Stop,
-    Tell,
 )
 from elasticd.records import DoneRecord, Fence, JobSpec, Keys, NodeRecord, PlanRecord, Proposal, decode
 from elasticd.simulator.cluster.worker import EffectRunner, SimulatedWorker, SimulationError
@@ -77,7 +77,7 @@ class Node:
         self._boots = 0
         self.state = self._booted()
 
-    def _booted(self) -> State:
+    def _booted(self) -> AgentState:
         """An agent that knows nothing yet."""
         self._boots += 1
         record = NodeRecord(
@@ -87,7 +87,7 @@ class Node:
             agent=f"a{self._boots}-{self.name}",
             emulated=True,
         )
-        return State(record=record)
+        return AgentState(record=record)
 
     def emit(self, event: Event) -> None:
         """One event after the other: what an effect emits waits until the effects before it are done."""
@@ -185,7 +185,7 @@ class Node:
 
     @property
     def linked(self) -> bool:
-        return self.state.phase is Phase.LINKED
+        return self.state.phase is AgentPhase.LINKED
 
     def link(self, up: bool) -> None:
         if up != self.linked:
@@ -197,17 +197,17 @@ class Node:
 
     def _perform(self, effect: Effect) -> None:
         match effect:
-            case Tell(message=message):
+            case AgentTell(message=message):
                 self._tell(self.name, message)  # type: ignore[arg-type]  # nobody here encodes a report
-            case Send(client=client, body=body) if client in self.workers:
+            case AgentSend(client=client, body=body) if client in self.workers:
                 self.workers[client].receive(body)
-            case Send(body=Joined(nodes=nodes)):
+            case AgentSend(body=Joined(nodes=nodes)):
                 if self.asks:  # a new leader answers again what a torchrun asked an old one
                     self.asks = False
                     self._start(nodes)
-            case Send(body=Closed() | Shutdown()):
+            case AgentSend(body=Closed() | Shutdown()):
                 pass  # the torchrun ends; its workers were told themselves
-            case Send(body=Rejected(reason=reason)):
+            case AgentSend(body=Rejected(reason=reason)):
                 self._refused(self.name, reason)
             case Stop(reason=reason):
                 raise SimulationError(f"node {self.name} was turned away: {reason}")

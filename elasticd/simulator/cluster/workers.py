@@ -18,7 +18,7 @@ from elasticd.machines.worker import switch as sw
 from elasticd.simulator.cluster.transition_groups import Transition, Transitions
 from elasticd.simulator.cluster.worker import SimulatedWorker, SimulationError
 from elasticd.simulator.devices.device_model import StepTimes, Truth
-from elasticd.simulator.engine import Engine
+from elasticd.simulator.engine import EventEngine
 from elasticd.simulator.scenarios.scenario import Times
 from elasticd.wire.messages import Finished, PeersLost, Report
 
@@ -55,7 +55,7 @@ class WorkerGroup:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EventEngine,
         truth: Truth,
         times: Times,
         *,

@@ -8,7 +8,7 @@ import msgspec
 
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive
 from elasticd_planner.profiling.regression import SectionFit, line, regress
-from elasticd_planner.profiling.samples import Samples, Timing, kind_name
+from elasticd_planner.profiling.samples import Samples, SectionTiming, kind_name
 from elasticd_planner.value import Value, refuse
 
 #: The part of its fixed time that the tokens of the longest pass of a block must take at least.
@@ -56,7 +56,7 @@ def measured_profile(samples: Samples) -> MeasuredProfile:
     return MeasuredProfile(profile=profile, fits=fits, predicted=_predicted(samples, embed, block, head))
 
 
-def _section(base: SectionProfile, fit: SectionFit, timings: Sequence[Timing]) -> SectionProfile:
+def _section(base: SectionProfile, fit: SectionFit, timings: Sequence[SectionTiming]) -> SectionProfile:
     """Seconds of the fit, and the bytes kept of a token: at each width the most of all token counts."""
     cut, whole = _kept(base, timings)
     again = max(timing.kept_recomputed / timing.tokens for timing in timings)
@@ -71,7 +71,7 @@ def _section(base: SectionProfile, fit: SectionFit, timings: Sequence[Timing]) -
     )
 
 
-def _kept(base: SectionProfile, timings: Sequence[Timing]) -> tuple[float, float]:
+def _kept(base: SectionProfile, timings: Sequence[SectionTiming]) -> tuple[float, float]:
     """Bytes of a token (cut with the share, whole): a line over the shares. With one width alone, parted as
     the shapes would have it."""
     most: dict[float, float] = {}

@@ -10,7 +10,7 @@ from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import Value, refuse
 
 
-class Timing(Value, frozen=True, kw_only=True):
+class SectionTiming(Value, frozen=True, kw_only=True):
     """Medians over the repeats of one section ("embed", "head", "block", or "block.K" of kind K) on a member
     that holds `share` of it in a TP group of `width`, for one micro-batch of `tokens` tokens.
 
@@ -75,18 +75,18 @@ class Samples(Value, frozen=True, kw_only=True):
     threads: int
     torch: str
     repeats: int
-    timings: tuple[Timing, ...]
+    timings: tuple[SectionTiming, ...]
     updates: tuple[Update, ...] = ()
     collectives: tuple[Collective, ...] = ()
     whole: Whole | None = None
     skipped: str = ""
     loss: bool = False
 
-    def of(self, section: str) -> tuple[Timing, ...]:
+    def of(self, section: str) -> tuple[SectionTiming, ...]:
         return tuple(timing for timing in self.timings if timing.section == section)
 
     @property
-    def blocks(self) -> tuple[Timing, ...]:
+    def blocks(self) -> tuple[SectionTiming, ...]:
         """One block as the mean over the model's layers in seconds, and the most of them in bytes."""
         kinds = [self.of(kind_name(self.model, kind)) for kind in range(len(self.model.kinds))]
         layers = self.model.layers
@@ -101,7 +101,7 @@ def kind_name(model: ModelSpec, kind: int) -> str:
     return "block" if len(model.kinds) == 1 else f"block.{kind}"
 
 
-def _mean(alike: tuple[Timing, ...], parts: list[float]) -> Timing:
+def _mean(alike: tuple[SectionTiming, ...], parts: list[float]) -> SectionTiming:
     if len({(timing.width, timing.tokens) for timing in alike}) > 1:
         refuse("samples: every kind of block must be measured at the same widths and tokens")
 

@@ -44,7 +44,7 @@ from elasticd_planner.search.task import (
     ENUMERATED_SETTINGS,
     EXACT_DEVICES,
     Chained,
-    Group,
+    DeviceGroup,
     Task,
     UnitProblem,
 )
@@ -308,7 +308,9 @@ class Planner:
         return [
             Chained(
                 groups=tuple(
-                    Group(devices=s.devices, shares=s.shares, memory=tuple(room[name] for name in s.devices))
+                    DeviceGroup(
+                        devices=s.devices, shares=s.shares, memory=tuple(room[name] for name in s.devices)
+                    )
                     for s in pipeline.stages
                 ),
                 micro_batches=pipeline.micro_batches,

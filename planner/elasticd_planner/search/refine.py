@@ -20,7 +20,7 @@ from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.search.balance.layer_split import Terms, fill, split_layers
 from elasticd_planner.search.balance.micro_batch_split import Line, pareto, split_by_lines, split_micro_batches
 from elasticd_planner.search.balance.stage_swaps import Placed, StageCosts, improved
-from elasticd_planner.search.task import Chained, Group, Signature, Task, pipeline_signature
+from elasticd_planner.search.task import Chained, DeviceGroup, Signature, Task, pipeline_signature
 from elasticd_planner.spec.cluster import Link, rate_of
 from elasticd_planner.spec.plan import Pipeline
 
@@ -250,7 +250,7 @@ class Refiner:
             )
         return self._most[key]
 
-    def type_of(self, group: Group) -> GroupType:
+    def type_of(self, group: DeviceGroup) -> GroupType:
         """What a group costs and holds."""
         link = reach(self.task.cluster, group.devices)
         key = (self._rates(group), group.shares, group.memory, link)
@@ -259,7 +259,7 @@ class Refiner:
             self._types[key] = GroupType(cost=cost, shares=group.shares, memory=group.memory)
         return self._types[key]
 
-    def _rates(self, group: Group) -> tuple[float, ...]:
+    def _rates(self, group: DeviceGroup) -> tuple[float, ...]:
         return tuple(rate_of(self.task.rates, device) for device in group.devices)
 
 

@@ -56,7 +56,7 @@ class Task:
 
 
 class NamedGroup(Protocol):
-    """A TP group by the names of its devices: a stage of a plan, or a `Group`."""
+    """A TP group by the names of its devices: a stage of a plan, or a `DeviceGroup`."""
 
     @property
     def devices(self) -> tuple[str, ...]: ...
@@ -92,7 +92,7 @@ def pipeline_signature(task: Task, groups: Sequence[NamedGroup]) -> Signature:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class DeviceGroup:
     """A TP group with names: devices and their shares, in the order of the plan."""
 
     devices: tuple[str, ...]
@@ -104,7 +104,7 @@ class Group:
 class Chained:
     """A pipeline: its groups in order, and its micro-batches."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[DeviceGroup, ...]
     micro_batches: int
 
 

@@ -61,7 +61,7 @@ def _epoch(seed: int, epoch: int, size: int) -> Ints:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(size)
 
 
-class Lengths(Value, frozen=True, kw_only=True):
+class BatchLengths(Value, frozen=True, kw_only=True):
     """What the samples of a step cost: tokens of each, in the order of the samples, and what a token's matrix
     products cost in units of its attention to one other (`sample_packing.linear_of`)."""
 
@@ -73,7 +73,7 @@ class Lengths(Value, frozen=True, kw_only=True):
             refuse("lengths of samples must not be negative, and linear at least 1")
 
 
-def batch_plan(plan: Plan, step: int, samples: Sequence[int], lengths: Lengths | None = None) -> BatchPlan:
+def batch_plan(plan: Plan, step: int, samples: Sequence[int], lengths: BatchLengths | None = None) -> BatchPlan:
     """Hands the samples of a step to the pipelines: in order, `micro_batch` at a time; with lengths so that all
     micro-batches cost alike, whatever the number of samples in each."""
     if len(samples) != plan.global_batch:
@@ -97,7 +97,7 @@ def _in_order(
 
 
 def _evenly(
-    plan: Plan, module: ModulePlan, samples: Sequence[int], lengths: Lengths | None
+    plan: Plan, module: ModulePlan, samples: Sequence[int], lengths: BatchLengths | None
 ) -> tuple[tuple[MicroBatch, ...], ...]:
     assert lengths is not None
     slots = [pipeline.micro_batches for pipeline in module.pipelines]

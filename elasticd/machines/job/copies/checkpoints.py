@@ -6,7 +6,7 @@ checkpoints: the other's leader was replaced and cannot write.
 
 from __future__ import annotations
 
-from elasticd.machines.job.state.events import Note
+from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.machines.job.state.job_state import JobState, Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.names import harmless
@@ -77,7 +77,7 @@ def due(turn: Turn) -> None:
         _write(turn)
 
 
-def _write(turn: Turn, *notes: Note) -> None:
+def _write(turn: Turn, *notes: CoordinatorNote) -> None:
     turn.write(CheckpointsRecord(published=turn.job.published, epoch=turn.epoch), notes=notes)
     turn.set(republish=False, published_at=turn.now)
 

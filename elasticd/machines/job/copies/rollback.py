@@ -12,7 +12,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
 
 from elasticd.machines.job.copies.snapshots import plan_of, words
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.job.state.recovery_source import CHECKPOINTS, Source, set_name
 from elasticd.machines.job.state.snapshot_sets import Moment, stand_ins
 from elasticd.machines.job.state.transaction import Turn
@@ -31,7 +31,7 @@ class Wait(Value, frozen=True, kw_only=True):
 def waits(turn: Turn, why: str) -> None:
     """The job cannot go on as things are: it waits, its state safe, for more to come."""
     if turn.job.reason != why:
-        what = "waiting for capacity" if turn.job.phase is Phase.RECOVERING else "waiting"
+        what = "waiting for capacity" if turn.job.phase is JobPhase.RECOVERING else "waiting"
         turn.set(reason=why)
         turn.note("waiting", f"{what}: {why}", number=turn.job.number)
 

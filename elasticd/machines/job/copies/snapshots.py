@@ -6,7 +6,7 @@ from __future__ import annotations
 import msgspec
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.machines.job.state.events import Send
+from elasticd.machines.job.state.events import CoordinatorSend
 from elasticd.machines.job.state.snapshot_sets import Moment
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.snapshots import SnapshotInventory, SnapshotSetComplete
@@ -47,7 +47,7 @@ def _whole(turn: Turn, moment: Moment, plan: Plan) -> None:
 
 def _tell(turn: Turn, node: str, moment: Moment) -> None:
     message = SnapshotSetComplete(job=turn.job.job, plan=moment.plan, step=moment.step)
-    turn.effects.append(Send(node=node, message=message))
+    turn.effects.append(CoordinatorSend(node=node, message=message))
 
 
 def plan_of(turn: Turn, number: int) -> Plan | None:

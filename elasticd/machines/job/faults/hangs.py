@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.machines.job.state.job_state import JobState, Phase, Worker
+from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.main_thread import Halted
 
@@ -69,7 +69,7 @@ def _training(job: JobState) -> tuple[Worker, ...]:
 def _switching(job: JobState) -> tuple[Worker, ...]:
     """Those who take part in the switch to a proposal that all have prepared; none where one is not known."""
     proposal = job.proposal
-    if job.phase is not Phase.PROPOSED or proposal is None:
+    if job.phase is not JobPhase.PROPOSED or proposal is None:
         return ()
     before = job.plan.binding if job.plan is not None else {}
     if proposal.recovery is not None:

@@ -21,7 +21,7 @@ from elasticd.machines.job.copies.rollback import older_state, waits
 from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.data_network import Out, nodes_name
-from elasticd.machines.job.state.job_state import Phase, Worker
+from elasticd.machines.job.state.job_state import JobPhase, Worker
 from elasticd.machines.job.state.reachable_nodes import Pair, together, words
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.agent_orders import TryReach
@@ -88,11 +88,11 @@ def _judge(turn: Turn) -> None:
     """Closes what pairs that are apart can never bring to an end. While survivors say what they hold, nothing
     is under way: `divided` looks when all have."""
     job = turn.job
-    if job.phase is Phase.RUNNING or (job.phase is Phase.PROPOSED and _stands_still(turn)):
+    if job.phase is JobPhase.RUNNING or (job.phase is JobPhase.PROPOSED and _stands_still(turn)):
         apart = job.network.apart(_nodes(job.plan.members if job.plan is not None else ()))
         if apart and _stands_still(turn):
             regroup(turn, f"{words(apart)}, and the job's steps have stopped", at_once=True)
-    elif job.phase is Phase.PROPOSED and job.proposal is not None and not job.give_up:
+    elif job.phase is JobPhase.PROPOSED and job.proposal is not None and not job.give_up:
         recovery, old = job.proposal.recovery, job.proposal.old
         sources = recovery.sources if recovery is not None else old.members if old is not None else ()
         apart = job.network.apart(_nodes((*sources, *job.proposal.plan.members)))
@@ -105,7 +105,7 @@ def _stands_still(turn: Turn) -> bool:
     job = turn.job
     if job.fence is not None or job.plan is None:
         return False
-    since = max(job.progress.at, job.since if job.phase is Phase.RUNNING else 0.0)
+    since = max(job.progress.at, job.since if job.phase is JobPhase.RUNNING else 0.0)
     late = turn.now - since > turn.settings.hang_seconds + 2 * job.progress.slowest
     return late or any(worker.bereft_at is not None for worker in job.workers.values())
 
@@ -135,8 +135,8 @@ def _ask(turn: Turn) -> None:
 def _asked(turn: Turn, nodes: Collection[str]) -> tuple[list[str], float]:
     """Who is to try whom they reach, and seconds until the next round."""
     job, network = turn.job, turn.job.network
-    long = job.phase is Phase.PROPOSED and turn.now - job.since >= PATIENT_SECONDS
-    held_up = job.phase is Phase.RECOVERING and bool(network.apart())  # whatever the recovery began with
+    long = job.phase is JobPhase.PROPOSED and turn.now - job.since >= PATIENT_SECONDS
+    held_up = job.phase is JobPhase.RECOVERING and bool(network.apart())  # whatever the recovery began with
     if network.regroups or long or held_up or _stands_still(turn):
         pause = min(PAUSE_SECONDS * 2.0 ** min(network.quiet, 16), MOST_PAUSE_SECONDS)
         return [*nodes], pause
@@ -242,10 +242,10 @@ def usable(turn: Turn, devices: dict[str, int]) -> set[str]:
         return {*devices}
     bound = job.bound(job.plan)
     must = {worker.node for worker in bound if not worker.left} & devices.keys()
-    if network.chosen and job.phase is Phase.RECOVERING:
+    if network.chosen and job.phase is JobPhase.RECOVERING:
         must &= {*network.chosen}
     waiting = {node for node, out in network.out.items() if turn.now < out.until} - must
-    if job.phase is Phase.RECOVERING:  # what is left is needed
+    if job.phase is JobPhase.RECOVERING:  # what is left is needed
         waiting = set()
     free = {node: count for node, count in devices.items() if node not in must and node not in waiting}
     apart = network.apart(devices)

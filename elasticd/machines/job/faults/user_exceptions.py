@@ -25,7 +25,7 @@ import msgspec
 
 from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
-from elasticd.machines.job.state.events import Note
+from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.machines.job.state.job_state import JobState, Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import Thrown
@@ -132,7 +132,7 @@ def described(device: str, body: Raised) -> str:
     return f"the script's code raised {what} (in step {body.step}, on {device})"
 
 
-def _note(turn: Turn, worker: Worker, body: Raised) -> Note:
+def _note(turn: Turn, worker: Worker, body: Raised) -> CoordinatorNote:
     return turn.told(
         "raised",
         described(worker.device, body),

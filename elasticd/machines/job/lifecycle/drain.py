@@ -12,7 +12,7 @@ from __future__ import annotations
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.lifecycle.job_end import stop
-from elasticd.machines.job.state.job_state import JobState, Phase, Worker
+from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.messages import Leaving
 
@@ -29,7 +29,7 @@ def told(turn: Turn, worker: Worker, body: Leaving) -> None:
     text = f"worker {worker.device} is told to go ({body.reason}): the next plan leaves it"
     turn.note("leaving", text, device=worker.device, reason=body.reason)
     job = turn.job
-    if job.phase is not Phase.PROPOSED or job.fence is not None or job.plan is None or job.proposal is None:
+    if job.phase is not JobPhase.PROPOSED or job.fence is not None or job.plan is None or job.proposal is None:
         return
     joins = worker.device in job.proposal.plan.binding and worker.device not in job.plan.binding
     nobody = all(_told(turn, device) for device in job.proposal.plan.members)

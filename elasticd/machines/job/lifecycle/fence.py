@@ -12,13 +12,13 @@ import msgspec
 
 from elasticd.machines.job.lifecycle.job_end import MOST_REASON, aborted, stop
 from elasticd.machines.job.state.events import CancelPlan
-from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.text_limits import shortened
 from elasticd.records import Fence, Proposal
 
 #: Phases in which a plan is in force, or may be.
-FALLIBLE = frozenset({Phase.PROPOSED, Phase.ABORTING, Phase.RUNNING, Phase.RECOVERING})
+FALLIBLE = frozenset({JobPhase.PROPOSED, JobPhase.ABORTING, JobPhase.RUNNING, JobPhase.RECOVERING})
 #: Exceptions that are stored.
 MOST_STORED = 2
 
@@ -43,8 +43,8 @@ def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
     turn.drop(*(device for device, one, worker in workers if worker is not None and worker.incarnation == one))
     if job.asked is not None:
         turn.effects.append(CancelPlan(job=job.job))
-    if job.phase is not Phase.RECOVERING:
-        turn.enter(Phase.RECOVERING)
+    if job.phase is not JobPhase.RECOVERING:
+        turn.enter(JobPhase.RECOVERING)
     turn.set(
         since=turn.now,
         fence=fence,

@@ -9,7 +9,7 @@ import msgspec
 
 from elasticd.codec.decoding import tag_of
 from elasticd.machines.job.state.events import CancelPlan, Unwritten
-from elasticd.machines.job.state.job_state import OVER, Phase
+from elasticd.machines.job.state.job_state import OVER, JobPhase
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.text_limits import shortened
 from elasticd.records import DoneRecord, Proposal
@@ -20,7 +20,7 @@ def finished(turn: Turn, body: Finished) -> None:
     """The last step's vote is complete: the job is over, whatever was being planned or proposed."""
     job = turn.job
     progress = msgspec.structs.replace(job.progress, step=body.step)
-    turn.enter(Phase.DONE, proposal=None, asked=None, progress=progress, done_epoch=turn.epoch)
+    turn.enter(JobPhase.DONE, proposal=None, asked=None, progress=progress, done_epoch=turn.epoch)
     turn.effects.append(CancelPlan(job=job.job))
     _answer_waiting(turn, Closed(reason=f"job {job.job} is over: it finished at step {body.step}; {AGAIN}"))
     told = turn.told("finished", f"finished at step {body.step}", step=body.step)
@@ -42,7 +42,7 @@ def stop(turn: Turn, why: str) -> None:
     records: list[Proposal | DoneRecord] = [DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=reason)]
     if job.proposal is not None and job.proposal.status == "open":
         records.insert(0, aborted(job.proposal, turn.epoch, why))
-    turn.enter(Phase.STOPPED, reason=reason, proposal=None, asked=None, done_epoch=turn.epoch)
+    turn.enter(JobPhase.STOPPED, reason=reason, proposal=None, asked=None, done_epoch=turn.epoch)
     turn.effects.append(CancelPlan(job=job.job))
     _answer_waiting(turn, Rejected(reason=f"job {job.job} is over: {reason}"))
     told = turn.told("stopped", f"stopped: {reason}", step=job.progress.step)

@@ -28,7 +28,7 @@ from elasticd.wire.node_health import OfNode
 from elasticd.wire.probes import Frozen, Unreached
 from elasticd.wire.snapshots import SnapshotInventory, SnapshotSetComplete
 
-#: The kinds of a `Note`. docs/reference/events.md is written from these lines.
+#: The kinds of a `CoordinatorNote`. docs/reference/events.md is written from these lines.
 EventKind = Literal[
     "configured",  # Detection or policy settings were changed while running.
     "node_up",  # A node's agent connected.
@@ -148,7 +148,7 @@ class Configured(Value, frozen=True, kw_only=True):
     changes: str  # what was changed, in words
 
 
-class Drained(Value, frozen=True, kw_only=True):
+class NodeDrained(Value, frozen=True, kw_only=True):
     """A user drains a node, or has it used again."""
 
     node: str  # the node
@@ -170,7 +170,7 @@ class ForgetAsked(Value, frozen=True, kw_only=True):
     by: str  # the user
 
 
-class Tick(Value, frozen=True, kw_only=True):
+class CoordinatorTick(Value, frozen=True, kw_only=True):
     """Time has passed."""
 
 
@@ -184,10 +184,10 @@ Event = (
     | Harmed
     | Reread
     | Configured
-    | Drained
+    | NodeDrained
     | StopAsked
     | ForgetAsked
-    | Tick
+    | CoordinatorTick
 )
 
 # -- effects -------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Stored(Value, frozen=True, kw_only=True):
     over_seconds: float = 0.0  # since its end, as far as its record says when that was
 
 
-class Note(Value, frozen=True, kw_only=True):
+class CoordinatorNote(Value, frozen=True, kw_only=True):
     """Something that people want to know of."""
 
     kind: EventKind  # for programs
@@ -224,7 +224,7 @@ class Log(Value, frozen=True, kw_only=True):
     text: str  # the line
 
 
-class Send(Value, frozen=True, kw_only=True):
+class CoordinatorSend(Value, frozen=True, kw_only=True):
     """A message to an agent, if it is connected."""
 
     node: str  # the agent's node
@@ -238,7 +238,7 @@ class Write(Value, frozen=True, kw_only=True):
     records: tuple[Record, ...]  # what is written
     close: bool = False  # deletes the proposal: the plan recorded with it took its place
     forget: bool = False  # deletes all that leaders wrote of the job, which is over; there are no records then
-    notes: tuple[Note, ...] = ()  # told when it is done
+    notes: tuple[CoordinatorNote, ...] = ()  # told when it is done
 
 
 class RequestPlan(Value, frozen=True, kw_only=True):
@@ -255,4 +255,4 @@ class CancelPlan(Value, frozen=True, kw_only=True):
     job: str  # the job's name
 
 
-Effect = Note | Log | Send | Write | RequestPlan | CancelPlan
+Effect = CoordinatorNote | Log | CoordinatorSend | Write | RequestPlan | CancelPlan

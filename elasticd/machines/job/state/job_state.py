@@ -51,14 +51,14 @@ from elasticd_planner.spec.step_measurements import COLUMNS, Row, Step, row_of
 from elasticd_planner.value import Value, refuse
 
 from elasticd.machines.job.state.data_network import Network
-from elasticd.machines.job.state.snapshot_sets import Snapshots
+from elasticd.machines.job.state.snapshot_sets import SnapshotSets
 from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint, Thrown
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.messages import Raised, Saved, StateReport
 from elasticd.wire.node_health import Health
 
 
-class Phase(enum.Enum):
+class JobPhase(enum.Enum):
     """Where a job is in its life; the module's docstring says what each means."""
 
     GATHERING = "gathering"
@@ -73,31 +73,38 @@ class Phase(enum.Enum):
 
 
 #: The final phases: nothing follows.
-OVER = frozenset({Phase.DONE, Phase.STOPPED})
+OVER = frozenset({JobPhase.DONE, JobPhase.STOPPED})
 
 #: From each phase, those that may follow; `documentation` draws the diagram from it.
-TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.GATHERING: frozenset({Phase.ASSEMBLING}) | OVER,
-    Phase.ASSEMBLING: frozenset({Phase.PLANNING}) | OVER,
-    Phase.PLANNING: frozenset({Phase.ASSEMBLING, Phase.PROPOSED}) | OVER,
-    Phase.PROPOSED: frozenset({Phase.RUNNING, Phase.ABORTING, Phase.RECOVERING}) | OVER,
-    Phase.ABORTING: frozenset({Phase.RUNNING, Phase.RECOVERING}) | OVER,
-    Phase.RUNNING: frozenset({Phase.PROPOSED, Phase.RECOVERING}) | OVER,
-    Phase.RECOVERING: frozenset({Phase.PLANNING, Phase.PROPOSED}) | OVER,
-    Phase.DONE: frozenset(),
-    Phase.STOPPED: frozenset(),
+TRANSITIONS: dict[JobPhase, frozenset[JobPhase]] = {
+    JobPhase.GATHERING: frozenset({JobPhase.ASSEMBLING}) | OVER,
+    JobPhase.ASSEMBLING: frozenset({JobPhase.PLANNING}) | OVER,
+    JobPhase.PLANNING: frozenset({JobPhase.ASSEMBLING, JobPhase.PROPOSED}) | OVER,
+    JobPhase.PROPOSED: frozenset({JobPhase.RUNNING, JobPhase.ABORTING, JobPhase.RECOVERING}) | OVER,
+    JobPhase.ABORTING: frozenset({JobPhase.RUNNING, JobPhase.RECOVERING}) | OVER,
+    JobPhase.RUNNING: frozenset({JobPhase.PROPOSED, JobPhase.RECOVERING}) | OVER,
+    JobPhase.RECOVERING: frozenset({JobPhase.PLANNING, JobPhase.PROPOSED}) | OVER,
+    JobPhase.DONE: frozenset(),
+    JobPhase.STOPPED: frozenset(),
 }
 
 #: The phases in which a job has workers and is not over: its devices are taken, and who is lost matters to it.
 LIVE = frozenset(
-    {Phase.ASSEMBLING, Phase.PLANNING, Phase.PROPOSED, Phase.ABORTING, Phase.RUNNING, Phase.RECOVERING}
+    {
+        JobPhase.ASSEMBLING,
+        JobPhase.PLANNING,
+        JobPhase.PROPOSED,
+        JobPhase.ABORTING,
+        JobPhase.RUNNING,
+        JobPhase.RECOVERING,
+    }
 )
 
 #: The phases in which a plan is asked for; what was asked is dropped when a job leaves them.
-ASKING = frozenset({Phase.PLANNING, Phase.RUNNING, Phase.RECOVERING})
+ASKING = frozenset({JobPhase.PLANNING, JobPhase.RUNNING, JobPhase.RECOVERING})
 
 
-class Settings(Value, frozen=True, kw_only=True):
+class JobSettings(Value, frozen=True, kw_only=True):
     """What the leader's configuration says of jobs: times, detection, policy, and speeds until they are
     measured."""
 
@@ -252,7 +259,7 @@ class Setback(Value, frozen=True, kw_only=True):
     until: float  # when the next may be made from it
 
 
-class Progress(Value, frozen=True, kw_only=True):
+class JobProgress(Value, frozen=True, kw_only=True):
     """The newest step that rank 0 reported."""
 
     step: int = 0  # updates so far
@@ -309,7 +316,7 @@ class JobState(Value, frozen=True, kw_only=True):
     leader's clock."""
 
     job: str  # the job's name
-    phase: Phase  # the module's docstring says what each means
+    phase: JobPhase  # the module's docstring says what each means
     since: float  # when it entered the phase
     reason: str = ""  # why it waits or has ended, for people
     joiners: dict[str, Joiner] = msgspec.field(default_factory=dict)  # torchruns by place: a node, or a device
@@ -353,13 +360,13 @@ class JobState(Value, frozen=True, kw_only=True):
     sampled: tuple[Step, ...] = ()  # steps for the fit of the profile
     shifts: ShiftState = msgspec.field(default_factory=ShiftState)  # what is known of the data's lengths
     lengths: Lengths | None = None  # those that the profile is for (None: all as the spec says)
-    progress: Progress = Progress()  # the newest step
+    progress: JobProgress = JobProgress()  # the newest step
     done_epoch: int = 0  # epoch of the job's end in the store
     stopping: str = ""  # who stops the job (empty: nobody)
     stop_at: float = 0.0  # when it ends then, at the latest
     thrown: tuple[Thrown, ...] = ()  # exceptions of the script's own code, newest last
     failing: str = ""  # which of them ends the job, once its state is saved (empty: none)
-    snapshots: Snapshots = msgspec.field(default_factory=Snapshots)  # in the agents' memory
+    snapshots: SnapshotSets = msgspec.field(default_factory=SnapshotSets)  # in the agents' memory
     published: tuple[PublishedCheckpoint, ...] = ()  # checkpoints, newest last
     unpublished: tuple[Saved, ...] = ()  # checkpoints of a plan that is not recorded yet
     republish: bool = False  # the list of checkpoints is to be written again
@@ -414,6 +421,6 @@ class JobState(Value, frozen=True, kw_only=True):
         return tuple(found)
 
 
-def fresh(job: str, phase: Phase, now: float) -> JobState:
+def fresh(job: str, phase: JobPhase, now: float) -> JobState:
     """A job that nobody has heard of before."""
     return JobState(job=job, phase=phase, since=now)

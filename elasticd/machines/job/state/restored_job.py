@@ -8,12 +8,12 @@ from elasticd_planner.problem import Problem
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job.state.events import Stored
-from elasticd.machines.job.state.job_state import OVER, Basis, JobState, Phase, Progress, Settings
-from elasticd.machines.job.state.snapshot_sets import Snapshots
+from elasticd.machines.job.state.job_state import OVER, Basis, JobPhase, JobProgress, JobSettings, JobState
+from elasticd.machines.job.state.snapshot_sets import SnapshotSets
 from elasticd.records import Fence, Proposal
 
 
-def restored(stored: Stored, now: float, settings: Settings) -> JobState:
+def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
     """The job as a new leader finds it in the store. What only agents know comes as they reconnect."""
     plan = stored.plan.plan if stored.plan is not None else None
     proposal = stored.proposal
@@ -49,10 +49,14 @@ def restored(stored: Stored, now: float, settings: Settings) -> JobState:
         profile=problem.profile if problem is not None else None,
         rates=_restored_rates(problem),
         stability=Stability(planned=dict(problem.rates) if problem is not None else {}),
-        decided=_restored_basis(problem) if phase in (Phase.RUNNING, Phase.PROPOSED, Phase.ABORTING) else None,
-        progress=Progress(step=last.step if last is not None else 0, at=now, slowest=_step_seconds(plan)),
+        decided=_restored_basis(problem)
+        if phase in (JobPhase.RUNNING, JobPhase.PROPOSED, JobPhase.ABORTING)
+        else None,
+        progress=JobProgress(step=last.step if last is not None else 0, at=now, slowest=_step_seconds(plan)),
         done_epoch=stored.done.epoch if stored.done is not None else 0,
-        snapshots=Snapshots(begun={plan.number: stored.plan.step} if plan is not None and stored.plan else {}),
+        snapshots=SnapshotSets(
+            begun={plan.number: stored.plan.step} if plan is not None and stored.plan else {}
+        ),
         published=stored.checkpoints.published if stored.checkpoints is not None else (),
     )
 
@@ -77,17 +81,17 @@ def _unresolved(stored: Stored) -> Fence | None:
     return None if settled else fence
 
 
-def _restored_phase(stored: Stored, proposal: Proposal | None) -> tuple[Phase, str]:
+def _restored_phase(stored: Stored, proposal: Proposal | None) -> tuple[JobPhase, str]:
     if stored.done is not None:
-        return (Phase.STOPPED if stored.done.reason else Phase.DONE), stored.done.reason
+        return (JobPhase.STOPPED if stored.done.reason else JobPhase.DONE), stored.done.reason
     fence = _unresolved(stored)
     if proposal is not None and proposal.status == "open" and (fence is None or proposal.number > fence.number):
-        return Phase.PROPOSED, ""
+        return JobPhase.PROPOSED, ""
     if fence is not None:
-        return Phase.RECOVERING, fence.reason
+        return JobPhase.RECOVERING, fence.reason
     if proposal is not None:
-        return Phase.ABORTING, proposal.reason
-    return (Phase.RUNNING if stored.plan is not None else Phase.ASSEMBLING), ""
+        return JobPhase.ABORTING, proposal.reason
+    return (JobPhase.RUNNING if stored.plan is not None else JobPhase.ASSEMBLING), ""
 
 
 def _restored_rates(problem: Problem | None) -> RateState:

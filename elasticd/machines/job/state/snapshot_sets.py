@@ -27,7 +27,7 @@ class Moment(NamedTuple):
     step: int  # updates so far
 
 
-class Snapshots(Value, frozen=True, kw_only=True):
+class SnapshotSets(Value, frozen=True, kw_only=True):
     """The snapshots of a job that agents hold."""
 
     kept: dict[str, dict[Moment, tuple[Held, ...]]] = msgspec.field(default_factory=dict)  # by node and moment
@@ -40,7 +40,7 @@ class Snapshots(Value, frozen=True, kw_only=True):
     #: recoveries that failed, by the name of what they read
     failed: dict[str, int] = msgspec.field(default_factory=dict)
 
-    def replaced(self, node: str, held: Iterable[Held], plans: Iterable[Plan]) -> Snapshots:
+    def replaced(self, node: str, held: Iterable[Held], plans: Iterable[Plan]) -> SnapshotSets:
         """With all that this node's agent says that it holds, in place of what it said before. History that a
         later plan did not go on from is left out."""
         sets: dict[Moment, tuple[Held, ...]] = {}
@@ -56,14 +56,14 @@ class Snapshots(Value, frozen=True, kw_only=True):
             known = {number: plan for number, plan in {**known, **new}.items() if number in needed}
         return msgspec.structs.replace(self, kept=kept, plans=known)
 
-    def forgotten(self, node: str) -> Snapshots:
+    def forgotten(self, node: str) -> SnapshotSets:
         """Another agent took the place of that one, and what it held is gone with it."""
         if node not in self.kept:
             return self
         kept = {name: sets for name, sets in self.kept.items() if name != node}
         return msgspec.structs.replace(self, kept=kept)
 
-    def recorded(self, plan: int, step: int) -> Snapshots:
+    def recorded(self, plan: int, step: int) -> SnapshotSets:
         """A plan was recorded: what plans before it made beyond this step is no part of history."""
         begun = {**self.begun, plan: step}
         newest = sorted(begun)[-MOST_BEGUN:]
@@ -109,7 +109,7 @@ class Snapshots(Value, frozen=True, kw_only=True):
         copies = self.copies(moment, plan)
         return all(len(set(copies.get(device, ()))) >= count for device, count in needed.items())
 
-    def failing(self, what: str) -> Snapshots:
+    def failing(self, what: str) -> SnapshotSets:
         """A recovery from what this names was given up."""
         return msgspec.structs.replace(self, failed={**self.failed, what: self.failed.get(what, 0) + 1})
 

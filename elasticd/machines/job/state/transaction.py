@@ -7,14 +7,22 @@ from typing import Any
 
 import msgspec
 
-from elasticd.machines.job.state.events import Effect, EventKind, Log, Note, Record, Send, Write
+from elasticd.machines.job.state.events import (
+    CoordinatorNote,
+    CoordinatorSend,
+    Effect,
+    EventKind,
+    Log,
+    Record,
+    Write,
+)
 from elasticd.machines.job.state.job_state import (
     OVER,
     TRANSITIONS,
+    JobPhase,
+    JobSettings,
     JobState,
     NodeState,
-    Phase,
-    Settings,
     Worker,
 )
 from elasticd.machines.text_limits import shortened
@@ -34,7 +42,7 @@ class Turn:
     """Collects what one event does to one job. `nodes` and `epoch` are the leader's, read only here."""
 
     def __init__(
-        self, job: JobState, nodes: Mapping[str, NodeState], epoch: int, settings: Settings, now: float
+        self, job: JobState, nodes: Mapping[str, NodeState], epoch: int, settings: JobSettings, now: float
     ) -> None:
         self.job, self.nodes, self.epoch, self.settings, self.now = job, nodes, epoch, settings, now
         self.effects: list[Effect] = []
@@ -48,7 +56,7 @@ class Turn:
         """Changes fields of the job."""
         self.job = msgspec.structs.replace(self.job, **changes)
 
-    def enter(self, phase: Phase, **changes: Any) -> None:
+    def enter(self, phase: JobPhase, **changes: Any) -> None:
         """The next phase; raises `IllegalTransition` where the table lacks it."""
         if phase not in TRANSITIONS[self.job.phase]:
             raise IllegalTransition(f"job {self.job.job}: {self.job.phase.value} to {phase.value}")
@@ -82,9 +90,9 @@ class Turn:
         """Tells people of something now."""
         self.effects.append(self.told(kind, text, **data))
 
-    def told(self, kind: EventKind, text: str, **data: Any) -> Note:
+    def told(self, kind: EventKind, text: str, **data: Any) -> CoordinatorNote:
         """A note to be told later, as when a write is done."""
-        return Note(kind=kind, job=self.job.job, text=shortened(text), data=data)
+        return CoordinatorNote(kind=kind, job=self.job.job, text=shortened(text), data=data)
 
     def unexpected(self, event: str) -> None:
         """Logs an event that the job's phase has nothing for: the first of its kind in each phase, and not for
@@ -96,16 +104,16 @@ class Turn:
 
     def order(self, node: str, message: TryReach) -> None:
         """To the agent itself."""
-        self.effects.append(Send(node=node, message=message))
+        self.effects.append(CoordinatorSend(node=node, message=message))
 
     def send(self, node: str, client: str, body: Rejected | Joined | Closed | Rehearse) -> None:
         """Sends a message to a client of the agent of `node`."""
-        self.effects.append(Send(node=node, message=ToClient(client=client, body=body)))
+        self.effects.append(CoordinatorSend(node=node, message=ToClient(client=client, body=body)))
 
     def write(
         self,
         *records: Record,
-        notes: tuple[Note, ...] = (),
+        notes: tuple[CoordinatorNote, ...] = (),
         close: bool = False,
     ) -> None:
         """Writes records in one transaction; `notes` are told when it is done. close: deletes the proposal with

@@ -28,7 +28,7 @@ import numpy as np
 
 from elasticd_planner.numeric import EQUAL, Floats, Ints
 from elasticd_planner.search.bounds.analytic_centre import centre
-from elasticd_planner.search.bounds.cheapest_chain import LAST, Cases, Chain, Cheapest, Limits, Pieces
+from elasticd_planner.search.bounds.cheapest_chain import LAST, Cases, Cheapest, CheapestChain, Limits, Pieces
 
 #: The part of what is between the bound and a plan that the bound is raised by first. A rise by less than this
 #: part of the bound is not worth another look, and a plan this near to the bound needs none.
@@ -74,12 +74,12 @@ class Known:
 
     def __init__(self, prices: int, numbers: Sequence[int]) -> None:
         self._numbers = numbers
-        self.chains: list[Chain] = []
+        self.chains: list[CheapestChain] = []
         #: Groups by price, of each chain and of each division of each kind of nodes.
         self.groups: Ints = np.zeros((0, prices), dtype=np.int64)
         self.divisions: list[Ints] = [np.zeros((0, prices), dtype=np.int64) for _ in numbers]
 
-    def add(self, chain: Chain) -> int:
+    def add(self, chain: CheapestChain) -> int:
         """The number of a chain."""
         for index in np.flatnonzero((self.groups == chain.groups).all(axis=1)).tolist():
             known = self.chains[index]

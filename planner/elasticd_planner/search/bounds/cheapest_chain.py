@@ -69,7 +69,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain:
+class CheapestChain:
     """A pipeline: how many groups it has of each price, its stages, the seconds of the slowest and of all."""
 
     groups: Ints
@@ -356,7 +356,7 @@ class Cheapest:
                 np.minimum(target, held[:-n, p : 2 * p] + cost, out=target)
         return found
 
-    def chain(self, case: int, stages: int) -> Chain:
+    def chain(self, case: int, stages: int) -> CheapestChain:
         """The chain of one case with so many stages."""
         cases, left = self.cases, self.cases.limits.layers
         pieces, deepest = cases.pieces, cases.pieces.rooms.shape[1]
@@ -384,7 +384,7 @@ class Cheapest:
             counts[pieces.price[which[best]]] += 1
             slowest, through = max(slowest, float(seconds[best])), through + float(seconds[best])
             left = max(0, left - int(n[best]))
-        return Chain(groups=counts, depth=stages, slowest=slowest, through=through)
+        return CheapestChain(groups=counts, depth=stages, slowest=slowest, through=through)
 
     @cached_property
     def _options(self) -> tuple[Ints, Ints]:

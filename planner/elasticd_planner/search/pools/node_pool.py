@@ -46,7 +46,7 @@ NOTHING = (GroupType(cost=GroupCost(block=math.inf, embed=0.0, head=0.0), shares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class PoolGroup:
     """A group of a pool: of which of its nodes (kind, how manieth), and the classes of its members."""
 
     kind: int
@@ -59,7 +59,7 @@ class Group:
 class Chain:
     """A pipeline of a pool: its groups, its lines (o, S), and the order of groups of each line."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[PoolGroup, ...]
     caps: Floats
     sums: Floats
     orders: tuple[tuple[int, ...], ...]
@@ -352,16 +352,16 @@ class NodePool:
                 self.binding.add(index)
         return self._shapes[index]
 
-    def _instances(self, which: int, combination: _Combination) -> list[list[Group]]:
+    def _instances(self, which: int, combination: _Combination) -> list[list[PoolGroup]]:
         """The groups of a combination by its columns."""
-        found: list[list[Group]] = [[] for _ in combination.of]
+        found: list[list[PoolGroup]] = [[] for _ in combination.of]
         place = {column: index for index, merged in enumerate(combination.of) for column in merged}
         used = [0] * len(self.nodes)
         for division_index, count in self._uses[which]:
             kind, division = self._divisions[division_index]
             for _ in range(count):
                 for group_type, members in zip(division.types, division.members, strict=True):
-                    group = Group(kind=kind, node=used[kind], type=group_type, members=members)
+                    group = PoolGroup(kind=kind, node=used[kind], type=group_type, members=members)
                     found[place[self.columns.of(group_type)]].append(group)
                 used[kind] += 1
         return found

@@ -17,7 +17,7 @@ from elasticd_planner.grouping.group_types import Columns, Limits, Rules
 from elasticd_planner.grouping.node_partitions import Division, NodeKind
 from elasticd_planner.search.balance.micro_batch_split import Line, split_by_lines
 from elasticd_planner.search.pools.node_pool import NARROW, Chain, NodePool
-from elasticd_planner.search.task import Chained, Found, Group, Task
+from elasticd_planner.search.task import Chained, DeviceGroup, Found, Task
 
 #: Where one pool ends: slow nodes and pipelines that are still solved as one.
 POOL_SLOW, POOL_PIPELINES = 4, 8
@@ -240,7 +240,9 @@ class NodePools:
         )
         return Found(pipelines=pipelines, seconds=seconds, candidates=0)
 
-    def _named(self, listed: Sequence[tuple[tuple[Composition, int], int, Chain]]) -> list[tuple[Group, ...]]:
+    def _named(
+        self, listed: Sequence[tuple[tuple[Composition, int], int, Chain]]
+    ) -> list[tuple[DeviceGroup, ...]]:
         """Groups with the names of devices: each pool takes its nodes of each kind in order."""
         next_node = [0] * len(self.kinds)
         taken: dict[tuple[tuple[Composition, int], int, int, int], list[list[str]]] = {}
@@ -256,7 +258,7 @@ class NodePools:
                     taken[place] = [list(names) for names in kind.nodes[next_node[index]]]
                     next_node[index] += 1
                 devices = tuple(taken[place][i].pop(0) for i in group.members)
-                groups.append(Group(devices=devices, shares=group.type.shares, memory=group.type.memory))
+                groups.append(DeviceGroup(devices=devices, shares=group.type.shares, memory=group.type.memory))
             made.append(tuple(groups))
         return made
 
