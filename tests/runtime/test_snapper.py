@@ -176,5 +176,5 @@ def enlarged(state: LocalState) -> LocalState:
 
 
 def test_the_least_is_every_step() -> None:
-    with pytest.raises(ValueError, match="snapshot_every is 0; it must be at least 1"):
+    with pytest.raises(ValueError, match="snapshot_every is 0; it must be a whole number from 1 on"):
         CheckpointingOptions(snapshot_every=0)
