@@ -75,7 +75,7 @@ class Switcher:
         self._proposals: dict[int, Proposal] = {}  # the newest, by its plan's number
         self._fabrics = Fabrics()
         self._prepared: dict[int, PreparedPlan] = {}  # by number
-        self._result: MoveResult | None = None  # of a move whose swap is not made
+        self._results: dict[int, MoveResult] = {}  # of moves whose swap is not made, by the plan's number
         self._loaded: int | None = None  # the step of the checkpoint that the state was read from
         self._copies, self._began = Copies(self._let_go), 0.0  # seconds on the clock at the start of a move
         self._missed: list[tuple[int, Vote]] = []  # plan and vote of steps that the loop did not see end
@@ -174,14 +174,14 @@ class Switcher:
     def _state_report(self, fence: int) -> StateReport:
         """What is held here at rest. A verified copy counts like an old one from now on."""
         number = self._state.side
-        prepared = self._prepared.get(number)
-        if self._result is not None and prepared is not None and prepared.engine is not None:
-            self._copies.keep(number, prepared.engine, self._result.step)
+        prepared, result = self._prepared.get(number), self._results.get(number)
+        if result is not None and prepared is not None and prepared.engine is not None:
+            self._copies.keep(number, prepared.engine, result.step)
         return self._copies.report(fence, self.engine, self.step)
 
     def _cancel(self, number: int) -> None:
         self._prepared.pop(number, None)
-        self._result = None
+        self._results.pop(number, None)
         self._fabrics.cancel(number)
 
     # -- what the main thread does ---------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class Switcher:
         if prepared is None:
             return  # superseded meanwhile
         try:
-            self._result = self._moved(prepared)
+            self._results[number] = self._moved(prepared)
         except SOUND as error:
             self._feed(sw.MoveFailed(number=number, reason=f"{self._device}: {error}"))
         except Exception as error:
@@ -366,8 +366,7 @@ class Switcher:
             self._feed(sw.Gathered(number=number, oks=tuple(bool(o) for o in oks)))
 
     def _swap(self, number: int, member: bool) -> None:
-        prepared, result, self._result = self._prepared.pop(number), self._result, None
-        assert result is not None
+        prepared, result = self._prepared.pop(number), self._results.pop(number)
         self._fabrics.spent(prepared.transition, now=not member)
         if self.engine is not None:
             self._copies.keep(self.engine.plan.number, self.engine, self.step)
@@ -390,6 +389,7 @@ class Switcher:
 
     def _let_go(self, number: int, engine: Engine) -> None:
         self._prepared.pop(number, None)
+        self._results.pop(number, None)
         self._fabrics.release(engine.fabric)
 
     def _drop_state(self) -> None:
