@@ -21,7 +21,7 @@ from elasticd.config.tree import ConfigError
 from elasticd.machines.agent.state import AgentDrained, Event, Heard, LinkDown, LinkUp
 from elasticd.wire import messages
 from elasticd.wire.agent_orders import Drain, End, Harm, TryReach
-from elasticd.wire.batching import together
+from elasticd.wire.batching import MOST_TOGETHER, together
 from elasticd.wire.messages import FromAgent, FromClient, PassedReport, Report, ToAgent
 from elasticd.wire.snapshots import SnapshotSetComplete
 from elasticd_agent.internal_errors import outlived
@@ -32,9 +32,8 @@ _BACKOFF = (0.05, 2.0)
 _OPEN_SECONDS = 3.0
 _PING_SECONDS = 5.0
 _LARGEST_MESSAGE = 64 << 20
-#: Seconds that a worker's report waits for those of the node's other workers, and messages sent as one at most.
+#: Seconds that a worker's report waits for those of the node's other workers.
 GATHER_SECONDS = 0.01
-MOST_TOGETHER = 64
 
 _log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from elasticd.cli.options import asker, config_option, coordinator_option, json_option, write_json
 from elasticd.client import CannotReach, reach
+from elasticd.coordinator.live_config import key_now
 
 PAUSED = "policy.paused"
 
@@ -28,6 +29,7 @@ def get(config: str | None, coordinator: str | None, as_json: bool, key: str | N
     """Show the value of KEY, or all."""
     with reach(config, coordinator) as api:
         found = api.settings()
+    key = key and key_now(key)
     if key is not None and key not in found.values:
         raise CannotReach(f"there is no key {key!r}; there are: {', '.join(sorted(found.values))}")
     if as_json:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -159,6 +159,11 @@ class _Envelope(msgspec.Struct):
     body: msgspec.Raw = msgspec.Raw()
 
 
+def _check_count(messages: Sequence[Any], most: int) -> None:
+    if len(messages) > most:
+        raise msgspec.ValidationError(f"{len(messages)} messages in one, where {most} are the most")
+
+
 class MessageReader(Generic[T]):
     """Decodes the messages that a receiver may get: `kind` is their union; `sender` names who sends them, for
     the log. instead: what the receiver gets in the place of a message that is skipped (None: nothing), from its
@@ -185,15 +190,16 @@ class MessageReader(Generic[T]):
         look(message, data)
         return message
 
-    def several(self, data: bytes, *, first: bool = False) -> list[T]:
-        """The messages of a JSON array without those to be skipped. Raises `msgspec.DecodeError` where `one`
-        does."""
+    def several(self, data: bytes, *, most: int, first: bool = False) -> Sequence[T | None]:
+        """The messages of a JSON array; None for each that is to be skipped. Raises `msgspec.DecodeError` where
+        `one` does, and for more than `most` of them."""
         try:
             messages: list[T] = decoded(self._decode_list, data)
         except msgspec.DecodeError:
             parts = decoded_as(list[msgspec.Raw], data)
-            read = [self.one(bytes(part), first=first and not at) for at, part in enumerate(parts)]
-            return [message for message in read if message is not None]
+            _check_count(parts, most)
+            return [self.one(bytes(part), first=first and not at) for at, part in enumerate(parts)]
+        _check_count(messages, most)
         now, next_look = time.monotonic(), _next_look.get
         for message in messages:  # a busy leader is here for each report
             if next_look(getattr(message, "body", message).__class__, 0.0) <= now:

@@ -57,7 +57,11 @@ class Changes(Value, frozen=True, kw_only=True):
     def changed(self, asked: Mapping[str, Any], at: float, by: str) -> Changes:
         """With `asked` on top: None takes the file's value again. Raises ConfigError with what would be right,
         and where nothing would change."""
-        values, asked = self.values, _renamed(asked, _KEYS)
+        values = self.values
+        for key in asked:
+            if key_now(key) != key and key_now(key) in asked:
+                raise ConfigError(f"{key} and {key_now(key)} are one key: give {key_now(key)} alone")
+        asked = _renamed(asked, _KEYS)
         for key, value in asked.items():
             check_key(key)
             if value is None:
@@ -105,6 +109,11 @@ def of(config: Config, keys: Keys, items: Iterable[KeyValue]) -> Changes:
             "delete these keys, or run the release that wrote them"
         ) from error
     return changes
+
+
+def key_now(key: str) -> str:
+    """A dotted key as this release calls it."""
+    return _KEYS.get(key, key)
 
 
 def check_key(key: str) -> None:

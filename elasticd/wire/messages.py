@@ -8,6 +8,7 @@ calls, and hints.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -486,9 +487,10 @@ def to_leader(data: bytes, *, first: bool = False) -> ToLeader | Unread | None:
     return _to_leader.one(data, first=first)
 
 
-def several_to_leader(data: bytes, *, first: bool = False) -> list[ToLeader | Unread]:
-    """What an agent said to the leader in one JSON array, without what is skipped."""
-    return _to_leader.several(data, first=first)
+def several_to_leader(data: bytes, *, most: int, first: bool = False) -> Sequence[ToLeader | Unread | None]:
+    """What an agent said to the leader in one JSON array; None for each message that is skipped. Raises
+    `msgspec.DecodeError` for more than `most` of them."""
+    return _to_leader.several(data, most=most, first=first)
 
 
 class _HelloOpening(msgspec.Struct, tag=tag_of(Hello)):

@@ -65,6 +65,14 @@ def test_chaos_slows_a_device_and_lets_it_recover(configured: str) -> None:
     assert "chaos:" not in call("status", "--config", configured).output
 
 
+def test_a_key_is_shown_by_its_name_before_release_02_too(configured: str) -> None:
+    old, now = (
+        call("config", "get", f"detect.{name}", "--config", configured) for name in ("quickest", "min_steps")
+    )
+    assert old.exit_code == now.exit_code == 0
+    assert old.output == now.output
+
+
 def test_configuration_is_changed_shown_and_given_back(configured: str) -> None:
     where = ("--config", configured)
     assert call("config", "set", "policy.horizon_steps", "50", *where).exit_code == 0

@@ -93,6 +93,8 @@ def test_a_renamed_key_is_stored_under_its_first_name_and_taken_by_both() -> Non
     shown = known.shown()
     assert shown.history[0].values == {"detect.min_steps": 4}
     assert (shown.values["detect.min_steps"], shown.changed) == (5, {"detect.min_steps": 5})
+    with pytest.raises(ConfigError, match=r"quickest and detect\.min_steps are one key"):
+        known.changed({"detect.quickest": 6, "detect.min_steps": 7}, 3.0, "me")
 
 
 def test_a_file_that_is_read_anew_lies_under_what_was_changed() -> None:

@@ -30,7 +30,7 @@ from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Limits, WatchEvent
 from elasticd.store.state_file import Mark, StateFile
 from elasticd.version import __version__
-from elasticd.wire.batching import together
+from elasticd.wire.batching import MOST_TOGETHER, together
 from elasticd.wire.messages import (
     Finished,
     FromClient,
@@ -515,7 +515,7 @@ def test_value_that_the_store_does_not_take_is_refused_to_its_sender_and_harms_n
     asyncio.run(body())
 
 
-def test_one_agents_long_frame_keeps_no_other_agent_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_agents_long_frames_keep_no_other_agent_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one says at once is dealt with message by message, and no faster than an agent may speak."""
     monkeypatch.setattr(agent_socket, "MESSAGES_PER_SECOND", 200.0)
 
@@ -531,13 +531,30 @@ def test_one_agents_long_frame_keeps_no_other_agent_waiting(monkeypatch: pytest.
         ):
             await alpha.takes_part(JOB)
             await beta.takes_part(JOB)
-            said = [encode(check(number)) for number in range(700)]
-            await alpha.socket.send(together(said))
+            said = [encode(check(number)) for number in range(11 * MOST_TOGETHER)]
+            for at in range(0, len(said), MOST_TOGETHER):
+                await alpha.socket.send(together(said[at : at + MOST_TOGETHER]))
             await until(lambda: bool(alpha.bodies("t")))
             await beta.tell(check(1))
             await until(lambda: bool(beta.bodies("t")))
             assert len(alpha.bodies("t")) < len(said), "it is not all dealt with yet"
             await until(lambda: len(alpha.bodies("t")) == len(said))
+
+    asyncio.run(body())
+
+
+def test_what_is_skipped_counts_among_the_messages_of_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_socket, "MESSAGES_PER_SECOND", 20.0)
+
+    async def body() -> None:
+        async with (
+            coordinating(MemoryServer()) as coordinator,
+            agent(coordinator, node_record("alpha")) as alpha,
+        ):
+            await alpha.takes_part(JOB)
+            await alpha.socket.send(together([b'{"type": "quota-report"}'] * MOST_TOGETHER))
+            leader, slowed = coordinator.leading, b'elasticd_refused_total{reason="rate"}'
+            await until(lambda: slowed in leader.metrics.text(leader.state, leader.connections, False))
 
     asyncio.run(body())
 

@@ -33,7 +33,7 @@ class Hostile:
     def messages(self, count: int) -> Iterator[ToLeader]:
         """As many as can be decoded of this many."""
         for _ in range(count):
-            yield from several_to_leader(b"[" + self.raw() + b"]")
+            yield from filter(None, several_to_leader(b"[" + self.raw() + b"]", most=1))
 
     def raw(self) -> bytes:
         """One of them, as JSON."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import threading
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+
+from elasticd.machines.worker import switch as sw
 from elasticd.runtime.comm.groups import Fabric
 from elasticd.runtime.comm.plan_groups import Fabrics
+from elasticd.runtime.switch.switcher import Switcher
 
 
 class Parked:
@@ -55,3 +60,25 @@ def test_the_end_frees_who_waits_and_lets_go_of_what_is_spent_once() -> None:
     fabric = spend(fabrics, now=False)
     fabrics.end()
     assert (fabric.times, fabric.freed) == (1, True)
+
+
+@pytest.mark.parametrize("switched_to", [False, True])
+def test_a_copy_that_is_dropped_takes_the_fabrics_of_its_move_along_unless_that_went_after_the_switch(
+    switched_to: bool,
+) -> None:
+    """A verified copy of a plan in doubt is kept for the recovery, and with it what its move was made over."""
+    nothing: Any = None
+    control: Any = SimpleNamespace(welcome=SimpleNamespace(device="alpha/0", address="127.0.0.1"))
+    switcher = Switcher(nothing, control, nothing, nothing, 0)
+    own, transition = Parked(), Parked()
+    for fabric in (own, transition):
+        switcher._fabrics.add(7, cast(Fabric, fabric))
+    engine: Any = SimpleNamespace(fabric=own)
+    switcher._copies.keep(7, engine, 5)
+    if switched_to:
+        switcher._fabrics.spent(cast(Fabric, transition), now=True)
+    else:
+        switcher._prepared[7] = cast(Any, SimpleNamespace(engine=engine, transition=transition))
+    switcher._do(sw.DropOld())  # not: at the end of the process
+    assert (own.times, transition.times) == (1, 1)
+    assert not switcher._prepared

@@ -144,7 +144,8 @@ def test_a_keyword_that_job_never_had_is_named(made: list[Job]) -> None:
 @pytest.mark.parametrize(
     ("group", "values", "message"),
     [
-        (elasticd.DataOptions, {"readers": -1}, "readers is -1; it must be at least 0"),
+        (elasticd.DataOptions, {"readers": -1}, "readers is -1; it must be a whole number from 0 on"),
+        (elasticd.DataOptions, {"readers": None}, "readers is None; it must be a whole number from 0 on"),
         (elasticd.ParallelismOptions, {"zero": 3}, "zero must be 0, 1 or 2, not 3"),
         (elasticd.ParallelismOptions, {"replicas": 2}, "replicas go with zero 1 or 2"),
         (elasticd.ParallelismOptions, {"zero": 1, "replicas": 0}, "needs replicas of at least 1, not 0"),

@@ -46,6 +46,9 @@ LONGEST_PAUSE = 5.0
 #: The code of a WebSocket that its own side closed over a message above the limit.
 _TOO_BIG = 1009
 
+#: A message of an agent; None for one that is to be skipped, which counts in the limits like another.
+Taken = ToLeader | Unread | None
+
 _log = logging.getLogger(__name__)
 
 
@@ -54,7 +57,7 @@ async def serve_agent(leading: Leading, socket: WebSocket) -> None:
     await socket.accept()
     try:
         first = await asyncio.wait_for(_greeting(socket), HELLO_SECONDS)
-        hello, early = (first[0], first[1:]) if first else (None, ())
+        hello, early = first[0], first[1:]
         if not isinstance(hello, AgentHello):
             leading.metrics.refused("silent")
             await _reject(socket, "an agent's first message must be its hello")
@@ -110,7 +113,7 @@ async def _reject(socket: WebSocket, reason: str) -> None:
 
 
 async def _converse(
-    leading: Leading, socket: WebSocket, connection: Connection, early: Sequence[ToLeader | Unread]
+    leading: Leading, socket: WebSocket, connection: Connection, early: Sequence[Taken]
 ) -> None:
     """Reads and writes until either ends, or the connection is closed from here. `early`: what came along with
     the hello."""
@@ -143,9 +146,7 @@ class _Impostor(Exception):
     """An agent that says hello for another node."""
 
 
-async def _listen(
-    leading: Leading, socket: WebSocket, connection: Connection, early: Sequence[ToLeader | Unread]
-) -> None:
+async def _listen(leading: Leading, socket: WebSocket, connection: Connection, early: Sequence[Taken]) -> None:
     """Hands every message over in order; a call that waits is left waiting beside the rest."""
     calls: set[asyncio.Task[None]] = set()
     most = min(MOST_GETS, GETS_OF_A_DEVICE * (len(connection.record.devices) + 1))
@@ -167,11 +168,12 @@ async def _listen(
         else:
             await leading.heard(connection, message)
 
-    async def handle_all(messages: Sequence[ToLeader | Unread]) -> None:
+    async def handle_all(messages: Sequence[Taken]) -> None:
         for message in messages:
-            await handle(message)
+            if message is not None:
+                await handle(message)
 
-    async def decoded(data: bytes) -> Sequence[ToLeader | Unread]:
+    async def decoded(data: bytes) -> Sequence[Taken]:
         return all_to_leader(data)
 
     try:
@@ -194,8 +196,8 @@ async def _listen(
             call.cancel()
 
 
-async def _greeting(socket: WebSocket) -> Sequence[ToLeader | Unread]:
-    """The hello and what came along with it; none where all is to be skipped. Raises `WebSocketDisconnect`,
+async def _greeting(socket: WebSocket) -> Sequence[Taken]:
+    """The hello and what came along with it; None for what is to be skipped. Raises `WebSocketDisconnect`,
     `msgspec.DecodeError`."""
     return all_to_leader(await _received(socket), first=True)
 

@@ -107,7 +107,7 @@ def with_old_keywords(groups: OptionGroups, old: Mapping[str, Any]) -> OptionGro
         given = getattr(groups, group)
         spelling = ", ".join(f"{name}=..." for name in values)
         spelled.append(f"{group}=elasticd.{type(given).__name__}({spelling})")
-        if any(getattr(given, field.name) is not field.default for field in fields(given)):
+        if any(getattr(given, field.name) != field.default for field in fields(given)):
             raise ValueError(
                 f"Job got {group}=... and old keywords for fields of it: put them into {spelled[-1]} as well"
             )

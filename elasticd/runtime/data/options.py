@@ -27,5 +27,5 @@ class DataOptions:
     readers: int = 1
 
     def __post_init__(self) -> None:
-        if self.readers < 0:
-            raise ValueError(f"data: readers is {self.readers}; it must be at least 0")
+        if not isinstance(self.readers, int) or self.readers < 0:
+            raise ValueError(f"data: readers is {self.readers!r}; it must be a whole number from 0 on")

@@ -388,9 +388,11 @@ class Switcher:
         )
 
     def _let_go(self, number: int, engine: Engine) -> None:
-        self._prepared.pop(number, None)
         self._results.pop(number, None)
-        self._fabrics.release(engine.fabric)
+        if self._prepared.pop(number, None) is not None:  # never switched to: the move's own fabric goes, too
+            self._fabrics.cancel(number)
+        else:
+            self._fabrics.release(engine.fabric)
 
     def _drop_state(self) -> None:
         """Drops all copies: this rank stands by."""
