@@ -116,8 +116,8 @@ class Leader:
         with contextlib.suppress(ConnectionClosed, OSError):
             for data in connection:
                 for message in all_to_leader(data if isinstance(data, bytes) else data.encode()):
-                    assert message is not None
-                    node = self._hear(connection, node, message)
+                    if message is not None:
+                        node = self._hear(connection, node, message)
         self.connections.remove(connection)
 
     def _hear(self, connection: ServerConnection, node: str, message: ToLeader) -> str:
