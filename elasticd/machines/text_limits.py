@@ -12,23 +12,17 @@ from typing import TypeVar
 import msgspec
 
 from elasticd.names import harmless
-from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import (
-    FromClient,
+from elasticd.wire.coordinator import FromClient, Frozen, ToMachine, Unreached, Unread, WorkerLost
+from elasticd.wire.worker import (
+    DrainNotice,
     Goodbye,
     Hello,
     InDoubt,
-    Leaving,
     PeersLost,
     Refused,
     StayedOnPlan,
     Switched,
-    Unread,
-    WorkerLost,
 )
-from elasticd.wire.node_health import OfNode
-from elasticd.wire.probes import Frozen, Unreached
-from elasticd.wire.snapshots import SnapshotInventory
 
 #: Characters of one such text. Stacks and tracebacks have bounds of their own (`job.halted`, `job.raised`).
 MOST_TEXT = 4000
@@ -45,16 +39,13 @@ _TEXTS: dict[type, tuple[str, ...]] = {
     StayedOnPlan: ("reason",),
     InDoubt: ("reason",),
     PeersLost: ("reason",),
-    Leaving: ("reason",),
+    DrainNotice: ("reason",),
     Goodbye: ("reason",),
     Switched: ("checkpoint",),
     Unread: ("reason",),
     WorkerLost: ("how",),
     Frozen: ("how",),
 }
-
-#: What the coordinator's machine hears.
-Words = FromClient | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | SnapshotInventory
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -64,7 +55,7 @@ def shortened(text: str, most: int = MOST_TEXT) -> str:
     return text if len(text) <= most else text[: most - len(MARK)] + MARK
 
 
-def bounded(message: Words) -> Words:
+def bounded(message: ToMachine | Unread) -> ToMachine | Unread:
     """The message, with its texts cut."""
     if isinstance(message, FromClient):
         body = message.body

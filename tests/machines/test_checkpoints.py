@@ -13,7 +13,7 @@ from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.text_limits import MOST_CHECKPOINTS
 from elasticd.records import CheckpointsRecord, PublishedCheckpoint, decode
-from elasticd.wire.messages import Hello, Published, Saved
+from elasticd.wire.worker import Hello, Published, Saved
 from tests.machines.agent_scene import JOB as AGENTS_JOB
 from tests.machines.agent_scene import down, hello, proposal, run, said, sent, told
 from tests.machines.cast import JOB, FakeWorker

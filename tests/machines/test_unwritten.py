@@ -10,7 +10,7 @@ from elasticd.machines.job.state.events import Unwritten
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.text_limits import MARK
 from elasticd.records import DoneRecord, decode
-from elasticd.wire.messages import Rejected
+from elasticd.wire.worker import Rejected
 from tests.machines.asked import refused
 from tests.machines.cast import JOB
 from tests.machines.checked import KEYS

@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from elasticd.codec.decoding import shown
+from elasticd.codec.message import protocol_refusal
 from elasticd.machines.agent import store_orders
 from elasticd.machines.agent.state import (
     AgentDrained,
@@ -74,26 +75,32 @@ from elasticd.machines.agent.store_orders import (
 from elasticd.names import name_refusal
 from elasticd.records import MemberRecord
 from elasticd.version import __version__
-from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import (
+from elasticd.wire.coordinator import (
     DEVICE_PREFIX,
-    Abort,
     AgentHello,
     AgentRejected,
+    FromAgent,
+    FromClient,
+    Frozen,
+    PassedReport,
+    WorkerLost,
+)
+from elasticd.wire.main_thread import Halted
+from elasticd.wire.rendezvous import Join, Leave
+from elasticd.wire.worker import (
+    Abort,
     Closed,
     EmulatedSpeed,
     Fenced,
-    FromAgent,
-    FromClient,
     FromWorker,
     Goodbye,
     Hello,
-    Join,
-    Leave,
-    PassedReport,
+    Probe,
+    Probed,
     Propose,
     Published,
     Recorded,
+    Rehearsed,
     Rejected,
     Report,
     Shutdown,
@@ -101,10 +108,7 @@ from elasticd.wire.messages import (
     StoreCall,
     ToWorker,
     Welcome,
-    WorkerLost,
-    protocol_refusal,
 )
-from elasticd.wire.probes import Frozen, Probe, Probed, Rehearsed
 
 #: Reports kept while the link is away; the oldest go first.
 MOST_REPORTS = 256
@@ -215,7 +219,7 @@ def _drop(state: AgentState, name: str, how: str) -> Result:
 def refusal(state: AgentState, event: Opened) -> str:
     """Why this worker or torchrun is not let in, with the remedy; empty for one that is."""
     body, node = event.body, state.record.node
-    if apart := protocol_refusal("this process's hello to its agent", body):
+    if apart := protocol_refusal("this process's hello to its agent", body.version, body.release):
         return apart
     if body.pid != event.pid:
         return (

@@ -26,19 +26,18 @@ from elasticd.machines.agent.state import (
     Effect,
     FenceRead,
     LeaderRead,
-    Outcome,
     PlanRead,
     ProposalRead,
     Result,
 )
 from elasticd.records import DoneRecord, Fence, Proposal
-from elasticd.wire.messages import (
+from elasticd.wire.worker import (
     Abort,
     Closed,
+    DrainNotice,
     Fenced,
     Finished,
     Hello,
-    Leaving,
     PeersLost,
     Propose,
     Published,
@@ -46,6 +45,7 @@ from elasticd.wire.messages import (
     Recorded,
     Saved,
     Shutdown,
+    Statement,
     StateReport,
     ToWorker,
 )
@@ -241,8 +241,8 @@ def _stale(what: str, job: str, epoch: int, highest: int) -> AgentNote:
 def _forget_before(state: AgentState, job: str, number: int) -> AgentState:
     """Drop what was said of numbers below, in this job: the store has shown that they are settled."""
 
-    def current(body: Outcome) -> bool:
-        if isinstance(body, Finished | Saved | Raised | Leaving):
+    def current(body: Statement) -> bool:
+        if isinstance(body, Finished | Saved | Raised | DrainNotice):
             return True
         if isinstance(body, PeersLost):
             return False

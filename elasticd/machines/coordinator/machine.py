@@ -40,20 +40,10 @@ from elasticd.machines.job.state.job_state import LIVE, OVER, JobPhase, JobSetti
 from elasticd.machines.job.state.participants import joined_from
 from elasticd.machines.job.state.restored_job import restored
 from elasticd.records import NodeRecord
-from elasticd.wire.agent_orders import Drain
-from elasticd.wire.messages import (
-    DEVICE_PREFIX,
-    EmulatedSpeed,
-    FromClient,
-    Hello,
-    Join,
-    Rejected,
-    Switched,
-    ToClient,
-    Unread,
-)
+from elasticd.wire.coordinator import DEVICE_PREFIX, Crossed, Drain, FromClient, ToClient, Unread
 from elasticd.wire.node_health import Health
-from elasticd.wire.probes import Crossed
+from elasticd.wire.rendezvous import Join
+from elasticd.wire.worker import EmulatedSpeed, Hello, Rejected, Switched
 
 #: Jobs that a leader knows at once, those that are over among them.
 MOST_JOBS = 12_000

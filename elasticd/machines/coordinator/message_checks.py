@@ -14,22 +14,21 @@ from elasticd.machines.job.state import participants
 from elasticd.machines.job.state.job_state import JobState
 from elasticd.names import LONGEST, MOST_DEVICES, device_of, name_refusal
 from elasticd.records import NodeRecord
-from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import (
+from elasticd.wire.coordinator import (
     AgentHello,
+    Crossed,
     FromClient,
-    Join,
-    Leave,
-    Report,
-    StoreCall,
+    Frozen,
     ToLeader,
+    Unreached,
     Unread,
     WorkerLost,
 )
+from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
-from elasticd.wire.probes import Crossed, Frozen, Unreached
-from elasticd.wire.rendezvous import StepTime
+from elasticd.wire.rendezvous import Join, Leave, StepTime
 from elasticd.wire.snapshots import SnapshotInventory
+from elasticd.wire.worker import Report, StoreCall
 
 #: Characters of the ids that an agent gives to its clients, and to their incarnations.
 LONGEST_ID = 256

@@ -16,7 +16,9 @@ from elasticd.machines.job.state.participants import joins
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import JobSpec
 from elasticd.version import __version__
-from elasticd.wire.messages import Closed, FromClient, Hello, Join, Joined, Leave, Rejected, Unread, WorkerLost
+from elasticd.wire.coordinator import FromClient, Unread, WorkerLost
+from elasticd.wire.rendezvous import Join, Joined, Leave
+from elasticd.wire.worker import Closed, Hello, Rejected
 
 
 def join(turn: Turn, node: str, up: FromClient, body: Join) -> None:

@@ -13,7 +13,7 @@ from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.recovery import lost_without
 from elasticd.machines.job.state.job_state import JobPhase, Worker
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.wire.messages import WorkerLost
+from elasticd.wire.coordinator import WorkerLost
 
 
 def lost(turn: Turn, node: str, gone: WorkerLost) -> None:
@@ -30,8 +30,8 @@ def lost(turn: Turn, node: str, gone: WorkerLost) -> None:
     needed = turn.job.phase in (JobPhase.ASSEMBLING, JobPhase.PLANNING) or bound(
         turn, gone.device, gone.incarnation
     )
-    told = known and worker is not None and bool(worker.leaving)
-    if needed and (not gone.clean or worker is None or told):  # who was told to go, and cannot wait, is lost
+    drains = known and worker is not None and bool(worker.draining)
+    if needed and (not gone.clean or worker is None or drains):  # who drains, and cannot wait, is lost
         _died(turn, gone, how)
     elif needed and worker is not None:
         turn.worker(worker, left_at=turn.now, farewell=gone.how)
@@ -41,7 +41,7 @@ def lost(turn: Turn, node: str, gone: WorkerLost) -> None:
         # A plan that counted on this standby would name a device that is gone; and the rate was that of its
         # worker, the next may be another.
         turn.set(rates=forget(turn.job.rates, gone.device))
-        if not told:  # no plan counts on who was
+        if not drains:  # no plan counts on who does
             turn.set(decided=None, remedy=None)
 
 

@@ -52,30 +52,28 @@ from elasticd.machines.job.state.job_state import (
 )
 from elasticd.machines.job.state.participants import joins
 from elasticd.machines.job.state.transaction import Turn
+from elasticd.wire.coordinator import FromClient, Frozen, Unreached, Unread, WorkerLost
 from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import (
+from elasticd.wire.rendezvous import Join, Leave
+from elasticd.wire.snapshots import SnapshotInventory
+from elasticd.wire.worker import (
+    DrainNotice,
     Finished,
-    FromClient,
     Goodbye,
     Hello,
     InDoubt,
-    Join,
-    Leave,
-    Leaving,
     PeersLost,
     Prepared,
+    Probed,
     Raised,
     Refused,
+    Rehearsed,
     Report,
     Saved,
     StateReport,
     StayedOnPlan,
     Switched,
-    Unread,
-    WorkerLost,
 )
-from elasticd.wire.probes import Frozen, Probed, Rehearsed, Unreached
-from elasticd.wire.snapshots import SnapshotInventory
 
 Handler = Callable[..., None]
 
@@ -204,14 +202,14 @@ ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
     (StayedOnPlan, PROPOSED | ABORTING | RECOVERING, switch.kept),
     (StayedOnPlan, RUNNING, met),
     (InDoubt, FALLIBLE, switch.doubt),
-    (PeersLost, FALLIBLE, recovery.bereft),
+    (PeersLost, FALLIBLE, recovery.peers_lost),
     (StateReport, PROPOSED | RECOVERING, recovery.stands),
     (StateReport, ASSEMBLING | PLANNING | ABORTING | RUNNING, met),
     (Saved, FALLIBLE, checkpoints.saved),
     (Raised, LIVE, user_exceptions.raised),
     (Finished, FALLIBLE, finished),
     # What workers say beside.
-    (Leaving, NOT_OVER, drain.told),
+    (DrainNotice, NOT_OVER, drain.notice),
     (Probed, NOT_OVER, idle_probes.probed),
     (Rehearsed, ASSEMBLING | PLANNING, all_reduce_probes.rehearsed),
     (Rehearsed, FALLIBLE, met),
@@ -222,7 +220,7 @@ ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
         (kind, OVER, ignored)
         for kind in (Report, Prepared, Refused, Switched, StayedOnPlan, InDoubt, PeersLost, StateReport)
     ),
-    *((kind, OVER, ignored) for kind in (Saved, Raised, Finished, Leaving, Probed, Rehearsed, Goodbye)),
+    *((kind, OVER, ignored) for kind in (Saved, Raised, Finished, DrainNotice, Probed, Rehearsed, Goodbye)),
 )
 #: What each event does in each phase. An event that is not here is logged.
 TABLE: dict[tuple[JobPhase, type], Handler] = {
@@ -239,7 +237,7 @@ DUE: tuple[tuple[Handler, Collection[JobPhase], bool], ...] = (
     (losses.deserted, LIVE, True),
     (losses.absent, FALLIBLE, True),
     (losses.stranded, ASSEMBLING, False),
-    (drain.all_told, FALLIBLE, True),
+    (drain.all_drain, FALLIBLE, True),
     (stop_request.due, LIVE, False),
     (user_exceptions.judge, FALLIBLE, True),
     (recovery.suspect, FALLIBLE - RECOVERING, True),

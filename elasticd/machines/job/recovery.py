@@ -28,22 +28,22 @@ from elasticd.machines.job.state.recovery_source import Source
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
 from elasticd.records import Recovery, Vote
-from elasticd.wire.messages import Copy, PeersLost, StateReport
-from elasticd.wire.probes import Frozen
+from elasticd.wire.coordinator import Frozen
+from elasticd.wire.worker import Copy, PeersLost, StateReport
 
 #: Of members that are waited for though they stand still.
 _NOBODY_ELSE = "they are waited for, as nobody else holds"
 
 
-def bereft(turn: Turn, worker: Worker, body: PeersLost) -> None:
+def peers_lost(turn: Turn, worker: Worker, body: PeersLost) -> None:
     """A member lost the others: most likely one of them died, and the word of it is on its way. Of who is no
     member, or lost those of another plan, the job lacks nothing: such words are said again to a new leader."""
     job = turn.job
-    if worker.bereft_at is not None:
+    if worker.peers_lost_at is not None:
         return
     member = job.plan is not None and job.plan.binding.get(worker.device) == worker.incarnation
     if member and body.plan in (0, job.number):
-        turn.worker(worker, bereft_at=turn.now)
+        turn.worker(worker, peers_lost_at=turn.now)
 
 
 def froze(turn: Turn, node: str, message: Frozen) -> None:
@@ -56,13 +56,13 @@ def froze(turn: Turn, node: str, message: Frozen) -> None:
 def stands(turn: Turn, worker: Worker, body: StateReport) -> None:
     """A worker's answer to a fence. One to a fence that is over is an old word, said again."""
     if turn.job.fence is not None and body.fence == turn.job.fence.number:
-        turn.worker(worker, standing=body, bereft_at=None)
+        turn.worker(worker, standing=body, peers_lost_at=None)
 
 
 def suspect(turn: Turn) -> None:
     """Losses that nobody reports: of nodes that cannot be reached, and among members that all live."""
     job = turn.job
-    since = min((w.bereft_at for w in job.workers.values() if w.bereft_at is not None), default=None)
+    since = min((w.peers_lost_at for w in job.workers.values() if w.peers_lost_at is not None), default=None)
     still = _without_steps(turn)
     stopped = still > turn.settings.node_seconds + 2 * job.progress.slowest
     if since is not None or (stopped and job.phase is JobPhase.RUNNING):
@@ -91,8 +91,8 @@ def suspect(turn: Turn) -> None:
         return
     if since is None:
         tell(turn)
-    elif turn.now - since >= turn.settings.bereft_seconds:
-        who = ", ".join(device for device, w in job.workers.items() if w.bereft_at is not None)
+    elif turn.now - since >= turn.settings.peers_lost_seconds:
+        who = ", ".join(device for device, w in job.workers.items() if w.peers_lost_at is not None)
         regroup(turn, f"{who} lost the other members, of whom none is known to have died", at_once=True)
 
 
@@ -225,10 +225,10 @@ def _silent(turn: Turn, silent: list[Worker]) -> None:
 
 
 def _only_leavers(turn: Turn, late: list[Worker]) -> bool:
-    """Whether all workers but these are told to go, or their code raised: without these the job would end."""
+    """Whether all workers but these drain, or their code raised: without these the job would end."""
     absent = {worker.device for worker in late}
     here = [each for each in turn.job.workers.values() if not each.left and each.device not in absent]
-    return bool(here) and all(worker.leaving or worker.raised for worker in here)
+    return bool(here) and all(worker.draining or worker.raised for worker in here)
 
 
 def _late(turn: Turn, worker: Worker) -> bool:

@@ -40,7 +40,7 @@ from elasticd.machines.job.state.job_state import (
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
 from elasticd.records import JobSpec
-from elasticd.wire.messages import Report
+from elasticd.wire.worker import Report
 
 #: What is left after a step of the weight that the slowest one before it has.
 FADING = 0.9
@@ -174,7 +174,7 @@ def _request(turn: Turn) -> None:
         return
     devices = _devices(turn)
     if not devices:
-        if job.asked is not None:  # the last of them were told to go meanwhile
+        if job.asked is not None:  # the last of them began to drain meanwhile
             turn.set(asked=None)
             turn.effects.append(CancelPlan(job=job.job))
         return
@@ -360,7 +360,7 @@ def all_there(turn: Turn) -> bool:
 def _devices(turn: Turn) -> tuple[Device, ...]:
     """The devices that have a worker of this job, by name, but for those that are to be left."""
     workers = turn.job.workers.values()
-    there = {worker.device for worker in workers if worker.left_at is None and not worker.leaving}
+    there = {worker.device for worker in workers if worker.left_at is None and not worker.draining}
     counts = Counter([worker.node for worker in workers])
     known = {name: turn.nodes[name] for name in counts if name in turn.nodes}
     nodes = usable(turn, {name: counts[name] for name, node in known.items() if not node.record.draining})

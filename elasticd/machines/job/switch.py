@@ -18,7 +18,7 @@ from elasticd.machines.job.copies.memory import fit
 from elasticd.machines.job.copies.rollback import waits
 from elasticd.machines.job.faults import user_exceptions
 from elasticd.machines.job.faults.network_partition import regroup
-from elasticd.machines.job.lifecycle.drain import hurried
+from elasticd.machines.job.lifecycle.drain import preempted
 from elasticd.machines.job.lifecycle.fence import fault, resolved
 from elasticd.machines.job.lifecycle.job_end import aborted, stop
 from elasticd.machines.job.state.events import CancelPlan
@@ -26,7 +26,7 @@ from elasticd.machines.job.state.job_state import JobPhase, JobProgress, Setback
 from elasticd.machines.job.state.recovery_source import Source, called
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import HistoryRecord, PlanRecord, Proposal
-from elasticd.wire.messages import InDoubt, Prepared, Refused, StayedOnPlan, Switched
+from elasticd.wire.worker import InDoubt, Prepared, Refused, StayedOnPlan, Switched
 
 #: Seconds from a switch that was given up to the next, where a worker waits for it to leave.
 AGAIN_SECONDS = 1.0
@@ -220,8 +220,8 @@ def _go_back(turn: Turn, step: int) -> None:
 
 def doubt(turn: Turn, worker: Worker, body: InDoubt) -> None:
     """A member does not know which plan holds, and stands still: what all hold tells."""
-    if body.number > turn.job.highest - 1 and worker.bereft_at is None:
-        turn.worker(worker, bereft_at=turn.now)
+    if body.number > turn.job.highest - 1 and worker.peers_lost_at is None:
+        turn.worker(worker, peers_lost_at=turn.now)
 
 
 def overdue(turn: Turn) -> None:
@@ -290,7 +290,7 @@ def all_kept(turn: Turn) -> None:
         return
     members = job.bound(job.plan)
     if len(members) == len(job.plan.binding) and all(w.kept == job.proposal.number for w in members):
-        hurry = hurried(turn)
+        hurry = preempted(turn)
         retry = turn.now + (AGAIN_SECONDS if hurry else turn.settings.retry_seconds)
         setback = _setback(turn) if not hurry else None
         turn.enter(JobPhase.RUNNING, proposal=None, give_up="", decided=None, not_before=retry, setback=setback)

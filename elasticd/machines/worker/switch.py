@@ -1,6 +1,6 @@
 """The switch machine of one rank: it prepares a proposed plan, switches to it, and comes to rest after a fault.
 
-Pure: `step(state, event) -> (state, effects)`. The wire messages of `elasticd.wire.messages` are its events as
+Pure: `step(state, event) -> (state, effects)`. The wire messages of `elasticd.wire.worker` are its events as
 they are read, and it returns the messages that the leader is to read as `SendToLeader` effects.
 
 How a switch goes (DESIGN 6). A proposal is prepared in the background while training goes on. Once the
@@ -45,7 +45,7 @@ from typing import Any
 import msgspec
 from elasticd_planner.value import Value
 
-from elasticd.wire.messages import (
+from elasticd.wire.worker import (
     Abort,
     Fenced,
     InDoubt,
@@ -259,7 +259,7 @@ class StopTraining(SwitchEffect, frozen=True, kw_only=True):
     reason: str
 
 
-class Depart(SwitchEffect, frozen=True, kw_only=True):
+class Drained(SwitchEffect, frozen=True, kw_only=True):
     """End, after a drain: no rank needs anything of this one any more."""
 
 
@@ -294,7 +294,7 @@ def step(state: SwitchState, event: SwitchEvent, updates: int = 0) -> _Step:
         state, more = proposed(to(state, later=0), later)
         effects = (*effects, *more)
     if state.draining and state.phase is SwitchPhase.STANDBY and not state.holds_old:
-        return to(state, phase=SwitchPhase.STOPPED), (*effects, Depart())
+        return to(state, phase=SwitchPhase.STOPPED), (*effects, Drained())
     return state, effects
 
 

@@ -24,8 +24,7 @@ from elasticd.machines.job.state.data_network import Out, nodes_name
 from elasticd.machines.job.state.job_state import JobPhase, Worker
 from elasticd.machines.job.state.reachable_nodes import Pair, together, words
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.wire.agent_orders import TryReach
-from elasticd.wire.probes import Unreached
+from elasticd.wire.coordinator import TryReach, Unreached
 
 #: Seconds for which a round's answers are waited for.
 ANSWER_SECONDS = 3.0
@@ -107,7 +106,7 @@ def _stands_still(turn: Turn) -> bool:
         return False
     since = max(job.progress.at, job.since if job.phase is JobPhase.RUNNING else 0.0)
     late = turn.now - since > turn.settings.hang_seconds + 2 * job.progress.slowest
-    return late or any(worker.bereft_at is not None for worker in job.workers.values())
+    return late or any(worker.peers_lost_at is not None for worker in job.workers.values())
 
 
 def _ask(turn: Turn) -> None:

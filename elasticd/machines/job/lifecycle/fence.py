@@ -67,7 +67,7 @@ def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
 def resolved(turn: Turn) -> None:
     """A plan was recorded after the fence: the fault is over."""
     workers = {
-        device: msgspec.structs.replace(worker, standing=None, bereft_at=None)
+        device: msgspec.structs.replace(worker, standing=None, peers_lost_at=None)
         for device, worker in turn.job.workers.items()
     }
     turn.set(fence=None, remedy=None, reason="", workers=workers)

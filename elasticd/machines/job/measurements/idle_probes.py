@@ -12,7 +12,7 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd.machines.job.state.job_state import Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.node_health import causes
-from elasticd.wire.probes import Probed
+from elasticd.wire.worker import Probed
 
 
 def probed(turn: Turn, worker: Worker, body: Probed) -> None:

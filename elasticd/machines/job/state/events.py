@@ -21,12 +21,7 @@ from elasticd.records import (
     PlanRecord,
     Proposal,
 )
-from elasticd.wire.agent_orders import Drain, End, Harm, TryReach
-from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import FromClient, ToClient, Unread, WorkerLost
-from elasticd.wire.node_health import OfNode
-from elasticd.wire.probes import Frozen, Unreached
-from elasticd.wire.snapshots import SnapshotInventory, SnapshotSetComplete
+from elasticd.wire.coordinator import FromMachine, Harm, ToMachine, Unread
 
 #: The kinds of a `CoordinatorNote`. docs/reference/events.md is written from these lines.
 EventKind = Literal[
@@ -97,9 +92,7 @@ class Received(Value, frozen=True, kw_only=True):
     """A message from a connected agent."""
 
     node: str  # the agent's node
-    message: (
-        FromClient | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | SnapshotInventory
-    )  # what it said
+    message: ToMachine | Unread  # what it said
 
 
 class Planned(Value, frozen=True, kw_only=True):
@@ -228,7 +221,7 @@ class CoordinatorSend(Value, frozen=True, kw_only=True):
     """A message to an agent, if it is connected."""
 
     node: str  # the agent's node
-    message: ToClient | Harm | Drain | End | TryReach | SnapshotSetComplete  # what it is told
+    message: FromMachine  # what it is told
 
 
 class Write(Value, frozen=True, kw_only=True):

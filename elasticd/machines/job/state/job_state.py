@@ -54,8 +54,8 @@ from elasticd.machines.job.state.data_network import Network
 from elasticd.machines.job.state.snapshot_sets import SnapshotSets
 from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint, Thrown
 from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import Raised, Saved, StateReport
 from elasticd.wire.node_health import Health
+from elasticd.wire.worker import Raised, Saved, StateReport
 
 
 class JobPhase(enum.Enum):
@@ -118,7 +118,7 @@ class JobSettings(Value, frozen=True, kw_only=True):
     leave_seconds: float = 2.0  # for all members to say goodbye after the first did, before the last step
     stand_seconds: float = 10.0  # for members to say what they hold after a fence
     #: from a member that lost the others to the fence, if nobody is known to have died
-    bereft_seconds: float = 0.5
+    peers_lost_seconds: float = msgspec.field(default=0.5, name="bereft_seconds")
     #: for a node that cannot be reached to be back, if the job's steps have stopped too
     node_seconds: float = 0.4
     #: the same for a node that alone holds a part of the state, where there is no older state to go back to
@@ -142,7 +142,7 @@ class JobSettings(Value, frozen=True, kw_only=True):
         times = (
             *(self.gather_seconds, self.prepare_seconds, self.reconnect_seconds),
             *(self.retry_seconds, self.most_retry_seconds, self.leave_seconds),
-            *(self.stand_seconds, self.bereft_seconds, self.node_seconds, self.hang_seconds),
+            *(self.stand_seconds, self.peers_lost_seconds, self.node_seconds, self.hang_seconds),
             self.lone_seconds,
             *(self.probe_seconds, self.keep_seconds, self.keep_jobs),
         )
@@ -197,11 +197,13 @@ class Worker(Value, frozen=True, kw_only=True):
     left_at: float | None = None  # when it left before the last step
     farewell: str = ""  # why it left
     orphan: bool = False  # its node's agent was started again, and it has not come back to that one yet
-    bereft_at: float | None = None  # since when it stands still, having lost the others
+    #: since when it stands still, having lost the others
+    peers_lost_at: float | None = msgspec.field(default=None, name="bereft_at")
     frozen: str = ""  # how it was found not to answer its agent (empty: it answers)
     standing: StateReport | None = None  # its answer to the last fence
     checkpoints: tuple[str, ...] = ()  # names of those that it sees, newest first
-    leaving: str = ""  # why it is to be drained: a preemption notice, or its code raised (empty: it is not)
+    #: why it drains: a preemption notice, or its code raised (empty: it does not)
+    draining: str = msgspec.field(default="", name="leaving")
     saves: bool = False  # it has a last checkpoint to make should all workers go
     probe_by: float | None = None  # until when its device's first probe is waited for (None: no more)
     rehearses: bool = False  # it answers a `Rehearse`

@@ -26,9 +26,9 @@ from elasticd.machines.job.state.job_state import (
     Worker,
 )
 from elasticd.machines.text_limits import shortened
-from elasticd.wire.agent_orders import TryReach
-from elasticd.wire.messages import Closed, Joined, Rejected, ToClient
-from elasticd.wire.probes import Rehearse
+from elasticd.wire.coordinator import ToClient, TryReach
+from elasticd.wire.rendezvous import Joined
+from elasticd.wire.worker import Closed, Rehearse, Rejected
 
 #: Events that the log has lines of, which their phases have nothing for.
 MOST_UNEXPECTED = 32
