@@ -17,7 +17,7 @@ heard as well, if a plan is bound to it: its agent repeats its last words.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from elasticd_planner.spec.cluster import node_of
 
@@ -49,6 +49,7 @@ from elasticd.machines.job.state.job_state import (
     JobState,
     NodeState,
     Worker,
+    stranger,
 )
 from elasticd.machines.job.state.participants import joins
 from elasticd.machines.job.state.transaction import Turn
@@ -70,6 +71,7 @@ from elasticd.wire.worker import (
     Rehearsed,
     Report,
     Saved,
+    Statement,
     StateReport,
     StayedOnPlan,
     Switched,
@@ -125,7 +127,7 @@ def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
 
 def finished(turn: Turn, worker: Worker, body: Finished) -> None:
     """A member says that the last step's vote is complete."""
-    if losses.bound(turn, worker.device, worker.incarnation):
+    if turn.job.binds(worker.device, worker.incarnation):
         job_end.finished(turn, body)
 
 
@@ -139,14 +141,11 @@ def settle(turn: Turn) -> None:
     if not missing or job.phase is JobPhase.ASSEMBLING:
         turn.set(settle_until=None)
         return
-    returned = [turn.nodes.get(node_of(device)) for device in missing]
-    patience = turn.settings.reconnect_seconds
-    for node in returned:
-        if node is not None and node.connected and turn.now - node.since >= patience:
-            turn.set(settle_until=None)
-            losses.vanished(turn, missing)
-            return
-    if not any(node is not None and node.connected for node in returned):
+    longest = max(turn.here_seconds(node_of(device)) for device in missing)
+    if longest >= turn.settings.reconnect_seconds:
+        turn.set(settle_until=None)
+        losses.vanished(turn, missing)
+    elif longest < 0:  # none of their nodes is back
         turn.set(settle_until=None)
 
 
@@ -215,12 +214,11 @@ ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
     (Rehearsed, FALLIBLE, met),
     (Goodbye, NOT_OVER, met),  # its `WorkerLost` follows, and says that it was clean
     # Words on their way as the job ended, or repeated to a new leader.
-    *((kind, OVER, ignored) for kind in (Frozen, Halted, SnapshotInventory, Unreached)),
     *(
         (kind, OVER, ignored)
-        for kind in (Report, Prepared, Refused, Switched, StayedOnPlan, InDoubt, PeersLost, StateReport)
+        for kind in (*get_args(Statement), *(Report, Probed, Rehearsed, Goodbye, Frozen, Halted, Unreached))
     ),
-    *((kind, OVER, ignored) for kind in (Saved, Raised, Finished, DrainNotice, Probed, Rehearsed, Goodbye)),
+    (SnapshotInventory, OVER, ignored),
 )
 #: What each event does in each phase. An event that is not here is logged.
 TABLE: dict[tuple[JobPhase, type], Handler] = {
@@ -294,13 +292,9 @@ def _hear(turn: Turn, event: Event) -> None:
 
 def _speaker(turn: Turn, up: FromClient) -> Worker | None:
     """The worker whose word this is, if it is heard."""
-    worker = turn.job.workers.get(up.device)
-    if worker is None and losses.bound(turn, up.device, up.incarnation):
-        node = node_of(up.device)
-        worker = turn.worker(
-            Worker(device=up.device, incarnation=up.incarnation, node=node, client=up.client, pid=0)
-        )
-    return worker if worker is not None and worker.incarnation == up.incarnation else None
+    if up.device not in turn.job.workers and turn.job.binds(up.device, up.incarnation):
+        return turn.worker(stranger(up.device, up.incarnation, client=up.client))
+    return turn.job.worker(up.device, up.incarnation)
 
 
 def _due(turn: Turn) -> None:

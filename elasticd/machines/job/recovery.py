@@ -23,7 +23,7 @@ from elasticd.machines.job.faults.hangs import busy, culprits, described, note, 
 from elasticd.machines.job.faults.network_partition import divided, regroup
 from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
-from elasticd.machines.job.state.job_state import JobPhase, Worker
+from elasticd.machines.job.state.job_state import JobPhase, Worker, incarnations, stranger
 from elasticd.machines.job.state.recovery_source import Source
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
@@ -41,15 +41,13 @@ def peers_lost(turn: Turn, worker: Worker, body: PeersLost) -> None:
     job = turn.job
     if worker.peers_lost_at is not None:
         return
-    member = job.plan is not None and job.plan.binding.get(worker.device) == worker.incarnation
-    if member and body.plan in (0, job.number):
+    if job.is_member(worker.device, worker.incarnation) and body.plan in (0, job.number):
         turn.worker(worker, peers_lost_at=turn.now)
 
 
 def froze(turn: Turn, node: str, message: Frozen) -> None:
     """A worker does not answer its agent, or does again. That alone costs nothing: see `suspect`."""
-    worker = turn.job.workers.get(message.device)
-    if worker is not None and worker.incarnation == message.incarnation:
+    if (worker := turn.job.worker(message.device, message.incarnation)) is not None:
         turn.worker(worker, frozen=message.how)
 
 
@@ -78,13 +76,13 @@ def suspect(turn: Turn) -> None:
         return
     frozen = [worker for worker in _owners(turn) if worker.frozen]
     if frozen:
-        gone = {worker.device: worker.incarnation for worker in frozen}
+        gone = incarnations(frozen)
         why = f"worker {', '.join(gone)} is frozen: {frozen[0].frozen}"
         if not _spared(turn, gone, why):
             fault(turn, gone, why)
         return
     if since is None and halted and (found := culprits(turn)):
-        gone, why = {worker.device: worker.incarnation for worker in found}, described(turn, found)
+        gone, why = incarnations(found), described(turn, found)
         if not _spared(turn, gone, why):
             note(turn, found)
             fault(turn, gone, why)
@@ -99,10 +97,8 @@ def suspect(turn: Turn) -> None:
 def _without_steps(turn: Turn) -> float:
     """Seconds without a step. They count while there is somebody to tell of one: agents that come back after a
     pause of their network, of etcd or of the leader come one after the other."""
-    owners = {worker.node for worker in _owners(turn)}
-    nodes = [turn.nodes[name] for name in owners if name in turn.nodes]
-    heard = min((node.since for node in nodes if node.connected), default=turn.now)
-    return turn.now - max(turn.job.progress.at, heard)
+    heard = max((turn.here_seconds(node) for node in {worker.node for worker in _owners(turn)}), default=0.0)
+    return min(turn.now - turn.job.progress.at, max(heard, 0.0))
 
 
 def _spared(turn: Turn, found: Collection[str], why: str) -> bool:
@@ -149,16 +145,16 @@ def _unreachable(turn: Turn) -> dict[str, str]:
     """Members on nodes that have been away for too long; nobody, where no member's node can be reached: then
     nobody is left to say that the steps have stopped, and it may be this leader who is cut off."""
     owners = _owners(turn)
-    nodes = map(turn.nodes.get, {worker.node for worker in owners})
-    if not any(node is not None and node.connected for node in nodes):
+    nodes = {worker.node for worker in owners}
+    if not any(map(turn.here, nodes)):
         return {}
-    away = {}
-    for worker in owners:
-        node = turn.nodes.get(worker.node)
-        known = node is not None and (node.connected or turn.now - node.since < turn.settings.node_seconds)
-        if not known:
-            away[worker.device] = worker.incarnation
-    return away
+    known = (turn.nodes[name] for name in nodes if name in turn.nodes)
+    near = {
+        node.record.node
+        for node in known
+        if node.connected or turn.now - node.since < turn.settings.node_seconds
+    }
+    return incarnations(worker for worker in owners if worker.node not in near)
 
 
 def recover(turn: Turn) -> None:
@@ -220,8 +216,7 @@ def _silent(turn: Turn, silent: list[Worker]) -> None:
     if waited and _only_leavers(turn, late) and turn.now - turn.job.since < turn.settings.lone_seconds:
         waits(turn, f"{names} may live, and no other device could go on: no answer since the fence")
         return
-    gone = {worker.device: worker.incarnation for worker in late}
-    fault(turn, gone, f"no answer to fence {turn.job.highest} from {names}")
+    fault(turn, incarnations(late), f"no answer to fence {turn.job.highest} from {names}")
 
 
 def _only_leavers(turn: Turn, late: list[Worker]) -> bool:
@@ -237,22 +232,10 @@ def _late(turn: Turn, worker: Worker) -> bool:
     if worker.device in job.unmet:
         since = max(node.since if node is not None else 0.0, job.patient_until - settings.reconnect_seconds)
         return turn.now - since >= settings.reconnect_seconds
-    return turn.now - _silent_since(turn, worker) >= _patience(turn, worker)
-
-
-def _silent_since(turn: Turn, worker: Worker) -> float:
-    node = turn.nodes.get(worker.node)
-    here = node is None or node.connected
-    moved = worker.halted_at if worker.halted is None else turn.job.since
-    return max(turn.job.since, moved, turn.job.since if here or node is None else node.since)
-
-
-def _patience(turn: Turn, worker: Worker) -> float:
-    node = turn.nodes.get(worker.node)
-    here = node is not None and node.connected
-    # In a step it comes to rest at its next collective, which may be almost a step away.
-    stand = turn.settings.stand_seconds + 2 * turn.job.progress.slowest
-    return stand if here else turn.settings.reconnect_seconds
+    since = max(job.since, worker.halted_at if worker.halted is None else job.since)
+    if turn.here(worker.node):  # in a step it comes to rest at its next collective, almost a step away maybe
+        return turn.now - since >= settings.stand_seconds + 2 * job.progress.slowest
+    return turn.now - max(since, node.since if node is not None else since) >= settings.reconnect_seconds
 
 
 def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
@@ -337,8 +320,5 @@ def _owners(turn: Turn) -> list[Worker]:
     not met yet, of which it knows the names."""
     job = turn.job
     found = {worker.device: worker for plan in job.candidates for worker in job.bound(plan)}
-    unmet = [
-        Worker(device=device, incarnation=one, node=node_of(device), client="", pid=0)
-        for device, one in job.unmet.items()
-    ]
+    unmet = (stranger(device, one) for device, one in job.unmet.items())
     return [*(worker for worker in found.values() if not worker.left), *unmet]

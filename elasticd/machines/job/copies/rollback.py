@@ -77,7 +77,7 @@ class _Option(Value, frozen=True, kw_only=True):
 def _sets(turn: Turn) -> list[_Option]:
     """The sets of snapshots that agents hold all of."""
     snapshots = turn.job.snapshots
-    there = {name for name, node in turn.nodes.items() if node.connected}
+    there = turn.connected
     found = []
     for moment in snapshots.moments():
         plan = plan_of(turn, moment.plan)
@@ -137,8 +137,7 @@ def _source(turn: Turn, option: _Option, plan: Plan) -> Source | str:
         return Source(plan=None, recovery=recovery, checkpoints=names, words=text)
     if option.lacking:
         return f"node {', '.join(option.lacking)} cannot be reached, and alone keeps a part of {option.words}"
-    there = {name for name, node in turn.nodes.items() if node.connected}
-    copies = job.snapshots.copies(option.moment, option.old, there)
+    copies = job.snapshots.copies(option.moment, option.old, turn.connected)
     readers = stand_ins(option.old, copies, plan.members)
     if readers is None:
         away = {node for nodes in copies.values() if plan.nodes.isdisjoint(nodes) for node in nodes}

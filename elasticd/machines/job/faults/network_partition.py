@@ -21,7 +21,7 @@ from elasticd.machines.job.copies.rollback import older_state, waits
 from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.data_network import Out, nodes_name
-from elasticd.machines.job.state.job_state import JobPhase, Worker
+from elasticd.machines.job.state.job_state import JobPhase, Worker, incarnations
 from elasticd.machines.job.state.reachable_nodes import Pair, together, words
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.coordinator import TryReach, Unreached
@@ -91,12 +91,12 @@ def _judge(turn: Turn) -> None:
         apart = job.network.apart(_nodes(job.plan.members if job.plan is not None else ()))
         if apart and _stands_still(turn):
             regroup(turn, f"{words(apart)}, and the job's steps have stopped", at_once=True)
-    elif job.phase is JobPhase.PROPOSED and job.proposal is not None and not job.give_up:
+    elif job.phase is JobPhase.PROPOSED and job.proposal is not None:
         recovery, old = job.proposal.recovery, job.proposal.old
         sources = recovery.sources if recovery is not None else old.members if old is not None else ()
         apart = job.network.apart(_nodes((*sources, *job.proposal.plan.members)))
         if apart:
-            turn.set(give_up=words(apart))
+            turn.give_up(words(apart))
 
 
 def _stands_still(turn: Turn) -> bool:
@@ -115,12 +115,8 @@ def _ask(turn: Turn) -> None:
     if network.asked or turn.now < network.next_at:
         return
     there = sorted({worker.node for worker in job.workers.values() if not worker.left})
-    found = ((name, turn.nodes.get(name)) for name in there)
-    addresses = {
-        name: node.record.reach
-        for name, node in found
-        if node is not None and node.connected and node.record.reach
-    }
+    addresses = {name: turn.nodes[name].record.reach for name in there if turn.here(name)}
+    addresses = {name: address for name, address in addresses.items() if address}
     asked, pause = _asked(turn, addresses)
     if not asked or len(addresses) < 2:
         return
@@ -172,7 +168,7 @@ def divided(turn: Turn, owners: Iterable[Worker], restores: Callable[[frozenset[
     elif job.remedy is not None and _nodes(job.remedy.plan.members) & (held - chosen):
         turn.set(remedy=None, decided=None)  # it was asked for before
     elif job.remedy is not None:
-        gone = {worker.device: worker.incarnation for worker in owners if worker.node not in chosen}
+        gone = incarnations(worker for worker in owners if worker.node not in chosen)
         _leave_out(turn, held - chosen)
         fault(turn, gone, f"{words(apart)}: the job goes on with {nodes_name(chosen)}")
     return True

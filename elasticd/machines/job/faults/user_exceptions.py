@@ -175,8 +175,8 @@ def _end(turn: Turn, why: str, body: Raised) -> None:
 
 
 def _all_can_save(job: JobState) -> bool:
-    members = job.bound(job.plan)
-    return job.plan is not None and len(members) == len(job.plan.binding) and all(map(_can_save, members))
+    members = job.all_known(job.plan.binding) if job.plan is not None else ()
+    return bool(members) and all(map(_can_save, members))
 
 
 def _can_save(worker: Worker) -> bool:

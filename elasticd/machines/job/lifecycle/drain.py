@@ -33,9 +33,9 @@ def notice(turn: Turn, worker: Worker, body: DrainNotice) -> None:
         return
     joins = worker.device in job.proposal.plan.binding and worker.device not in job.plan.binding
     nobody = all(_drains(turn, device) for device in job.proposal.plan.members)
-    if (joins or nobody) and not job.give_up:
+    if joins or nobody:
         which = "which was to join" if joins else "the last that was to stay"
-        turn.set(give_up=f"worker {worker.device}, {which}, drains")
+        turn.give_up(f"worker {worker.device}, {which}, drains")
 
 
 def all_drain(turn: Turn) -> None:

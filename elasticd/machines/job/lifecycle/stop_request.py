@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from elasticd.codec.decoding import shown
 from elasticd.machines.job.lifecycle.fence import FALLIBLE
 from elasticd.machines.job.lifecycle.job_end import stop
-from elasticd.machines.job.state.events import CoordinatorSend, StopAsked
+from elasticd.machines.job.state.events import StopAsked
 from elasticd.machines.job.state.job_state import JobState, NodeState
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.coordinator import End, is_first
@@ -33,8 +33,8 @@ def asked(turn: Turn, event: StopAsked) -> None:
         text = f"{text}; {words(deaf)}"
     turn.note("stopping", text, by=event.by, seconds=event.seconds, unheard=sorted(deaf))
     turn.set(stopping=f"stopped by {event.by}", stop_at=turn.now + event.seconds)
-    for name, node in turn.nodes.items():
-        if node.connected:
+    for name in turn.nodes:
+        if turn.here(name):
             remind(turn, name)
 
 
@@ -49,7 +49,7 @@ def remind(turn: Turn, node: str) -> None:
     if not turn.job.stopping or turn.over:
         return
     if staying := tuple(_staying(turn.job, node)):
-        turn.effects.append(CoordinatorSend(node=node, message=End(job=turn.job.job, devices=staying)))
+        turn.order(node, End(job=turn.job.job, devices=staying))
 
 
 def _staying(job: JobState, node: str) -> Iterable[str]:

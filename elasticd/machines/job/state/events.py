@@ -8,6 +8,7 @@ import msgspec
 from elasticd_planner.detection.stragglers import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
 
 from elasticd.records import (
@@ -102,6 +103,16 @@ class Planned(Value, frozen=True, kw_only=True):
     token: int  # of the request
     answer: Answer | None = None  # the plan, or why there is none
     error: str = ""  # why the planner gave no answer
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, if there is one."""
+        return self.answer.plan if self.answer is not None else None
+
+    @property
+    def refusal(self) -> str:
+        """Why there is none."""
+        return self.answer.refusal if self.answer is not None else self.error
 
 
 class Unwritten(Value, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ from __future__ import annotations
 import enum
 import math
 import zlib
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from elasticd_planner.cost.model_profile import GUESSED_FLOPS, ModelProfile
@@ -43,7 +44,7 @@ from elasticd_planner.policy.policy import Moved, PolicySettings
 from elasticd_planner.policy.stability import Stability
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiling.fit import STEPS
-from elasticd_planner.spec.cluster import Device, Link
+from elasticd_planner.spec.cluster import Device, Link, node_of
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import Lengths
@@ -219,6 +220,16 @@ class Worker(Value, frozen=True, kw_only=True):
         return self.left_at is not None
 
 
+def stranger(device: str, incarnation: str, *, client: str = "") -> Worker:
+    """A worker of which this leader knows only the names, by a plan or by a message about it."""
+    return Worker(device=device, incarnation=incarnation, node=node_of(device), client=client, pid=0)
+
+
+def incarnations(workers: Iterable[Worker]) -> dict[str, str]:
+    """The incarnation of each, by device: as a fence names those that are lost."""
+    return {worker.device: worker.incarnation for worker in workers}
+
+
 class Basis(Value, frozen=True, kw_only=True):
     """What a plan is made from, beside the job's spec: another basis asks for another decision."""
 
@@ -387,11 +398,46 @@ class JobState(Value, frozen=True, kw_only=True):
         """The running plan's number, 0 without one."""
         return self.plan.number if self.plan is not None else 0
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan in force and the proposed one, as far as there are any."""
+        proposed = self.proposal.plan if self.proposal is not None else None
+        return tuple(plan for plan in (self.plan, proposed) if plan is not None)
+
+    @property
+    def starting(self) -> bool:
+        """Whether it waits for its workers or for its first plan: it can spare none."""
+        return self.phase in (JobPhase.ASSEMBLING, JobPhase.PLANNING)
+
+    def binds(self, device: str, incarnation: str) -> bool:
+        """Whether a plan, in force or proposed, is bound to that worker, which this leader may not have met.
+        Nothing is bound to one that was fenced off."""
+        if self.gone.get(device) == incarnation:
+            return False
+        return any(plan.binding.get(device) == incarnation for plan in self.plans)
+
+    def worker(self, device: str, incarnation: str) -> Worker | None:
+        """The worker of this incarnation, if it is known here and no other process has taken its place."""
+        worker = self.workers.get(device)
+        return worker if worker is not None and worker.incarnation == incarnation else None
+
+    def is_member(self, device: str, incarnation: str) -> bool:
+        """Whether the plan in force is bound to that worker."""
+        return self.plan is not None and self.plan.binding.get(device) == incarnation
+
     def bound(self, plan: Plan | None) -> tuple[Worker, ...]:
         """The workers that `plan` binds and that are known here, in rank order."""
-        binding = plan.binding if plan is not None else {}
+        return self.known(plan.binding if plan is not None else {})
+
+    def known(self, binding: Mapping[str, str]) -> tuple[Worker, ...]:
+        """The workers of these incarnations, by device, that are known here, in order."""
         found = ((incarnation, self.workers.get(device)) for device, incarnation in binding.items())
         return tuple(worker for incarnation, worker in found if worker and worker.incarnation == incarnation)
+
+    def all_known(self, binding: Mapping[str, str]) -> tuple[Worker, ...]:
+        """The same; none where one of them is not known."""
+        found = self.known(binding)
+        return found if len(found) == len(binding) else ()
 
     @property
     def candidates(self) -> tuple[Plan, ...]:
@@ -411,10 +457,9 @@ class JobState(Value, frozen=True, kw_only=True):
     def unreported(self) -> tuple[str, ...]:
         """Devices of members, of the running or the proposed plan, whose worker has not said hello, or not
         to the agent that its node has now. Who is fenced off is not waited for."""
-        plans = (self.plan, self.proposal.plan if self.proposal is not None else None)
         found: dict[str, None] = {}
-        for plan in plans:
-            for device, incarnation in plan.binding.items() if plan is not None else ():
+        for plan in self.plans:
+            for device, incarnation in plan.binding.items():
                 worker = self.workers.get(device)
                 if worker is not None and worker.incarnation == incarnation and not worker.orphan:
                     continue

@@ -28,10 +28,9 @@ def takes_part(job: JobState, of: NodeRecord) -> bool:
     plan."""
     if of.node in job.joined or joined_from(job, of):
         return True
-    plans = [plan for plan in (job.plan, job.proposal.plan if job.proposal is not None else None) if plan]
     return any(
         device.name in job.joined
         or device.name in job.workers
-        or any(device.name in plan.binding for plan in plans)
+        or any(device.name in plan.binding for plan in job.plans)
         for device in of.devices
     )
