@@ -89,6 +89,7 @@ class Link:
             self._outgoing.put_nowait(message)
 
     async def close(self) -> None:
+        """Ends the present connection, and makes no other."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 

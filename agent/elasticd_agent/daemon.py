@@ -125,6 +125,7 @@ class Agent:
 
     @property
     def record(self) -> NodeRecord:
+        """The record of this agent's node, as it is in the store."""
         return self._state.record
 
     def reconfigure(self, config: Config) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from elasticd.codec.safe_text import MARK, MOST_TEXT, shortened
+from elasticd.machines.coordinator.message_checks import bounded
 from elasticd.machines.job.lifecycle.job_end import MOST_REASON
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.machines.text_limits import MARK, MOST_TEXT, bounded, shortened
 from elasticd.records import DoneRecord, Fence, decode, encode
 from elasticd.wire.coordinator import FromClient, Frozen, Unreached, WorkerLost
 from elasticd.wire.worker import (

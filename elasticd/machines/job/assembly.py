@@ -12,7 +12,6 @@ from elasticd.codec.decoding import shown
 from elasticd.machines.job.lifecycle.job_end import AGAIN, affirm, stop
 from elasticd.machines.job.losses import lost
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Joiner, Worker, stranger
-from elasticd.machines.job.state.participants import joins
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import JobSpec
 from elasticd.version import __version__
@@ -313,7 +312,7 @@ def uninvited(job: JobState, node: str, device: str) -> str:
     """Why a job that has not begun does not take a worker, or nothing. Its workers train what the first of them
     says, and one that does not fit stops it: so only those come that its torchruns start. An agent says that a
     torchrun joins before what its workers say, to a new leader, too."""
-    if job.phase not in (JobPhase.GATHERING, JobPhase.ASSEMBLING) or joins(job, node, device):
+    if job.phase not in (JobPhase.GATHERING, JobPhase.ASSEMBLING) or job.joins(node, device):
         return ""
     return (
         f"worker {device} is none of those that job {job.job} waits for: no torchrun of node {node} takes part "
@@ -335,7 +334,7 @@ def unread(turn: Turn, node: str, message: Unread) -> None:
         return
     why = cannot_read(message)
     turn.send(node, message.client, Rejected(reason=why))
-    if message.device and job.phase is JobPhase.ASSEMBLING and joins(job, node, message.device):
+    if message.device and job.phase is JobPhase.ASSEMBLING and job.joins(node, message.device):
         stop(turn, why)
 
 

@@ -51,7 +51,6 @@ from elasticd.machines.job.state.job_state import (
     Worker,
     stranger,
 )
-from elasticd.machines.job.state.participants import joins
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.coordinator import FromClient, Frozen, Unreached, Unread, WorkerLost
 from elasticd.wire.main_thread import Halted
@@ -364,11 +363,7 @@ def turned_away(
     """A worker of the job was told that it cannot take part: the job ends if it waits for this one."""
     turn = Turn(job, nodes, epoch, settings, now)
     said = event.message
-    if (
-        job.phase is JobPhase.ASSEMBLING
-        and isinstance(said, FromClient)
-        and joins(job, event.node, said.device)
-    ):
+    if job.phase is JobPhase.ASSEMBLING and isinstance(said, FromClient) and job.joins(event.node, said.device):
         job_end.stop(turn, why)
     return turn.job, tuple(turn.effects)
 

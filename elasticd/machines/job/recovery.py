@@ -18,13 +18,12 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job import replan
 from elasticd.machines.job.copies.holdings import lost_boxes
-from elasticd.machines.job.copies.rollback import Wait, older, older_state, waits
+from elasticd.machines.job.copies.rollback import Source, Wait, older, older_state, waits
 from elasticd.machines.job.faults.hangs import busy, culprits, described, note, tell
 from elasticd.machines.job.faults.network_partition import divided, regroup
 from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.job_state import JobPhase, Worker, incarnations, stranger
-from elasticd.machines.job.state.recovery_source import Source
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
 from elasticd.records import Recovery, Vote

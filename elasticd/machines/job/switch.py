@@ -15,15 +15,14 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.machines.job.copies import checkpoints
 from elasticd.machines.job.copies.checkpoints import NotShared, offered
 from elasticd.machines.job.copies.memory import room_for
-from elasticd.machines.job.copies.rollback import waits
+from elasticd.machines.job.copies.rollback import Source, called, waits
 from elasticd.machines.job.faults import user_exceptions
 from elasticd.machines.job.faults.network_partition import regroup
 from elasticd.machines.job.lifecycle.drain import preempted
 from elasticd.machines.job.lifecycle.fence import fault, resolved
 from elasticd.machines.job.lifecycle.job_end import aborted, stop
 from elasticd.machines.job.state.job_state import JobPhase, JobProgress, Setback, Worker, incarnations
-from elasticd.machines.job.state.recovery_source import Source, called
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Turn, doubled
 from elasticd.records import HistoryRecord, PlanRecord, Proposal
 from elasticd.wire.worker import InDoubt, Prepared, Refused, StayedOnPlan, Switched
 
@@ -302,7 +301,7 @@ def _setback(turn: Turn) -> Setback | None:
         return None
     before = job.setback
     times = before.times + 1 if before is not None and before.basis == job.decided else 1
-    seconds = min(settings.retry_seconds * 2.0 ** min(times - 1, 64), settings.most_retry_seconds)
+    seconds = doubled(settings.retry_seconds, times, settings.most_retry_seconds)
     if times > 1:
         text = (
             f"plan {job.number} stays: another for these rates and devices was given up {times} times; the "

@@ -20,9 +20,9 @@ from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
 
+from elasticd.machines.job.copies.rollback import Source
 from elasticd.machines.job.copies.snapshots import secured
 from elasticd.machines.job.state.job_state import NodeState
-from elasticd.machines.job.state.recovery_source import Source
 from elasticd.machines.job.state.transaction import Turn
 
 

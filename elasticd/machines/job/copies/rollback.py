@@ -13,13 +13,38 @@ from elasticd_planner.value import Value
 
 from elasticd.machines.job.copies.snapshots import plan_of, words
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.machines.job.state.recovery_source import CHECKPOINTS, Source, set_name
 from elasticd.machines.job.state.snapshot_sets import Moment, stand_ins
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.records import Recovery
+from elasticd.records import Proposal, Recovery
 
+#: The name of all checkpoints: members read the first that all can.
+CHECKPOINTS = "checkpoints"
 #: Times that a recovery from one older state is tried.
 MOST_TRIES = 3
+
+
+class Source(Value, frozen=True, kw_only=True):
+    """What a recovery reads its state from, as the proposal carries it."""
+
+    plan: Plan | None  # that copies or snapshots are of; None: checkpoints
+    recovery: Recovery  # who has what
+    checkpoints: tuple[str, ...] = ()  # names, newest first
+    words: str = ""  # where the state comes from, if not from copies that live
+
+
+def called(proposal: Proposal) -> str:
+    """What a proposal goes back to, by a name of its own; nothing where copies live."""
+    recovery = proposal.recovery
+    if recovery is None:
+        return ""
+    if recovery.snapshots and proposal.old is not None:
+        return set_name(proposal.old.number, recovery.step)
+    return CHECKPOINTS if proposal.old is None else ""
+
+
+def set_name(plan: int, step: int) -> str:
+    """The name of a set of snapshots."""
+    return f"the snapshots of plan {plan} at step {step}"
 
 
 class Wait(Value, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.data_network import Out, nodes_name
 from elasticd.machines.job.state.job_state import JobPhase, Worker, incarnations
 from elasticd.machines.job.state.reachable_nodes import Pair, together, words
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.transaction import Turn, doubled
 from elasticd.wire.coordinator import TryReach, Unreached
 
 #: Seconds for which a round's answers are waited for.
@@ -53,7 +53,7 @@ def regroup(turn: Turn, why: str, *, at_once: bool = False) -> None:
         )
         return
     fault(turn, {}, why)
-    pause = min(AGAIN_SECONDS * 2.0 ** max(0, count - 2), MOST_AGAIN_SECONDS)
+    pause = doubled(AGAIN_SECONDS, max(1, count - 1), MOST_AGAIN_SECONDS)
     _changed(turn, regroups=count)
     turn.set(not_before=0.0 if at_once and count == 1 else turn.now + pause)
 
@@ -133,8 +133,7 @@ def _asked(turn: Turn, nodes: Collection[str]) -> tuple[list[str], float]:
     long = job.phase is JobPhase.PROPOSED and turn.now - job.since >= PATIENT_SECONDS
     held_up = job.phase is JobPhase.RECOVERING and bool(network.apart())  # whatever the recovery began with
     if network.regroups or long or held_up or _stands_still(turn):
-        pause = min(PAUSE_SECONDS * 2.0 ** min(network.quiet, 16), MOST_PAUSE_SECONDS)
-        return [*nodes], pause
+        return [*nodes], doubled(PAUSE_SECONDS, network.quiet + 1, MOST_PAUSE_SECONDS)
     troubled = {*network.out} | {node for both in network.apart() for node in both}
     if job.setback is not None:  # a plan with other nodes was given up: maybe nobody reaches them
         troubled |= {*nodes}
@@ -208,7 +207,7 @@ def _leave_out(turn: Turn, nodes: Iterable[str]) -> None:
     for node in nodes:
         again = node in out and turn.now - out[node].until < settings.most_retry_seconds
         times = out[node].times + 1 if again else 1
-        seconds = min(settings.retry_seconds * 2.0 ** min(times - 1, 64), settings.most_retry_seconds)
+        seconds = doubled(settings.retry_seconds, times, settings.most_retry_seconds)
         out[node] = Out(times=times, until=turn.now + seconds)
     _changed(turn, out=out)
 

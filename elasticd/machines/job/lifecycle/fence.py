@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from elasticd.codec.safe_text import shortened
 from elasticd.machines.job.lifecycle.job_end import MOST_REASON, aborted, stop
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.machines.text_limits import shortened
 from elasticd.records import Fence, Proposal
 
 #: Phases in which a plan is in force, or may be.

@@ -409,6 +409,27 @@ class JobState(Value, frozen=True, kw_only=True):
         """Whether it waits for its workers or for its first plan: it can spare none."""
         return self.phase in (JobPhase.ASSEMBLING, JobPhase.PLANNING)
 
+    def joins(self, node: str, device: str) -> bool:
+        """Whether a job that has not begun waits for this worker: the torchrun of its node, or of its device,
+        takes part. While torchruns still come, each that has asked counts."""
+        places = self.joined or self.joiners
+        return node in places or device in places
+
+    def joined_from(self, node: NodeRecord) -> bool:
+        """Whether a torchrun of this node has asked to take part."""
+        return node.node in self.joiners or any(device.name in self.joiners for device in node.devices)
+
+    def involves(self, node: NodeRecord) -> bool:
+        """Whether a torchrun of this node has joined, or a worker on one of its devices is known, or bound by a
+        plan."""
+        if node.node in self.joined or self.joined_from(node):
+            return True
+        names = {device.name for device in node.devices}
+        return any(
+            not names.isdisjoint(devices)
+            for devices in (self.joined, self.workers, *(plan.binding for plan in self.plans))
+        )
+
     def binds(self, device: str, incarnation: str) -> bool:
         """Whether a plan, in force or proposed, is bound to that worker, which this leader may not have met.
         Nothing is bound to one that was fenced off."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from elasticd.codec.safe_text import shortened
 from elasticd.machines.job.state.events import (
     CancelPlan,
     CoordinatorNote,
@@ -27,13 +28,17 @@ from elasticd.machines.job.state.job_state import (
     NodeState,
     Worker,
 )
-from elasticd.machines.text_limits import shortened
 from elasticd.wire.coordinator import FromMachine, ToClient
 from elasticd.wire.rendezvous import Joined
 from elasticd.wire.worker import Closed, Rehearse, Rejected
 
 #: Events that the log has lines of, which their phases have nothing for.
 MOST_UNEXPECTED = 32
+
+
+def doubled(seconds: float, times: int, most: float) -> float:
+    """Seconds until the next try after `times` in a row: doubled with each after the first, up to the most."""
+    return min(seconds * 2.0 ** min(times - 1, 64), most)
 
 
 class IllegalTransition(RuntimeError):
