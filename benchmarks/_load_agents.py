@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from _load_job import Job, Template
 from elasticd_planner.spec.cluster import Node
 
-from elasticd.wire.batching import together
+from elasticd.wire.coordinator import together
 
 _PING, _PONG, _BINARY, _CLOSE = 0x9, 0xA, 0x2, 0x8
 #: What a client's frames are masked with: zeros leave the bytes as they are.

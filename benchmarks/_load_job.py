@@ -11,12 +11,14 @@ from elasticd_planner.spec.cluster import Cluster, Device, Node
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
+from elasticd.codec.message import Message, encode
 from elasticd.coordinator.store_transactions import Ledger
 from elasticd.machines.job.state.events import Write
 from elasticd.records import HistoryRecord, JobSpec, Keys, NodeRecord, PlanRecord
 from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
 from elasticd.store.protocol import Store
-from elasticd.wire.messages import AgentHello, FromClient, Hello, Message, Report, encode
+from elasticd.wire.coordinator import AgentHello, FromClient
+from elasticd.wire.worker import Hello, Report
 
 JOB = "load"
 MODEL = model_spec("llama-70b", PRESETS["llama-70b"])

@@ -34,7 +34,8 @@ from elasticd.store.etcd import EtcdStore
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import Store
 from elasticd.store.session import EtcdOptions
-from elasticd.wire.messages import FromClient, Report, ToLeader
+from elasticd.wire.coordinator import FromClient, ToLeader
+from elasticd.wire.worker import Report
 
 #: Seconds between looks at whether the loop is held up.
 LOOK = 0.01

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from _trained import Text, described, engine_of, plan_of, stage
 
+from elasticd.codec.message import encode
 from elasticd.models import DecoderConfig
 from elasticd.records import JobSpec
 from elasticd.runtime.comm.groups import Group
@@ -30,8 +31,8 @@ from elasticd.runtime.engine import engine as engines
 from elasticd.runtime.engine import pipeline_stage as stages
 from elasticd.runtime.engine.vote import RECORD_BYTES, RankRecord, StepVote, fold
 from elasticd.runtime.telemetry.step_times import Telemetry
-from elasticd.wire import messages, unix_socket
-from elasticd.wire.messages import Hello, Report, Welcome
+from elasticd.wire import unix_socket
+from elasticd.wire.worker import Hello, Report, Welcome
 
 CONFIG = DecoderConfig(vocabulary=64, width=64, layers=4, heads=8, kv_heads=4, hidden=176)
 TOKENS = 16
@@ -100,9 +101,7 @@ def listen(path: str, ready: Any) -> None:
     ready.set()
     sock, _ = listener.accept()
     unix_socket.receive(sock)
-    unix_socket.send(
-        sock, messages.encode(Welcome(device=PLAN.members[0], incarnation="1", address="127.0.0.1"))
-    )
+    unix_socket.send(sock, encode(Welcome(device=PLAN.members[0], incarnation="1", address="127.0.0.1")))
     while unix_socket.receive(sock) is not None:
         pass
 

@@ -21,7 +21,7 @@ from elasticd_planner.spec.plan import Pipeline, Plan
 
 from elasticd.models import DecoderConfig
 from elasticd.runtime.telemetry.emulation import Pacer
-from elasticd.wire.messages import EmulatedSpeed
+from elasticd.wire.worker import EmulatedSpeed
 
 CONFIG = DecoderConfig(vocabulary=64, width=32, layers=6, heads=8, kv_heads=8, hidden=48)
 TOKENS = 8

@@ -25,7 +25,7 @@ from elasticd.models import DecoderConfig
 from elasticd.runtime.data.prefetch import Dataset, SampleReader
 from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.telemetry.emulation import Pacer
-from elasticd.wire.messages import EmulatedSpeed
+from elasticd.wire.worker import EmulatedSpeed
 
 CONFIG = DecoderConfig(vocabulary=256, width=16, layers=2, heads=1, kv_heads=1, hidden=24)
 #: Longer files are left out: their real attention would take a part of the time that is emulated.

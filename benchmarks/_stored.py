@@ -30,17 +30,9 @@ from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import Compare, Op, TransactResult, request_bytes
 from elasticd.store.server import EtcdServer
 from elasticd.store.session import EtcdOptions
-from elasticd.wire.messages import (
-    AgentHello,
-    Finished,
-    FromClient,
-    Hello,
-    Join,
-    Prepared,
-    StoreCall,
-    Switched,
-    ToLeader,
-)
+from elasticd.wire.coordinator import AgentHello, FromClient, ToLeader
+from elasticd.wire.rendezvous import Join
+from elasticd.wire.worker import Finished, Hello, Prepared, StoreCall, Switched
 
 JOB = "large"
 KEYS = Keys(cluster="load")

@@ -33,11 +33,12 @@ from elasticd_planner.spec.model import ModelSpec, Parameter
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.checkpoints.folder import damages, look, scan
+from elasticd.codec.message import Message
 from elasticd.records import JobSpec
 from elasticd.runtime.checkpoint.loader import load
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.saver import Saver
-from elasticd.wire.messages import Message, Saved
+from elasticd.wire.worker import Saved
 
 LAYERS, ROUNDS, WIDTH = 74, 7, 208
 DEVICE = "n0/0"

@@ -49,7 +49,8 @@ from elasticd.machines.job.state.job_state import NOTHING, JobSettings
 from elasticd.records import Keys
 from elasticd.store.memory import MemoryStore
 from elasticd.store.server import EtcdServer
-from elasticd.wire.messages import AgentHello, FromClient, Report, to_leader
+from elasticd.wire.coordinator import AgentHello, FromClient, to_leader
+from elasticd.wire.worker import Report
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20

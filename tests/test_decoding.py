@@ -22,21 +22,31 @@ from hypothesis import strategies as st
 
 from elasticd import records
 from elasticd.codec.decoding import decoded, decoded_as
+from elasticd.codec.message import encode
 from elasticd.coordinator.http.api import ConfigRequest, DrainRequest
 from elasticd.coordinator.http.chaos import ChaosRequest
 from elasticd.store.leader import Leader
 from elasticd.store.protocol import KeyValue
-from elasticd.wire import batching, messages, unix_socket
-from elasticd.wire.messages import (
+from elasticd.wire import unix_socket
+from elasticd.wire.coordinator import (
     AgentHello,
-    EmulatedSpeed,
     FromClient,
     PassedReport,
+    ToClient,
+    all_to_leader,
+    to_agent,
+    to_leader,
+    together,
+)
+from elasticd.wire.worker import (
+    EmulatedSpeed,
     Rejected,
     Report,
     StoreAnswer,
     StoreCall,
-    ToClient,
+    from_worker,
+    passed_report,
+    to_worker,
 )
 from tests.descriptors import open_descriptors
 from tests.machines.cast import node_record, spec
@@ -67,12 +77,12 @@ def leader(data: bytes) -> Leader:
 
 
 DECODERS: tuple[Callable[[bytes], Any], ...] = (
-    messages.from_worker,
-    messages.to_worker,
-    messages.to_leader,
-    batching.all_to_leader,
-    lambda data: batching.all_to_leader(b"[" + data + b"]"),
-    messages.to_agent,
+    from_worker,
+    to_worker,
+    to_leader,
+    all_to_leader,
+    lambda data: all_to_leader(b"[" + data + b"]"),
+    to_agent,
     leader,
     *(
         lambda data, kind=kind: records.decode(data, kind)  # type: ignore[misc]
@@ -110,8 +120,8 @@ ODD = [b"1e400", b"-", b'"\xff"', b'"\\ud800"', b'"type":"prepared",', b"[" * 80
 
 def passed(report: bytes) -> bytes | None:
     """What an agent sends of a worker's report; None where it has to decode it first."""
-    raw = messages.passed_report(report)
-    return None if raw is None else messages.encode(PassedReport(**OF, body=raw))
+    raw = passed_report(report)
+    return None if raw is None else encode(PassedReport(**OF, body=raw))
 
 
 def tried(data: bytes) -> None:
@@ -124,12 +134,12 @@ def test_a_report_with_a_second_tag_is_no_opening() -> None:
     for second in (b'"type":"hello"', b'"type":"join","slot":3', b'"\\u0074ype":"hello"'):
         sent = passed(b'{"type":"report",' + second + b"}")
         assert sent is not None
-        assert messages.to_leader(sent) is None
+        assert to_leader(sent) is None
 
 
 @pytest.mark.parametrize("number", [b"1e400", b"-1E+0400", b"9" * 400])
 def test_a_number_that_an_older_leader_refuses_is_decoded_by_the_agent(number: bytes) -> None:
-    assert messages.passed_report(b'{"type":"report","loss":' + number + b"}") is None
+    assert passed_report(b'{"type":"report","loss":' + number + b"}") is None
 
 
 @settings(max_examples=examples(300))
@@ -165,15 +175,15 @@ def test_any_damage_to_the_bytes_of_a_true_message_is_a_value_or_a_refusal(
 @settings(max_examples=examples(200))
 @given(st.data())
 def test_whatever_report_an_agent_passes_on_costs_its_leader_that_report_alone(data: st.DataObject) -> None:
-    report = messages.encode(Report(measurement=MEASURED, loss=2.5))
-    assert passed(report) == messages.encode(FromClient(**OF, body=Report(measurement=MEASURED, loss=2.5)))
+    report = encode(Report(measurement=MEASURED, loss=2.5))
+    assert passed(report) == encode(FromClient(**OF, body=Report(measurement=MEASURED, loss=2.5)))
     raw = bytearray(report)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(len('{"type":"report",'), len(raw) - 1))
         raw[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4) | st.sampled_from(ODD))
     if (up := passed(bytes(raw))) is not None:
-        others = [messages.encode(FromClient(**OF, body=StoreCall(id=n, op="get", key="k"))) for n in range(2)]
-        heard = batching.all_to_leader(batching.together([others[0], up, others[1]]))
+        others = [encode(FromClient(**OF, body=StoreCall(id=n, op="get", key="k"))) for n in range(2)]
+        heard = all_to_leader(together([others[0], up, others[1]]))
         assert [m.body.id for m in heard if isinstance(m, FromClient) and isinstance(m.body, StoreCall)] == [
             0,
             1,
@@ -192,7 +202,7 @@ def test_whatever_report_an_agent_passes_on_costs_its_leader_that_report_alone(d
 def test_what_msgspec_lets_through_is_a_refusal_too(data: bytes) -> None:
     tried(data)
     with pytest.raises(msgspec.DecodeError):
-        messages.to_agent(data)
+        to_agent(data)
 
 
 def test_errors_of_a_program_are_not_swallowed() -> None:

@@ -9,18 +9,18 @@ import pytest
 from elasticd_agent.coordinator_link import Link
 from elasticd_planner.spec.measurement import Measurement
 
+from elasticd.codec.message import encode
 from elasticd.machines.agent.state import Event, LinkUp
-from elasticd.wire.batching import MOST_TOGETHER, all_to_leader, together
-from elasticd.wire.messages import (
+from elasticd.wire.coordinator import (
+    MOST_TOGETHER,
     AgentHello,
     FromClient,
-    Report,
-    StoreAnswer,
-    StoreCall,
     ToLeader,
-    encode,
+    all_to_leader,
     to_leader,
+    together,
 )
+from elasticd.wire.worker import Report, StoreAnswer, StoreCall
 from tests.coordinator.agents import agent, coordinating, until
 from tests.machines.cast import JOB, FakeWorker, node_record
 

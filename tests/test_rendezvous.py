@@ -21,11 +21,13 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.utils import store as torch_store
 
 from elasticd import rendezvous
+from elasticd.codec.message import encode
 from elasticd.rendezvous.errors import RendezvousOver, RendezvousRefusal
 from elasticd.rendezvous.handler import create_handler
 from elasticd.rendezvous.live_mode import EXIT_BARRIER, RankStore
 from elasticd.wire import unix_socket
-from elasticd.wire.messages import Join, Joined, StoreAnswer, encode, from_worker
+from elasticd.wire.rendezvous import Join, Joined
+from elasticd.wire.worker import StoreAnswer, from_worker
 from tests.sizes import examples
 
 

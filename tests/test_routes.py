@@ -17,7 +17,7 @@ from elasticd.records import Keys
 from elasticd.store.leader import campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.system import network_addresses
-from elasticd.wire.messages import AgentHello
+from elasticd.wire.coordinator import AgentHello
 from tests.machines.cast import node_record
 
 

@@ -16,14 +16,25 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
 from elasticd.backoff import Backoff
+from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials
 from elasticd.config.tree import ConfigError
 from elasticd.machines.agent.state import AgentDrained, Event, Heard, LinkDown, LinkUp
-from elasticd.wire import messages
-from elasticd.wire.agent_orders import Drain, End, Harm, TryReach
-from elasticd.wire.batching import MOST_TOGETHER, together
-from elasticd.wire.messages import FromAgent, FromClient, PassedReport, Report, ToAgent
+from elasticd.wire.coordinator import (
+    MOST_TOGETHER,
+    Drain,
+    End,
+    FromAgent,
+    FromClient,
+    Harm,
+    PassedReport,
+    ToAgent,
+    TryReach,
+    to_agent,
+    together,
+)
 from elasticd.wire.snapshots import SnapshotSetComplete
+from elasticd.wire.worker import Report
 from elasticd_agent.internal_errors import outlived
 
 #: Seconds between attempts: doubled from the first to the second.
@@ -78,6 +89,7 @@ class Link:
             self._outgoing.put_nowait(message)
 
     async def close(self) -> None:
+        """Ends the present connection, and makes no other."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -171,7 +183,7 @@ class Link:
     async def _read(self, connection: ClientConnection) -> None:
         async for data in connection:
             try:
-                message = messages.to_agent(data.encode() if isinstance(data, str) else data)
+                message = to_agent(data.encode() if isinstance(data, str) else data)
             except msgspec.MsgspecError as error:
                 _log.warning("a message of the leader cannot be read and is skipped: %s", error)
                 continue
@@ -225,7 +237,7 @@ class Link:
 def _encoded(message: FromAgent) -> bytes | None:
     """None for a message that cannot be sent, with a line in the log: it costs none of the others."""
     try:
-        return messages.encode(message)
+        return encode(message)
     except Exception as error:
         outlived(f"{type(message).__name__} to the leader", error)
         return None

@@ -49,11 +49,10 @@ from elasticd.store.state_file import NOTE_SECONDS, StateFile
 from elasticd.system import network_addresses
 from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
-from elasticd.wire.agent_orders import End
+from elasticd.wire.coordinator import End, Harm, ToLeader
 from elasticd.wire.main_thread import Whereabouts
-from elasticd.wire.messages import EmulatedSpeed, ToLeader
-from elasticd.wire.probes import Ping
 from elasticd.wire.unix_socket import default_path
+from elasticd.wire.worker import EmulatedSpeed, Ping
 from elasticd_agent.chaos.cut_store import Severable
 from elasticd_agent.chaos.injector import Harms
 from elasticd_agent.coordinator_link import Link
@@ -101,7 +100,8 @@ class Agent:
         supervisor: Supervisor | None = None,
     ) -> None:
         self._config = config
-        credentials(config.security)  # what is wrong with them is said now, not at the first connection
+        self._security = config.security
+        credentials(self._security)  # what is wrong with them is said now, not at the first connection
         self._memory = memory
         self._supervisor = supervisor or Supervisor({})
         self._store = Severable(store)
@@ -121,10 +121,11 @@ class Agent:
         self._end: asyncio.Future[str | None] | None = None
         self._stopped = False
         self._harms: Harms | None = None
-        self._told_to_go: set[str] = set()
+        self._terminated: set[str] = set()
 
     @property
     def record(self) -> NodeRecord:
+        """The record of this agent's node, as it is in the store."""
         return self._state.record
 
     def reconfigure(self, config: Config) -> None:
@@ -190,49 +191,17 @@ class Agent:
         return not self._end.done()
 
     async def _serve(self, end: asyncio.Future[str | None]) -> None:
+        """Starts the agent's parts, and ends them once `end` is set."""
         self._registrar.start()
-        security = self._config.security
-        self._link = Link(
-            self._emit,
-            self._keeper.whole,
-            lambda harm: harms.take(harm),
-            lambda: credentials(security),
-            self._tell_to_go,
-            self._reaching.take,
-        )
-        allowed = self._config.chaos.enabled
-        harms = Harms(
-            *(self.record.node, allowed, self._store, self._pidfd, self._link.follow),
-            known=lambda: credentials(security),
-            devices=[device.name for device in self.record.devices],
-        )
-        self._harms = harms
+        self._link = self._make_link()
+        harms = self._harms = self._make_harms(self._link)
         records = Records(
             *(self._store, self._keys, self._emit, harms.follow, self._keeper.read),
             refuse=self._finish,
             memory=self._memory,
         )
-        rounds = Rounds(
-            self._store,
-            self._keys,
-            self._registrar,
-            self.record,
-            live=lambda job: job in self._state.plans and job not in self._state.done,
-            tell=self._tell,
-            send=self._workers.send,
-            dismiss=self._workers.dismiss,
-        )
-        keeper, every = self._keeper, self._config.agent.probe_seconds
-        crossings = Crossings(every, keeper.sender, keeper.ring, lambda: self._state, self._link.send)
-        parts = (
-            self._tick,
-            self._beat,
-            self._remember,
-            self._supervisor.watch,
-            crossings.run,
-            self._sense,
-        )
-        beside = [asyncio.create_task(_lasting(part)) for part in parts]
+        rounds = self._make_rounds()
+        beside = [asyncio.create_task(_lasting(part)) for part in self._lasting_parts(self._link)]
         try:
             await self._reaching.start()
             await records.start()
@@ -260,6 +229,52 @@ class Agent:
             await self._link.close()
         if reason is not None:
             raise AgentError(reason)
+
+    def _make_link(self) -> Link:
+        return Link(
+            self._emit,
+            self._keeper.whole,
+            self._hear_harm,
+            lambda: credentials(self._security),
+            self._end_workers,
+            self._reaching.take,
+        )
+
+    def _make_harms(self, link: Link) -> Harms:
+        return Harms(
+            *(self.record.node, self._config.chaos.enabled, self._store, self._pidfd, link.follow),
+            known=lambda: credentials(self._security),
+            devices=[device.name for device in self.record.devices],
+        )
+
+    def _make_rounds(self) -> Rounds:
+        return Rounds(
+            self._store,
+            self._keys,
+            self._registrar,
+            self.record,
+            live=lambda job: job in self._state.plans and job not in self._state.done,
+            tell=self._tell,
+            send=self._workers.send,
+            dismiss=self._workers.dismiss,
+        )
+
+    def _lasting_parts(self, link: Link) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
+        """What goes on beside the sockets, for as long as the agent serves."""
+        keeper, every = self._keeper, self._config.agent.probe_seconds
+        crossings = Crossings(every, keeper.sender, keeper.ring, lambda: self._state, link.send)
+        return (
+            self._tick,
+            self._beat,
+            self._remember,
+            self._supervisor.watch,
+            crossings.run,
+            self._sense,
+        )
+
+    def _hear_harm(self, harm: Harm) -> None:
+        if self._harms is not None:
+            self._harms.take(harm)
 
     def _told_serving(self) -> None:
         text = f"agent of node {self.record.node} serves {len(self.record.devices)} devices at {self._path}"
@@ -438,14 +453,14 @@ class Agent:
         worker = self._state.worker_of(device)
         return self._workers.pidfd(worker.id) if worker is not None else None
 
-    def _tell_to_go(self, order: End) -> None:
+    def _end_workers(self, order: End) -> None:
         """Sends SIGTERM to the workers of a job that a user stops; once, as a second one ends them at once."""
-        self._told_to_go &= self._state.clients.keys()
+        self._terminated &= self._state.clients.keys()
         for client in self._state.clients.values():
             its = client.job == order.job and client.device in order.devices
-            if its and client.id not in self._told_to_go:
-                self._told_to_go.add(client.id)
-                _log.warning("job %s is stopped: %s is told to go", order.job, client.device)
+            if its and client.id not in self._terminated:
+                self._terminated.add(client.id)
+                _log.warning("job %s is stopped: %s drains", order.job, client.device)
                 self._workers.terminate(client.id)
 
     def _finish(self, reason: str | None) -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from elasticd.machines.agent.state import AgentState
 from elasticd.records import NodeRecord
-from elasticd.wire.probes import Crossed
+from elasticd.wire.coordinator import Crossed
 from elasticd_agent.snapshots.port import StreamFailed
 
 #: Bytes of a probe.

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from elasticd.machines.agent.state import Event, Opened, Said
 from elasticd.system import process_mark
-from elasticd.wire.messages import Join, Leave
+from elasticd.wire.rendezvous import Join, Leave
 from elasticd.wire.unix_socket import SOCKET_VARIABLE, TORCHRUN_VARIABLE
 
 #: Seconds until the second look: a torchrun may be killed in the moment in which it starts a worker.

@@ -11,8 +11,7 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from elasticd.wire.agent_orders import TryReach
-from elasticd.wire.probes import Unreached
+from elasticd.wire.coordinator import TryReach, Unreached
 
 #: Seconds for a connection to be made: the kernel asks a second time after one.
 TRY_SECONDS = 2.0

@@ -18,12 +18,13 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from elasticd.codec.decoding import log_once, shown, skip
+from elasticd.codec.message import Message, protocol_refusal
 from elasticd.names import harmless, name_refusal
 from elasticd.records import Keys, NodeRecord, OutRecord, decode
 from elasticd.store.confirm import settle
 from elasticd.store.protocol import Compare, KeyValue, Put, Store, StoreError, Watch, WatchEvent, WatchItem
 from elasticd.store.write_allowance import Allowance
-from elasticd.wire.messages import Message, ToLeader, ToWorker, protocol_refusal
+from elasticd.wire.coordinator import ToLeader
 from elasticd.wire.rendezvous import (
     Attend,
     Attending,
@@ -36,6 +37,7 @@ from elasticd.wire.rendezvous import (
     Watching,
     WriteRound,
 )
+from elasticd.wire.worker import ToWorker
 from elasticd_agent import orphans
 from elasticd_agent.registration import Registrar
 
@@ -207,7 +209,7 @@ class Rounds:
                 job.watch.cancel()
 
     def _refusal(self, body: Attend | Watching, pid: int) -> str:
-        if apart := protocol_refusal("this process's hello to its agent", body):
+        if apart := protocol_refusal("this process's hello to its agent", body.version, body.release):
             return apart
         if body.pid != pid:
             return (

@@ -6,7 +6,7 @@ its configuration, and what agents write of their workers, would be told to all 
 is heard in the order of its revisions; parts, records and end of a job are in one. Between prefixes there is no
 order, and none is needed: a leader's records name its epoch, so that it is as high after them as after its key.
 What a leader that was replaced wrote later is not there, as its writes compare its key; the second lock against
-that (`elasticd.machines.agent.store_orders`) closes with the first that is heard of the new one.
+that (`elasticd.machines.agent.machine`) closes with the first that is heard of the new one.
 """
 
 from __future__ import annotations

@@ -29,16 +29,26 @@ from dataclasses import dataclass
 
 import msgspec
 
+from elasticd.codec.message import Message, encode
 from elasticd.machines.agent.state import Ended, Event, Opened, Said
 from elasticd.system import process_mark
 from elasticd.system.logs import Seldom
 from elasticd.version import __version__
-from elasticd.wire import messages, unix_socket
+from elasticd.wire import unix_socket
 from elasticd.wire.main_thread import Whereabouts
-from elasticd.wire.messages import FromWorker, Hello, Join, Message, OfRounds, Rejected, ToAgentAlone, ToWorker
-from elasticd.wire.probes import Pong
+from elasticd.wire.rendezvous import Join, OfRounds
 from elasticd.wire.snapshots import Fetch, OfSnapshots, Snapped
 from elasticd.wire.unix_socket import SocketTaken, peer
+from elasticd.wire.worker import (
+    FromWorker,
+    Hello,
+    Pong,
+    Rejected,
+    ToAgentAlone,
+    ToWorker,
+    from_worker,
+    passed_report,
+)
 from elasticd_agent.internal_errors import outlived
 
 #: Seconds that a process has to end after it closed its connection, before it counts as gone without.
@@ -174,14 +184,14 @@ class Workers:
     def send(self, client: str, body: ToWorker, fd: int | None = None) -> None:
         """To a client, with a descriptor, which is closed here; what is for one that is gone is dropped."""
         if connection := self._connections.get(client):
-            connection.send(messages.encode(body), fd)
+            connection.send(encode(body), fd)
         else:
             _close(fd)
 
     def dismiss(self, client: str, reason: str) -> None:
         """Say no, and let go once that is said."""
         if connection := self._connections.get(client):
-            connection.send(messages.encode(Rejected(reason=reason)))
+            connection.send(encode(Rejected(reason=reason)))
             connection.finish()
 
     def workers(self) -> dict[str, int]:
@@ -252,7 +262,7 @@ class Workers:
         if refusal:
             self.refused += 1
             with suppress(OSError):
-                unix_socket.send(sock, messages.encode(Rejected(reason=refusal)))
+                unix_socket.send(sock, encode(Rejected(reason=refusal)))
             sock.close()
         return refusal
 
@@ -349,9 +359,9 @@ class _Connection:
         if data is None:
             self._end_of_stream()
             return
-        report = messages.passed_report(data) if isinstance(self._opening, Hello) else None
+        report = passed_report(data) if isinstance(self._opening, Hello) else None
         try:
-            body = report or messages.from_worker(data, first=self._opening is None)
+            body = report or from_worker(data, first=self._opening is None)
         except msgspec.MsgspecError as error:
             _close(fd)
             self._refuse(f"the agent does not understand this message ({error}): use one release everywhere")
@@ -408,7 +418,7 @@ class _Connection:
 
     def _refuse(self, reason: str) -> None:
         _log.warning("%s is cut off: %s", self._name, reason)
-        self.send(messages.encode(Rejected(reason=reason)))
+        self.send(encode(Rejected(reason=reason)))
         self._end_of_stream()
 
     def _end_of_stream(self) -> None:

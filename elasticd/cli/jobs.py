@@ -104,7 +104,7 @@ def forget(config: str | None, coordinator: str | None, job: str) -> None:
 
 
 def _unheard(nodes: Mapping[str, str], job: str, seconds: float) -> str:
-    """What to say of nodes whose workers are not told to go."""
+    """What to say of nodes whose workers do not drain."""
     names = ", ".join(f"{name} (elasticd {release})" for name, release in sorted(nodes.items()))
     return (
         f"the agents of these nodes cannot tell their workers to go: {names}. The workers there train on until "

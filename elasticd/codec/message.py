@@ -17,6 +17,8 @@ from __future__ import annotations
 import msgspec
 from elasticd_planner.value import explicit_tag
 
+from elasticd.codec.decoding import version_refusal
+
 #: Version of all messages; a peer one older or one newer is accepted, others are refused at hello.
 WIRE_VERSION = 1
 #: Version of what the ranks of a job exchange with each other (votes, sections of a migration, their headers),
@@ -29,3 +31,17 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=explicit_tag):
     without `tag="..."` is refused when its class is made."""
 
     version: int = WIRE_VERSION
+
+
+def protocol_refusal(what: str, version: int, release: str) -> str:
+    """Returns why a sender of this version of the protocol is refused, or an empty string; `what` is the
+    refusal's subject."""
+    return version_refusal(what, version, WIRE_VERSION, release)
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A message as JSON."""
+    return _encoder.encode(message)

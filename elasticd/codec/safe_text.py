@@ -18,6 +18,15 @@ _IN_TEXT = re.compile(f"(?![\\n\\t])[{_CONTROL}]")
 _IN_JSON = re.compile(rf"\\(?:u([0-9a-fA-F]{{4}})|.)|[{_CONTROL}]")
 
 
+#: Characters of one text, and what stands where the rest of it was.
+MOST_TEXT, MARK = 4000, "... (cut)"
+
+
+def shortened(text: str, most: int = MOST_TEXT) -> str:
+    """At most so many characters of a text, and a mark where some are missing."""
+    return text if len(text) <= most else text[: most - len(MARK)] + MARK
+
+
 def in_one_line(text: str) -> str:
     """Without any control character."""
     return _IN_LINE.sub(_written, text)

@@ -12,7 +12,7 @@ import re
 
 from elasticd.codec.decoding import shown
 from elasticd.version import __version__
-from elasticd.wire.messages import StoreAnswer, StoreCall
+from elasticd.wire.worker import StoreAnswer, StoreCall
 
 #: Characters of a key, bytes of a value, and of all that a job keeps: more than ten thousand ranks need.
 LONGEST_KEY, LARGEST_VALUE, LARGEST_JOB = 1024, 1 << 20, 256 << 20

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from elasticd.codec.message import encode, protocol_refusal
 from elasticd.records import NodeRecord
 from elasticd.system.network_addresses import is_loopback
-from elasticd.wire.agent_orders import Drain, End, Harm, TryReach
-from elasticd.wire.messages import AgentHello, ToAgent, ToClient, encode, protocol_refusal
+from elasticd.wire.coordinator import AgentHello, Drain, End, Harm, ToAgent, ToClient, TryReach
 from elasticd.wire.snapshots import SnapshotSetComplete
 
 #: Messages that may wait for a slow agent before its connection is given up; it then starts afresh.
@@ -57,7 +57,7 @@ class Connections:
 
     def refusal(self, hello: AgentHello) -> str:
         """Why this agent is not let in, or nothing."""
-        if apart := protocol_refusal("this agent's hello to the coordinator", hello):
+        if apart := protocol_refusal("this agent's hello to the coordinator", hello.version, hello.release):
             return apart
         other = self._live.get(hello.record.node)
         if other is not None and other.record.agent != hello.record.agent:

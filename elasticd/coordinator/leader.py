@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -50,25 +50,17 @@ from elasticd.machines.job.state.events import (
 from elasticd.machines.job.state.job_state import OVER
 from elasticd.records import DoneRecord, Proposal
 from elasticd.store.write_allowance import Allowance
-from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import (
+from elasticd.wire.coordinator import (
     AgentHello,
     FromClient,
-    Hello,
-    Join,
-    Rejected,
-    Report,
-    StoreAnswer,
-    StoreCall,
+    OfJob,
     ToClient,
     ToLeader,
+    ToMachine,
     Unread,
-    WorkerLost,
 )
-from elasticd.wire.node_health import OfNode
-from elasticd.wire.probes import Frozen, Unreached
-from elasticd.wire.rendezvous import StepTime
-from elasticd.wire.snapshots import SnapshotInventory
+from elasticd.wire.rendezvous import Join, StepTime
+from elasticd.wire.worker import Hello, Rejected, Report, StoreAnswer, StoreCall
 
 #: Seconds between the looks at what has become due.
 TICK = 0.1
@@ -91,9 +83,9 @@ LAP_SECONDS = 60.0
 #: Kinds of messages, by node, of which the log tells that they are not heard.
 MOST_TOLD = 256
 #: What the machine hears. A tuple: a union would be made anew for each of thousands of reports a second.
-MACHINES = (FromClient, Unread, WorkerLost, Frozen, Unreached, Halted, OfNode, SnapshotInventory)
+MACHINES = (*get_args(ToMachine), Unread)
 #: Of these a word about a job may lead to something that is written.
-CAUSES = (FromClient, Unread, WorkerLost, Frozen, Unreached, Halted)
+CAUSES = (*get_args(OfJob), Unread)
 #: Calls that need no bootstrap store where there is none: nothing is in it.
 EMPTY_WITHOUT = ("check", "delete")
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live_mode).

@@ -13,11 +13,12 @@ import msgspec
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from elasticd.backoff import Backoff
+from elasticd.codec.message import encode
 from elasticd.rendezvous.errors import RendezvousRefusal
 from elasticd.version import __version__
-from elasticd.wire import messages, unix_socket
-from elasticd.wire.messages import Rejected, Shutdown, ToWorker
+from elasticd.wire import unix_socket
 from elasticd.wire.rendezvous import Attend, Attending, Present, ReadRound, RoundAnswer, WriteRound
+from elasticd.wire.worker import Rejected, Shutdown, ToWorker, to_worker
 
 #: Seconds for one answer; the agent itself waits for its store no longer than about that.
 ANSWER_SECONDS = 10.0
@@ -83,9 +84,7 @@ class Asking:
     def _connect(self, seconds: float) -> None:
         self._sock = unix_socket.connect(self._path, seconds)
         self._sock.settimeout(ANSWER_SECONDS)
-        unix_socket.send(
-            self._sock, messages.encode(Attend(job=self._job, pid=os.getpid(), release=__version__))
-        )
+        unix_socket.send(self._sock, encode(Attend(job=self._job, pid=os.getpid(), release=__version__)))
         welcome = self._hear(first=True)
         if not isinstance(welcome, Attending):
             raise ConnectionError(f"the agent said {type(welcome).__name__} where it was to say Attending")
@@ -97,7 +96,7 @@ class Asking:
 
     def _exchange(self, body: Question) -> RoundAnswer:
         assert self._sock is not None
-        unix_socket.send(self._sock, messages.encode(body))
+        unix_socket.send(self._sock, encode(body))
         while True:
             answer = self._hear()
             if isinstance(answer, RoundAnswer) and answer.id == body.id:
@@ -125,7 +124,7 @@ def heard(data: bytes, *, first: bool = False) -> ToWorker | None:
     """A message of the agent; None for one to skip. Raises RendezvousRefusal for bytes that are none, and for
     the answer to the `first` message if its content cannot be decoded."""
     try:
-        return messages.to_worker(data, first=first)
+        return to_worker(data, first=first)
     except msgspec.DecodeError as error:
         raise RendezvousRefusal(
             f"a message of the agent cannot be read ({error}): install the same release of elasticd for both"

@@ -27,22 +27,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from elasticd.codec.message import encode
 from elasticd.rendezvous.agent_requests import heard
 from elasticd.rendezvous.errors import RendezvousOver, RendezvousRefusal
 from elasticd.rendezvous.sigterm_echo import ignore_echoes
 from elasticd.version import __version__
-from elasticd.wire import messages, unix_socket
-from elasticd.wire.messages import (
-    Closed,
-    Join,
-    Joined,
-    Leave,
-    Rejected,
-    Shutdown,
-    StoreAnswer,
-    StoreCall,
-    ToWorker,
-)
+from elasticd.wire import unix_socket
+from elasticd.wire.rendezvous import Join, Joined, Leave
+from elasticd.wire.worker import Closed, Rejected, Shutdown, StoreAnswer, StoreCall, ToWorker
 
 BACKEND = "elasticd"
 #: Seconds to wait for an agent that is being started again. Its workers wait as long for it.
@@ -150,7 +142,7 @@ class AgentCalls:
         """Ask to take part and wait for the answer; None when the agent is gone."""
         # Whoever hung up may have said why before.
         with contextlib.suppress(OSError):
-            unix_socket.send(self._sock, messages.encode(body))
+            unix_socket.send(self._sock, encode(body))
         for answer in self._answers(None, first=True):
             if isinstance(answer, Joined | Closed | Rejected | Shutdown):
                 return answer
@@ -160,7 +152,7 @@ class AgentCalls:
     def call(self, op: Any, key: str, value: bytes = b"", seconds: float = _STORE_SECONDS) -> StoreAnswer:
         """A call on the leader's store. Raises RuntimeError, as torch's stores do, when it fails."""
         call = StoreCall(id=next(self._ids), op=op, key=key, value=value, seconds=seconds)
-        unix_socket.send(self._sock, messages.encode(call))
+        unix_socket.send(self._sock, encode(call))
         # The agent answers for the leader a little after the deadline, at the latest.
         for answer in self._answers(seconds + 5.0):
             if isinstance(answer, StoreAnswer) and answer.id == call.id:
@@ -174,7 +166,7 @@ class AgentCalls:
     def leave(self, job: str) -> None:
         """Say that this torchrun ends, if anybody still listens."""
         try:
-            unix_socket.send(self._sock, messages.encode(Leave(job=job)))
+            unix_socket.send(self._sock, encode(Leave(job=job)))
         except OSError:
             return
         finally:

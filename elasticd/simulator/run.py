@@ -22,7 +22,7 @@ from elasticd.simulator.results.result import Happening, Outcome, Stretch, Total
 from elasticd.simulator.results.throughput_bound import Bounds
 from elasticd.simulator.scenarios.scenario import Scenario
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.wire.messages import ToClient, ToLeader
+from elasticd.wire.coordinator import ToClient, ToLeader
 
 KEYS = Keys(cluster="simulated")
 

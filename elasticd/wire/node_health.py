@@ -8,7 +8,6 @@ from __future__ import annotations
 import msgspec
 
 from elasticd.codec.message import Message
-from elasticd.wire.probes import Crossed
 
 #: Degrees below the temperature at which a device holds its clocks down by itself, for those that do not say.
 HOT = 85.0
@@ -54,10 +53,6 @@ class Health(Message, frozen=True, kw_only=True, tag="node-health"):
     def device(self, name: str) -> DeviceHealth | None:
         """One of its devices; None where it is not known."""
         return next((device for device in self.devices if device.name == name), None)
-
-
-#: What agents tell of their nodes, and that is about no job.
-OfNode = Crossed | Health
 
 
 def causes(health: Health | None, name: str) -> tuple[str, ...]:

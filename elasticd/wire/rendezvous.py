@@ -15,6 +15,23 @@ from elasticd.codec.message import Message
 # -- to the agent --------------------------------------------------------------------------------------------
 
 
+class Join(Message, frozen=True, kw_only=True, tag="join"):
+    """A torchrun asks to take part in a job."""
+
+    job: str  # the job's name
+    min_nodes: int  # the least of --nnodes
+    max_nodes: int  # the most of --nnodes
+    pid: int  # process id
+    slot: int | None = None  # index of its one device (None: all devices of its node)
+    release: str = ""  # of the sender's elasticd
+
+
+class Leave(Message, frozen=True, kw_only=True, tag="leave"):
+    """That torchrun ends."""
+
+    job: str  # the job's name
+
+
 class Attend(Message, frozen=True, kw_only=True, tag="rendezvous-hello"):
     """The first message of a torchrun whose rounds torch itself makes."""
 
@@ -72,6 +89,13 @@ class Lap(Message, frozen=True, kw_only=True, tag="step-time"):
 # -- from the agent ------------------------------------------------------------------------------------------
 
 
+class Joined(Message, frozen=True, kw_only=True, tag="joined"):
+    """The job's nodes are complete."""
+
+    node_rank: int  # this node's index among them
+    nodes: int  # their count
+
+
 class Attending(Message, frozen=True, kw_only=True, tag="rendezvous-welcome"):
     """The answer to `Attend`."""
 
@@ -107,3 +131,7 @@ class StepTime(Message, frozen=True, kw_only=True, tag="device-step-time"):
     device: str  # "node/local rank"
     by: Watching  # the process
     lap: Lap  # its step
+
+
+#: What a torchrun in restart mode says to its agent's rounds, and no leader hears.
+OfRounds = Attend | Present | ReadRound | WriteRound | Watching | Lap

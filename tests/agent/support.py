@@ -16,37 +16,23 @@ from elasticd_planner.spec.model import ModelSpec
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import Server, ServerConnection, serve
 
+from elasticd.codec.message import Message, encode
 from elasticd.config.tree import AgentSection, ClusterSection, Config
 from elasticd.records import JobSpec, Keys
 from elasticd.store.leader import Leadership, campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Store
 from elasticd.store.state_file import StateFile
-from elasticd.wire import messages, unix_socket
-from elasticd.wire.batching import all_to_leader
-from elasticd.wire.messages import (
-    AgentHello,
-    Closed,
-    FromClient,
-    Hello,
-    Join,
-    Joined,
-    Leave,
-    StoreAnswer,
-    StoreCall,
-    ToAgent,
-    ToClient,
-    ToLeader,
-    ToWorker,
-    Welcome,
-)
-from elasticd.wire.probes import Ping, Pong
+from elasticd.wire import unix_socket
+from elasticd.wire.coordinator import AgentHello, FromClient, ToAgent, ToClient, ToLeader, all_to_leader
+from elasticd.wire.rendezvous import Join, Joined, Leave
 from elasticd.wire.snapshots import SnapshotInventory
+from elasticd.wire.worker import Closed, Hello, Ping, Pong, StoreAnswer, StoreCall, ToWorker, Welcome, to_worker
 
 DEADLINE = 120.0
 CLUSTER = "test"
 T = TypeVar("T")
-M = TypeVar("M", bound=messages.Message)
+M = TypeVar("M", bound=Message)
 
 
 def spec(job: str) -> JobSpec:
@@ -99,7 +85,7 @@ class Leader:
         """To every agent that is connected; each drops what is not for it."""
         for connection in list(self.connections):
             with contextlib.suppress(ConnectionClosed):
-                connection.send(messages.encode(message))
+                connection.send(encode(message))
 
     def bodies(self, kind: type[M]) -> list[M]:
         """What clients said of this kind, through all connections."""
@@ -137,14 +123,14 @@ class Leader:
         elif isinstance(up.body, Leave):
             self._joined = {place: one for place, one in self._joined.items() if one[1] != up.client}
         elif isinstance(up.body, Join) and self.over:
-            connection.send(messages.encode(ToClient(client=up.client, body=Closed(reason=self.over))))
+            connection.send(encode(ToClient(client=up.client, body=Closed(reason=self.over))))
         elif isinstance(up.body, Join):
             place = node if up.body.slot is None else f"{node}/{up.body.slot}"
             self._joined[place] = (connection, up.client)
             if len(self._joined) == self._nodes:
                 for rank, (_, (to, client)) in enumerate(sorted(self._joined.items())):
                     joined = Joined(node_rank=rank, nodes=self._nodes)
-                    to.send(messages.encode(ToClient(client=client, body=joined)))
+                    to.send(encode(ToClient(client=client, body=joined)))
 
     def _call(self, connection: ServerConnection, up: FromClient, call: StoreCall) -> None:
         with self._changed:
@@ -157,7 +143,7 @@ class Leader:
             else:
                 answer = StoreAnswer(id=call.id, error="it never came")
         with contextlib.suppress(ConnectionClosed, OSError):
-            connection.send(messages.encode(ToClient(client=up.client, body=answer)))
+            connection.send(encode(ToClient(client=up.client, body=answer)))
 
 
 class RunningAgent:
@@ -200,8 +186,8 @@ class Trainer:
         self.sock = unix_socket.connect(path, DEADLINE)
         self.sock.settimeout(DEADLINE)
 
-    def say(self, body: messages.Message, fd: int | None = None) -> None:
-        unix_socket.send(self.sock, messages.encode(body), fd)
+    def say(self, body: Message, fd: int | None = None) -> None:
+        unix_socket.send(self.sock, encode(body), fd)
 
     def hear(self) -> ToWorker | None:
         """The next message, but for pings."""
@@ -211,7 +197,7 @@ class Trainer:
         """The same, and the descriptor that came with it."""
         while True:
             data, fd = unix_socket.accept(self.sock)
-            message = None if data is None else messages.to_worker(data)
+            message = None if data is None else to_worker(data)
             if not isinstance(message, Ping):
                 return message, fd
             with contextlib.suppress(BrokenPipeError):  # an agent that ends may have asked before

@@ -19,9 +19,9 @@ from elasticd_agent.worker_socket import Admission, Ears, Workers
 
 from elasticd.machines.agent.state import Event
 from elasticd.testing.waiting import until
-from elasticd.wire import messages, unix_socket
-from elasticd.wire.messages import Rejected
+from elasticd.wire import unix_socket
 from elasticd.wire.unix_socket import NoAgent, SocketTaken
+from elasticd.wire.worker import Rejected, to_worker
 
 STRANGER = 4_000_000
 GROUP = 4_000_001
@@ -65,7 +65,7 @@ def test_own_user_is_let_in_and_another_is_told_why(tmp_path: Path, monkeypatch:
             with unix_socket.connect(str(tmp_path / "agent.sock")) as other:
                 said = await asyncio.to_thread(unix_socket.receive, other)
                 assert said is not None
-                refused = messages.to_worker(said)
+                refused = to_worker(said)
                 assert isinstance(refused, Rejected)
                 assert "of user 4000000 may not speak to this agent" in refused.reason
                 assert await asyncio.to_thread(unix_socket.receive, other) is None

@@ -11,7 +11,7 @@ from elasticd_agent.snapshots.port import StreamFailed
 
 from elasticd.machines.agent.state import AgentState, DoneRead, PlanRead, ProposalRead
 from elasticd.records import DoneRecord, NodeRecord, PlanRecord
-from elasticd.wire.probes import Crossed
+from elasticd.wire.coordinator import Crossed
 from tests.agent.test_streams import Pair, known
 from tests.machines.agent_scene import JOB, RECORD, aborted, plan, proposal, run
 

@@ -15,22 +15,22 @@ from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.codec import decoding
+from elasticd.codec.message import encode
 from elasticd.config.tree import EmulateSection
-from elasticd.records import DoneRecord, Keys, MemberRecord, NodeRecord, PlanRecord, Proposal, decode, encode
+from elasticd.records import DoneRecord, Keys, MemberRecord, NodeRecord, PlanRecord, Proposal, decode
+from elasticd.records import encode as encode_record
 from elasticd.store.memory import MemoryStore
 from elasticd.store.state_file import Mark, StateFile
 from elasticd.testing.waiting import until
-from elasticd.wire import messages, unix_socket
-from elasticd.wire.agent_orders import Drain, End
-from elasticd.wire.messages import (
-    AgentHello,
-    AgentRejected,
+from elasticd.wire import unix_socket
+from elasticd.wire.coordinator import AgentHello, AgentRejected, Drain, End, ToClient, WorkerLost
+from elasticd.wire.node_health import Health
+from elasticd.wire.rendezvous import Join, Joined
+from elasticd.wire.worker import (
     EmulatedSpeed,
     Finished,
     Goodbye,
     Hello,
-    Join,
-    Joined,
     Propose,
     Rejected,
     Report,
@@ -38,26 +38,26 @@ from elasticd.wire.messages import (
     StayedOnPlan,
     StoreAnswer,
     StoreCall,
-    ToClient,
     Welcome,
-    WorkerLost,
+    to_worker,
 )
-from elasticd.wire.node_health import Health
 from tests.agent.support import CLUSTER, Leader, Node, closing_all, spec
 
 KEYS = Keys(cluster=CLUSTER)
 WORKER = """
 import os, select, sys
-from elasticd.wire import messages, unix_socket
+from elasticd.codec.message import encode
+from elasticd.wire import unix_socket
+from elasticd.wire.worker import Goodbye, from_worker
 sock = unix_socket.connect(sys.argv[1], 20)
 data = sys.stdin.buffer.readline()
-hello = messages.from_worker(data)
+hello = from_worker(data)
 import msgspec
-unix_socket.send(sock, messages.encode(msgspec.structs.replace(hello, pid=os.getpid())))
+unix_socket.send(sock, encode(msgspec.structs.replace(hello, pid=os.getpid())))
 print(unix_socket.receive(sock).decode(), flush=True)
 if sys.stdin.buffer.readline().strip() == b"goodbye":
     select.select([sock], [], [], 20)  # a ping has come, and is never read
-    unix_socket.send(sock, messages.encode(messages.Goodbye()))
+    unix_socket.send(sock, encode(Goodbye()))
 """
 
 
@@ -74,7 +74,7 @@ def worker_process(node: Node) -> Iterator[subprocess.Popen[bytes]]:
     )
     assert process.stdin is not None
     hello = Hello(job="job", local_rank=1, world_size=1, pid=0, spec=spec("job"))
-    process.stdin.write(messages.encode(hello) + b"\n")
+    process.stdin.write(encode(hello) + b"\n")
     process.stdin.flush()
     yield process
     process.kill()
@@ -157,7 +157,7 @@ def test_rank_without_a_device_is_told_how_many_there_are(node: Node) -> None:
 
 def test_words_that_are_none_end_the_connection_with_the_reason(node: Node) -> None:
     node.agent()
-    for words, reason in ((b"{}", "does not understand"), (messages.encode(Goodbye()), "Hello or Join")):
+    for words, reason in ((b"{}", "does not understand"), (encode(Goodbye()), "Hello or Join")):
         trainer = node.trainer()
         unix_socket.send(trainer.sock, words)
         answer = trainer.hear()
@@ -178,7 +178,7 @@ def test_report_reaches_the_leader_as_it_came_and_a_wrong_one_costs_itself_alone
     trainer.welcomed(0)
     until(lambda: leader.bodies(Hello))
     measured = Measurement(device="n0/0", plan=1, step=1, tokens=1, block_seconds=1.0, block_work=1.0)
-    good = messages.encode(Report(measurement=measured, loss=2.5))
+    good = encode(Report(measurement=measured, loss=2.5))
     for wrong in (b'"one"', b"1e400", b"[" * 100 + b"]" * 100):
         unix_socket.send(trainer.sock, good.replace(b'"step":1', b'"step":' + wrong))
     unix_socket.send(trainer.sock, good.replace(b'"loss":2.5', b'"colour":"red","loss":2.5'))
@@ -199,7 +199,7 @@ def test_killed_worker_is_lost_at_once_and_its_key_goes(
     leader = node.leader()
     node.agent()
     assert worker_process.stdout is not None
-    welcome = messages.to_worker(worker_process.stdout.readline())
+    welcome = to_worker(worker_process.stdout.readline())
     assert isinstance(welcome, Welcome)
     until(lambda: node.store.get(KEYS.member("job", "n0/1")))
     until(lambda: leader.bodies(Hello))
@@ -255,7 +255,7 @@ def test_proposal_in_the_store_reaches_the_worker_and_a_stale_one_does_not(node:
     until(lambda: leader.bodies(Hello))
     for number, epoch in ((1, leader.epoch - 1), (2, leader.epoch)):
         record = Proposal(number=number, epoch=epoch, plan=plan(number, binding), old=None)
-        node.store.put(KEYS.job("job", "proposal"), encode(record))
+        node.store.put(KEYS.job("job", "proposal"), encode_record(record))
     answer = trainer.hear()
     assert isinstance(answer, Propose)
     assert answer.proposal == record
@@ -277,7 +277,7 @@ def test_highest_epoch_outlasts_the_agent_and_orders_below_it_are_refused(node: 
     binding = {"n0/0": trainer.welcomed(0).incarnation}
     for number, epoch in ((1, leader.epoch), (2, later)):
         record = Proposal(number=number, epoch=epoch, plan=plan(number, binding), old=None)
-        node.store.put(KEYS.job("job", "proposal"), encode(record))
+        node.store.put(KEYS.job("job", "proposal"), encode_record(record))
     answer = trainer.hear()
     assert isinstance(answer, Propose)
     assert answer.proposal == record
@@ -293,7 +293,7 @@ def test_an_agent_obeys_no_plan_of_an_old_copy_however_far_that_has_come(node: N
     key = KEYS.job("job", "plan")
     for number in (1, 2):
         record = PlanRecord(plan=plan(number, {"n0/0": "i"}), epoch=leader.epoch, step=0)
-        node.store.put(key, encode(record))
+        node.store.put(key, encode_record(record))
     found = node.store.get(key)
     assert found is not None
     seen = Mark(created=found.create_revision, modified=found.mod_revision - 1, changes=9)
@@ -314,7 +314,7 @@ def test_end_of_a_job_reaches_the_worker_from_the_store(node: Node) -> None:
     client = leader.client("n0/0")
     leader.send(ToClient(client=client, body=Shutdown(reason="the leader says so by itself")))
     done = DoneRecord(step=3, epoch=leader.epoch, reason="n1/0 died")
-    node.store.put(KEYS.job("job", "done"), encode(done))
+    node.store.put(KEYS.job("job", "done"), encode_record(done))
     assert trainer.hear() == Shutdown(reason="n1/0 died")
 
 
@@ -363,7 +363,7 @@ def test_agent_that_the_leader_rejects_ends_with_its_reason(node: Node) -> None:
     leader = node.leader()
     running = node.agent()
     until(lambda: leader.connections)
-    leader.connections[0].send(messages.encode(AgentRejected(reason="wrong release")))
+    leader.connections[0].send(encode(AgentRejected(reason="wrong release")))
     running.join()
     assert isinstance(running.error, AgentError)
     assert str(running.error) == "wrong release"

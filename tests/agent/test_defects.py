@@ -36,20 +36,10 @@ from elasticd.machines.agent.state import (
 from elasticd.records import DoneRecord, Keys, NodeRecord, PlanRecord, encode
 from elasticd.store.protocol import StoreError
 from elasticd.testing.waiting import until
-from elasticd.wire import messages, unix_socket
-from elasticd.wire.agent_orders import Drain
-from elasticd.wire.messages import (
-    EmulatedSpeed,
-    Hello,
-    Join,
-    Joined,
-    Leave,
-    Rejected,
-    Shutdown,
-    StayedOnPlan,
-    StoreCall,
-    ToClient,
-)
+from elasticd.wire import unix_socket
+from elasticd.wire.coordinator import Drain, ToClient
+from elasticd.wire.rendezvous import Join, Joined, Leave
+from elasticd.wire.worker import EmulatedSpeed, Hello, Rejected, Shutdown, StayedOnPlan, StoreAnswer, StoreCall
 from tests.agent.support import CLUSTER, Leader, Node, Trainer, closing_all
 from tests.agent.test_daemon import lost, plan
 from tests.machines.agent_scene import hello, join, run, said
@@ -121,7 +111,7 @@ def test_a_call_that_the_agent_fails_on_is_answered(node: Node, fails: Callable[
     trainer.welcomed(0)
     trainer.say(StoreCall(id=5, op="get", key="k", seconds=3600.0))
     answer = trainer.hear()
-    assert isinstance(answer, messages.StoreAnswer)
+    assert isinstance(answer, StoreAnswer)
     assert (answer.id, "elasticd failed on Said" in answer.error) == (5, True)
 
 

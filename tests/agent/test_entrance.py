@@ -18,8 +18,8 @@ from elasticd_agent.snapshots.store import NoRoom
 from elasticd_agent.snapshots.tls import Identity
 from elasticd_agent.snapshots.transfer import Sender
 
+from elasticd.codec.message import encode
 from elasticd.testing.waiting import until
-from elasticd.wire import messages
 from tests.agent.snapshots import held, snapshot
 from tests.agent.support import closing_all
 from tests.agent.test_streams import Pair, known
@@ -220,7 +220,7 @@ def test_streams_of_one_node_are_so_many(
 
 def test_snapshot_of_a_negative_size_makes_no_room(pair: Pair) -> None:
     for wrong in (-1, -(1 << 40)):
-        body = messages.encode(transfer.Request(held=held())).replace(b'"size":5', f'"size":{wrong}'.encode())
+        body = encode(transfer.Request(held=held())).replace(b'"size":5', f'"size":{wrong}'.encode())
         with spoken_to(pair, pair.mine) as stream:
             stream.sendall(transfer._LENGTH.pack(len(body)) + body)
             with contextlib.suppress(OSError):

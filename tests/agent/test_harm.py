@@ -18,7 +18,7 @@ from elasticd_agent.chaos.injector import Harms
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import StoreUnavailable, WatchEvent
 from elasticd.testing.waiting import until
-from elasticd.wire.agent_orders import Harm
+from elasticd.wire.coordinator import Harm
 from tests.descriptors import open_descriptors
 
 

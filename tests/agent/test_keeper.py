@@ -15,8 +15,8 @@ from elasticd.config.tree import AgentSection, ClusterSection, Config
 from elasticd.records import DoneRecord, Keys, NodeRecord, PlanRecord, decode, encode
 from elasticd.store.memory import MemoryStore
 from elasticd.testing.waiting import until
-from elasticd.wire.messages import Hello, Recorded, Welcome
 from elasticd.wire.snapshots import Fetch, Fetched, Freed, Held, Snapped, SnapshotInventory, SnapshotSetComplete
+from elasticd.wire.worker import Hello, Recorded, Welcome
 from tests import sizes
 from tests.agent.snapshots import dying_agent, memory, plan_of, read
 from tests.agent.support import CLUSTER, Leader, Node, RunningAgent, Trainer, closing_all, spec

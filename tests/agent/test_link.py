@@ -13,7 +13,7 @@ from elasticd_agent.coordinator_link import Link
 from elasticd.config.credentials import credentials
 from elasticd.config.security import SecuritySection
 from elasticd.machines.agent.state import Event, LinkUp
-from elasticd.wire.messages import AgentHello
+from elasticd.wire.coordinator import AgentHello
 from tests.certificates import Authority
 from tests.coordinator.agents import until
 from tests.coordinator.secured import AGENT, VIEWER, private, refusals, secured, tokens

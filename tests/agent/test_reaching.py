@@ -13,8 +13,7 @@ from elasticd_agent.peer_reachability import Reaching, unreached
 
 from elasticd.records import Keys, NodeRecord, decode
 from elasticd.testing.waiting import until
-from elasticd.wire.agent_orders import TryReach
-from elasticd.wire.probes import Unreached
+from elasticd.wire.coordinator import TryReach, Unreached
 from tests.agent.support import CLUSTER, Node, closing_all
 
 

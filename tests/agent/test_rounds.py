@@ -14,8 +14,8 @@ from elasticd.records import Keys
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import Watch
 from elasticd.testing.waiting import until
-from elasticd.wire.messages import Rejected
 from elasticd.wire.rendezvous import Attend, Attending, Present, ReadRound, RoundAnswer, WriteRound
+from elasticd.wire.worker import Rejected
 from tests.agent.support import CLUSTER, Node, Trainer, closing_all
 
 KEYS = Keys(cluster=CLUSTER)

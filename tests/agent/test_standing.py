@@ -23,7 +23,7 @@ from elasticd.machines.job.faults.hangs import awaited
 from elasticd.machines.job.state.events import Received
 from elasticd.runtime.telemetry.main_thread import Shared
 from elasticd.system.parent_death_signal import ending_with_us
-from elasticd.wire import messages, unix_socket
+from elasticd.wire import unix_socket
 from elasticd.wire.main_thread import (
     BACKWARD,
     BETWEEN,
@@ -42,6 +42,7 @@ from elasticd.wire.main_thread import (
     Whereabouts,
     read,
 )
+from elasticd.wire.worker import from_worker
 from tests.machines.agent_scene import hello, run, told
 from tests.machines.cast import JOB
 from tests.machines.test_coordinator_faults import running
@@ -351,14 +352,15 @@ def _timed(where: Shared, count: int) -> float:
 
 HANGS = """
 import re, socket, sys
-from elasticd.wire import messages, unix_socket
+from elasticd.codec.message import encode
+from elasticd.wire import unix_socket
 from elasticd.runtime.telemetry.main_thread import Shared
 from elasticd.wire.main_thread import LOSS, Whereabouts
 where = Shared()
 end = socket.socket(fileno=int(sys.argv[1]))
 where.begin(3, 1)
 where.at(LOSS)
-unix_socket.send(end, messages.encode(Whereabouts(signal=where.signal)), where.fd)
+unix_socket.send(end, encode(Whereabouts(signal=where.signal)), where.fd)
 def held():
     re.match("(a+)+$", "a" * 64 + "b")  # for longer than the universe, in C, with the interpreter's lock
 held()
@@ -374,7 +376,7 @@ def test_a_thread_that_holds_the_interpreters_lock_is_seen_and_its_stack_had() -
         data, fd = unix_socket.accept(ours)
         assert data is not None
         assert fd is not None
-        body = messages.from_worker(data)
+        body = from_worker(data)
         assert isinstance(body, Whereabouts)
         assert body.signal
         place = read(os.pread(fd, STACK, 0))

@@ -12,7 +12,9 @@ import pytest
 from elasticd.config.tree import AgentSection, ClusterSection, Config
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.testing.waiting import until
-from elasticd.wire.messages import Goodbye, Hello, Join, Leave, WorkerLost
+from elasticd.wire.coordinator import WorkerLost
+from elasticd.wire.rendezvous import Join, Leave
+from elasticd.wire.worker import Goodbye, Hello
 from tests.agent.support import CLUSTER, Leader, RunningAgent, closing_all
 from tests.torchruns import UNSET, Torchrun
 
@@ -22,7 +24,7 @@ SCRIPT = """
 import json, os, sys
 from tests import forkserver
 from tests.agent.support import Trainer, spec
-from elasticd.wire.messages import Goodbye, Hello
+from elasticd.wire.worker import Goodbye, Hello
 job = os.environ["TORCHELASTIC_RUN_ID"]
 trainer = Trainer(sys.argv[1])
 rank = os.environ.get("ELASTICD_SLOT") or os.environ["LOCAL_RANK"]

@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 from elasticd_planner.spec.cluster import node_of
 
+from elasticd.codec.message import encode
 from elasticd.runtime.control.agent_client import Control
 from elasticd.testing.waiting import until
-from elasticd.wire import messages, unix_socket
-from elasticd.wire.messages import Goodbye, Hello, Recorded, ToWorker, Welcome
+from elasticd.wire import unix_socket
 from elasticd.wire.snapshots import Fetched, Freed, Held, Snapped, SnapshotSetComplete
+from elasticd.wire.worker import Goodbye, Hello, Recorded, ToWorker, Welcome
 from tests.agent.snapshots import memory, plan_of, read
 from tests.agent.support import Node, closing_all, spec
 from tests.descriptors import open_descriptors
@@ -107,7 +108,7 @@ class Played:
                 return
             unix_socket.receive(end)
             answer = Welcome(device="n0/0", incarnation="i", address="127.0.0.1")
-            unix_socket.send(end, messages.encode(answer))
+            unix_socket.send(end, encode(answer))
             self.ends.append(end)
 
     def close(self) -> None:
@@ -131,9 +132,9 @@ def test_agent_that_hangs_or_ends_fails_what_is_fetched(
     with pytest.raises(TimeoutError):
         worker.control.fetch(held, 0.1)
     fd = memory(b"state")
-    unix_socket.send(agent.ends[0], messages.encode(Fetched(held=held)), fd)  # too late: nobody waits for it
+    unix_socket.send(agent.ends[0], encode(Fetched(held=held)), fd)  # too late: nobody waits for it
     os.close(fd)
-    unix_socket.send(agent.ends[0], messages.encode(Recorded(number=7)))
+    unix_socket.send(agent.ends[0], encode(Recorded(number=7)))
     until(lambda: worker.heard)
     assert open_descriptors() <= before
 

@@ -14,9 +14,10 @@ from elasticd_planner.layout.layouts import Layouts
 
 from elasticd.checkpoints.disk import LocalDisk, WritableFile
 from elasticd.checkpoints.folder import UNFINISHED, damages, scan
+from elasticd.codec.message import Message
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.saver import Saver
-from elasticd.wire.messages import Message, Saved
+from elasticd.wire.worker import Saved
 from tests.checkpoints.support import ONE, SPEC_OF_JOB, THREE, WHOLE
 from tests.migration.ranks import local
 

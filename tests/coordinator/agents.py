@@ -15,6 +15,7 @@ import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
+from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials
 from elasticd.config.tree import ChaosSection, ClusterSection, Config, CoordinatorSection
 from elasticd.coordinator import election
@@ -22,16 +23,8 @@ from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.planner_process import COMMAND
 from elasticd.records import NodeRecord
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.wire.messages import (
-    AgentHello,
-    AgentRejected,
-    FromClient,
-    Join,
-    ToClient,
-    ToLeader,
-    encode,
-    to_agent,
-)
+from elasticd.wire.coordinator import AgentHello, AgentRejected, FromClient, ToClient, ToLeader, to_agent
+from elasticd.wire.rendezvous import Join
 
 
 def config(*, chaos: bool = True, port: int = 0) -> Config:

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from websockets.exceptions import InvalidStatus
 
+from elasticd.codec.message import encode
 from elasticd.config.security import Role, SecuritySection
 from elasticd.config.tree import ConfigError
 from elasticd.coordinator.auth import Access, Caller, needed
 from elasticd.coordinator.http.server import exposed
-from elasticd.wire.messages import AgentHello, AgentRejected, encode, to_agent
+from elasticd.wire.coordinator import AgentHello, AgentRejected, to_agent
 from tests.coordinator.agents import until
 from tests.coordinator.secured import (
     AGENT,

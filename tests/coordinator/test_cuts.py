@@ -10,10 +10,11 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
+from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials
 from elasticd.config.tree import ChaosSection
 from elasticd.coordinator.daemon import Coordinator
-from elasticd.wire.messages import AgentHello, encode
+from elasticd.wire.coordinator import AgentHello
 from tests.coordinator.agents import agent, coordinating, post, until
 from tests.coordinator.secured import AGENT, ALPHA, OPERATOR, ask, bearer, link, refusals, secured, tokens
 from tests.machines.cast import node_record

@@ -16,6 +16,7 @@ import pytest
 from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.codec import decoding
+from elasticd.codec.message import encode
 from elasticd.config.tree import with_overrides
 from elasticd.coordinator import daemon
 from elasticd.coordinator import leader as leading
@@ -30,23 +31,9 @@ from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Limits, WatchEvent
 from elasticd.store.state_file import Mark, StateFile
 from elasticd.version import __version__
-from elasticd.wire.batching import MOST_TOGETHER, together
-from elasticd.wire.messages import (
-    Finished,
-    FromClient,
-    Join,
-    Joined,
-    Prepared,
-    Rejected,
-    Report,
-    Saved,
-    StoreAnswer,
-    StoreCall,
-    Switched,
-    WorkerLost,
-    encode,
-)
-from elasticd.wire.rendezvous import Lap, StepTime, Watching
+from elasticd.wire.coordinator import MOST_TOGETHER, FromClient, WorkerLost, together
+from elasticd.wire.rendezvous import Join, Joined, Lap, StepTime, Watching
+from elasticd.wire.worker import Finished, Prepared, Rejected, Report, Saved, StoreAnswer, StoreCall, Switched
 from tests.cli.support import call
 from tests.coordinator.agents import Agent, agent, config, coordinating, get, post, until
 from tests.machines.cast import JOB, FakeWorker, node_record

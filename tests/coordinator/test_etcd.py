@@ -15,7 +15,9 @@ from elasticd.records import JobSpec, Keys, decode
 from elasticd.store.leader import read_leader
 from elasticd.store.server import EtcdServer
 from elasticd.store.state_file import StateFile
-from elasticd.wire.messages import FromClient, Hello, Join
+from elasticd.wire.coordinator import FromClient
+from elasticd.wire.rendezvous import Join
+from elasticd.wire.worker import Hello
 from tests.coordinator.agents import agent, config, lead, until
 from tests.etcds import SharedEtcd
 from tests.machines.cast import JOB, FakeWorker, node_record

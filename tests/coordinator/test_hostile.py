@@ -28,6 +28,7 @@ from elasticd_planner.spec.measurement import Measurement
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
+from elasticd.codec.message import encode
 from elasticd.config.security import SecuritySection
 from elasticd.config.tree import AgentSection, ClusterSection, Config
 from elasticd.coordinator.daemon import Coordinator
@@ -37,9 +38,9 @@ from elasticd.records import Keys, NodeRecord, decode
 from elasticd.records import encode as record
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.wire import unix_socket
-from elasticd.wire.batching import together
-from elasticd.wire.messages import AgentHello, FromWorker, Hello, Report, Welcome, encode
+from elasticd.wire.coordinator import AgentHello, together
 from elasticd.wire.snapshots import Fetch, Snapped
+from elasticd.wire.worker import FromWorker, Hello, Report, Welcome
 from tests import sizes
 from tests.agent.snapshots import snapshot
 from tests.agent.support import RunningAgent, Trainer, spec

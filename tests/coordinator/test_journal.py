@@ -7,7 +7,7 @@ from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.coordinator.events.event_log import Journal, Pacing
 from elasticd.machines.job.state.events import CoordinatorNote
-from elasticd.wire.messages import Report
+from elasticd.wire.worker import Report
 
 
 def report(step: int, loss: float | None = 1.0) -> Report:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from elasticd.wire.messages import FromClient, Join
+from elasticd.wire.coordinator import FromClient
+from elasticd.wire.rendezvous import Join
 from elasticd.wire.snapshots import SnapshotInventory, SnapshotSetComplete
 from tests.coordinator.agents import agent, coordinating, get, until
 from tests.machines.cast import JOB, node_record

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elasticd.coordinator import bootstrap_store
 from elasticd.coordinator.bootstrap_store import LARGEST_VALUE, BootstrapRoom, BootstrapStore
-from elasticd.wire.messages import StoreAnswer, StoreCall
+from elasticd.wire.worker import StoreAnswer, StoreCall
 
 
 def ask(store: BootstrapStore, op: str, key: str, value: bytes = b"", seconds: float = 5.0) -> StoreAnswer:

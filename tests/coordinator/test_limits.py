@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from websockets import State
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
+from elasticd.codec.message import encode
 from elasticd.config.security import SecuritySection
 from elasticd.coordinator.http import agent_socket, middleware
 from elasticd.coordinator.http.middleware import LARGEST_BODY, TokenBucket
 from elasticd.coordinator.http.server import configured
-from elasticd.wire.messages import AgentHello, encode
+from elasticd.wire.coordinator import AgentHello
 from tests.coordinator.agents import until
 from tests.coordinator.secured import ask, bearer, link, refusals, secured
 from tests.descriptors import few_descriptors

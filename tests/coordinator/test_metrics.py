@@ -11,6 +11,7 @@ import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticd.codec import decoding
+from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials
 from elasticd.coordinator.connections import Connections
 from elasticd.coordinator.daemon import Coordinator
@@ -20,7 +21,8 @@ from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.job_state import JobPhase, fresh
 from elasticd.records import Keys
 from elasticd.store.protocol import KeyValue
-from elasticd.wire.messages import Leave, StayedOnPlan, encode
+from elasticd.wire.rendezvous import Leave
+from elasticd.wire.worker import StayedOnPlan
 from tests.coordinator.agents import agent, coordinating, until
 from tests.machines.cast import FakeWorker, node_record
 

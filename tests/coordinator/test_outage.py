@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from elasticd.codec.message import encode
 from elasticd.config.tree import AgentSection, ClusterSection, Config
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import Fence, Keys, decode
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.wire import messages
-from elasticd.wire.messages import (
+from elasticd.wire.rendezvous import Join, Joined
+from elasticd.wire.worker import (
     Fenced,
     Hello,
-    Join,
-    Joined,
+    Ping,
     Prepared,
     Propose,
     Recorded,
@@ -28,7 +28,6 @@ from elasticd.wire.messages import (
     Switched,
     Welcome,
 )
-from elasticd.wire.probes import Ping
 from tests.agent.support import RunningAgent, Trainer
 from tests.coordinator.agents import coordinating, until
 from tests.machines.cast import JOB, spec
@@ -38,10 +37,10 @@ KEYS = Keys(cluster="test")
 VICTIM = """
 import os, sys
 import msgspec
-from elasticd.wire import messages
+from elasticd.wire.worker import from_worker
 from tests.agent.support import Trainer
 from tests.coordinator.test_outage import switch
-hello = msgspec.structs.replace(messages.from_worker(sys.argv[2].encode()), pid=os.getpid())
+hello = msgspec.structs.replace(from_worker(sys.argv[2].encode()), pid=os.getpid())
 trainer = Trainer(sys.argv[1])
 trainer.sock.settimeout(None)
 trainer.say(hello)
@@ -67,7 +66,7 @@ def hello(rank: int) -> Hello:
 
 @contextmanager
 def victim(path: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-c", VICTIM, path, messages.encode(hello(1)).decode()]
+    command = [sys.executable, "-c", VICTIM, path, encode(hello(1)).decode()]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
         yield process

@@ -22,7 +22,8 @@ from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.records import Keys
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import KeyValue
-from elasticd.wire.messages import FromClient, Report
+from elasticd.wire.coordinator import FromClient
+from elasticd.wire.worker import Report
 from tests.coordinator.agents import agent, coordinating, get, until
 from tests.machines.cast import node_record
 

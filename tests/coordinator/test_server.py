@@ -10,12 +10,13 @@ import msgspec
 import pytest
 from websockets.asyncio.client import connect
 
+from elasticd.codec.message import encode
 from elasticd.coordinator.api_types import Reason
 from elasticd.coordinator.http import agent_socket
 from elasticd.coordinator.http.app import STATUS
 from elasticd.version import __version__
-from elasticd.wire.batching import together
-from elasticd.wire.messages import EmulatedSpeed, StayedOnPlan, StoreAnswer, StoreCall, encode
+from elasticd.wire.coordinator import together
+from elasticd.wire.worker import EmulatedSpeed, StayedOnPlan, StoreAnswer, StoreCall
 from tests.coordinator.agents import agent, coordinating, get, post, until
 from tests.machines.cast import JOB, FakeWorker, node_record
 

@@ -13,7 +13,9 @@ from elasticd.coordinator.leader import Leading
 from elasticd.machines.coordinator.finished_jobs import EMPTY_SECONDS
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import CoordinatorNote, CoordinatorTick
-from elasticd.wire.messages import AgentHello, FromClient, FromWorker, Join, Leave, StoreCall
+from elasticd.wire.coordinator import AgentHello, FromClient
+from elasticd.wire.rendezvous import Join, Leave
+from elasticd.wire.worker import FromWorker, StoreCall
 from tests.machines.cast import node_record
 
 

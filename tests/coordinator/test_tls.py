@@ -12,10 +12,11 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from elasticd.client import Api, CannotReach
+from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials, credentials, server_context
 from elasticd.config.security import SecuritySection
 from elasticd.config.tree import ConfigError
-from elasticd.wire.messages import AgentHello, encode
+from elasticd.wire.coordinator import AgentHello
 from tests.certificates import Authority
 from tests.coordinator.agents import until
 from tests.coordinator.secured import VIEWER, ask, link, private, refusals, secured, tokens

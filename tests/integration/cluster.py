@@ -21,6 +21,7 @@ import msgspec
 from elasticd_agent.daemon import Agent
 from elasticd_planner.spec.plan import Plan
 
+from elasticd.codec.message import encode
 from elasticd.config.tree import Config, with_overrides
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.planner_process import COMMAND
@@ -30,8 +31,9 @@ from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Store
 from elasticd.store.session import EtcdOptions
 from elasticd.testing.waiting import PATIENCE, until
-from elasticd.wire import messages, unix_socket
-from elasticd.wire.messages import Join, Joined
+from elasticd.wire import unix_socket
+from elasticd.wire.rendezvous import Join, Joined
+from elasticd.wire.worker import to_worker
 from tests import forkserver
 from tests.coordinator.agents import lead
 from tests.forkserver import Forked
@@ -198,14 +200,14 @@ class Cluster:
 
     def _ask(self, node: str) -> None:
         join = Join(job=JOB, min_nodes=len(self.nodes), max_nodes=len(self.nodes), pid=os.getpid())
-        unix_socket.send(self._torchruns[node], messages.encode(join))
+        unix_socket.send(self._torchruns[node], encode(join))
 
     def _joined(self, node: str) -> None:
         sock = self._torchruns[node]
         sock.settimeout(60)
         data = unix_socket.receive(sock)
         assert data is not None
-        answer = messages.to_worker(data)
+        answer = to_worker(data)
         assert isinstance(answer, Joined), answer
 
     def start_worker(self, device: str, script: Path, options: Mapping[str, Any]) -> None:

@@ -68,7 +68,7 @@ def test_a_job_that_is_told_to_go_makes_a_last_checkpoint_and_goes_on_from_it(tm
         codes = cluster.wait(120)
         assert set(codes.values()) == {1}
         made = ledger(cluster)[-1]["step"] + 1
-        told = re.search(r"all workers were told to go \(SIGTERM\), after step (\d+)", cluster.log("a/0"))
+        told = re.search(r"all workers drain \(SIGTERM\), after step (\d+)", cluster.log("a/0"))
         assert told, cluster.log("a/0")[-2000:]
     (last,) = scan(folder)
     assert int(told[1]) >= last.step, "the leader has heard of the step that was saved"

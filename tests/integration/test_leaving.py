@@ -72,7 +72,7 @@ def test_all_that_are_told_to_go_end_the_job_which_says_so(how: str) -> None:
             cluster.call(stop())
         codes = cluster.wait(120)
         assert set(codes.values()) == {1}
-        why = "all workers were told to go (SIGTERM)" if how == "SIGTERM" else "stopped by alice@host"
+        why = "all workers drain (SIGTERM)" if how == "SIGTERM" else "stopped by alice@host"
         assert f"{why}, after step" in cluster.log("a/0")
         until(lambda: cluster.job()["phase"] == "stopped", lambda: texts(cluster))
 

@@ -134,12 +134,15 @@ def second_agent(cluster: Cluster) -> str:
 
 JOIN = """
 import os, sys
-from elasticd.wire import messages, unix_socket
+from elasticd.codec.message import encode
+from elasticd.wire import unix_socket
+from elasticd.wire.rendezvous import Join
+from elasticd.wire.worker import Rejected, to_worker
 sock = unix_socket.connect(sys.argv[1], 5)
-join = messages.Join(job=sys.argv[2], min_nodes=1, max_nodes=1, pid=os.getpid())
-unix_socket.send(sock, messages.encode(join))
-answer = messages.to_worker(unix_socket.receive(sock))
-assert isinstance(answer, messages.Rejected), answer
+join = Join(job=sys.argv[2], min_nodes=1, max_nodes=1, pid=os.getpid())
+unix_socket.send(sock, encode(join))
+answer = to_worker(unix_socket.receive(sock))
+assert isinstance(answer, Rejected), answer
 print(answer.reason)
 """
 

@@ -11,7 +11,9 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strate
 from elasticd.machines.agent.machine import step
 from elasticd.machines.agent.state import AgentSend, AgentState, AgentTell, Effect, Event, Heard, Opened, Said
 from elasticd.records import JobSpec, NodeRecord, Proposal
-from elasticd.wire.messages import FromClient, FromWorker, Hello, Join, Report, Switched, ToClient
+from elasticd.wire.coordinator import FromClient, ToClient
+from elasticd.wire.rendezvous import Join
+from elasticd.wire.worker import FromWorker, Hello, Report, Switched
 
 JOB = "job"
 RECORD = NodeRecord(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticd.wire.messages import Closed, Rejected
+from elasticd.wire.worker import Closed, Rejected
 from tests.machines.world import World
 
 

@@ -17,13 +17,13 @@ from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import bucket
 
 from elasticd.records import JobSpec, NodeRecord
-from elasticd.wire.messages import (
+from elasticd.wire.coordinator import FromClient
+from elasticd.wire.worker import (
     Copy,
+    DrainNotice,
     Finished,
-    FromClient,
     FromWorker,
     InDoubt,
-    Leaving,
     PeersLost,
     Prepared,
     Raised,
@@ -45,7 +45,7 @@ Outcome = (
     | StateReport
     | Finished
     | Raised
-    | Leaving
+    | DrainNotice
 )
 
 

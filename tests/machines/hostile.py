@@ -9,7 +9,8 @@ from typing import Any, get_args
 
 import msgspec
 
-from elasticd.wire.messages import FromClient, FromWorker, ToLeader, several_to_leader
+from elasticd.wire.coordinator import FromClient, ToLeader, all_to_leader
+from elasticd.wire.worker import FromWorker
 from tests.releases.samples import sample
 
 NUMBERS = (-(2**62), -7, -1, 0, 1, 2, 3, 5, 7, 2**31, 2**53, 2**62)
@@ -33,7 +34,7 @@ class Hostile:
     def messages(self, count: int) -> Iterator[ToLeader]:
         """As many as can be decoded of this many."""
         for _ in range(count):
-            yield from filter(None, several_to_leader(b"[" + self.raw() + b"]", most=1))
+            yield from filter(None, all_to_leader(b"[" + self.raw() + b"]"))
 
     def raw(self) -> bytes:
         """One of them, as JSON."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from elasticd.codec.message import WIRE_VERSION
 from elasticd.machines.agent import machine
 from elasticd.machines.agent.machine import MOST_REPORTS, TABLE, step
 from elasticd.machines.agent.state import (
@@ -29,20 +30,15 @@ from elasticd.machines.agent.state import (
     UnknownEvent,
 )
 from elasticd.records import DoneRecord, MemberRecord, PlanRecord
-from elasticd.wire.messages import (
-    DEVICE_PREFIX,
-    WIRE_VERSION,
+from elasticd.wire.coordinator import DEVICE_PREFIX, AgentHello, AgentRejected, WorkerLost
+from elasticd.wire.rendezvous import Join, Joined, Leave
+from elasticd.wire.worker import (
     Abort,
-    AgentHello,
-    AgentRejected,
     Closed,
     EmulatedSpeed,
     Finished,
     Goodbye,
     Hello,
-    Join,
-    Joined,
-    Leave,
     Prepared,
     Propose,
     Recorded,
@@ -53,7 +49,6 @@ from elasticd.wire.messages import (
     StoreAnswer,
     StoreCall,
     Welcome,
-    WorkerLost,
 )
 from tests.machines.agent_scene import (
     JOB,

@@ -23,10 +23,10 @@ from elasticd.machines.agent.state import (
     Said,
 )
 from elasticd.records import DoneRecord, PlanRecord
-from elasticd.wire.messages import (
+from elasticd.wire.coordinator import FromClient, WorkerLost
+from elasticd.wire.worker import (
     Abort,
     Finished,
-    FromClient,
     Goodbye,
     InDoubt,
     Prepared,
@@ -36,7 +36,6 @@ from elasticd.wire.messages import (
     Shutdown,
     StayedOnPlan,
     Switched,
-    WorkerLost,
 )
 from tests.machines.agent_scene import (
     JOB,

@@ -12,7 +12,7 @@ from elasticd.machines.agent.state import (
     ProposalRead,
 )
 from elasticd.records import PlanRecord
-from elasticd.wire.probes import Probe, Probed
+from elasticd.wire.worker import Probe, Probed
 from tests.machines.agent_scene import JOB, hello, plan, proposal, run, said, sent, told
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from elasticd.machines.agent.state import FenceRead, PlanRead, ProposalRead
 from elasticd.records import Fence, PlanRecord, Recovery
-from elasticd.wire.messages import Propose, Recorded
+from elasticd.wire.worker import Propose, Recorded
 from tests.machines.agent_scene import JOB, hello, plan, proposal, run, sent
 
 OLD = {"n0/0": "i0", "n0/1": "i1", "n1/0": "x"}

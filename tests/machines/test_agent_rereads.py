@@ -19,7 +19,7 @@ from elasticd.machines.agent.state import (
     ProposalRead,
 )
 from elasticd.records import DoneRecord, Fence, PlanRecord
-from elasticd.wire.messages import Abort, Fenced, Propose, Recorded, Shutdown
+from elasticd.wire.worker import Abort, Fenced, Propose, Recorded, Shutdown
 from tests.machines.agent_scene import JOB, aborted, hello, plan, proposal, run, sent
 
 #: A leader of epoch 5 wrote these; the leader that followed has epoch 9.

@@ -21,7 +21,8 @@ from elasticd.machines.agent.state import (
 )
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Fence, PlanRecord
-from elasticd.wire.messages import Abort, Fenced, FromClient, Hello, Prepared, Recorded, WorkerLost
+from elasticd.wire.coordinator import FromClient, WorkerLost
+from elasticd.wire.worker import Abort, Fenced, Hello, Prepared, Recorded
 from tests.machines.agent_scene import JOB, aborted, hello, plan, proposal, run, sent
 
 

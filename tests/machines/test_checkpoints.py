@@ -8,12 +8,12 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.coordinator.store_writer import stored
 from elasticd.machines.agent.state import AgentNote, CheckpointsRead, LinkDown, LinkUp, ProposalRead
+from elasticd.machines.coordinator.message_checks import MOST_CHECKPOINTS
 from elasticd.machines.job.copies.checkpoints import MOST_PUBLISHED, MOST_WAITING
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.machines.text_limits import MOST_CHECKPOINTS
 from elasticd.records import CheckpointsRecord, PublishedCheckpoint, decode
-from elasticd.wire.messages import Hello, Published, Saved
+from elasticd.wire.worker import Hello, Published, Saved
 from tests.machines.agent_scene import JOB as AGENTS_JOB
 from tests.machines.agent_scene import down, hello, proposal, run, said, sent, told
 from tests.machines.cast import JOB, FakeWorker

@@ -9,7 +9,9 @@ import pytest
 
 from elasticd.machines.job.state.events import AgentUp, Received
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings, fresh
-from elasticd.wire.messages import Closed, FromClient, Join, Rejected, Report
+from elasticd.wire.coordinator import FromClient
+from elasticd.wire.rendezvous import Join
+from elasticd.wire.worker import Closed, Rejected, Report
 from tests.machines.asked import refused
 from tests.machines.cast import FakeWorker
 from tests.machines.test_coordinator_lives import fitted, slowed, started

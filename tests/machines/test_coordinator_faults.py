@@ -10,7 +10,8 @@ from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
 from elasticd.records import Fence, HistoryRecord, Vote, decode
-from elasticd.wire.messages import Copy, Finished, InDoubt, Joined, PeersLost, StateReport
+from elasticd.wire.rendezvous import Joined
+from elasticd.wire.worker import Copy, Finished, InDoubt, PeersLost, StateReport
 from tests.machines.cast import JOB, answer_to
 from tests.machines.checked import KEYS
 from tests.machines.world import World

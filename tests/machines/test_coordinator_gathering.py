@@ -10,7 +10,9 @@ from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings, Joiner, Worker, fresh
-from elasticd.wire.messages import FromClient, Hello, Joined, Leave, Report, Unread
+from elasticd.wire.coordinator import FromClient, Unread
+from elasticd.wire.rendezvous import Joined, Leave
+from elasticd.wire.worker import Hello, Report
 from tests.machines.asked import refused
 from tests.machines.cast import JOB, spec
 from tests.machines.test_coordinator_faults import ROOM

@@ -9,7 +9,8 @@ from elasticd_planner.policy.stability import FREE
 
 from elasticd.machines.job.state.events import AgentUp, Paced, Planned, Received
 from elasticd.machines.job.state.job_state import TRANSITIONS, JobPhase, JobSettings
-from elasticd.wire.messages import Closed, EmulatedSpeed, FromClient, InDoubt, Rejected, StayedOnPlan
+from elasticd.wire.coordinator import FromClient
+from elasticd.wire.worker import Closed, EmulatedSpeed, InDoubt, Rejected, StayedOnPlan
 from tests.machines.asked import refused
 from tests.machines.cast import JOB, answer_to
 from tests.machines.world import World

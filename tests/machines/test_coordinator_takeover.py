@@ -9,7 +9,7 @@ from elasticd_planner.spec.plan import Strategy
 
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.wire.messages import StayedOnPlan, Switched
+from elasticd.wire.worker import StayedOnPlan, Switched
 from tests import sizes
 from tests.machines.world import World
 

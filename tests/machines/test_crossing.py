@@ -11,8 +11,8 @@ from elasticd_planner.spec.cluster import Link
 from elasticd.machines.coordinator import machine, node_links
 from elasticd.machines.coordinator.node_links import GATHER_SECONDS, Links, crossed, judge, moved
 from elasticd.machines.job.state.events import CoordinatorNote, CoordinatorTick, Received
-from elasticd.wire.messages import FromClient, Switched
-from elasticd.wire.probes import Crossed
+from elasticd.wire.coordinator import Crossed, FromClient
+from elasticd.wire.worker import Switched
 from tests.machines.test_coordinator_faults import running
 from tests.machines.world import World
 

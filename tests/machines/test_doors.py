@@ -24,20 +24,11 @@ from elasticd.machines.job.state.events import CoordinatorNote, CoordinatorTick,
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings, fresh
 from elasticd.names import LONGEST, device_of, harmless, name_refusal
 from elasticd.records import DoneRecord, NodeRecord, PlanRecord
-from elasticd.wire.messages import (
-    AgentHello,
-    Finished,
-    FromClient,
-    Join,
-    Report,
-    StoreCall,
-    ToLeader,
-    WorkerLost,
-)
+from elasticd.wire.coordinator import AgentHello, Crossed, FromClient, Frozen, ToLeader, WorkerLost
 from elasticd.wire.node_health import Health
-from elasticd.wire.probes import Crossed, Frozen
-from elasticd.wire.rendezvous import Lap, StepTime, Watching
+from elasticd.wire.rendezvous import Join, Lap, StepTime, Watching
 from elasticd.wire.snapshots import Held, SnapshotInventory
+from elasticd.wire.worker import Finished, Report, StoreCall
 from tests.cli.test_status import PLAN
 from tests.machines.cast import node_record
 from tests.machines.checked import KEYS

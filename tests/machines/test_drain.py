@@ -6,7 +6,7 @@ import msgspec
 
 from elasticd.machines.job.state.events import AgentUp, CoordinatorSend, NodeDrained
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.wire.agent_orders import Drain
+from elasticd.wire.coordinator import Drain
 from tests.machines.test_coordinator_faults import ROOM
 from tests.machines.world import World
 

@@ -9,7 +9,7 @@ import pytest
 
 from elasticd.codec.message import PEERS_VERSION
 from elasticd.machines.job.assembly import difference
-from elasticd.wire.messages import Rejected
+from elasticd.wire.worker import Rejected
 from tests.machines.cast import FakeWorker, spec
 from tests.machines.test_coordinator_faults import running
 from tests.machines.world import World

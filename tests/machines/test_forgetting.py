@@ -19,7 +19,9 @@ from elasticd.machines.job.state.events import (
 )
 from elasticd.machines.job.state.job_state import LIVE, OVER, JobPhase, JobSettings, JobState, fresh
 from elasticd.records import DoneRecord
-from elasticd.wire.messages import FromClient, Join, Rejected, WorkerLost
+from elasticd.wire.coordinator import FromClient, WorkerLost
+from elasticd.wire.rendezvous import Join
+from elasticd.wire.worker import Rejected
 from tests.machines.cast import JOB, node_record
 from tests.machines.checked import KEYS
 from tests.machines.test_coordinator_faults import running

@@ -6,7 +6,7 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings
-from elasticd.wire.probes import Frozen
+from elasticd.wire.coordinator import Frozen
 from tests.machines.cast import JOB
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World

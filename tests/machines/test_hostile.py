@@ -7,6 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 
+from elasticd.codec.message import encode
 from elasticd.machines.coordinator import machine, message_checks, restart_jobs
 from elasticd.machines.job.state.events import (
     CoordinatorNote,
@@ -17,7 +18,7 @@ from elasticd.machines.job.state.events import (
 )
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import encode as record
-from elasticd.wire.messages import AgentHello, encode
+from elasticd.wire.coordinator import AgentHello
 from elasticd.wire.rendezvous import StepTime
 from tests import sizes
 from tests.machines.hostile import Hostile

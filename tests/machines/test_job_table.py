@@ -26,8 +26,8 @@ from elasticd.machines.job.state.events import (
 )
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings, Worker, fresh
 from elasticd.machines.job.state.transaction import MOST_UNEXPECTED, Turn
-from elasticd.wire.messages import FromClient, FromWorker, StoreCall
-from elasticd.wire.node_health import OfNode
+from elasticd.wire.coordinator import FromClient, OfNode
+from elasticd.wire.worker import FromWorker, StoreCall
 from tests.machines.cast import JOB, node_record
 from tests.releases.samples import sample
 

@@ -8,7 +8,7 @@ import pytest
 from elasticd.machines.job.state.events import AgentDown
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import HistoryRecord, PublishedCheckpoint, decode
-from elasticd.wire.messages import Hello, Saved
+from elasticd.wire.worker import Hello, Saved
 from tests.machines.cast import JOB, FakeWorker
 from tests.machines.checked import KEYS
 from tests.machines.test_snapshots import come_again, recovered, wait

@@ -13,9 +13,8 @@ from elasticd.machines.job.state.events import AgentUp, CoordinatorSend, Effect,
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.job.state.reachable_nodes import Pair, pair
 from elasticd.records import Fence, Proposal, decode
-from elasticd.wire.agent_orders import TryReach
-from elasticd.wire.messages import PeersLost, Refused, StateReport
-from elasticd.wire.probes import Unreached
+from elasticd.wire.coordinator import TryReach, Unreached
+from elasticd.wire.worker import PeersLost, Refused, StateReport
 from tests import sizes
 from tests.machines.test_checkpoints import save
 from tests.machines.test_coordinator_faults import ROOM, recovered

@@ -6,9 +6,8 @@ import msgspec
 
 from elasticd.machines.job.state.events import AgentUp, Received
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.wire.messages import Hello
 from elasticd.wire.node_health import DeviceHealth, Health
-from elasticd.wire.probes import Probed
+from elasticd.wire.worker import Hello, Probed
 from tests.machines.cast import FakeWorker
 from tests.machines.world import World
 

@@ -12,10 +12,10 @@ from elasticd.machines.job.faults.user_exceptions import MOST_TRACEBACK, alike
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import DoneRecord, Thrown
-from elasticd.wire.messages import Leaving, Raised
+from elasticd.wire.worker import DrainNotice, Raised
 from tests.machines.cast import FakeWorker
 from tests.machines.test_coordinator_faults import recovered, running
-from tests.machines.test_leaving import members
+from tests.machines.test_draining import members
 from tests.machines.world import World
 
 BAD = "bad sample 17 at 0x7f3a, of <object at 0x55aa>"
@@ -34,7 +34,7 @@ def throw(world: World, device: str, text: str = BAD, **changes: Any) -> Raised:
     )
     world.outcome(worker, body)
     if body.holds:
-        world.outcome(worker, Leaving(reason="its code raised ValueError"))
+        world.outcome(worker, DrainNotice(reason="its code raised ValueError"))
     return body
 
 

@@ -7,8 +7,7 @@ import math
 import msgspec
 
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.wire.messages import Hello
-from elasticd.wire.probes import Rehearse, Rehearsed
+from elasticd.wire.worker import Hello, Rehearse, Rehearsed
 from tests.machines.cast import FakeWorker
 from tests.machines.world import World
 

@@ -8,7 +8,7 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StateP
 
 from elasticd.machines.job.copies.memory import Room, room
 from elasticd.machines.job.state.job_state import JobPhase, NodeState
-from elasticd.wire.messages import PeersLost, StateReport
+from elasticd.wire.worker import PeersLost, StateReport
 from tests.machines.cast import model, node_record
 from tests.machines.vaulted import Vaulted
 

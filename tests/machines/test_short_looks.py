@@ -10,7 +10,8 @@ from elasticd.machines.job import machine
 from elasticd.machines.job.state.events import Event, Received
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.wire.messages import FromClient, Prepared, Report, StateReport, Switched
+from elasticd.wire.coordinator import FromClient
+from elasticd.wire.worker import Prepared, Report, StateReport, Switched
 from tests.machines.test_coordinator_faults import recovered
 from tests.machines.world import World
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.wire.messages import PeersLost
+from elasticd.wire.worker import PeersLost
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World
 

@@ -9,11 +9,11 @@ from elasticd.machines.job.lifecycle.stop_request import unheard
 from elasticd.machines.job.state.events import StopAsked
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import DoneRecord
-from elasticd.wire.agent_orders import End
-from elasticd.wire.messages import Rejected
+from elasticd.wire.coordinator import End
+from elasticd.wire.worker import Rejected
 from tests.machines.cast import JOB
 from tests.machines.test_coordinator_faults import running
-from tests.machines.test_leaving import tell
+from tests.machines.test_draining import tell
 from tests.machines.world import World
 
 

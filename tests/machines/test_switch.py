@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from elasticd.machines.worker import switch as sw
 from elasticd.machines.worker.switch import SwitchPhase, SwitchState
-from elasticd.wire.messages import Abort, Prepared, Recorded, Refused, Shutdown, StayedOnPlan
+from elasticd.wire.worker import Abort, Prepared, Recorded, Refused, Shutdown, StayedOnPlan
 from tests.sizes import examples
 
 OLD, NEW = ("a", "b", "c"), ("b", "c", "d")  # a leaves, d joins

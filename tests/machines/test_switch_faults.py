@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elasticd.machines.worker import switch as sw
 from elasticd.machines.worker.switch import SwitchPhase, SwitchState
-from elasticd.wire.messages import Abort, Fenced, InDoubt, PeersLost, Prepared, Recorded, Shutdown, StayedOnPlan
+from elasticd.wire.worker import Abort, Fenced, InDoubt, PeersLost, Prepared, Recorded, Shutdown, StayedOnPlan
 from tests.sizes import examples
 
 NAMES = ("a", "b", "c", "d", "e")

@@ -6,24 +6,23 @@ from typing import Any
 
 import pytest
 
+from elasticd.codec.safe_text import MARK, MOST_TEXT, shortened
+from elasticd.machines.coordinator.message_checks import bounded
 from elasticd.machines.job.lifecycle.job_end import MOST_REASON
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.machines.text_limits import MARK, MOST_TEXT, bounded, shortened
 from elasticd.records import DoneRecord, Fence, decode, encode
-from elasticd.wire.messages import (
-    FromClient,
+from elasticd.wire.coordinator import FromClient, Frozen, Unreached, WorkerLost
+from elasticd.wire.worker import (
+    DrainNotice,
     Goodbye,
     InDoubt,
-    Leaving,
     PeersLost,
     Prepared,
     Raised,
     Refused,
     StayedOnPlan,
-    WorkerLost,
 )
-from elasticd.wire.probes import Frozen, Unreached
 from tests.machines.test_coordinator_faults import running
 from tests.machines.test_coordinator_lives import slowed
 from tests.machines.world import KEYS, World
@@ -35,7 +34,7 @@ BODIES = (
     StayedOnPlan(number=1, step=1, reason=LONG),
     InDoubt(number=1, step=1, reason=LONG),
     PeersLost(step=1, reason=LONG),
-    Leaving(reason=LONG),
+    DrainNotice(reason=LONG),
     Goodbye(reason=LONG),
 )
 MESSAGES = (

@@ -7,7 +7,7 @@ import pytest
 from elasticd.machines.job.state.events import AgentDown
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import Fence, decode
-from elasticd.wire.messages import PeersLost, StateReport
+from elasticd.wire.worker import PeersLost, StateReport
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.wire.messages import FromWorker, Hello, Rejected, ToClient, Unread
+from elasticd.wire.coordinator import ToClient, Unread
+from elasticd.wire.worker import FromWorker, Hello, Rejected
 from tests.machines.cast import JOB
 from tests.machines.test_coordinator_faults import ROOM, recovered
 from tests.machines.world import World

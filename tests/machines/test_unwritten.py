@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from elasticd.codec.safe_text import MARK
 from elasticd.coordinator.store_transactions import Ledger
 from elasticd.machines.job.lifecycle.job_end import MOST_REASON
 from elasticd.machines.job.state.events import Unwritten
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.machines.text_limits import MARK
 from elasticd.records import DoneRecord, decode
-from elasticd.wire.messages import Rejected
+from elasticd.wire.worker import Rejected
 from tests.machines.asked import refused
 from tests.machines.cast import JOB
 from tests.machines.checked import KEYS

@@ -17,7 +17,8 @@ from elasticd.machines.job.copies.holdings import lost_boxes
 from elasticd.machines.job.state.events import AgentUp, CoordinatorTick, Event, Received
 from elasticd.machines.job.state.job_state import OVER
 from elasticd.records import Fence, HistoryRecord, Proposal, decode
-from elasticd.wire.messages import Joined, PeersLost
+from elasticd.wire.rendezvous import Joined
+from elasticd.wire.worker import PeersLost
 from tests import sizes
 from tests.machines.cast import JOB
 from tests.machines.checked import KEYS

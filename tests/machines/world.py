@@ -34,17 +34,15 @@ from elasticd.machines.job.state.job_state import ASKING, JobPhase, JobSettings,
 from elasticd.records import Fence, Proposal, decode
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import Put
-from elasticd.wire.messages import (
+from elasticd.wire.coordinator import FromClient, ToClient, WorkerLost
+from elasticd.wire.rendezvous import Join, Joined, Leave
+from elasticd.wire.worker import (
     Closed,
     Copy,
+    DrainNotice,
     Finished,
-    FromClient,
     FromWorker,
     Hello,
-    Join,
-    Joined,
-    Leave,
-    Leaving,
     Prepared,
     Raised,
     Refused,
@@ -53,9 +51,7 @@ from elasticd.wire.messages import (
     StateReport,
     StayedOnPlan,
     Switched,
-    ToClient,
     ToWorker,
-    WorkerLost,
 )
 from tests.machines.cast import JOB, MEMORY, FakeWorker, Outcome, answer_to, measurement, node_record, spec
 from tests.machines.checked import KEYS, Checked
@@ -323,7 +319,7 @@ class World(Checked):
             self.swapped.add(body.number)
         if isinstance(body, StayedOnPlan):
             worker.kept.add(body.number)
-        worker.said = [*(old for old in worker.said if isinstance(old, Finished | Raised | Leaving)), body]
+        worker.said = [*(old for old in worker.said if isinstance(old, Finished | Raised | DrainNotice)), body]
         self.up(worker.device, body)
 
     def train(self, steps: int = 1) -> None:

@@ -30,7 +30,7 @@ from elasticd_planner.layout.layouts import Layouts
 
 from elasticd.machines.worker import switch as sw
 from elasticd.runtime.comm.groups import TERMS, Fabric, Group
-from elasticd.wire.messages import InDoubt, Prepared, StayedOnPlan
+from elasticd.wire.worker import InDoubt, Prepared, StayedOnPlan
 from tests.migration.files import Files
 from tests.migration.plans import SPEC, plan
 from tests.migration.ranks import assert_same_bits, local, members, trained

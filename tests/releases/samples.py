@@ -67,12 +67,12 @@ from elasticd.runtime.snapshot import memory_file
 from elasticd.simulator.results.result import Outcome
 from elasticd.store.leader import LeaderRecord
 from elasticd.store.state_file import Remembered
-from elasticd.wire import messages
+from elasticd.wire import coordinator
 from tests.machines.cast import model
 
 #: Whose classes are read by other releases; each module is imported, so that all subclasses are known.
 MODULES = (
-    *(messages, transfer, manifest, store_writer, event_pages, record, report, memory_file),
+    *(coordinator, transfer, manifest, store_writer, event_pages, record, report, memory_file),
     *(Remembered, Outcome, LeaderRecord),
 )
 

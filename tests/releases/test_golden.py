@@ -14,7 +14,8 @@ from elasticd_planner.value import StoredValue, explicit_tag
 
 from elasticd import recording
 from elasticd.codec.message import WIRE_VERSION, Message
-from elasticd.wire import messages
+from elasticd.wire.coordinator import to_agent, to_leader
+from elasticd.wire.worker import from_worker, to_worker
 from tests.releases import kept, write
 from tests.releases.samples import (
     BODIES,
@@ -106,7 +107,7 @@ def test_what_a_release_wrote_is_decoded_field_by_field(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 def test_the_readers_of_this_release_decode_each_message_of_a_release(path: Path) -> None:
     """A receiver's own reader skips a message whose tag is gone, so that one reader must give its class."""
-    readers = (messages.from_worker, messages.to_worker, messages.to_leader, messages.to_agent)
+    readers = (from_worker, to_worker, to_leader, to_agent)
     for _, _, golden in lines(path):
         kind = kinds().get(golden.tag)
         if kind is None or not issubclass(kind, Message) or golden.tag.startswith("stream-"):

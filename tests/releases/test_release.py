@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import elasticd
 from elasticd.cli.app import elasticd as cli
+from elasticd.codec.message import encode
 from elasticd.machines.agent import machine
 from elasticd.machines.agent.state import AgentState, AgentTell, LinkUp
 from elasticd.rendezvous.agent_requests import Asking
@@ -22,9 +23,10 @@ from elasticd.rendezvous.live_mode import Handler, RendezvousOver
 from elasticd.runtime.api import hello as first_message
 from elasticd.runtime.api import watch
 from elasticd.version import __version__
-from elasticd.wire import messages, unix_socket
-from elasticd.wire.messages import AgentHello, Closed, Join
-from elasticd.wire.rendezvous import Attend, Attending
+from elasticd.wire import unix_socket
+from elasticd.wire.coordinator import AgentHello
+from elasticd.wire.rendezvous import Attend, Attending, Join
+from elasticd.wire.worker import Closed, from_worker
 from tests.agent.support import spec
 from tests.machines.cast import node_record
 from tests.releases import kept
@@ -76,8 +78,8 @@ def test_every_torchrun_says_the_release(tmp_path: Path, monkeypatch: pytest.Mon
             client: socket.socket = listener.accept()[0]
             data = unix_socket.receive(client)
             assert data is not None
-            heard.append(messages.from_worker(data))
-            unix_socket.send(client, messages.encode(answer))
+            heard.append(from_worker(data))
+            unix_socket.send(client, encode(answer))
 
     playing = threading.Thread(target=play)
     playing.start()

@@ -21,7 +21,7 @@ from elasticd.store.leader import RECORD_VERSION, LeaderRecord, campaign, read_l
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.testing.waiting import until
 from elasticd.version import __version__
-from elasticd.wire.messages import Closed, Shutdown
+from elasticd.wire.worker import Closed, Shutdown
 from tests.agent.support import CLUSTER, Node, closing_all
 from tests.coordinator.agents import config, coordinating
 

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from elasticd import records
 from elasticd.codec import decoding
 from elasticd.codec.decoding import decode_stored
+from elasticd.codec.message import Message, encode
 from elasticd.machines.agent.state import Event, Heard, LinkUp
 from elasticd.records import Keys
 from elasticd.rendezvous.agent_requests import Asking
@@ -34,23 +35,25 @@ from elasticd.runtime.control.agent_client import Control, RejectedByAgent
 from elasticd.store.protocol import KeyValue
 from elasticd.testing.waiting import until
 from elasticd.version import __version__
-from elasticd.wire import messages, unix_socket
-from elasticd.wire.batching import all_to_leader
-from elasticd.wire.messages import (
-    AgentRejected,
+from elasticd.wire import unix_socket
+from elasticd.wire.coordinator import AgentHello, AgentRejected, all_to_leader, to_agent, to_leader
+from elasticd.wire.rendezvous import Attend, Attending, Join, Joined, Leave, RoundAnswer, Torchrun, Watching
+from elasticd.wire.worker import (
+    Closed,
+    FromWorker,
     Goodbye,
     Hello,
-    Join,
-    Joined,
-    Leave,
     Recorded,
     Rejected,
     Report,
+    Shutdown,
     StayedOnPlan,
     StoreAnswer,
+    ToAgentAlone,
     Welcome,
+    from_worker,
+    to_worker,
 )
-from elasticd.wire.rendezvous import Attend, Attending, RoundAnswer, Torchrun, Watching
 from tests.agent.support import CLUSTER, Node, closing_all, spec
 from tests.coordinator.agents import coordinating
 from tests.coordinator.agents import until as eventually
@@ -103,7 +106,7 @@ def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
 
 JOIN = Join(job="j", min_nodes=1, max_nodes=2, pid=os.getpid())
 HELLO = Hello(job="j", local_rank=0, world_size=1, pid=os.getpid(), spec=spec("j"))
-WELCOME = messages.encode(Welcome(device="a/0", incarnation="1f", address="127.0.0.1"))
+WELCOME = encode(Welcome(device="a/0", incarnation="1f", address="127.0.0.1"))
 
 
 # -- a worker --------------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ def test_a_worker_skips_what_it_does_not_know_and_hears_what_follows(
 ) -> None:
     """Also before it is welcomed, and with a descriptor; what cannot be read at all is skipped as well."""
     path = str(tmp_path / "s")
-    peer = Peer(path, NEWER, WELCOME, NEWER, MALFORMED, NOISE, messages.encode(Recorded(number=3)))
+    peer = Peer(path, NEWER, WELCOME, NEWER, MALFORMED, NOISE, encode(Recorded(number=3)))
     control = Control(path, Hello(job="j", local_rank=0, world_size=1, pid=1, spec=spec("j")))
     heard: list[object] = []
     came = threading.Event()
@@ -162,11 +165,11 @@ def test_a_torchrun_does_not_wait_on_an_answer_to_its_hello_that_it_cannot_decod
 def test_a_torchrun_in_live_mode_skips_what_it_does_not_know(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     joined = Joined(node_rank=1, nodes=2)
-    peer = Peer(path, NEWER, messages.encode(joined), NEWER, messages.encode(StoreAnswer(id=1, value=b"v")))
+    peer = Peer(path, NEWER, encode(joined), NEWER, encode(StoreAnswer(id=1, value=b"v")))
     calls = AgentCalls(path, 10.0)
     assert calls.join(Join(job="j", min_nodes=1, max_nodes=2, pid=1)) == joined
     assert calls.call("get", "k").value == b"v"
-    for data in (MALFORMED, messages.encode(StoreAnswer(id=2, value=b"w"))):
+    for data in (MALFORMED, encode(StoreAnswer(id=2, value=b"w"))):
         unix_socket.send(peer.ready(), data)
     assert calls.call("get", "k").value == b"w"
     unix_socket.send(peer.ready(), NOISE)
@@ -178,13 +181,13 @@ def test_a_torchrun_in_live_mode_skips_what_it_does_not_know(tmp_path: Path) -> 
 def test_a_torchrun_in_restart_mode_skips_what_it_does_not_know(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     answer = RoundAnswer(id=1, value=b"state", token=4)
-    attending = messages.encode(Attending(address="10.0.0.1"))
-    peer = Peer(path, NEWER, attending, NEWER, messages.encode(answer))
+    attending = encode(Attending(address="10.0.0.1"))
+    peer = Peer(path, NEWER, attending, NEWER, encode(answer))
     asking = Asking(path, "j", 10.0)
     assert asking.address == "10.0.0.1"
     assert asking.read() == answer
     later = msgspec.structs.replace(answer, id=2, token=5)
-    for data in (MALFORMED, messages.encode(later)):
+    for data in (MALFORMED, encode(later)):
         unix_socket.send(peer.ready(), data)
     assert asking.read() == later
     unix_socket.send(peer.ready(), NOISE)
@@ -229,7 +232,7 @@ def test_an_agent_skips_what_its_leader_says(caplog: pytest.LogCaptureFixture) -
             coordinator_link = Link(events.append, lambda _: None, lambda _: None)
             coordinator_link.follow(coordinator.url)
             await eventually(lambda: LinkUp() in events)
-            coordinator_link.send(messages.AgentHello(record=node_record()))
+            coordinator_link.send(AgentHello(record=node_record()))
             await eventually(lambda: "n0" in coordinator.leading.state.nodes)
             connection = coordinator.leading.connections._live["n0"]
             inside = b'{"type": "to-client", "client": "c", "body": ' + NEWER + b"}"
@@ -247,7 +250,7 @@ def test_an_agent_skips_what_its_leader_says(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("kind", [Hello, Join])
 def test_whose_opening_the_leader_cannot_decode_is_told_so_through_an_agent_that_can(
-    kind: type[messages.Message], node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: type[Message], node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The agent is of the worker's release, the leader is not."""
     newer, together = f'"type":"{decoding.tag_of(kind)}"'.encode(), coordinator_link.together
@@ -281,7 +284,7 @@ def test_whose_opening_the_leader_cannot_decode_is_told_so_through_an_agent_that
 
 
 def test_an_agent_answers_a_request_of_another_agent_that_it_does_not_know() -> None:
-    frames: list[messages.Message] = []
+    frames: list[Message] = []
 
     class Stream:
         """One frame from a newer agent."""
@@ -305,11 +308,11 @@ def test_an_agent_answers_a_request_of_another_agent_that_it_does_not_know() -> 
 
 
 def test_agents_two_versions_apart_keep_nothing_for_each_other() -> None:
-    frames: list[messages.Message] = []
+    frames: list[Message] = []
     far = transfer.Request(echoes=1, bytes=1, version=3)
     with patch.multiple(
         transfer,
-        _read_frame=lambda stream: messages.encode(far),
+        _read_frame=lambda stream: encode(far),
         _send_frame=lambda stream, body: frames.append(body),
     ):
         server: Any = object.__new__(transfer.Server)
@@ -318,8 +321,8 @@ def test_agents_two_versions_apart_keep_nothing_for_each_other() -> None:
     assert isinstance(answer, transfer.Answer)
     assert "request has version 3, and elasticd" in answer.error
     with pytest.raises(transfer.StreamFailed, match="answer has version 3, and elasticd"):
-        transfer._check(messages.encode(transfer.Answer(version=3)))
-    transfer._check(messages.encode(transfer.Answer(version=2)))
+        transfer._check(encode(transfer.Answer(version=3)))
+    transfer._check(encode(transfer.Answer(version=2)))
 
 
 def test_a_hello_of_another_release_is_logged_in_each_mode(
@@ -349,7 +352,7 @@ def test_keys_that_are_not_known_are_skipped_with_one_line_for_all_like_them(
     worker.welcomed(0)
     node.store.put(KEYS.jobs + "job/quota", b"{}")
     node.store.put(KEYS.job("job", "done"), records.encode(records.DoneRecord(step=1, epoch=leader.epoch)))
-    assert isinstance(worker.hear(), messages.Shutdown | messages.Closed)
+    assert isinstance(worker.hear(), Shutdown | Closed)
     assert said(caplog, "keys under 'jobs/JOB/quota' are skipped") == 1
     assert said(caplog, "keys under 'leader-notes' are skipped") == 1
     assert said(caplog, "keys under 'quotas' are skipped") == 0, "which an agent does not read at all"
@@ -400,7 +403,7 @@ def test_fields_that_are_not_known_are_skipped_and_said_once(caplog: pytest.LogC
     tree["measurement"]["watts"] = 300
     data = msgspec.json.encode(tree)
     for _ in range(3):
-        assert messages.from_worker(data) == report
+        assert from_worker(data) == report
         decoding._next_look.clear()
     assert said(caplog, "'report' has a field 'colour'") == 1
     assert said(caplog, "'report' has a field 'measurement.watts'") == 1
@@ -415,10 +418,10 @@ def test_fields_are_looked_for_in_one_message_of_a_kind_a_second(monkeypatch: py
         return search(value, raw, path)
 
     monkeypatch.setattr(decoding, "_unknown_fields", searched)
-    leave, kept = messages.encode(Leave(job="j")), messages.encode(StayedOnPlan(number=1, step=1))
+    leave, kept = encode(Leave(job="j")), encode(StayedOnPlan(number=1, step=1))
     for _ in range(100):
-        messages.from_worker(leave)
-        messages.from_worker(kept)
+        from_worker(leave)
+        from_worker(kept)
     assert [type(value) for value in looked if isinstance(value, Leave | StayedOnPlan)].count(Leave) <= 2
     assert {Leave, StayedOnPlan} <= {type(value) for value in looked}
 
@@ -427,7 +430,7 @@ def test_names_that_somebody_invents_without_end_are_not_logged_without_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for number in range(1000):
-        assert messages.to_worker(b'{"type": "%d%s"}' % (number, b"x" * 500)) is None
+        assert to_worker(b'{"type": "%d%s"}' % (number, b"x" * 500)) is None
     found = [record.getMessage() for record in caplog.records if record.name == "elasticd.codec.decoding"]
     assert 0 < len(found) <= 256
     assert max(map(len, found)) < 400
@@ -468,10 +471,10 @@ JSON = st.recursive(
 )
 TAGS = st.sampled_from(["report", "from-client", "to-client", "hello", "quota-report", "", "Report"])
 READERS: tuple[Callable[[bytes], Any], ...] = (
-    messages.from_worker,
-    messages.to_worker,
-    messages.to_leader,
-    messages.to_agent,
+    from_worker,
+    to_worker,
+    to_leader,
+    to_agent,
     all_to_leader,
     lambda data: all_to_leader(b"[" + data + b"]"),
 )
@@ -500,8 +503,8 @@ def test_any_object_is_a_message_or_skipped_or_refused(tree: dict[str, Any]) -> 
 
 def test_looking_for_unknown_fields_costs_a_report_next_to_nothing() -> None:
     measured = Measurement(device="a/0", plan=1, step=1, tokens=1, block_seconds=1.0, block_work=1.0)
-    data = messages.encode(Report(measurement=measured))
-    plain = msgspec.json.Decoder(messages.FromWorker | messages.ToAgentAlone).decode
+    data = encode(Report(measurement=measured))
+    plain = msgspec.json.Decoder(FromWorker | ToAgentAlone).decode
 
     def best(read: Callable[[bytes], object]) -> float:
         times = []
@@ -512,7 +515,7 @@ def test_looking_for_unknown_fields_costs_a_report_next_to_nothing() -> None:
             times.append((time.perf_counter() - began) / 500)
         return min(times)
 
-    assert best(messages.from_worker) - best(plain) < 20e-6  # 8,000 a second: a sixth of one core at worst
+    assert best(from_worker) - best(plain) < 20e-6  # 8,000 a second: a sixth of one core at worst
 
 
 def node_record() -> records.NodeRecord:
@@ -520,5 +523,5 @@ def node_record() -> records.NodeRecord:
 
 
 def test_the_log_of_what_is_skipped_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    messages.to_worker(NEWER)
+    to_worker(NEWER)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from elasticd_planner.spec.measurement import Measurement
 
+from elasticd.codec.message import Message, encode
 from elasticd.records import JobSpec
 from elasticd.runtime.control.agent_client import AgentKeyValue, Control, RejectedByAgent
 from elasticd.system import process_mark
-from elasticd.wire import messages, unix_socket
+from elasticd.wire import unix_socket
 from elasticd.wire.main_thread import Whereabouts
-from elasticd.wire.messages import (
+from elasticd.wire.worker import (
+    FromWorker,
     Goodbye,
     Hello,
     PeersLost,
@@ -27,7 +29,9 @@ from elasticd.wire.messages import (
     StateReport,
     StayedOnPlan,
     StoreAnswer,
+    ToWorker,
     Welcome,
+    from_worker,
 )
 from tests.runtime.test_model import decoder
 
@@ -42,7 +46,7 @@ def hello() -> Hello:
 class Agent:
     """Accepts one worker and answers its hello."""
 
-    def __init__(self, path: str, answer: messages.ToWorker | None, *, hold: bool = False) -> None:
+    def __init__(self, path: str, answer: ToWorker | None, *, hold: bool = False) -> None:
         """Without an `answer` it hangs up, or `hold`s the connection."""
         self.came, self._hold = threading.Event(), hold
         self._listener = unix_socket.listen(path)
@@ -61,7 +65,7 @@ class Agent:
         elif not self._hold:
             self.socket.close()
 
-    def receive(self) -> messages.FromWorker | None:
+    def receive(self) -> FromWorker | None:
         """The next message for a leader; None at the end."""
         while True:
             data, fd = unix_socket.accept(self.socket)
@@ -69,14 +73,14 @@ class Agent:
                 os.close(fd)
             if data is None:
                 return None
-            message = messages.from_worker(data)
+            message = from_worker(data)
             if not isinstance(message, Whereabouts):
                 return message
 
-    def send(self, message: messages.Message) -> None:
-        unix_socket.send(self.socket, messages.encode(message))
+    def send(self, message: Message) -> None:
+        unix_socket.send(self.socket, encode(message))
 
-    def again(self, answer: messages.ToWorker) -> None:
+    def again(self, answer: ToWorker) -> None:
         """Accepts one more connection."""
         self._answer = answer
         self._thread = threading.Thread(target=self._accept, daemon=True)

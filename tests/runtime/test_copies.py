@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from elasticd.runtime.switch.copies import Copies, KeptCopy
-from elasticd.wire.messages import Copy
+from elasticd.wire.worker import Copy
 
 
 def test_what_is_held_is_told_also_while_copies_go() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from elasticd.runtime.telemetry import emulation
 from elasticd.runtime.telemetry.emulation import Pacer
-from elasticd.wire.messages import EmulatedSpeed
+from elasticd.wire.worker import EmulatedSpeed
 
 
 class Clock:

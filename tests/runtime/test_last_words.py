@@ -5,13 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticd.codec.message import Message, encode
 from elasticd.runtime.control.outbox import LASTING, LastWords
-from elasticd.wire import messages
-from elasticd.wire.messages import (
+from elasticd.wire.worker import (
+    DrainNotice,
     Finished,
     InDoubt,
-    Leaving,
-    Message,
     PeersLost,
     Prepared,
     Refused,
@@ -19,6 +18,7 @@ from elasticd.wire.messages import (
     StateReport,
     StayedOnPlan,
     Switched,
+    from_worker,
 )
 
 
@@ -36,8 +36,8 @@ BEREFT = PeersLost(step=3, reason="reset")
 def left(*said: Message) -> list[Message]:
     words = LastWords()
     for message in said:
-        words.add(message, messages.encode(message))
-    return [messages.from_worker(data) for data in words]
+        words.add(message, encode(message))
+    return [from_worker(data) for data in words]
 
 
 def test_the_newest_word_comes_last_also_where_one_of_its_kind_was_said_first() -> None:
@@ -66,7 +66,7 @@ def test_a_word_outdates_all_about_lower_numbers() -> None:
 
 
 def test_that_it_is_told_to_go_outlasts_all_else_that_is_said() -> None:
-    leaving = Leaving(reason="SIGTERM")
+    leaving = DrainNotice(reason="SIGTERM")
     assert left(leaving, BEREFT, standing(2), swapped(3)) == [leaving, swapped(3)]
 
 
@@ -77,7 +77,7 @@ WORDS = st.one_of(
     st.builds(standing, NUMBERS),
     st.builds(StayedOnPlan, number=NUMBERS, step=st.just(1)),
     st.builds(Finished, step=st.just(9)),
-    st.builds(Leaving, reason=st.just("SIGTERM")),
+    st.builds(DrainNotice, reason=st.just("SIGTERM")),
     st.builds(PeersLost, step=st.integers(0, 3), reason=st.just("")),
 )
 

@@ -10,8 +10,7 @@ import pytest
 from elasticd.runtime.telemetry import device_probe
 from elasticd.runtime.telemetry.device_probe import REPEATS, Prober, product
 from elasticd.runtime.telemetry.emulation import PRODUCT_SECONDS, Pacer
-from elasticd.wire.messages import EmulatedSpeed
-from elasticd.wire.probes import Probed
+from elasticd.wire.worker import EmulatedSpeed, Probed
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from elasticd.runtime.comm import all_reduce_probe
 from elasticd.runtime.comm.all_reduce_probe import REPEATS, WARM, Rehearser
 from elasticd.runtime.comm.groups import Fabric
 from elasticd.runtime.comm.torch_store import TorchStore
-from elasticd.wire.probes import Rehearse, Rehearsed
+from elasticd.wire.worker import Rehearse, Rehearsed
 
 MEMBERS = ("n0/0", "n0/1")
 ORDER = Rehearse(members=MEMBERS, widths=(2,), size=1 << 16)

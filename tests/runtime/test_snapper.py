@@ -10,13 +10,14 @@ import pytest
 import torch
 from elasticd_migration.local_state import LocalState, NotElementWise
 
+from elasticd.codec.message import Message
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.staging import share
 from elasticd.runtime.snapshot.memory_file import read
 from elasticd.runtime.snapshot.snapshotter import Snapper
 from elasticd.testing.waiting import until
-from elasticd.wire.messages import Message, Welcome
 from elasticd.wire.snapshots import Held, Snapped
+from elasticd.wire.worker import Welcome
 from tests.checkpoints.support import THREE
 from tests.migration.ranks import assert_same_bits, copy_of, local, trained
 

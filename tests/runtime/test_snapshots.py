@@ -13,6 +13,7 @@ from elasticd_migration.local_state import LocalState
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.plan import Plan, StatePolicy
 
+from elasticd.codec.message import Message
 from elasticd.records import Proposal, Recovery
 from elasticd.runtime.comm.groups import Fabric
 from elasticd.runtime.engine.engine import Engine, StepDone, first_state, make_engine
@@ -20,8 +21,8 @@ from elasticd.runtime.snapshot.memory_file import BadSnapshot, read
 from elasticd.runtime.snapshot.restore import Snapshots
 from elasticd.runtime.snapshot.snapshotter import Snapper
 from elasticd.runtime.switch.move import move, prepare
-from elasticd.wire.messages import Message, Welcome
 from elasticd.wire.snapshots import Held, Snapped
+from elasticd.wire.worker import Welcome
 from tests import sizes
 from tests.runtime import gang
 from tests.runtime.test_parity import SEED, plan_of, stage, unpaced

@@ -10,7 +10,7 @@ import torch
 
 import elasticd
 from elasticd.runtime.api.watch import StepWatch
-from elasticd.wire.messages import Lap
+from elasticd.wire.rendezvous import Lap
 
 
 class Plain(torch.optim.SGD):

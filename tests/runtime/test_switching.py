@@ -20,20 +20,20 @@ from elasticd_planner.spec.plan import Plan
 
 import elasticd
 from elasticd.checkpoints.folder import scan
+from elasticd.codec.message import Message, encode
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.records import Proposal, Recovery
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.comm.groups import PeerLost
 from elasticd.runtime.control import user_exceptions
 from elasticd.runtime.telemetry.main_thread import Nowhere, shared
-from elasticd.wire import messages
 from elasticd.wire.main_thread import WORDS, read
-from elasticd.wire.messages import (
+from elasticd.wire.worker import (
     Closed,
+    DrainNotice,
     Fenced,
     Finished,
     Goodbye,
-    Message,
     PeersLost,
     Propose,
     Published,
@@ -224,7 +224,7 @@ def test_a_recovery_from_the_last_step_makes_the_last_checkpoint_and_ends(
     assert [msgspec.structs.astuple(copy)[:2] for copy in stood.copies] == [(1, STEPS)]
     assert agent.of(Finished) == [Finished(step=STEPS)]
     assert [item.step for item in scan(folder)] == [STEPS]
-    assert messages.encode(agent.said[-1]) == messages.encode(Goodbye())
+    assert encode(agent.said[-1]) == encode(Goodbye())
 
 
 def here() -> str:
@@ -508,9 +508,9 @@ def test_one_that_is_of_no_more_use_ends_with_its_own_exception(loss: Any, tmp_p
     assert no_groups(trained)
     trained._control.close(Goodbye(reason="the test ends"))
     agent.end()
-    assert [type(word).__name__ for word in agent.said if isinstance(word, Raised | messages.Leaving)] == [
+    assert [type(word).__name__ for word in agent.said if isinstance(word, Raised | DrainNotice)] == [
         "Raised",
-        "Leaving",
+        "DrainNotice",
     ]
 
 

@@ -10,6 +10,7 @@ from types import TracebackType
 
 import pytest
 
+from elasticd.codec.message import encode
 from elasticd.runtime.comm.groups import PeerLost
 from elasticd.runtime.control import user_exceptions
 from elasticd.runtime.control.user_exceptions import (
@@ -21,7 +22,6 @@ from elasticd.runtime.control.user_exceptions import (
     lost_within,
     raised,
 )
-from elasticd.wire.messages import encode
 
 
 class Odd(Exception):

@@ -19,7 +19,7 @@ from websockets.exceptions import WebSocketException
 
 from elasticd.config.credentials import Credentials
 from elasticd.config.tree import ConfigError
-from elasticd.wire.agent_orders import Harm
+from elasticd.wire.coordinator import Harm
 from elasticd_agent.chaos.cut_network import DataCuts
 from elasticd_agent.chaos.cut_store import Severable
 

@@ -31,7 +31,6 @@ from elasticd.backoff import Backoff
 from elasticd.config.tree import AgentSection
 from elasticd.machines.agent.state import AgentState, AgentTick, DoneRead, Event, LinkUp, PlanRead
 from elasticd.records import NodeRecord
-from elasticd.wire.messages import ToWorker
 from elasticd.wire.snapshots import (
     Fetch,
     Fetched,
@@ -42,6 +41,7 @@ from elasticd.wire.snapshots import (
     SnapshotInventory,
     SnapshotSetComplete,
 )
+from elasticd.wire.worker import ToWorker
 from elasticd_agent.snapshots.peers import Peers
 from elasticd_agent.snapshots.port import StreamFailed, yielding
 from elasticd_agent.snapshots.store import Snapshot, Vault

@@ -17,7 +17,7 @@ from elasticd_planner.value import StoredValue, Value
 
 from elasticd.coordinator.events.switch_gain import AFTER, BEFORE, Gain, StepRecord, gain_of
 from elasticd.machines.job.state.events import CoordinatorNote
-from elasticd.wire.messages import Report
+from elasticd.wire.worker import Report
 
 EVENTS = 10_000
 STEPS = 20_000

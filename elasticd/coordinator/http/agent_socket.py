@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from elasticd.codec.message import encode
 from elasticd.config.security import Role
 from elasticd.coordinator.auth import ANYBODY, Caller
 from elasticd.coordinator.connections import Connection
@@ -19,18 +20,16 @@ from elasticd.coordinator.http.middleware import CALLER, TokenBucket
 from elasticd.coordinator.leader import Leading
 from elasticd.machines.coordinator import message_checks
 from elasticd.version import __version__
-from elasticd.wire.batching import all_to_leader
-from elasticd.wire.messages import (
+from elasticd.wire.coordinator import (
     AgentHello,
     AgentRejected,
     FromClient,
-    StoreAnswer,
-    StoreCall,
     ToClient,
     ToLeader,
     Unread,
-    encode,
+    all_to_leader,
 )
+from elasticd.wire.worker import StoreAnswer, StoreCall
 
 #: Seconds that a new connection has to say hello.
 HELLO_SECONDS = 10.0

@@ -25,7 +25,7 @@ from elasticd.coordinator.leader import Leading
 from elasticd.machines.job.state.events import Harmed, Reread
 from elasticd.machines.job.state.job_state import OVER, NodeState
 from elasticd.system.network_addresses import is_loopback
-from elasticd.wire.agent_orders import Harm, is_first
+from elasticd.wire.coordinator import Harm, is_first
 
 #: What is done to a device; the rest is done to a node.
 TO_DEVICES = ("slow", "recover", "kill", "freeze", "thaw")

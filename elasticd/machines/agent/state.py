@@ -17,49 +17,13 @@ from elasticd.records import (
     PlanRecord,
     Proposal,
 )
+from elasticd.wire.coordinator import AgentRejected, FromAgent, FromClient, PassedReport, ToClient
 from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import (
-    AgentRejected,
-    EmulatedSpeed,
-    Finished,
-    FromAgent,
-    FromClient,
-    FromWorker,
-    Hello,
-    InDoubt,
-    Join,
-    Leaving,
-    PassedReport,
-    PeersLost,
-    Prepared,
-    Raised,
-    Refused,
-    Saved,
-    StateReport,
-    StayedOnPlan,
-    StoreCall,
-    Switched,
-    ToClient,
-    ToWorker,
-)
-from elasticd.wire.probes import Probed
+from elasticd.wire.rendezvous import Join
+from elasticd.wire.worker import EmulatedSpeed, FromWorker, Hello, Probed, Statement, StoreCall, ToWorker
 
 #: Seconds between the probes of a device that stands by.
 PROBE_SECONDS = 30.0
-
-Outcome = (
-    Prepared
-    | Refused
-    | Switched
-    | StayedOnPlan
-    | InDoubt
-    | PeersLost
-    | StateReport
-    | Saved
-    | Finished
-    | Raised
-    | Leaving
-)
 
 
 class AgentPhase(Enum):
@@ -78,7 +42,7 @@ class Client:
     opening: Hello | Join  # its first message
     device: str = ""  # "node/local rank"
     incarnation: str = ""  # id of this start of the worker's process
-    said: tuple[Outcome, ...] = ()  # what a new leader must hear again
+    said: tuple[Statement, ...] = ()  # what a new leader must hear again
     goodbye: bool = False  # it said goodbye
     farewell: str = ""  # why it said goodbye
     ended: str = ""  # how its process ended

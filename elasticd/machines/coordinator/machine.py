@@ -13,8 +13,7 @@ import msgspec
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Value
 
-from elasticd.machines import text_limits
-from elasticd.machines.coordinator import finished_jobs, node_links
+from elasticd.machines.coordinator import finished_jobs, message_checks, node_links
 from elasticd.machines.job import assembly, machine
 from elasticd.machines.job.state.events import (
     AgentDown,
@@ -37,23 +36,12 @@ from elasticd.machines.job.state.events import (
     Unwritten,
 )
 from elasticd.machines.job.state.job_state import LIVE, OVER, JobPhase, JobSettings, JobState, NodeState, fresh
-from elasticd.machines.job.state.participants import joined_from
 from elasticd.machines.job.state.restored_job import restored
 from elasticd.records import NodeRecord
-from elasticd.wire.agent_orders import Drain
-from elasticd.wire.messages import (
-    DEVICE_PREFIX,
-    EmulatedSpeed,
-    FromClient,
-    Hello,
-    Join,
-    Rejected,
-    Switched,
-    ToClient,
-    Unread,
-)
+from elasticd.wire.coordinator import DEVICE_PREFIX, Crossed, Drain, FromClient, ToClient, Unread
 from elasticd.wire.node_health import Health
-from elasticd.wire.probes import Crossed
+from elasticd.wire.rendezvous import Join
+from elasticd.wire.worker import EmulatedSpeed, Hello, Rejected, Switched
 
 #: Jobs that a leader knows at once, those that are over among them.
 MOST_JOBS = 12_000
@@ -176,7 +164,7 @@ def _agent_down(state: CoordinatorState, event: AgentDown, now: float) -> Result
 
 
 def _received(state: CoordinatorState, event: Received, now: float) -> Result:
-    message = text_limits.bounded(event.message)
+    message = message_checks.bounded(event.message)
     if message is not event.message:
         event = Received(node=event.node, message=message)
     if event.node not in state.nodes:
@@ -242,7 +230,7 @@ def _crowded(state: CoordinatorState, node: str) -> str:
     if free <= 0:
         return f"the cluster has {MOST_JOBS} jobs already: end some, and forget them"
     record = state.nodes[node].record
-    mine = [job.phase for job in state.jobs.values() if joined_from(job, record)]
+    mine = [job.phase for job in state.jobs.values() if job.joined_from(record)]
     begun = sum(phase in (JobPhase.GATHERING, JobPhase.ASSEMBLING) for phase in mine)
     if begun < len(record.devices) + MOST_BEGUN and len(mine) < free:
         return ""

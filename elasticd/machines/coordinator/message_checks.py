@@ -3,36 +3,71 @@
 An agent's token or certificate is worth its node. Whoever has stolen one can say of that node's devices what he
 likes, and nothing of any other's. He has no say in a job that this node does not take part in: its processes
 cannot change the keys of that job's bootstrap store, and a worker of theirs that does not fit stops nobody.
+
+A leader puts the words of workers and agents (reasons, how a process ended, names of checkpoints) into records,
+events and the reasons of others, and etcd holds what is made of them for all jobs. So they are cut here
+(`bounded`), where a message comes in, and nothing behind this asks how long they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from typing import TypeVar
+
+import msgspec
 
 from elasticd.codec.decoding import tag_of
-from elasticd.machines.job.state import participants
+from elasticd.codec.safe_text import MOST_TEXT, shortened
 from elasticd.machines.job.state.job_state import JobState
-from elasticd.names import LONGEST, MOST_DEVICES, device_of, name_refusal
+from elasticd.names import LONGEST, MOST_DEVICES, device_of, harmless, name_refusal
 from elasticd.records import NodeRecord
-from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import (
+from elasticd.wire.coordinator import (
     AgentHello,
+    Crossed,
     FromClient,
-    Join,
-    Leave,
-    Report,
-    StoreCall,
+    Frozen,
     ToLeader,
+    ToMachine,
+    Unreached,
     Unread,
     WorkerLost,
 )
+from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
-from elasticd.wire.probes import Crossed, Frozen, Unreached
-from elasticd.wire.rendezvous import StepTime
+from elasticd.wire.rendezvous import Join, Leave, StepTime
 from elasticd.wire.snapshots import SnapshotInventory
+from elasticd.wire.worker import (
+    DrainNotice,
+    Goodbye,
+    Hello,
+    InDoubt,
+    PeersLost,
+    Refused,
+    Report,
+    StayedOnPlan,
+    StoreCall,
+    Switched,
+)
 
 #: Characters of the ids that an agent gives to its clients, and to their incarnations.
 LONGEST_ID = 256
+#: Names of nodes that one node does not reach, and characters of why.
+MOST_UNREACHED, MOST_WHY = 4096, 200
+#: Checkpoints that a worker sees: the newest of those that it tells of.
+MOST_CHECKPOINTS = 256
+#: The texts in each message.
+_TEXTS: dict[type, tuple[str, ...]] = {
+    Refused: ("reason",),
+    StayedOnPlan: ("reason",),
+    InDoubt: ("reason",),
+    PeersLost: ("reason",),
+    DrainNotice: ("reason",),
+    Goodbye: ("reason",),
+    Switched: ("checkpoint",),
+    Unread: ("reason",),
+    WorkerLost: ("how",),
+    Frozen: ("how",),
+}
 #: What a torchrun says, which drives no device.
 OF_TORCHRUNS = (Join, Leave, StoreCall)
 #: What is of a connection's own node, whatever it names; of a worker or a torchrun; of an agent about a device.
@@ -73,7 +108,7 @@ def call_refusal(of: NodeRecord, up: FromClient, jobs: Mapping[str, JobState]) -
     job = jobs.get(up.job)
     if job is None:
         return f"there is no job {up.job!r} here: a torchrun joins it before it calls on its bootstrap store"
-    if participants.takes_part(job, of):
+    if job.involves(of):
         return ""
     return f"node {of.node} takes no part in job {up.job}, and has no say in its bootstrap store"
 
@@ -105,3 +140,30 @@ def _spoken_for(
         yield message.device
     # SnapshotInventory: an agent keeps snapshots of other nodes' devices.
     # Unreached: of the connection's own node.
+
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+def bounded(message: ToMachine | Unread) -> ToMachine | Unread:
+    """The message, with its texts cut."""
+    if isinstance(message, FromClient):
+        body = message.body
+        if isinstance(body, Hello):
+            names = tuple(filter(harmless, body.checkpoints[:MOST_CHECKPOINTS]))
+            if names == body.checkpoints:
+                return message
+            return msgspec.structs.replace(message, body=msgspec.structs.replace(body, checkpoints=names))
+        cut = _cut(body)
+        return message if cut is body else msgspec.structs.replace(message, body=cut)
+    if isinstance(message, Unreached):
+        nodes = dict(list(message.nodes.items())[:MOST_UNREACHED])
+        nodes = {node: shortened(why, MOST_WHY) for node, why in nodes.items() if harmless(node)}
+        return message if nodes == message.nodes else msgspec.structs.replace(message, nodes=nodes)
+    return _cut(message)
+
+
+def _cut(said: M) -> M:
+    texts = {name: getattr(said, name) for name in _TEXTS.get(type(said), ())}
+    long = {name: shortened(text) for name, text in texts.items() if len(text) > MOST_TEXT}
+    return msgspec.structs.replace(said, **long) if long else said

@@ -16,8 +16,8 @@ from elasticd_planner.detection.stragglers import Change
 from elasticd_planner.spec.cluster import Link, node_of
 from elasticd_planner.value import Value
 
-from elasticd.wire.messages import FromClient, Switched
-from elasticd.wire.probes import Crossed
+from elasticd.wire.coordinator import Crossed, FromClient
+from elasticd.wire.worker import Switched
 
 Kind = Literal["probe", "move"]
 

@@ -10,13 +10,14 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.codec.decoding import shown
 from elasticd.machines.job.lifecycle.job_end import AGAIN, affirm, stop
-from elasticd.machines.job.losses import bound, lost
-from elasticd.machines.job.state.job_state import JobPhase, JobState, Joiner, Worker
-from elasticd.machines.job.state.participants import joins
+from elasticd.machines.job.losses import lost
+from elasticd.machines.job.state.job_state import JobPhase, JobState, Joiner, Worker, stranger
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import JobSpec
 from elasticd.version import __version__
-from elasticd.wire.messages import Closed, FromClient, Hello, Join, Joined, Leave, Rejected, Unread, WorkerLost
+from elasticd.wire.coordinator import FromClient, Unread, WorkerLost
+from elasticd.wire.rendezvous import Join, Joined, Leave
+from elasticd.wire.worker import Closed, Hello, Rejected
 
 
 def join(turn: Turn, node: str, up: FromClient, body: Join) -> None:
@@ -131,11 +132,9 @@ def _places_of_members(turn: Turn, *, by_device: bool) -> set[str]:
 
 def _bound(turn: Turn) -> dict[str, str]:
     """The devices of the plan in force and of the proposed one, with the incarnation where one is bound."""
-    plans = (turn.job.plan, turn.job.proposal.plan if turn.job.proposal is not None else None)
     return {
         device: plan.binding.get(device, "")
-        for plan in plans
-        if plan is not None
+        for plan in turn.job.plans
         for device in (*plan.members, *plan.idle)
     }
 
@@ -145,8 +144,8 @@ def _there(turn: Turn, place: str) -> bool:
     if _has_workers(turn, place):
         return True
     if place in turn.job.joiners:
-        node = turn.nodes.get(turn.job.joiners[place].node)
-        return node is None or node.connected
+        node = turn.job.joiners[place].node
+        return node not in turn.nodes or turn.here(node)
     bound = {device: one for device, one in _bound(turn).items() if place in (device, node_of(device))}
     return any(not one or turn.job.gone.get(device) != one for device, one in bound.items()) or not bound
 
@@ -189,7 +188,7 @@ def _gone(turn: Turn, place: str) -> None:
     joiner = job.joiners.get(place)
     joined = tuple(other for other in job.joined if other != place)
     joiners = {other: known for other, known in job.joiners.items() if other != place}
-    if job.phase not in (JobPhase.ASSEMBLING, JobPhase.PLANNING):
+    if not job.starting:
         turn.set(joined=joined, joiners=joiners)
         return
     least = joiner.min_nodes if joiner is not None else len(job.joined)
@@ -280,7 +279,7 @@ def hello_after_end(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
     affirm(turn)
     if job.gone.get(up.device) == up.incarnation or _said_again(turn, node, up, body):
         return
-    if job.plan is not None and job.plan.binding.get(up.device) == up.incarnation:
+    if job.is_member(up.device, up.incarnation):
         turn.worker(_new_worker(turn, node, up, body))
     else:
         turn.send(node, up.client, Rejected(reason=f"job {job.job} is over; {AGAIN}"))
@@ -288,8 +287,8 @@ def hello_after_end(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
 
 def _said_again(turn: Turn, node: str, up: FromClient, body: Hello) -> bool:
     """Whether this worker is known already; it can be reached through this agent from now on."""
-    known = turn.job.workers.get(up.device)
-    if known is None or known.incarnation != up.incarnation:
+    known = turn.job.worker(up.device, up.incarnation)
+    if known is None:
         return False
     turn.worker(known, node=node, client=up.client, pid=body.pid, orphan=False, frozen="", halted=None)
     return True
@@ -313,7 +312,7 @@ def uninvited(job: JobState, node: str, device: str) -> str:
     """Why a job that has not begun does not take a worker, or nothing. Its workers train what the first of them
     says, and one that does not fit stops it: so only those come that its torchruns start. An agent says that a
     torchrun joins before what its workers say, to a new leader, too."""
-    if job.phase not in (JobPhase.GATHERING, JobPhase.ASSEMBLING) or joins(job, node, device):
+    if job.phase not in (JobPhase.GATHERING, JobPhase.ASSEMBLING) or job.joins(node, device):
         return ""
     return (
         f"worker {device} is none of those that job {job.job} waits for: no torchrun of node {node} takes part "
@@ -326,23 +325,16 @@ def unread(turn: Turn, node: str, message: Unread) -> None:
     trains on, and what it trains the store knows: it is met. Any other one cannot take part, and is told so; of
     a torchrun's whose workers are there nothing new is to be known."""
     job = turn.job
-    known = job.workers.get(message.device)
-    if message.device and bound(turn, message.device, message.incarnation):
-        if known is None or known.incarnation != message.incarnation:
-            known = Worker(
-                device=message.device,
-                incarnation=message.incarnation,
-                node=node,
-                client=message.client,
-                pid=0,
-            )
+    if message.device and job.binds(message.device, message.incarnation):
+        known = job.worker(message.device, message.incarnation)
+        known = known or stranger(message.device, message.incarnation)
         turn.worker(known, node=node, client=message.client, orphan=False, frozen="", halted=None)
         return
     if not message.device and _has_workers(turn, node if message.slot < 0 else f"{node}/{message.slot}"):
         return
     why = cannot_read(message)
     turn.send(node, message.client, Rejected(reason=why))
-    if message.device and job.phase is JobPhase.ASSEMBLING and joins(job, node, message.device):
+    if message.device and job.phase is JobPhase.ASSEMBLING and job.joins(node, message.device):
         stop(turn, why)
 
 

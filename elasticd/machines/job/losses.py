@@ -13,25 +13,24 @@ from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.recovery import lost_without
 from elasticd.machines.job.state.job_state import JobPhase, Worker
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.wire.messages import WorkerLost
+from elasticd.wire.coordinator import WorkerLost
 
 
 def lost(turn: Turn, node: str, gone: WorkerLost) -> None:
     """A worker's process is gone before the job's end: by its script's choice, or it died."""
     worker = turn.job.workers.get(gone.device)
     known = worker is not None and worker.incarnation == gone.incarnation
-    if not (known or bound(turn, gone.device, gone.incarnation)):
+    bound = turn.job.binds(gone.device, gone.incarnation)
+    if not (known or bound):
         return
     if known and worker is not None and worker.left:
         return  # its agent says so again
     who = called(worker) if known and worker is not None else f"worker {gone.device}"
     how = f"{who} {'left' if gone.clean else 'died'}: {gone.how}"
     turn.note("worker_lost", how, device=gone.device, clean=gone.clean)
-    needed = turn.job.phase in (JobPhase.ASSEMBLING, JobPhase.PLANNING) or bound(
-        turn, gone.device, gone.incarnation
-    )
-    told = known and worker is not None and bool(worker.leaving)
-    if needed and (not gone.clean or worker is None or told):  # who was told to go, and cannot wait, is lost
+    needed = turn.job.starting or bound
+    drains = known and worker is not None and bool(worker.draining)
+    if needed and (not gone.clean or worker is None or drains):  # who drains, and cannot wait, is lost
         _died(turn, gone, how)
     elif needed and worker is not None:
         turn.worker(worker, left_at=turn.now, farewell=gone.how)
@@ -41,14 +40,13 @@ def lost(turn: Turn, node: str, gone: WorkerLost) -> None:
         # A plan that counted on this standby would name a device that is gone; and the rate was that of its
         # worker, the next may be another.
         turn.set(rates=forget(turn.job.rates, gone.device))
-        if not told:  # no plan counts on who was
+        if not drains:  # no plan counts on who does
             turn.set(decided=None, remedy=None)
 
 
 def lost_after_end(turn: Turn, node: str, gone: WorkerLost) -> None:
     """A worker of a job that is over ended. Once none is left the job may be forgotten."""
-    worker = turn.job.workers.get(gone.device)
-    if worker is not None and worker.incarnation == gone.incarnation:
+    if turn.job.worker(gone.device, gone.incarnation) is not None:
         turn.drop(gone.device)
 
 
@@ -58,10 +56,10 @@ def _died(turn: Turn, gone: WorkerLost, how: str) -> None:
     job = turn.job
     turn.set(rates=forget(job.rates, gone.device))
     if job.phase in FALLIBLE:
-        joins = job.plan is not None and job.plan.binding.get(gone.device) != gone.incarnation
+        joins = job.plan is not None and not job.is_member(gone.device, gone.incarnation)
         if joins and job.phase is JobPhase.PROPOSED and job.fence is None:
             turn.drop(gone.device)
-            turn.set(give_up=job.give_up or how)
+            turn.give_up(how)
             return
         fault(turn, {gone.device: gone.incarnation}, how)
         return
@@ -73,19 +71,17 @@ def _died(turn: Turn, gone: WorkerLost, how: str) -> None:
 def vanished(turn: Turn, devices: Sequence[str]) -> None:
     """Workers that a plan is bound to, on nodes that returned to a new leader without them. They may not be
     back yet at an agent that was started again: those that alone hold a part of the state are waited for."""
-    plans = turn.job.candidates
-    here = [turn.nodes.get(node_of(device)) for device in devices]
+    here = {device: seconds for device in devices if (seconds := turn.here_seconds(node_of(device))) >= 0}
     gone = {
         device: plan.binding[device]
-        for device, node in zip(devices, here, strict=True)
-        for plan in reversed(plans)
-        if device in plan.binding and node is not None and node.connected
+        for device in here
+        for plan in reversed(turn.job.candidates)
+        if device in plan.binding
     }
     if not gone or turn.job.phase not in FALLIBLE:
         return
     names = ", ".join(sorted(gone))
-    since = min(node.since for node in here if node is not None and node.connected)
-    if turn.now - since < turn.settings.lone_seconds and (lost := lost_without(turn, gone)):
+    if max(here.values()) < turn.settings.lone_seconds and (lost := lost_without(turn, gone)):
         if turn.job.phase is not JobPhase.RECOVERING:  # else `recover` says so
             waits(turn, f"{names} may live, and hold what nobody else does ({lost})")
         return
@@ -95,14 +91,8 @@ def vanished(turn: Turn, devices: Sequence[str]) -> None:
 def absent(turn: Turn) -> None:
     """Members that this leader has never heard of, on nodes whose agents have been back for long enough to tell
     of all that live there."""
-    job = turn.job
-    if not job.unmet:
-        return
     patience = turn.settings.reconnect_seconds
-    returned = {
-        name for name, node in turn.nodes.items() if node.connected and turn.now - node.since >= patience
-    }
-    if gone := [device for device in job.unmet if node_of(device) in returned]:
+    if gone := [device for device in turn.job.unmet if turn.here_seconds(node_of(device)) >= patience]:
         vanished(turn, gone)
 
 
@@ -111,23 +101,14 @@ def called(worker: Worker) -> str:
     return f"worker {worker.device}" + (f" (pid {worker.pid})" if worker.pid else "")
 
 
-def bound(turn: Turn, device: str, incarnation: str) -> bool:
-    """Whether a plan, in force or proposed, is bound to that worker, which this leader may not have met. Who
-    was fenced off is bound by nothing any more."""
-    if turn.job.gone.get(device) == incarnation:
-        return False
-    plans = (turn.job.plan, turn.job.proposal.plan if turn.job.proposal is not None else None)
-    return any(plan is not None and plan.binding.get(device) == incarnation for plan in plans)
-
-
 def _left(turn: Turn, how: str) -> None:
-    if turn.job.phase in (JobPhase.ASSEMBLING, JobPhase.PLANNING):
+    if turn.job.starting:
         stop(turn, f"{how}, before the first step")
     elif all(worker.left for worker in turn.job.workers.values()):
         why = "; ".join(dict.fromkeys(worker.farewell for worker in turn.job.workers.values()))
         stop(turn, f"all workers left before the last step, after step {turn.job.progress.step}: {why}")
-    elif turn.job.phase is JobPhase.PROPOSED and not turn.job.give_up:
-        turn.set(give_up=how)
+    elif turn.job.phase is JobPhase.PROPOSED:
+        turn.give_up(how)
 
 
 def deserted(turn: Turn) -> None:
@@ -151,7 +132,7 @@ def orphaned(turn: Turn, node: str) -> None:
     for worker in workers:
         turn.worker(worker, orphan=True)
     then = "its workers go on training, and nothing is replanned until they have come back to it"
-    if turn.job.phase in (JobPhase.ASSEMBLING, JobPhase.PLANNING):
+    if turn.job.starting:
         then = "the first plan is made once its workers have come back to it"
     if turn.job.phase is JobPhase.PLANNING:
         turn.enter(JobPhase.ASSEMBLING, asked=None)
@@ -164,8 +145,7 @@ def stranded(turn: Turn) -> None:
     them end, and no collective fails without them: all others would wait for ever."""
     patience = turn.settings.reconnect_seconds
     for worker in turn.job.workers.values():
-        node = turn.nodes.get(worker.node)
-        if worker.orphan and node is not None and node.connected and turn.now - node.since >= patience:
+        if worker.orphan and turn.here_seconds(worker.node) >= patience:
             stop(
                 turn,
                 f"node {worker.node}'s agent was started again before the first step, and {called(worker)} did "

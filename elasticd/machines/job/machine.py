@@ -17,7 +17,7 @@ heard as well, if a plan is bound to it: its agent repeats its last words.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from elasticd_planner.spec.cluster import node_of
 
@@ -49,33 +49,32 @@ from elasticd.machines.job.state.job_state import (
     JobState,
     NodeState,
     Worker,
+    stranger,
 )
-from elasticd.machines.job.state.participants import joins
 from elasticd.machines.job.state.transaction import Turn
+from elasticd.wire.coordinator import FromClient, Frozen, Unreached, Unread, WorkerLost
 from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import (
+from elasticd.wire.rendezvous import Join, Leave
+from elasticd.wire.snapshots import SnapshotInventory
+from elasticd.wire.worker import (
+    DrainNotice,
     Finished,
-    FromClient,
     Goodbye,
     Hello,
     InDoubt,
-    Join,
-    Leave,
-    Leaving,
     PeersLost,
     Prepared,
+    Probed,
     Raised,
     Refused,
+    Rehearsed,
     Report,
     Saved,
+    Statement,
     StateReport,
     StayedOnPlan,
     Switched,
-    Unread,
-    WorkerLost,
 )
-from elasticd.wire.probes import Frozen, Probed, Rehearsed, Unreached
-from elasticd.wire.snapshots import SnapshotInventory
 
 Handler = Callable[..., None]
 
@@ -127,7 +126,7 @@ def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
 
 def finished(turn: Turn, worker: Worker, body: Finished) -> None:
     """A member says that the last step's vote is complete."""
-    if losses.bound(turn, worker.device, worker.incarnation):
+    if turn.job.binds(worker.device, worker.incarnation):
         job_end.finished(turn, body)
 
 
@@ -141,14 +140,11 @@ def settle(turn: Turn) -> None:
     if not missing or job.phase is JobPhase.ASSEMBLING:
         turn.set(settle_until=None)
         return
-    returned = [turn.nodes.get(node_of(device)) for device in missing]
-    patience = turn.settings.reconnect_seconds
-    for node in returned:
-        if node is not None and node.connected and turn.now - node.since >= patience:
-            turn.set(settle_until=None)
-            losses.vanished(turn, missing)
-            return
-    if not any(node is not None and node.connected for node in returned):
+    longest = max(turn.here_seconds(node_of(device)) for device in missing)
+    if longest >= turn.settings.reconnect_seconds:
+        turn.set(settle_until=None)
+        losses.vanished(turn, missing)
+    elif longest < 0:  # none of their nodes is back
         turn.set(settle_until=None)
 
 
@@ -204,25 +200,24 @@ ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
     (StayedOnPlan, PROPOSED | ABORTING | RECOVERING, switch.kept),
     (StayedOnPlan, RUNNING, met),
     (InDoubt, FALLIBLE, switch.doubt),
-    (PeersLost, FALLIBLE, recovery.bereft),
+    (PeersLost, FALLIBLE, recovery.peers_lost),
     (StateReport, PROPOSED | RECOVERING, recovery.stands),
     (StateReport, ASSEMBLING | PLANNING | ABORTING | RUNNING, met),
     (Saved, FALLIBLE, checkpoints.saved),
     (Raised, LIVE, user_exceptions.raised),
     (Finished, FALLIBLE, finished),
     # What workers say beside.
-    (Leaving, NOT_OVER, drain.told),
+    (DrainNotice, NOT_OVER, drain.notice),
     (Probed, NOT_OVER, idle_probes.probed),
     (Rehearsed, ASSEMBLING | PLANNING, all_reduce_probes.rehearsed),
     (Rehearsed, FALLIBLE, met),
     (Goodbye, NOT_OVER, met),  # its `WorkerLost` follows, and says that it was clean
     # Words on their way as the job ended, or repeated to a new leader.
-    *((kind, OVER, ignored) for kind in (Frozen, Halted, SnapshotInventory, Unreached)),
     *(
         (kind, OVER, ignored)
-        for kind in (Report, Prepared, Refused, Switched, StayedOnPlan, InDoubt, PeersLost, StateReport)
+        for kind in (*get_args(Statement), *(Report, Probed, Rehearsed, Goodbye, Frozen, Halted, Unreached))
     ),
-    *((kind, OVER, ignored) for kind in (Saved, Raised, Finished, Leaving, Probed, Rehearsed, Goodbye)),
+    (SnapshotInventory, OVER, ignored),
 )
 #: What each event does in each phase. An event that is not here is logged.
 TABLE: dict[tuple[JobPhase, type], Handler] = {
@@ -239,7 +234,7 @@ DUE: tuple[tuple[Handler, Collection[JobPhase], bool], ...] = (
     (losses.deserted, LIVE, True),
     (losses.absent, FALLIBLE, True),
     (losses.stranded, ASSEMBLING, False),
-    (drain.all_told, FALLIBLE, True),
+    (drain.all_drain, FALLIBLE, True),
     (stop_request.due, LIVE, False),
     (user_exceptions.judge, FALLIBLE, True),
     (recovery.suspect, FALLIBLE - RECOVERING, True),
@@ -296,13 +291,9 @@ def _hear(turn: Turn, event: Event) -> None:
 
 def _speaker(turn: Turn, up: FromClient) -> Worker | None:
     """The worker whose word this is, if it is heard."""
-    worker = turn.job.workers.get(up.device)
-    if worker is None and losses.bound(turn, up.device, up.incarnation):
-        node = node_of(up.device)
-        worker = turn.worker(
-            Worker(device=up.device, incarnation=up.incarnation, node=node, client=up.client, pid=0)
-        )
-    return worker if worker is not None and worker.incarnation == up.incarnation else None
+    if up.device not in turn.job.workers and turn.job.binds(up.device, up.incarnation):
+        return turn.worker(stranger(up.device, up.incarnation, client=up.client))
+    return turn.job.worker(up.device, up.incarnation)
 
 
 def _due(turn: Turn) -> None:
@@ -372,11 +363,7 @@ def turned_away(
     """A worker of the job was told that it cannot take part: the job ends if it waits for this one."""
     turn = Turn(job, nodes, epoch, settings, now)
     said = event.message
-    if (
-        job.phase is JobPhase.ASSEMBLING
-        and isinstance(said, FromClient)
-        and joins(job, event.node, said.device)
-    ):
+    if job.phase is JobPhase.ASSEMBLING and isinstance(said, FromClient) and job.joins(event.node, said.device):
         job_end.stop(turn, why)
     return turn.job, tuple(turn.effects)
 

@@ -18,51 +18,48 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job import replan
 from elasticd.machines.job.copies.holdings import lost_boxes
-from elasticd.machines.job.copies.rollback import Wait, older, older_state, waits
+from elasticd.machines.job.copies.rollback import Source, Wait, older, older_state, waits
 from elasticd.machines.job.faults.hangs import busy, culprits, described, note, tell
 from elasticd.machines.job.faults.network_partition import divided, regroup
 from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
-from elasticd.machines.job.state.job_state import JobPhase, Worker
-from elasticd.machines.job.state.recovery_source import Source
+from elasticd.machines.job.state.job_state import JobPhase, Worker, incarnations, stranger
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
 from elasticd.records import Recovery, Vote
-from elasticd.wire.messages import Copy, PeersLost, StateReport
-from elasticd.wire.probes import Frozen
+from elasticd.wire.coordinator import Frozen
+from elasticd.wire.worker import Copy, PeersLost, StateReport
 
 #: Of members that are waited for though they stand still.
 _NOBODY_ELSE = "they are waited for, as nobody else holds"
 
 
-def bereft(turn: Turn, worker: Worker, body: PeersLost) -> None:
+def peers_lost(turn: Turn, worker: Worker, body: PeersLost) -> None:
     """A member lost the others: most likely one of them died, and the word of it is on its way. Of who is no
     member, or lost those of another plan, the job lacks nothing: such words are said again to a new leader."""
     job = turn.job
-    if worker.bereft_at is not None:
+    if worker.peers_lost_at is not None:
         return
-    member = job.plan is not None and job.plan.binding.get(worker.device) == worker.incarnation
-    if member and body.plan in (0, job.number):
-        turn.worker(worker, bereft_at=turn.now)
+    if job.is_member(worker.device, worker.incarnation) and body.plan in (0, job.number):
+        turn.worker(worker, peers_lost_at=turn.now)
 
 
 def froze(turn: Turn, node: str, message: Frozen) -> None:
     """A worker does not answer its agent, or does again. That alone costs nothing: see `suspect`."""
-    worker = turn.job.workers.get(message.device)
-    if worker is not None and worker.incarnation == message.incarnation:
+    if (worker := turn.job.worker(message.device, message.incarnation)) is not None:
         turn.worker(worker, frozen=message.how)
 
 
 def stands(turn: Turn, worker: Worker, body: StateReport) -> None:
     """A worker's answer to a fence. One to a fence that is over is an old word, said again."""
     if turn.job.fence is not None and body.fence == turn.job.fence.number:
-        turn.worker(worker, standing=body, bereft_at=None)
+        turn.worker(worker, standing=body, peers_lost_at=None)
 
 
 def suspect(turn: Turn) -> None:
     """Losses that nobody reports: of nodes that cannot be reached, and among members that all live."""
     job = turn.job
-    since = min((w.bereft_at for w in job.workers.values() if w.bereft_at is not None), default=None)
+    since = min((w.peers_lost_at for w in job.workers.values() if w.peers_lost_at is not None), default=None)
     still = _without_steps(turn)
     stopped = still > turn.settings.node_seconds + 2 * job.progress.slowest
     if since is not None or (stopped and job.phase is JobPhase.RUNNING):
@@ -78,31 +75,29 @@ def suspect(turn: Turn) -> None:
         return
     frozen = [worker for worker in _owners(turn) if worker.frozen]
     if frozen:
-        gone = {worker.device: worker.incarnation for worker in frozen}
+        gone = incarnations(frozen)
         why = f"worker {', '.join(gone)} is frozen: {frozen[0].frozen}"
         if not _spared(turn, gone, why):
             fault(turn, gone, why)
         return
     if since is None and halted and (found := culprits(turn)):
-        gone, why = {worker.device: worker.incarnation for worker in found}, described(turn, found)
+        gone, why = incarnations(found), described(turn, found)
         if not _spared(turn, gone, why):
             note(turn, found)
             fault(turn, gone, why)
         return
     if since is None:
         tell(turn)
-    elif turn.now - since >= turn.settings.bereft_seconds:
-        who = ", ".join(device for device, w in job.workers.items() if w.bereft_at is not None)
+    elif turn.now - since >= turn.settings.peers_lost_seconds:
+        who = ", ".join(device for device, w in job.workers.items() if w.peers_lost_at is not None)
         regroup(turn, f"{who} lost the other members, of whom none is known to have died", at_once=True)
 
 
 def _without_steps(turn: Turn) -> float:
     """Seconds without a step. They count while there is somebody to tell of one: agents that come back after a
     pause of their network, of etcd or of the leader come one after the other."""
-    owners = {worker.node for worker in _owners(turn)}
-    nodes = [turn.nodes[name] for name in owners if name in turn.nodes]
-    heard = min((node.since for node in nodes if node.connected), default=turn.now)
-    return turn.now - max(turn.job.progress.at, heard)
+    heard = max((turn.here_seconds(node) for node in {worker.node for worker in _owners(turn)}), default=0.0)
+    return min(turn.now - turn.job.progress.at, max(heard, 0.0))
 
 
 def _spared(turn: Turn, found: Collection[str], why: str) -> bool:
@@ -149,16 +144,16 @@ def _unreachable(turn: Turn) -> dict[str, str]:
     """Members on nodes that have been away for too long; nobody, where no member's node can be reached: then
     nobody is left to say that the steps have stopped, and it may be this leader who is cut off."""
     owners = _owners(turn)
-    nodes = map(turn.nodes.get, {worker.node for worker in owners})
-    if not any(node is not None and node.connected for node in nodes):
+    nodes = {worker.node for worker in owners}
+    if not any(map(turn.here, nodes)):
         return {}
-    away = {}
-    for worker in owners:
-        node = turn.nodes.get(worker.node)
-        known = node is not None and (node.connected or turn.now - node.since < turn.settings.node_seconds)
-        if not known:
-            away[worker.device] = worker.incarnation
-    return away
+    known = (turn.nodes[name] for name in nodes if name in turn.nodes)
+    near = {
+        node.record.node
+        for node in known
+        if node.connected or turn.now - node.since < turn.settings.node_seconds
+    }
+    return incarnations(worker for worker in owners if worker.node not in near)
 
 
 def recover(turn: Turn) -> None:
@@ -220,15 +215,14 @@ def _silent(turn: Turn, silent: list[Worker]) -> None:
     if waited and _only_leavers(turn, late) and turn.now - turn.job.since < turn.settings.lone_seconds:
         waits(turn, f"{names} may live, and no other device could go on: no answer since the fence")
         return
-    gone = {worker.device: worker.incarnation for worker in late}
-    fault(turn, gone, f"no answer to fence {turn.job.highest} from {names}")
+    fault(turn, incarnations(late), f"no answer to fence {turn.job.highest} from {names}")
 
 
 def _only_leavers(turn: Turn, late: list[Worker]) -> bool:
-    """Whether all workers but these are told to go, or their code raised: without these the job would end."""
+    """Whether all workers but these drain, or their code raised: without these the job would end."""
     absent = {worker.device for worker in late}
     here = [each for each in turn.job.workers.values() if not each.left and each.device not in absent]
-    return bool(here) and all(worker.leaving or worker.raised for worker in here)
+    return bool(here) and all(worker.draining or worker.raised for worker in here)
 
 
 def _late(turn: Turn, worker: Worker) -> bool:
@@ -237,22 +231,10 @@ def _late(turn: Turn, worker: Worker) -> bool:
     if worker.device in job.unmet:
         since = max(node.since if node is not None else 0.0, job.patient_until - settings.reconnect_seconds)
         return turn.now - since >= settings.reconnect_seconds
-    return turn.now - _silent_since(turn, worker) >= _patience(turn, worker)
-
-
-def _silent_since(turn: Turn, worker: Worker) -> float:
-    node = turn.nodes.get(worker.node)
-    here = node is None or node.connected
-    moved = worker.halted_at if worker.halted is None else turn.job.since
-    return max(turn.job.since, moved, turn.job.since if here or node is None else node.since)
-
-
-def _patience(turn: Turn, worker: Worker) -> float:
-    node = turn.nodes.get(worker.node)
-    here = node is not None and node.connected
-    # In a step it comes to rest at its next collective, which may be almost a step away.
-    stand = turn.settings.stand_seconds + 2 * turn.job.progress.slowest
-    return stand if here else turn.settings.reconnect_seconds
+    since = max(job.since, worker.halted_at if worker.halted is None else job.since)
+    if turn.here(worker.node):  # in a step it comes to rest at its next collective, almost a step away maybe
+        return turn.now - since >= settings.stand_seconds + 2 * job.progress.slowest
+    return turn.now - max(since, node.since if node is not None else since) >= settings.reconnect_seconds
 
 
 def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
@@ -337,8 +319,5 @@ def _owners(turn: Turn) -> list[Worker]:
     not met yet, of which it knows the names."""
     job = turn.job
     found = {worker.device: worker for plan in job.candidates for worker in job.bound(plan)}
-    unmet = [
-        Worker(device=device, incarnation=one, node=node_of(device), client="", pid=0)
-        for device, one in job.unmet.items()
-    ]
+    unmet = (stranger(device, one) for device, one in job.unmet.items())
     return [*(worker for worker in found.values() if not worker.left), *unmet]

@@ -25,7 +25,7 @@ from elasticd.machines.job.faults.network_partition import stepped, unplanned, u
 from elasticd.machines.job.lifecycle.drain import to_leave, words
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.measurements import all_reduce_probes, data_lengths, idle_probes
-from elasticd.machines.job.state.events import CancelPlan, Planned, RequestPlan
+from elasticd.machines.job.state.events import Planned, RequestPlan
 from elasticd.machines.job.state.job_state import (
     NOTHING,
     Asked,
@@ -40,7 +40,7 @@ from elasticd.machines.job.state.job_state import (
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
 from elasticd.records import JobSpec
-from elasticd.wire.messages import Report
+from elasticd.wire.worker import Report
 
 #: What is left after a step of the weight that the slowest one before it has.
 FADING = 0.9
@@ -174,9 +174,7 @@ def _request(turn: Turn) -> None:
         return
     devices = _devices(turn)
     if not devices:
-        if job.asked is not None:  # the last of them were told to go meanwhile
-            turn.set(asked=None)
-            turn.effects.append(CancelPlan(job=job.job))
+        turn.drop_request()  # the last of them began to drain meanwhile
         return
     basis = _basis(turn, devices, profile)
     if job.asked is not None:
@@ -214,7 +212,10 @@ def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile) -> Ba
     """Chunks make a search several times as long: not while survivors stand still. They are asked for again
     once the job runs."""
     chunks = 1 if turn.job.phase is JobPhase.RECOVERING else turn.settings.policy.interleave
-    return Basis(devices=devices, rates=_rates(turn, devices), profile=profile, interleave=chunks)
+    rates = turn.job.rates.rates
+    names = {device.name for device in devices} if rates else set()
+    slow = {name: rate for name, rate in rates.items() if name in names}
+    return Basis(devices=devices, rates=slow, profile=profile, interleave=chunks)
 
 
 def _problem(turn: Turn, basis: Basis, spec: JobSpec) -> Problem:
@@ -239,10 +240,10 @@ def first_plan(turn: Turn, event: Planned) -> None:
     """The planner's answer while the job waits for its first plan: proposed, or the job ends."""
     if (asked := _answered(turn, event)) is None:
         return
-    if plan := _plan(event):
+    if plan := event.plan:
         propose(turn, plan, asked.problem, plan.reason or "the first plan")
         return
-    why = _refusal(event)
+    why = event.refusal
     stop(turn, f"there is no plan for this job: {why}{_remedy(turn.job.spec, why)}")
 
 
@@ -255,8 +256,8 @@ def next_plan(turn: Turn, event: Planned) -> None:
     if (asked := _answered(turn, event)) is None:
         return
     job = turn.job
-    if event.answer is None or event.answer.plan is None:
-        text = f"plan {job.number} stays, there is no other: {_refusal(event)}"
+    if event.answer is None or event.plan is None:
+        text = f"plan {job.number} stays, there is no other: {event.refusal}"
         turn.note("refused", text, number=job.number)
         return
     step = job.rates.step
@@ -267,10 +268,10 @@ def recovery_plan(turn: Turn, event: Planned) -> None:
     """The planner's answer after a fence: kept until the survivors have said what they hold."""
     if (asked := _answered(turn, event)) is None:
         return
-    if plan := _plan(event):
+    if plan := event.plan:
         turn.set(remedy=Remedy(basis=asked.basis, problem=asked.problem, plan=plan))
         return
-    why = _refusal(event)
+    why = event.refusal
     if not unplanned(turn, why) and not user_exceptions.unplanned(turn, why):
         waits(turn, why)
 
@@ -282,14 +283,6 @@ def _answered(turn: Turn, event: Planned) -> Asked | None:
         return None
     turn.set(asked=None, decided=asked.basis)
     return asked
-
-
-def _plan(event: Planned) -> Plan | None:
-    return event.answer.plan if event.answer is not None else None
-
-
-def _refusal(event: Planned) -> str:
-    return event.answer.refusal if event.answer is not None else event.error
 
 
 def _remedy(spec: JobSpec | None, why: str) -> str:
@@ -351,16 +344,16 @@ def all_there(turn: Turn) -> bool:
     job = turn.job
     if job.settle_until is not None and job.phase in (JobPhase.RUNNING, JobPhase.RECOVERING):
         return False
-    nodes = [*map(turn.nodes.get, {worker.node for worker in job.workers.values()})]
+    nodes = {worker.node for worker in job.workers.values()}
     if job.phase is JobPhase.RECOVERING:  # who is lost, is lost
-        return any(node is not None and node.connected for node in nodes)
-    return job.all_reported and all(node is not None and node.connected for node in nodes)
+        return any(map(turn.here, nodes))
+    return job.all_reported and all(map(turn.here, nodes))
 
 
 def _devices(turn: Turn) -> tuple[Device, ...]:
     """The devices that have a worker of this job, by name, but for those that are to be left."""
     workers = turn.job.workers.values()
-    there = {worker.device for worker in workers if worker.left_at is None and not worker.leaving}
+    there = {worker.device for worker in workers if worker.left_at is None and not worker.draining}
     counts = Counter([worker.node for worker in workers])
     known = {name: turn.nodes[name] for name in counts if name in turn.nodes}
     nodes = usable(turn, {name: counts[name] for name, node in known.items() if not node.record.draining})
@@ -368,12 +361,6 @@ def _devices(turn: Turn) -> tuple[Device, ...]:
     if turn.job.phase is JobPhase.RUNNING:  # elsewhere speed matters more than how fast a newcomer is
         there -= idle_probes.awaited(turn)
     return tuple(device for device in found if device.name in there)
-
-
-def _rates(turn: Turn, devices: tuple[Device, ...]) -> dict[str, float]:
-    rates = turn.job.rates.rates
-    names = {device.name for device in devices} if rates else set()
-    return {name: rate for name, rate in rates.items() if name in names}
 
 
 def _cluster(turn: Turn, devices: tuple[Device, ...]) -> Cluster:

@@ -14,19 +14,17 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job.copies import checkpoints
 from elasticd.machines.job.copies.checkpoints import NotShared, offered
-from elasticd.machines.job.copies.memory import fit
-from elasticd.machines.job.copies.rollback import waits
+from elasticd.machines.job.copies.memory import room_for
+from elasticd.machines.job.copies.rollback import Source, called, waits
 from elasticd.machines.job.faults import user_exceptions
 from elasticd.machines.job.faults.network_partition import regroup
-from elasticd.machines.job.lifecycle.drain import hurried
+from elasticd.machines.job.lifecycle.drain import preempted
 from elasticd.machines.job.lifecycle.fence import fault, resolved
 from elasticd.machines.job.lifecycle.job_end import aborted, stop
-from elasticd.machines.job.state.events import CancelPlan
-from elasticd.machines.job.state.job_state import JobPhase, JobProgress, Setback, Worker
-from elasticd.machines.job.state.recovery_source import Source, called
-from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.job.state.job_state import JobPhase, JobProgress, Setback, Worker, incarnations
+from elasticd.machines.job.state.transaction import Turn, doubled
 from elasticd.records import HistoryRecord, PlanRecord, Proposal
-from elasticd.wire.messages import InDoubt, Prepared, Refused, StayedOnPlan, Switched
+from elasticd.wire.worker import InDoubt, Prepared, Refused, StayedOnPlan, Switched
 
 #: Seconds from a switch that was given up to the next, where a worker waits for it to leave.
 AGAIN_SECONDS = 1.0
@@ -45,15 +43,15 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str, source: Sourc
     except NotShared as error:
         stop(turn, str(error))
         return
-    fits = fit(turn, plan, source)
-    if fits.wrong:
-        _does_not_fit(turn, fits.wrong)
+    room = room_for(turn, plan, source)
+    if room.lacks:
+        _does_not_fit(turn, room.lacks)
         return
     if source is not None and source.words:
         reason = f"{reason}; {source.words}"
-    if fits.in_place:
+    if room.cramped:
         reason = (
-            f"{reason}; {fits.in_place}: state moves in place, and that cannot be given up once it has begun"
+            f"{reason}; {room.cramped}: state moves in place, and that cannot be given up once it has begun"
         )
     if any(device not in job.workers for device in plan.members):  # one was lost since it was asked for
         turn.set(decided=None, remedy=None)
@@ -73,11 +71,10 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str, source: Sourc
         old=source.plan if source is not None else job.plan,
         recovery=source.recovery if source is not None else None,
         checkpoints=names,
-        in_place=bool(fits.in_place),
+        in_place=bool(room.cramped),
     )
-    if job.asked is not None:  # a recovery's plan may have waited for survivors, and others have come
-        turn.effects.append(CancelPlan(job=job.job))
-    turn.enter(JobPhase.PROPOSED, proposal=proposal, highest=number, give_up="", asked=None)
+    turn.drop_request()  # a recovery's plan may have waited for survivors, and others have come
+    turn.enter(JobPhase.PROPOSED, proposal=proposal, highest=number, give_up="")
     seconds = plan.prediction.step_seconds if plan.prediction is not None else None
     turn.write(
         proposal,
@@ -116,8 +113,8 @@ def prepared(turn: Turn, worker: Worker, body: Prepared) -> None:
 
 def refused(turn: Turn, worker: Worker, body: Refused) -> None:
     """A member cannot prepare it."""
-    if _open(turn, body.number) and not turn.job.give_up:
-        turn.set(give_up=f"{worker.device} cannot prepare it: {body.reason}")
+    if _open(turn, body.number):
+        turn.give_up(f"{worker.device} cannot prepare it: {body.reason}")
 
 
 def kept(turn: Turn, worker: Worker, body: StayedOnPlan) -> None:
@@ -126,8 +123,8 @@ def kept(turn: Turn, worker: Worker, body: StayedOnPlan) -> None:
     if proposal is None or proposal.number != body.number:
         return
     turn.worker(worker, kept=body.number)
-    if _open(turn, body.number) and not turn.job.give_up:
-        turn.set(give_up=f"{worker.device} kept the old plan: {body.reason or 'no reason given'}")
+    if _open(turn, body.number):
+        turn.give_up(f"{worker.device} kept the old plan: {body.reason or 'no reason given'}")
 
 
 def swapped(turn: Turn, worker: Worker, body: Switched) -> None:
@@ -220,8 +217,8 @@ def _go_back(turn: Turn, step: int) -> None:
 
 def doubt(turn: Turn, worker: Worker, body: InDoubt) -> None:
     """A member does not know which plan holds, and stands still: what all hold tells."""
-    if body.number > turn.job.highest - 1 and worker.bereft_at is None:
-        turn.worker(worker, bereft_at=turn.now)
+    if body.number > turn.job.highest - 1 and worker.peers_lost_at is None:
+        turn.worker(worker, peers_lost_at=turn.now)
 
 
 def overdue(turn: Turn) -> None:
@@ -236,7 +233,7 @@ def overdue(turn: Turn) -> None:
             if (worker := job.workers.get(device)) is None or worker.prepared < job.proposal.number
         ]
         if late:  # once all are prepared the vote decides, however long a step takes
-            turn.set(give_up=f"not ready within {turn.settings.prepare_seconds:g} s: {', '.join(late)}")
+            turn.give_up(f"not ready within {turn.settings.prepare_seconds:g} s: {', '.join(late)}")
     old: Iterable[str] = job.plan.members if job.plan is not None else ()
     if job.proposal.recovery is not None:
         old = job.proposal.recovery.sources
@@ -245,7 +242,7 @@ def overdue(turn: Turn) -> None:
         if node is not None and node.connected:
             continue
         if turn.now - (node.since if node is not None else job.since) >= turn.settings.reconnect_seconds:
-            turn.set(give_up=f"node {name} is unreachable")
+            turn.give_up(f"node {name} is unreachable")
             return
 
 
@@ -258,7 +255,7 @@ def unrecovered(turn: Turn) -> None:
     if older_state:
         turn.set(snapshots=job.snapshots.failing(older_state))
     # Whose code raised may not be able to give its state away: the next goes on without.
-    gone = {worker.device: worker.incarnation for worker in job.workers.values() if worker.raised}
+    gone = incarnations(worker for worker in job.workers.values() if worker.raised)
     if gone:
         fault(turn, gone, f"the recovery {job.proposal.number} failed: {why}")
     else:
@@ -288,9 +285,9 @@ def all_kept(turn: Turn) -> None:
     if job.plan is None:  # found so in the store: the leader that aborted it ended before it could say more
         stop(turn, f"the first plan failed: {job.proposal.reason}")
         return
-    members = job.bound(job.plan)
-    if len(members) == len(job.plan.binding) and all(w.kept == job.proposal.number for w in members):
-        hurry = hurried(turn)
+    members = job.all_known(job.plan.binding)
+    if members and all(worker.kept == job.proposal.number for worker in members):
+        hurry = preempted(turn)
         retry = turn.now + (AGAIN_SECONDS if hurry else turn.settings.retry_seconds)
         setback = _setback(turn) if not hurry else None
         turn.enter(JobPhase.RUNNING, proposal=None, give_up="", decided=None, not_before=retry, setback=setback)
@@ -304,7 +301,7 @@ def _setback(turn: Turn) -> Setback | None:
         return None
     before = job.setback
     times = before.times + 1 if before is not None and before.basis == job.decided else 1
-    seconds = min(settings.retry_seconds * 2.0 ** min(times - 1, 64), settings.most_retry_seconds)
+    seconds = doubled(settings.retry_seconds, times, settings.most_retry_seconds)
     if times > 1:
         text = (
             f"plan {job.number} stays: another for these rates and devices was given up {times} times; the "

@@ -1,6 +1,6 @@
 """The switch machine of one rank: it prepares a proposed plan, switches to it, and comes to rest after a fault.
 
-Pure: `step(state, event) -> (state, effects)`. The wire messages of `elasticd.wire.messages` are its events as
+Pure: `step(state, event) -> (state, effects)`. The wire messages of `elasticd.wire.worker` are its events as
 they are read, and it returns the messages that the leader is to read as `SendToLeader` effects.
 
 How a switch goes (DESIGN 6). A proposal is prepared in the background while training goes on. Once the
@@ -45,7 +45,7 @@ from typing import Any
 import msgspec
 from elasticd_planner.value import Value
 
-from elasticd.wire.messages import (
+from elasticd.wire.worker import (
     Abort,
     Fenced,
     InDoubt,
@@ -259,7 +259,7 @@ class StopTraining(SwitchEffect, frozen=True, kw_only=True):
     reason: str
 
 
-class Depart(SwitchEffect, frozen=True, kw_only=True):
+class Drained(SwitchEffect, frozen=True, kw_only=True):
     """End, after a drain: no rank needs anything of this one any more."""
 
 
@@ -294,15 +294,17 @@ def step(state: SwitchState, event: SwitchEvent, updates: int = 0) -> _Step:
         state, more = proposed(to(state, later=0), later)
         effects = (*effects, *more)
     if state.draining and state.phase is SwitchPhase.STANDBY and not state.holds_old:
-        return to(state, phase=SwitchPhase.STOPPED), (*effects, Depart())
+        return to(state, phase=SwitchPhase.STOPPED), (*effects, Drained())
     return state, effects
 
 
 def to(state: SwitchState, **changes: Any) -> SwitchState:
+    """The state with these fields changed."""
     return msgspec.structs.replace(state, **changes)
 
 
 def without_proposal(state: SwitchState, **changes: Any) -> SwitchState:
+    """The state without a proposal, and with these fields changed."""
     return to(state, proposal=0, joins=False, aborted=None, ok=False, **changes)
 
 
@@ -315,6 +317,7 @@ def resume(state: SwitchState) -> SwitchState:
 
 
 def ignore(state: SwitchState, event: Any) -> _Step:
+    """Nothing follows from this event in this phase."""
     return state, ()
 
 
@@ -326,6 +329,7 @@ def stale(state: SwitchState, event: StateMoved | MoveFailed | Gathered | Gather
 
 
 def stayed(state: SwitchState, number: int, reason: str) -> SendToLeader:
+    """Tells the leader that the plan in force goes on here."""
     return SendToLeader(message=StayedOnPlan(number=number, step=state.step, reason=reason))
 
 
@@ -339,6 +343,7 @@ def stay(state: SwitchState, reason: str) -> _Step:
 
 
 def proposed(state: SwitchState, event: Proposed) -> _Step:
+    """A proposal of a number that was not seen before is prepared beside whatever runs."""
     if event.number <= state.seen:
         return state, ()  # read again, after a reconnect
     drop: tuple[SwitchEffect, ...] = ()
@@ -378,6 +383,7 @@ def postponed(state: SwitchState, event: Proposed) -> _Step:
 
 
 def recorded(state: SwitchState, event: Recorded) -> _Step:
+    """A rank that left the recorded plan drops its copies; members keep the old one until their next vote."""
     state = to(state, recorded=max(state.recorded, event.number))
     if state.holds_old and not state.trains and not state.fenced and event.number >= state.number:
         return to(state, holds_old=False), (DropOld(),)
@@ -393,6 +399,7 @@ def recorded_fenced(state: SwitchState, event: Recorded) -> _Step:
 
 
 def abort(state: SwitchState, event: Abort) -> _Step:
+    """The open proposal is given up, at once or after the vote that has its number."""
     if event.number != state.proposal:
         if event.number <= state.seen:
             return state, ()  # read again
@@ -414,6 +421,7 @@ def abort_moving(state: SwitchState, event: Abort) -> _Step:
 
 
 def prepared(state: SwitchState, event: Prepared) -> _Step:
+    """All is prepared: the next vote carries the number; a rank that makes no steps moves at once."""
     if event.number != state.proposal:
         return state, ()  # cancelled meanwhile
     if state.at_work:
@@ -422,16 +430,19 @@ def prepared(state: SwitchState, event: Prepared) -> _Step:
 
 
 def refused(state: SwitchState, event: Refused) -> _Step:
+    """The preparation failed: the leader hears why, and aborts."""
     if event.number != state.proposal:
         return state, ()
     return to(state, phase=SwitchPhase.REFUSED), (SendToLeader(message=event),)
 
 
 def voting(state: SwitchState, event: Voting) -> _Step:
+    """The number that the vote being made carries: the one that was prepared, or none."""
     return to(state, voting=state.proposal if state.phase is SwitchPhase.READY else 0), ()
 
 
 def voted(state: SwitchState, event: Voted) -> _Step:
+    """A vote of one number by all ends training under the old plan; any other leaves it in force."""
     number = state.voting
     agreed = number != 0 and number == state.proposal and set(event.prepared) == {number}
     state, effects = voted_stopping(state, event)
@@ -444,6 +455,7 @@ def voted(state: SwitchState, event: Voted) -> _Step:
 
 
 def moved(state: SwitchState, event: StateMoved) -> _Step:
+    """All that this rank needs is verified: it says ok, unless the proposal was aborted meanwhile."""
     if event.number != state.proposal:
         return stale(state, event)
     ok = state.aborted is None
@@ -459,6 +471,7 @@ def move_failed(state: SwitchState, event: MoveFailed) -> _Step:
 
 
 def swap(state: SwitchState) -> _Step:
+    """The proposed plan is in force from here on; the old copies stay beside it."""
     number, member = state.proposal, state.joins
     held = state.trains or state.holds_old
     state = to(state, number=number, trains=member, holds_old=held, fenced=False, side=0)
@@ -466,6 +479,7 @@ def swap(state: SwitchState) -> _Step:
 
 
 def gathered(state: SwitchState, event: Gathered) -> _Step:
+    """If every rank said ok the rank swaps; else the old plan goes on."""
     if event.number != state.proposal:
         return stale(state, event)
     if not all(event.oks):
@@ -477,6 +491,7 @@ def gathered(state: SwitchState, event: Gathered) -> _Step:
 
 
 def gather_failed(state: SwitchState, event: GatherFailed) -> _Step:
+    """Without the others' words a rank that said ok is in doubt; one that did not keeps the old plan."""
     if event.number != state.proposal:
         return stale(state, event)
     if not state.ok:  # without this rank's ok no rank can have swapped
@@ -494,6 +509,7 @@ def peers_lost(state: SwitchState, event: PeersLost) -> _Step:
 
 
 def fence(state: SwitchState, event: Fenced) -> SwitchState:
+    """The state after a fence: its number closes all below it, and training is off where there is a copy."""
     return to(
         state,
         fence=event.number,
@@ -587,6 +603,7 @@ def gathered_stopping(state: SwitchState, event: Gathered) -> _Step:
 
 
 def gather_failed_stopping(state: SwitchState, event: GatherFailed) -> _Step:
+    """The fault took the end of the all-gather: a copy that this rank said ok to stays beside."""
     if event.number != state.proposal:
         return state, ()
     if state.ok:
@@ -603,6 +620,7 @@ def drain(state: SwitchState, event: DrainRequested) -> _Step:
 
 
 def stop(state: SwitchState, event: Shutdown | Rejected) -> _Step:
+    """The job is over for this rank, which ends."""
     return to(state, phase=SwitchPhase.STOPPED), (StopTraining(reason=event.reason),)
 
 

@@ -14,8 +14,8 @@ from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.optimizer_check import refuse_others
 from elasticd.version import __version__
-from elasticd.wire.messages import Hello
 from elasticd.wire.unix_socket import SLOT_VARIABLE
+from elasticd.wire.worker import Hello
 
 
 def check_optimizer(recipe: Recipe) -> None:

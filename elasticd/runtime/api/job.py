@@ -47,10 +47,9 @@ from elasticd.runtime.telemetry.emulation import Pacer
 from elasticd.runtime.telemetry.main_thread import during, shared
 from elasticd.system import logs
 from elasticd.wire.main_thread import CALLBACK, EVALUATION, Whereabouts
-from elasticd.wire.messages import Goodbye, Leaving, Published, ToWorker, Welcome
-from elasticd.wire.probes import Probe, Rehearse
 from elasticd.wire.snapshots import Freed
 from elasticd.wire.unix_socket import default_path
+from elasticd.wire.worker import DrainNotice, Goodbye, Probe, Published, Rehearse, ToWorker, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -240,8 +239,8 @@ class Job(RankInfo):
     def _drain(self) -> None:
         """Called after SIGTERM, on the thread of the notice."""
         log.warning("SIGTERM: %s leaves the job once others, or a checkpoint, have its state", self.device)
-        self._control.send(Leaving(reason=NOTICE, saves=self._saver is not None))
-        self._switcher.told_to_go()
+        self._control.send(DrainNotice(reason=NOTICE, saves=self._saver is not None))
+        self._switcher.drain()
 
     def _hear(self, message: ToWorker) -> None:
         """Takes a message of the agent, on the control thread."""

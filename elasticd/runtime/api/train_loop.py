@@ -29,7 +29,7 @@ from elasticd.runtime.switch.switcher import Switcher
 from elasticd.runtime.telemetry.emulation import Pacer
 from elasticd.runtime.telemetry.main_thread import during
 from elasticd.wire.main_thread import SAVING
-from elasticd.wire.messages import Finished, Leaving, Raised, Report
+from elasticd.wire.worker import DrainNotice, Finished, Raised, Report
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Loop:
             if made >= total:
                 self.control.send(Finished(step=made))
             elif done is not None and done.outcome.last:
-                self.control.send(Leaving(reason=NOTICE))
+                self.control.send(DrainNotice(reason=NOTICE))
             if done is not None:
                 yield self._step(engine.plan.number, done.outcome.vote)
             if done is None or made >= total:
@@ -131,8 +131,8 @@ class Loop:
             # The frames keep the activations of the step, whose memory the move of the state needs.
             clear_frames(error.__traceback__)
         why = f"its code raised {word.kind}"
-        self.control.send(Leaving(reason=why))
-        switcher.told_to_go()
+        self.control.send(DrainNotice(reason=why))
+        switcher.drain()
         lost: Exception = Cancelled(why)
         while True:
             switcher.bereaved(lost)

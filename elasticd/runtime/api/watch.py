@@ -27,8 +27,9 @@ from torch.optim.optimizer import (
 )
 
 from elasticd.backoff import jittered
+from elasticd.codec.message import encode
 from elasticd.version import __version__
-from elasticd.wire import messages, unix_socket
+from elasticd.wire import unix_socket
 from elasticd.wire.rendezvous import Lap, Watching
 
 _RETRY_SECONDS = 5.0
@@ -145,7 +146,7 @@ class _Reports:
         if self._sock is None:
             return
         try:
-            unix_socket.send(self._sock, messages.encode(lap))
+            unix_socket.send(self._sock, encode(lap))
         except BlockingIOError:
             return
         except OSError:
@@ -156,7 +157,7 @@ class _Reports:
         self._again = time.monotonic() + jittered(_RETRY_SECONDS)
         with suppress(OSError):
             sock = unix_socket.connect(self._path)
-            unix_socket.send(sock, messages.encode(self._place))
+            unix_socket.send(sock, encode(self._place))
             sock.setblocking(False)
             self._sock = sock
 

@@ -21,13 +21,14 @@ from elasticd_planner.spec.box import Box
 from elasticd.checkpoints import folder as folders
 from elasticd.checkpoints.checksums import Damaged
 from elasticd.checkpoints.disk import Disk, LocalDisk
+from elasticd.codec.message import Message
 from elasticd.machines.worker import checkpointing
 from elasticd.machines.worker.checkpointing import Status
 from elasticd.records import JobSpec
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.staging import Staging, pieces, share, without_planes
 from elasticd.runtime.checkpoint.writer import Task, origin_of, path_of, write_part, write_whole
-from elasticd.wire.messages import Message, Saved
+from elasticd.wire.worker import Saved
 
 log = logging.getLogger(__name__)
 

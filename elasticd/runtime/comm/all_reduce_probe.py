@@ -15,7 +15,7 @@ import torch
 
 from elasticd.runtime.comm.groups import BootstrapKeyValue, Fabric, Group
 from elasticd.runtime.telemetry.device_probe import SIZE
-from elasticd.wire.probes import Rehearse, Rehearsed
+from elasticd.wire.worker import Rehearse, Rehearsed
 
 #: All-reduces of each width, and those that come first and do not count.
 REPEATS, WARM = 12, 2

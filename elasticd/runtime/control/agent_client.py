@@ -23,12 +23,12 @@ from typing import Any
 import msgspec
 
 from elasticd.backoff import jittered
+from elasticd.codec.message import Message, encode
 from elasticd.runtime.control.outbox import LastWords
 from elasticd.system import process_mark
-from elasticd.wire import messages, unix_socket
-from elasticd.wire.messages import Hello, Message, Report, StoreAnswer, StoreCall, ToWorker, Welcome
-from elasticd.wire.probes import Ping, Pong
+from elasticd.wire import unix_socket
 from elasticd.wire.snapshots import Fetch, Fetched, Held
+from elasticd.wire.worker import Hello, Ping, Pong, Report, StoreAnswer, StoreCall, ToWorker, Welcome, to_worker
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Control:
     def send(self, message: Message, fd: int | None = None) -> None:
         """Hands a message over without waiting, and a descriptor with it, which stays the caller's too. Reports
         may be dropped (and are counted), others are not."""
-        data = messages.encode(message)
+        data = encode(message)
         with self._lock:
             self._said.add(message, data)
             if self.lost:
@@ -256,7 +256,7 @@ class Control:
         if data is None:
             return False
         try:
-            message = messages.to_worker(data)
+            message = to_worker(data)
         except msgspec.DecodeError as error:
             log.warning("a message of the agent cannot be read and is skipped: %s", error)
             message = None
@@ -335,14 +335,14 @@ def _open(path: str, hello: Hello, seconds: float) -> tuple[socket.socket, Welco
     """A connection that said hello and was welcomed. Raises OSError or RejectedByAgent."""
     opened = unix_socket.connect(path, seconds)
     try:
-        unix_socket.send(opened, messages.encode(hello))
+        unix_socket.send(opened, encode(hello))
         answer = None
         while answer is None:  # a message that this release does not know
             data, fd = unix_socket.accept(opened)
             _close(fd)
             if data is None:
                 raise HungUp(f"the agent at {path} closed the connection")
-            answer = messages.to_worker(data, first=True)
+            answer = to_worker(data, first=True)
         if not isinstance(answer, Welcome):
             raise RejectedByAgent(getattr(answer, "reason", f"the agent at {path} said {answer}"))
     except msgspec.DecodeError as error:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elasticd.wire.messages import (
+from elasticd.codec.message import Message
+from elasticd.wire.worker import (
+    DrainNotice,
     Finished,
     InDoubt,
-    Leaving,
-    Message,
     PeersLost,
     Prepared,
     Raised,
@@ -35,7 +35,7 @@ LASTING = frozenset(
         Saved,
         Finished,
         Raised,
-        Leaving,
+        DrainNotice,
     }
 )
 

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
-from elasticd.wire.messages import Raised
+from elasticd.wire.worker import Raised
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,12 @@ from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 
+from elasticd.codec.message import Message
 from elasticd.machines.worker import snapshotting
 from elasticd.runtime.checkpoint.staging import Piece, pieces, share, without_planes
 from elasticd.runtime.snapshot.memory_file import BadSnapshot, MemoryFile, size_of
-from elasticd.wire.messages import Message, Welcome
 from elasticd.wire.snapshots import Held, Snapped
+from elasticd.wire.worker import Welcome
 
 log = logging.getLogger(__name__)
 

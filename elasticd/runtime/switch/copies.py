@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elasticd.runtime.engine.engine import Engine
-from elasticd.wire.messages import Copy, StateReport
+from elasticd.wire.worker import Copy, StateReport
 
 
 @dataclass(frozen=True, kw_only=True)

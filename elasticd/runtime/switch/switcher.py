@@ -29,7 +29,7 @@ from elasticd.runtime.switch.move import SOUND, MoveResult, PreparedPlan, move, 
 from elasticd.runtime.telemetry.emulation import Pacer
 from elasticd.runtime.telemetry.main_thread import Nowhere, Where, during
 from elasticd.wire.main_thread import IDLE
-from elasticd.wire.messages import (
+from elasticd.wire.worker import (
     Closed,
     EmulatedSpeed,
     PeersLost,
@@ -98,7 +98,7 @@ class Switcher:
             case _:
                 log.warning("the agent sent %s, which a running worker does not expect", type(message).__name__)
 
-    def told_to_go(self) -> None:
+    def drain(self) -> None:
         """Begins to drain, on any thread: `wait` or `voted` raise `Departed` once no rank needs its state."""
         self._feed(sw.DrainRequested())
 
@@ -318,7 +318,7 @@ class Switcher:
             case sw.DropStateAndRejoin():
                 self._drop_state()
                 self._rejoin()
-            case sw.Depart():
+            case sw.Drained():
                 raise Departed
             case sw.StopTraining(reason=reason):
                 if self._over is not None:

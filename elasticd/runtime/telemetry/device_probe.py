@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from elasticd.wire.probes import Probed
+from elasticd.wire.worker import Probed
 
 #: Rows and columns of the product; its repetitions; seconds after which no further one begins.
 SIZE = 256

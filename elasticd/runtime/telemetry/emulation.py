@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from elasticd.wire.messages import EmulatedSpeed
+from elasticd.wire.worker import EmulatedSpeed
 
 #: What a probe's product takes on a normal device.
 PRODUCT_SECONDS = 0.02

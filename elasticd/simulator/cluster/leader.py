@@ -35,9 +35,8 @@ from elasticd.simulator.planning import Planner
 from elasticd.store.leader import campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Put
+from elasticd.wire.coordinator import AgentHello, FromClient, Frozen, ToClient, ToLeader, WorkerLost
 from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import AgentHello, FromClient, ToClient, ToLeader, WorkerLost
-from elasticd.wire.probes import Frozen
 from elasticd.wire.snapshots import SnapshotInventory
 
 #: Seconds between looks at what has become due, while anything may.
@@ -67,8 +66,8 @@ def _member_away(plan: Plan | None, nodes: Mapping[str, NodeState]) -> bool:
     return any((node := nodes.get(name)) is None or not node.connected for name in names)
 
 
-def _one_bereft(workers: Mapping[str, Worker]) -> bool:
-    return any(worker.bereft_at is not None for worker in workers.values())
+def _one_lost_peers(workers: Mapping[str, Worker]) -> bool:
+    return any(worker.peers_lost_at is not None for worker in workers.values())
 
 
 class SimulatedLeader:
@@ -203,7 +202,7 @@ class SimulatedLeader:
             job.phase is not JobPhase.RUNNING
             or job.settle_until is not None
             or job.not_before > now
-            or self._known.of(_one_bereft, job.workers)
+            or self._known.of(_one_lost_peers, job.workers)
             or self._away(job)
             for job in self.state.jobs.values()
             if job.phase not in OVER

@@ -39,17 +39,9 @@ from elasticd.records import DoneRecord, Fence, JobSpec, Keys, NodeRecord, PlanR
 from elasticd.simulator.cluster.worker import EffectRunner, SimulatedWorker, SimulationError
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent, WatchItem
-from elasticd.wire.messages import (
-    Closed,
-    FromWorker,
-    Hello,
-    Join,
-    Joined,
-    Rejected,
-    Shutdown,
-    ToClient,
-    ToLeader,
-)
+from elasticd.wire.coordinator import ToClient, ToLeader
+from elasticd.wire.rendezvous import Join, Joined
+from elasticd.wire.worker import Closed, FromWorker, Hello, Rejected, Shutdown
 
 
 class Node:

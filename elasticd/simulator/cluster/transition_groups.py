@@ -15,7 +15,7 @@ from elasticd.simulator.devices.device_model import Truth
 from elasticd.simulator.devices.transfer_time import Move, move
 from elasticd.simulator.engine import EventEngine
 from elasticd.simulator.scenarios.scenario import Times
-from elasticd.wire.messages import Prepared, Switched
+from elasticd.wire.worker import Prepared, Switched
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Proposal
-from elasticd.wire.messages import Copy, FromWorker, Propose, StateReport, ToWorker
+from elasticd.wire.worker import Copy, FromWorker, Propose, StateReport, ToWorker
 
 
 class SimulationError(RuntimeError):

@@ -20,7 +20,7 @@ from elasticd.simulator.cluster.worker import SimulatedWorker, SimulationError
 from elasticd.simulator.devices.device_model import StepTimes, Truth
 from elasticd.simulator.engine import EventEngine
 from elasticd.simulator.scenarios.scenario import Times
-from elasticd.wire.messages import Finished, PeersLost, Report
+from elasticd.wire.worker import Finished, PeersLost, Report
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from elasticd.machines.job.state.job_state import JobState, Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.names import harmless
 from elasticd.records import CheckpointsRecord, PublishedCheckpoint
-from elasticd.wire.messages import Saved
+from elasticd.wire.worker import Saved
 
 #: Published checkpoints that are kept in the store for a job.
 MOST_PUBLISHED = 64

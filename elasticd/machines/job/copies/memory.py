@@ -20,17 +20,10 @@ from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
 
+from elasticd.machines.job.copies.rollback import Source
 from elasticd.machines.job.copies.snapshots import secured
 from elasticd.machines.job.state.job_state import NodeState
-from elasticd.machines.job.state.recovery_source import Source
 from elasticd.machines.job.state.transaction import Turn
-
-
-class Fit(Value, frozen=True, kw_only=True):
-    """Whether a plan can be switched to."""
-
-    wrong: str = ""  # why it cannot
-    in_place: str = ""  # why it can in place only
 
 
 class Room(Value, frozen=True, kw_only=True):
@@ -40,36 +33,23 @@ class Room(Value, frozen=True, kw_only=True):
     cramped: str = ""  # the device that can, but not beside what it holds now, in words
 
 
-def fit(turn: Turn, plan: Plan, source: Source | None) -> Fit:
-    """For a switch to `plan` from the plan in force; after a fence, from `source`."""
+def room_for(turn: Turn, plan: Plan, source: Source | None) -> Room:
+    """For a switch to `plan` from the plan in force; after a fence, from `source`. Cramped: state can move in
+    place, which is safe."""
     job = turn.job
     if job.spec is None or job.profile is None:
-        return Fit()
-    old = source.plan if source is not None and not _is_older(source) else job.plan
+        return Room()
+    older = source is not None and (source.plan is None or bool(source.recovery.snapshots))
+    old = source.plan if source is not None and not older else job.plan
     holders = {worker.device for worker in job.bound(old)}
-    anew = source is not None and _is_older(source)
-    found = room(plan, old, job.spec.model, job.profile, turn.nodes, holders=holders, anew=anew)
-    if found.lacks:
-        return Fit(wrong=found.lacks)
-    if not found.cramped:
-        return Fit()
-    if _safe(turn, old, source):
-        return Fit(in_place=found.cramped)
-    return Fit(
-        wrong=f"{found.cramped}; it could move in place if snapshots (CheckpointingOptions(snapshot_every=...))"
+    found = room(plan, old, job.spec.model, job.profile, turn.nodes, holders=holders, anew=older)
+    # An older state is read from where it stays; of `old` no copy is needed once snapshots of it can be read.
+    if not found.cramped or older or old is None or secured(turn, old) is not None:
+        return found
+    return Room(
+        lacks=f"{found.cramped}; it could move in place if snapshots (CheckpointingOptions(snapshot_every=...))"
         " kept the state safe meanwhile"
     )
-
-
-def _is_older(source: Source) -> bool:
-    return source.plan is None or bool(source.recovery.snapshots)
-
-
-def _safe(turn: Turn, old: Plan | None, source: Source | None) -> bool:
-    """Whether no copy of `old` is needed once the move has begun."""
-    if old is None or (source is not None and _is_older(source)):
-        return True  # it is read from where it stays
-    return secured(turn, old) is not None
 
 
 def room(

@@ -13,13 +13,38 @@ from elasticd_planner.value import Value
 
 from elasticd.machines.job.copies.snapshots import plan_of, words
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.machines.job.state.recovery_source import CHECKPOINTS, Source, set_name
 from elasticd.machines.job.state.snapshot_sets import Moment, stand_ins
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.records import Recovery
+from elasticd.records import Proposal, Recovery
 
+#: The name of all checkpoints: members read the first that all can.
+CHECKPOINTS = "checkpoints"
 #: Times that a recovery from one older state is tried.
 MOST_TRIES = 3
+
+
+class Source(Value, frozen=True, kw_only=True):
+    """What a recovery reads its state from, as the proposal carries it."""
+
+    plan: Plan | None  # that copies or snapshots are of; None: checkpoints
+    recovery: Recovery  # who has what
+    checkpoints: tuple[str, ...] = ()  # names, newest first
+    words: str = ""  # where the state comes from, if not from copies that live
+
+
+def called(proposal: Proposal) -> str:
+    """What a proposal goes back to, by a name of its own; nothing where copies live."""
+    recovery = proposal.recovery
+    if recovery is None:
+        return ""
+    if recovery.snapshots and proposal.old is not None:
+        return set_name(proposal.old.number, recovery.step)
+    return CHECKPOINTS if proposal.old is None else ""
+
+
+def set_name(plan: int, step: int) -> str:
+    """The name of a set of snapshots."""
+    return f"the snapshots of plan {plan} at step {step}"
 
 
 class Wait(Value, frozen=True, kw_only=True):
@@ -77,7 +102,7 @@ class _Option(Value, frozen=True, kw_only=True):
 def _sets(turn: Turn) -> list[_Option]:
     """The sets of snapshots that agents hold all of."""
     snapshots = turn.job.snapshots
-    there = {name for name, node in turn.nodes.items() if node.connected}
+    there = turn.connected
     found = []
     for moment in snapshots.moments():
         plan = plan_of(turn, moment.plan)
@@ -137,8 +162,7 @@ def _source(turn: Turn, option: _Option, plan: Plan) -> Source | str:
         return Source(plan=None, recovery=recovery, checkpoints=names, words=text)
     if option.lacking:
         return f"node {', '.join(option.lacking)} cannot be reached, and alone keeps a part of {option.words}"
-    there = {name for name, node in turn.nodes.items() if node.connected}
-    copies = job.snapshots.copies(option.moment, option.old, there)
+    copies = job.snapshots.copies(option.moment, option.old, turn.connected)
     readers = stand_ins(option.old, copies, plan.members)
     if readers is None:
         away = {node for nodes in copies.values() if plan.nodes.isdisjoint(nodes) for node in nodes}

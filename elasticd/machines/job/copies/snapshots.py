@@ -6,7 +6,6 @@ from __future__ import annotations
 import msgspec
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.machines.job.state.events import CoordinatorSend
 from elasticd.machines.job.state.snapshot_sets import Moment
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.snapshots import SnapshotInventory, SnapshotSetComplete
@@ -29,7 +28,7 @@ def keeps(turn: Turn, node: str, body: SnapshotInventory) -> None:
             _whole(turn, moment, plan)
             return
     if before is not None and any(moment < before for moment in snapshots.kept[node]):
-        _tell(turn, node, before)  # it missed the word, or a leader before this one gave it
+        turn.order(node, _complete(turn, before))  # it missed the word, or a leader before this one gave it
 
 
 def _whole(turn: Turn, moment: Moment, plan: Plan) -> None:
@@ -37,7 +36,7 @@ def _whole(turn: Turn, moment: Moment, plan: Plan) -> None:
     turn.set(snapshots=msgspec.structs.replace(snapshots, whole=moment))
     for node in sorted(snapshots.kept):
         if snapshots.kept[node]:
-            _tell(turn, node, moment)
+            turn.order(node, _complete(turn, moment))
     if snapshots.told_at is None or turn.now - snapshots.told_at >= NOTE_SECONDS:
         turn.set(snapshots=msgspec.structs.replace(turn.job.snapshots, told_at=turn.now))
         nodes = snapshots.holding(moment)
@@ -45,9 +44,8 @@ def _whole(turn: Turn, moment: Moment, plan: Plan) -> None:
         turn.note("snapshot", text, number=plan.number, step=moment.step, nodes=nodes)
 
 
-def _tell(turn: Turn, node: str, moment: Moment) -> None:
-    message = SnapshotSetComplete(job=turn.job.job, plan=moment.plan, step=moment.step)
-    turn.effects.append(CoordinatorSend(node=node, message=message))
+def _complete(turn: Turn, moment: Moment) -> SnapshotSetComplete:
+    return SnapshotSetComplete(job=turn.job.job, plan=moment.plan, step=moment.step)
 
 
 def plan_of(turn: Turn, number: int) -> Plan | None:
@@ -62,10 +60,9 @@ def _takers(turn: Turn) -> set[str]:
 
 def secured(turn: Turn, plan: Plan) -> Moment | None:
     """The newest moment of `plan` whose snapshots can be read now, each on some node, if there is one."""
-    there = {name for name, node in turn.nodes.items() if node.connected}
     for moment in turn.job.snapshots.moments():
         if moment.plan == plan.number:
-            copies = turn.job.snapshots.copies(moment, plan, there)
+            copies = turn.job.snapshots.copies(moment, plan, turn.connected)
             if all(device in copies for device in plan.members):
                 return moment
     return None

@@ -19,7 +19,7 @@ of its first plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from elasticd_planner.spec.plan import Plan
@@ -36,8 +36,8 @@ TOLD_SECONDS, MOST_NAMED = 10.0, 3
 
 def stood(turn: Turn, node: str, message: Halted) -> None:
     """A worker's main thread stands still, or moves again. That alone costs nothing: see `culprits`."""
-    worker = turn.job.workers.get(message.device)
-    if worker is None or worker.incarnation != message.incarnation:
+    worker = turn.job.worker(message.device, message.incarnation)
+    if worker is None:
         return
     if not message.place:
         turn.worker(worker, halted=None, halted_at=turn.now)
@@ -63,7 +63,7 @@ def culprits(turn: Turn) -> tuple[Worker, ...]:
 
 def _training(job: JobState) -> tuple[Worker, ...]:
     """The members of the plan in force; none where one of them is not known."""
-    return _known(job, job.plan.binding if job.plan is not None else {})
+    return job.all_known(job.plan.binding) if job.plan is not None else ()
 
 
 def _switching(job: JobState) -> tuple[Worker, ...]:
@@ -74,16 +74,9 @@ def _switching(job: JobState) -> tuple[Worker, ...]:
     before = job.plan.binding if job.plan is not None else {}
     if proposal.recovery is not None:
         before = proposal.recovery.sources
-    found = _known(job, {**before, **proposal.plan.binding})
+    found = job.all_known({**before, **proposal.plan.binding})
     new = [worker for worker in found if worker.device in proposal.plan.binding]
     return found if all(worker.prepared >= proposal.number for worker in new) else ()
-
-
-def _known(job: JobState, binding: Mapping[str, str]) -> tuple[Worker, ...]:
-    """The workers of these incarnations, by device; none where one of them is not known."""
-    found = ((job.workers.get(device), incarnation) for device, incarnation in binding.items())
-    known = tuple(worker for worker, one in found if worker is not None and worker.incarnation == one)
-    return known if len(known) == len(binding) else ()
 
 
 def _waits(worker: Worker) -> bool:

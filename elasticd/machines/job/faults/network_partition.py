@@ -21,11 +21,10 @@ from elasticd.machines.job.copies.rollback import older_state, waits
 from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.data_network import Out, nodes_name
-from elasticd.machines.job.state.job_state import JobPhase, Worker
+from elasticd.machines.job.state.job_state import JobPhase, Worker, incarnations
 from elasticd.machines.job.state.reachable_nodes import Pair, together, words
-from elasticd.machines.job.state.transaction import Turn
-from elasticd.wire.agent_orders import TryReach
-from elasticd.wire.probes import Unreached
+from elasticd.machines.job.state.transaction import Turn, doubled
+from elasticd.wire.coordinator import TryReach, Unreached
 
 #: Seconds for which a round's answers are waited for.
 ANSWER_SECONDS = 3.0
@@ -54,7 +53,7 @@ def regroup(turn: Turn, why: str, *, at_once: bool = False) -> None:
         )
         return
     fault(turn, {}, why)
-    pause = min(AGAIN_SECONDS * 2.0 ** max(0, count - 2), MOST_AGAIN_SECONDS)
+    pause = doubled(AGAIN_SECONDS, max(1, count - 1), MOST_AGAIN_SECONDS)
     _changed(turn, regroups=count)
     turn.set(not_before=0.0 if at_once and count == 1 else turn.now + pause)
 
@@ -92,12 +91,12 @@ def _judge(turn: Turn) -> None:
         apart = job.network.apart(_nodes(job.plan.members if job.plan is not None else ()))
         if apart and _stands_still(turn):
             regroup(turn, f"{words(apart)}, and the job's steps have stopped", at_once=True)
-    elif job.phase is JobPhase.PROPOSED and job.proposal is not None and not job.give_up:
+    elif job.phase is JobPhase.PROPOSED and job.proposal is not None:
         recovery, old = job.proposal.recovery, job.proposal.old
         sources = recovery.sources if recovery is not None else old.members if old is not None else ()
         apart = job.network.apart(_nodes((*sources, *job.proposal.plan.members)))
         if apart:
-            turn.set(give_up=words(apart))
+            turn.give_up(words(apart))
 
 
 def _stands_still(turn: Turn) -> bool:
@@ -107,7 +106,7 @@ def _stands_still(turn: Turn) -> bool:
         return False
     since = max(job.progress.at, job.since if job.phase is JobPhase.RUNNING else 0.0)
     late = turn.now - since > turn.settings.hang_seconds + 2 * job.progress.slowest
-    return late or any(worker.bereft_at is not None for worker in job.workers.values())
+    return late or any(worker.peers_lost_at is not None for worker in job.workers.values())
 
 
 def _ask(turn: Turn) -> None:
@@ -116,12 +115,8 @@ def _ask(turn: Turn) -> None:
     if network.asked or turn.now < network.next_at:
         return
     there = sorted({worker.node for worker in job.workers.values() if not worker.left})
-    found = ((name, turn.nodes.get(name)) for name in there)
-    addresses = {
-        name: node.record.reach
-        for name, node in found
-        if node is not None and node.connected and node.record.reach
-    }
+    addresses = {name: turn.nodes[name].record.reach for name in there if turn.here(name)}
+    addresses = {name: address for name, address in addresses.items() if address}
     asked, pause = _asked(turn, addresses)
     if not asked or len(addresses) < 2:
         return
@@ -138,8 +133,7 @@ def _asked(turn: Turn, nodes: Collection[str]) -> tuple[list[str], float]:
     long = job.phase is JobPhase.PROPOSED and turn.now - job.since >= PATIENT_SECONDS
     held_up = job.phase is JobPhase.RECOVERING and bool(network.apart())  # whatever the recovery began with
     if network.regroups or long or held_up or _stands_still(turn):
-        pause = min(PAUSE_SECONDS * 2.0 ** min(network.quiet, 16), MOST_PAUSE_SECONDS)
-        return [*nodes], pause
+        return [*nodes], doubled(PAUSE_SECONDS, network.quiet + 1, MOST_PAUSE_SECONDS)
     troubled = {*network.out} | {node for both in network.apart() for node in both}
     if job.setback is not None:  # a plan with other nodes was given up: maybe nobody reaches them
         troubled |= {*nodes}
@@ -173,7 +167,7 @@ def divided(turn: Turn, owners: Iterable[Worker], restores: Callable[[frozenset[
     elif job.remedy is not None and _nodes(job.remedy.plan.members) & (held - chosen):
         turn.set(remedy=None, decided=None)  # it was asked for before
     elif job.remedy is not None:
-        gone = {worker.device: worker.incarnation for worker in owners if worker.node not in chosen}
+        gone = incarnations(worker for worker in owners if worker.node not in chosen)
         _leave_out(turn, held - chosen)
         fault(turn, gone, f"{words(apart)}: the job goes on with {nodes_name(chosen)}")
     return True
@@ -213,7 +207,7 @@ def _leave_out(turn: Turn, nodes: Iterable[str]) -> None:
     for node in nodes:
         again = node in out and turn.now - out[node].until < settings.most_retry_seconds
         times = out[node].times + 1 if again else 1
-        seconds = min(settings.retry_seconds * 2.0 ** min(times - 1, 64), settings.most_retry_seconds)
+        seconds = doubled(settings.retry_seconds, times, settings.most_retry_seconds)
         out[node] = Out(times=times, until=turn.now + seconds)
     _changed(turn, out=out)
 

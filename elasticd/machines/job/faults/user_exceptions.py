@@ -4,7 +4,7 @@ Such an exception may be its device's fault, or that of the code and its data. S
 so, and stays while it holds state:
 
     first      a fence, and a plan without its device. The rank is a source of the recovery like any that was
-               told to go (`leaving`), and ends when nobody needs it. The others make the step again.
+               drained (`lifecycle.drain`), and ends when nobody needs it. The others make the step again.
     again      the same exception in the same step on another device: no device is to blame. A fence, and the
                plan in force once more, under which its members write a last checkpoint. Then the job ends, with
                the exception as its reason. It ends at once where no state can be saved: nothing was trained, no
@@ -29,7 +29,7 @@ from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.machines.job.state.job_state import JobState, Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import Thrown
-from elasticd.wire.messages import Raised
+from elasticd.wire.worker import Raised
 
 #: Characters that are kept of an exception's type, its text and its traceback, whatever a worker says.
 MOST_KIND, MOST_TEXT, MOST_TRACEBACK = 120, 1000, 8000
@@ -88,7 +88,7 @@ def _judge(turn: Turn, worker: Worker, body: Raised) -> None:
     elif not _others(turn.job):
         _end(turn, f"{what}, and there is no other device to try the step on", body)
     elif body.holds:
-        turn.worker(worker, leaving=f"its code raised {body.kind}")
+        turn.worker(worker, draining=f"its code raised {body.kind}")
         fault(turn, {}, what)
     else:
         fault(turn, {worker.device: worker.incarnation}, what)
@@ -98,7 +98,7 @@ def unplanned(turn: Turn, why: str) -> bool:
     """There is no plan without the device of a rank whose code raised: the step cannot be tried elsewhere.
     Whether there is such a rank, by which the job then ends."""
     job = turn.job
-    found = [worker for worker in job.workers.values() if worker.raised is not None and worker.leaving]
+    found = [worker for worker in job.workers.values() if worker.raised is not None and worker.draining]
     for worker in found:
         body = worker.raised
         if body is not None and body.plan == job.number and not job.failing:
@@ -157,7 +157,8 @@ def _bounded(body: Raised) -> Raised:
 def _others(job: JobState) -> bool:
     """Whether a worker is there on which the step was not tried, or may be, unknown to a new leader."""
     return bool(job.unmet) or any(
-        not (worker.left or worker.leaving or worker.frozen or worker.raised) for worker in job.workers.values()
+        not (worker.left or worker.draining or worker.frozen or worker.raised)
+        for worker in job.workers.values()
     )
 
 
@@ -167,15 +168,15 @@ def _end(turn: Turn, why: str, body: Raised) -> None:
         stop(turn, why)
         return
     for worker in turn.job.workers.values():
-        if worker.raised is not None and worker.leaving:
-            turn.worker(worker, leaving="")
+        if worker.raised is not None and worker.draining:
+            turn.worker(worker, draining="")
     fault(turn, {}, why)
     turn.set(failing=why)
 
 
 def _all_can_save(job: JobState) -> bool:
-    members = job.bound(job.plan)
-    return job.plan is not None and len(members) == len(job.plan.binding) and all(map(_can_save, members))
+    members = job.all_known(job.plan.binding) if job.plan is not None else ()
+    return bool(members) and all(map(_can_save, members))
 
 
 def _can_save(worker: Worker) -> bool:

@@ -1,10 +1,10 @@
-"""Devices that are to be left: those of nodes that a user drains, and those whose worker was told to go.
+"""Devices that are to be left: those of nodes that a user drains, and those whose worker drains.
 
 One rule for both: no plan takes them up, and one that uses them is replaced as soon as another can be made.
 What is theirs moves off while training goes on, for they are sources of that switch as any member is. A node
-that is drained waits for it however long that takes. A worker that was told to go (SIGTERM, a spot notice) has
-a deadline that nobody here knows: it ends by itself once the plan without it is recorded; one that ends earlier
-is a loss like any other. If all are told, the members of the plan make a last checkpoint, and the job stops.
+that is drained waits for it however long that takes. A worker that drains (SIGTERM, a spot notice) has a
+deadline that nobody here knows: it ends by itself once the plan without it is recorded; one that ends earlier
+is a loss like any other. If all drain, the members of the plan make a last checkpoint, and the job stops.
 """
 
 from __future__ import annotations
@@ -14,42 +14,42 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.wire.messages import Leaving
+from elasticd.wire.worker import DrainNotice
 
 
-def told(turn: Turn, worker: Worker, body: Leaving) -> None:
-    """A worker was told to go. A plan that only was to take it up is given up."""
+def notice(turn: Turn, worker: Worker, body: DrainNotice) -> None:
+    """A worker drains from now on. A plan that only was to take it up is given up."""
     if worker.left or worker.raised is not None:
         return
-    before = worker.leaving
-    turn.worker(worker, leaving=body.reason, saves=body.saves)
+    before = worker.draining
+    turn.worker(worker, draining=body.reason, saves=body.saves)
     if before:
         return
     turn.set(remedy=None, decided=None)
-    text = f"worker {worker.device} is told to go ({body.reason}): the next plan leaves it"
+    text = f"worker {worker.device} drains ({body.reason}): the next plan leaves it"
     turn.note("leaving", text, device=worker.device, reason=body.reason)
     job = turn.job
     if job.phase is not JobPhase.PROPOSED or job.fence is not None or job.plan is None or job.proposal is None:
         return
     joins = worker.device in job.proposal.plan.binding and worker.device not in job.plan.binding
-    nobody = all(_told(turn, device) for device in job.proposal.plan.members)
-    if (joins or nobody) and not job.give_up:
+    nobody = all(_drains(turn, device) for device in job.proposal.plan.members)
+    if joins or nobody:
         which = "which was to join" if joins else "the last that was to stay"
-        turn.set(give_up=f"worker {worker.device}, {which}, is told to go")
+        turn.give_up(f"worker {worker.device}, {which}, drains")
 
 
-def all_told(turn: Turn) -> None:
-    """Every worker is told to go, as when one torchrun that has them all is: nobody is left to go on. Those
+def all_drain(turn: Turn) -> None:
+    """Every worker drains, as when one torchrun that has them all is ended: nobody is left to go on. Those
     that train, and so can, make a last checkpoint before; whose grace is over first is lost, and ends that."""
     job = turn.job
-    if any(not worker.leaving and worker.left_at is None for worker in job.workers.values()):
+    if any(not worker.draining and worker.left_at is None for worker in job.workers.values()):
         return  # which the first of thousands says
     there = [worker for worker in job.workers.values() if not worker.left]
     if job.unmet or not job.all_reported:
         return  # members that a new leader has not met were told nothing that it knows of
     if there and not _saving(job):
-        reasons = ", ".join(dict.fromkeys(worker.leaving for worker in there))
-        why = job.stopping or f"all workers were told to go ({reasons})"
+        reasons = ", ".join(dict.fromkeys(worker.draining for worker in there))
+        why = job.stopping or f"all workers drain ({reasons})"
         stop(turn, f"{why}, after step {job.progress.step}")
 
 
@@ -64,14 +64,14 @@ def to_leave(turn: Turn) -> tuple[str, ...]:
     """The devices to be left that the plan in force still uses, in rank order."""
     members = turn.job.plan.members if turn.job.plan is not None else ()
     drained = any(node.record.draining for node in turn.nodes.values())
-    if not drained and not any(worker.leaving for worker in turn.job.workers.values()):
+    if not drained and not any(worker.draining for worker in turn.job.workers.values()):
         return ()
-    return tuple(device for device in members if _drained(turn, device) or _told(turn, device))
+    return tuple(device for device in members if _drained(turn, device) or _drains(turn, device))
 
 
-def hurried(turn: Turn) -> bool:
+def preempted(turn: Turn) -> bool:
     """Whether one of them has a deadline."""
-    return any(_told(turn, device) for device in to_leave(turn))
+    return any(_drains(turn, device) for device in to_leave(turn))
 
 
 def words(turn: Turn, devices: tuple[str, ...]) -> str:
@@ -79,7 +79,7 @@ def words(turn: Turn, devices: tuple[str, ...]) -> str:
     nodes = sorted({node_of(device) for device in devices if _drained(turn, device)})
     workers = [device for device in devices if not _drained(turn, device)]
     found = [f"node {', '.join(nodes)} is to be left"] if nodes else []
-    found += [f"worker {', '.join(workers)} is told to go"] if workers else []
+    found += [f"worker {', '.join(workers)} drains"] if workers else []
     return "; ".join(found)
 
 
@@ -88,6 +88,6 @@ def _drained(turn: Turn, device: str) -> bool:
     return node is not None and node.record.draining
 
 
-def _told(turn: Turn, device: str) -> bool:
+def _drains(turn: Turn, device: str) -> bool:
     worker = turn.job.workers.get(device)
-    return worker is not None and bool(worker.leaving)
+    return worker is not None and bool(worker.draining)

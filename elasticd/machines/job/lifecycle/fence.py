@@ -10,11 +10,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from elasticd.codec.safe_text import shortened
 from elasticd.machines.job.lifecycle.job_end import MOST_REASON, aborted, stop
-from elasticd.machines.job.state.events import CancelPlan
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.machines.text_limits import shortened
 from elasticd.records import Fence, Proposal
 
 #: Phases in which a plan is in force, or may be.
@@ -39,10 +38,8 @@ def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
     if proposal is not None and proposal.status == "open":
         proposal = aborted(proposal, turn.epoch, why)
         records.append(proposal)
-    workers = ((device, incarnation, job.workers.get(device)) for device, incarnation in gone.items())
-    turn.drop(*(device for device, one, worker in workers if worker is not None and worker.incarnation == one))
-    if job.asked is not None:
-        turn.effects.append(CancelPlan(job=job.job))
+    turn.drop(*(worker.device for worker in job.known(gone)))
+    turn.drop_request()
     if job.phase is not JobPhase.RECOVERING:
         turn.enter(JobPhase.RECOVERING)
     turn.set(
@@ -53,7 +50,6 @@ def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
         proposal=proposal,
         give_up="",
         unmet={device: one for device, one in job.unmet.items() if device not in gone},
-        asked=None,
         remedy=None,
         decided=None,
         deferred=None,
@@ -67,7 +63,7 @@ def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
 def resolved(turn: Turn) -> None:
     """A plan was recorded after the fence: the fault is over."""
     workers = {
-        device: msgspec.structs.replace(worker, standing=None, bereft_at=None)
+        device: msgspec.structs.replace(worker, standing=None, peers_lost_at=None)
         for device, worker in turn.job.workers.items()
     }
     turn.set(fence=None, remedy=None, reason="", workers=workers)

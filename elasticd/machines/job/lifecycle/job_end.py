@@ -8,12 +8,12 @@ from __future__ import annotations
 import msgspec
 
 from elasticd.codec.decoding import tag_of
+from elasticd.codec.safe_text import shortened
 from elasticd.machines.job.state.events import CancelPlan, Unwritten
 from elasticd.machines.job.state.job_state import OVER, JobPhase
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.machines.text_limits import shortened
 from elasticd.records import DoneRecord, Proposal
-from elasticd.wire.messages import Closed, Finished, Rejected
+from elasticd.wire.worker import Closed, Finished, Rejected
 
 
 def finished(turn: Turn, body: Finished) -> None:

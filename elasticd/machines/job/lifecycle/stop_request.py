@@ -1,9 +1,9 @@
-"""A user stops a job: its workers are told to go, make a last checkpoint where they can, and the job ends.
+"""A user stops a job: its workers drain, make a last checkpoint where they can, and the job ends.
 
 The leader has the agents send SIGTERM to the job's workers. What follows is what follows any SIGTERM to all of
-them (`leaving`). The job ends at once where nothing trains or nobody is there, and at the latest when the time
-is up that the user gave. A new leader knows nothing of the wish, but the workers that were told to go say so
-again; where none was told, the user asks once more.
+them (`lifecycle.drain`). The job ends at once where nothing trains or nobody is there, and at the latest when
+the time is up that the user gave. A new leader knows nothing of the wish, but the workers that drain say so
+again; where none drains, the user asks once more.
 
 An agent of release 0.1 skips the order: the user is told of its node, whose workers train on until the time is
 up.
@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping
 from elasticd.codec.decoding import shown
 from elasticd.machines.job.lifecycle.fence import FALLIBLE
 from elasticd.machines.job.lifecycle.job_end import stop
-from elasticd.machines.job.state.events import CoordinatorSend, StopAsked
+from elasticd.machines.job.state.events import StopAsked
 from elasticd.machines.job.state.job_state import JobState, NodeState
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.wire.agent_orders import End, is_first
+from elasticd.wire.coordinator import End, is_first
 
 
 def asked(turn: Turn, event: StopAsked) -> None:
@@ -28,13 +28,13 @@ def asked(turn: Turn, event: StopAsked) -> None:
     if event.seconds <= 0:
         at_once(turn, event)
         return
-    text = f"{event.by} stops the job: its workers are told to go, and have {event.seconds:g} s"
+    text = f"{event.by} stops the job: its workers drain, and have {event.seconds:g} s"
     if deaf := unheard(job, turn.nodes, event.seconds):
         text = f"{text}; {words(deaf)}"
     turn.note("stopping", text, by=event.by, seconds=event.seconds, unheard=sorted(deaf))
     turn.set(stopping=f"stopped by {event.by}", stop_at=turn.now + event.seconds)
-    for name, node in turn.nodes.items():
-        if node.connected:
+    for name in turn.nodes:
+        if turn.here(name):
             remind(turn, name)
 
 
@@ -49,12 +49,12 @@ def remind(turn: Turn, node: str) -> None:
     if not turn.job.stopping or turn.over:
         return
     if staying := tuple(_staying(turn.job, node)):
-        turn.effects.append(CoordinatorSend(node=node, message=End(job=turn.job.job, devices=staying)))
+        turn.order(node, End(job=turn.job.job, devices=staying))
 
 
 def _staying(job: JobState, node: str) -> Iterable[str]:
     """The devices of a node whose workers are not leaving."""
-    return (w.device for w in job.workers.values() if w.node == node and not w.left and not w.leaving)
+    return (w.device for w in job.workers.values() if w.node == node and not w.left and not w.draining)
 
 
 def unheard(job: JobState, nodes: Mapping[str, NodeState], seconds: float) -> dict[str, str]:

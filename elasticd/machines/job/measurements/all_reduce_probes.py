@@ -16,7 +16,7 @@ from elasticd_planner.cost.model_profile import ModelProfile
 
 from elasticd.machines.job.state.job_state import Rehearsal, Worker
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.wire.probes import Rehearse, Rehearsed
+from elasticd.wire.worker import Rehearse, Rehearsed
 
 #: Nodes whose workers are asked: what it takes on one of them, it takes on the others.
 NODES = 2

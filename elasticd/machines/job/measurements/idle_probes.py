@@ -12,27 +12,25 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd.machines.job.state.job_state import Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.node_health import causes
-from elasticd.wire.probes import Probed
+from elasticd.wire.worker import Probed
 
 
 def probed(turn: Turn, worker: Worker, body: Probed) -> None:
     """A device's probe, of which `judge` makes something once a plan could be asked for."""
     turn.worker(worker, probe_by=None)
-    binding = turn.job.plan.binding if turn.job.plan is not None else {}
-    idle = binding.get(worker.device) != worker.incarnation
+    idle = not turn.job.is_member(worker.device, worker.incarnation)
     turn.set(probes=turn.job.probes.heard(worker.device, body.seconds, idle=idle))
 
 
 def awaited(turn: Turn) -> frozenset[str]:
     """The devices without work whose first probe may still come."""
-    binding = turn.job.plan.binding if turn.job.plan is not None else {}
     return frozenset(
         worker.device
         for worker in turn.job.workers.values()
         if worker.probe_by is not None
         and turn.now < worker.probe_by
         and not worker.left
-        and binding.get(worker.device) != worker.incarnation
+        and not turn.job.is_member(worker.device, worker.incarnation)
     )
 
 

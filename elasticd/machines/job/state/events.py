@@ -8,6 +8,7 @@ import msgspec
 from elasticd_planner.detection.stragglers import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
 
 from elasticd.records import (
@@ -21,12 +22,7 @@ from elasticd.records import (
     PlanRecord,
     Proposal,
 )
-from elasticd.wire.agent_orders import Drain, End, Harm, TryReach
-from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import FromClient, ToClient, Unread, WorkerLost
-from elasticd.wire.node_health import OfNode
-from elasticd.wire.probes import Frozen, Unreached
-from elasticd.wire.snapshots import SnapshotInventory, SnapshotSetComplete
+from elasticd.wire.coordinator import FromMachine, Harm, ToMachine, Unread
 
 #: The kinds of a `CoordinatorNote`. docs/reference/events.md is written from these lines.
 EventKind = Literal[
@@ -97,9 +93,7 @@ class Received(Value, frozen=True, kw_only=True):
     """A message from a connected agent."""
 
     node: str  # the agent's node
-    message: (
-        FromClient | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | SnapshotInventory
-    )  # what it said
+    message: ToMachine | Unread  # what it said
 
 
 class Planned(Value, frozen=True, kw_only=True):
@@ -109,6 +103,16 @@ class Planned(Value, frozen=True, kw_only=True):
     token: int  # of the request
     answer: Answer | None = None  # the plan, or why there is none
     error: str = ""  # why the planner gave no answer
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, if there is one."""
+        return self.answer.plan if self.answer is not None else None
+
+    @property
+    def refusal(self) -> str:
+        """Why there is none."""
+        return self.answer.refusal if self.answer is not None else self.error
 
 
 class Unwritten(Value, frozen=True, kw_only=True):
@@ -228,7 +232,7 @@ class CoordinatorSend(Value, frozen=True, kw_only=True):
     """A message to an agent, if it is connected."""
 
     node: str  # the agent's node
-    message: ToClient | Harm | Drain | End | TryReach | SnapshotSetComplete  # what it is told
+    message: FromMachine  # what it is told
 
 
 class Write(Value, frozen=True, kw_only=True):

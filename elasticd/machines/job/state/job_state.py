@@ -33,6 +33,7 @@ from __future__ import annotations
 import enum
 import math
 import zlib
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from elasticd_planner.cost.model_profile import GUESSED_FLOPS, ModelProfile
@@ -43,7 +44,7 @@ from elasticd_planner.policy.policy import Moved, PolicySettings
 from elasticd_planner.policy.stability import Stability
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiling.fit import STEPS
-from elasticd_planner.spec.cluster import Device, Link
+from elasticd_planner.spec.cluster import Device, Link, node_of
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import Lengths
@@ -54,8 +55,8 @@ from elasticd.machines.job.state.data_network import Network
 from elasticd.machines.job.state.snapshot_sets import SnapshotSets
 from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint, Thrown
 from elasticd.wire.main_thread import Halted
-from elasticd.wire.messages import Raised, Saved, StateReport
 from elasticd.wire.node_health import Health
+from elasticd.wire.worker import Raised, Saved, StateReport
 
 
 class JobPhase(enum.Enum):
@@ -118,7 +119,7 @@ class JobSettings(Value, frozen=True, kw_only=True):
     leave_seconds: float = 2.0  # for all members to say goodbye after the first did, before the last step
     stand_seconds: float = 10.0  # for members to say what they hold after a fence
     #: from a member that lost the others to the fence, if nobody is known to have died
-    bereft_seconds: float = 0.5
+    peers_lost_seconds: float = msgspec.field(default=0.5, name="bereft_seconds")
     #: for a node that cannot be reached to be back, if the job's steps have stopped too
     node_seconds: float = 0.4
     #: the same for a node that alone holds a part of the state, where there is no older state to go back to
@@ -142,7 +143,7 @@ class JobSettings(Value, frozen=True, kw_only=True):
         times = (
             *(self.gather_seconds, self.prepare_seconds, self.reconnect_seconds),
             *(self.retry_seconds, self.most_retry_seconds, self.leave_seconds),
-            *(self.stand_seconds, self.bereft_seconds, self.node_seconds, self.hang_seconds),
+            *(self.stand_seconds, self.peers_lost_seconds, self.node_seconds, self.hang_seconds),
             self.lone_seconds,
             *(self.probe_seconds, self.keep_seconds, self.keep_jobs),
         )
@@ -197,11 +198,13 @@ class Worker(Value, frozen=True, kw_only=True):
     left_at: float | None = None  # when it left before the last step
     farewell: str = ""  # why it left
     orphan: bool = False  # its node's agent was started again, and it has not come back to that one yet
-    bereft_at: float | None = None  # since when it stands still, having lost the others
+    #: since when it stands still, having lost the others
+    peers_lost_at: float | None = msgspec.field(default=None, name="bereft_at")
     frozen: str = ""  # how it was found not to answer its agent (empty: it answers)
     standing: StateReport | None = None  # its answer to the last fence
     checkpoints: tuple[str, ...] = ()  # names of those that it sees, newest first
-    leaving: str = ""  # why it is to be drained: a preemption notice, or its code raised (empty: it is not)
+    #: why it drains: a preemption notice, or its code raised (empty: it does not)
+    draining: str = msgspec.field(default="", name="leaving")
     saves: bool = False  # it has a last checkpoint to make should all workers go
     probe_by: float | None = None  # until when its device's first probe is waited for (None: no more)
     rehearses: bool = False  # it answers a `Rehearse`
@@ -215,6 +218,16 @@ class Worker(Value, frozen=True, kw_only=True):
     def left(self) -> bool:
         """Whether it said goodbye before the last step."""
         return self.left_at is not None
+
+
+def stranger(device: str, incarnation: str, *, client: str = "") -> Worker:
+    """A worker of which this leader knows only the names, by a plan or by a message about it."""
+    return Worker(device=device, incarnation=incarnation, node=node_of(device), client=client, pid=0)
+
+
+def incarnations(workers: Iterable[Worker]) -> dict[str, str]:
+    """The incarnation of each, by device: as a fence names those that are lost."""
+    return {worker.device: worker.incarnation for worker in workers}
 
 
 class Basis(Value, frozen=True, kw_only=True):
@@ -385,11 +398,67 @@ class JobState(Value, frozen=True, kw_only=True):
         """The running plan's number, 0 without one."""
         return self.plan.number if self.plan is not None else 0
 
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan in force and the proposed one, as far as there are any."""
+        proposed = self.proposal.plan if self.proposal is not None else None
+        return tuple(plan for plan in (self.plan, proposed) if plan is not None)
+
+    @property
+    def starting(self) -> bool:
+        """Whether it waits for its workers or for its first plan: it can spare none."""
+        return self.phase in (JobPhase.ASSEMBLING, JobPhase.PLANNING)
+
+    def joins(self, node: str, device: str) -> bool:
+        """Whether a job that has not begun waits for this worker: the torchrun of its node, or of its device,
+        takes part. While torchruns still come, each that has asked counts."""
+        places = self.joined or self.joiners
+        return node in places or device in places
+
+    def joined_from(self, node: NodeRecord) -> bool:
+        """Whether a torchrun of this node has asked to take part."""
+        return node.node in self.joiners or any(device.name in self.joiners for device in node.devices)
+
+    def involves(self, node: NodeRecord) -> bool:
+        """Whether a torchrun of this node has joined, or a worker on one of its devices is known, or bound by a
+        plan."""
+        if node.node in self.joined or self.joined_from(node):
+            return True
+        names = {device.name for device in node.devices}
+        return any(
+            not names.isdisjoint(devices)
+            for devices in (self.joined, self.workers, *(plan.binding for plan in self.plans))
+        )
+
+    def binds(self, device: str, incarnation: str) -> bool:
+        """Whether a plan, in force or proposed, is bound to that worker, which this leader may not have met.
+        Nothing is bound to one that was fenced off."""
+        if self.gone.get(device) == incarnation:
+            return False
+        return any(plan.binding.get(device) == incarnation for plan in self.plans)
+
+    def worker(self, device: str, incarnation: str) -> Worker | None:
+        """The worker of this incarnation, if it is known here and no other process has taken its place."""
+        worker = self.workers.get(device)
+        return worker if worker is not None and worker.incarnation == incarnation else None
+
+    def is_member(self, device: str, incarnation: str) -> bool:
+        """Whether the plan in force is bound to that worker."""
+        return self.plan is not None and self.plan.binding.get(device) == incarnation
+
     def bound(self, plan: Plan | None) -> tuple[Worker, ...]:
         """The workers that `plan` binds and that are known here, in rank order."""
-        binding = plan.binding if plan is not None else {}
+        return self.known(plan.binding if plan is not None else {})
+
+    def known(self, binding: Mapping[str, str]) -> tuple[Worker, ...]:
+        """The workers of these incarnations, by device, that are known here, in order."""
         found = ((incarnation, self.workers.get(device)) for device, incarnation in binding.items())
         return tuple(worker for incarnation, worker in found if worker and worker.incarnation == incarnation)
+
+    def all_known(self, binding: Mapping[str, str]) -> tuple[Worker, ...]:
+        """The same; none where one of them is not known."""
+        found = self.known(binding)
+        return found if len(found) == len(binding) else ()
 
     @property
     def candidates(self) -> tuple[Plan, ...]:
@@ -409,10 +478,9 @@ class JobState(Value, frozen=True, kw_only=True):
     def unreported(self) -> tuple[str, ...]:
         """Devices of members, of the running or the proposed plan, whose worker has not said hello, or not
         to the agent that its node has now. Who is fenced off is not waited for."""
-        plans = (self.plan, self.proposal.plan if self.proposal is not None else None)
         found: dict[str, None] = {}
-        for plan in plans:
-            for device, incarnation in plan.binding.items() if plan is not None else ():
+        for plan in self.plans:
+            for device, incarnation in plan.binding.items():
                 worker = self.workers.get(device)
                 if worker is not None and worker.incarnation == incarnation and not worker.orphan:
                     continue

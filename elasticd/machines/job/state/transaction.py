@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from elasticd.codec.safe_text import shortened
 from elasticd.machines.job.state.events import (
+    CancelPlan,
     CoordinatorNote,
     CoordinatorSend,
     Effect,
@@ -25,13 +28,17 @@ from elasticd.machines.job.state.job_state import (
     NodeState,
     Worker,
 )
-from elasticd.machines.text_limits import shortened
-from elasticd.wire.agent_orders import TryReach
-from elasticd.wire.messages import Closed, Joined, Rejected, ToClient
-from elasticd.wire.probes import Rehearse
+from elasticd.wire.coordinator import FromMachine, ToClient
+from elasticd.wire.rendezvous import Joined
+from elasticd.wire.worker import Closed, Rehearse, Rejected
 
 #: Events that the log has lines of, which their phases have nothing for.
 MOST_UNEXPECTED = 32
+
+
+def doubled(seconds: float, times: int, most: float) -> float:
+    """Seconds until the next try after `times` in a row: doubled with each after the first, up to the most."""
+    return min(seconds * 2.0 ** min(times - 1, 64), most)
 
 
 class IllegalTransition(RuntimeError):
@@ -102,13 +109,37 @@ class Turn:
             self.set(unexpected=self.job.unexpected | {what})
             self.effects.append(Log(job=self.job.job, text=f"{what}: nothing follows from it"))
 
-    def order(self, node: str, message: TryReach) -> None:
+    @property
+    def connected(self) -> frozenset[str]:
+        """The nodes whose agents are connected now."""
+        return frozenset(name for name, node in self.nodes.items() if node.connected)
+
+    def here(self, node: str) -> bool:
+        """Whether the agent of a node is connected now."""
+        return node in self.nodes and self.nodes[node].connected
+
+    def here_seconds(self, node: str) -> float:
+        """For how long the agent of a node has been connected; minus infinity where it is not."""
+        return self.now - self.nodes[node].since if self.here(node) else -math.inf
+
+    def give_up(self, why: str) -> None:
+        """The open proposal is to be aborted; the first reason stays."""
+        if not self.job.give_up:
+            self.set(give_up=why)
+
+    def drop_request(self) -> None:
+        """Nobody waits for the plan that is being made, if one is."""
+        if self.job.asked is not None:
+            self.set(asked=None)
+            self.effects.append(CancelPlan(job=self.job.job))
+
+    def order(self, node: str, message: FromMachine) -> None:
         """To the agent itself."""
         self.effects.append(CoordinatorSend(node=node, message=message))
 
     def send(self, node: str, client: str, body: Rejected | Joined | Closed | Rehearse) -> None:
         """Sends a message to a client of the agent of `node`."""
-        self.effects.append(CoordinatorSend(node=node, message=ToClient(client=client, body=body)))
+        self.order(node, ToClient(client=client, body=body))
 
     def write(
         self,

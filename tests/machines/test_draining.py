@@ -1,4 +1,4 @@
-"""Workers that were told to go (SIGTERM): the leader goes on without them, and nobody is lost."""
+"""Workers that drain (SIGTERM): the leader goes on without them, and nobody is lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import DoneRecord, Proposal
-from elasticd.wire.messages import Leaving
+from elasticd.wire.worker import DrainNotice
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.test_drain import drain, train_until
 from tests.machines.world import World
@@ -17,7 +17,7 @@ WHY = "it was told to go, and the job goes on without it"
 
 def tell(world: World, *devices: str, saves: bool = False) -> None:
     for device in devices:
-        world.outcome(world.workers[device], Leaving(reason="SIGTERM", saves=saves))
+        world.outcome(world.workers[device], DrainNotice(reason="SIGTERM", saves=saves))
 
 
 def members(world: World) -> set[str]:
@@ -42,9 +42,9 @@ def test_one_that_is_told_to_go_is_left_and_its_end_is_no_loss() -> None:
     tell(world, "beta/1")
     train_until(world, lambda: left(world, "beta/1"))
     text = next(note.text for note in world.notes if note.kind == "leaving")
-    assert text == "worker beta/1 is told to go (SIGTERM): the next plan leaves it"
+    assert text == "worker beta/1 drains (SIGTERM): the next plan leaves it"
     reason = next(note.text for note in reversed(world.notes) if note.kind == "proposed")
-    assert "worker beta/1 is told to go" in reason
+    assert "worker beta/1 drains" in reason
     number, asked = world.job.number, world.kinds().count("planning")
     depart(world, "beta/1")
     world.train(5)
@@ -116,7 +116,7 @@ def test_all_told_to_go_end_the_job_and_it_says_so() -> None:
     assert world.phase is JobPhase.STOPPED
     done = world.done()
     assert isinstance(done, DoneRecord)
-    assert done.reason.startswith(f"all workers were told to go (SIGTERM), after step {world.steps}")
+    assert done.reason.startswith(f"all workers drain (SIGTERM), after step {world.steps}")
 
 
 @pytest.mark.parametrize("crash", [False, True])
@@ -240,7 +240,7 @@ def test_a_plan_that_was_to_take_it_up_is_given_up() -> None:
     tell(world, "beta/0")
     world.settle()
     text = next(note.text for note in world.notes if note.kind == "aborted")
-    assert "worker beta/0, which was to join, is told to go" in text
+    assert "worker beta/0, which was to join, drains" in text
     world.deaf = set()
     depart(world, "beta/0")
     train_until(world, lambda: world.phase is JobPhase.RUNNING)

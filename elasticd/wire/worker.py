@@ -1,48 +1,33 @@
-"""Wire messages: worker and torchrun to agent (unix socket), agent to leader (WebSocket).
+"""Wire messages between a worker and its agent; most of what a worker says goes on to the leader.
 
 JSON by msgspec with a tag and a version (`elasticd.codec.message`). Plans, proposals and aborts reach a worker
-only as its agent reads them from the store; what travels over the WebSocket are reports, the bootstrap store's
-calls, and hints.
+only as its agent reads them from the store. A torchrun says some of these too, beside its own
+(`elasticd.wire.rendezvous`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from elasticd_planner.spec.measurement import Measurement
-from elasticd_planner.value import Value
 
-from elasticd.codec.decoding import MessageReader, decoded_as, decoder_of, tag_of, version_refusal
-from elasticd.codec.message import WIRE_VERSION as WIRE_VERSION
-from elasticd.codec.message import Message as Message
-from elasticd.records import JobSpec, NodeRecord, Proposal, Vote
-from elasticd.wire.agent_orders import Drain, End, Harm, TryReach
-from elasticd.wire.main_thread import Halted, Whereabouts
-from elasticd.wire.node_health import OfNode
-from elasticd.wire.probes import Frozen, Ping, Pong, Probe, Probed, Rehearse, Rehearsed, Unreached
+from elasticd.codec.decoding import MessageReader, decoder_of, tag_of
+from elasticd.codec.message import Message
+from elasticd.records import JobSpec, Proposal, Vote
+from elasticd.wire.main_thread import Whereabouts
 from elasticd.wire.rendezvous import (
-    Attend,
     Attending,
-    Lap,
-    Present,
-    ReadRound,
+    Join,
+    Joined,
+    Leave,
+    OfRounds,
     RoundAnswer,
-    StepTime,
-    Watching,
-    WriteRound,
 )
-from elasticd.wire.snapshots import Fetched, Freed, OfSnapshots, SnapshotInventory, SnapshotSetComplete
+from elasticd.wire.snapshots import Fetched, Freed, OfSnapshots
 
-#: Before a device's name: the address in `ToClient` of whoever drives that device, now or later.
-DEVICE_PREFIX = "device:"
 #: Bytes of a report that is passed on undecoded, and objects and arrays in it.
 MOST_PASSED, MOST_NESTED = 64 << 10, 64
-#: Characters that are told of why a message cannot be decoded.
-MOST_WHY = 200
-
 
 # -- worker to agent ---------------------------------------------------------------------------------------
 
@@ -172,7 +157,7 @@ class Raised(Message, frozen=True, kw_only=True, tag="user-exception"):
     ends: bool = False
 
 
-class Leaving(Message, frozen=True, kw_only=True, tag="preemption-notice"):
+class DrainNotice(Message, frozen=True, kw_only=True, tag="preemption-notice"):
     """A preemption notice: this process was sent SIGTERM or a spot notice, and ends once it is drained."""
 
     reason: str  # what it was sent
@@ -183,6 +168,22 @@ class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
     """A clean end follows. Silence before an exit is a death."""
 
     reason: str = ""  # why it ends, for people
+
+
+class Pong(Message, frozen=True, kw_only=True, tag="pong"):
+    """The answer: this process runs."""
+
+
+class Probed(Message, frozen=True, kw_only=True, tag="device-probe-result"):
+    """The answer, for the leader."""
+
+    seconds: tuple[float, ...]  # of the same small matrix product, made several times
+
+
+class Rehearsed(Message, frozen=True, kw_only=True, tag="all-reduce-probe-result"):
+    """The answer of the first member, for the leader."""
+
+    seconds: dict[int, float]  # of one all-reduce, by width
 
 
 class StoreCall(Message, frozen=True, kw_only=True, tag="store-call"):
@@ -197,27 +198,7 @@ class StoreCall(Message, frozen=True, kw_only=True, tag="store-call"):
     seconds: float = 30.0  # for which the caller waits
 
 
-# -- torchrun's rendezvous handler to agent -----------------------------------------------------------------
-
-
-class Join(Message, frozen=True, kw_only=True, tag="join"):
-    """A torchrun asks to take part in a job."""
-
-    job: str  # the job's name
-    min_nodes: int  # the least of --nnodes
-    max_nodes: int  # the most of --nnodes
-    pid: int  # process id
-    slot: int | None = None  # index of its one device (None: all devices of its node)
-    release: str = ""  # of the sender's elasticd
-
-
-class Leave(Message, frozen=True, kw_only=True, tag="leave"):
-    """That torchrun ends."""
-
-    job: str  # the job's name
-
-
-# -- agent to worker and to rendezvous handler ---------------------------------------------------------------
+# -- agent to worker ---------------------------------------------------------------------------------------
 
 
 class EmulatedSpeed(Message, frozen=True, kw_only=True, tag="emulated-speed"):
@@ -291,13 +272,6 @@ class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
     reason: str  # for people
 
 
-class Joined(Message, frozen=True, kw_only=True, tag="joined"):
-    """The job's nodes are complete."""
-
-    node_rank: int  # this node's index among them
-    nodes: int  # their count
-
-
 class Closed(Message, frozen=True, kw_only=True, tag="job-closed"):
     """The job finished: to a torchrun that asks again and then ends gracefully; to workers as read from the
     store."""
@@ -305,10 +279,28 @@ class Closed(Message, frozen=True, kw_only=True, tag="job-closed"):
     reason: str  # for people
 
 
-FromWorker = (
-    Hello
-    | Report
-    | Prepared
+class Ping(Message, frozen=True, kw_only=True, tag="ping"):
+    """An agent asks a worker's control thread for an answer, and gets `Pong`."""
+
+
+class Probe(Message, frozen=True, kw_only=True, tag="device-probe"):
+    """An agent asks a worker that stands by how fast its device is; one that computes does not answer."""
+
+
+class Rehearse(Message, frozen=True, kw_only=True, tag="all-reduce-probe"):
+    """Before a job's first plan the leader asks workers of one node how long an all-reduce takes among them."""
+
+    members: tuple[str, ...]  # devices, in rank order
+    widths: tuple[int, ...]  # for each: an all-reduce among the first so many members, in this order
+    size: int  # bytes of each all-reduce
+
+
+# -- reading and writing -----------------------------------------------------------------------------------
+
+
+#: What a worker says of switches, faults and its end: an agent keeps it, and says it again to a new leader.
+Statement = (
+    Prepared
     | Refused
     | Switched
     | StayedOnPlan
@@ -318,16 +310,9 @@ FromWorker = (
     | Saved
     | Finished
     | Raised
-    | Leaving
-    | Goodbye
-    | Probed
-    | Rehearsed
-    | StoreCall
-    | Join
-    | Leave
+    | DrainNotice
 )
-#: What a torchrun in restart mode says to its agent's rounds, and no leader hears.
-OfRounds = Attend | Present | ReadRound | WriteRound | Watching | Lap
+FromWorker = Hello | Report | Statement | Goodbye | Probed | Rehearsed | StoreCall | Join | Leave
 #: All that an agent's machine does not hear.
 ToAgentAlone = Pong | OfSnapshots | OfRounds | Whereabouts
 ToWorker = (
@@ -353,104 +338,15 @@ ToWorker = (
 )
 
 
-# -- agent to leader -------------------------------------------------------------------------------------------
-
-
-class AgentHello(Message, frozen=True, kw_only=True, tag="agent-hello"):
-    """An agent's first message on each connection; its workers' last messages follow, each a `FromClient`."""
-
-    record: NodeRecord  # of its node
-    release: str = ""  # of the sender's elasticd
-
-
-class FromClient(Message, frozen=True, kw_only=True, tag="from-client"):
-    """A message of a worker, or of a torchrun, whose device and incarnation are empty."""
-
-    client: str  # id that the agent gave it
-    job: str  # the job's name
-    device: str  # "node/local rank"
-    incarnation: str  # id of this start of the worker's process
-    body: FromWorker  # the message
-
-
-class PassedReport(msgspec.Struct, frozen=True, kw_only=True, tag=tag_of(FromClient)):
-    """How an agent encodes a `FromClient` around a worker's `Report`, which it passes on undecoded."""
-
-    version: int = WIRE_VERSION
-    client: str
-    job: str
-    device: str
-    incarnation: str
-    body: msgspec.Raw
-
-
-class WorkerLost(Message, frozen=True, kw_only=True, tag="worker-lost"):
-    """A worker's process ended."""
-
-    job: str  # the job's name
-    device: str  # "node/local rank"
-    incarnation: str  # id of this start of the worker's process
-    clean: bool  # it had said goodbye
-    how: str  # its own reason if clean, else how it ended
-
-
-class ToClient(Message, frozen=True, kw_only=True, tag="to-client"):
-    """A message for one worker or torchrun of the agent."""
-
-    client: str  # as in `FromClient`, or DEVICE_PREFIX and a device's name
-    body: ToWorker  # the message
-
-
-class AgentRejected(Message, frozen=True, kw_only=True, tag="agent-rejected"):
-    """The leader does not take this agent."""
-
-    reason: str  # why, and what to do
-
-
-class Unread(Value, frozen=True, kw_only=True, tag="unread-opening"):
-    """Not sent: an `FromClient` whose opening (`Hello`, `Join`) this leader cannot decode."""
-
-    client: str  # id that the agent gave it
-    job: str  # the job's name
-    device: str  # "node/local rank", empty for a torchrun
-    incarnation: str  # id of this start of the worker's process
-    reason: str  # why it cannot be decoded
-    release: str = ""  # the client's, where it can be read
-    slot: int = -1  # a torchrun's, where it can be read (-1: none)
-
-
-ToLeader = (
-    AgentHello | FromClient | WorkerLost | Frozen | Unreached | Halted | OfNode | SnapshotInventory | StepTime
-)
-#: What an agent sends to a leader.
-FromAgent = ToLeader | PassedReport
-ToAgent = ToClient | SnapshotSetComplete | AgentRejected | Harm | Drain | End | TryReach
-
-
-def protocol_refusal(what: str, hello: Hello | Join | Attend | Watching | AgentHello) -> str:
-    """Returns why this sender's version is refused, or an empty string; `what` is the refusal's subject."""
-    return version_refusal(what, hello.version, WIRE_VERSION, hello.release)
-
-
 #: What an encoded report begins with.
 _REPORT = f'{{"type":"{tag_of(Report)}",'.encode()
 #: A number that may be beyond a float's range: a leader of release 0.1 ends the connection for one.
 _MAY_OVERFLOW = re.compile(rb"\d{300}|[eE]\+?0*[1-9]\d{2}")
 _as_it_came = decoder_of(msgspec.Raw).decode
-_encoder = msgspec.json.Encoder()
 _from_worker: MessageReader[FromWorker | ToAgentAlone] = MessageReader(
     FromWorker | ToAgentAlone, "a worker or torchrun"
 )
 _to_worker: MessageReader[ToWorker] = MessageReader(ToWorker, "the agent")
-_to_leader: MessageReader[ToLeader | Unread] = MessageReader(
-    ToLeader, "an agent", lambda data, why: _unread(data, why)
-)
-_to_agent: MessageReader[ToAgent] = MessageReader(ToAgent, "the leader")
-
-
-def encode(message: Message | PassedReport) -> bytes:
-    """A message as JSON."""
-    return _encoder.encode(message)
 
 
 # Each of these functions gives None for a message that the receiver skips: its tag is unknown, or its content
@@ -480,61 +376,3 @@ def passed_report(data: bytes) -> msgspec.Raw | None:
 def to_worker(data: bytes, *, first: bool = False) -> ToWorker | None:
     """What an agent said to a worker or torchrun."""
     return _to_worker.one(data, first=first)
-
-
-def to_leader(data: bytes, *, first: bool = False) -> ToLeader | Unread | None:
-    """What an agent said to the leader."""
-    return _to_leader.one(data, first=first)
-
-
-def several_to_leader(data: bytes, *, most: int, first: bool = False) -> Sequence[ToLeader | Unread | None]:
-    """What an agent said to the leader in one JSON array; None for each message that is skipped. Raises
-    `msgspec.DecodeError` for more than `most` of them."""
-    return _to_leader.several(data, most=most, first=first)
-
-
-class _HelloOpening(msgspec.Struct, tag=tag_of(Hello)):
-    """What is read of a hello that cannot be decoded. Its tag is checked, so that a report with a second tag in
-    it is no opening."""
-
-    release: Any = ""
-    slot: Any = None
-
-
-class _JoinOpening(msgspec.Struct, tag=tag_of(Join)):
-    """The same of a torchrun's join."""
-
-    release: Any = ""
-    slot: Any = None
-
-
-class _Passed(msgspec.Struct, tag=tag_of(FromClient)):
-    """And of the `FromClient` around it."""
-
-    client: str
-    job: str
-    device: str
-    incarnation: str
-    body: _HelloOpening | _JoinOpening
-
-
-def _unread(data: bytes, why: str) -> Unread | None:
-    """Who is to be told that its opening cannot be decoded; nobody where this is none."""
-    try:
-        up = decoded_as(_Passed, data)
-    except msgspec.DecodeError:
-        return None
-    return Unread(
-        client=up.client,
-        job=up.job,
-        device=up.device,
-        incarnation=up.incarnation,
-        reason=why[:MOST_WHY],
-        release=up.body.release if isinstance(up.body.release, str) else "",
-        slot=up.body.slot if isinstance(up.body.slot, int) else -1,
-    )
-
-
-def to_agent(data: bytes, *, first: bool = False) -> ToAgent | None:
-    """What the leader said to an agent."""
-    return _to_agent.one(data, first=first)

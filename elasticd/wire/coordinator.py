@@ -1,0 +1,254 @@
+"""Wire messages between an agent and the leading coordinator, over the agent's WebSocket.
+
+JSON by msgspec with a tag and a version (`elasticd.codec.message`). What travels here are reports, the
+bootstrap store's calls, a user's wishes and hints: orders to workers are read from the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from elasticd_planner.value import Value
+
+from elasticd.codec.decoding import MessageReader, decoded_as, tag_of
+from elasticd.codec.message import WIRE_VERSION, Message
+from elasticd.records import NodeRecord
+from elasticd.wire.main_thread import Halted
+from elasticd.wire.node_health import Health
+from elasticd.wire.rendezvous import Join, StepTime
+from elasticd.wire.snapshots import SnapshotInventory, SnapshotSetComplete
+from elasticd.wire.worker import FromWorker, Hello, ToWorker
+
+#: Before a device's name: the address in `ToClient` of whoever drives that device, now or later.
+DEVICE_PREFIX = "device:"
+#: Characters that are told of why a message cannot be decoded.
+MOST_WHY = 200
+#: Messages in one at most. One that is skipped costs its reader more than one that is read.
+MOST_TOGETHER = 64
+
+
+# -- agent to leader ---------------------------------------------------------------------------------------
+
+
+class AgentHello(Message, frozen=True, kw_only=True, tag="agent-hello"):
+    """An agent's first message on each connection; its workers' last messages follow, each a `FromClient`."""
+
+    record: NodeRecord  # of its node
+    release: str = ""  # of the sender's elasticd
+
+
+class FromClient(Message, frozen=True, kw_only=True, tag="from-client"):
+    """A message of a worker, or of a torchrun, whose device and incarnation are empty."""
+
+    client: str  # id that the agent gave it
+    job: str  # the job's name
+    device: str  # "node/local rank"
+    incarnation: str  # id of this start of the worker's process
+    body: FromWorker  # the message
+
+
+class PassedReport(msgspec.Struct, frozen=True, kw_only=True, tag=tag_of(FromClient)):
+    """How an agent encodes a `FromClient` around a worker's `Report`, which it passes on undecoded."""
+
+    version: int = WIRE_VERSION
+    client: str
+    job: str
+    device: str
+    incarnation: str
+    body: msgspec.Raw
+
+
+class WorkerLost(Message, frozen=True, kw_only=True, tag="worker-lost"):
+    """A worker's process ended."""
+
+    job: str  # the job's name
+    device: str  # "node/local rank"
+    incarnation: str  # id of this start of the worker's process
+    clean: bool  # it had said goodbye
+    how: str  # its own reason if clean, else how it ended
+
+
+class Crossed(Message, frozen=True, kw_only=True, tag="link-probe-result"):
+    """To the leader: the link from this agent's node to another, probed while neither has work."""
+
+    target: str  # the other node
+    size: int  # bytes that were sent
+    seconds: float  # until all of them were there
+    latency: float  # seconds one way, the shortest of several messages
+
+
+class Unreached(Message, frozen=True, kw_only=True, tag="unreached-nodes"):
+    """To the leader, the answer to `TryReach`."""
+
+    job: str  # the job's name
+    round: int  # as in `TryReach`
+    nodes: dict[str, str]  # nodes that this agent's node does not reach, with the reason
+
+
+class Frozen(Message, frozen=True, kw_only=True, tag="worker-hang"):
+    """To the leader: a worker does not answer its agent's heartbeat, or does again."""
+
+    job: str  # the job's name
+    device: str  # "node/local rank"
+    incarnation: str  # id of this start of the worker's process
+    how: str = ""  # how that is known (empty: it answers again)
+
+
+class Unread(Value, frozen=True, kw_only=True, tag="unread-opening"):
+    """Not sent: an `FromClient` whose opening (`Hello`, `Join`) this leader cannot decode."""
+
+    client: str  # id that the agent gave it
+    job: str  # the job's name
+    device: str  # "node/local rank", empty for a torchrun
+    incarnation: str  # id of this start of the worker's process
+    reason: str  # why it cannot be decoded
+    release: str = ""  # the client's, where it can be read
+    slot: int = -1  # a torchrun's, where it can be read (-1: none)
+
+
+# -- leader to agent ---------------------------------------------------------------------------------------
+
+
+class ToClient(Message, frozen=True, kw_only=True, tag="to-client"):
+    """A message for one worker or torchrun of the agent."""
+
+    client: str  # as in `FromClient`, or DEVICE_PREFIX and a device's name
+    body: ToWorker  # the message
+
+
+class AgentRejected(Message, frozen=True, kw_only=True, tag="agent-rejected"):
+    """The leader does not take this agent."""
+
+    reason: str  # why, and what to do
+
+
+class Drain(Message, frozen=True, kw_only=True, tag="drain"):
+    """A user drains this node, or ends that. The agent puts it into the node's record, and answers with an
+    `AgentHello` on the same connection."""
+
+    on: bool  # its devices are to be left
+
+
+class End(Message, frozen=True, kw_only=True, tag="end-job"):
+    """A user stops this job: the agent sends SIGTERM to workers, each once. A second SIGTERM ends a process at
+    once."""
+
+    job: str  # the job's name
+    devices: tuple[str, ...]  # of the workers, without those that are known to drain
+
+
+class TryReach(Message, frozen=True, kw_only=True, tag="try-reach"):
+    """The agent tests which nodes it reaches on the data network, and answers with `Unreached`."""
+
+    job: str  # the job's name
+    round: int  # number of the test, which the answer repeats
+    targets: dict[str, str]  # "host:port" by node
+
+
+class Harm(Message, frozen=True, kw_only=True, tag="inject-fault"):
+    """Fault injection, a hint: into the process that drives a device, or into this node's links."""
+
+    #: to a process: kill, freeze, thaw. cut: the agent loses leader and store, until it is healed or the leader
+    #: is gone. cut-data: what this node sends to `peer` is lost, until heal-data
+    how: Literal["kill", "freeze", "thaw", "cut", "cut-data", "heal-data"]
+    device: str = ""  # of kill, freeze and thaw
+    seconds: float = 0.0  # until a cut ends by itself (0: never)
+    peer: str = ""  # data address of cut-data and heal-data
+
+
+def is_first(release: str) -> bool:
+    """Whether an agent is of release 0.1, which skips the orders that came later: `End`, `TryReach` and cuts of
+    the data network."""
+    return release.startswith("0.1.")
+
+
+# -- reading and writing -----------------------------------------------------------------------------------
+
+
+#: What agents tell of their nodes, and that is about no job.
+OfNode = Crossed | Health
+#: What is about a job's processes and network, and may lead to something that is written.
+OfJob = FromClient | WorkerLost | Frozen | Unreached | Halted
+#: What the coordinator's machine hears.
+ToMachine = OfJob | OfNode | SnapshotInventory
+ToLeader = AgentHello | StepTime | ToMachine
+#: What an agent sends to a leader.
+FromAgent = ToLeader | PassedReport
+#: What the coordinator's machine says to agents.
+FromMachine = ToClient | SnapshotSetComplete | Harm | Drain | End | TryReach
+ToAgent = AgentRejected | FromMachine
+
+_to_leader: MessageReader[ToLeader | Unread] = MessageReader(
+    ToLeader, "an agent", lambda data, why: _unread(data, why)
+)
+_to_agent: MessageReader[ToAgent] = MessageReader(ToAgent, "the leader")
+
+
+def together(texts: Sequence[bytes]) -> bytes:
+    """Encoded messages as one, in order; a single one as it is."""
+    return texts[0] if len(texts) == 1 else b"[" + b",".join(texts) + b"]"
+
+
+def all_to_leader(data: bytes, *, first: bool = False) -> Sequence[ToLeader | Unread | None]:
+    """What came as one message: one, or several `together`; None for each that is to be skipped. Raises
+    `msgspec.DecodeError`, also for more than `MOST_TOGETHER`, and for the `first` message of a connection whose
+    content cannot be decoded."""
+    if not data.startswith(b"["):
+        return (to_leader(data, first=first),)
+    if not data.strip(b"[] \t\r\n"):
+        raise msgspec.ValidationError("several messages as one are one at least")
+    return _to_leader.several(data, most=MOST_TOGETHER, first=first)
+
+
+def to_leader(data: bytes, *, first: bool = False) -> ToLeader | Unread | None:
+    """What an agent said to the leader."""
+    return _to_leader.one(data, first=first)
+
+
+def to_agent(data: bytes, *, first: bool = False) -> ToAgent | None:
+    """What the leader said to an agent."""
+    return _to_agent.one(data, first=first)
+
+
+class _HelloOpening(msgspec.Struct, tag=tag_of(Hello)):
+    """What is read of a hello that cannot be decoded. Its tag is checked, so that a report with a second tag in
+    it is no opening."""
+
+    release: Any = ""
+    slot: Any = None
+
+
+class _JoinOpening(msgspec.Struct, tag=tag_of(Join)):
+    """The same of a torchrun's join."""
+
+    release: Any = ""
+    slot: Any = None
+
+
+class _Passed(msgspec.Struct, tag=tag_of(FromClient)):
+    """And of the `FromClient` around it."""
+
+    client: str
+    job: str
+    device: str
+    incarnation: str
+    body: _HelloOpening | _JoinOpening
+
+
+def _unread(data: bytes, why: str) -> Unread | None:
+    """Who is to be told that its opening cannot be decoded; nobody where this is none."""
+    try:
+        up = decoded_as(_Passed, data)
+    except msgspec.DecodeError:
+        return None
+    return Unread(
+        client=up.client,
+        job=up.job,
+        device=up.device,
+        incarnation=up.incarnation,
+        reason=why[:MOST_WHY],
+        release=up.body.release if isinstance(up.body.release, str) else "",
+        slot=up.body.slot if isinstance(up.body.slot, int) else -1,
+    )
