@@ -113,7 +113,7 @@ def plain_problem(problem: Problem) -> Problem:
 def other_numbers(problem: Problem, found: Answer) -> Iterator[Problem]:
     """What is searched besides, where stages may be interleaved: other numbers of pipelines near the best, and
     that of the running plan."""
-    if problem.freedom.interleave == 1 or problem.freedom.dp is not None or found.plan is None:
+    if problem.search_space.interleave == 1 or problem.search_space.fixed_dp is not None or found.plan is None:
         return
     count = len(found.plan.pipelines)
     most = min(len(alive(problem)), found.plan.global_batch // found.plan.micro_batch)
@@ -122,8 +122,8 @@ def other_numbers(problem: Problem, found: Answer) -> Iterator[Problem]:
         numbers.add(len(problem.current.pipelines))
     for number in sorted(numbers - {count}):
         if 1 <= number <= most:
-            freedom = msgspec.structs.replace(problem.freedom, dp=number)
-            yield msgspec.structs.replace(plain_problem(problem), freedom=freedom)
+            search_space = msgspec.structs.replace(problem.search_space, fixed_dp=number)
+            yield msgspec.structs.replace(plain_problem(problem), search_space=search_space)
 
 
 def best(problem: Problem, found: Sequence[Answer], tolerance: float, *, steady: bool) -> Answer:
@@ -156,7 +156,7 @@ def _moved(problem: Problem, option: Plan) -> int:
 def _answer(problem: Problem, found: Answer, tolerance: float, *, steady: bool) -> Answer:
     """The answer to a problem whose stages may be interleaved, from the one of `plain_problem`: of near-equal
     plans the one that moves least. (`steady` has no filling and draining, and nothing to gain.)"""
-    current, most = problem.current, problem.freedom.interleave
+    current, most = problem.current, problem.search_space.interleave
     running = current is not None and plain(current) is not current
     if not running and (most == 1 or steady):
         return found

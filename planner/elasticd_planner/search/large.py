@@ -114,7 +114,7 @@ class LargeSearch:
         numbers = self._numbers(every=True)
         if len(numbers) > FEW_NUMBERS and self.devices > SMALL:
             # More pipelines never raise the bound, what comes after them may.
-            return self.bound(numbers[-1], self.task.tp) + min(map(self._least_after, numbers))
+            return self.bound(numbers[-1], self.task.fixed_tp) + min(map(self._least_after, numbers))
         listed = sorted((self._proved(number), number) for number in numbers)
         if known is None or self._table is None:
             return min((bound for bound, _ in listed), default=math.inf)
@@ -147,7 +147,7 @@ class LargeSearch:
 
     def _proved(self, pipelines: int) -> float:
         """The same for any sizes, and with whole layers where that is cheap."""
-        bound, task = self.bound(pipelines, self.task.tp), self.task
+        bound, task = self.bound(pipelines, self.task.fixed_tp), self.task
         if self._whole is not None:
             bound = least_whole(task, self._whole, pipelines, bound)
         return bound + self._least_after(pipelines)
@@ -162,8 +162,8 @@ class LargeSearch:
     def _numbers(self, *, every: bool = False) -> list[int]:
         """Numbers of pipelines: the one pinned, or those that devices, memory and batch allow."""
         task = self.task
-        if task.dp is not None:
-            return [task.dp]
+        if task.fixed_dp is not None:
+            return [task.fixed_dp]
         most = min(self._most_pipelines(), task.micro_batches)
         if every:
             return list(range(1, most + 1))
@@ -201,7 +201,7 @@ class LargeSearch:
         others are tried. `brief`: nothing is tried thoroughly."""
         self._brief = brief
         if like is not None:
-            self._try([(0.0, like[0], self.task.tp or like[1])], BUDGET_BRIEF)
+            self._try([(0.0, like[0], self.task.fixed_tp or like[1])], BUDGET_BRIEF)
             if self._best is not None:
                 return self._answer()
         self._with_equal_shares()
@@ -228,7 +228,7 @@ class LargeSearch:
 
     def _search_few(self) -> None:
         numbers = self._numbers(every=True)
-        attempts: list[Attempt] = sorted((self._proved(d), d, self.task.tp) for d in numbers)
+        attempts: list[Attempt] = sorted((self._proved(d), d, self.task.fixed_tp) for d in numbers)
         self._try(attempts, BUDGET_BRIEF if self._brief else BUDGET_FEW)
         if self._brief:
             return
@@ -246,14 +246,14 @@ class LargeSearch:
         else:
             self._try(attempts, BUDGET_BRIEF)
             self._try(self._like_best([self._size, sizes[-1]]), BUDGET_ALONE)
-        if self.task.tp is None and sizes != [None]:
+        if self.task.fixed_tp is None and sizes != [None]:
             self._try(self._like_best([None]), BUDGET_MIXED)
 
     def _search_plain(self) -> None:
         """What a healthy cluster of as many devices would have: all groups of one size, with equal shares."""
         for pipelines in self._numbers():
             for size in self.task.cost.widths(max(kind.devices for kind in self.kinds)):
-                if self.task.tp in (None, size) and self._best is None:
+                if self.task.fixed_tp in (None, size) and self._best is None:
                     self._best = self._with(pipelines, size, math.inf, 1, plain=True)
 
     def near(self) -> list[Found]:
@@ -284,7 +284,8 @@ class LargeSearch:
         if len(groups) > GROUPS:
             return
         smallest = min(sum(len(g.devices) for g in chained.groups) for chained in best.pipelines)
-        after, low = self._after(len(best.pipelines), smallest), self.bound(len(best.pipelines), self.task.tp)
+        after = self._after(len(best.pipelines), smallest)
+        low = self.bound(len(best.pipelines), self.task.fixed_tp)
         finisher = Refiner(self.task)
         exchange = Exchange(self.task, self.rules, best, {group: finisher.type_of(group) for group in groups})
         made = exchange.improved(best.seconds - after, low)
@@ -356,8 +357,8 @@ class LargeSearch:
 
     def _sizes(self) -> list[int | None]:
         """Sizes of groups on normal nodes; None where there are no such nodes."""
-        if self.task.tp is not None:
-            return [self.task.tp]
+        if self.task.fixed_tp is not None:
+            return [self.task.fixed_tp]
         normal = [kind.devices for kind in self.kinds if kind.normal]
         return list(self.task.cost.widths(max(normal))) if normal else [None]
 

@@ -71,7 +71,7 @@ def plan(
     steady: bool = False,
     like: Form | None = None,
 ) -> Answer:
-    """The plan with the least step time, under the best of the settings that the problem's freedom allows.
+    """The plan with the least step time, under the best of the settings that the problem's search space allows.
 
     Up to EXACT_DEVICES devices it is the best of all plans, beyond it the best that the search finds. Where
     stages may be interleaved, it is what the best plain plan becomes with interleaved stages (`interleave`).
@@ -203,7 +203,7 @@ class Planner:
             answer = planning.answer() if few and self.left[0] > 0 else planning.wide()
             if answer.plan is None:
                 return planning, answer
-            if self.problem.freedom.recompute is True:
+            if self.problem.search_space.recompute is True:
                 kept = Selective(task=planning.task).pipelines(answer.plan.pipelines)
                 answer = msgspec.structs.replace(
                     answer, plan=planning.finished(planning.made(kept, chosen=True))
@@ -324,7 +324,7 @@ class Planner:
         plan = self.problem.current
         if plan is None or plan.pipelines[0].layers != self.problem.profile.layers:
             return None
-        if self.task.dp not in (None, len(plan.pipelines)):
+        if self.task.fixed_dp not in (None, len(plan.pipelines)):
             return None
         alive = {
             device.name
@@ -337,7 +337,7 @@ class Planner:
         if not self._has_pinned_sizes(plan):
             return None
         pipelines = plan.pipelines
-        return self.made(pipelines if self.problem.freedom.recompute else flagged(pipelines, on=False))
+        return self.made(pipelines if self.problem.search_space.recompute else flagged(pipelines, on=False))
 
     def _has_pinned_sizes(self, plan: Plan) -> bool:
         """Whether TP groups have allowed sizes, and on nodes of normal devices the pinned one."""
@@ -347,7 +347,7 @@ class Planner:
             return False
         slow = {node_of(name) for name, rate in self.problem.rates.items() if rate > 1}
         normal = {len(stage.devices) for stage in stages if not slow & set(map(node_of, stage.devices))}
-        return self.task.tp is None or normal <= {self.task.tp}
+        return self.task.fixed_tp is None or normal <= {self.task.fixed_tp}
 
     def now(self) -> float | None:
         """Seconds of the current plan as it is, if it is one of this problem, and fits."""
@@ -407,7 +407,7 @@ class Planner:
         pipelines = reorder_tp_ranks(pipelines, job.cluster, job.rates, job.profile, job.current)
         used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
         if (
-            self.problem.freedom.recompute
+            self.problem.search_space.recompute
             and not chosen
             and not any(s.recompute for p in pipelines for s in p.stages)
         ):
@@ -415,7 +415,7 @@ class Planner:
         plan = Plan(
             number=self.number,
             strategies=(strategy(pipelines),),
-            state=self.problem.freedom.states[0],
+            state=self.problem.search_space.states[0],
             micro_batch=self.problem.micro_batch,
             global_batch=self.problem.global_batch,
             idle=tuple(d.name for d in self.problem.cluster.devices if d.name not in used),
@@ -455,7 +455,7 @@ class Planner:
     def lower(self, known: float) -> float:
         """Seconds that no plan of this setting can beat. `known`: those of a plan."""
         search = self.search
-        if self.problem.freedom.recompute is True:
+        if self.problem.search_space.recompute is True:
             search = LargeSearch(task_of(self.problem, steady=self.steady, members=self.members, hopeful=True))
         rates = [rate_of(self.problem.rates, device.name) for device in alive(self.problem)]
         return max(search.task.cost.bound(rates, search.task.micro_batches), search.lower(known))

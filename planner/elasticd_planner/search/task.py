@@ -36,8 +36,8 @@ class UnitProblem(Problem, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is to be planned, in the terms of the search. tp: size of groups on nodes of normal devices (None:
-    searched); dp: number of pipelines (None: searched). deep: as many micro-batches as stages at least."""
+    """What is to be planned, in the terms of the search. fixed_tp: size of groups on nodes of normal devices;
+    fixed_dp: number of pipelines; None: searched. deep: as many micro-batches as stages at least."""
 
     cluster: Cluster
     rates: Rates
@@ -46,8 +46,8 @@ class Task:
     micro_batches: int
     steady: bool = False
     deep: bool = False
-    tp: int | None = None
-    dp: int | None = None
+    fixed_tp: int | None = None
+    fixed_dp: int | None = None
 
     @property
     def crosses_nodes(self) -> bool:

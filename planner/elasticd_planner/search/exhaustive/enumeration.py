@@ -75,7 +75,7 @@ class Exact:
         self._options = Options(layers=layers, timing=timing, steady=self.task.steady)
         self._least_hop = min(cost.boundary(link) for link in cluster.links)
         count = max(1, sum(devices))
-        numbers = range(1, count + 1) if self.task.dp is None else (self.task.dp,)
+        numbers = range(1, count + 1) if self.task.fixed_dp is None else (self.task.fixed_dp,)
         self._least_after = min(
             cost.after(d, max(1, count // d), link) for d in numbers for link in cluster.links
         )
@@ -106,7 +106,7 @@ class Exact:
 
     def _allowed(self, group: Group) -> bool:
         """Whether the task's pins let a group be: nodes of normal devices have groups of one size."""
-        if self.task.tp in (None, group.width):
+        if self.task.fixed_tp in (None, group.width):
             return True
         here = [a for a in self.alike if a.node == group.node]
         whole = next(len(node.devices) for node in self.cluster.nodes if node.name == group.node)
@@ -164,7 +164,7 @@ class Exact:
             self._formula[counts] = np.minimum(known, formula)
             seconds = reached(terms, self.layers, self.micro_batches, self.cost.timing)
         self.above[counts] = np.minimum(self.above.get(counts, np.inf), seconds)
-        if self.task.dp in (None, 1):
+        if self.task.fixed_dp in (None, 1):
             self._improve(float(seconds[-1]) + self._after((counts,)))
 
     def _possible(self, chosen: tuple[int, ...], counts: Counts) -> Iterator[tuple[int, ...]]:
@@ -246,7 +246,7 @@ class Exact:
         self, parts: Sequence[Counts], first: int, chosen: tuple[Counts, ...], left: Counts
     ) -> Iterator[Combination]:
         for index in range(first, len(parts)):
-            if len(chosen) in (self.micro_batches, self.task.dp) or self._ended():
+            if len(chosen) in (self.micro_batches, self.task.fixed_dp) or self._ended():
                 return
             counts = parts[index]
             if any(a > b for a, b in zip(counts, left, strict=True)):
@@ -257,7 +257,7 @@ class Exact:
             if not all(capable):
                 continue
             done = sum(capable)
-            if done >= self.micro_batches and self.task.dp in (None, len(now)):
+            if done >= self.micro_batches and self.task.fixed_dp in (None, len(now)):
                 yield from self._combination(now)
             if done + self._capacity(rest) >= self.micro_batches:
                 yield from self._combine(parts, index, now, rest)
