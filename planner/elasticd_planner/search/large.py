@@ -203,7 +203,7 @@ class LargeSearch:
         if like is not None:
             self._try([(0.0, like[0], self.task.fixed_tp or like[1])], BUDGET_BRIEF)
             if self._best is not None:
-                return self._answer()
+                return self._best
         self._with_equal_shares()
         if self.devices <= SMALL:
             self._search_few()
@@ -213,7 +213,7 @@ class LargeSearch:
             self._search_plain()
         if self.devices > SMALL:
             self._exchange()
-        return self._answer()
+        return self._best
 
     def _with_equal_shares(self) -> None:
         """Where uneven shares are allowed, the search without them comes first: more freedom makes no plan
@@ -269,12 +269,6 @@ class LargeSearch:
             kept = [found for found in kept if found.seconds <= kept[0].seconds * LEEWAY][:KEPT]
         return list({found.pipelines: found for found in (*kept, *self._equal)}.values())
 
-    def _answer(self) -> Found | None:
-        best = self._best
-        if best is None:
-            return None
-        return Found(pipelines=best.pipelines, seconds=best.seconds, candidates=self.candidates)
-
     def _exchange(self) -> None:
         """Improves the best plan by exchanging groups between its pipelines, where these are not many."""
         best = self._best
@@ -283,14 +277,12 @@ class LargeSearch:
         groups = [group for chained in best.pipelines for group in chained.groups]
         if len(groups) > GROUPS:
             return
-        smallest = min(sum(len(g.devices) for g in chained.groups) for chained in best.pipelines)
-        after = self._after(len(best.pipelines), smallest)
+        after = self._after(len(best.pipelines), best.smallest)
         low = self.bound(len(best.pipelines), self.task.fixed_tp)
         finisher = Refiner(self.task)
         exchange = Exchange(self.task, self.rules, best, {group: finisher.type_of(group) for group in groups})
         made = exchange.improved(best.seconds - after, low)
-        smallest = min(sum(len(g.devices) for g in chained.groups) for chained in made.pipelines)
-        seconds = made.seconds + self._after(len(made.pipelines), smallest)
+        seconds = made.seconds + self._after(len(made.pipelines), made.smallest)
         if seconds < best.seconds:
             self._best = replace(made, seconds=seconds)
 
@@ -406,12 +398,10 @@ class LargeSearch:
             self.candidates += pooled.evaluated
             if found is None:
                 continue
-            smallest = min(sum(len(g.devices) for g in chained.groups) for chained in found.pipelines)
-            seconds = found.seconds + self._after(pipelines, smallest)
-            made = Found(pipelines=found.pipelines, seconds=seconds, candidates=self.candidates)
-            known = min(known, seconds)
+            made = replace(found, seconds=found.seconds + self._after(pipelines, found.smallest))
+            known = min(known, made.seconds)
             self._near.append(made)
-            if best is None or seconds < best.seconds:
+            if best is None or made.seconds < best.seconds:
                 best = made
         return best
 

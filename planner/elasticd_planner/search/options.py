@@ -194,9 +194,8 @@ class Settings:
         after = min(
             task.cost.after(d, max(1, wide.devices // d), link) for d in numbers for link in task.cluster.links
         )
-        rates = [rate_of(task.rates, device.name) for device in alive(self.problem)]
-        most = task.cost.bound(rates, task.micro_batches)
-        return max(low if setting.pipelines is None else low + after, most, task.layers / quickest + after)
+        low += after if setting.pipelines is not None else 0.0
+        return max(low, task.work_bound, task.layers / quickest + after)
 
     def closed(self, answer: Answer, tried: int) -> Answer:
         """The answer with the bound over all settings."""
@@ -229,7 +228,7 @@ class Settings:
 
 def roomy(task: Task, pipelines: int) -> bool:
     """Whether so many pipelines can hold the model, each layer at the least bytes that any stage needs."""
-    devices = [d for d in task.cluster.devices if math.isfinite(rate_of(task.rates, d.name))]
+    devices = task.usable
     most = min(len(devices), DEEPEST)
     layer, empty = least_need(task.cost, most, (1, min(task.layers, most)))
     room = sum(max(0.0, device.memory - empty) for device in devices)

@@ -22,9 +22,7 @@ from elasticd_planner.placement.tp_rank_order import relax_shares, reorder_tp_ra
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.search import interleave
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
-from elasticd_planner.search.exhaustive.device_assignment import place
-from elasticd_planner.search.exhaustive.enumeration import Exact
-from elasticd_planner.search.exhaustive.pipeline_shapes import Combination
+from elasticd_planner.search.exhaustive import Combination, Exact, place
 from elasticd_planner.search.infeasible import explain_infeasible
 from elasticd_planner.search.large import LargeSearch
 from elasticd_planner.search.options import (
@@ -44,7 +42,6 @@ from elasticd_planner.search.task import (
     ENUMERATED_SETTINGS,
     EXACT_DEVICES,
     Chained,
-    DeviceGroup,
     Task,
     UnitProblem,
 )
@@ -188,10 +185,12 @@ class Planner:
 
     @property
     def cost(self) -> CostModel:
+        """What layers, boundaries and reductions cost under the problem's setting."""
         return self.task.cost
 
     @property
     def micro_batches(self) -> int:
+        """Micro-batches of a step, over all pipelines."""
         return self.problem.global_batch // self.problem.micro_batch
 
     def fitting(self) -> tuple[Planner, Answer]:
@@ -250,10 +249,12 @@ class Planner:
 
     @cached_property
     def task(self) -> Task:
+        """The problem in the terms of the search."""
         return task_of(self.problem, steady=self.steady, members=self.members)
 
     @cached_property
     def search(self) -> LargeSearch:
+        """The search for any number of devices, which has the lower bound too."""
         return LargeSearch(self.task, self.stop)
 
     def wide(self) -> Answer:
@@ -285,7 +286,8 @@ class Planner:
         micro-batches, and with other layers."""
 
         def plans(base: Plan, *, layers: bool = True) -> Iterator[Plan]:
-            layered = finisher.pipelines(self._chains(base), keep=True) if layers else None
+            chains = [Chained(groups=p.stages, micro_batches=p.micro_batches) for p in base.pipelines]
+            layered = finisher.pipelines(chains, keep=True) if layers else None
             made = [base, self.split_again(base), self.made(layered) if layered is not None else None]
             yield from (plan for plan in made if plan is not None and self.fits(plan))
 
@@ -303,21 +305,6 @@ class Planner:
                 if job.profile.uneven and loose != other:
                     yield from plans(loose, layers=False)
 
-    def _chains(self, plan: Plan) -> list[Chained]:
-        room = self.problem.cluster.memory
-        return [
-            Chained(
-                groups=tuple(
-                    DeviceGroup(
-                        devices=s.devices, shares=s.shares, memory=tuple(room[name] for name in s.devices)
-                    )
-                    for s in pipeline.stages
-                ),
-                micro_batches=pipeline.micro_batches,
-            )
-            for pipeline in plan.pipelines
-        ]
-
     def current(self) -> Plan | None:
         """The current plan under this problem's setting, if it is one of this problem: its members alive,
         batch, layers and number of pipelines equal."""
@@ -326,13 +313,9 @@ class Planner:
             return None
         if self.task.fixed_dp not in (None, len(plan.pipelines)):
             return None
-        alive = {
-            device.name
-            for device in self.problem.cluster.devices
-            if math.isfinite(rate_of(self.problem.rates, device.name))
-        }
+        usable = {device.name for device in self.task.usable}
         same = (plan.global_batch, plan.micro_batch) == (self.problem.global_batch, self.problem.micro_batch)
-        if not (same and alive.issuperset(plan.members)):
+        if not (same and usable.issuperset(plan.members)):
             return None
         if not self._has_pinned_sizes(plan):
             return None
@@ -423,6 +406,7 @@ class Planner:
         return with_carriers(plan) if plan.state.replicas else plan
 
     def seconds(self, plan: Plan) -> float:
+        """What is minimised: seconds (or units) of a step, or the steady figure."""
         measure = steady_seconds if self.steady else step_seconds
         return measure(plan, self.problem.cluster, self.problem.rates, self.cost)
 
@@ -450,6 +434,7 @@ class Planner:
         return made.replace(prediction=prediction, reason=describe(made, self.problem.rates))
 
     def refusal(self) -> str:
+        """Why the problem has no plan, and what would help."""
         return explain_infeasible(self.task, micro_batch=self.problem.micro_batch)
 
     def lower(self, known: float) -> float:
@@ -457,5 +442,4 @@ class Planner:
         search = self.search
         if self.problem.search_space.recompute is True:
             search = LargeSearch(task_of(self.problem, steady=self.steady, members=self.members, hopeful=True))
-        rates = [rate_of(self.problem.rates, device.name) for device in alive(self.problem)]
-        return max(search.task.cost.bound(rates, search.task.micro_batches), search.lower(known))
+        return max(search.task.work_bound, search.lower(known))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +10,7 @@ from typing import Protocol
 from elasticd_planner.cost.model import CostModel
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.problem import Problem
-from elasticd_planner.spec.cluster import Cluster, Rates, node_of, rate_of
+from elasticd_planner.spec.cluster import Cluster, Device, Rates, node_of, rate_of
 from elasticd_planner.spec.plan import Stage
 
 #: The most devices for which every plan is enumerated.
@@ -50,6 +51,16 @@ class Task:
     fixed_dp: int | None = None
 
     @property
+    def usable(self) -> tuple[Device, ...]:
+        """The devices that can be used."""
+        return tuple(d for d in self.cluster.devices if math.isfinite(rate_of(self.rates, d.name)))
+
+    @property
+    def work_bound(self) -> float:
+        """Seconds that no plan can beat: all work over the speed of all usable devices."""
+        return self.cost.bound([rate_of(self.rates, d.name) for d in self.usable], self.micro_batches)
+
+    @property
     def crosses_nodes(self) -> bool:
         """Whether no TP group fits in a node, so that groups must cross nodes."""
         return not self.cost.widths(max((len(node.devices) for node in self.cluster.nodes), default=0))
@@ -59,10 +70,12 @@ class NamedGroup(Protocol):
     """A TP group by the names of its devices: a stage of a plan, or a `DeviceGroup`."""
 
     @property
-    def devices(self) -> tuple[str, ...]: ...
+    def devices(self) -> tuple[str, ...]:
+        """Names of the members, in the order of their shares."""
 
     @property
-    def shares(self) -> tuple[int, ...]: ...
+    def shares(self) -> tuple[int, ...]:
+        """Share units by member."""
 
 
 #: What the time and the memory of a pipeline depend on.
@@ -97,21 +110,25 @@ class DeviceGroup:
 
     devices: tuple[str, ...]
     shares: tuple[int, ...]
-    memory: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chained:
-    """A pipeline: its groups in order, and its micro-batches."""
+    """A pipeline whose layers are not divided yet: its groups in order (those found, or a plan's stages), and
+    its micro-batches."""
 
-    groups: tuple[DeviceGroup, ...]
+    groups: tuple[NamedGroup, ...]
     micro_batches: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The pipelines, the seconds that the search gives them, combinations looked at."""
+    """The pipelines, and the seconds that the search gives them."""
 
     pipelines: tuple[Chained, ...]
     seconds: float
-    candidates: int
+
+    @property
+    def smallest(self) -> int:
+        """Devices of the smallest pipeline."""
+        return min(sum(len(group.devices) for group in chained.groups) for chained in self.pipelines)

@@ -19,6 +19,7 @@ from elasticd_planner.cost.model import GroupCost
 from elasticd_planner.grouping.group_types import Column, Columns
 from elasticd_planner.grouping.node_partitions import Division, GroupType, NodeKind
 from elasticd_planner.numeric import EQUAL, Floats, Ints
+from elasticd_planner.search.balance.micro_batch_split import Line
 from elasticd_planner.search.bounds.integer_layers import IntegerLayerBound
 from elasticd_planner.search.pools.pipeline_candidates import PipelineCandidates, size
 from elasticd_planner.search.pools.pipeline_partition import Counts, Partition
@@ -57,17 +58,15 @@ class PoolGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
-    """A pipeline of a pool: its groups, its lines (o, S), and the order of groups of each line."""
+    """A pipeline of a pool: its groups, its lines, and the order of groups of each line."""
 
     groups: tuple[PoolGroup, ...]
-    caps: Floats
-    sums: Floats
+    line: Line
     orders: tuple[tuple[int, ...], ...]
 
     def order(self, micro_batches: int, *, steady: bool) -> tuple[int, ...]:
         """Indices of groups from the first stage to the last, of the line that is best then."""
-        seconds = self.caps if steady else (micro_batches - 1) * self.caps + self.sums
-        return self.orders[int(seconds.argmin())]
+        return self.orders[int(self.line.each(micro_batches, steady=steady).argmin())]
 
 
 class NodePool:
@@ -338,7 +337,8 @@ class NodePool:
             for order in orders:
                 free = {index: [i for i, place in enumerate(places) if place == index] for index in set(places)}
                 of_line.append(tuple(free[index].pop(0) for index in order))
-            made.append(Chain(groups=groups, caps=caps, sums=sums, orders=tuple(of_line)))
+            line = Line(caps=caps, sums=sums, least=len(groups) if self.rules.deep else 1)
+            made.append(Chain(groups=groups, line=line, orders=tuple(of_line)))
         return made
 
     def _combination(self, index: int) -> _Combination:
