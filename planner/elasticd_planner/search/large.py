@@ -61,9 +61,11 @@ class LargeSearch:
     def __init__(self, task: Task, stop: Callable[[], bool] | None = None) -> None:
         self.task, self.stop = task, stop or (lambda: False)
         self.kinds = kinds(task.cluster, task.rates, task.cost)
+        #: What the search counts between stages and between pipelines; the plan has the links that are there.
+        self._link = task.cluster.reach(device.name for device in task.usable)
         self.rules = Rules(
             layers=task.layers,
-            hop=task.cost.boundary(task.cluster.between),
+            hop=task.cost.boundary(self._link),
             steady=task.steady,
             deep=task.deep,
             most=task.micro_batches,
@@ -342,10 +344,7 @@ class LargeSearch:
 
     def _after(self, pipelines: int, smallest: int | None = None) -> float:
         """Seconds after the pipelines, of which the smallest has so many devices (None: all are alike)."""
-        task = self.task
-        nodes = sum(len(kind.nodes) for kind in self.kinds)
-        link = task.cluster.between if nodes > 1 else task.cluster.inside
-        return task.cost.after(pipelines, smallest or max(1, self.devices // pipelines), link)
+        return self.task.cost.after(pipelines, smallest or max(1, self.devices // pipelines), self._link)
 
     def _sizes(self) -> list[int | None]:
         """Sizes of groups on normal nodes; None where there are no such nodes."""
