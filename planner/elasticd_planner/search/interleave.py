@@ -20,8 +20,8 @@ from elasticd_planner.cost.model import pipeline_seconds, steady_seconds, step_s
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.search.options import alive, current_setting, listed, task_of
-from elasticd_planner.search.task import Task, pipeline_signature
+from elasticd_planner.search.options import current_setting, listed, task_of
+from elasticd_planner.search.task import Task, alive, pipeline_signature
 from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
 from elasticd_planner.spec.plan_summary import describe
 

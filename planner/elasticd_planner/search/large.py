@@ -23,7 +23,7 @@ from elasticd_planner.search.pools.group_exchange import GROUPS, PIPELINES, Exch
 from elasticd_planner.search.pools.node_pool import NodePool
 from elasticd_planner.search.pools.node_pools import CLOSE, EVER, NodePools
 from elasticd_planner.search.refine import Refiner
-from elasticd_planner.search.task import Found, Task
+from elasticd_planner.search.task import Found, Task, alive
 
 #: Up to so many devices everything is searched thoroughly; the bound for whole layers up to so many, and of the
 #: steady figure up to more.
@@ -62,7 +62,7 @@ class LargeSearch:
         self.task, self.stop = task, stop or (lambda: False)
         self.kinds = kinds(task.cluster, task.rates, task.cost)
         #: What the search counts between stages and between pipelines; the plan has the links that are there.
-        self._link = task.cluster.reach(device.name for device in task.usable)
+        self._link = task.cluster.reach(device.name for device in alive(task))
         self.rules = Rules(
             layers=task.layers,
             hop=task.cost.boundary(self._link),

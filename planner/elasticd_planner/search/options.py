@@ -32,8 +32,7 @@ from elasticd_planner.numeric import EQUAL
 from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.search.infeasible import explain_infeasible, shortage
 from elasticd_planner.search.large import DEEPEST, LargeSearch
-from elasticd_planner.search.task import Task, UnitProblem
-from elasticd_planner.spec.cluster import Device, rate_of
+from elasticd_planner.search.task import Task, UnitProblem, alive
 from elasticd_planner.spec.plan import Plan, StatePolicy
 
 #: Up to this many devices every number of pipelines is a setting; above, numbers that divide the devices about
@@ -78,11 +77,6 @@ class Setting:
         if self.pipelines is not None:
             words.append(f"{self.pipelines} pipeline{'s' if self.pipelines > 1 else ''}")
         return ", ".join(words)
-
-
-def alive(problem: Problem) -> tuple[Device, ...]:
-    """The devices that can be used."""
-    return tuple(d for d in problem.cluster.devices if math.isfinite(rate_of(problem.rates, d.name)))
 
 
 def task_of(
@@ -228,7 +222,7 @@ class Settings:
 
 def roomy(task: Task, pipelines: int) -> bool:
     """Whether so many pipelines can hold the model, each layer at the least bytes that any stage needs."""
-    devices = task.usable
+    devices = alive(task)
     most = min(len(devices), DEEPEST)
     layer, empty = least_need(task.cost, most, (1, min(task.layers, most)))
     room = sum(max(0.0, device.memory - empty) for device in devices)

@@ -30,7 +30,6 @@ from elasticd_planner.search.options import (
     OptionOrder,
     Setting,
     Settings,
-    alive,
     current_setting,
     form,
     task_of,
@@ -44,6 +43,7 @@ from elasticd_planner.search.task import (
     Chained,
     Task,
     UnitProblem,
+    alive,
 )
 from elasticd_planner.spec.cluster import node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
@@ -313,7 +313,7 @@ class Planner:
             return None
         if self.task.fixed_dp not in (None, len(plan.pipelines)):
             return None
-        usable = {device.name for device in self.task.usable}
+        usable = {device.name for device in alive(self.problem)}
         same = (plan.global_batch, plan.micro_batch) == (self.problem.global_batch, self.problem.micro_batch)
         if not (same and usable.issuperset(plan.members)):
             return None

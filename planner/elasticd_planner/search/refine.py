@@ -20,7 +20,7 @@ from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.search.balance.layer_split import Terms, fill, split_layers
 from elasticd_planner.search.balance.micro_batch_split import Line, pareto, split_by_lines, split_micro_batches
 from elasticd_planner.search.balance.stage_swaps import Placed, StageCosts, improved
-from elasticd_planner.search.task import Chained, NamedGroup, Signature, Task, pipeline_signature
+from elasticd_planner.search.task import MANY, Chained, NamedGroup, Signature, Task, pipeline_signature
 from elasticd_planner.spec.cluster import Link, rate_of
 from elasticd_planner.spec.plan import Pipeline
 
@@ -76,7 +76,7 @@ class Refiner:
         """The formula's layers."""
         task = self.task
         if task.steady:  # the least largest stage; among those the shortest way through
-            layers = split_layers(one.terms, task.layers, 10**6)
+            layers = split_layers(one.terms, task.layers, MANY)
         else:
             layers = split_layers(one.terms, task.layers, max(micro_batches, len(one.order)))
         return Placed(order=one.order, layers=layers)

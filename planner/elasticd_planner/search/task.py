@@ -1,4 +1,10 @@
-"""The search's task: a planning problem in the terms of the search, and the pipelines that the search finds."""
+"""The search's task: a planning problem in the terms of the search, and the pipelines that the search finds.
+
+A pipeline has three forms. While it is searched, its groups are counted by classes of devices
+(`tp_groups.Group`, `node_partitions.GroupType`). Once found it has names: `Chained`, and with its layers the
+plan's own `Pipeline`. Bounds and numerics have it as arrays: `Terms` of stages, `StageCosts`, the `Line` of its
+time, the `Column` of a type of group.
+"""
 
 from __future__ import annotations
 
@@ -51,19 +57,19 @@ class Task:
     fixed_dp: int | None = None
 
     @property
-    def usable(self) -> tuple[Device, ...]:
-        """The devices that can be used."""
-        return tuple(d for d in self.cluster.devices if math.isfinite(rate_of(self.rates, d.name)))
-
-    @property
     def work_bound(self) -> float:
         """Seconds that no plan can beat: all work over the speed of all usable devices."""
-        return self.cost.bound([rate_of(self.rates, d.name) for d in self.usable], self.micro_batches)
+        return self.cost.bound([rate_of(self.rates, d.name) for d in alive(self)], self.micro_batches)
 
     @property
     def crosses_nodes(self) -> bool:
         """Whether no TP group fits in a node, so that groups must cross nodes."""
         return not self.cost.widths(max((len(node.devices) for node in self.cluster.nodes), default=0))
+
+
+def alive(given: Problem | Task) -> tuple[Device, ...]:
+    """The devices that can be used: those with a finite rate."""
+    return tuple(d for d in given.cluster.devices if math.isfinite(rate_of(given.rates, d.name)))
 
 
 class NamedGroup(Protocol):

@@ -23,7 +23,7 @@ from elasticd_planner.search.balance.micro_batch_split import Line
 from elasticd_planner.search.bounds.integer_layers import IntegerLayerBound
 from elasticd_planner.search.pools.pipeline_candidates import PipelineCandidates, size
 from elasticd_planner.search.pools.pipeline_partition import Counts, Partition
-from elasticd_planner.search.pools.ranked_combinations import Option, choices, products
+from elasticd_planner.search.pools.ranked_combinations import DivisionUses, choices, products
 
 #: Combinations listed of a pool that is alone, of one that is searched thoroughly, and of one among others.
 LISTED, LISTED_ALL, POOLED = 400, 3000, 80
@@ -108,8 +108,8 @@ class NodePool:
         self._known: tuple[float, Floats] = (math.nan, np.zeros(0))
         self._known_whole: tuple[float, Floats] = (math.nan, np.zeros(0))
         self._whole = self._pieces()
-        self._uses: list[Option] = []
-        self._frontier: Option | None = ()
+        self._uses: list[DivisionUses] = []
+        self._frontier: DivisionUses | None = ()
         self._more = self._combinations(time)
         self._shapes: dict[int, _Combination] = {}
 
@@ -153,7 +153,7 @@ class NodePool:
             self._known_whole = (limit, np.add.reduceat(each[flat], self._starts, axis=0))
         return self._known_whole[1]
 
-    def _combinations(self, time: float) -> Iterator[Option]:
+    def _combinations(self, time: float) -> Iterator[DivisionUses]:
         """(division, how many nodes use it) of each combination; those of equal groups once. Ranked by the
         bound, and in turn by a bound that charges more for each group: memory makes deep pipelines dearer
         than the bound knows."""
@@ -232,7 +232,7 @@ class NodePool:
             low, high = (low, middle) if groups <= self.rules.most else (middle, high)
         return low
 
-    def _ranked(self, gains: Floats) -> Iterator[Option]:
+    def _ranked(self, gains: Floats) -> Iterator[DivisionUses]:
         start = 0
         options = []
         for _, listed, count in self.nodes:
@@ -255,7 +255,7 @@ class NodePool:
             self._uses.append(row)
         return True
 
-    def _counts(self, row: Option) -> dict[int, int]:
+    def _counts(self, row: DivisionUses) -> dict[int, int]:
         """Groups by column."""
         counts: dict[int, int] = {}
         for index, many in row:
@@ -271,13 +271,13 @@ class NodePool:
 
     # What they do.
 
-    def _reach(self, row: Option, limit: float) -> int:
+    def _reach(self, row: DivisionUses, limit: float) -> int:
         """The most micro-batches that the bounds allow a combination."""
         divisions, counts = zip(*row, strict=True)
         whole = float((np.array(counts) @ self._whole_gains(limit)[list(divisions)]).max())
         return min(self._reach_ranked(row, limit), math.floor(whole * (1 + EQUAL)))
 
-    def _reach_ranked(self, row: Option, limit: float) -> int:
+    def _reach_ranked(self, row: DivisionUses, limit: float) -> int:
         """The same by the bound that ranks combinations."""
         gains = self._gains(limit / self.rules.layers)
         total = sum(float(gains[index]) * count for index, count in row)
