@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from _drawn import COUNT, LARGE, drawn_rows  # noqa: E402
+from _engines import engine_rows  # noqa: E402
 from _exactness import exactness_rows  # noqa: E402
 from _parts import Parts  # noqa: E402
 from _results import RESULTS, Row, row, table  # noqa: E402
@@ -367,6 +368,7 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     "beyond": beyond_rows,
     "uneven": uneven_rows,
     "exactness": exactness_rows,
+    "engines": lambda: list(engine_rows()),
 }
 
 

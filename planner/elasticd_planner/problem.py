@@ -13,26 +13,30 @@ from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.value import Value, refuse
 
 
-class Freedom(Value, frozen=True, kw_only=True):
-    """What the search may choose besides the layout, and what of the layout is fixed."""
+class SearchSpace(Value, frozen=True, kw_only=True):
+    """What the search may choose besides the layout, and what of the layout is fixed. Stored as "freedom", with
+    the fixed sizes as "tp" and "dp"."""
 
     micro_batches: tuple[int, ...] = ()  # sizes of a micro-batch in samples; empty: the problem's alone
     states: tuple[StatePolicy, ...] = (StatePolicy(),)  # in the order of preference
     # Whether stages may recompute activations in the backward pass where memory demands it, or must ("always").
     recompute: bool | Literal["always"] = False
     interleave: int = 1  # the most chunks of layers of a stage, where that takes less time
-    tp: int | None = None  # the TP size on nodes whose devices are all normal; None: searched
-    dp: int | None = None  # the number of pipelines; None: searched
+    # The TP size on nodes whose devices are all normal, and the number of pipelines; None: searched.
+    fixed_tp: int | None = msgspec.field(default=None, name="tp")
+    fixed_dp: int | None = msgspec.field(default=None, name="dp")
 
     def __post_init__(self) -> None:
         if not self.states:
-            refuse("freedom: states must name one state policy at least")
+            refuse("search space: states must name one state policy at least")
         if any(size < 1 for size in self.micro_batches):
-            refuse(f"freedom: sizes of micro-batches must be positive, not {self.micro_batches}")
+            refuse(f"search space: sizes of micro-batches must be positive, not {self.micro_batches}")
         if self.interleave < 1:
-            refuse(f"freedom: interleave {self.interleave} must be at least 1: chunks of layers of a stage")
-        if any(pin is not None and pin < 1 for pin in (self.tp, self.dp)):
-            refuse(f"freedom: tp {self.tp} and dp {self.dp} must be positive where they are pinned")
+            refuse(f"search space: interleave {self.interleave} must be at least 1: chunks of a stage")
+        if any(size is not None and size < 1 for size in (self.fixed_tp, self.fixed_dp)):
+            refuse(
+                f"search space: fixed_tp {self.fixed_tp} and fixed_dp {self.fixed_dp} must be positive or None"
+            )
 
 
 class Problem(Value, frozen=True, kw_only=True):
@@ -46,14 +50,16 @@ class Problem(Value, frozen=True, kw_only=True):
     micro_batch: int
     rates: dict[str, float] = msgspec.field(default_factory=dict)
     current: Plan | None = None
-    freedom: Freedom = Freedom()
+    search_space: SearchSpace = msgspec.field(default=SearchSpace(), name="freedom")
 
     def __post_init__(self) -> None:
         if self.micro_batch < 1 or self.global_batch < 1 or self.global_batch % self.micro_batch:
             refuse(f"global_batch {self.global_batch} does not divide into micro-batches of {self.micro_batch}")
-        odd = [size for size in self.freedom.micro_batches if self.global_batch % size]
+        odd = [size for size in self.search_space.micro_batches if self.global_batch % size]
         if odd:
-            refuse(f"freedom: global_batch {self.global_batch} does not divide into micro-batches of {odd[0]}")
+            refuse(
+                f"search space: global_batch {self.global_batch} is no multiple of micro-batches of {odd[0]}"
+            )
         check_rates(self.rates, self.cluster)
 
 

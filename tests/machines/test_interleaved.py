@@ -27,7 +27,7 @@ def test_a_running_job_is_planned_anew_when_its_stages_may_be_interleaved_and_no
     allowed(world, 3)
     world.train(2)
     assert world.planning is not None
-    assert world.planning.problem.freedom.interleave == 3
+    assert world.planning.problem.search_space.interleave == 3
 
 
 def test_a_recovery_is_planned_without_and_the_job_anew_once_it_runs() -> None:
@@ -41,10 +41,10 @@ def test_a_recovery_is_planned_without_and_the_job_anew_once_it_runs() -> None:
     while world.planning is None:
         world.turn()
     assert world.phase is JobPhase.RECOVERING
-    assert world.planning.problem.freedom.interleave == 1
+    assert world.planning.problem.search_space.interleave == 1
     world.planner_waits = False
     while world.phase is not JobPhase.RUNNING or world.planning is None:
         world.turn()
-    assert world.planning.problem.freedom.interleave == 3
+    assert world.planning.problem.search_space.interleave == 3
     world.settle()
     assert recovered(world)

@@ -51,3 +51,33 @@ def small(rng: random.Random, sizes: tuple[tuple[int, ...], ...] = SIZES) -> Pro
     return Problem(
         cluster=cluster, profile=model, rates=rates, global_batch=2 * rng.randint(1, 12), micro_batch=2
     )
+
+
+def unlike(rng: random.Random, sizes: tuple[tuple[int, ...], ...] = SIZES) -> Problem:
+    """Devices whose slowdowns are of every kind: none, each its own, a few large ones; up to 16 layers and 24
+    micro-batches; room for the state that is scarce or plenty."""
+    model = profile(
+        layers=rng.randint(3, 16),
+        share_units=rng.choice([4, 8, 16]),
+        block=SectionProfile(
+            seconds=3e-4,
+            cut_bytes=800_000,
+            collectives=rng.choice([0, 4]),
+            cut_activation=rng.choice([0.0, 50.0]),
+        ),
+        embed=SectionProfile(seconds=rng.choice([0.0, 1e-4]), cut_bytes=100_000),
+        head=SectionProfile(seconds=rng.choice([0.0, 3e-4]), cut_bytes=100_000, collectives=1),
+        boundary_bytes=rng.choice([512.0, 4096.0]),
+    )
+    counts = rng.choice(sizes)
+    memory = math.ceil(replica_bytes(model) * rng.choice([1.1, 1.3, 1.6, 2.5, 50.0]) / sum(counts)) + 100_000
+    nodes = tuple(
+        Node(name=f"n{n}", devices=tuple(Device(name=f"n{n}/{i}", memory=memory) for i in range(count)))
+        for n, count in enumerate(counts)
+    )
+    between = Link(bandwidth=rng.choice([1e7, 1e8, 1e9]), latency=rng.choice([1e-4, 1e-3]))
+    few = rng.choice([(1.0,), (1.0, 1.0, 1.0, 2.57, 5.42), (1.0, 1.25, 2.0), ()])
+    cluster = Cluster(nodes=nodes, between=between)
+    rates = {d.name: rng.choice(few) if few else round(rng.uniform(1, 1.6), 2) for d in cluster.devices}
+    batch = rng.choice([4, 6, 8, 12, 16, 24])
+    return Problem(cluster=cluster, profile=model, rates=rates, global_batch=batch, micro_batch=1)

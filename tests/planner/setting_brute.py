@@ -24,10 +24,10 @@ def best(problem: Problem) -> float:
 
 
 def every(problem: Problem) -> Iterator[Plan]:
-    freedom = problem.freedom
-    for size in freedom.micro_batches or (problem.micro_batch,):
+    search_space = problem.search_space
+    for size in search_space.micro_batches or (problem.micro_batch,):
         for plan in brute.every(msgspec.structs.replace(problem, micro_batch=size)):
-            for state in freedom.states:
+            for state in search_space.states:
                 for pipelines in _flagged(plan.pipelines, problem):
                     yield Plan(
                         number=0,
@@ -49,7 +49,7 @@ def _carriers(problem: Problem, plan: Plan, state: StatePolicy) -> tuple[str, ..
 
 
 def _flagged(pipelines: tuple[Pipeline, ...], problem: Problem) -> Iterator[tuple[Pipeline, ...]]:
-    choices = {False: (False,), True: (False, True), "always": (True,)}[problem.freedom.recompute]
+    choices = {False: (False,), True: (False, True), "always": (True,)}[problem.search_space.recompute]
     places = [stage for pipeline in pipelines for stage in pipeline.stages]
     for flags in product(choices, repeat=len(places)):
         left = list(flags)

@@ -23,7 +23,7 @@ from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.cost.schedule_timeline import simulate
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
-from elasticd_planner.problem import Answer, Freedom, Problem
+from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.problem_files import file_format, solve
 from elasticd_planner.search.interleave import Interleaving, chunked, flattened, plain
 from elasticd_planner.search.options import task_of
@@ -66,7 +66,7 @@ def problem(
         "profile": profile(),
         "global_batch": 8,
         "micro_batch": 1,
-        "freedom": Freedom(interleave=interleave, dp=dp),
+        "search_space": SearchSpace(interleave=interleave, fixed_dp=dp),
         **changes,
     }
     return Problem(**values)
@@ -228,7 +228,7 @@ def test_what_moves_is_the_layers_that_a_device_lacks() -> None:
 
 def test_a_search_proposes_interleaved_stages_where_it_may_and_they_are_quicker() -> None:
     job = problem()
-    before = found(plan(msgspec.structs.replace(job, freedom=Freedom(dp=1))))
+    before = found(plan(msgspec.structs.replace(job, search_space=SearchSpace(fixed_dp=1))))
     after = found(plan(job))
     assert before.version == 1
     assert after.pipelines[0].chunks == 2
@@ -263,14 +263,14 @@ def test_fewer_and_deeper_pipelines_are_looked_at_since_they_fill_in_less_time()
     """Interleaving the best plain plan is not all: here four pipelines of one device each are best without."""
     job = problem(4, dp=None, bandwidth=3e5, profile=profile(12))
 
-    def best(**freedom: Any) -> tuple[float, int]:
-        made = found(plan(msgspec.structs.replace(job, freedom=Freedom(**freedom))))
+    def best(**search_space: Any) -> tuple[float, int]:
+        made = found(plan(msgspec.structs.replace(job, search_space=SearchSpace(**search_space))))
         assert made.prediction is not None
         return made.prediction.step_seconds, len(made.pipelines)
 
     flat, count = best()
     free, fewer = best(interleave=4)
-    pinned = {n: best(interleave=4, dp=n)[0] for n in (count // 2, count - 1, count)}
+    pinned = {n: best(interleave=4, fixed_dp=n)[0] for n in (count // 2, count - 1, count)}
     assert (count, fewer) == (4, 2)
     assert free == pytest.approx(min(pinned.values()))
     assert free < 0.98 * min(flat, pinned[count])
@@ -280,7 +280,7 @@ def test_none_is_proposed_where_nobody_asked_where_links_are_slow_and_where_memo
     assert found(plan(problem(interleave=1))).version == 1
     assert found(plan(problem(bandwidth=3e3))).version == 1
     job = problem()
-    flat = found(plan(msgspec.structs.replace(job, freedom=Freedom(dp=1))))
+    flat = found(plan(msgspec.structs.replace(job, search_space=SearchSpace(fixed_dp=1))))
     assert flat.prediction is not None
     tight = max(flat.prediction.memory.values())
     short = found(plan(problem(memory=tight)))
@@ -296,7 +296,7 @@ def test_a_running_interleaved_plan_stays_while_it_is_near_the_best_and_says_its
     assert found(again).strategies == running.strategies
     assert running.prediction is not None
     assert again.current_seconds == pytest.approx(running.prediction.step_seconds)
-    back = plan(msgspec.structs.replace(job, current=running, freedom=Freedom(dp=1)))
+    back = plan(msgspec.structs.replace(job, current=running, search_space=SearchSpace(fixed_dp=1)))
     assert found(back).version == 1
     assert back.current_seconds == pytest.approx(running.prediction.step_seconds)
 

@@ -9,7 +9,7 @@ from elasticd_planner.cost.model import GroupCost
 from elasticd_planner.cost.pipeline_time import Schedule, Times
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.grouping.tp_groups import Group, hop
-from elasticd_planner.search.exhaustive.order_bounds import Least, orders
+from elasticd_planner.search.exhaustive import Least, orders
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 from hypothesis import given, settings
 from hypothesis import strategies as st

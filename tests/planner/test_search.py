@@ -9,6 +9,7 @@ from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.problem import Answer, Problem, ideal_ratio, without
 from elasticd_planner.search.planner import plan
+from elasticd_planner.spec.cluster import Link
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Invalid
 
@@ -53,6 +54,14 @@ def test_healthy_devices_form_two_equal_pipelines_across_the_nodes() -> None:
     assert [p.micro_batches for p in made.pipelines] == [5, 5]
     assert made.idle == ()
     assert made.binding == {}
+
+
+def test_a_slow_network_does_not_change_the_plan_of_one_node_of_many_devices() -> None:
+    model = profile(layers=8, boundary_bytes=4096.0)
+    given = problem(9, part=0.5, model=model, batch=8, rates={"n0/0": 2.5})
+    slow = msgspec.structs.replace(given.cluster, between=Link(bandwidth=1e6, latency=1e-2))
+    beside = msgspec.structs.replace(given, cluster=slow)
+    assert planned(beside).pipelines == planned(given).pipelines
 
 
 def test_a_slow_device_is_worth_more_than_none_and_gets_a_smaller_share() -> None:

@@ -13,7 +13,7 @@ from elasticd_planner.cost.model import step_seconds
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.placement.state_movement import bytes_to_move
-from elasticd_planner.problem import Answer, Freedom, Problem
+from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.problem_files.file_format import load
 from elasticd_planner.problem_files.solve import solve
 from elasticd_planner.search import planner
@@ -86,7 +86,7 @@ def small(rng: random.Random, *, recompute: bool = False) -> Problem:
         global_batch=4,
         micro_batch=1,
         rates={d.name: rng.choice([1.0, 1.0, 2.0, 2.57]) for node in nodes for d in node.devices},
-        freedom=Freedom(
+        search_space=SearchSpace(
             micro_batches=rng.choice([(), (1, 2), (1, 2, 4)]),
             states=rng.choice([STATES, STATES[:2], STATES[1:2], STATES[2:]]),
             recompute=recompute,
@@ -216,8 +216,8 @@ def test_zero_makes_room_for_more_pipelines() -> None:
     tight = 4000 * 3 + 400
     plain = found(plan(uniform(2, tight)))
     assert len(plain.pipelines) == 1
-    freedom = Freedom(states=(StatePolicy(), StatePolicy(zero=1, replicas=1)))
-    sharded = found(plan(uniform(2, tight, freedom=freedom)))
+    search_space = SearchSpace(states=(StatePolicy(), StatePolicy(zero=1, replicas=1)))
+    sharded = found(plan(uniform(2, tight, search_space=search_space)))
     assert len(sharded.pipelines) == 2
     assert sharded.state == StatePolicy(zero=1, replicas=1)
     assert "ZeRO 1, 1 replica of" in sharded.reason
@@ -225,34 +225,34 @@ def test_zero_makes_room_for_more_pipelines() -> None:
     assert plain.prediction is not None
     assert sharded.prediction.step_seconds < plain.prediction.step_seconds
     # Two replicas on two devices are all there was without ZeRO, however many pipelines there are.
-    twice = uniform(2, tight, freedom=Freedom(states=(StatePolicy(zero=1, replicas=2),)))
+    twice = uniform(2, tight, search_space=SearchSpace(states=(StatePolicy(zero=1, replicas=2),)))
     assert plan(twice).plan is None
 
 
 def test_larger_micro_batches_are_chosen_where_each_costs_a_fixed_time() -> None:
-    free = Freedom(micro_batches=(1, 2, 4))
-    made = found(plan(uniform(1, 1e9, freedom=free)))
+    free = SearchSpace(micro_batches=(1, 2, 4))
+    made = found(plan(uniform(1, 1e9, search_space=free)))
     assert made.micro_batch == 4
     assert "micro-batches of 4" in made.reason
     small_memory = 4000 * 4 + 2 * 400 + 300  # what two samples keep, not four
-    assert found(plan(uniform(1, small_memory, freedom=free))).micro_batch == 2
+    assert found(plan(uniform(1, small_memory, search_space=free))).micro_batch == 2
 
 
 def test_recomputation_is_chosen_only_where_nothing_fits_without() -> None:
-    free = Freedom(recompute=True)
-    roomy = found(plan(uniform(1, 1e6, freedom=free)))
+    free = SearchSpace(recompute=True)
+    roomy = found(plan(uniform(1, 1e6, search_space=free)))
     assert not any(stage.recompute for p in roomy.pipelines for stage in p.stages)
     tight = 4000 * 4 + 4 * 10 + 100  # what recomputation keeps, and one block
     assert plan(uniform(1, tight)).plan is None
-    made = found(plan(uniform(1, tight, freedom=free)))
+    made = found(plan(uniform(1, tight, search_space=free)))
     assert all(stage.recompute for p in made.pipelines for stage in p.stages)
     assert "recomputing" in made.reason
 
 
 def test_what_fits_under_no_setting_is_refused_with_the_smallest_shortfall() -> None:
-    free = Freedom(micro_batches=(1, 2), states=STATES, recompute=True)
+    free = SearchSpace(micro_batches=(1, 2), states=STATES, recompute=True)
     lacking = 4000 * 4 + 4 * 10 + 100 - 1024
-    answer = plan(uniform(1, lacking, freedom=free))
+    answer = plan(uniform(1, lacking, search_space=free))
     assert answer.plan is None
     assert "needs 1.0 KiB more on n0/0" in answer.refusal
     assert "micro-batches of 1, recomputation" in answer.refusal
@@ -293,9 +293,9 @@ def test_larger_problems_walk_the_settings_the_same_way_each_time_and_fit() -> N
         )
         for n in range(sizes.number(full=4, quick=3))
     )
-    freedom = Freedom(micro_batches=(1, 2), states=STATES[:2], recompute=True)
+    search_space = SearchSpace(micro_batches=(1, 2), states=STATES[:2], recompute=True)
     problem = msgspec.structs.replace(
-        uniform(1, 1e9, freedom=freedom),
+        uniform(1, 1e9, search_space=search_space),
         cluster=Cluster(nodes=nodes, within=Link(bandwidth=1e9)),
         profile=msgspec.structs.replace(uniform(1, 1e9).profile, layers=8, widths=(1, 2, 4)),
         global_batch=16,
@@ -306,7 +306,7 @@ def test_larger_problems_walk_the_settings_the_same_way_each_time_and_fit() -> N
     assert first.digest == found(plan(problem)).digest
     assert first.prediction is not None
     assert first.prediction.step_seconds == pytest.approx(setting_brute.seconds(first, problem))
-    plain = plan(msgspec.structs.replace(problem, freedom=Freedom()))
+    plain = plan(msgspec.structs.replace(problem, search_space=SearchSpace()))
     if plain.plan is not None and plain.plan.prediction is not None:
         assert first.prediction.step_seconds <= plain.plan.prediction.step_seconds * (1 + 1e-9)
     asked: list[bool] = []
@@ -320,13 +320,13 @@ def test_larger_problems_walk_the_settings_the_same_way_each_time_and_fit() -> N
 
 
 def test_settings_are_listed_simple_ones_first_and_a_size_that_does_not_divide_is_refused() -> None:
-    problem = uniform(2, 1e9, freedom=Freedom(micro_batches=(1, 2), states=STATES, recompute=True))
+    problem = uniform(2, 1e9, search_space=SearchSpace(micro_batches=(1, 2), states=STATES, recompute=True))
     every = list(listed(problem))
     assert (every[0].micro_batch, every[0].state, every[0].recompute) == (1, StatePolicy(), False)
     assert len(set(every)) == len(every)
     assert all(Settings(problem).bound(setting) > 0 for setting in every)
     with pytest.raises(Invalid, match="micro-batches of 3"):
-        uniform(2, 1e9, freedom=Freedom(micro_batches=(3,)))
+        uniform(2, 1e9, search_space=SearchSpace(micro_batches=(3,)))
 
 
 def test_measured_collectives_and_overlap_are_what_the_cost_says() -> None:
@@ -353,19 +353,19 @@ def test_measured_collectives_and_overlap_are_what_the_cost_says() -> None:
 
 
 def test_a_plan_that_runs_under_another_setting_is_judged_as_it_is_and_kept_where_it_is_good() -> None:
-    free = Freedom(micro_batches=(1, 2), states=STATES[:2])
-    first = found(plan(uniform(2, 1e9, freedom=free)))
-    again = plan(uniform(2, 1e9, freedom=free, current=first))
+    free = SearchSpace(micro_batches=(1, 2), states=STATES[:2])
+    first = found(plan(uniform(2, 1e9, search_space=free)))
+    again = plan(uniform(2, 1e9, search_space=free, current=first))
     assert first.prediction is not None
     assert again.current_seconds == pytest.approx(first.prediction.step_seconds)
     assert found(again).pipelines == first.pipelines
-    other = found(plan(uniform(2, 1e9, freedom=Freedom(micro_batches=(4,), states=STATES[3:]))))
-    judged = plan(uniform(2, 1e9, freedom=free, current=other))
+    other = found(plan(uniform(2, 1e9, search_space=SearchSpace(micro_batches=(4,), states=STATES[3:]))))
+    judged = plan(uniform(2, 1e9, search_space=free, current=other))
     assert judged.current_seconds == pytest.approx(setting_brute.seconds(other, uniform(2, 1e9)))
 
 
 def test_bytes_to_move_count_the_part_of_the_state_that_zero_leaves_to_a_member() -> None:
-    problem = uniform(2, 1e9, freedom=Freedom(dp=2))
+    problem = uniform(2, 1e9, search_space=SearchSpace(fixed_dp=2))
     model = problem.profile
     plain = found(plan(problem))
     sharded = plain.replace(state=StatePolicy(zero=1, replicas=1))

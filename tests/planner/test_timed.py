@@ -103,7 +103,7 @@ def test_what_only_problems_in_seconds_have_is_refused_in_units() -> None:
         load(json.dumps(text))
 
 
-def test_links_islands_and_freedom_are_read() -> None:
+def test_links_islands_and_the_search_space_are_read() -> None:
     problem = problem_of(load(EXAMPLE.read_text()))
     cluster = problem.cluster
     assert cluster.reach(["b0/0", "b0/3"]) == Link(bandwidth=250e9, latency=4e-6)
@@ -112,16 +112,16 @@ def test_links_islands_and_freedom_are_read() -> None:
     assert cluster.reach(["b0/0", "b1/0"]) == Link(bandwidth=12.5e9, latency=15e-6)
     assert problem.rates["b0/0"] == 2.0
     assert problem.rates["a1/3"] == 2.57
-    assert problem.freedom.micro_batches == (1, 2, 4, 8, 16, 32, 64)
-    assert StatePolicy() in problem.freedom.states
-    assert StatePolicy(zero=2, replicas=1) in problem.freedom.states
-    assert problem.freedom.recompute is True
+    assert problem.search_space.micro_batches == (1, 2, 4, 8, 16, 32, 64)
+    assert StatePolicy() in problem.search_space.states
+    assert StatePolicy(zero=2, replicas=1) in problem.search_space.states
+    assert problem.search_space.recompute is True
     pinned = problem_of(
         load(changed(("pins", {"zero": 1, "replicas": 2, "recompute": False}), ("batch.micro_batch", 2)))
     )
-    assert pinned.freedom.states == (StatePolicy(zero=1, replicas=2),)
-    assert pinned.freedom.micro_batches == (2,)
-    assert pinned.freedom.recompute is False
+    assert pinned.search_space.states == (StatePolicy(zero=1, replicas=2),)
+    assert pinned.search_space.micro_batches == (2,)
+    assert pinned.search_space.recompute is False
     assert pinned.profile.tokens == 2 * 4096
 
 

@@ -18,7 +18,7 @@ from elasticd_agent.snapshots import transfer
 from elasticd_planner.cost.model_profile import ModelProfile, derive
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
-from elasticd_planner.problem import Freedom, Problem
+from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.problem_files import file_format
 from elasticd_planner.problem_files.file_format import (
     BatchEntry,
@@ -29,7 +29,7 @@ from elasticd_planner.problem_files.file_format import (
     LinksEntry,
     ModelEntry,
     NodeEntry,
-    Pins,
+    PinsEntry,
     Planned,
     TableProblem,
 )
@@ -127,7 +127,7 @@ FIXED: dict[type, Any] = {
     Device: Device(name="n0/0", memory=1 << 30),
     ModelSpec: model(),
     StatePolicy: StatePolicy(zero=2, replicas=2),
-    Freedom: Freedom(micro_batches=(1, 2), recompute=True, interleave=2, tp=2, dp=1),
+    SearchSpace: SearchSpace(micro_batches=(1, 2), recompute=True, interleave=2, fixed_tp=2, fixed_dp=1),
     Problem: Problem(
         cluster=CLUSTER,
         profile=PROFILE,
@@ -135,7 +135,7 @@ FIXED: dict[type, Any] = {
         micro_batch=1,
         rates={"n0/1": 2.0},
         current=PLAN,
-        freedom=Freedom(dp=1),
+        search_space=SearchSpace(fixed_dp=1),
     ),
     ModelProfile: PROFILE,
     DemoScenario: DemoScenario(),
@@ -189,7 +189,7 @@ MORE: dict[type, Any] = {
             groups=4,
         ),
         batch=BatchEntry(global_batch=8, micro_batch=1, sequence=16.0),
-        pins=Pins(tp=2, dp=1, zero=1, replicas=2, recompute=True, interleave=2),
+        pins=PinsEntry(tp=2, dp=1, zero=1, replicas=2, recompute=True, interleave=2),
     ),
 }
 #: Fields whose values are checked, by class and name.

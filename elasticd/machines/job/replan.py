@@ -12,7 +12,7 @@ from elasticd_planner.detection.stragglers import observe
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.policy.policy import Decision, decide, measured_price
 from elasticd_planner.policy.stability import payoff_horizon, settled
-from elasticd_planner.problem import Freedom, Problem
+from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.profiling.fit import fit
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
 from elasticd_planner.spec.plan import Plan
@@ -226,7 +226,7 @@ def _problem(turn: Turn, basis: Basis, spec: JobSpec) -> Problem:
         micro_batch=spec.micro_batch,
         rates=basis.rates,
         current=turn.job.plan,
-        freedom=Freedom(states=(spec.state,), interleave=basis.interleave, recompute=spec.recompute),
+        search_space=SearchSpace(states=(spec.state,), interleave=basis.interleave, recompute=spec.recompute),
     )
 
 

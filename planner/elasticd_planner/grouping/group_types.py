@@ -61,6 +61,7 @@ class Columns:
         self._ids: dict[Column, int] = {}
 
     def of(self, kind: GroupType) -> int:
+        """The index of a type's column; one that is new is added."""
         if kind not in self._of:
             column = self._made(kind)
             if column not in self._ids:

@@ -51,10 +51,12 @@ class GroupType:
 
     @property
     def block(self) -> float:
+        """Seconds (or units) of one layer on one micro-batch, forward and backward."""
         return self.cost.block
 
     @property
     def width(self) -> int:
+        """Devices of the group."""
         return len(self.shares)
 
 
@@ -105,22 +107,27 @@ class NodeKind:
 
     @property
     def rates(self) -> tuple[float, ...]:
+        """Slowdowns of a node's devices, fast ones first."""
         return tuple(rate for rate, _, count in self.classes for _ in range(count))
 
     @property
     def counts(self) -> tuple[int, ...]:
+        """Devices of a node, by class."""
         return tuple(count for _, _, count in self.classes)
 
     @property
     def devices(self) -> int:
+        """Usable devices of a node."""
         return sum(count for _, _, count in self.classes)
 
     @property
     def normal(self) -> bool:
+        """Whether no device of a node is dead or slow."""
         return not self.lost and all(rate <= 1.0 for rate, _, _ in self.classes)
 
     @property
     def speed(self) -> float:
+        """A node's speed, in normal devices."""
         return sum(count / rate for rate, _, count in self.classes)
 
 

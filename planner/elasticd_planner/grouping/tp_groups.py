@@ -39,10 +39,12 @@ class Group:
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
+        """Share units of each member, in the order of `members`."""
         return tuple(units for _, units in self.members)
 
     @property
     def width(self) -> int:
+        """Devices of the group."""
         return len(self.members)
 
 

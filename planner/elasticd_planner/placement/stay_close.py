@@ -1,7 +1,7 @@
 """Staying close to the running plan: which equal device takes which place, and which shares its groups get.
 
 `nearest` exchanges devices for equal devices so that the fewest bytes of state move: whole nodes of one kind
-first, then devices of one class inside each node. (`device_assignment.place` is exact for a few devices;
+first, then devices of one class inside each node. (`exhaustive.place` is exact for a few devices;
 `tp_rank_order` orders the members of each group afterwards.)
 
 `rebalance_shares` keeps the running plan's groups and layers and gives them other shares. A slow device that

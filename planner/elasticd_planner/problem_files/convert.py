@@ -12,7 +12,7 @@ from typing import Any
 
 from elasticd_planner.cost.table_cost import MIB, TableCost
 from elasticd_planner.placement.state_bytes import SectionBytes, StateBytes, weights_of
-from elasticd_planner.problem import Freedom, Problem
+from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.problem_files.file_format import NodeEntry, Objective, TableProblem
 from elasticd_planner.problem_files.times import profile_of
 from elasticd_planner.search import options
@@ -33,7 +33,7 @@ def problem_of(given: TableProblem) -> Problem:
         "global_batch": batch.global_batch,
         "micro_batch": batch.size,
         "rates": rates_of(given),
-        "freedom": freedom_of(given),
+        "search_space": search_space_of(given),
     }
     if model.times is None or batch.sequence is None:
         weights = state_bytes(given) or StateBytes(layer=SectionBytes(cut=MIB))  # unknown: layers count alike
@@ -109,20 +109,20 @@ def rates_of(problem: TableProblem) -> dict[str, float]:
     return found
 
 
-def freedom_of(given: TableProblem) -> Freedom:
+def search_space_of(given: TableProblem) -> SearchSpace:
     pins, batch = given.pins, given.batch
     sizes = [n for n in range(1, batch.global_batch + 1) if batch.global_batch % n == 0]
     if batch.micro_batch is not None or given.model.times is None:
         sizes = [batch.size]
     least = pins.dp or 1
     may = given.model.recompute is not None and pins.recompute is not False
-    return Freedom(
+    return SearchSpace(
         micro_batches=tuple(size for size in sizes if batch.global_batch // size >= least),
         states=tuple(_states(given)),
         recompute="always" if pins.recompute else may,
         interleave=pins.interleave or 1,
-        tp=pins.tp,
-        dp=pins.dp,
+        fixed_tp=pins.tp,
+        fixed_dp=pins.dp,
     )
 
 
@@ -161,7 +161,7 @@ def task_of(given: TableProblem, objective: Objective = "step", plan: Plan | Non
     problem = problem_of(given)
     setting = Setting(
         micro_batch=plan.micro_batch if plan is not None else given.batch.size,
-        state=plan.state if plan is not None else problem.freedom.states[0],
+        state=plan.state if plan is not None else problem.search_space.states[0],
         recompute=False,
         pipelines=len(plan.pipelines) if plan is not None else given.pins.dp,
     )

@@ -185,7 +185,7 @@ class BatchEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.global_batch // self.size
 
 
-class Pins(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PinsEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is not searched: TP size on nodes of normal devices, number of pipelines, ZeRO stage, replicas of
     the optimizer state (with ZeRO), and whether blocks make their activations again. `interleave`: stages may
     have up to so many chunks of layers, where that takes less time; without it they have one."""
@@ -216,7 +216,7 @@ class TableProblem(StoredValue, frozen=True, kw_only=True, forbid_unknown_fields
     cluster: ClusterEntry
     model: ModelEntry
     batch: BatchEntry
-    pins: Pins = Pins()
+    pins: PinsEntry = PinsEntry()
     rates: dict[str, float | None] = msgspec.field(default_factory=dict)
     version: int = FILE_VERSION
 

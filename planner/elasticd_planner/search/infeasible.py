@@ -38,7 +38,7 @@ def explain_infeasible(task: Task, *, setting: str = "", micro_batch: int = 1) -
         micro_batch: samples of a micro-batch, if smaller ones are a remedy.
     """
     places = [devices for devices, _ in hosts(task.cluster, task.rates, task.cost)]
-    usable, pipelines = sum(map(len, places)), task.dp or 1
+    usable, pipelines = sum(map(len, places)), task.fixed_dp or 1
     counted = f"{pipelines} pipeline{'s' if pipelines > 1 else ''}"
     if not usable:
         return "no device to plan for: every device is dead or in no group; add a node"
@@ -71,13 +71,13 @@ def explain_infeasible(task: Task, *, setting: str = "", micro_batch: int = 1) -
 
 
 def shortage(task: Task) -> Shortage | None:
-    """The least shortage over `task.dp` pipelines (without it one, which asks the least) of all devices, for
-    every TP size; None where no such pipelines can be formed."""
+    """The least shortage over `task.fixed_dp` pipelines (without it one, which asks the least) of all devices,
+    for every TP size; None where no such pipelines can be formed."""
     places = [devices for devices, _ in hosts(task.cluster, task.rates, task.cost)]
-    pipelines = task.dp or 1
+    pipelines = task.fixed_dp or 1
     found: list[Shortage] = []
     for width in task.cost.widths(max(map(len, places))):
-        if task.tp not in (None, width):
+        if task.fixed_tp not in (None, width):
             continue
         every = [devices[at : at + width] for devices in places for at in range(0, len(devices), width)]
         for least in (1, width):  # with what is left of nodes in narrower groups, and without it

@@ -10,7 +10,6 @@ other, so that each has the number of chunks that is best for it. Deterministic;
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -21,9 +20,8 @@ from elasticd_planner.cost.model import pipeline_seconds, steady_seconds, step_s
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.search.options import Setting, alive, current_setting, listed, task_of
-from elasticd_planner.search.task import Task, pipeline_signature
-from elasticd_planner.spec.cluster import rate_of
+from elasticd_planner.search.options import current_setting, listed, task_of
+from elasticd_planner.search.task import Task, alive, pipeline_signature
 from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
 from elasticd_planner.spec.plan_summary import describe
 
@@ -99,6 +97,7 @@ class Interleaving:
         return given if made == module.pipelines else given.replace(strategies=(strategy(made, module.module),))
 
     def seconds(self, pipeline: Pipeline) -> float:
+        """Seconds of the pipeline by the schedule, before what comes after the pipelines."""
         return pipeline_seconds(pipeline, self.task.cluster, self.task.rates, self.task.cost)
 
 
@@ -113,7 +112,7 @@ def plain_problem(problem: Problem) -> Problem:
 def other_numbers(problem: Problem, found: Answer) -> Iterator[Problem]:
     """What is searched besides, where stages may be interleaved: other numbers of pipelines near the best, and
     that of the running plan."""
-    if problem.freedom.interleave == 1 or problem.freedom.dp is not None or found.plan is None:
+    if problem.search_space.interleave == 1 or problem.search_space.fixed_dp is not None or found.plan is None:
         return
     count = len(found.plan.pipelines)
     most = min(len(alive(problem)), found.plan.global_batch // found.plan.micro_batch)
@@ -122,8 +121,8 @@ def other_numbers(problem: Problem, found: Answer) -> Iterator[Problem]:
         numbers.add(len(problem.current.pipelines))
     for number in sorted(numbers - {count}):
         if 1 <= number <= most:
-            freedom = msgspec.structs.replace(problem.freedom, dp=number)
-            yield msgspec.structs.replace(plain_problem(problem), freedom=freedom)
+            search_space = msgspec.structs.replace(problem.search_space, fixed_dp=number)
+            yield msgspec.structs.replace(plain_problem(problem), search_space=search_space)
 
 
 def best(problem: Problem, found: Sequence[Answer], tolerance: float, *, steady: bool) -> Answer:
@@ -156,7 +155,7 @@ def _moved(problem: Problem, option: Plan) -> int:
 def _answer(problem: Problem, found: Answer, tolerance: float, *, steady: bool) -> Answer:
     """The answer to a problem whose stages may be interleaved, from the one of `plain_problem`: of near-equal
     plans the one that moves least. (`steady` has no filling and draining, and nothing to gain.)"""
-    current, most = problem.current, problem.freedom.interleave
+    current, most = problem.current, problem.search_space.interleave
     running = current is not None and plain(current) is not current
     if not running and (most == 1 or steady):
         return found
@@ -211,10 +210,5 @@ def _seconds(plan: Plan, task: Task) -> float:
 def _least(problem: Problem) -> float:
     """Seconds that no plan can beat, interleaved or not: all work over all speed. What bounds plain stages
     besides is how they fill and drain."""
-
-    def least(setting: Setting) -> float:
-        task = task_of(setting.problem(problem), hopeful=True)
-        rates = (rate_of(task.rates, device.name) for device in task.cluster.devices)
-        return task.cost.bound([rate for rate in rates if math.isfinite(rate)], task.micro_batches)
-
-    return min(map(least, listed(problem)))
+    tasks = (task_of(setting.problem(problem), hopeful=True) for setting in listed(problem))
+    return min(task.work_bound for task in tasks)

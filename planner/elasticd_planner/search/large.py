@@ -23,7 +23,7 @@ from elasticd_planner.search.pools.group_exchange import GROUPS, PIPELINES, Exch
 from elasticd_planner.search.pools.node_pool import NodePool
 from elasticd_planner.search.pools.node_pools import CLOSE, EVER, NodePools
 from elasticd_planner.search.refine import Refiner
-from elasticd_planner.search.task import Found, Task
+from elasticd_planner.search.task import Found, Task, alive
 
 #: Up to so many devices everything is searched thoroughly; the bound for whole layers up to so many, and of the
 #: steady figure up to more.
@@ -61,9 +61,11 @@ class LargeSearch:
     def __init__(self, task: Task, stop: Callable[[], bool] | None = None) -> None:
         self.task, self.stop = task, stop or (lambda: False)
         self.kinds = kinds(task.cluster, task.rates, task.cost)
+        #: What the search counts between stages and between pipelines; the plan has the links that are there.
+        self._link = task.cluster.reach(device.name for device in alive(task))
         self.rules = Rules(
             layers=task.layers,
-            hop=task.cost.boundary(task.cluster.between),
+            hop=task.cost.boundary(self._link),
             steady=task.steady,
             deep=task.deep,
             most=task.micro_batches,
@@ -114,7 +116,7 @@ class LargeSearch:
         numbers = self._numbers(every=True)
         if len(numbers) > FEW_NUMBERS and self.devices > SMALL:
             # More pipelines never raise the bound, what comes after them may.
-            return self.bound(numbers[-1], self.task.tp) + min(map(self._least_after, numbers))
+            return self.bound(numbers[-1], self.task.fixed_tp) + min(map(self._least_after, numbers))
         listed = sorted((self._proved(number), number) for number in numbers)
         if known is None or self._table is None:
             return min((bound for bound, _ in listed), default=math.inf)
@@ -147,7 +149,7 @@ class LargeSearch:
 
     def _proved(self, pipelines: int) -> float:
         """The same for any sizes, and with whole layers where that is cheap."""
-        bound, task = self.bound(pipelines, self.task.tp), self.task
+        bound, task = self.bound(pipelines, self.task.fixed_tp), self.task
         if self._whole is not None:
             bound = least_whole(task, self._whole, pipelines, bound)
         return bound + self._least_after(pipelines)
@@ -162,8 +164,8 @@ class LargeSearch:
     def _numbers(self, *, every: bool = False) -> list[int]:
         """Numbers of pipelines: the one pinned, or those that devices, memory and batch allow."""
         task = self.task
-        if task.dp is not None:
-            return [task.dp]
+        if task.fixed_dp is not None:
+            return [task.fixed_dp]
         most = min(self._most_pipelines(), task.micro_batches)
         if every:
             return list(range(1, most + 1))
@@ -201,9 +203,9 @@ class LargeSearch:
         others are tried. `brief`: nothing is tried thoroughly."""
         self._brief = brief
         if like is not None:
-            self._try([(0.0, like[0], self.task.tp or like[1])], BUDGET_BRIEF)
+            self._try([(0.0, like[0], self.task.fixed_tp or like[1])], BUDGET_BRIEF)
             if self._best is not None:
-                return self._answer()
+                return self._best
         self._with_equal_shares()
         if self.devices <= SMALL:
             self._search_few()
@@ -213,7 +215,7 @@ class LargeSearch:
             self._search_plain()
         if self.devices > SMALL:
             self._exchange()
-        return self._answer()
+        return self._best
 
     def _with_equal_shares(self) -> None:
         """Where uneven shares are allowed, the search without them comes first: more freedom makes no plan
@@ -228,7 +230,7 @@ class LargeSearch:
 
     def _search_few(self) -> None:
         numbers = self._numbers(every=True)
-        attempts: list[Attempt] = sorted((self._proved(d), d, self.task.tp) for d in numbers)
+        attempts: list[Attempt] = sorted((self._proved(d), d, self.task.fixed_tp) for d in numbers)
         self._try(attempts, BUDGET_BRIEF if self._brief else BUDGET_FEW)
         if self._brief:
             return
@@ -246,14 +248,14 @@ class LargeSearch:
         else:
             self._try(attempts, BUDGET_BRIEF)
             self._try(self._like_best([self._size, sizes[-1]]), BUDGET_ALONE)
-        if self.task.tp is None and sizes != [None]:
+        if self.task.fixed_tp is None and sizes != [None]:
             self._try(self._like_best([None]), BUDGET_MIXED)
 
     def _search_plain(self) -> None:
         """What a healthy cluster of as many devices would have: all groups of one size, with equal shares."""
         for pipelines in self._numbers():
             for size in self.task.cost.widths(max(kind.devices for kind in self.kinds)):
-                if self.task.tp in (None, size) and self._best is None:
+                if self.task.fixed_tp in (None, size) and self._best is None:
                     self._best = self._with(pipelines, size, math.inf, 1, plain=True)
 
     def near(self) -> list[Found]:
@@ -269,12 +271,6 @@ class LargeSearch:
             kept = [found for found in kept if found.seconds <= kept[0].seconds * LEEWAY][:KEPT]
         return list({found.pipelines: found for found in (*kept, *self._equal)}.values())
 
-    def _answer(self) -> Found | None:
-        best = self._best
-        if best is None:
-            return None
-        return Found(pipelines=best.pipelines, seconds=best.seconds, candidates=self.candidates)
-
     def _exchange(self) -> None:
         """Improves the best plan by exchanging groups between its pipelines, where these are not many."""
         best = self._best
@@ -283,13 +279,12 @@ class LargeSearch:
         groups = [group for chained in best.pipelines for group in chained.groups]
         if len(groups) > GROUPS:
             return
-        smallest = min(sum(len(g.devices) for g in chained.groups) for chained in best.pipelines)
-        after, low = self._after(len(best.pipelines), smallest), self.bound(len(best.pipelines), self.task.tp)
+        after = self._after(len(best.pipelines), best.smallest)
+        low = self.bound(len(best.pipelines), self.task.fixed_tp)
         finisher = Refiner(self.task)
         exchange = Exchange(self.task, self.rules, best, {group: finisher.type_of(group) for group in groups})
         made = exchange.improved(best.seconds - after, low)
-        smallest = min(sum(len(g.devices) for g in chained.groups) for chained in made.pipelines)
-        seconds = made.seconds + self._after(len(made.pipelines), smallest)
+        seconds = made.seconds + self._after(len(made.pipelines), made.smallest)
         if seconds < best.seconds:
             self._best = replace(made, seconds=seconds)
 
@@ -349,15 +344,12 @@ class LargeSearch:
 
     def _after(self, pipelines: int, smallest: int | None = None) -> float:
         """Seconds after the pipelines, of which the smallest has so many devices (None: all are alike)."""
-        task = self.task
-        nodes = sum(len(kind.nodes) for kind in self.kinds)
-        link = task.cluster.between if nodes > 1 else task.cluster.inside
-        return task.cost.after(pipelines, smallest or max(1, self.devices // pipelines), link)
+        return self.task.cost.after(pipelines, smallest or max(1, self.devices // pipelines), self._link)
 
     def _sizes(self) -> list[int | None]:
         """Sizes of groups on normal nodes; None where there are no such nodes."""
-        if self.task.tp is not None:
-            return [self.task.tp]
+        if self.task.fixed_tp is not None:
+            return [self.task.fixed_tp]
         normal = [kind.devices for kind in self.kinds if kind.normal]
         return list(self.task.cost.widths(max(normal))) if normal else [None]
 
@@ -405,12 +397,10 @@ class LargeSearch:
             self.candidates += pooled.evaluated
             if found is None:
                 continue
-            smallest = min(sum(len(g.devices) for g in chained.groups) for chained in found.pipelines)
-            seconds = found.seconds + self._after(pipelines, smallest)
-            made = Found(pipelines=found.pipelines, seconds=seconds, candidates=self.candidates)
-            known = min(known, seconds)
+            made = replace(found, seconds=found.seconds + self._after(pipelines, found.smallest))
+            known = min(known, made.seconds)
             self._near.append(made)
-            if best is None or seconds < best.seconds:
+            if best is None or made.seconds < best.seconds:
                 best = made
         return best
 

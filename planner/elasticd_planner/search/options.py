@@ -29,11 +29,10 @@ from elasticd_planner.cost.memory import least_need
 from elasticd_planner.cost.model import CostModel
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.numeric import EQUAL
-from elasticd_planner.problem import Answer, Freedom, Problem
+from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.search.infeasible import explain_infeasible, shortage
 from elasticd_planner.search.large import DEEPEST, LargeSearch
-from elasticd_planner.search.task import Task, UnitProblem
-from elasticd_planner.spec.cluster import Device, rate_of
+from elasticd_planner.search.task import Task, UnitProblem, alive
 from elasticd_planner.spec.plan import Plan, StatePolicy
 
 #: Up to this many devices every number of pipelines is a setting; above, numbers that divide the devices about
@@ -58,13 +57,15 @@ class Setting:
         profile = problem.profile
         if self.micro_batch != problem.micro_batch:
             profile = profile.sized(profile.tokens / problem.micro_batch * self.micro_batch)
-        freedom = Freedom(
+        search_space = SearchSpace(
             states=(self.state,),
-            recompute=self.recompute and problem.freedom.recompute,
-            tp=problem.freedom.tp,
-            dp=self.pipelines,
+            recompute=self.recompute and problem.search_space.recompute,
+            fixed_tp=problem.search_space.fixed_tp,
+            fixed_dp=self.pipelines,
         )
-        return msgspec.structs.replace(problem, profile=profile, micro_batch=self.micro_batch, freedom=freedom)
+        return msgspec.structs.replace(
+            problem, profile=profile, micro_batch=self.micro_batch, search_space=search_space
+        )
 
     def __str__(self) -> str:
         words = [f"micro-batches of {self.micro_batch}"]
@@ -78,20 +79,15 @@ class Setting:
         return ", ".join(words)
 
 
-def alive(problem: Problem) -> tuple[Device, ...]:
-    """The devices that can be used."""
-    return tuple(d for d in problem.cluster.devices if math.isfinite(rate_of(problem.rates, d.name)))
-
-
 def task_of(
     problem: Problem, *, steady: bool = False, members: int | None = None, hopeful: bool = False
 ) -> Task:
     """What the search is given of a problem with one setting. members: devices that replicas are spread over
     (None: all that are alive). hopeful: for bounds, with the memory of recomputation and the time without,
     since stages that have room do not recompute."""
-    freedom = problem.freedom
+    search_space = problem.search_space
     profile = problem.profile
-    if hopeful and freedom.recompute is True:
+    if hopeful and search_space.recompute is True:
         profile = msgspec.structs.replace(profile, recompute_factor=1.0)
     micro_batches = problem.global_batch // problem.micro_batch
     units = isinstance(problem, UnitProblem)
@@ -101,9 +97,9 @@ def task_of(
     else:
         cost = ProfileCost(
             profile,
-            state=freedom.states[0],
-            recompute=bool(freedom.recompute),
-            pipelines=freedom.dp or 1,
+            state=search_space.states[0],
+            recompute=bool(search_space.recompute),
+            pipelines=search_space.fixed_dp or 1,
             micro_batches=micro_batches,
             members=members or len(alive(problem)),
             near=problem.cluster.within or problem.cluster.inside,
@@ -116,18 +112,18 @@ def task_of(
         micro_batches=micro_batches,
         steady=steady,
         deep=units,
-        tp=freedom.tp,
-        dp=freedom.dp,
+        fixed_tp=search_space.fixed_tp,
+        fixed_dp=search_space.fixed_dp,
     )
 
 
 def listed(problem: Problem) -> Iterator[Setting]:
-    """Every setting that the problem's freedom allows, simpler ones first."""
-    freedom = problem.freedom
-    again = (False, True) if freedom.recompute is True else (bool(freedom.recompute),)
-    plain = any(not state.zero for state in freedom.states)
-    for recompute, state in product(again, freedom.states):
-        for size in freedom.micro_batches or (problem.micro_batch,):
+    """Every setting that the problem's search space allows, simpler ones first."""
+    search_space = problem.search_space
+    again = (False, True) if search_space.recompute is True else (bool(search_space.recompute),)
+    plain = any(not state.zero for state in search_space.states)
+    for recompute, state in product(again, search_space.states):
+        for size in search_space.micro_batches or (problem.micro_batch,):
             for number in _numbers(problem, size, state, plain):
                 yield Setting(micro_batch=size, state=state, recompute=recompute, pipelines=number)
 
@@ -141,15 +137,15 @@ def current_setting(problem: Problem) -> Setting | None:
         micro_batch=plan.micro_batch,
         state=plan.state,
         recompute=any(stage.recompute for _, _, stage in plan.walk()),
-        pipelines=len(plan.pipelines) if plan.state.zero else problem.freedom.dp,
+        pipelines=len(plan.pipelines) if plan.state.zero else problem.search_space.fixed_dp,
     )
 
 
 def _numbers(problem: Problem, size: int, state: StatePolicy, plain: bool) -> Iterable[int | None]:
     """Numbers of pipelines that are settings of their own: with ZeRO, since memory depends on them. One
     pipeline with one replica is what there is without ZeRO."""
-    if problem.freedom.dp is not None or not state.zero:
-        return (problem.freedom.dp,)
+    if problem.search_space.fixed_dp is not None or not state.zero:
+        return (problem.search_space.fixed_dp,)
     devices = len(alive(problem))
     most = min(devices, problem.global_batch // size)
     first = 2 if plain and state.replicas == 1 else 1
@@ -188,13 +184,12 @@ class Settings:
         if setting.pipelines is None:
             low, numbers = LargeSearch(task).lower(), [1, min(wide.devices, task.micro_batches)]
         else:
-            low, numbers = wide.bound(setting.pipelines, task.tp), [setting.pipelines]
+            low, numbers = wide.bound(setting.pipelines, task.fixed_tp), [setting.pipelines]
         after = min(
             task.cost.after(d, max(1, wide.devices // d), link) for d in numbers for link in task.cluster.links
         )
-        rates = [rate_of(task.rates, device.name) for device in alive(self.problem)]
-        most = task.cost.bound(rates, task.micro_batches)
-        return max(low if setting.pipelines is None else low + after, most, task.layers / quickest + after)
+        low += after if setting.pipelines is not None else 0.0
+        return max(low, task.work_bound, task.layers / quickest + after)
 
     def closed(self, answer: Answer, tried: int) -> Answer:
         """The answer with the bound over all settings."""
@@ -227,7 +222,7 @@ class Settings:
 
 def roomy(task: Task, pipelines: int) -> bool:
     """Whether so many pipelines can hold the model, each layer at the least bytes that any stage needs."""
-    devices = [d for d in task.cluster.devices if math.isfinite(rate_of(task.rates, d.name))]
+    devices = alive(task)
     most = min(len(devices), DEEPEST)
     layer, empty = least_need(task.cost, most, (1, min(task.layers, most)))
     room = sum(max(0.0, device.memory - empty) for device in devices)

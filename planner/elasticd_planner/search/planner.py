@@ -22,9 +22,7 @@ from elasticd_planner.placement.tp_rank_order import relax_shares, reorder_tp_ra
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.search import interleave
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
-from elasticd_planner.search.exhaustive.device_assignment import place
-from elasticd_planner.search.exhaustive.enumeration import Exact
-from elasticd_planner.search.exhaustive.pipeline_shapes import Combination
+from elasticd_planner.search.exhaustive import Combination, Exact, place
 from elasticd_planner.search.infeasible import explain_infeasible
 from elasticd_planner.search.large import LargeSearch
 from elasticd_planner.search.options import (
@@ -32,7 +30,6 @@ from elasticd_planner.search.options import (
     OptionOrder,
     Setting,
     Settings,
-    alive,
     current_setting,
     form,
     task_of,
@@ -44,9 +41,9 @@ from elasticd_planner.search.task import (
     ENUMERATED_SETTINGS,
     EXACT_DEVICES,
     Chained,
-    DeviceGroup,
     Task,
     UnitProblem,
+    alive,
 )
 from elasticd_planner.spec.cluster import node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
@@ -71,7 +68,7 @@ def plan(
     steady: bool = False,
     like: Form | None = None,
 ) -> Answer:
-    """The plan with the least step time, under the best of the settings that the problem's freedom allows.
+    """The plan with the least step time, under the best of the settings that the problem's search space allows.
 
     Up to EXACT_DEVICES devices it is the best of all plans, beyond it the best that the search finds. Where
     stages may be interleaved, it is what the best plain plan becomes with interleaved stages (`interleave`).
@@ -188,10 +185,12 @@ class Planner:
 
     @property
     def cost(self) -> CostModel:
+        """What layers, boundaries and reductions cost under the problem's setting."""
         return self.task.cost
 
     @property
     def micro_batches(self) -> int:
+        """Micro-batches of a step, over all pipelines."""
         return self.problem.global_batch // self.problem.micro_batch
 
     def fitting(self) -> tuple[Planner, Answer]:
@@ -203,7 +202,7 @@ class Planner:
             answer = planning.answer() if few and self.left[0] > 0 else planning.wide()
             if answer.plan is None:
                 return planning, answer
-            if self.problem.freedom.recompute is True:
+            if self.problem.search_space.recompute is True:
                 kept = Selective(task=planning.task).pipelines(answer.plan.pipelines)
                 answer = msgspec.structs.replace(
                     answer, plan=planning.finished(planning.made(kept, chosen=True))
@@ -250,10 +249,12 @@ class Planner:
 
     @cached_property
     def task(self) -> Task:
+        """The problem in the terms of the search."""
         return task_of(self.problem, steady=self.steady, members=self.members)
 
     @cached_property
     def search(self) -> LargeSearch:
+        """The search for any number of devices, which has the lower bound too."""
         return LargeSearch(self.task, self.stop)
 
     def wide(self) -> Answer:
@@ -285,7 +286,8 @@ class Planner:
         micro-batches, and with other layers."""
 
         def plans(base: Plan, *, layers: bool = True) -> Iterator[Plan]:
-            layered = finisher.pipelines(self._chains(base), keep=True) if layers else None
+            chains = [Chained(groups=p.stages, micro_batches=p.micro_batches) for p in base.pipelines]
+            layered = finisher.pipelines(chains, keep=True) if layers else None
             made = [base, self.split_again(base), self.made(layered) if layered is not None else None]
             yield from (plan for plan in made if plan is not None and self.fits(plan))
 
@@ -303,41 +305,22 @@ class Planner:
                 if job.profile.uneven and loose != other:
                     yield from plans(loose, layers=False)
 
-    def _chains(self, plan: Plan) -> list[Chained]:
-        room = self.problem.cluster.memory
-        return [
-            Chained(
-                groups=tuple(
-                    DeviceGroup(
-                        devices=s.devices, shares=s.shares, memory=tuple(room[name] for name in s.devices)
-                    )
-                    for s in pipeline.stages
-                ),
-                micro_batches=pipeline.micro_batches,
-            )
-            for pipeline in plan.pipelines
-        ]
-
     def current(self) -> Plan | None:
         """The current plan under this problem's setting, if it is one of this problem: its members alive,
         batch, layers and number of pipelines equal."""
         plan = self.problem.current
         if plan is None or plan.pipelines[0].layers != self.problem.profile.layers:
             return None
-        if self.task.dp not in (None, len(plan.pipelines)):
+        if self.task.fixed_dp not in (None, len(plan.pipelines)):
             return None
-        alive = {
-            device.name
-            for device in self.problem.cluster.devices
-            if math.isfinite(rate_of(self.problem.rates, device.name))
-        }
+        usable = {device.name for device in alive(self.problem)}
         same = (plan.global_batch, plan.micro_batch) == (self.problem.global_batch, self.problem.micro_batch)
-        if not (same and alive.issuperset(plan.members)):
+        if not (same and usable.issuperset(plan.members)):
             return None
         if not self._has_pinned_sizes(plan):
             return None
         pipelines = plan.pipelines
-        return self.made(pipelines if self.problem.freedom.recompute else flagged(pipelines, on=False))
+        return self.made(pipelines if self.problem.search_space.recompute else flagged(pipelines, on=False))
 
     def _has_pinned_sizes(self, plan: Plan) -> bool:
         """Whether TP groups have allowed sizes, and on nodes of normal devices the pinned one."""
@@ -347,7 +330,7 @@ class Planner:
             return False
         slow = {node_of(name) for name, rate in self.problem.rates.items() if rate > 1}
         normal = {len(stage.devices) for stage in stages if not slow & set(map(node_of, stage.devices))}
-        return self.task.tp is None or normal <= {self.task.tp}
+        return self.task.fixed_tp is None or normal <= {self.task.fixed_tp}
 
     def now(self) -> float | None:
         """Seconds of the current plan as it is, if it is one of this problem, and fits."""
@@ -407,7 +390,7 @@ class Planner:
         pipelines = reorder_tp_ranks(pipelines, job.cluster, job.rates, job.profile, job.current)
         used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
         if (
-            self.problem.freedom.recompute
+            self.problem.search_space.recompute
             and not chosen
             and not any(s.recompute for p in pipelines for s in p.stages)
         ):
@@ -415,7 +398,7 @@ class Planner:
         plan = Plan(
             number=self.number,
             strategies=(strategy(pipelines),),
-            state=self.problem.freedom.states[0],
+            state=self.problem.search_space.states[0],
             micro_batch=self.problem.micro_batch,
             global_batch=self.problem.global_batch,
             idle=tuple(d.name for d in self.problem.cluster.devices if d.name not in used),
@@ -423,6 +406,7 @@ class Planner:
         return with_carriers(plan) if plan.state.replicas else plan
 
     def seconds(self, plan: Plan) -> float:
+        """What is minimised: seconds (or units) of a step, or the steady figure."""
         measure = steady_seconds if self.steady else step_seconds
         return measure(plan, self.problem.cluster, self.problem.rates, self.cost)
 
@@ -450,12 +434,12 @@ class Planner:
         return made.replace(prediction=prediction, reason=describe(made, self.problem.rates))
 
     def refusal(self) -> str:
+        """Why the problem has no plan, and what would help."""
         return explain_infeasible(self.task, micro_batch=self.problem.micro_batch)
 
     def lower(self, known: float) -> float:
         """Seconds that no plan of this setting can beat. `known`: those of a plan."""
         search = self.search
-        if self.problem.freedom.recompute is True:
+        if self.problem.search_space.recompute is True:
             search = LargeSearch(task_of(self.problem, steady=self.steady, members=self.members, hopeful=True))
-        rates = [rate_of(self.problem.rates, device.name) for device in alive(self.problem)]
-        return max(search.task.cost.bound(rates, search.task.micro_batches), search.lower(known))
+        return max(search.task.work_bound, search.lower(known))

@@ -20,7 +20,7 @@ from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.search.balance.layer_split import Terms, fill, split_layers
 from elasticd_planner.search.balance.micro_batch_split import Line, pareto, split_by_lines, split_micro_batches
 from elasticd_planner.search.balance.stage_swaps import Placed, StageCosts, improved
-from elasticd_planner.search.task import Chained, DeviceGroup, Signature, Task, pipeline_signature
+from elasticd_planner.search.task import MANY, Chained, NamedGroup, Signature, Task, pipeline_signature
 from elasticd_planner.spec.cluster import Link, rate_of
 from elasticd_planner.spec.plan import Pipeline
 
@@ -38,15 +38,7 @@ class Ordered:
 
     order: tuple[int, ...]
     terms: tuple[Terms, ...]
-    caps: Floats
-    sums: Floats
-
-    def seconds(self, micro_batches: int, *, steady: bool) -> float:
-        if not len(self.caps):
-            return float("inf")
-        if steady:
-            return float(self.caps.min() * micro_batches)
-        return float(((micro_batches - 1) * self.caps + self.sums).min())
+    line: Line
 
 
 class Refiner:
@@ -69,12 +61,9 @@ class Refiner:
             ordered = [self._lined(chained, tuple(range(len(chained.groups)))) for chained in found]
         else:
             ordered = [self._ordered(chained, swap) for chained in found]
-        if not all(len(one.caps) for one in ordered):
+        if not all(len(one.line.caps) for one in ordered):
             return None
-        lines = [
-            Line(caps=one.caps, sums=one.sums, least=len(one.order) if task.deep else 1) for one in ordered
-        ]
-        given = split_by_lines(lines, task.micro_batches, steady=task.steady)
+        given = split_by_lines([one.line for one in ordered], task.micro_batches, steady=task.steady)
         if given is None:
             return None
         placed = [self._placed(one, m) for one, m in zip(ordered, given, strict=True)]
@@ -87,7 +76,7 @@ class Refiner:
         """The formula's layers."""
         task = self.task
         if task.steady:  # the least largest stage; among those the shortest way through
-            layers = split_layers(one.terms, task.layers, 10**6)
+            layers = split_layers(one.terms, task.layers, MANY)
         else:
             layers = split_layers(one.terms, task.layers, max(micro_batches, len(one.order)))
         return Placed(order=one.order, layers=layers)
@@ -173,7 +162,7 @@ class Refiner:
 
     def _best(self, chained: Chained, swap: bool) -> Ordered:
         def value(one: Ordered) -> tuple[float, tuple[int, ...]]:
-            return round(one.seconds(chained.micro_batches, steady=self.task.steady), 12), one.order
+            return round(one.line.seconds(chained.micro_batches, steady=self.task.steady), 12), one.order
 
         best = min((self._lined(chained, order) for order in self._candidates(chained)), key=value)
         improved = swap and not self._settled(chained, best)
@@ -192,10 +181,9 @@ class Refiner:
             return False
         free = [Terms(block=t.block, fixed=0.0, most=(self.task.layers,) * len(best.terms)) for t in best.terms]
         caps, given = fill(free, self.task.layers, len(free))
-        sums = given @ np.array([t.block for t in free])
-        least = Ordered(order=best.order, terms=tuple(free), caps=caps, sums=sums)
+        least = Line(caps=caps, sums=given @ np.array([t.block for t in free]))
         steady, m = self.task.steady, chained.micro_batches
-        return best.seconds(m, steady=steady) <= least.seconds(m, steady=steady) * (1 + EQUAL)
+        return best.line.seconds(m, steady=steady) <= least.seconds(m, steady=steady) * (1 + EQUAL)
 
     def _candidates(self, chained: Chained) -> list[tuple[int, ...]]:
         groups = [self.type_of(group) for group in chained.groups]
@@ -216,11 +204,9 @@ class Refiner:
     def _lined(self, chained: Chained, order: tuple[int, ...]) -> Ordered:
         terms = self._terms(chained, order)
         caps, given = fill(terms, self.task.layers, len(order))
-        if not len(caps):
-            return Ordered(order=order, terms=terms, caps=np.zeros(0), sums=np.zeros(0))
-        sums = given @ np.array([t.block for t in terms]) + sum(t.charged for t in terms)
-        caps, sums = pareto(caps, sums)
-        return Ordered(order=order, terms=terms, caps=caps, sums=sums)
+        caps, sums = pareto(caps, given @ np.array([t.block for t in terms]) + sum(t.charged for t in terms))
+        least = len(order) if self.task.deep else 1
+        return Ordered(order=order, terms=terms, line=Line(caps=caps, sums=sums, least=least))
 
     def _terms(self, chained: Chained, order: tuple[int, ...]) -> tuple[Terms, ...]:
         task, depth = self.task, len(order)
@@ -250,17 +236,16 @@ class Refiner:
             )
         return self._most[key]
 
-    def type_of(self, group: DeviceGroup) -> GroupType:
+    def type_of(self, group: NamedGroup) -> GroupType:
         """What a group costs and holds."""
-        link = reach(self.task.cluster, group.devices)
-        key = (self._rates(group), group.shares, group.memory, link)
+        cluster, link = self.task.cluster, reach(self.task.cluster, group.devices)
+        rates = tuple(rate_of(self.task.rates, name) for name in group.devices)
+        memory = tuple(cluster.memory[name] for name in group.devices)
+        key = (rates, group.shares, memory, link)
         if key not in self._types:
-            cost = self.task.cost.group(key[0], group.shares, link)
-            self._types[key] = GroupType(cost=cost, shares=group.shares, memory=group.memory)
+            cost = self.task.cost.group(rates, group.shares, link)
+            self._types[key] = GroupType(cost=cost, shares=group.shares, memory=memory)
         return self._types[key]
-
-    def _rates(self, group: DeviceGroup) -> tuple[float, ...]:
-        return tuple(rate_of(self.task.rates, device) for device in group.devices)
 
 
 def _swaps(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -1,7 +1,14 @@
-"""The search's task: a planning problem in the terms of the search, and the pipelines that the search finds."""
+"""The search's task: a planning problem in the terms of the search, and the pipelines that the search finds.
+
+A pipeline has three forms. While it is searched, its groups are counted by classes of devices
+(`tp_groups.Group`, `node_partitions.GroupType`). Once found it has names: `Chained`, and with its layers the
+plan's own `Pipeline`. Bounds and numerics have it as arrays: `Terms` of stages, `StageCosts`, the `Line` of its
+time, the `Column` of a type of group.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +16,7 @@ from typing import Protocol
 from elasticd_planner.cost.model import CostModel
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.problem import Problem
-from elasticd_planner.spec.cluster import Cluster, Rates, node_of, rate_of
+from elasticd_planner.spec.cluster import Cluster, Device, Rates, node_of, rate_of
 from elasticd_planner.spec.plan import Stage
 
 #: The most devices for which every plan is enumerated.
@@ -36,8 +43,8 @@ class UnitProblem(Problem, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is to be planned, in the terms of the search. tp: size of groups on nodes of normal devices (None:
-    searched); dp: number of pipelines (None: searched). deep: as many micro-batches as stages at least."""
+    """What is to be planned, in the terms of the search. fixed_tp: size of groups on nodes of normal devices;
+    fixed_dp: number of pipelines; None: searched. deep: as many micro-batches as stages at least."""
 
     cluster: Cluster
     rates: Rates
@@ -46,8 +53,13 @@ class Task:
     micro_batches: int
     steady: bool = False
     deep: bool = False
-    tp: int | None = None
-    dp: int | None = None
+    fixed_tp: int | None = None
+    fixed_dp: int | None = None
+
+    @property
+    def work_bound(self) -> float:
+        """Seconds that no plan can beat: all work over the speed of all usable devices."""
+        return self.cost.bound([rate_of(self.rates, d.name) for d in alive(self)], self.micro_batches)
 
     @property
     def crosses_nodes(self) -> bool:
@@ -55,14 +67,21 @@ class Task:
         return not self.cost.widths(max((len(node.devices) for node in self.cluster.nodes), default=0))
 
 
+def alive(given: Problem | Task) -> tuple[Device, ...]:
+    """The devices that can be used: those with a finite rate."""
+    return tuple(d for d in given.cluster.devices if math.isfinite(rate_of(given.rates, d.name)))
+
+
 class NamedGroup(Protocol):
     """A TP group by the names of its devices: a stage of a plan, or a `DeviceGroup`."""
 
     @property
-    def devices(self) -> tuple[str, ...]: ...
+    def devices(self) -> tuple[str, ...]:
+        """Names of the members, in the order of their shares."""
 
     @property
-    def shares(self) -> tuple[int, ...]: ...
+    def shares(self) -> tuple[int, ...]:
+        """Share units by member."""
 
 
 #: What the time and the memory of a pipeline depend on.
@@ -97,21 +116,25 @@ class DeviceGroup:
 
     devices: tuple[str, ...]
     shares: tuple[int, ...]
-    memory: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chained:
-    """A pipeline: its groups in order, and its micro-batches."""
+    """A pipeline whose layers are not divided yet: its groups in order (those found, or a plan's stages), and
+    its micro-batches."""
 
-    groups: tuple[DeviceGroup, ...]
+    groups: tuple[NamedGroup, ...]
     micro_batches: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The pipelines, the seconds that the search gives them, combinations looked at."""
+    """The pipelines, and the seconds that the search gives them."""
 
     pipelines: tuple[Chained, ...]
     seconds: float
-    candidates: int
+
+    @property
+    def smallest(self) -> int:
+        """Devices of the smallest pipeline."""
+        return min(sum(len(group.devices) for group in chained.groups) for chained in self.pipelines)

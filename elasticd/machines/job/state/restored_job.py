@@ -107,5 +107,5 @@ def _restored_basis(problem: Problem | None) -> Basis | None:
         devices=problem.cluster.devices,
         rates=dict(problem.rates),
         profile=problem.profile,
-        interleave=problem.freedom.interleave,
+        interleave=problem.search_space.interleave,
     )

@@ -26,10 +26,13 @@ class Line:
     sums: Floats
     least: int = 1
 
+    def each(self, micro_batches: int, *, steady: bool) -> Floats:
+        """Seconds by line."""
+        return micro_batches * self.caps if steady else (micro_batches - 1) * self.caps + self.sums
+
     def seconds(self, micro_batches: int, *, steady: bool) -> float:
-        if steady:
-            return float(micro_batches * self.caps.min())
-        return float(((micro_batches - 1) * self.caps + self.sums).min())
+        """Seconds of the best line; inf where there is none."""
+        return float(self.each(micro_batches, steady=steady).min(initial=math.inf))
 
     def capacity(self, limit: float, *, steady: bool) -> int:
         """Micro-batches within `limit`; 0 where that is less than the least."""

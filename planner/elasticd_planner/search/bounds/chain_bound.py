@@ -57,9 +57,11 @@ class Nodes(Protocol):
     """Alike nodes, how many there are, and a best division of one at prices."""
 
     @property
-    def number(self) -> int: ...
+    def number(self) -> int:
+        """How many nodes there are."""
 
-    def chosen(self, prices: Floats) -> tuple[float, Ints]: ...
+    def chosen(self, prices: Floats) -> tuple[float, Ints]:
+        """The worth of a best division of one node at `prices` [piece], and its groups by piece."""
 
 
 @dataclass(kw_only=True)

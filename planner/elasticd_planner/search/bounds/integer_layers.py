@@ -113,9 +113,9 @@ def nodes_of(task: Task, kinds: Sequence[NodeKind], divider: Divider) -> list[No
     rooms: dict[GroupType, int] = {}
     nodes: list[Nodes] = []
     for kind in kinds:
-        if not divider.complete(kind, size=task.tp):
+        if not divider.complete(kind, size=task.fixed_tp):
             return None
-        divisions = divider.every(kind, size=task.tp)
+        divisions = divider.every(kind, size=task.fixed_tp)
         pieces = set()
         for division in divisions:
             for made in division.types:

@@ -176,7 +176,7 @@ class TableBound:
     def _node(self, kind: NodeKind) -> _Node:
         rates, memory = kind.rates, max(memory for _, memory, _ in kind.classes)
         widths = self.cost.widths(len(rates))
-        number, size = len(kind.nodes), self.task.tp
+        number, size = len(kind.nodes), self.task.fixed_tp
         if size is not None and kind.normal:
             ends = range(size - 1, len(rates), size)
             return _Node(number=number, fixed=tuple(self._equal(size, rates[end], memory) for end in ends))

@@ -18,7 +18,7 @@ from elasticd_planner.grouping.group_types import Columns, Rules
 from elasticd_planner.grouping.node_partitions import GroupType
 from elasticd_planner.numeric import EQUAL, Floats, Ints
 from elasticd_planner.search.pools.pipeline_candidates import PipelineCandidates
-from elasticd_planner.search.task import Chained, DeviceGroup, Found, Task
+from elasticd_planner.search.task import Chained, Found, NamedGroup, Task
 
 #: Plans that are improved: of so many pipelines and groups at most. Changes made at most.
 PIPELINES, GROUPS, CHANGES = 8, 48, 12
@@ -36,7 +36,7 @@ Counts = tuple[int, ...]
 class Exchange:
     """One plan being improved. `types` of the groups of the plan, by group."""
 
-    def __init__(self, task: Task, rules: Rules, found: Found, types: Mapping[DeviceGroup, GroupType]) -> None:
+    def __init__(self, task: Task, rules: Rules, found: Found, types: Mapping[NamedGroup, GroupType]) -> None:
         self.task, self.found = task, found
         groups = [group for chained in found.pipelines for group in chained.groups]
         columns = Columns(task.cost, rules, len(groups))
@@ -66,7 +66,7 @@ class Exchange:
             return replace(self.found, seconds=seconds)
         return self._made(vectors, value[0])
 
-    def _counts(self, groups: Sequence[DeviceGroup]) -> Counts:
+    def _counts(self, groups: Sequence[NamedGroup]) -> Counts:
         counts = [0] * len(self.columns)
         for group in groups:
             counts[self._column[group]] += 1
@@ -116,7 +116,7 @@ class Exchange:
 
     def _made(self, vectors: Sequence[Counts], seconds: float) -> Found:
         """The plan with its groups dealt to these pipelines."""
-        free: dict[int, list[DeviceGroup]] = {}
+        free: dict[int, list[NamedGroup]] = {}
         for chained in self.found.pipelines:
             for group in chained.groups:
                 free.setdefault(self._column[group], []).append(group)
@@ -128,7 +128,7 @@ class Exchange:
             done = limit / caps if self.rules.steady else (limit - sums) / caps + 1
             count = int(done.max())
             made.append(Chained(groups=tuple(groups), micro_batches=max(1, count)))
-        return Found(pipelines=tuple(made), seconds=seconds, candidates=self.found.candidates)
+        return Found(pipelines=tuple(made), seconds=seconds)
 
     def _order(self, vector: Counts) -> list[int]:
         """Columns of the stages: slow ones first."""

@@ -19,10 +19,11 @@ from elasticd_planner.cost.model import GroupCost
 from elasticd_planner.grouping.group_types import Column, Columns
 from elasticd_planner.grouping.node_partitions import Division, GroupType, NodeKind
 from elasticd_planner.numeric import EQUAL, Floats, Ints
+from elasticd_planner.search.balance.micro_batch_split import Line
 from elasticd_planner.search.bounds.integer_layers import IntegerLayerBound
 from elasticd_planner.search.pools.pipeline_candidates import PipelineCandidates, size
 from elasticd_planner.search.pools.pipeline_partition import Counts, Partition
-from elasticd_planner.search.pools.ranked_combinations import Option, choices, products
+from elasticd_planner.search.pools.ranked_combinations import DivisionUses, choices, products
 
 #: Combinations listed of a pool that is alone, of one that is searched thoroughly, and of one among others.
 LISTED, LISTED_ALL, POOLED = 400, 3000, 80
@@ -57,17 +58,15 @@ class PoolGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
-    """A pipeline of a pool: its groups, its lines (o, S), and the order of groups of each line."""
+    """A pipeline of a pool: its groups, its lines, and the order of groups of each line."""
 
     groups: tuple[PoolGroup, ...]
-    caps: Floats
-    sums: Floats
+    line: Line
     orders: tuple[tuple[int, ...], ...]
 
     def order(self, micro_batches: int, *, steady: bool) -> tuple[int, ...]:
         """Indices of groups from the first stage to the last, of the line that is best then."""
-        seconds = self.caps if steady else (micro_batches - 1) * self.caps + self.sums
-        return self.orders[int(seconds.argmin())]
+        return self.orders[int(self.line.each(micro_batches, steady=steady).argmin())]
 
 
 class NodePool:
@@ -109,8 +108,8 @@ class NodePool:
         self._known: tuple[float, Floats] = (math.nan, np.zeros(0))
         self._known_whole: tuple[float, Floats] = (math.nan, np.zeros(0))
         self._whole = self._pieces()
-        self._uses: list[Option] = []
-        self._frontier: Option | None = ()
+        self._uses: list[DivisionUses] = []
+        self._frontier: DivisionUses | None = ()
         self._more = self._combinations(time)
         self._shapes: dict[int, _Combination] = {}
 
@@ -154,7 +153,7 @@ class NodePool:
             self._known_whole = (limit, np.add.reduceat(each[flat], self._starts, axis=0))
         return self._known_whole[1]
 
-    def _combinations(self, time: float) -> Iterator[Option]:
+    def _combinations(self, time: float) -> Iterator[DivisionUses]:
         """(division, how many nodes use it) of each combination; those of equal groups once. Ranked by the
         bound, and in turn by a bound that charges more for each group: memory makes deep pipelines dearer
         than the bound knows."""
@@ -233,7 +232,7 @@ class NodePool:
             low, high = (low, middle) if groups <= self.rules.most else (middle, high)
         return low
 
-    def _ranked(self, gains: Floats) -> Iterator[Option]:
+    def _ranked(self, gains: Floats) -> Iterator[DivisionUses]:
         start = 0
         options = []
         for _, listed, count in self.nodes:
@@ -256,7 +255,7 @@ class NodePool:
             self._uses.append(row)
         return True
 
-    def _counts(self, row: Option) -> dict[int, int]:
+    def _counts(self, row: DivisionUses) -> dict[int, int]:
         """Groups by column."""
         counts: dict[int, int] = {}
         for index, many in row:
@@ -272,13 +271,13 @@ class NodePool:
 
     # What they do.
 
-    def _reach(self, row: Option, limit: float) -> int:
+    def _reach(self, row: DivisionUses, limit: float) -> int:
         """The most micro-batches that the bounds allow a combination."""
         divisions, counts = zip(*row, strict=True)
         whole = float((np.array(counts) @ self._whole_gains(limit)[list(divisions)]).max())
         return min(self._reach_ranked(row, limit), math.floor(whole * (1 + EQUAL)))
 
-    def _reach_ranked(self, row: Option, limit: float) -> int:
+    def _reach_ranked(self, row: DivisionUses, limit: float) -> int:
         """The same by the bound that ranks combinations."""
         gains = self._gains(limit / self.rules.layers)
         total = sum(float(gains[index]) * count for index, count in row)
@@ -338,7 +337,8 @@ class NodePool:
             for order in orders:
                 free = {index: [i for i, place in enumerate(places) if place == index] for index in set(places)}
                 of_line.append(tuple(free[index].pop(0) for index in order))
-            made.append(Chain(groups=groups, caps=caps, sums=sums, orders=tuple(of_line)))
+            line = Line(caps=caps, sums=sums, least=len(groups) if self.rules.deep else 1)
+            made.append(Chain(groups=groups, line=line, orders=tuple(of_line)))
         return made
 
     def _combination(self, index: int) -> _Combination:

@@ -15,7 +15,7 @@ from itertools import count as numbers_from
 
 from elasticd_planner.grouping.group_types import Columns, Limits, Rules
 from elasticd_planner.grouping.node_partitions import Division, NodeKind
-from elasticd_planner.search.balance.micro_batch_split import Line, split_by_lines
+from elasticd_planner.search.balance.micro_batch_split import split_by_lines
 from elasticd_planner.search.pools.node_pool import NARROW, Chain, NodePool
 from elasticd_planner.search.task import Chained, DeviceGroup, Found, Task
 
@@ -88,6 +88,7 @@ class NodePools:
 
     @property
     def evaluated(self) -> int:
+        """Combinations looked at so far, in all pools."""
         return sum(pool.evaluated for pool in self.pools.values())
 
     def solve(self, low: float, known: float) -> Found | None:
@@ -227,8 +228,8 @@ class NodePools:
             for copy in range(copies)
             for chain in chains[key]
         ]
-        deep, steady = self.task.deep, self.task.steady
-        lines = [Line(caps=c.caps, sums=c.sums, least=len(c.groups) if deep else 1) for _, _, c in listed]
+        steady = self.task.steady
+        lines = [chain.line for _, _, chain in listed]
         given = split_by_lines(lines, self.task.micro_batches, steady=steady)
         if given is None:
             return None
@@ -238,7 +239,7 @@ class NodePools:
             Chained(groups=tuple(groups[i] for i in chain.order(m, steady=steady)), micro_batches=m)
             for (_, _, chain), groups, m in zip(listed, named, given, strict=True)
         )
-        return Found(pipelines=pipelines, seconds=seconds, candidates=0)
+        return Found(pipelines=pipelines, seconds=seconds)
 
     def _named(
         self, listed: Sequence[tuple[tuple[Composition, int], int, Chain]]
@@ -258,7 +259,7 @@ class NodePools:
                     taken[place] = [list(names) for names in kind.nodes[next_node[index]]]
                     next_node[index] += 1
                 devices = tuple(taken[place][i].pop(0) for i in group.members)
-                groups.append(DeviceGroup(devices=devices, shares=group.type.shares, memory=group.type.memory))
+                groups.append(DeviceGroup(devices=devices, shares=group.type.shares))
             made.append(tuple(groups))
         return made
 

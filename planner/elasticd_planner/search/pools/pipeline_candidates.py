@@ -262,6 +262,7 @@ def _useful(caps: Floats, sums: Floats, most: int) -> tuple[Floats, Floats, Ints
 
 
 def size(counts: Sequence[int]) -> int:
+    """How many pipelines, the empty one included, groups of so many of each type can form."""
     return math.prod(count + 1 for count in counts)
 
 

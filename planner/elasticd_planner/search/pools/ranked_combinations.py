@@ -11,13 +11,13 @@ from elasticd_planner.numeric import Floats
 MIXED = 10
 
 #: Divisions and how many nodes use each.
-Option = tuple[tuple[int, int], ...]
+DivisionUses = tuple[tuple[int, int], ...]
 
 
-def choices(divisions: range, count: int, gains: Floats) -> list[tuple[float, Option]]:
+def choices(divisions: range, count: int, gains: Floats) -> list[tuple[float, DivisionUses]]:
     """How `count` nodes of a kind may be divided: all alike, or in two ways; (gain, choice), best first."""
     best = sorted(divisions, key=lambda i: (-gains[i], i))
-    made: list[tuple[float, Option]] = [(float(gains[i]) * count, ((i, count),)) for i in best]
+    made: list[tuple[float, DivisionUses]] = [(float(gains[i]) * count, ((i, count),)) for i in best]
     if count > 1:
         for a, i in enumerate(best[:MIXED]):
             for j in best[a + 1 : MIXED]:
@@ -27,7 +27,7 @@ def choices(divisions: range, count: int, gains: Floats) -> list[tuple[float, Op
     return sorted(made, key=lambda entry: (-entry[0], entry[1]))
 
 
-def products(options: Sequence[list[tuple[float, Option]]]) -> Iterator[list[Option]]:
+def products(options: Sequence[list[tuple[float, DivisionUses]]]) -> Iterator[list[DivisionUses]]:
     """One option of each list, in descending order of the sum of their gains."""
     if not all(options):
         return

@@ -8,6 +8,13 @@ Both are pruned by the best plan so far, and by what the devices left over could
 Where the time is the schedule's own (`timing`), curves are what a shape takes at least; what it reaches is
 known for the formula's layers. Combinations that remain are costed exactly, best first, until the least that
 one may take is more than the best plan does.
+
+What an order of stages takes at least (`Least`): layers count as divisible. With S the least way there and back
+and x = T - S, the inequality of `pipeline_time` says that stage j works on a micro-batch for at most
+x / (m - 1 - h_j forward_j). What all stages may have must be all layers, which gives the least x. A stage that
+hides more of the others' time may have more, so orders differ.
+
+`place` gives the places of the best plans to devices, so that the fewest bytes move.
 """
 
 from __future__ import annotations
@@ -15,21 +22,169 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from elasticd_planner.cost.memory import most_layers
-from elasticd_planner.grouping.tp_groups import Counts, Group, classes, groups, hop, span
-from elasticd_planner.numeric import EQUAL, Floats
-from elasticd_planner.search.balance.layer_split import Terms, curve, reached
+from elasticd_planner.cost.model import CostModel
+from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.cost.pipeline_time import Timing
+from elasticd_planner.cost.profile_cost import to_units
+from elasticd_planner.grouping.tp_groups import Alike, Counts, Group, by_name, classes, groups, hop, span
+from elasticd_planner.numeric import EQUAL, Floats, Ints
+from elasticd_planner.placement.state_movement import Held, assign, estimate, holders
+from elasticd_planner.search.balance.layer_split import Terms, best_layers, curve, reached, split_layers
 from elasticd_planner.search.balance.micro_batch_split import capacity, split_micro_batches
-from elasticd_planner.search.exhaustive.order_bounds import Least, orders
-from elasticd_planner.search.exhaustive.pipeline_shapes import Combination, Option, Options, Shape, slowest
-from elasticd_planner.search.task import CURVE, Task
+from elasticd_planner.search.task import CURVE, MANY, Task
+from elasticd_planner.spec.cluster import Cluster
+from elasticd_planner.spec.plan import Pipeline, Plan
 
 #: Sequences kept of one curve on one set of devices: they differ in the order of stages alone, and cost the
 #: same by the formula.
 ALIKE = 720
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A pipeline by classes of devices: its groups in order, and its seconds by micro-batches (where these
+    are the schedule's: at least)."""
+
+    groups: tuple[Group, ...]
+    terms: tuple[Terms, ...]
+    seconds: Floats
+
+    def layers(self, layers: int, micro_batches: int) -> tuple[int, ...]:
+        """Layers by stage, the best by the formula. Raises ValueError where memory holds no such division."""
+        return split_layers(self.terms, layers, micro_batches)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A shape with its best layers for some micro-batches, and the seconds of that."""
+
+    shape: Shape
+    layers: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combination:
+    """Disjoint sets of devices, one for each pipeline, their micro-batches, and the seconds of a step."""
+
+    parts: tuple[Counts, ...]
+    micro_batches: tuple[int, ...]
+    seconds: float
+    #: Seconds of the step after its slowest pipeline.
+    after: float
+
+
+class Options:
+    """The best layers of shapes under `timing`, each made once; without a timing they are the formula's, which
+    with `steady` has the least slowest stage, as very many micro-batches would."""
+
+    def __init__(self, *, layers: int, timing: Timing | None, steady: bool = False) -> None:
+        self.layers, self.timing, self.steady = layers, timing, steady
+        self._known: dict[tuple[Counts, int], tuple[int, list[Option]]] = {}
+
+    def __call__(self, shapes: Sequence[Shape], part: Counts, micro_batches: int, limit: float) -> list[Option]:
+        """The `shapes`, all on the devices `part`, that do so many micro-batches within `limit` seconds, with
+        their layers, best first. Of one part shapes may be added; its limit must not rise."""
+        at = micro_batches - 1
+        if self.timing is None:
+            many = MANY if self.steady else micro_batches
+            found = [
+                Option(shape=s, layers=s.layers(self.layers, many), seconds=float(s.seconds[at]))
+                for s in shapes
+                if s.seconds[at] <= limit
+            ]
+            return sorted(found, key=lambda option: option.seconds)
+        seen, options = self._known.get((part, micro_batches), (0, []))
+        by_depth: dict[int, list[Shape]] = {}
+        for shape in shapes[seen:]:
+            if shape.seconds[at] <= limit:
+                by_depth.setdefault(len(shape.terms), []).append(shape)
+        for alike in by_depth.values():
+            terms = [shape.terms for shape in alike]
+            best = best_layers(terms, self.layers, micro_batches, limit, self.timing)
+            options += [
+                Option(shape=shape, layers=one.layers, seconds=one.seconds)
+                for shape, one in zip(alike, best, strict=True)
+                if one is not None
+            ]
+        options = sorted((one for one in options if one.seconds <= limit), key=lambda option: option.seconds)
+        self._known[part, micro_batches] = (len(shapes), options)
+        return options
+
+
+def slowest(curves: Sequence[Floats], given: Sequence[int]) -> float:
+    """Seconds of the slowest of some pipelines, each with its micro-batches."""
+    return max(float(seconds[m - 1]) for seconds, m in zip(curves, given, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Least:
+    """What groups cost, as arrays by their index; `hop`: boundaries between places (islands of nodes), there
+    and back."""
+
+    block: Floats
+    embed: Floats
+    head: Floats
+    place: Ints
+    hop: Floats
+    layers: int
+    hidden: float
+
+    @classmethod
+    def of(
+        cls, groups: Sequence[Group], cluster: Cluster, cost: CostModel, layers: int, hidden: float
+    ) -> Least:
+        """The arrays of `groups`, for `layers` layers; `hidden`: the part of a pass that the schedule hides."""
+        places: dict[tuple[str, int | None], Group] = {}
+        for group in groups:
+            places.setdefault((group.node, group.island), group)
+        number = {place: i for i, place in enumerate(places)}
+        hops = [[cost.boundary(hop(a, b, cluster)) for b in places.values()] for a in places.values()]
+        return cls(
+            block=np.array([group.cost.block for group in groups]),
+            embed=np.array([group.cost.embed for group in groups]),
+            head=np.array([group.cost.head for group in groups]),
+            place=np.array([number[group.node, group.island] for group in groups], dtype=np.int64),
+            hop=np.array(hops),
+            layers=layers,
+            hidden=hidden,
+        )
+
+    def seconds(self, listed: Ints, most: int) -> Floats:
+        """Seconds that orders of groups, [order, stage], need at least for 1 ... `most` micro-batches:
+        [order, micro-batches]."""
+        block = self.block[listed]
+        fixed = np.zeros(block.shape)
+        fixed[:, 0] += self.embed[listed[:, 0]]
+        fixed[:, -1] += self.head[listed[:, -1]]
+        places = self.place[listed]
+        hops = self.hop[places[:, :-1], places[:, 1:]].sum(axis=1)
+        through = block.sum(axis=1) + fixed.sum(axis=1) + hops
+        through += (self.layers - listed.shape[1]) * block.min(axis=1)
+        count = np.arange(most)[:, None]
+        again = count - self.hidden * np.minimum(count, np.arange(listed.shape[1] - 1, -1, -1))
+        pace = np.divide(1.0, again, out=np.full(again.shape, np.inf), where=again > 0)
+        least = (self.layers + (fixed / block).sum(axis=1))[:, None] / ((1 / block) @ pace.T)
+        longest = ((block + fixed)[:, None, :] * again).max(axis=2)
+        found: Floats = through[:, None] + np.maximum(least, longest)
+        return found
+
+
+def orders(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The distinct permutations of a sorted tuple, in ascending order."""
+    if len(chosen) < 2:
+        yield chosen
+        return
+    for index, item in enumerate(chosen):
+        if index and item == chosen[index - 1]:
+            continue
+        for rest in orders(chosen[:index] + chosen[index + 1 :]):
+            yield (item, *rest)
 
 
 class Exact:
@@ -75,7 +230,7 @@ class Exact:
         self._options = Options(layers=layers, timing=timing, steady=self.task.steady)
         self._least_hop = min(cost.boundary(link) for link in cluster.links)
         count = max(1, sum(devices))
-        numbers = range(1, count + 1) if self.task.dp is None else (self.task.dp,)
+        numbers = range(1, count + 1) if self.task.fixed_dp is None else (self.task.fixed_dp,)
         self._least_after = min(
             cost.after(d, max(1, count // d), link) for d in numbers for link in cluster.links
         )
@@ -106,13 +261,13 @@ class Exact:
 
     def _allowed(self, group: Group) -> bool:
         """Whether the task's pins let a group be: nodes of normal devices have groups of one size."""
-        if self.task.tp in (None, group.width):
+        if self.task.fixed_tp in (None, group.width):
             return True
         here = [a for a in self.alike if a.node == group.node]
         whole = next(len(node.devices) for node in self.cluster.nodes if node.name == group.node)
         return any(a.rate > 1 for a in here) or sum(len(a.devices) for a in here) < whole
 
-    # PipelineCandidates.
+    # Shapes.
 
     def _multisets(self, stages: int, first: int, left: Counts) -> Iterator[tuple[int, ...]]:
         """Indices of `stages` groups, not descending, that `left` devices suffice for."""
@@ -164,7 +319,7 @@ class Exact:
             self._formula[counts] = np.minimum(known, formula)
             seconds = reached(terms, self.layers, self.micro_batches, self.cost.timing)
         self.above[counts] = np.minimum(self.above.get(counts, np.inf), seconds)
-        if self.task.dp in (None, 1):
+        if self.task.fixed_dp in (None, 1):
             self._improve(float(seconds[-1]) + self._after((counts,)))
 
     def _possible(self, chosen: tuple[int, ...], counts: Counts) -> Iterator[tuple[int, ...]]:
@@ -246,7 +401,7 @@ class Exact:
         self, parts: Sequence[Counts], first: int, chosen: tuple[Counts, ...], left: Counts
     ) -> Iterator[Combination]:
         for index in range(first, len(parts)):
-            if len(chosen) in (self.micro_batches, self.task.dp) or self._ended():
+            if len(chosen) in (self.micro_batches, self.task.fixed_dp) or self._ended():
                 return
             counts = parts[index]
             if any(a > b for a, b in zip(counts, left, strict=True)):
@@ -257,7 +412,7 @@ class Exact:
             if not all(capable):
                 continue
             done = sum(capable)
-            if done >= self.micro_batches and self.task.dp in (None, len(now)):
+            if done >= self.micro_batches and self.task.fixed_dp in (None, len(now)):
                 yield from self._combination(now)
             if done + self._capacity(rest) >= self.micro_batches:
                 yield from self._combine(parts, index, now, rest)
@@ -325,6 +480,7 @@ class Exact:
 
     @property
     def spent(self) -> int:
+        """What it has looked at so far, of the budget."""
         return self.candidates + CURVE * self._made
 
     def _ended(self) -> bool:
@@ -365,3 +521,38 @@ class Exact:
                 low, high = (middle, high) if self.cost.bound(rates, middle) <= limit else (low, middle - 1)
             self._spare[counts, limit] = low
         return self._spare[counts, limit]
+
+
+def place(
+    options: Sequence[Option],
+    micro_batches: Sequence[int],
+    alike: Sequence[Alike],
+    profile: ModelProfile,
+    current: Plan | None,
+) -> tuple[Pipeline, ...]:
+    """Pipelines with devices: each class's devices go where they lack least if the members of each group are
+    lined up so. Deterministic: what is equal goes by name."""
+    before = holders(current, profile.share_units)
+    slots: dict[int, list[tuple[int, int, int, Held]]] = {}
+    for p, option in enumerate(options):
+        start = 0
+        for s, (group, layers) in enumerate(zip(option.shape.groups, option.layers, strict=True)):
+            low, last = 0, s == len(option.layers) - 1
+            units = to_units(group.shares, profile.share_units)
+            for (index, share), size in zip(group.members, units, strict=True):
+                held = Held(start=start, stop=start + layers, low=low, high=low + size, embed=s == 0, head=last)
+                slots.setdefault(index, []).append((p, s, share, held))
+                low += size
+            start += layers
+    chosen: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    for index, wanted in slots.items():
+        names = alike[index].devices
+        costs = [[estimate(profile, before.get(name), held) for *_, held in wanted] for name in names]
+        for (p, s, share, _), row in zip(wanted, assign(costs), strict=True):
+            chosen.setdefault((p, s), []).append((names[row], share))
+    pipelines = []
+    for p, (option, count) in enumerate(zip(options, micro_batches, strict=True)):
+        stages = [zip(*chosen[p, s], strict=True) for s in range(len(option.layers))]
+        groups = [(tuple(names), tuple(shares)) for names, shares in stages]
+        pipelines.append(Pipeline.from_layers(groups, option.layers, count))
+    return tuple(sorted(pipelines, key=lambda p: by_name(p.stages[0].devices[0])))
