@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.runtime.control.outbox import LASTING, LastWords
+from elasticd.runtime.control.outbox import LASTING, Outbox
 from elasticd.wire import messages
 from elasticd.wire.messages import (
     Finished,
@@ -34,7 +34,7 @@ BEREFT = PeersLost(step=3, reason="reset")
 
 
 def left(*said: Message) -> list[Message]:
-    words = LastWords()
+    words = Outbox()
     for message in said:
         words.add(message, messages.encode(message))
     return [messages.from_worker(data) for data in words]
