@@ -75,8 +75,7 @@ class Model:
             units: the kinds of units that rules cut in. A kind without attributes need not be named: its count
                 is the length of the cut dimension.
             ties: parameters that are to be shared and are not yet: a later name to an earlier one.
-            proved: how the sections' output was compared with another implementation's; `elasticd check`
-                prints it.
+            proved: how the sections' output was verified, for `elasticd check` to print.
 
         Raises:
             ModelError: the model cannot be trained so; the message says why, and what to do.
