@@ -167,7 +167,7 @@ def test_where_nothing_of_a_micro_batch_can_be_read_one_of_the_first_samples_sta
 
 
 def test_the_expected_hash_of_a_rank_is_that_of_its_pipelines_micro_batches_in_order() -> None:
-    plan = plan_of((2, [stage(0, 6, ("a/0", 1))]), (1, [stage(0, 6, ("b/0", 1), ("b/1", 1))]))
+    plan = plan_of((5, [stage(0, 6, ("a/0", 1))]), (3, [stage(0, 6, ("b/0", 1), ("b/1", 1))]))
     hashes = expected_hashes(plan, [[((3, 1), (2, 0)), ((5, 4),)]])
     assert hashes == [hash_samples([3, 1, 2, 0]), *[hash_samples([5, 4])] * 2]
 
