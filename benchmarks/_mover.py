@@ -2,10 +2,10 @@
 
     python benchmarks/_mover.py FOLDER RANK ADDRESS SCENE REPEATS
 
-The group is the runtime's own (`Fabric`), bootstrapped over files in FOLDER. In each repetition all ranks first
-send the bytes of the move plainly: from pair to pair in messages of 64 MiB, nothing checked, nothing cut. Then
-they make the rounds, as in a job they do while training goes on, and move. Memory for what comes is asked for
-anew both times. Prints one JSON object.
+The group is the runtime's own (`PlanGroups`), bootstrapped over files in FOLDER. In each repetition all ranks
+first send the bytes of the move plainly: from pair to pair in messages of 64 MiB, nothing checked, nothing cut.
+Then they make the rounds, as in a job they do while training goes on, and move. Memory for what comes is asked
+for anew both times. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pathlib import Path
 import torch
 from _scenes import SCENES, SPEC
 from elasticd_migration.local_state import LocalState, LocalTensor, Shard
-from elasticd_migration.migrate import Foreseen, Moved, foresee, migrate
+from elasticd_migration.migrate import Moved, PreparedMove, migrate, prepare_move
 from elasticd_migration.reshard import bytes_lacking, reshard
 from elasticd_migration.transport import ProcessGroupTransport
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.runtime.comm.groups import Fabric, Group
+from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.comm.sockets import tcp_sockets
 from tests.migration.files import Files
 
@@ -131,8 +131,8 @@ def main(folder: str, rank: int, address: str, scene: str, repeats: int) -> dict
     torch.set_num_threads(1)
     before, after = SCENES[scene]
     members = members_of(before, after)
-    fabric = Fabric("bench", members[rank], address, Files(Path(folder) / "store"))
-    group = fabric.group(members, "transition")
+    plan_groups = PlanGroups("bench", members[rank], address, Files(Path(folder) / "store"))
+    group = plan_groups.group(members, "transition")
     old, new = Layouts(SPEC, before), Layouts(SPEC, after)
     state = state_of(old, group.me)
     sizes = {item: SIZES[item.role] for item in new.items}
@@ -146,17 +146,17 @@ def main(folder: str, rank: int, address: str, scene: str, repeats: int) -> dict
     plain = Plain(group, pairs)
     result: list[Moved] = []
 
-    def move(rounds: Foreseen | None) -> None:
+    def move(rounds: PreparedMove | None) -> None:
         """As a switch does, until all have said ok."""
         transport = ProcessGroupTransport(group.backend, group.members, group.me, group.all_gather)
-        result.append(migrate(old, new, state, transport, foreseen=rounds))
+        result.append(migrate(old, new, state, transport, prepared=rounds))
         group.all_gather(torch.ones(1))
         transport.drain()
 
-    def prepared() -> Foreseen | None:
+    def prepared() -> PreparedMove | None:
         """What is made while training goes on, with fresh layouts."""
         transport = ProcessGroupTransport(group.backend, group.members, group.me, group.all_gather)
-        return foresee(Layouts(SPEC, before), Layouts(SPEC, after), state.schema(), transport)
+        return prepare_move(Layouts(SPEC, before), Layouts(SPEC, after), state.schema(), transport)
 
     seconds: list[tuple[float, float]] = []
     cpu: list[tuple[float, float]] = []

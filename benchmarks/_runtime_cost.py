@@ -138,7 +138,7 @@ def cpu_seconds(engine: engines.Engine, talk: Control) -> float:
     for owner, name in (
         (engines.Recipe, "batch"),
         (stages, "hash_samples"),
-        (engines, "expected_hash"),
+        (engines, "expected_hashes"),
         (StepVote, "vote"),
     ):
         meter.around(owner, name)
@@ -194,7 +194,7 @@ def main(folder: Path, rank: int, address: str, pairs: int) -> dict[str, object]
     torch.set_num_threads(1)
     with control(folder, rank) as talk:
         engine = engine_of(folder, rank, address, PLAN, CONFIG, Text.of(CONFIG.vocabulary, TOKENS))
-        found: dict[str, object] = dict(paired(engine.fabric.group(PLAN.members, "vote"), pairs))
+        found: dict[str, object] = dict(paired(engine.plan_groups.group(PLAN.members, "vote"), pairs))
         found["cpu"] = cpu_seconds(engine, talk)
         return found
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.models.decoder import initial
-from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import unpaced
 from elasticd.runtime.data.prefetch import Dataset
 from elasticd.runtime.data.step_samples import Feed
@@ -129,8 +129,8 @@ def engine_of(
     )
     me = plan.members[rank]
     layouts = Layouts(recipe.model.spec, plan)
-    fabric = Fabric("bench", me, address, Files(folder / "ours"))
-    engine = make_engine(recipe, layouts, fabric, pace)
+    plan_groups = PlanGroups("bench", me, address, Files(folder / "ours"))
+    engine = make_engine(recipe, layouts, plan_groups, pace)
     engine.adopt(first_state(recipe.model, layouts, me, SEED))
     return engine
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +27,9 @@ if TYPE_CHECKING:
     from elasticd.runtime.engine.parallelism import ParallelismOptions
     from elasticd.runtime.exits import JobStopped
     from elasticd.runtime.model.model import Model
-    from elasticd.runtime.model.tp_rules import Add, Column, Row, Rule, Slice, UnitsOf
+    from elasticd.runtime.model.tp_rules import Column, PartialGrad, Row, Rule, Sharded, UnitsOf
 
 __all__ = [
-    "Add",
     "Callback",
     "CheckpointingOptions",
     "Column",
@@ -43,10 +43,11 @@ __all__ = [
     "Metrics",
     "Model",
     "ParallelismOptions",
+    "PartialGrad",
     "Precision",
     "Row",
     "Rule",
-    "Slice",
+    "Sharded",
     "Step",
     "Stream",
     "UnitsOf",
@@ -72,12 +73,22 @@ _NAMES = {
     "elasticd.runtime.engine.parallelism": ("ParallelismOptions",),
     "elasticd.runtime.exits": ("JobStopped",),
     "elasticd.runtime.model.model": ("Model",),
-    "elasticd.runtime.model.tp_rules": ("Add", "Column", "Row", "Rule", "Slice", "UnitsOf"),
+    "elasticd.runtime.model.tp_rules": ("Column", "PartialGrad", "Row", "Rule", "Sharded", "UnitsOf"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
+#: The present names of those of release 0.1, which are accepted with a warning until release 0.3.
+_FORMER = {"Add": "PartialGrad", "Slice": "Sharded"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _FORMER:
+        new = _FORMER[name]
+        warnings.warn(
+            f"elasticd.{name} is deprecated, and refused from 0.3 on: write elasticd.{new}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return __getattr__(new)
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'elasticd' has no attribute {name!r}")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elasticd
-from elasticd import Column, Row, Slice, UnitsOf
+from elasticd import Column, Row, Sharded, UnitsOf
 
 
 class Attention(nn.Module):
@@ -116,7 +116,7 @@ def describe(gpt: GPT) -> elasticd.Model:
         rules={
             "blocks.*.attention.qkv.*": Column("heads", parts=3),
             "blocks.*.attention.out.*": Row("heads"),
-            "blocks.*.attention.dropout": Slice("heads", dim=1),
+            "blocks.*.attention.dropout": Sharded("heads", dim=1),
             "blocks.*.up.*": Column("columns"),
             "blocks.*.down.*": Row("columns"),
             "embed.tokens.weight": Row("vocabulary"),

@@ -33,6 +33,7 @@ class FileSums(Value, frozen=True, kw_only=True):
 
 
 def block_sum(data: bytes | bytearray | memoryview) -> str:
+    """The first 64 bits of SHA-256 as 16 hex digits."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
@@ -58,6 +59,7 @@ class SummedStream:
         return self.size
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Takes bytes, and passes them on in whole blocks. Returns how many it took, as torch.save expects."""
         written = len(data)
         if len(self.head) < self.HEAD:
             self.head += data[: self.HEAD - len(self.head)]
@@ -124,6 +126,7 @@ class SummedFile:
         self.close()
 
     def close(self) -> None:
+        """Closes the file. What `read` returned stays valid."""
         self._file.close()
 
     def read(self, start: int, stop: int) -> memoryview:

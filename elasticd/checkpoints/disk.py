@@ -12,9 +12,14 @@ from typing import Protocol
 class WritableFile(Protocol):
     """A file that is being written. It is safe from a power loss after `sync` and a `sync_folder`."""
 
-    def write(self, data: bytes | bytearray | memoryview) -> None: ...
-    def sync(self) -> None: ...
-    def close(self) -> None: ...
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Appends all of `data`. Raises OSError."""
+
+    def sync(self) -> None:
+        """Returns when all that was written is on disk. Raises OSError."""
+
+    def close(self) -> None:
+        """Closes the file, without a sync."""
 
 
 class Disk(Protocol):
@@ -49,15 +54,19 @@ class LocalDisk:
     """Any file system that the kernel has mounted, and that renames and syncs as POSIX says."""
 
     def make_folder(self, path: Path) -> None:
+        """Makes it and its parents; no error if it exists."""
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> WritableFile:
+        """A new, empty file, which is written without a buffer."""
         return _File(path)
 
     def rename(self, old: Path, new: Path) -> None:
+        """Atomic, as POSIX `rename` is. It is on disk after a `sync_folder`."""
         os.rename(old, new)
 
     def sync_folder(self, path: Path) -> None:
+        """Syncs the folder's entries by fsync of its descriptor."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(fd)
@@ -65,9 +74,11 @@ class LocalDisk:
             os.close(fd)
 
     def remove(self, path: Path) -> None:
+        """Removes a file."""
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
+        """Removes a folder and its content; several ranks may do it at the same time."""
         while path.exists():
             with suppress(FileNotFoundError):  # another one was faster here: there may be more
                 shutil.rmtree(path)

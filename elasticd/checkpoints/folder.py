@@ -35,10 +35,12 @@ class Found:
 
     @property
     def name(self) -> str:
+        """The name of its folder."""
         return self.path.name
 
 
 def name_of(step: int, plan: int, incarnation: str) -> str:
+    """The name of a checkpoint's folder; `incarnation` is that of rank 0's worker."""
     return f"step-{step:08d}.plan-{plan}.{incarnation}"
 
 
@@ -89,10 +91,12 @@ def damages(path: Path) -> tuple[str, ...]:
 
 
 def sound(found: Sequence[Found]) -> tuple[Found, ...]:
+    """Those without damage, in the same order."""
     return tuple(item for item in found if not item.damage)
 
 
 def next_serial(found: Sequence[Found]) -> int:
+    """The serial number of the next checkpoint in this folder: one above the largest, from 1."""
     return 1 + max((item.manifest.serial for item in found if item.manifest is not None), default=0)
 
 

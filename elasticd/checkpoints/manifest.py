@@ -88,6 +88,7 @@ class TensorEntry(Value, frozen=True, kw_only=True):
         )
 
     def plane(self, name: str) -> PlaneEntry | None:
+        """The plane of this name; None: it was not saved."""
         return next((plane for plane in self.planes if plane.name == name), None)
 
 
@@ -136,6 +137,7 @@ class Manifest(StoredValue, frozen=True, kw_only=True, tag="checkpoint-manifest"
 
     @property
     def bytes(self) -> int:
+        """Bytes of all files that the manifest names."""
         return sum(file.size for file in self.files)
 
 
@@ -147,6 +149,7 @@ class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def seal(value: msgspec.Struct) -> bytes:
+    """A value as JSON with its SHA-256, as `unseal` reads it."""
     body = msgspec.json.encode(value)
     return msgspec.json.encode(_Sealed(sha256=hashlib.sha256(body).hexdigest(), body=msgspec.Raw(body)))
 

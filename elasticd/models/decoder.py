@@ -43,6 +43,7 @@ class DecoderConfig:
 
     @property
     def head_size(self) -> int:
+        """Width of a head."""
         return self.width // self.heads
 
 
@@ -61,6 +62,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        """x / rms(x) x weight over the last dimension, [..., width], in the type of `x`."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return normal.to(x.dtype) * self.weight
@@ -91,6 +93,8 @@ class Attention(nn.Module):
         self.o = linear(config.width, config.width, config.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, width] to the same shape; a token attends to itself and to earlier ones."""
+
         def split(y: Tensor, heads: int) -> Tensor:
             return y.view(*y.shape[:2], heads, self.head_size).transpose(1, 2)
 
@@ -113,6 +117,7 @@ class SwiGLU(nn.Module):
         self.down = linear(config.hidden, config.width, config.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """down(silu(gate(x)) x up(x)), [batch, tokens, width] to the same shape."""
         out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return out
 
@@ -128,6 +133,7 @@ class Block(nn.Module):
         self.feed_forward = SwiGLU(config)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, width] to the same shape."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -140,6 +146,7 @@ class Embed(nn.Module):
         self.tokens = nn.Embedding(config.vocabulary, config.width, dtype=config.dtype)
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Looks up batch["inputs"] [batch, tokens]; gives [batch, tokens, width]."""
         out: Tensor = self.tokens(batch["inputs"])
         return out
 
@@ -153,6 +160,7 @@ class Head(nn.Module):
         self.output = linear(config.width, config.vocabulary, config.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[batch, tokens, width] to logits [batch, tokens, vocabulary]."""
         out: Tensor = self.output(self.norm(x))
         return out
 
@@ -169,6 +177,7 @@ class Decoder(nn.Module):
         self.head.output.weight = self.embed.tokens.weight
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Logits [batch, tokens, vocabulary] of batch["inputs"] [batch, tokens]."""
         x = self.embed(batch)
         for block in self.blocks:
             x = block(x)

@@ -11,7 +11,7 @@ class JobOver(Exception):
     """The job ended while this rank stood by, or had lost the others."""
 
 
-class Departed(SystemExit):
+class Drained(SystemExit):
     """This process was told to go, and the job goes on without it. As a SystemExit with code 0 it ends a script
     in good order, before what follows the last step; and its torchrun starts no other in its place."""
 

@@ -23,7 +23,7 @@ import torch
 from elasticd_migration.reshard import span
 from elasticd_migration.rounds import Message, Piece, Round
 from elasticd_migration.schema import Schema
-from elasticd_migration.target_buffers import Side
+from elasticd_migration.target_buffers import TargetBuffers
 from elasticd_migration.transport import Handle, Transport
 
 DATA, SEAL, RECEIPT = 0, 1, 2
@@ -65,7 +65,7 @@ class Exchange:
     no other waiting."""
 
     def __init__(
-        self, side: Side, transport: Transport, schema: Schema, rounds: Sequence[Round], number: int
+        self, side: TargetBuffers, transport: Transport, schema: Schema, rounds: Sequence[Round], number: int
     ) -> None:
         self.sent = self.received = self.sealed = 0
         self.damage: list[str] = []

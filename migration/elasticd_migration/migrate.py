@@ -9,9 +9,9 @@ The order of a move, on every rank alike:
    it. Until then nothing that the old layout uses has changed.
 
 `migrate` does 1 to 3. What is agreed on in 1 changes from step to step only in its scalars, so that 2 can be
-done ahead, while training goes on (`foresee`); if 1 then finds other planes, 2 is done again. With `in_place`,
-for states that do not fit twice, old boxes give their memory back during 3: such a move has no way back, and
-whoever asks for it must know where to fetch what a failure loses.
+done ahead, while training goes on (`prepare_move`); if 1 then finds other planes, 2 is done again. With
+`in_place`, for states that do not fit twice, old boxes give their memory back during 3: such a move has no way
+back, and whoever asks for it must know where to fetch what a failure loses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from elasticd_migration.local_state import LocalState
 from elasticd_migration.reshard import Lost, renewed, reshard
 from elasticd_migration.rounds import ROUND_LIMIT, Round, schedule
 from elasticd_migration.schema import Disagreement, Plane, Schema, check_covers, merge
-from elasticd_migration.target_buffers import Incomplete, Side
+from elasticd_migration.target_buffers import Incomplete, TargetBuffers
 from elasticd_migration.transport import Transport
 
 #: zlib's fastest: the names of tensors repeat each other, anything packs them.
@@ -77,7 +77,7 @@ class Moved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Foreseen:
+class PreparedMove:
     """The rounds of a move that is not yet to be made, and the planes and the limit for which they hold."""
 
     planes: dict[Item, tuple[Plane, ...]]
@@ -152,15 +152,15 @@ def migrate(
     without: Collection[str] = (),
     device: torch.device | None = None,
     in_place: bool = False,
-    foreseen: Foreseen | None = None,
+    prepared: PreparedMove | None = None,
 ) -> Moved:
     """Everything from old layout to verified side buffers; the caller then votes, and installs or drops.
 
     Every member of the transport calls it, with a leaver's or joiner's part empty. limit: bytes that a rank
     sends, and receives, in a round; besides both states a move takes at most four times as much memory.
     without: devices whose copies are gone. device: where the new state is to lie. in_place: memory of the old
-    state is given back on the way, and `state` is of no use afterwards. foreseen: what `foresee` gave for these
-    layouts; it is used if it still holds.
+    state is given back on the way, and `state` is of no use afterwards. prepared: what `prepare_move` gave for
+    these layouts; it is used if it still holds.
     Raises, on every rank alike, `Disagreement` or `Lost`; on the rank concerned `Corrupt` or `Incomplete`.
     """
     me = transport.members[transport.rank]
@@ -170,8 +170,8 @@ def migrate(
         schema = agree(transport, state.schema())
         check_covers(schema, new.items)
         planes = schema.planes
-        if foreseen is not None and not without and (foreseen.planes, foreseen.limit) == (planes, limit):
-            rounds = foreseen.rounds
+        if prepared is not None and not without and (prepared.planes, prepared.limit) == (planes, limit):
+            rounds = prepared.rounds
         else:
             transfers = reshard(old, new, schema.sizes, without=without)
             rounds = schedule(transfers, planes, limit=limit, me=me)
@@ -200,9 +200,9 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def foresee(
+def prepare_move(
     old: Layouts, new: Layouts, mine: Schema, transport: Transport, *, limit: int = ROUND_LIMIT
-) -> Foreseen | None:
+) -> PreparedMove | None:
     """The rounds of a move that may follow, by all ranks together while they train. `mine`: what this rank
     holds; its scalars do not matter. None, on every rank alike, where the ranks do not agree: why, `migrate`
     will say. Raises what the transport raises.
@@ -217,7 +217,7 @@ def foresee(
     except (Disagreement, Lost):
         return None
     rounds = schedule(transfers, schema.planes, limit=limit, me=me)
-    return Foreseen(planes=schema.planes, limit=limit, rounds=rounds)
+    return PreparedMove(planes=schema.planes, limit=limit, rounds=rounds)
 
 
 def execute(
@@ -242,7 +242,9 @@ def execute(
     """
     me = transport.members[transport.rank]
     outgoing = [piece for turn in rounds for message in turn.sent_by(me) for piece in message.pieces]
-    side = Side(state, boxes, schema, device or torch.device("cpu"), outgoing=outgoing, in_place=in_place)
+    side = TargetBuffers(
+        state, boxes, schema, device or torch.device("cpu"), outgoing=outgoing, in_place=in_place
+    )
     exchange = Exchange(side, transport, schema, rounds, number)
     exchange.run()
     if exchange.damage:
@@ -280,12 +282,12 @@ def _digest(text: bytes) -> bytes:
 __all__ = [
     "Corrupt",
     "Disagreement",
-    "Foreseen",
     "Incomplete",
     "Moved",
+    "PreparedMove",
     "agree",
     "checksum",
     "execute",
-    "foresee",
     "migrate",
+    "prepare_move",
 ]

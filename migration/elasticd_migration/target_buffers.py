@@ -49,7 +49,7 @@ class _Old:
     freed: bool = False
 
 
-class Side:
+class TargetBuffers:
     """`boxes` of the new layout, filled piece by piece. `missing` counts elements that did not come yet."""
 
     def __init__(

@@ -42,7 +42,7 @@ def test_told_after_any_prefix_of_the_switch_it_goes_at_its_end_and_changes_noth
         assert state.phase is not SwitchPhase.STOPPED, "before the end"
         state, effects = sw.step(state, event)
         told += effects
-    assert told == [*plain, sw.Drained()]
+    assert told == [*plain, sw.LeaveJob()]
     assert plain[-1] == sw.DropOld(), "its copy goes with the record, not before"
     assert state.phase is SwitchPhase.STOPPED
 
@@ -51,14 +51,14 @@ def test_one_that_hears_of_the_record_before_its_own_end_of_the_switch_goes_all_
     state, _ = sw.step(TRAINING, sw.DrainRequested())
     for event in [*LIFE[:-2], Recorded(number=2)]:
         state, effects = sw.step(state, event)
-        assert sw.Drained() not in effects
+        assert sw.LeaveJob() not in effects
     state, effects = sw.step(state, LIFE[-2])
-    assert effects[-2:] == (sw.DropOld(), sw.Drained())
+    assert effects[-2:] == (sw.DropOld(), sw.LeaveJob())
 
 
 def test_one_that_stands_by_goes_at_once_and_hears_what_still_comes() -> None:
     state, effects = sw.step(SwitchState(), sw.DrainRequested())
-    assert effects == (sw.Drained(),)
+    assert effects == (sw.LeaveJob(),)
     for event in (
         sw.Proposed(number=2, joins=True),
         Fenced(number=3, reason="death"),
@@ -74,19 +74,19 @@ def test_one_that_was_to_join_goes_after_the_abort() -> None:
     state, effects = sw.step(state, sw.DrainRequested())
     assert effects == ()
     state, effects = sw.step(state, Abort(number=2, reason="it was told to go"))
-    assert effects[-1] == sw.Drained()
+    assert effects[-1] == sw.LeaveJob()
 
 
 def test_one_that_is_fenced_off_or_of_no_use_to_the_others_goes_at_rest() -> None:
     state, _ = sw.step(TRAINING, sw.DrainRequested())
     evicted, _ = sw.step(state, Fenced(number=2, reason="death", evicted=True))
     _, effects = sw.step(evicted, sw.Rested())
-    assert effects == (sw.DropState(), sw.Drained()), "it does not come again"
+    assert effects == (sw.DropState(), sw.LeaveJob()), "it does not come again"
     fenced, _ = sw.step(state, Fenced(number=2, reason="death"))
     fenced, effects = sw.step(fenced, sw.Rested())
     assert effects == (sw.ReportState(fence=2),), "what it holds may be what they go on from"
     _, effects = sw.step(fenced, Recorded(number=3))
-    assert effects == (sw.DropState(), sw.Drained())
+    assert effects == (sw.DropState(), sw.LeaveJob())
 
 
 def held(rank: Rank) -> int:

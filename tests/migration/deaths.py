@@ -29,7 +29,7 @@ from elasticd_migration.transport import Handle, ProcessGroupTransport
 from elasticd_planner.layout.layouts import Layouts
 
 from elasticd.machines.worker import switch as sw
-from elasticd.runtime.comm.groups import TERMS, Fabric, Group
+from elasticd.runtime.comm.groups import TERMS, Group, PlanGroups
 from elasticd.wire.worker import InDoubt, Prepared, StayedOnPlan
 from tests.migration.files import Files
 from tests.migration.plans import SPEC, plan
@@ -80,8 +80,8 @@ class Rank:
 
     def __init__(self, folder: str, me: str, steps: Steps, deaf: bool) -> None:
         self.me, self.steps, self.deaf = me, steps, deaf
-        self.fabric = Fabric("move", me, "127.0.0.1", Files(Path(folder) / "store"), seconds=PATIENCE)
-        self.group: Group = self.fabric.group(MEMBERS, "transition")
+        self.plan_groups = PlanGroups("move", me, "127.0.0.1", Files(Path(folder) / "store"), seconds=PATIENCE)
+        self.group: Group = self.plan_groups.group(MEMBERS, "transition")
         self.group.all_gather(torch.zeros(1))  # nobody dies before all have made it
         self.before = local(WHOLE, OLD, me)
         self.after: LocalState | None = None
@@ -122,7 +122,7 @@ class Rank:
         try:
             result: Moved = migrate(OLD, NEW, self.before, transport, limit=LIMIT)
         except Exception as error:
-            self.fabric.shut()  # frees the others, who learn it the same way
+            self.plan_groups.shut()  # frees the others, who learn it the same way
             return sw.MoveFailed(number=2, reason=f"{self.me}: {error}")
         self.after = result.state
         self.kept = transport  # its last messages may be on their way
@@ -140,7 +140,7 @@ class Rank:
             if self.deaf:
                 raise RuntimeError("lost the others before the answer came")
         except RuntimeError as error:
-            self.fabric.shut()
+            self.plan_groups.shut()
             return sw.GatherFailed(number=2, reason=str(error))
         return sw.Gathered(number=2, oks=tuple(bool(each) for each in oks))
 

@@ -12,8 +12,8 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from torch import Tensor, nn
 
-from elasticd.runtime.comm.groups import Fabric
-from elasticd.runtime.comm.in_memory import MemoryFabric, MemoryWorld, run_threads, unpaced
+from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, run_threads, unpaced
 from elasticd.runtime.data.loader import pad
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.engine.engine import first_state, make_engine
@@ -100,9 +100,9 @@ def under(training: Training, plan: Plan, *, threads: bool = True) -> Run:
     one member can run on this thread."""
     layouts = Layouts(training.model.spec, plan)
 
-    def worker(memory: MemoryFabric) -> tuple[list[float], dict[str, tuple[Box, Tensor]]]:
-        fabric, recipe = cast(Fabric, memory), training.recipe()  # its reader is one rank's
-        engine = make_engine(recipe, layouts, fabric, unpaced)
+    def worker(memory: MemoryPlanGroups) -> tuple[list[float], dict[str, tuple[Box, Tensor]]]:
+        plan_groups, recipe = cast(PlanGroups, memory), training.recipe()  # its reader is one rank's
+        engine = make_engine(recipe, layouts, plan_groups, unpaced)
         engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
         losses = [engine.step(i, lambda: 0, lambda: 0).outcome.loss for i in range(training.steps)]
         return losses, {name: (box, p.detach()) for name, (box, p) in engine.local.parameters.items()}
@@ -111,7 +111,7 @@ def under(training: Training, plan: Plan, *, threads: bool = True) -> Run:
         results = run_threads(plan.members, worker)
     else:
         (me,) = plan.members
-        results = {me: worker(MemoryFabric(MemoryWorld(), me))}
+        results = {me: worker(MemoryPlanGroups(MemoryWorld(), me))}
     losses = results[plan.members[0]][0]
     weights: dict[str, Tensor] = {}
     for mine, parts in results.values():

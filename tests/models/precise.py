@@ -19,8 +19,8 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor, nn
 
-from elasticd.runtime.comm.groups import Fabric
-from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads, unpaced
+from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads, unpaced
 from elasticd.runtime.engine.engine import Engine, first_state, make_engine
 from elasticd.runtime.engine.mixed_precision import Precision
 from elasticd.runtime.engine.parallelism import ParallelismOptions
@@ -62,17 +62,17 @@ class Trained:
     scale: float = 1.0
 
 
-def engine_of(course: Course, plan: Plan, memory: MemoryFabric, state: LocalState | None = None) -> Engine:
+def engine_of(course: Course, plan: Plan, memory: MemoryPlanGroups, state: LocalState | None = None) -> Engine:
     recipe = course.recipe()  # its reader is one rank's
     layouts = Layouts(recipe.model.spec, plan)
-    fabric = cast(Fabric, memory)
-    engine = make_engine(recipe, layouts, fabric, unpaced)
+    plan_groups = cast(PlanGroups, memory)
+    engine = make_engine(recipe, layouts, plan_groups, unpaced)
     engine.adopt(state or first_state(recipe.model, layouts, memory.me, SEED, recipe.master))
     return engine
 
 
 def under(course: Course, plan: Plan) -> Trained:
-    def worker(memory: MemoryFabric) -> tuple[list[float], list[bool], float, LocalState]:
+    def worker(memory: MemoryPlanGroups) -> tuple[list[float], list[bool], float, LocalState]:
         engine = engine_of(course, plan, memory)
         done = [engine.step(i, lambda: 0).outcome for i in range(course.training.steps)]
         engine.settle()

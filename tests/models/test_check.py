@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import elasticd
-from elasticd import Add, Column, Row, Rule, Slice, UnitsOf
+from elasticd import Column, PartialGrad, Row, Rule, Sharded, UnitsOf
 from elasticd.models import next_token_loss
 from elasticd.runtime.checking.__main__ import compared
 from elasticd.runtime.checking.script import CannotCheck, recipe_of
 from elasticd.runtime.engine.mixed_precision import LossScale, Precision
 from elasticd.runtime.engine.parallelism import ParallelismOptions
-from elasticd.runtime.engine.recipe import MakeOptimizer, Recipe
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.optimizer_check import MakeOptimizer
 from examples.train_gpt2 import Embed, Head
 from tests import forkserver
 from tests.models.texts import Text
@@ -29,10 +30,10 @@ WIDTH, HEADS, KV = 24, 6, 2
 RULES: dict[str, Rule] = {
     "blocks.*.q.*": Column("heads"),
     "blocks.*.[kv].*": Column("kv_heads"),
-    "blocks.*.scale": Add(),
+    "blocks.*.scale": PartialGrad(),
     "blocks.*.o.*": Row("heads"),
     "blocks.*.up.*": Column("columns"),
-    "blocks.*.dropout": Slice("columns", dim=-1),
+    "blocks.*.dropout": Sharded("columns", dim=-1),
     "blocks.*.down.*": Row("columns"),
 }
 
@@ -156,9 +157,9 @@ def test_layouts_are_compared_in_the_jobs_precision(name: str) -> None:
     good, text = said({}, precision=PRECISIONS[name])
     assert good, text
     assert text.count("ok ") == 8
-    good, text = said({"blocks.*.norm2.*": Add()}, precision=PRECISIONS[name])
+    good, text = said({"blocks.*.norm2.*": PartialGrad()}, precision=PRECISIONS[name])
     assert not good, "rounding is not taken for the reason"
-    assert "blocks.1.norm2.weight: the rule 'blocks.*.norm2.*': Add() adds what is the same" in text
+    assert "blocks.1.norm2.weight: the rule 'blocks.*.norm2.*': PartialGrad() adds what is the same" in text
 
 
 def test_a_scale_of_the_loss_that_leaves_no_finite_gradient_is_named() -> None:
@@ -229,8 +230,11 @@ def test_activations_may_be_of_another_type_than_the_first_parameter() -> None:
         ({"blocks.*.o.*": Column("heads")}, "blocks.0.o failed with RuntimeError"),
         ({"blocks.*.o.*": Column("heads")}, "the rule 'blocks.*.o.*': Column('heads')"),
         ({"blocks.*.scale": None}, "blocks.1.scale: has no rule, but members hold terms"),
-        ({"blocks.*.norm2.*": Add()}, "blocks.1.norm2.weight: the rule 'blocks.*.norm2.*': Add() adds what is"),
-        ({"blocks.*.dropout": None}, "Where the input of blocks.0.dropout is cut, it needs Slice"),
+        (
+            {"blocks.*.norm2.*": PartialGrad()},
+            "blocks.1.norm2.weight: the rule 'blocks.*.norm2.*': PartialGrad() adds what is",
+        ),
+        ({"blocks.*.dropout": None}, "Where the input of blocks.0.dropout is cut, it needs Sharded"),
     ],
 )
 def test_a_wrong_rule_is_named(rules: dict[str, Rule | None], expected: str) -> None:

@@ -20,7 +20,7 @@ from elasticd.runtime.checking.__main__ import compared
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import ModelError
 from elasticd.runtime.model.rng import Dropout
-from elasticd.runtime.model.tp_rules import Add, Column, Row
+from elasticd.runtime.model.tp_rules import Column, PartialGrad, Row
 from tests.models.families import Whole
 from tests.models.layouts import Training, alone, furthest, layouts_of, under
 from tests.models.texts import Text
@@ -120,7 +120,7 @@ def test_the_rules_are_those_of_the_models_own_plan() -> None:
     rules = elasticd.from_hf(made("Qwen3")).rules
     assert rules["blocks.*.layer.self_attn.q_proj.*"] == Column("heads")
     assert rules["blocks.*.layer.self_attn.k_proj.*"] == Column("kv_heads")
-    assert rules["blocks.*.layer.self_attn.k_norm.*"] == Add()
+    assert rules["blocks.*.layer.self_attn.k_norm.*"] == PartialGrad()
     assert rules["blocks.*.layer.self_attn.o_proj.*"] == Row("heads")
     assert rules["head.lm_head.*"] == Column("vocabulary", gather=True)
 

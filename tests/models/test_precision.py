@@ -23,7 +23,7 @@ from elasticd.checkpoints.folder import look
 from elasticd.checkpoints.manifest import Manifest, differences
 from elasticd.records import JobSpec
 from elasticd.runtime.checkpoint.loader import Types, load
-from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.engine.mixed_precision import LossScale, LossScaler, Precision, lowered, precision_of
 from tests import sizes
 from tests.checkpoints.support import task_of, write
@@ -51,7 +51,7 @@ def trained(
 ) -> tuple[list[float], States]:
     """Steps [first, last) under a plan, from what each member holds."""
 
-    def worker(memory: MemoryFabric) -> tuple[list[float], LocalState]:
+    def worker(memory: MemoryPlanGroups) -> tuple[list[float], LocalState]:
         engine = engine_of(made, plan, memory, copy_of(given[memory.me]) if given is not None else None)
         losses = [engine.step(step, lambda: 0).outcome.loss for step in range(first, last)]
         engine.settle()

@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import elasticd
 from elasticd.models import next_token_loss
-from elasticd.runtime.comm.groups import Fabric
-from elasticd.runtime.comm.in_memory import MemoryFabric, MemoryWorld, unpaced
+from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, unpaced
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.engine import Engine, build, connect, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
@@ -195,7 +195,7 @@ def test_making_activations_again_is_measured_and_paced_by_itself(chosen: tuple[
     training = replace(training, options=recomputing(chosen))
     plan = plan_of((4, [stage(0, LAYERS, ("a/0", 1))]), micro_batch=2)
     layouts, recipe = Layouts(training.model.spec, plan), training.recipe()
-    fabric, paced = cast(Fabric, MemoryFabric(MemoryWorld(), "a/0")), Counter[str]()
+    plan_groups, paced = cast(PlanGroups, MemoryPlanGroups(MemoryWorld(), "a/0")), Counter[str]()
 
     def pace(kind: str, *times: float) -> float:
         paced[kind] += 1
@@ -205,8 +205,8 @@ def test_making_activations_again_is_measured_and_paced_by_itself(chosen: tuple[
         recipe=recipe,
         layouts=layouts,
         local=build(recipe.model, plan, "a/0"),
-        fabric=fabric,
-        groups=connect(fabric, layouts),
+        plan_groups=plan_groups,
+        groups=connect(plan_groups, layouts),
         pace=pace,
     )
     engine.adopt(first_state(recipe.model, layouts, "a/0", SEED))

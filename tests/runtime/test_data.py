@@ -13,8 +13,9 @@ from torch.utils.data import default_collate
 
 from elasticd.runtime.data.loader import Loader, Unlike, length_of, pad, sample_tokens
 from elasticd.runtime.data.prefetch import SampleError, SampleReader
-from elasticd.runtime.data.sample_ledger import expected_hash, hash_samples
+from elasticd.runtime.data.sample_ledger import expected_hashes, hash_samples
 from elasticd.runtime.engine.activation_header import empty_header, pack_header, unpack_header
+from tests.runtime.test_parity import plan_of, stage
 
 
 class Numbers:
@@ -165,8 +166,10 @@ def test_where_nothing_of_a_micro_batch_can_be_read_one_of_the_first_samples_sta
         loader(Holed(*range(16))).batch((3,))
 
 
-def test_the_expected_hash_is_that_of_the_micro_batches_in_order() -> None:
-    assert expected_hash(((3, 1), (2, 0))) == hash_samples([3, 1, 2, 0])
+def test_the_expected_hash_of_a_rank_is_that_of_its_pipelines_micro_batches_in_order() -> None:
+    plan = plan_of((5, [stage(0, 6, ("a/0", 1))]), (3, [stage(0, 6, ("b/0", 1), ("b/1", 1))]))
+    hashes = expected_hashes(plan, [[((3, 1), (2, 0)), ((5, 4),)]])
+    assert hashes == [hash_samples([3, 1, 2, 0]), *[hash_samples([5, 4])] * 2]
 
 
 def test_the_mean_length_of_samples() -> None:

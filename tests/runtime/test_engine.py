@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from elasticd_migration.local_state import LocalState
+from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.engine.engine import Engine, first_state, make_engine
-from elasticd.runtime.engine.pipeline_schedule import all_forward_all_backward
+from elasticd.runtime.engine.pipeline_schedule import all_forward
 from elasticd.runtime.engine.recipe import Recipe
 from tests.runtime.test_parity import SEED, Text, make_recipe, plan_of, stage, unpaced
 
@@ -28,16 +30,24 @@ UNEQUAL = plan_of(
 )
 
 
-def engine_on(fabric: Any, recipe: Recipe, plan: Plan, state: LocalState | None = None) -> Engine:
+def all_forward_all_backward(stages: int, stage: int, micro_batches: int, chunks: int) -> Iterator[Pass]:
+    """GPipe's passes (Huang et al., 2019), the same on every stage: all micro-batches are held at once."""
+    yield from all_forward(stages, stage, micro_batches, chunks)
+    for chunk in reversed(range(chunks)):
+        for index in range(micro_batches):
+            yield Pass("backward", index, chunk)
+
+
+def engine_on(plan_groups: Any, recipe: Recipe, plan: Plan, state: LocalState | None = None) -> Engine:
     layouts = Layouts(recipe.model.spec, plan)
-    engine = make_engine(replace(recipe), layouts, fabric, unpaced)
-    engine.adopt(first_state(recipe.model, layouts, fabric.me, SEED) if state is None else state)
+    engine = make_engine(replace(recipe), layouts, plan_groups, unpaced)
+    engine.adopt(first_state(recipe.model, layouts, plan_groups.me, SEED) if state is None else state)
     return engine
 
 
 def losses(recipe: Recipe, plan: Plan, steps: int = 3) -> list[float]:
-    def worker(fabric: MemoryFabric) -> list[float]:
-        engine = engine_on(fabric, recipe, plan)
+    def worker(plan_groups: MemoryPlanGroups) -> list[float]:
+        engine = engine_on(plan_groups, recipe, plan)
         return [engine.step(step, lambda: 0).outcome.loss for step in range(steps)]
 
     found = run_threads(plan.members, worker)
@@ -89,8 +99,8 @@ def test_a_sample_that_cannot_be_read_ends_the_step_on_every_rank_and_leaves_the
     (_, first, second) = (recipe.sampler.samples(step) for step in range(3))
     torn = replace(recipe, dataset=Torn(next(i for i in second if i not in first)))
 
-    def worker(fabric: MemoryFabric) -> tuple[str, bool, bool]:
-        engine = engine_on(fabric, torn, UNEQUAL)
+    def worker(plan_groups: MemoryPlanGroups) -> tuple[str, bool, bool]:
+        engine = engine_on(plan_groups, torn, UNEQUAL)
         for step in range(2):
             assert engine.step(step, lambda: 0).outcome.loss == pytest.approx(alone[step], abs=1e-12)
         before = {name: p.detach().clone() for name, (_, p) in engine.local.parameters.items()}
@@ -130,8 +140,8 @@ def most_kept(plan: Plan) -> int:
     """The most bytes that a member keeps at once of what it sent in a step."""
     recipe = make_recipe()
 
-    def worker(fabric: MemoryFabric) -> int:
-        make, counted = fabric.group, list[Counted]()
+    def worker(plan_groups: MemoryPlanGroups) -> int:
+        make, counted = plan_groups.group, list[Counted]()
 
         def group(members: Any, label: str) -> Any:
             found = make(members, label)
@@ -139,8 +149,8 @@ def most_kept(plan: Plan) -> int:
                 counted.append(Counted(found))
             return found
 
-        fabric.group = group  # type: ignore[method-assign]
-        engine_on(fabric, recipe, plan).step(0, lambda: 0)
+        plan_groups.group = group  # type: ignore[method-assign]
+        engine_on(plan_groups, recipe, plan).step(0, lambda: 0)
         return counted[0].most
 
     return max(run_threads(plan.members, worker).values())

@@ -15,7 +15,7 @@ from torch import Tensor
 import elasticd
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.api.evaluation import Evaluation, HeldOut, evaluate, rounds
-from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.loader import pad
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.engine.mixed_precision import Precision
@@ -94,10 +94,10 @@ def plain() -> dict[str, list[tuple[float, float]]]:
 def under(plan: Plan, dataset: Any, precision: Precision | None = None) -> dict[str, list[tuple[float, float]]]:
     """The same under a plan; every member has the same bits, and training goes on as without evaluations."""
 
-    def worker(fabric: MemoryFabric) -> dict[str, list[Evaluation]]:
+    def worker(plan_groups: MemoryPlanGroups) -> dict[str, list[Evaluation]]:
         made = recipe()
         made = replace(made, parallelism=ParallelismOptions(precision=precision))
-        engine = engine_on(fabric, made, plan)
+        engine = engine_on(plan_groups, made, plan)
         held, found = HeldOut(dataset=dataset, measures={"right": right}), dict[str, list[Evaluation]]()
         for step in range(STEPS):
             engine.step(step, lambda: 0)
@@ -149,10 +149,10 @@ def test_average_of_master_weights_is_what_is_computed_with(
 def test_weights_are_as_they_were_after_their_average_was_evaluated_in_bfloat16() -> None:
     precision = Precision(compute=torch.bfloat16)
 
-    def worker(fabric: MemoryFabric) -> None:
+    def worker(plan_groups: MemoryPlanGroups) -> None:
         made = replace(make_recipe(), optimizer=optimizer, clip=None)
         made = replace(made, parallelism=ParallelismOptions(precision=precision))
-        engine = engine_on(fabric, made, TWO_STAGES)
+        engine = engine_on(plan_groups, made, TWO_STAGES)
         for step in range(2):
             engine.step(step, lambda: 0)
         before = {n: p.detach().clone() for n, (_, p) in engine.local.parameters.items()}
@@ -197,8 +197,8 @@ def test_a_sample_that_cannot_be_read_is_named_on_every_member_and_the_weights_a
 ) -> None:
     plan = PLANS[name]
 
-    def worker(fabric: MemoryFabric) -> tuple[str, bool, bool]:
-        engine = engine_on(fabric, recipe(), plan)
+    def worker(plan_groups: MemoryPlanGroups) -> tuple[str, bool, bool]:
+        engine = engine_on(plan_groups, recipe(), plan)
         for step in range(2):
             engine.step(step, lambda: 0)
         before = {n: p.detach().clone() for n, (_, p) in engine.local.parameters.items()}
@@ -213,8 +213,8 @@ def test_a_sample_that_cannot_be_read_is_named_on_every_member_and_the_weights_a
 
 
 def test_an_average_that_nobody_keeps_is_refused() -> None:
-    def worker(fabric: MemoryFabric) -> None:
-        engine = engine_on(fabric, make_recipe(), TWO_STAGES)
+    def worker(plan_groups: MemoryPlanGroups) -> None:
+        engine = engine_on(plan_groups, make_recipe(), TWO_STAGES)
         with pytest.raises(ValueError, match=r"elasticd.average\(optimizer, decay\)"):
             evaluate(engine, HeldOut(dataset=Held()), "held", 0, next_token_loss, pad, "average")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from elasticd_planner.spec.batch import Sampler
 
-from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import SampleError, SampleReader
 from elasticd.runtime.data.step_samples import BatchesDiffer, Mapped
@@ -27,12 +27,12 @@ def feed(size: int = 64, batch: int = 4) -> Mapped:
 def losses(give: Any) -> list[float]:
     """Of a layout whose every rank is given the batches `give(step, device)`; None: the job's own."""
 
-    def worker(fabric: MemoryFabric) -> list[float]:
+    def worker(plan_groups: MemoryPlanGroups) -> list[float]:
         recipe = replace(make_recipe(), data=DataOptions(readers=0))
-        engine = engine_on(fabric, recipe, UNEQUAL)
+        engine = engine_on(plan_groups, recipe, UNEQUAL)
         found = []
         for step in range(STEPS):
-            batch = give(step, fabric.me)
+            batch = give(step, plan_groups.me)
             if batch is not None:
                 assert isinstance(engine._recipe.feed, Mapped)
                 engine._recipe.feed.give(step, batch)
@@ -88,10 +88,10 @@ def test_what_was_given_for_the_step_before_is_remembered() -> None:
 
 
 def test_a_sample_beyond_a_given_batch_is_named() -> None:
-    def worker(fabric: MemoryFabric) -> None:
+    def worker(plan_groups: MemoryPlanGroups) -> None:
         made = feed()
         made.give(0, [Text()[i] for i in range(4)])
-        made.begin(0, UNEQUAL, fabric.group(("a/0",), "vote"), None)  # type: ignore[arg-type]
+        made.begin(0, UNEQUAL, plan_groups.group(("a/0",), "vote"), None)  # type: ignore[arg-type]
         assert torch.equal(made.take(2)["inputs"], Text()[2]["inputs"])
         with pytest.raises(SampleError, match="sample 4"):
             made.take(4)

@@ -1,4 +1,4 @@
-"""Groups of one fabric: made by their members alone, freed from a blocked collective, parked and made anew."""
+"""Groups of one plan: made by their members alone, freed from a blocked collective, parked and made anew."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.runtime.comm.groups import AT_ONCE, Cancelled, Fabric
+from elasticd.runtime.comm.groups import AT_ONCE, Cancelled, PlanGroups
 from tests.runtime import gang
 
 
 def overlapping(name: str, store: Any) -> list[float]:
     """Groups that share members, made in sorted order by each member alone."""
-    fabric = Fabric("plan/1", name, "127.0.0.1", store)
+    plan_groups = PlanGroups("plan/1", name, "127.0.0.1", store)
     results = []
     for members in (("a", "b"), ("a", "b", "c"), ("b", "c")):
         if name in members:
-            group = fabric.group(members, "reduce")
+            group = plan_groups.group(members, "reduce")
             results.append(float(group.all_reduce(torch.tensor([float(group.rank + 1)]))))
-    assert fabric.stopwatch.read("reduce") > 0
+    assert plan_groups.stopwatch.read("reduce") > 0
     return results
 
 
@@ -39,8 +39,8 @@ def terms(size: int, round_: int, rank: int) -> torch.Tensor:
 def exchanged(name: str, store: Any) -> dict[str, Any]:
     """Collectives of all sizes in a row, with messages between them."""
     members = ("a", "b", "c")
-    fabric = Fabric("plan/1", name, "127.0.0.1", store)
-    group, other = fabric.group(members, "tensor"), fabric.group(members, "vote")
+    plan_groups = PlanGroups("plan/1", name, "127.0.0.1", store)
+    group, other = plan_groups.group(members, "tensor"), plan_groups.group(members, "vote")
     limit, wrong, sums, kept = AT_ONCE // 4, list[str](), list[float](), 0
     after, before = (group.rank + 1) % 3, (group.rank - 1) % 3
     for number, size in enumerate([1, 7, limit - 1, limit, limit + 1, 5, 3 * limit, 1] * 6):
@@ -81,22 +81,22 @@ def shut_in_gloo(name: str, store: Any) -> dict[str, Any]:
 
 
 def shut_while_blocked(name: str, store: Any, size: int = 1) -> dict[str, Any]:
-    """c never comes to the collective; a shuts its fabric from another thread; all leave and meet anew."""
+    """c never comes to the collective; a shuts its groups from another thread; all leave and meet anew."""
     members = ("a", "b", "c")
-    other = Fabric("plan/2", name, "127.0.0.1", store)
+    other = PlanGroups("plan/2", name, "127.0.0.1", store)
     untouched = other.group(members, "vote")
-    fabric = Fabric("plan/1", name, "127.0.0.1", store)
-    group = fabric.group(members, "vote")
+    plan_groups = PlanGroups("plan/1", name, "127.0.0.1", store)
+    group = plan_groups.group(members, "vote")
     group.all_reduce(torch.ones(size))
     left = ""
     start = time.monotonic()
     if name == "c":
         store.get("left/a", 20)
-        fabric.shut()
+        plan_groups.shut()
         left = "late"
     else:
         if name == "a":
-            threading.Timer(0.2, fabric.shut).start()
+            threading.Timer(0.2, plan_groups.shut).start()
         try:
             group.all_reduce(torch.ones(size))
         except Cancelled:
@@ -104,16 +104,16 @@ def shut_while_blocked(name: str, store: Any, size: int = 1) -> dict[str, Any]:
         except RuntimeError:
             left = "error"
         store.set(f"left/{name}", b"")
-    fabric.park()
+    plan_groups.park()
     spent = time.monotonic() - start
-    total = float(untouched.all_reduce(torch.ones(1)))  # the other fabric's sockets were spared
-    again = Fabric("plan/3", name, "127.0.0.1", store).group(members, "vote")
+    total = float(untouched.all_reduce(torch.ones(1)))  # the other plan's sockets were spared
+    again = PlanGroups("plan/3", name, "127.0.0.1", store).group(members, "vote")
     return {"left": left, "seconds": spent, "spared": total, "again": float(again.all_reduce(torch.ones(1)))}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["shut_while_blocked", "shut_in_gloo"])
-def test_shutting_a_fabric_frees_its_ranks_and_spares_the_others(how: str) -> None:
+def test_shutting_a_plans_groups_frees_its_ranks_and_spares_the_others(how: str) -> None:
     results = gang.run(__file__, how, ["a", "b", "c"])
     assert results["a"]["left"] == "cancelled"
     assert results["b"]["left"] in ("error", "cancelled"), "its peer's socket closed"
@@ -128,15 +128,15 @@ def killed_in_gloo(name: str, store: Any) -> str:
 
 def killed(name: str, store: Any, size: int = 1) -> str:
     """c dies in the collective: the others see an error, soon."""
-    fabric = Fabric("plan/1", name, "127.0.0.1", store)
-    group = fabric.group(("a", "b", "c"), "vote")
+    plan_groups = PlanGroups("plan/1", name, "127.0.0.1", store)
+    group = plan_groups.group(("a", "b", "c"), "vote")
     group.all_reduce(torch.ones(size))
     if name == "c":
         os._exit(0)
     try:
         group.all_reduce(torch.ones(size))
     except RuntimeError:
-        fabric.shut()
+        plan_groups.shut()
         return "error"
     return "completed"
 
@@ -169,7 +169,7 @@ class Silent:
 
 def test_making_a_group_gives_up_when_the_peers_do_not_come() -> None:
     with pytest.raises(RuntimeError, match="peers did not arrive within 0 s"):
-        Fabric("plan/1", "a", "127.0.0.1", Silent(), seconds=0.2).group(("a", "b"), "vote")
+        PlanGroups("plan/1", "a", "127.0.0.1", Silent(), seconds=0.2).group(("a", "b"), "vote")
 
 
 class Known(Silent):
@@ -187,18 +187,18 @@ class Known(Silent):
         return b"127.0.0.1 1"
 
 
-def test_a_fabric_that_is_let_go_while_it_makes_a_group_says_so() -> None:
+def test_groups_that_are_let_go_while_one_is_made_say_so() -> None:
     """gloo ends the process where it is given no device."""
     store = Known()
-    fabric = Fabric("plan/1", "a", "127.0.0.1", store)
-    store.then = fabric.park
+    plan_groups = PlanGroups("plan/1", "a", "127.0.0.1", store)
+    store.then = plan_groups.park
     with pytest.raises(Cancelled):
-        fabric.group(("a", "b"), "vote")
-    assert not fabric.backends
+        plan_groups.group(("a", "b"), "vote")
+    assert not plan_groups.backends
 
 
-def test_making_a_group_ends_when_the_fabric_is_shut() -> None:
-    fabric = Fabric("plan/1", "a", "127.0.0.1", Silent(), seconds=30)
-    threading.Timer(0.1, fabric.shut).start()
+def test_making_a_group_ends_when_the_plans_groups_are_shut() -> None:
+    plan_groups = PlanGroups("plan/1", "a", "127.0.0.1", Silent(), seconds=30)
+    threading.Timer(0.1, plan_groups.shut).start()
     with pytest.raises(Cancelled):
-        fabric.group(("a", "b"), "vote")
+        plan_groups.group(("a", "b"), "vote")

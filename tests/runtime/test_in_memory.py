@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 
 BOTH = ("a/0", "b/0")
 
 
-def crossing(fabric: MemoryFabric, sent: torch.Tensor, room: torch.Tensor) -> torch.Tensor | None:
-    group = fabric.group(BOTH, "boundary")
+def crossing(plan_groups: MemoryPlanGroups, sent: torch.Tensor, room: torch.Tensor) -> torch.Tensor | None:
+    group = plan_groups.group(BOTH, "boundary")
     if group.rank == 0:
         group.send(sent, 1, 7)
         return None
@@ -20,20 +20,24 @@ def crossing(fabric: MemoryFabric, sent: torch.Tensor, room: torch.Tensor) -> to
 
 def test_bytes_cross_whatever_the_receiver_takes_them_for() -> None:
     sent = torch.tensor([1.5, -2.0])
-    found = run_threads(BOTH, lambda fabric: crossing(fabric, sent, torch.empty(12, dtype=torch.uint8)))["b/0"]
+    found = run_threads(
+        BOTH, lambda plan_groups: crossing(plan_groups, sent, torch.empty(12, dtype=torch.uint8))
+    )["b/0"]
     assert found is not None
     assert torch.equal(found[:8].view(torch.float32), sent)
 
 
 def test_more_bytes_than_there_is_room_for_are_refused() -> None:
     with pytest.raises(RuntimeError, match="16 bytes came where 8"):
-        run_threads(BOTH, lambda fabric: crossing(fabric, torch.ones(2, dtype=torch.float64), torch.ones(2)))
+        run_threads(
+            BOTH, lambda plan_groups: crossing(plan_groups, torch.ones(2, dtype=torch.float64), torch.ones(2))
+        )
 
 
 @pytest.mark.parametrize("other", [torch.ones(2, dtype=torch.float64), torch.ones(3)])
 def test_a_collective_of_tensors_that_are_not_alike_is_refused(other: torch.Tensor) -> None:
-    def summed(fabric: MemoryFabric) -> torch.Tensor:
-        return fabric.group(BOTH, "reduce").all_reduce(torch.ones(2) if fabric.me == "a/0" else other)
+    def summed(plan_groups: MemoryPlanGroups) -> torch.Tensor:
+        return plan_groups.group(BOTH, "reduce").all_reduce(torch.ones(2) if plan_groups.me == "a/0" else other)
 
     with pytest.raises(RuntimeError, match="has tensors of"):
         run_threads(BOTH, summed)

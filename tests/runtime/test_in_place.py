@@ -10,7 +10,7 @@ from elasticd_migration.schema import Disagreement
 from elasticd_planner.spec.plan import Plan, StatePolicy
 
 from elasticd.records import Proposal
-from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.move import move, prepare
 from tests.runtime import gang
@@ -34,7 +34,7 @@ def worker(device: str, store: Any, old: Plan, new: Plan) -> dict[str, Any]:
             made,
             device,
             unpaced,
-            lambda part: Fabric(f"plan/{number}/{part}", device, "127.0.0.1", store),
+            lambda part: PlanGroups(f"plan/{number}/{part}", device, "127.0.0.1", store),
         )
         prepared = replace(prepared, in_place=True)
         return prepared, move(prepared, engine, SWITCH, made, SEED)

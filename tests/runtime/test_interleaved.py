@@ -15,10 +15,9 @@ from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Plan, StatePolicy
 
-from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
-from elasticd.runtime.engine.pipeline_schedule import all_forward_all_backward
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from tests.migration.ranks import together
-from tests.runtime.test_engine import engine_on, most_kept
+from tests.runtime.test_engine import all_forward_all_backward, engine_on, most_kept
 from tests.runtime.test_parity import CLIP, make_recipe, plan_of, reference, stage
 
 PLANS = {
@@ -79,8 +78,8 @@ def test_an_interleaved_layout_trains_like_one_process(
     losses, norms, weights = alone
     assert max(norms) > CLIP, "clipping must be active"
 
-    def worker(fabric: MemoryFabric) -> dict[str, Any]:
-        engine = engine_on(fabric, make_recipe(), plan)
+    def worker(plan_groups: MemoryPlanGroups) -> dict[str, Any]:
+        engine = engine_on(plan_groups, make_recipe(), plan)
         done = [engine.step(step, lambda: 0) for step in range(STEPS)]
         engine.settle()
         assert engine.runner is not None
@@ -120,8 +119,8 @@ def test_gpipe_by_chunks_trains_alike(
 ) -> None:
     recipe = replace(make_recipe(), schedule=all_forward_all_backward)
 
-    def worker(fabric: MemoryFabric) -> list[float]:
-        engine = engine_on(fabric, recipe, PLANS["three stages, two chunks, unequal groups"])
+    def worker(plan_groups: MemoryPlanGroups) -> list[float]:
+        engine = engine_on(plan_groups, recipe, PLANS["three stages, two chunks, unequal groups"])
         return [engine.step(step, lambda: 0).outcome.loss for step in range(STEPS)]
 
     plan: Plan = PLANS["three stages, two chunks, unequal groups"]
@@ -134,8 +133,10 @@ def trained(
 ) -> tuple[list[float], dict[str, LocalState]]:
     """Losses of these steps under a plan, and the state of each member after them."""
 
-    def worker(fabric: MemoryFabric) -> tuple[list[float], LocalState]:
-        engine = engine_on(fabric, make_recipe(), plan, states[fabric.me] if states is not None else None)
+    def worker(plan_groups: MemoryPlanGroups) -> tuple[list[float], LocalState]:
+        engine = engine_on(
+            plan_groups, make_recipe(), plan, states[plan_groups.me] if states is not None else None
+        )
         losses = [engine.step(step, lambda: 0).outcome.loss for step in steps]
         engine.settle()
         return losses, engine.state()

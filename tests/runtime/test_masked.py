@@ -13,7 +13,7 @@ from elasticd_planner.spec.box import Box
 from torch import Tensor
 
 from elasticd.models import Decoder, next_token_loss
-from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads, unpaced
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads, unpaced
 from elasticd.runtime.data.loader import pad
 from elasticd.runtime.engine.engine import first_state, make_engine
 from elasticd.runtime.engine.recipe import Recipe
@@ -59,11 +59,11 @@ def test_micro_batches_without_targets_train_like_one_process() -> None:
         losses.append(float(total.detach()) / count)
     weights = dict(model.named_parameters())
 
-    def member(fabric: MemoryFabric) -> tuple[list[Any], dict[str, Any]]:
+    def member(plan_groups: MemoryPlanGroups) -> tuple[list[Any], dict[str, Any]]:
         recipe = masked()
         layouts = Layouts(recipe.model.spec, TWO_STAGES)
-        engine = make_engine(recipe, layouts, fabric, unpaced)  # type: ignore[arg-type]
-        engine.adopt(first_state(recipe.model, layouts, fabric.me, SEED))
+        engine = make_engine(recipe, layouts, plan_groups, unpaced)  # type: ignore[arg-type]
+        engine.adopt(first_state(recipe.model, layouts, plan_groups.me, SEED))
         done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
         return [each.outcome.loss for each in done], engine.local.parameters
 

@@ -8,6 +8,7 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Stage
 from torch import nn
 
+import elasticd
 from elasticd.models import Decoder, DecoderConfig
 from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.model import Model, ModelError
@@ -163,3 +164,9 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
 def test_the_old_name_of_from_hf_says_the_new_one() -> None:
     with pytest.raises(AttributeError, match=r"elasticd\.from_hf"):
         Model.from_hf(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("former", "name"), [("Add", "PartialGrad"), ("Slice", "Sharded")])
+def test_the_former_names_of_rules_are_accepted_with_a_warning(former: str, name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"refused from 0.3 on: write elasticd.{name}"):
+        assert getattr(elasticd, former) is getattr(elasticd, name)

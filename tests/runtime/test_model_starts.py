@@ -9,14 +9,14 @@ from elasticd_planner.spec.plan import Stage
 from torch import nn
 
 import elasticd
-from elasticd import Column, Row, Slice, UnitsOf
+from elasticd import Column, Row, Sharded, UnitsOf
 from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.model import ModelError
 from elasticd.runtime.model.rng import Dropout
 
 RULES = {
     "blocks.*.0.*": Column("columns"),
-    "blocks.*.1": Slice("columns", dim=-1),
+    "blocks.*.1": Sharded("columns", dim=-1),
     "blocks.*.2.*": Row("columns"),
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
-from elasticd.runtime.comm.nccl import NcclFabric
+from elasticd.runtime.comm.nccl import NcclPlanGroups
 from tests.runtime import gang
 from tests.runtime.test_groups import Silent
 
@@ -18,31 +18,31 @@ from tests.runtime.test_groups import Silent
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 def test_without_a_device_the_message_says_what_to_use() -> None:
     with pytest.raises(RuntimeError, match="use gloo"):
-        NcclFabric("plan/1", "a", "127.0.0.1", Silent())
+        NcclPlanGroups("plan/1", "a", "127.0.0.1", Silent())
 
 
 def abort_while_blocked(name: str, store: Any) -> dict[str, Any]:
     """b never comes to the collective; both abort, and meet anew."""
     members = ("a", "b")
     torch.cuda.set_device(members.index(name))
-    fabric = NcclFabric("plan/1", name, "127.0.0.1", store)
-    group = fabric.group(members, "reduce")
+    plan_groups = NcclPlanGroups("plan/1", name, "127.0.0.1", store)
+    group = plan_groups.group(members, "reduce")
     first = float(group.all_reduce(torch.ones(1, device="cuda")))
     left = ""
     start = time.monotonic()
     if name == "b":
         store.get("left/a", 60)
-        fabric.shut()
+        plan_groups.shut()
     else:
-        threading.Timer(0.2, fabric.shut).start()
+        threading.Timer(0.2, plan_groups.shut).start()
         try:
             group.all_reduce(torch.ones(4 << 20, device="cuda"))
         except (Cancelled, PeerLost) as error:
             left = type(error).__name__
         store.set("left/a", b"")
     spent = time.monotonic() - start
-    fabric.park().join(60)
-    again = NcclFabric("plan/2", name, "127.0.0.1", store).group(members, "reduce")
+    plan_groups.park().join(60)
+    again = NcclPlanGroups("plan/2", name, "127.0.0.1", store).group(members, "reduce")
     second = float(again.all_reduce(torch.ones(1, device="cuda")))
     return {"first": first, "second": second, "left": left, "seconds": spent}
 

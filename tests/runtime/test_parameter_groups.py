@@ -17,7 +17,7 @@ from elasticd_planner.spec.plan import Plan, StatePolicy
 import elasticd
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.api.ema import AVERAGE
-from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.loader import pad
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.recipe import Recipe
@@ -81,9 +81,9 @@ def test_groups_settings_and_the_average_survive_a_switch(zero: int) -> None:
     transports = dict(zip(members, MemoryTransport.connect(members, timeout=180.0), strict=True))
     losses, averages = plain()
 
-    def worker(fabric: MemoryFabric) -> dict[str, Any]:
-        made, me = recipe(), fabric.me
-        engine = engine_on(fabric, made, before) if me in before.members else None
+    def worker(plan_groups: MemoryPlanGroups) -> dict[str, Any]:
+        made, me = recipe(), plan_groups.me
+        engine = engine_on(plan_groups, made, before) if me in before.members else None
         found: dict[str, Any] = {"losses": [], "kept": {}}
         for step in range(STEPS // 2):
             if engine is not None:
@@ -93,7 +93,7 @@ def test_groups_settings_and_the_average_survive_a_switch(zero: int) -> None:
         moved = migrate(old, new, state, transports[me])
         if me not in after.members:
             return found
-        engine = engine_on(fabric, made, after)
+        engine = engine_on(plan_groups, made, after)
         assert [lr for lr, *_ in settings(engine)] == [RATES[0], RATES[0], RATES[1]]
         engine.adopt(moved.state)
         decayed = 0.5 ** (STEPS // 2)
@@ -124,11 +124,11 @@ def test_groups_that_mix_what_had_different_settings_are_refused() -> None:
 
     plan: Plan = TWO_STAGES
 
-    def worker(fabric: MemoryFabric) -> None:
-        engine = engine_on(fabric, recipe(), plan)
+    def worker(plan_groups: MemoryPlanGroups) -> None:
+        engine = engine_on(plan_groups, recipe(), plan)
         engine.step(0, lambda: 0)
         state = engine.state()
-        other = engine_on(fabric, replace(recipe(), optimizer=mixed, scheduler=None), plan)
+        other = engine_on(plan_groups, replace(recipe(), optimizer=mixed, scheduler=None), plan)
         with pytest.raises(ValueError, match="let the optimizer's function group parameters by name alone"):
             other.adopt(state)
 

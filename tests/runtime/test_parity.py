@@ -14,7 +14,7 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
-from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads
 from elasticd.runtime.comm.in_memory import unpaced as unpaced
 from elasticd.runtime.data.loader import pad
@@ -105,14 +105,14 @@ def make_recipe() -> Recipe:
 
 def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     """As one of several processes, over gloo."""
-    return trained(device, plan, Fabric("plan/1", device, "127.0.0.1", store))
+    return trained(device, plan, PlanGroups("plan/1", device, "127.0.0.1", store))
 
 
-def trained(device: str, plan: Plan, fabric: Fabric) -> dict[str, Any]:
+def trained(device: str, plan: Plan, plan_groups: PlanGroups) -> dict[str, Any]:
     """What one member has after training under this plan."""
     recipe = make_recipe()
     layouts = Layouts(recipe.model.spec, plan)
-    engine = make_engine(recipe, layouts, fabric, unpaced)
+    engine = make_engine(recipe, layouts, plan_groups, unpaced)
     engine.adopt(first_state(recipe.model, layouts, device, SEED))
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
     assert engine.runner is not None
@@ -164,7 +164,7 @@ IN_THREADS = ("tp3+tp1 beside tp2", *OVER_GLOO, "tp1 to tp3 and back")
 @pytest.mark.parametrize("name", sizes.beside(IN_THREADS, PLANS))
 def test_a_layout_trains_like_one_process(name: str) -> None:
     plan = PLANS[name]
-    check(plan, run_threads(plan.members, lambda memory: trained(memory.me, plan, cast(Fabric, memory))))
+    check(plan, run_threads(plan.members, lambda memory: trained(memory.me, plan, cast(PlanGroups, memory))))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from elasticd_migration.local_state import LocalState
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.plan import StatePolicy
 
-from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.groups import PlanGroups
 from tests import sizes
 from tests.models.layouts import plan_of, stage
 from tests.models.precise import alone, apart, engine_of, together
@@ -30,8 +30,8 @@ HALVES = ("bf16", "fp16")
 def worker(device: str, store: Any, precision: str) -> tuple[list[float], LocalState]:
     torch.set_num_threads(1)
     made, _ = course("gpt", precision, "adamw")
-    fabric: Any = Fabric("plan/1", device, "127.0.0.1", store)
-    engine = engine_of(made, PLAN, fabric)
+    plan_groups: Any = PlanGroups("plan/1", device, "127.0.0.1", store)
+    engine = engine_of(made, PLAN, plan_groups)
     losses = [engine.step(step, lambda: 0).outcome.loss for step in range(made.training.steps)]
     engine.settle()
     return losses, engine.state()

@@ -11,7 +11,7 @@ from elasticd_planner.layout.gradient_reduction import Piece, Reduction
 from elasticd_planner.spec.box import Box
 from torch import nn
 
-from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.parallel import gradient_buckets
 from elasticd.runtime.parallel.gradient_buckets import Parameters
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, sum_of_squares
@@ -34,10 +34,12 @@ def reduction(parameters: Parameters, counting: tuple[str, ...] = BOTH) -> Reduc
     return Reduction(devices=BOTH, pieces=pieces)
 
 
-def train(fabric: MemoryFabric, *, tied: bool = False, counting: tuple[str, ...] = BOTH) -> dict[str, Any]:
+def train(
+    plan_groups: MemoryPlanGroups, *, tied: bool = False, counting: tuple[str, ...] = BOTH
+) -> dict[str, Any]:
     """What was sent after each section of the backward pass, and the sums."""
     parameters, modules = made(tied)
-    group = fabric.group(BOTH, "reduce")
+    group = plan_groups.group(BOTH, "reduce")
     begin, sent = group.begin_all_reduce, list[int]()
 
     def count(tensor: torch.Tensor) -> Any:
@@ -46,7 +48,7 @@ def train(fabric: MemoryFabric, *, tied: bool = False, counting: tuple[str, ...]
 
     group.begin_all_reduce = count  # type: ignore[method-assign]
     reducer = GradientReducer(
-        fabric.me,
+        plan_groups.me,
         (reduction(parameters, counting),),
         {BOTH: group},  # type: ignore[dict-item]
         parameters,
@@ -56,9 +58,9 @@ def train(fabric: MemoryFabric, *, tied: bool = False, counting: tuple[str, ...]
     for number, section in enumerate(reversed(SECTIONS)):
         name = f"{section}.weight" if f"{section}.weight" in parameters else "embed.weight"
         weight = parameters[name][1]
-        grad = torch.full((2, 3), float(10**number * (1 + BOTH.index(fabric.me))))
+        grad = torch.full((2, 3), float(10**number * (1 + BOTH.index(plan_groups.me))))
         weight.grad = grad if weight.grad is None else weight.grad + grad
-        reducer.ready(section)
+        reducer.section_done(section)
         after.append(len(sent))
     reducer()
     grads = {name: float(p.grad[0, 0]) for name, (_, p) in parameters.items() if p.grad is not None}
@@ -80,14 +82,14 @@ def test_each_bucket_is_sent_as_soon_as_its_section_is_done() -> None:
 
 
 def test_a_tied_parameter_waits_for_all_its_sections() -> None:
-    found = run_threads(BOTH, lambda fabric: train(fabric, tied=True))
+    found = run_threads(BOTH, lambda plan_groups: train(plan_groups, tied=True))
     for result in found.values():
         assert result["after"] == [0, 1, 2]
         assert result["grads"] == {"embed.weight": 303.0, "blocks.0.weight": 30.0}
 
 
 def test_a_replica_of_the_same_term_is_not_counted_twice() -> None:
-    found = run_threads(BOTH, lambda fabric: train(fabric, counting=("b/0",)))
+    found = run_threads(BOTH, lambda plan_groups: train(plan_groups, counting=("b/0",)))
     for result in found.values():
         assert result["grads"] == {"embed.weight": 200.0, "blocks.0.weight": 20.0, "head.weight": 2.0}
 

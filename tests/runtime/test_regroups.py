@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.runtime.comm.groups import Cancelled, Fabric, Group, PeerLost
-from elasticd.runtime.comm.plan_groups import Fabrics
+from elasticd.runtime.comm.groups import Cancelled, Group, PeerLost, PlanGroups
+from elasticd.runtime.comm.groups_by_plan import GroupsByPlan
 from tests import sizes
 from tests.runtime import gang
 
@@ -83,7 +83,7 @@ class Rank:
     def __init__(self, name: str, store: Any, course: Course) -> None:
         self.name, self.store = name, store
         self.regroups, self.wanted = course
-        self.fabrics = Fabrics()
+        self.groups_by_plan = GroupsByPlan()
         self.freed = 0
         self.slowest = 0.0
         self.looks: dict[int, dict[str, int]] = {}
@@ -92,7 +92,7 @@ class Rank:
 
     def run(self) -> None:
         self._prepare(1)
-        before: Fabric | None = None
+        before: PlanGroups | None = None
         for number in range(1, self.regroups + 1):
             assert not self._errors, self._errors
             start = time.monotonic()
@@ -103,10 +103,10 @@ class Rank:
                 total = group.all_reduce(torch.tensor([float(number + group.rank)]))
                 assert float(total) == sum(number + rank for rank in range(len(members)))
             if before is not None:  # all are here: nobody works in the groups before
-                self.fabrics.release(before)
+                self.groups_by_plan.release(before)
             if number % 2:
                 self._complete(groups)
-                before = groups[NAMES].fabric
+                before = groups[NAMES].plan_groups
             else:
                 self._abort(number, groups, absent=NAMES[number // 2 % 4])
                 before = None
@@ -119,10 +119,10 @@ class Rank:
     def _prepare(self, number: int) -> None:
         """In the background: the next groups, under the next number."""
         try:
-            fabric = Fabric(f"plan/{number}", self.name, "127.0.0.1", self.store)
-            self.fabrics.add(number, fabric)
+            plan_groups = PlanGroups(f"plan/{number}", self.name, "127.0.0.1", self.store)
+            self.groups_by_plan.add(number, plan_groups)
             mine = [members for members in GROUPS if self.name in members]
-            self._made[number] = {members: fabric.group(members, "reduce") for members in mine}
+            self._made[number] = {members: plan_groups.group(members, "reduce") for members in mine}
         except RuntimeError as error:
             self._errors.append(f"regroup {number}: {error!r}")
 
@@ -156,7 +156,7 @@ class Rank:
     def _obey(self, number: int) -> None:
         """As the thread that hears the agent."""
         self.store.get(f"abort/{number}", PATIENCE)
-        self.fabrics.cancel(number)
+        self.groups_by_plan.cancel(number)
 
     def _look(self, number: int) -> None:
         """What this process holds, once what was let go has had its time."""

@@ -12,7 +12,7 @@ from torch import distributed
 
 from elasticd.runtime.comm import all_reduce_probe
 from elasticd.runtime.comm.all_reduce_probe import REPEATS, WARM, Rehearser
-from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.torch_store import TorchStore
 from elasticd.wire.worker import Rehearse, Rehearsed
 
@@ -26,8 +26,8 @@ def joined() -> None:
             thread.join(180)
 
 
-def fabrics(device: str, store: TorchStore) -> Callable[[str], Fabric]:
-    return lambda name: Fabric(
+def make_groups(device: str, store: TorchStore) -> Callable[[str], PlanGroups]:
+    return lambda name: PlanGroups(
         name, device, "127.0.0.1", store, seconds=all_reduce_probe.PATIENCE, patience=60.0
     )
 
@@ -44,7 +44,7 @@ def test_the_first_member_answers_with_the_seconds_of_the_group(monkeypatch: pyt
                 time.sleep(0.05)
 
         return Rehearser(
-            device, fabrics(device, store), lambda: True, pace, lambda body: said.put((device, body))
+            device, make_groups(device, store), lambda: True, pace, lambda body: said.put((device, body))
         )
 
     members = [rehearser(device) for device in MEMBERS]
@@ -62,7 +62,7 @@ def test_the_first_member_answers_with_the_seconds_of_the_group(monkeypatch: pyt
 def test_a_member_that_does_not_come_is_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_reduce_probe, "PATIENCE", 0.2)
     store, said = TorchStore(distributed.HashStore()), list[Rehearsed]()  # type: ignore[attr-defined]
-    alone = Rehearser(MEMBERS[0], fabrics(MEMBERS[0], store), lambda: True, lambda start: None, said.append)
+    alone = Rehearser(MEMBERS[0], make_groups(MEMBERS[0], store), lambda: True, lambda start: None, said.append)
     alone.ask(ORDER)
     joined()
     assert said == []
@@ -70,7 +70,7 @@ def test_a_member_that_does_not_come_is_not_waited_for_for_long(monkeypatch: pyt
 
 
 def test_a_device_that_has_work_and_one_that_is_no_member_do_nothing() -> None:
-    def refuse(name: str) -> Fabric:
+    def refuse(name: str) -> PlanGroups:
         raise AssertionError(name)
 
     said = list[Rehearsed]()

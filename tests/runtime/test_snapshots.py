@@ -15,7 +15,7 @@ from elasticd_planner.spec.plan import Plan, StatePolicy
 
 from elasticd.codec.message import Message
 from elasticd.records import Proposal, Recovery
-from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.engine.engine import Engine, StepDone, first_state, make_engine
 from elasticd.runtime.snapshot.memory_file import BadSnapshot, read
 from elasticd.runtime.snapshot.restore import Snapshots
@@ -111,7 +111,11 @@ def worker(device: str, store: Any, folder: str, old: Plan, new: Plan) -> dict[s
     proposal = Proposal(number=2, epoch=1, plan=new, old=old, recovery=recovery)
     keeping = replace(made, snapshots=Snapshots(job="job", fetch=shelf.fetch))
     prepared = prepare(
-        proposal, keeping, device, unpaced, lambda part: Fabric(f"plan/2/{part}", device, "127.0.0.1", store)
+        proposal,
+        keeping,
+        device,
+        unpaced,
+        lambda part: PlanGroups(f"plan/2/{part}", device, "127.0.0.1", store),
     )
     side = move(prepared, engine, AHEAD, made, SEED)
     assert side.step == BACK
@@ -133,8 +137,8 @@ def worker(device: str, store: Any, folder: str, old: Plan, new: Plan) -> dict[s
 def first(device: str, store: Any, plan: Plan) -> Engine:
     made = recipe()
     layouts = Layouts(made.model.spec, plan)
-    fabric = Fabric("plan/1", device, "127.0.0.1", store)
-    engine = make_engine(made, layouts, fabric, unpaced)
+    plan_groups = PlanGroups("plan/1", device, "127.0.0.1", store)
+    engine = make_engine(made, layouts, plan_groups, unpaced)
     engine.adopt(first_state(made.model, layouts, device, SEED))
     return engine
 

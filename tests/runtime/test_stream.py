@@ -17,7 +17,7 @@ from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.spec.sample_packing import linear_of
 
-from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.prefetch import SampleError, SampleReader
 from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.data.stream import Stream, Streamed, _Handed, _packed, _unpacked, first_samples
@@ -97,10 +97,10 @@ def alone() -> list[float]:
 
     one, order = TWO_STAGES, Straight(size=1000, global_batch=BATCH, seed=SEED)
 
-    def worker(fabric: MemoryFabric) -> list[float]:
+    def worker(plan_groups: MemoryPlanGroups) -> list[float]:
         made = make_recipe()
         source = Mapped(order, SampleReader(InOrder()), None, linear_of(made.model.spec))
-        engine = engine_on(fabric, replace(made, source=source), one)
+        engine = engine_on(plan_groups, replace(made, source=source), one)
         return [engine.step(step, lambda: 0).outcome.loss for step in range(STEPS)]
 
     return run_threads(one.members, worker)["a/0"]
@@ -110,8 +110,8 @@ def alone() -> list[float]:
 def test_a_stream_trains_like_its_samples_in_order_and_one_rank_reads_each_once(
     plan: Plan, alone: list[float]
 ) -> None:
-    def worker(fabric: MemoryFabric) -> list[float]:
-        engine = engine_on(fabric, recipe(fabric.me), plan)
+    def worker(plan_groups: MemoryPlanGroups) -> list[float]:
+        engine = engine_on(plan_groups, recipe(plan_groups.me), plan)
         return [engine.step(step, lambda: 0).outcome.loss for step in range(STEPS)]
 
     found = run_threads(plan.members, worker)
@@ -129,9 +129,9 @@ def test_the_position_moves_with_the_state_and_another_rank_reads_on_from_there(
     members = tuple(dict.fromkeys((*before.members, *after.members)))
     transports = dict(zip(members, MemoryTransport.connect(members, timeout=180.0), strict=True))
 
-    def worker(fabric: MemoryFabric) -> list[float]:
-        made, me = recipe(fabric.me), fabric.me
-        engine = engine_on(fabric, made, before) if me in before.members else None
+    def worker(plan_groups: MemoryPlanGroups) -> list[float]:
+        made, me = recipe(plan_groups.me), plan_groups.me
+        engine = engine_on(plan_groups, made, before) if me in before.members else None
         found = []
         for step in range(3):
             if engine is not None:
@@ -141,7 +141,7 @@ def test_the_position_moves_with_the_state_and_another_rank_reads_on_from_there(
         if me not in after.members:
             return found
         assert set(moved.state.extras) == {DATA}
-        engine = engine_on(fabric, made, after)
+        engine = engine_on(plan_groups, made, after)
         engine.adopt(moved.state)
         return [*found, *(engine.step(step, lambda: 0).outcome.loss for step in range(3, STEPS))]
 
@@ -163,9 +163,9 @@ def renamed(plan: Plan, names: dict[str, str]) -> Plan:
 def test_a_step_that_was_undone_is_given_the_same_samples_by_the_reader_that_lives(alone: list[float]) -> None:
     """And by one that goes back to a state before it, too."""
 
-    def worker(fabric: MemoryFabric) -> list[float]:
-        made = recipe(fabric.me)
-        engine: Engine = engine_on(fabric, made, TWO_STAGES)
+    def worker(plan_groups: MemoryPlanGroups) -> list[float]:
+        made = recipe(plan_groups.me)
+        engine: Engine = engine_on(plan_groups, made, TWO_STAGES)
         found, early = [], LocalState()
         for step in range(STEPS):
             if step == 2:
@@ -178,7 +178,7 @@ def test_a_step_that_was_undone_is_given_the_same_samples_by_the_reader_that_liv
             if step == 3:  # it began, and what was read for it is dropped with it
                 made.feed.begin(3, engine.plan, engine.everyone, engine._carried.get(DATA))
             found.append(engine.step(step, lambda: 0).outcome.loss)
-        again = engine_on(fabric, made, TWO_STAGES)
+        again = engine_on(plan_groups, made, TWO_STAGES)
         again.adopt(early)
         found += [again.step(step, lambda: 0).outcome.loss for step in range(2, STEPS)]
         return found
@@ -207,8 +207,8 @@ def replace_planes(tensor: Any) -> Any:
 def test_what_the_stream_raises_names_the_sample_on_every_rank_before_anything_is_computed() -> None:
     torn = 2 * BATCH + 3
 
-    def worker(fabric: MemoryFabric) -> tuple[str, str | None]:
-        engine = engine_on(fabric, recipe(fabric.me, torn=torn), UNEQUAL)
+    def worker(plan_groups: MemoryPlanGroups) -> tuple[str, str | None]:
+        engine = engine_on(plan_groups, recipe(plan_groups.me, torn=torn), UNEQUAL)
         for step in range(2):
             engine.step(step, lambda: 0)
         with pytest.raises(
@@ -237,7 +237,7 @@ def test_samples_of_another_form_and_a_dataset_that_gives_none_are_named() -> No
     ):
         Strange.gives = gives
         feed = Streamed(Stream(dataset=Strange(), tokens=8.0), BATCH, 100, readers=0)
-        group = MemoryFabric(None, "a/0").group(("a/0",), "vote")  # type: ignore[arg-type]
+        group = MemoryPlanGroups(None, "a/0").group(("a/0",), "vote")  # type: ignore[arg-type]
         with pytest.raises(SampleError, match=why):
             feed.begin(0, TWO_STAGES, group, None)  # type: ignore[arg-type]
 

@@ -331,7 +331,9 @@ def test_the_thread_that_prepares_a_plan_does_not_say_where_the_main_thread_is(
     def preparing(*given: Any) -> Any:
         prepared = prepare(*given)
         assert prepared.engine is not None
-        told.extend(fabric.stopwatch.where for fabric in (prepared.transition, prepared.engine.fabric))
+        told.extend(
+            plan_groups.stopwatch.where for plan_groups in (prepared.transition, prepared.engine.plan_groups)
+        )
         return prepared
 
     monkeypatch.setattr(switcher, "prepare", preparing)
@@ -341,7 +343,7 @@ def test_the_thread_that_prepares_a_plan_does_not_say_where_the_main_thread_is(
     for _ in trained.steps(1):
         engine = trained._switcher.engine
         assert engine is not None
-        assert engine.fabric.stopwatch.where is shared()
+        assert engine.plan_groups.stopwatch.where is shared()
     agent.end()
     assert [type(where) for where in told] == [Nowhere, Nowhere]
 
@@ -460,7 +462,7 @@ def no_groups(trained: elasticd.Job) -> bool:
     inside = [
         thread.name for thread in threading.enumerate() if thread.name.startswith(("park-", "elasticd-prep"))
     ]
-    return not inside and trained._switcher._fabrics._fabrics == {}
+    return not inside and trained._switcher._groups_by_plan._by_plan == {}
 
 
 def test_an_exception_in_the_midst_of_an_update_ends_the_process_at_once(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
-from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.sample_ledger import LedgerError, hash_samples
 from elasticd.runtime.engine.vote import RankRecord, StepVote, fold
 
@@ -46,9 +46,9 @@ def record(**changes: object) -> RankRecord:
 def test_a_record_survives_the_wire(**fields: object) -> None:
     made = {"a/0": record(**fields), "b/0": record(**fields)._replace(step=7), "c/0": record()}
 
-    def votes(fabric: MemoryFabric) -> list[list[tuple[Any, ...]]]:
-        vote = StepVote(cast(Group, fabric.group([*made], "vote")))
-        return [vote.gather(made[fabric.me]) for _ in range(2)]
+    def votes(plan_groups: MemoryPlanGroups) -> list[list[tuple[Any, ...]]]:
+        vote = StepVote(cast(Group, plan_groups.group([*made], "vote")))
+        return [vote.gather(made[plan_groups.me]) for _ in range(2)]
 
     for found in run_threads([*made], votes).values():
         assert found == [[*made.values()]] * 2

@@ -15,7 +15,7 @@ from elasticd_planner.spec.plan import Plan, StatePolicy
 from torch import nn
 
 from elasticd.models import Decoder, next_token_loss
-from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads
 from elasticd.runtime.data.loader import pad
 from elasticd.runtime.engine.engine import first_state, make_engine
@@ -104,20 +104,22 @@ def recipe(frozen: bool = False) -> Recipe:
 def worker(device: str, store: Any, plans: Sequence[Plan], frozen: bool = False) -> list[dict[str, Any]]:
     """As one of several processes, over gloo; each plan has groups of its own."""
     return [
-        train(device, Fabric(f"plan/{i}", device, "127.0.0.1", store), plan, frozen)
+        train(device, PlanGroups(f"plan/{i}", device, "127.0.0.1", store), plan, frozen)
         for i, plan in enumerate(plans)
     ]
 
 
 def in_threads(plan: Plan, frozen: bool = False) -> dict[str, dict[str, Any]]:
     """What each member has, all of them threads of this process."""
-    return dict(run_threads(plan.members, lambda memory: train(memory.me, cast(Fabric, memory), plan, frozen)))
+    return dict(
+        run_threads(plan.members, lambda memory: train(memory.me, cast(PlanGroups, memory), plan, frozen))
+    )
 
 
-def train(device: str, fabric: Fabric, plan: Plan, frozen: bool) -> dict[str, Any]:
+def train(device: str, plan_groups: PlanGroups, plan: Plan, frozen: bool) -> dict[str, Any]:
     made = recipe(frozen)
     layouts = Layouts(made.model.spec, plan)
-    engine = make_engine(made, layouts, fabric, unpaced)
+    engine = make_engine(made, layouts, plan_groups, unpaced)
     engine.adopt(first_state(made.model, layouts, device, SEED))
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
     engine.settle()

@@ -259,7 +259,7 @@ class StopTraining(SwitchEffect, frozen=True, kw_only=True):
     reason: str
 
 
-class Drained(SwitchEffect, frozen=True, kw_only=True):
+class LeaveJob(SwitchEffect, frozen=True, kw_only=True):
     """End, after a drain: no rank needs anything of this one any more."""
 
 
@@ -294,7 +294,7 @@ def step(state: SwitchState, event: SwitchEvent, updates: int = 0) -> _Step:
         state, more = proposed(to(state, later=0), later)
         effects = (*effects, *more)
     if state.draining and state.phase is SwitchPhase.STANDBY and not state.holds_old:
-        return to(state, phase=SwitchPhase.STOPPED), (*effects, Drained())
+        return to(state, phase=SwitchPhase.STOPPED), (*effects, LeaveJob())
     return state, effects
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from elasticd.models.huggingface.anatomy import REMEDY, text_of
 from elasticd.models.huggingface.init_weights import on_meta, own_init, with_buffers
 from elasticd.models.huggingface.proof import prove
-from elasticd.models.huggingface.sections import sections_of
+from elasticd.models.huggingface.sections import name_in_model, sections_of
 from elasticd.models.huggingface.tp_plans import cuts_of
 from elasticd.runtime.model.model import Init, Model
 from elasticd.runtime.model.validation import ModelError
@@ -63,11 +63,7 @@ def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> M
 
 def their_name(model: Model, name: str) -> str:
     """The name that a parameter of `from_hf`'s model has in the model itself."""
-    for section, module in model.sections.items():
-        for child, path in getattr(module, "paths", {}).items():
-            if name.startswith(f"{section}.{child}."):
-                return f"{path}{name.removeprefix(f'{section}.{child}')}"
-    raise KeyError(name)
+    return name_in_model(model.sections.items(), name)
 
 
 def refuse_at_sight(model: Any) -> None:

@@ -73,10 +73,12 @@ class SmallModel:
 
     @property
     def name(self) -> str:
+        """The name of the model's class, for messages."""
         return type(self.model).__name__
 
     @property
     def near(self) -> float:
+        """The largest relative difference that rounding explains in the type of the logits."""
         return NEAR.get(self.logits.dtype, 1e-3)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,6 +211,7 @@ class HfEmbed(Section):
         super().__init__(model, anatomy, held | _anywhere(model, anatomy), [first, *husks[1:]])
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Runs the model's forward on batch["inputs"] [samples, tokens] up to its first layer."""
         out: Tensor = self.run(batch["inputs"], None)
         return out
 
@@ -228,6 +229,7 @@ class HfBlock(Section):
         self._mine = mine
 
     def forward(self, x: Tensor) -> Tensor:
+        """Runs the model's forward up to the end of this layer, which takes `x` [samples, tokens, width]."""
         self._mine.x = x
         try:
             output = self.run(None, x)
@@ -251,6 +253,7 @@ class HfHead(Section):
         self._begin = begin
 
     def forward(self, x: Tensor) -> Tensor:
+        """Runs the model's forward with `x` [samples, tokens, width] in place of the last layer's output."""
         self._begin.x = x
         try:
             return logits_of(self.run(None, x))
@@ -274,11 +277,7 @@ class Sections:
 
     def theirs(self, name: str) -> str:
         """The name in the model of a parameter that elasticd calls `name`."""
-        for section, module in self:
-            for child, path in module.paths.items():
-                if name.startswith(f"{section}.{child}."):
-                    return path + name.removeprefix(f"{section}.{child}")
-        raise KeyError(name)
+        return name_in_model(self, name)
 
     def ours(self, path: str) -> str:
         """The name in elasticd of a module of the model; empty where no section has it."""
@@ -287,6 +286,23 @@ class Sections:
                 if f"{path}.".startswith(f"{theirs}."):
                     return f"{section}.{child}{path.removeprefix(theirs)}"
         return ""
+
+
+def name_in_model(sections: Iterable[tuple[str, nn.Module]], name: str) -> str:
+    """The name in a model of transformers of a parameter that elasticd calls `name`.
+
+    Args:
+        sections: the model's sections by name.
+        name: a full name, "blocks.0.layer.mlp.up_proj.weight" say.
+
+    Raises:
+        KeyError: no section has it.
+    """
+    for section, module in sections:
+        for child, path in getattr(module, "paths", {}).items():
+            if name.startswith(f"{section}.{child}."):
+                return f"{path}{name.removeprefix(f'{section}.{child}')}"
+    raise KeyError(name)
 
 
 def sections_of(model: Any, anatomy: Anatomy) -> Sections:

@@ -22,19 +22,26 @@ _HEADS = re.compile(r"(num_attention_heads|n_heads?|num_heads|attention_heads|(d
 _KV = re.compile(r"(num_key_value_heads|num_kv_heads|n_head_kv|n_kv_heads)")
 _WIDTH = re.compile(r"(hidden_size|n_embd|d_model|dim)")
 _OTHER_WIDTH = re.compile(r"(word_embed_proj_dim|(input_|output_)?embedding_size|embedding_dim|embed_dim)")
-_HEAD = re.compile(r"(global_)?(head_dim|attention_head_dim|kv_channels|head_size|v_head_dim|qk_nope_head_dim)")
-_FEED_FORWARD = re.compile(
-    r"(\w*intermediate_size|(de|en)coder_ffn_dim|ffn_dim|n_inner|ffn_hidden_size|expert_ffn_hidden_size|mlp_dim"
-    r"|intermediate_dim)(_mlp)?"
-)
-_VOCABULARY = re.compile(r"(\w+_)?vocab_size(_\w+)?")
-_WINDOW = re.compile(r"(\w*sliding_window|(attention_)?window_size|\w*chunk_size|\w*local_attention)")
 _POSITIONS = re.compile(r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length)")
-_EXPERTS = re.compile(r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_moe_experts)")
-_CHOSEN = re.compile(r"(num_experts_per_tok(en)?|top_k_experts|moe_topk|moe_k|moe_top_k|num_experts_per_token)")
-_RANK = re.compile(r"\w*(lora_rank|low_rank_dim|d_state|state_size)")
-#: Of a state-space layer: its heads, and all their numbers.
-_STATE_HEADS, _STATE_WIDTH = re.compile(r"(mamba_(n|num)|n_mamba)_heads"), re.compile(r"mamba_d_ssm")
+#: The largest sizes of a small copy, by the names that they have.
+_MOST = {
+    _HEADS: HEADS,
+    _WIDTH: HEADS * HEAD,
+    re.compile(
+        r"(global_)?(head_dim|attention_head_dim|kv_channels|head_size|v_head_dim|qk_nope_head_dim)"
+    ): HEAD,
+    re.compile(
+        r"(\w*intermediate_size|(de|en)coder_ffn_dim|ffn_dim|n_inner|ffn_hidden_size|expert_ffn_hidden_size"
+        r"|mlp_dim|intermediate_dim)(_mlp)?"
+    ): FEED_FORWARD,
+    re.compile(r"(\w+_)?vocab_size(_\w+)?"): VOCABULARY,
+    re.compile(r"(\w*sliding_window|(attention_)?window_size|\w*chunk_size|\w*local_attention)"): WINDOW,
+    re.compile(r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_moe_experts)"): 4,
+    re.compile(r"(num_experts_per_tok(en)?|top_k_experts|moe_topk|moe_k|moe_top_k|num_experts_per_token)"): 2,
+    re.compile(r"\w*(lora_rank|low_rank_dim|d_state|state_size)"): 8,
+    re.compile(r"(mamba_(n|num)|n_mamba)_heads"): HEADS,  # of a state-space layer
+    re.compile(r"mamba_d_ssm"): 2 * HEADS * HEAD,  # all numbers of its heads
+}
 #: Which layers are of which kind, by their index.
 _PERIODS = re.compile(r".*(period|interval|first_k_dense|sparse_step|pattern|_freq|_every).*")
 
@@ -185,27 +192,16 @@ def _small_number(name: str, value: int, values: Mapping[str, Any], layers: int)
     turned = name == "head_dim" and value == values.get("qk_rope_head_dim")
     if turned or name in ("qk_rope_head_dim", "rotary_dim"):
         return min(value, HEAD // 2)
-    heads = next((v for n, v in values.items() if _HEADS.fullmatch(n) and isinstance(v, int)), 0)
-    for pattern, most in (
-        (_LAYERS, layers),
-        (_HEADS, HEADS),
-        (_WIDTH, HEADS * HEAD),
-        (_HEAD, HEAD),
-        (_FEED_FORWARD, FEED_FORWARD),
-        (_VOCABULARY, VOCABULARY),
-        (_WINDOW, WINDOW),
-        (_EXPERTS, 4),
-        (_CHOSEN, 2),
-        (_RANK, 8),
-        (_STATE_HEADS, HEADS),
-        (_STATE_WIDTH, 2 * HEADS * HEAD),
-    ):
+    if _LAYERS.fullmatch(name):
+        return min(value, layers)
+    for pattern, most in _MOST.items():
         if pattern.fullmatch(name):
             return min(value, most)
     if _OTHER_WIDTH.fullmatch(name):  # a projection is between it and the width, where it is another
-        width = next((v for n, v in values.items() if _WIDTH.fullmatch(n) and isinstance(v, int)), 0)
+        width = _first(values, _WIDTH)
         return min(value, HEADS * HEAD // (1 if value == (width or value) else 2))
     if _KV.fullmatch(name):
+        heads = _first(values, _HEADS)
         return min(heads, HEADS) if value == heads else 1 if value == 1 else min(value, HEADS // 2)
     if _POSITIONS.fullmatch(name) and not _scaled(values):
         return min(value, POSITIONS)
@@ -216,6 +212,11 @@ def _small_number(name: str, value: int, values: Mapping[str, Any], layers: int)
     if is_dropout(name):
         return 0
     return value
+
+
+def _first(values: Mapping[str, Any], pattern: re.Pattern[str]) -> int:
+    """The first whole number under such a name; 0: there is none."""
+    return next((v for name, v in values.items() if pattern.fullmatch(name) and isinstance(v, int)), 0)
 
 
 def _scaled(values: Mapping[str, Any]) -> bool:
@@ -245,10 +246,7 @@ def _agree(changes: dict[str, Any], values: Mapping[str, Any], kept: list[int]) 
 def _head(values: Mapping[str, Any]) -> int:
     """How wide a head is."""
     given = values.get("head_dim")
-    width, heads = (
-        next((value for name, value in values.items() if known.fullmatch(name) and isinstance(value, int)), 0)
-        for known in (_WIDTH, _HEADS)
-    )
+    width, heads = _first(values, _WIDTH), _first(values, _HEADS)
     return given if isinstance(given, int) else width // heads if heads else HEAD
 
 

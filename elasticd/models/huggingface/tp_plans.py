@@ -15,7 +15,7 @@ from torch import nn
 
 from elasticd.models.huggingface.anatomy import Anatomy, text_of
 from elasticd.models.huggingface.sections import Sections
-from elasticd.runtime.model.tp_rules import Add, Column, Row, Rule, Slice, UnitsOf, sides_of
+from elasticd.runtime.model.tp_rules import Column, PartialGrad, Row, Rule, Sharded, UnitsOf, sides_of
 
 #: Plans of models that carry none, by path in the layer.
 _OWN: Mapping[str, Mapping[str, str]] = {
@@ -144,7 +144,7 @@ class _Group:
             self._numbers_of_heads()
         if not columns:  # what is between gathered outputs is the same on all members
             rules = self._cut.rules.items()
-            self._cut.rules = {pattern: rule for pattern, rule in rules if not isinstance(rule, Add)}
+            self._cut.rules = {pattern: rule for pattern, rule in rules if not isinstance(rule, PartialGrad)}
         return self._cut
 
     def _one(self, path: str, said: str) -> None:
@@ -155,7 +155,7 @@ class _Group:
             return
         pattern = f"blocks.*.layer.{path}.*"
         if said == "replicated_with_grad_allreduce":
-            self._cut.rules[pattern] = Add()
+            self._cut.rules[pattern] = PartialGrad()
             return
         if said not in (*_CUTS, *_GATHERS, *_SPLITS):
             raise _Whole(f"there is no rule for {said!r}")
@@ -213,9 +213,9 @@ class _Group:
                 continue
             norm = self._attention and "norm" in name
             if norm and tuple(parameter.shape) == (self._size,):
-                self._cut.rules[f"blocks.*.layer.{name}"] = Add()
+                self._cut.rules[f"blocks.*.layer.{name}"] = PartialGrad()
             elif norm and parameter.shape[0] == self._heads == self._kv_heads:
-                self._cut.rules[f"blocks.*.layer.{name}"] = Slice("heads")
+                self._cut.rules[f"blocks.*.layer.{name}"] = Sharded("heads")
             else:
                 raise _Whole(f"the plan says nothing of {name}")
 

@@ -76,7 +76,7 @@ class BetweenSteps:
                 return self._known[kind](engine, self._switcher.step)
             except (PeerLost, Cancelled) as error:
                 try:
-                    self._switcher.bereaved(error)
+                    self._switcher.peers_lost(error)
                 except JobOver:
                     log.warning("the others ended before what was asked for after the last step was done")
                     return None

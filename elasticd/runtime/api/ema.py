@@ -120,7 +120,7 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
     engine.round()
     together = True
     try:
-        engine.return_values()
+        engine.all_gather_params()
         yield
     except BaseException as error:
         together = isinstance(error, SampleError | LedgerError)
@@ -129,7 +129,7 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
         _exchange(pairs)
         engine.round()
         if together:
-            engine.return_values()
+            engine.all_gather_params()
             engine.settle()  # the other members have received them: this rank may end next
             engine.stale = False
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from elasticd.runtime.api.ema import averaged
 from elasticd.runtime.data.loader import Batch, Collate, Loader, length_of
 from elasticd.runtime.data.prefetch import Dataset, SampleError, SampleReader
-from elasticd.runtime.data.sample_ledger import LedgerError, expected_hash, hash_samples
+from elasticd.runtime.data.sample_ledger import NO_SAMPLES, LedgerError, expected_hashes
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.pipeline_stage import Loss
 
@@ -197,10 +197,9 @@ def _round(
     engine: Engine, dealt: tuple[tuple[MicroBatch, ...], ...], loader: Loader, measures: Mapping[str, Loss]
 ) -> list[Tensor]:
     """Evaluates a round. Returns the sums and counts of each rank, [measures, 2]."""
-    sums, seen, failure = _Sums(measures), hash_samples(()), None
-    places = engine.plan.places
+    sums, seen, failure = _Sums(measures), NO_SAMPLES, None
     if engine.runner is not None:
-        place = places[engine.device]
+        place = engine.plan.places[engine.device]
         mine = dealt[place.pipeline]
         if engine.runner.reads:
             loader.prepare([index for micro in mine for index in micro])
@@ -218,9 +217,7 @@ def _round(
             if failure is not None and failure.index == failed - 1:
                 raise failure
             raise SampleError(failed - 1, f"see the output of {engine.plan.members[rank]}")
-    expected = [expected_hash(dealt[place.pipeline]) for place in places.values()]
-    expected += [hash_samples(())] * len(engine.plan.carriers)
-    if [seen for seen, _ in heads] != expected:
+    if [seen for seen, _ in heads] != expected_hashes(engine.plan, [dealt] * len(engine.plan.modules)):
         raise LedgerError("an evaluation did not see the samples of its set")
     return [each[_HEAD.size :].clone().view(torch.float64).view(-1, 2) for each in records]
 

@@ -22,10 +22,10 @@ from elasticd.runtime.api.step import Step
 from elasticd.runtime.api.train_loop import Loop, Next
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.saver import Saver
-from elasticd.runtime.comm.all_reduce_probe import Rehearser, fabric_of
+from elasticd.runtime.comm.all_reduce_probe import Rehearser, plan_groups_of
 from elasticd.runtime.control import parent_death
 from elasticd.runtime.control.agent_client import AgentKeyValue, Control
-from elasticd.runtime.control.sigterm import NOTICE, Notice
+from elasticd.runtime.control.sigterm import NOTICE, PreemptionNotice
 from elasticd.runtime.control.user_exceptions import Farewell, Uncaught
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import Dataset, SampleError
@@ -35,10 +35,11 @@ from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.pipeline_stage import Loss
-from elasticd.runtime.engine.recipe import MakeOptimizer, MakeScheduler, Recipe
+from elasticd.runtime.engine.recipe import MakeScheduler, Recipe
 from elasticd.runtime.engine.warmup import warm
-from elasticd.runtime.exits import Departed, JobOver, JobStopped
+from elasticd.runtime.exits import Drained, JobOver, JobStopped
 from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.optimizer_check import MakeOptimizer
 from elasticd.runtime.snapshot.restore import Snapshots
 from elasticd.runtime.snapshot.snapshotter import Snapper
 from elasticd.runtime.switch.switcher import Switcher
@@ -207,8 +208,8 @@ class Job(RankInfo):
         idle = self._idle
         self._prober = Prober(idle, pacer.product, self._control.send)
         device, address = self._control.welcome.device, self._control.welcome.address
-        fabrics = fabric_of(device, address, AgentKeyValue(self._control))
-        self._rehearser = Rehearser(device, fabrics, idle, pacer.product, self._control.send)
+        make_groups = plan_groups_of(device, address, AgentKeyValue(self._control))
+        self._rehearser = Rehearser(device, make_groups, idle, pacer.product, self._control.send)
         logs.for_worker(self._about)
         self._control.start(self._hear)
         self._show()
@@ -216,7 +217,7 @@ class Job(RankInfo):
         self._uncaught = Uncaught(self._fail_later)
         self._farewell = Farewell(lambda: self._part("the script left the loop before the last step"))
         self._grace = grace
-        self._notice = Notice(grace, self._drain)
+        self._notice = PreemptionNotice(grace, self._drain)
         self._notice.install()
 
     def _idle(self) -> bool:
@@ -240,7 +241,7 @@ class Job(RankInfo):
         """Called after SIGTERM, on the thread of the notice."""
         log.warning("SIGTERM: %s leaves the job once others, or a checkpoint, have its state", self.device)
         self._control.send(DrainNotice(reason=NOTICE, saves=self._saver is not None))
-        self._switcher.drain()
+        self._switcher.begin_drain()
 
     def _hear(self, message: ToWorker) -> None:
         """Takes a message of the agent, on the control thread."""
@@ -347,7 +348,7 @@ class Job(RankInfo):
                 yield from self._with_callbacks(self._loop.run(total))
             except JobOver:
                 yield from self._with_callbacks(self._loop.missed())  # perhaps the last step
-        except Departed:
+        except Drained:
             self._leave("it was told to go, and the job goes on without it")
             raise
         except GeneratorExit as closed:
@@ -380,7 +381,7 @@ class Job(RankInfo):
         if self._left and not self._farewell.withdrawn():
             return
         if self._left:
-            self._notice = Notice(self._grace, self._drain)
+            self._notice = PreemptionNotice(self._grace, self._drain)
             self._notice.install()
         self._fail(error)
 
@@ -393,7 +394,7 @@ class Job(RankInfo):
             self._loop.fail(error)
         except JobStopped as end:
             log.warning("%s", end)
-        except (JobOver, Departed):
+        except (JobOver, Drained):
             pass
         self._end_threads()
 

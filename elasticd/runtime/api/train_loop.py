@@ -64,7 +64,7 @@ class Loop:
             `Next` before each step, and the `Step` after it.
 
         Raises:
-            JobStopped, JobOver, Departed: the job, or this rank's part in it, ended earlier.
+            JobStopped, JobOver, Drained: the job, or this rank's part in it, ended earlier.
         """
         switcher = self.switcher
         while True:
@@ -88,7 +88,7 @@ class Loop:
                     self._drain(engine, made)
                 switcher.step = made  # a rank that loses the others before this knows of the step by its vote
             except (PeerLost, Cancelled) as error:
-                switcher.bereaved(error)
+                switcher.peers_lost(error)
                 continue
             except (LedgerError, BatchesDiffer) as error:  # the same on every rank
                 raise self.stopped(engine, error) from error
@@ -96,7 +96,7 @@ class Loop:
                 lost = lost_within(error)
                 if lost is None:
                     raise
-                switcher.bereaved(lost)
+                switcher.peers_lost(lost)
                 continue
             if done is not None:
                 self._report(done, first=engine.rank == 0)
@@ -118,7 +118,7 @@ class Loop:
         ends the job. Returns at once if this rank holds no state that is of use.
 
         Raises:
-            JobStopped, JobOver, Departed: the state is safe.
+            JobStopped, JobOver, Drained: the state is safe.
         """
         switcher = self.switcher
         engine = switcher.engine
@@ -132,10 +132,10 @@ class Loop:
             clear_frames(error.__traceback__)
         why = f"its code raised {word.kind}"
         self.control.send(DrainNotice(reason=why))
-        switcher.drain()
+        switcher.begin_drain()
         lost: Exception = Cancelled(why)
         while True:
-            switcher.bereaved(lost)
+            switcher.peers_lost(lost)
             engine = switcher.wait()
             try:
                 self.between_steps.close(engine)
@@ -210,7 +210,7 @@ class Loop:
         return JobStopped(f"elasticd: {error}")
 
     def _draining(self) -> Draining:
-        if not self.switcher.leaving:
+        if not self.switcher.draining:
             return Draining.NO
         return Draining.UNSAVED if self.saver is not None and not self._drained else Draining.SAVED
 
@@ -225,7 +225,7 @@ class Loop:
     def finish(self, engine: Engine, step: int) -> None:
         """Makes the last checkpoint. All members of the plan call it, and again after a fault during it."""
         if self.saver is not None and step > 0 and not self.switcher.loaded(step):
-            with during(engine.fabric.stopwatch.where, SAVING):
+            with during(engine.plan_groups.stopwatch.where, SAVING):
                 self.saver.finish(step, engine.gather, engine.layouts, engine.state)
         engine.settle()
 

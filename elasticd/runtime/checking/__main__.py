@@ -73,6 +73,11 @@ def _one_process(recipe: Recipe, variation: Variation) -> Trial:
 
 
 def main() -> int:
+    """Checks the script of the command line. Results go to standard output, errors to standard error.
+
+    Returns:
+        The exit code: 0, 1 or 2, as at the top of this file.
+    """
     script, *arguments = sys.argv[1:]
     answer = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

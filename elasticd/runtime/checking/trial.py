@@ -13,8 +13,8 @@ from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
 
 from elasticd.runtime.checking.layouts import Variation
-from elasticd.runtime.comm.groups import Fabric, PeerLost
-from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads, unpaced
+from elasticd.runtime.comm.groups import PeerLost, PlanGroups
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads, unpaced
 from elasticd.runtime.comm.torch_store import TorchStore
 from elasticd.runtime.engine.engine import Engine, first_state, make_engine
 from elasticd.runtime.engine.recipe import Recipe
@@ -76,15 +76,17 @@ def tried(recipe: Recipe, variation: Variation) -> Trial:
     members = {name: Member() for name in plan.members}
     store = TorchStore(torch.distributed.HashStore())  # type: ignore[attr-defined]
 
-    def worker(memory: MemoryFabric) -> tuple[float, bool]:
+    def worker(memory: MemoryPlanGroups) -> tuple[float, bool]:
         seen = members[memory.me]
-        fabric = Fabric("check", memory.me, "127.0.0.1", store) if variation.gloo else cast(Fabric, memory)
+        plan_groups = (
+            PlanGroups("check", memory.me, "127.0.0.1", store) if variation.gloo else cast(PlanGroups, memory)
+        )
         try:
-            return _step(_under(recipe, variation), layouts, fabric, seen)
+            return _step(_under(recipe, variation), layouts, plan_groups, seen)
         finally:
             if variation.gloo:
-                fabric.shut()  # frees the others where this one failed
-                fabric.park().join()
+                plan_groups.shut()  # frees the others where this one failed
+                plan_groups.park().join()
 
     try:
         losses = run_threads(plan.members, worker)
@@ -97,10 +99,10 @@ def tried(recipe: Recipe, variation: Variation) -> Trial:
     return Trial(loss=loss, applied=applied, members=members)
 
 
-def _step(recipe: Recipe, layouts: Layouts, fabric: Fabric, seen: Member) -> tuple[float, bool]:
+def _step(recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, seen: Member) -> tuple[float, bool]:
     """One member's step: its loss, and whether its updates were applied."""
-    engine = make_engine(recipe, layouts, fabric, unpaced)
-    engine.adopt(first_state(recipe.model, layouts, fabric.me, recipe.seed, recipe.master))
+    engine = make_engine(recipe, layouts, plan_groups, unpaced)
+    engine.adopt(first_state(recipe.model, layouts, plan_groups.me, recipe.seed, recipe.master))
     first = {name: p.detach().clone() for name, (_, p) in engine.local.parameters.items()}
     terms: dict[str, Tensor] = {}
     scaled = recipe.precision.scale if recipe.precision is not None else None

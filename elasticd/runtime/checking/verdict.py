@@ -10,9 +10,9 @@ from elasticd_planner.spec.box import Box
 from torch import Tensor
 
 from elasticd.runtime.checking.trial import Member, Trial
-from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.model import Model, split_name
 from elasticd.runtime.model.rng import Dropout
-from elasticd.runtime.model.tp_rules import Add
+from elasticd.runtime.model.tp_rules import PartialGrad
 
 #: Relative differences that rounding explains, by type of the parameters.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
@@ -93,7 +93,7 @@ def _gradients(model: Model, alone: Trial, other: Trial, near: float) -> Iterato
     wrong: dict[str, list[str]] = {}
     for name, (whole,) in one.gradients.items():
         for line in _gradient(model, name, whole.reduced, other, near, scales[name]):
-            wrong.setdefault(_section(name), []).append(line)
+            wrong.setdefault(split_name(name)[0], []).append(line)
     for section in reversed(model.sections):
         if section in wrong:
             yield from wrong[section]
@@ -107,8 +107,8 @@ def _scales(model: Model, one: Member) -> dict[str, float]:
     largest = {name: float(held.reduced.abs().max()) for name, (held,) in one.gradients.items()}
     sections: dict[str, float] = {}
     for name, size in largest.items():
-        sections[_section(name)] = max(sections.get(_section(name), 0.0), size)
-    return {name: max(size, rounding * sections[_section(name)]) for name, size in largest.items()}
+        sections[split_name(name)[0]] = max(sections.get(split_name(name)[0], 0.0), size)
+    return {name: max(size, rounding * sections[split_name(name)[0]]) for name, size in largest.items()}
 
 
 def _gradient(model: Model, name: str, whole: Tensor, other: Trial, near: float, scale: float) -> Iterator[str]:
@@ -125,13 +125,16 @@ def _gradient(model: Model, name: str, whole: Tensor, other: Trial, near: float,
     ]
     alike = [part for part in held if part.box.shape == tuple(whole.shape)]
     terms = [part.term for part in alike]
-    if isinstance(rule, Add) and terms and all(_apart(term, whole) <= near for term in terms):
+    if isinstance(rule, PartialGrad) and terms and all(_apart(term, whole) <= near for term in terms):
         yield (
             f"{name}: {said} adds what is the same: every member has the whole gradient, so that it came out "
             f"{ratio[0]:.2f} times too large. Leave the rule out"
         )
     elif rule is None and len(terms) > 1 and _apart(torch.stack(terms).sum(0), whole) <= near:
-        yield f"{name}: has no rule, but members hold terms of its gradient, which must be added: give it Add()"
+        yield (
+            f"{name}: has no rule, but members hold terms of its gradient, which must be added: give it "
+            "PartialGrad()"
+        )
     else:
         off = apart / max(scale, 1e-300)
         yield f"{name}: {said} gives a gradient that is off by {off:.1e} of its size"
@@ -148,8 +151,7 @@ def _failure(model: Model, where: str, error: BaseException) -> str:
 
 def _rules(model: Model, path: str) -> str:
     """The rules of a module, and of what is in it."""
-    section = _section(path)
-    inner = path.removeprefix(section).lstrip(".")
+    section, inner = split_name(path)
     found = {}
     for owner, rules in model.owners(section).items():
         if owner == inner or owner.startswith(f"{inner}.") or not inner:
@@ -169,7 +171,7 @@ def _dropouts(model: Model, section: str) -> str:
     ]
     if not found:
         return ""
-    return f" Where the input of {', '.join(found)} is cut, it needs Slice(units, dim=...)."
+    return f" Where the input of {', '.join(found)} is cut, it needs Sharded(units, dim=...)."
 
 
 def _said(model: Model, name: str) -> str:
@@ -179,11 +181,6 @@ def _said(model: Model, name: str) -> str:
     fields = ", ".join(repr(v) if k == "units" else f"{k}={v!r}" for k, v in vars(rule).items() if v)
     fields = fields.replace(", parts=1", "")
     return f"the rule {model.pattern(name)!r}: {type(rule).__name__}({fields})"
-
-
-def _section(name: str) -> str:
-    head, _, rest = name.partition(".")
-    return f"blocks.{rest.partition('.')[0]}" if head == "blocks" else head
 
 
 def _apart(a: Tensor, b: Tensor) -> float:

@@ -55,14 +55,18 @@ def data_file(rank: int) -> str:
 
 def write_tensor(stream: SummedStream, file: str, tensor: torch.Tensor) -> tuple[Record, int]:
     """Appends a host tensor that fills its storage; where it lies, and where in the file its bytes begin."""
-    at = stream.mark()
-    torch.save(tensor, cast(IO[bytes], stream))
-    record = Record(file=file, at=at, length=stream.size - at)
+    record = _save(stream, file, tensor)
     start = _data(stream.head)
     first = bytes(tensor.reshape(-1)[:64].view(torch.uint8).numpy())
     if bytes(stream.head[start : start + len(first)]) != first:
         raise FormatChanged(f"torch {torch.__version__} does not lay a tensor out as elasticd expects")
-    return record, at + start
+    return record, record.at + start
+
+
+def _save(stream: SummedStream, file: str, value: Any) -> Record:
+    at = stream.mark()
+    torch.save(value, cast(IO[bytes], stream))
+    return Record(file=file, at=at, length=stream.size - at)
 
 
 def _data(head: bytearray) -> int:
@@ -84,7 +88,10 @@ def key_of(role: str, name: str, plane: str) -> Path:
 
 def write_small(stream: SummedStream, file: str, manifest: Manifest) -> list[Small]:
     """All that the manifest has as text, once more for plain torch."""
-    return [_write_small(stream, file, path, value) for path, value in _small(manifest)]
+    return [
+        Small(path, _save(stream, file, value), value if isinstance(value, torch.Tensor) else None)
+        for path, value in _small(manifest)
+    ]
 
 
 def _small(manifest: Manifest) -> Iterable[tuple[Path, Any]]:
@@ -121,13 +128,6 @@ def _whole(value: Any) -> bool:
     if not isinstance(value, list):
         return not isinstance(value, dict | torch.Tensor)
     return all(_whole(item) for item in value)
-
-
-def _write_small(stream: SummedStream, file: str, path: Path, value: Any) -> Small:
-    at = stream.mark()
-    torch.save(value, cast(IO[bytes], stream))
-    record = Record(file=file, at=at, length=stream.size - at)
-    return Small(path, record, value if isinstance(value, torch.Tensor) else None)
 
 
 def metadata(manifest: Manifest, small: Iterable[Small]) -> bytes:

@@ -50,6 +50,7 @@ class Types:
     master: torch.dtype | None
 
     def value(self, item: Item) -> torch.dtype:
+        """The type of an item's values under the layouts."""
         return torch_dtype(self.layouts.layout(item).dtype)
 
 

@@ -8,11 +8,11 @@ fences: so a rank that was cut off and trains on alone never makes one that a la
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from elasticd_migration.local_state import LocalState
 from elasticd_planner.layout.layouts import Item, Layouts
@@ -28,6 +28,7 @@ from elasticd.records import JobSpec
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.staging import Staging, pieces, share, without_planes
 from elasticd.runtime.checkpoint.writer import Task, origin_of, path_of, write_part, write_whole
+from elasticd.runtime.threads import DaemonThreads
 from elasticd.wire.worker import Saved
 
 log = logging.getLogger(__name__)
@@ -71,8 +72,7 @@ class Saver:
         self._task: Task | None = None
         self._staging = Staging()
         self._share: tuple[int, dict[Item, tuple[Box, ...]]] | None = None
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
+        self._writer = DaemonThreads("checkpoint")
         self._ending = False
 
     # -- what the training thread does ---------------------------------------------------------------------
@@ -197,9 +197,7 @@ class Saver:
         with self._changed:
             self._ending = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(_LEAVE)
+        self._writer.end(_LEAVE)
 
     # -- what the control thread does ------------------------------------------------------------------------
 
@@ -212,16 +210,8 @@ class Saver:
     # -- what the writing thread does ------------------------------------------------------------------------
 
     def _put(self, work: Callable[[Task], None]) -> None:
-        task = self._task
-        assert task is not None
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="elasticd-checkpoint", daemon=True)
-            self._thread.start()
-        self._queue.put(lambda: work(task))
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None and not self._ending:
-            work()
+        assert self._task is not None
+        self._writer.run(partial(work, self._task))
 
     def _check(self, step: int) -> None:
         if self._ending or step in self._given_up:

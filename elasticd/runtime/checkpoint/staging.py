@@ -82,6 +82,7 @@ class Staging:
 
     @property
     def bytes(self) -> int:
+        """The size of the buffer in bytes."""
         return self._buffer.numel()
 
     def copy(self, held: Sequence[Piece]) -> list[Piece]:

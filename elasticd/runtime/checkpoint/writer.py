@@ -60,10 +60,12 @@ class Task:
 
     @property
     def step(self) -> int:
+        """Updates that the saved state has seen."""
         return self.origin.step
 
     @property
     def rank(self) -> int:
+        """The rank of this device, which numbers its files."""
         return self.members.index(self.device)
 
     @property
@@ -73,6 +75,7 @@ class Task:
 
 
 def origin_of(spec: JobSpec, plan: Plan, step: int) -> Origin:
+    """What a checkpoint's manifest says of the training that it is of: see `Origin`."""
     return Origin(
         job=spec.job,
         model=spec.model.name,

@@ -1,7 +1,7 @@
-"""How long an all-reduce takes among the workers of this node, before they have work.
+"""Measures an all-reduce among the workers of this node, before they have work.
 
-The members make a group as a stage's is made, and reduce a few times. Before each time they do a small piece of
-computation, as in a step: threads that have just reduced reduce again in half the time.
+The members make a group like that of a stage, and all-reduce a few times. Before each all-reduce they compute a
+small matrix product, as in a step, because threads that have just all-reduced do it again in half the time.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import torch
 
-from elasticd.runtime.comm.groups import BootstrapKeyValue, Fabric, Group
+from elasticd.runtime.comm.groups import BootstrapKeyValue, Group, PlanGroups
 from elasticd.runtime.telemetry.device_probe import SIZE
 from elasticd.wire.worker import Rehearse, Rehearsed
 
-#: All-reduces of each width, and those that come first and do not count.
+#: All-reduces of each width that count, and those before them that do not.
 REPEATS, WARM = 12, 2
 #: Seconds that members wait for each other. The leader waits a little longer.
 PATIENCE = 2.0
@@ -26,9 +26,21 @@ log = logging.getLogger(__name__)
 
 
 def all_reduce_seconds(group: Group, size: int, paced: Callable[[float], None]) -> float:
-    """Seconds of one all-reduce of `size` bytes. Every member of the group calls this, and gets the same.
-    `paced` is called after each piece of computation with the time at which it began: it sleeps on emulated
-    devices."""
+    """Seconds of one all-reduce. Every member of the group calls this, and gets the same.
+
+    Args:
+        group: the members.
+        size: bytes of the tensor.
+        paced: called after each matrix product with the time on `time.perf_counter` at which it began. On an
+            emulated device it sleeps.
+
+    Returns:
+        The median over the all-reduces of the shortest time that a member saw.
+
+    Raises:
+        PeerLost: a member is gone.
+        Cancelled: the plan's groups were shut meanwhile.
+    """
     left, right = torch.ones(2, SIZE, SIZE)
     out = torch.empty(SIZE, SIZE)
     mine = torch.zeros(REPEATS, dtype=torch.float64)
@@ -46,33 +58,33 @@ def all_reduce_seconds(group: Group, size: int, paced: Callable[[float], None]) 
 
 
 class Rehearser:
-    """Answers a leader's `Rehearse`, on a thread of its own, while the device is `idle`."""
+    """Answers a leader's `Rehearse` in a thread, if the device has no work."""
 
     def __init__(
         self,
         device: str,
-        fabric: Callable[[str], Fabric],
+        make_groups: Callable[[str], PlanGroups],
         idle: Callable[[], bool],
         paced: Callable[[float], None],
         send: Callable[[Rehearsed], None],
     ) -> None:
-        self._device, self._fabric, self._idle = device, fabric, idle
+        self._device, self._make_groups, self._idle = device, make_groups, idle
         self._paced, self._send = paced, send
         self._running = threading.Lock()
 
     def ask(self, order: Rehearse) -> None:
-        """Returns at once."""
+        """Starts to measure what is asked for, unless the device has work or is measuring. Returns at once."""
         if self._idle() and self._device in order.members and self._running.acquire(blocking=False):
             name = "elasticd-rehearsal"
             threading.Thread(target=self._rehearse, args=(order,), name=name, daemon=True).start()
 
     def _rehearse(self, order: Rehearse) -> None:
         try:
-            fabric = self._fabric(f"rehearsal/{order.members[0]}")
+            plan_groups = self._make_groups(f"rehearsal/{order.members[0]}")
             try:
-                found = self._measured(fabric, order)
+                found = self._measured(plan_groups, order)
             finally:
-                fabric.park().join()
+                plan_groups.park().join()
             if found and self._device == order.members[0]:
                 self._send(Rehearsed(seconds=found))
         except (RuntimeError, OSError) as error:  # the plan is made without
@@ -80,16 +92,16 @@ class Rehearser:
         finally:
             self._running.release()
 
-    def _measured(self, fabric: Fabric, order: Rehearse) -> dict[int, float]:
+    def _measured(self, plan_groups: PlanGroups, order: Rehearse) -> dict[int, float]:
         found = {}
         for width in order.widths:
             members = order.members[:width]
             if self._device in members:
-                group = fabric.group(members, "tensor")
+                group = plan_groups.group(members, "tensor")
                 found[width] = all_reduce_seconds(group, order.size, self._paced)
         return found
 
 
-def fabric_of(device: str, address: str, store: BootstrapKeyValue) -> Callable[[str], Fabric]:
-    """Makes a fabric by its name, for a short while."""
-    return lambda name: Fabric(name, device, address, store, seconds=PATIENCE, patience=PATIENCE)
+def plan_groups_of(device: str, address: str, store: BootstrapKeyValue) -> Callable[[str], PlanGroups]:
+    """Makes process groups by their name, for a short while."""
+    return lambda name: PlanGroups(name, device, address, store, seconds=PATIENCE, patience=PATIENCE)

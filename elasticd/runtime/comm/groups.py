@@ -1,11 +1,11 @@
 """Process groups made by their members alone, and every private torch API that this takes.
 
-A `Fabric` is the groups of one plan (or of one transition) on one gloo device of its own, so that shutting
-its sockets spares all others. Its bootstrap store is any `BootstrapKeyValue`. `shut` frees who is blocked:
-it marks the fabric dead, so that who polls a collective leaves with `Cancelled`, and shuts its sockets,
-which wakes who waits for a message. The old groups are parked then: dropped in a daemon thread, because
-destroying one that still holds a payload can block. Small collectives are exchanges of messages, sooner over
-than gloo's own.
+`PlanGroups` are the groups of one plan (or of one transition) on one gloo device of their own, so that shutting
+its sockets spares the groups of other plans. Their bootstrap store is any `BootstrapKeyValue`. `shut` frees the
+threads that are blocked in one of them: a thread that polls a collective sees the mark `dead` and raises
+`Cancelled`, and a thread that waits for a message is woken by its shut socket. The old groups are parked then:
+dropped in a daemon thread, because destroying one that still holds a payload can block. Small collectives are
+exchanges of messages, which take less time than gloo's own.
 
 Facts about gloo that shape this file: abort has no effect on a blocked operation; a work's `is_completed`
 tells the truth for collectives, not for isend and irecv; irecv is woken by a shut socket, unless a part of its
@@ -33,19 +33,19 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from elasticd.runtime.comm.sockets import Address, listeners, polled, tcp_sockets, wait_until_quiet
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
 
-#: Bytes of a tensor up to which its collectives are one exchange of messages: between members of one node,
-#: where they go into a socket at once, and between nodes, where the segments of one leave together, without a
-#: wait for the other end (one that a death cuts in two would keep who waits for it). And bytes up to which one
-#: member sends to all others together.
+#: The largest tensors, in bytes, whose collectives are one exchange of messages. Between members of one node a
+#: message goes into a socket at once; between nodes its segments leave together, without a wait for the other
+#: end. (A message that a death cuts in two would keep its receiver waiting.) And the most bytes that one member
+#: sends to all others together.
 AT_ONCE, A_FLIGHT, TOGETHER = 1 << 14, 1 << 13, 1 << 16
 #: The tag of those messages: no boundary of two stages has it, nor what `parallel.zero` sends.
 TERMS = 1 << 25
-#: Seconds that payloads have to arrive before the sockets of a fabric are shut.
+#: Seconds that payloads have to arrive before the sockets of a plan's groups are shut.
 _DRAIN = 0.2
 
 
 class Cancelled(RuntimeError):
-    """The fabric was shut while this operation waited."""
+    """The plan's groups were shut while this operation waited."""
 
 
 class PeerLost(RuntimeError):
@@ -53,20 +53,35 @@ class PeerLost(RuntimeError):
 
 
 class BootstrapKeyValue(Protocol):
-    """What bootstrap needs: `get` waits until the key is there or `seconds` passed (TimeoutError)."""
+    """The key-value store through which members of a group find each other."""
 
-    def set(self, key: str, value: bytes) -> None: ...
-    def get(self, key: str, seconds: float) -> bytes: ...
-    def add(self, key: str, amount: int) -> int: ...
-    def check(self, keys: Sequence[str]) -> bool: ...
+    def set(self, key: str, value: bytes) -> None:
+        """Stores a value, in place of an earlier one."""
+
+    def get(self, key: str, seconds: float) -> bytes:
+        """Waits until the key is there.
+
+        Args:
+            key: its name.
+            seconds: the longest wait.
+
+        Raises:
+            TimeoutError: the key did not come in time.
+        """
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a whole number, which begins at 0, and returns the sum."""
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there. It does not wait."""
 
 
-#: Whoever makes a group is told so where another thread shuts the fabric, or lets it go.
+#: The message of `Cancelled` where another thread shuts the plan's groups, or lets them go, while one is made.
 MEANWHILE = "shut while a group was being made"
 
 
 class _BootstrapStore(Store):
-    """A torch Store over a `BootstrapKeyValue`, whose waits end when the fabric is shut."""
+    """A torch Store over a `BootstrapKeyValue`, whose waits end when the plan's groups are shut."""
 
     def __init__(self, base: BootstrapKeyValue, prefix: str, dead: Callable[[], bool], seconds: float) -> None:
         super().__init__()
@@ -110,10 +125,10 @@ class _BootstrapStore(Store):
 
 
 class Group:
-    """One group of a fabric; ranks count within `members`. All times go to the fabric's stopwatch."""
+    """One group of a plan; ranks count within `members`. All times go to the stopwatch of its `PlanGroups`."""
 
-    def __init__(self, fabric: Fabric, members: tuple[str, ...], me: str, label: str) -> None:
-        self.fabric, self.members, self.me, self.label = fabric, members, me, label
+    def __init__(self, plan_groups: PlanGroups, members: tuple[str, ...], me: str, label: str) -> None:
+        self.plan_groups, self.members, self.me, self.label = plan_groups, members, me, label
         self.rank, self.size = members.index(me), len(members)
         self._sent: dict[int, tuple[Any, Tensor]] = {}
         self._count = 0
@@ -127,7 +142,7 @@ class Group:
         start = time.perf_counter()
         turns = 0
         while not work.is_completed():
-            if self.fabric.dead:
+            if self.plan_groups.dead:
                 raise Cancelled("shut while waiting for a collective")
             turns += 1
             waited = time.perf_counter() - start
@@ -137,21 +152,29 @@ class Group:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Gloo's errors in a few words: a shut fabric, or a peer that is gone."""
+        """Gloo's errors in a few words: `Cancelled` after `shut`, else `PeerLost`."""
         try:
             yield
         except RuntimeError as error:
-            if self.fabric.dead:
+            if self.plan_groups.dead:
                 raise Cancelled("shut while waiting for the others") from None
             text = re.sub(r"^\[[^\]]*\] ", "", str(error).splitlines()[0])[:120].rstrip(". ")
             raise PeerLost(f"{self.label} among {', '.join(self.members)}: {text}") from error
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the group, the same to the bit on every member. `tensor` is given away: its memory may
-        be that of the sum, or on its way still."""
+        """The sum over the group, the same to the bit on every member.
+
+        Args:
+            tensor: this member's term. Do not use it afterwards: its memory may be that of the sum, or of a
+                message that is still to be sent.
+
+        Raises:
+            PeerLost: a member is gone.
+            Cancelled: `shut` was called meanwhile.
+        """
         if self.size == 1:
             return tensor
-        with self.fabric.stopwatch.measure(self.label):
+        with self.plan_groups.stopwatch.measure(self.label):
             if not self._at_once(tensor):
                 self.wait(self.backend.allreduce([tensor]))
                 return tensor
@@ -167,8 +190,10 @@ class Group:
         return tensor.nbytes <= self._limit and not tensor.is_cuda
 
     def _exchange(self, mine: Tensor, terms: Sequence[Tensor]) -> None:
-        """Every member sends a small tensor to all others, and receives theirs into `terms`, by rank: in the
-        time of one message, where gloo's collectives take several, handed from thread to thread."""
+        """Every member sends a small tensor to all others, and receives theirs into `terms`, by rank.
+
+        It takes the time of one message. A collective of gloo takes several, handed from thread to thread.
+        """
         others = [rank for rank in range(self.size) if rank != self.rank]
         backend, sent = self.backend, list[int]()
         with self._told():
@@ -181,29 +206,35 @@ class Group:
             for work, _ in self._awaited:
                 work.wait()
         self._awaited = []
-        self.arrived(self._exchanged)  # who sends a term has had those of the exchange before
+        self.arrived(self._exchanged)  # a member that sends a term has received those of the exchange before
         self._exchanged = sent
 
     def begin_all_reduce(self, tensor: Tensor) -> Any:
-        """Starts to sum in place over the group, beside whatever else runs: `finish` waits. All members start
-        their collectives of a group in one order."""
+        """Starts an all-reduce in place, which runs while the caller computes. Returns the work for `finish`.
+
+        All members start the collectives of a group in the same order.
+        """
         with self._told():
             return self.backend.allreduce([tensor])
 
     def finish(self, work: Any) -> None:
-        """Waits for a collective that was started."""
-        with self.fabric.stopwatch.measure(self.label):
+        """Waits for a collective that `begin_all_reduce` started. Raises as `all_reduce`."""
+        with self.plan_groups.stopwatch.measure(self.label):
             self.wait(work)
 
     def all_gather(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
-        """Every member's tensor, all of one shape, stacked by rank: in `out`, if it is given. `tensor` may be
-        written to when this returns."""
+        """Every member's tensor, stacked by rank. Raises as `all_reduce`.
+
+        Args:
+            tensor: of the same shape on every member. It may be written to when this returns.
+            out: where the result goes: [size, *shape]; None: a new tensor.
+        """
         if out is None:
             out = tensor.new_empty((self.size, *tensor.shape))
         if self.size == 1:
             out[0] = tensor
             return out
-        with self.fabric.stopwatch.measure(self.label):
+        with self.plan_groups.stopwatch.measure(self.label):
             if self._at_once(tensor):
                 out[self.rank] = tensor
                 self._exchange(tensor.clone(memory_format=torch.contiguous_format), out.unbind())
@@ -212,51 +243,86 @@ class Group:
         return out
 
     def send(self, tensor: Tensor, to: int, tag: int, label: str = "boundary") -> int:
-        """Starts to send. The tensor is kept until `received` says that all have arrived, or `arrived` that
-        this one has, by the number that is returned."""
-        with self.fabric.stopwatch.measure(label), self._told():
+        """Starts to send a message, and keeps its tensor until it is known to have arrived.
+
+        Args:
+            tensor: the message. Do not write to it before it has arrived.
+            to: the rank that receives it.
+            tag: the number of the message; the receiver asks for it.
+            label: what the stopwatch counts the seconds for.
+
+        Returns:
+            A number for `arrived`. After `received` all messages have arrived.
+        """
+        with self.plan_groups.stopwatch.measure(label), self._told():
             self._count += 1
             self._sent[self._count] = (self.backend.send([tensor], to, tag), tensor)
         return self._count
 
     def post(self, tensor: Tensor, source: int, tag: int) -> Any:
-        """Starts to receive into a tensor that is at least as large as what comes; `take` waits for it."""
+        """Starts to receive a message. Returns the work for `take`.
+
+        Args:
+            tensor: where it goes, at least as large as the message.
+            source: the rank that sends it.
+            tag: its number.
+        """
         with self._told():
             return self.backend.recv([tensor], source, tag)
 
     def take(self, work: Any, label: str = "boundary", source: int | None = None) -> None:
-        """Waits until it is here; `source`: the rank that it comes from."""
-        with self.fabric.stopwatch.measure(label, source), self._told():
+        """Waits until a posted message is here. Raises as `receive`.
+
+        Args:
+            work: what `post` returned.
+            label: what the stopwatch counts the wait for.
+            source: the rank that sends it, for the report of where the main thread is.
+        """
+        with self.plan_groups.stopwatch.measure(label, source), self._told():
             work.wait()
 
     def receive(self, tensor: Tensor, source: int, tag: int, label: str = "boundary") -> Tensor:
+        """Receives into a tensor that is at least as large as what comes, and waits for it.
+
+        Args:
+            tensor: where the message goes; its first bytes are overwritten.
+            source: the rank that sends it.
+            tag: the number of the message.
+            label: what the stopwatch counts the wait for.
+
+        Raises:
+            PeerLost: the sender is gone.
+            Cancelled: `shut` was called meanwhile.
+        """
         self.take(self.post(tensor, source, tag), label, source)
         return tensor
 
     def arrived(self, numbers: Iterable[int]) -> None:
-        """Something else proved that these were received: lets their tensors go."""
+        """Drops the tensors of messages that have arrived, by the numbers that `send` returned."""
         for number in numbers:
             self._sent.pop(number, None)
 
     def received(self) -> None:
-        """A collective over this group completed after all sends were received: lets their tensors go, but for
-        those of the last exchange, which may have been that collective."""
+        """Drops the tensors of all messages. Call it after a collective that proves their arrival.
+
+        Tensors of the last exchange stay, because that exchange may have been the collective.
+        """
         self._sent = {number: self._sent[number] for number in self._exchanged if number in self._sent}
 
     @property
     def backend(self) -> Any:
-        """The torch process group, for a transport of migration; None where this rank is alone. Only the fabric
-        keeps it, to let it go."""
+        """The torch process group, for a transport of migration; None where this rank is alone. Only
+        `PlanGroups` keeps it, to let it go."""
         if self.size == 1:
             return None
-        backend = self.fabric.backends.get(self.members)
+        backend = self.plan_groups.backends.get(self.members)
         if backend is None:
-            raise Cancelled("the fabric of this group was let go")
+            raise Cancelled("the plan's groups were let go")
         return backend
 
 
-class Fabric:
-    """All groups of one plan or one transition, on one gloo device at `address`."""
+class PlanGroups:
+    """All process groups of one plan or of one transition, on one gloo device."""
 
     def __init__(
         self,
@@ -268,8 +334,16 @@ class Fabric:
         seconds: float = 60.0,
         patience: float = 600.0,
     ) -> None:
-        """`seconds` is how long the making of a group waits for its members; `patience` how long a collective
-        waits for a peer that lives, longer than any step takes (one that dies is noticed at once)."""
+        """
+        Args:
+            name: of the plan or transition, the same on all members; the prefix of its keys in the store.
+            me: this device.
+            address: of the network interface that gloo listens at.
+            store: through which members find each other.
+            seconds: the longest wait for the other members when a group is made.
+            patience: the longest wait of a collective for a peer that lives, in seconds; more than any step
+                takes. A peer that dies is noticed at once.
+        """
         self.name, self.me, self.dead = name, me, False
         self.stopwatch = Stopwatch()
         self._patience = patience
@@ -283,12 +357,21 @@ class Fabric:
         self._device, self._listener = _gloo_device(address)
 
     def group(self, members: Sequence[str], label: str) -> Group:
-        """Makes (once) the group of exactly these members; each of them must call this.
+        """The group of these members, which is made at the first call. Each of them must call this.
 
-        Calls must come in one global order on all ranks (sorted by members, say), as each waits for all."""
+        All ranks make groups in the same global order, because each call waits for the other members.
+
+        Args:
+            members: devices in the order of their ranks in the group.
+            label: what the stopwatch counts the waits in this group for.
+
+        Raises:
+            RuntimeError: a member did not come in time.
+            Cancelled: `shut` or `park` was called meanwhile.
+        """
         names = tuple(members)
         if self.dead:
-            raise Cancelled("the fabric is shut")
+            raise Cancelled("the plan's groups are shut")
         if len(names) > 1 and names not in self.backends:
             self._meet(names)
             self.backends[names] = self._make(names)
@@ -317,11 +400,14 @@ class Fabric:
         return backend
 
     def shut(self) -> int:
-        """Frees whoever waits in this fabric; from any thread. Returns how many connections were cut.
+        """Frees every thread that waits in one of these groups; from any thread.
+
+        Returns:
+            How many connections were cut.
 
         Who polls leaves at once. The sockets are shut once no payload moves in them, `_DRAIN` seconds later at
         most: gloo never wakes an operation whose payload was cut in the middle, and what it holds (threads,
-        descriptors, memory) then stays until the fabric's patience ends, as it does where a peer is frozen."""
+        descriptors, memory) then stays until `patience` ends, as it does where a peer is frozen."""
         self.dead = True
         return self._cut()
 
@@ -339,7 +425,7 @@ class Fabric:
         return shut
 
     def _sockets(self) -> list[socket.socket]:
-        """Duplicates of the connections of this fabric; the caller closes them."""
+        """Duplicates of the connections of these groups; the caller closes them."""
         mine = []
         for _, listening, local, peer, sock in tcp_sockets():
             if not listening and (local == self._listener or peer in self._peers):
@@ -349,12 +435,18 @@ class Fabric:
         return mine
 
     def keep(self, user: object) -> None:
-        """Is let go with the groups, which it holds: whoever lets the last holder go destroys them."""
+        """Keeps an object that holds a group until the groups are let go.
+
+        The thread that drops the last reference to a group destroys it, which may block.
+        """
         self._users.append(user)
 
     def park(self) -> threading.Thread:
-        """Lets the groups go, in a thread of their own: destroying one takes long, or blocks on a stuck
-        payload."""
+        """Destroys the groups in a thread, because that takes long, or blocks on a stuck payload.
+
+        Returns:
+            The thread.
+        """
         held: list[Any] = [self._users, self.backends, self._device]
         self._users, self.backends, self._device, self.dead = [], {}, None, True
         thread = threading.Thread(target=_let_go, args=(held,), name=f"park-{self.name}", daemon=True)
@@ -363,8 +455,11 @@ class Fabric:
 
 
 def _let_go(held: list[Any]) -> None:
-    """And hands the memory back. Each group had threads, whose buffers glibc keeps in arenas of their own:
-    a process that regroups often would grow by hundreds of megabytes that nobody uses."""
+    """Drops the groups and returns their memory to the system.
+
+    Each group had threads, whose buffers glibc keeps in arenas of their own. A process that regroups often
+    would grow by hundreds of megabytes.
+    """
     held.clear()
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,8 +1,8 @@
-"""Groups among threads of one process: what `Fabric` gives, without sockets.
+"""Groups among threads of one process: what `PlanGroups` gives, without sockets.
 
-For tests and for `elasticd check`: whole layouts run in one process, and whoever fails frees the others. Sums
-are made in rank order, so that every member has the same bits. Tensors are bytes on the way, as over gloo: what
-gloo would read as another type, or die of, is refused here.
+For tests and for `elasticd check`: a plan's members are threads of one process, and a member that fails frees
+the others. Sums are in rank order, so that every member has the same bits. Messages are bytes, as with gloo.
+Where gloo would read a tensor as another type, or would end the process, an error is raised here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Members = tuple[str, ...]
 
 
 class MemoryWorld:
-    """The wire between threads. patience: seconds that an operation waits for the others."""
+    """Carries messages and collectives between threads. An operation waits at most `patience` seconds."""
 
     def __init__(self, patience: float = 300.0) -> None:
         self._changed = threading.Condition()
@@ -33,19 +33,24 @@ class MemoryWorld:
         self._mail: dict[tuple[Members, int, int, int], deque[Tensor]] = defaultdict(deque)
 
     def break_off(self) -> None:
-        """Frees whoever waits: a member failed."""
+        """Makes all that wait raise PeerLost, because a member failed."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
 
     def give(self, members: Members, number: int, rank: int, tensor: Tensor) -> None:
+        """Hands in a copy of one rank's tensor for the collective `number` of these members."""
         with self._changed:
             self._given.setdefault((members, number), {})[rank] = tensor.detach().clone()
             self._changed.notify_all()
 
     def taken(self, members: Members, number: int) -> list[Tensor]:
-        """Every member's tensor of its collective `number`, by rank. Raises RuntimeError where they differ in
-        type or in shape."""
+        """Waits for every member's tensor of the collective `number`, and returns them by rank.
+
+        Raises:
+            RuntimeError: the tensors differ in dtype or shape.
+            PeerLost: another member failed, or did not come in time.
+        """
         given = self._given[members, number]
         self._wait(lambda: len(given) == len(members), members)
         tensors = [given[rank] for rank in range(len(members))]
@@ -57,6 +62,7 @@ class MemoryWorld:
         return tensors
 
     def post(self, members: Members, source: int, to: int, tag: int, tensor: Tensor) -> None:
+        """Puts a copy of a message into the mail from rank `source` to rank `to`."""
         with self._changed:
             self._mail[members, source, to, tag].append(
                 tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -64,6 +70,11 @@ class MemoryWorld:
             self._changed.notify_all()
 
     def fetch(self, members: Members, source: int, to: int, tag: int) -> Tensor:
+        """Waits for the oldest message with this tag from rank `source` to rank `to`.
+
+        Raises:
+            PeerLost: another member failed, or nothing came in time.
+        """
         box = self._mail[members, source, to, tag]
         self._wait(lambda: len(box) > 0, members)
         return box.popleft()
@@ -77,59 +88,72 @@ class MemoryWorld:
 
 
 class MemoryGroup:
-    """A `Group` of a `MemoryFabric`."""
+    """A `Group` of a `MemoryPlanGroups`."""
 
-    def __init__(self, fabric: MemoryFabric, members: Members, label: str) -> None:
-        self.fabric, self.members, self.me, self.label = fabric, members, fabric.me, label
-        self.rank, self.size = members.index(fabric.me), len(members)
+    def __init__(self, plan_groups: MemoryPlanGroups, members: Members, label: str) -> None:
+        self.plan_groups, self.members, self.me, self.label = plan_groups, members, plan_groups.me, label
+        self.rank, self.size = members.index(plan_groups.me), len(members)
 
     def begin_all_reduce(self, tensor: Tensor) -> tuple[int, Tensor]:
-        number = self.fabric.number(self.members)
-        self.fabric.world.give(self.members, number, self.rank, tensor)
+        """Hands in this member's term. Waits for nobody."""
+        number = self.plan_groups.number(self.members)
+        self.plan_groups.world.give(self.members, number, self.rank, tensor)
         return number, tensor
 
     def finish(self, work: tuple[int, Tensor]) -> None:
-        with self.fabric.stopwatch.measure(self.label):
+        """Waits for all terms and writes their sum, in rank order, into the tensor that was handed in."""
+        with self.plan_groups.stopwatch.measure(self.label):
             number, tensor = work
-            total, *terms = self.fabric.world.taken(self.members, number)
+            total, *terms = self.plan_groups.world.taken(self.members, number)
             for term in terms:
                 total = total + term
             tensor.copy_(total)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the group, in place, the same to the bit on every member."""
         self.finish(self.begin_all_reduce(tensor))
         return tensor
 
     def all_gather(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """Every member's tensor, stacked by rank: [size, *shape]; in `out`, if it is given."""
         number, _ = self.begin_all_reduce(tensor)
-        with self.fabric.stopwatch.measure(self.label):
-            return torch.stack(self.fabric.world.taken(self.members, number), out=out)
+        with self.plan_groups.stopwatch.measure(self.label):
+            return torch.stack(self.plan_groups.world.taken(self.members, number), out=out)
 
     def send(self, tensor: Tensor, to: int, tag: int, label: str = "boundary") -> int:
-        self.fabric.world.post(self.members, self.rank, to, tag, tensor)
+        """Posts a copy, so that the caller need not keep the tensor. Returns 0, which `arrived` ignores."""
+        self.plan_groups.world.post(self.members, self.rank, to, tag, tensor)
         return 0
 
     def post(self, tensor: Tensor, source: int, tag: int) -> tuple[Tensor, int, int]:
+        """Notes what is to be received. Nothing is received before `take`."""
         return tensor, source, tag
 
     def take(self, work: tuple[Tensor, int, int], label: str = "boundary", source: int | None = None) -> None:
-        with self.fabric.stopwatch.measure(label, source):
+        """Waits for the message and copies its bytes to the begin of the posted tensor's memory.
+
+        Raises:
+            RuntimeError: the message is larger than that memory.
+            PeerLost: another member failed, or nothing came in time.
+        """
+        with self.plan_groups.stopwatch.measure(label, source):
             tensor, source, tag = work
-            came = self.fabric.world.fetch(self.members, source, self.rank, tag)
+            came = self.plan_groups.world.fetch(self.members, source, self.rank, tag)
             raw, room = _bytes(came), _bytes(tensor)
             if raw.numel() > room.numel():
                 raise RuntimeError(f"{raw.numel()} bytes came where {room.numel()} were to be received")
             room[: raw.numel()] = raw
 
     def receive(self, tensor: Tensor, source: int, tag: int, label: str = "boundary") -> Tensor:
+        """`post` and `take` in one."""
         self.take(self.post(tensor, source, tag), label)
         return tensor
 
     def arrived(self, numbers: Iterable[int]) -> None:
-        pass
+        """Does nothing: a message that was sent is a copy."""
 
     def received(self) -> None:
-        pass
+        """Does nothing: a message that was sent is a copy."""
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -137,8 +161,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-class MemoryFabric:
-    """All groups of one plan that one thread is in."""
+class MemoryPlanGroups:
+    """The `PlanGroups` of one thread: all groups of one plan that its device is a member of."""
 
     def __init__(self, world: MemoryWorld, me: str) -> None:
         self.world, self.me, self.dead = world, me, False
@@ -146,6 +170,7 @@ class MemoryFabric:
         self._numbers: dict[Members, int] = defaultdict(int)
 
     def group(self, members: Sequence[str], label: str) -> MemoryGroup:
+        """The group of these members. Nobody is waited for: threads find each other by their messages."""
         return MemoryGroup(self, tuple(members), label)
 
     def number(self, members: Members) -> int:
@@ -154,13 +179,25 @@ class MemoryFabric:
         return self._numbers[members]
 
 
-def run_threads(names: Sequence[str], worker: Callable[[MemoryFabric], T]) -> dict[str, T]:
-    """Calls `worker` in a thread for each name, and gives the results. Raises what the first failed with."""
+def run_threads(names: Sequence[str], worker: Callable[[MemoryPlanGroups], T]) -> dict[str, T]:
+    """Calls `worker` in a thread for each device.
+
+    Args:
+        names: the devices.
+        worker: called with the groups of its device.
+
+    Returns:
+        The results by device.
+
+    Raises:
+        BaseException: the first one that a worker raised, if possible no PeerLost or Cancelled, which another
+            worker's failure causes.
+    """
     world, results, failures = MemoryWorld(), {}, list[BaseException]()
 
     def work(name: str) -> None:
         try:
-            results[name] = worker(MemoryFabric(world, name))
+            results[name] = worker(MemoryPlanGroups(world, name))
         except BaseException as error:
             failures.append(error)
             world.break_off()
@@ -176,5 +213,5 @@ def run_threads(names: Sequence[str], worker: Callable[[MemoryFabric], T]) -> di
 
 
 def unpaced(*_: Any) -> float:
-    """A pace that holds nothing up."""
+    """A pace of `StageRunner` that slows nothing down: returns the time at which it is called."""
     return time.perf_counter()

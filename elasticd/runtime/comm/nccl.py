@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from elasticd.runtime.comm.groups import MEANWHILE, Cancelled, Fabric
+from elasticd.runtime.comm.groups import MEANWHILE, Cancelled, PlanGroups
 
 
-class NcclFabric(Fabric):
-    """A `Fabric` whose groups run on the CUDA device that is current when it is made; its address is unused."""
+class NcclPlanGroups(PlanGroups):
+    """`PlanGroups` that run on the CUDA device that is current when it is made; `address` is unused."""
 
     def _open(self, address: str) -> None:
         nccl = getattr(torch._C._distributed_c10d, "ProcessGroupNCCL", None)

@@ -1,4 +1,4 @@
-"""The TCP sockets of this process, found by looking: gloo tells nobody which are its own."""
+"""Finds the TCP sockets of this process in /proc, because gloo does not say which are its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _POLLED_INODE = re.compile(r"^tfd:.* ino:([0-9a-f]+)", re.MULTILINE)
 
 
 def listeners() -> dict[int, Address]:
-    """Where this process listens, by the inode of the socket: that is nobody else's while it is open."""
+    """The addresses at which this process listens, by the socket's inode, which is unique while it is open."""
     found = {}
     for _, listening, local, _, sock in tcp_sockets():
         with sock:
@@ -32,7 +32,7 @@ def listeners() -> dict[int, Address]:
 
 
 def polled() -> set[int]:
-    """The inodes of all that an epoll of this process waits for."""
+    """The inodes of all files that an epoll of this process waits for."""
     found: set[int] = set()
     for entry in os.listdir("/proc/self/fd"):
         try:
@@ -45,8 +45,12 @@ def polled() -> set[int]:
 
 
 def tcp_sockets() -> Iterator[tuple[int, bool, Address, Address | None, socket.socket]]:
-    """(fd, listening, local, peer, a duplicate) of every TCP socket of this process. Working on a duplicate
-    keeps a descriptor that is closed and used again meanwhile from fooling us. The caller closes it."""
+    """Every TCP socket of this process.
+
+    Yields:
+        (descriptor, whether it listens, local address, peer's address or None, a duplicate of the socket). The
+        duplicate stays the same socket if the descriptor is closed and used again meanwhile. Close it.
+    """
     for entry in os.listdir("/proc/self/fd"):
         try:
             duplicate = os.dup(int(entry))
@@ -77,7 +81,12 @@ def tcp_sockets() -> Iterator[tuple[int, bool, Address, Address | None, socket.s
 
 
 def wait_until_quiet(socks: Sequence[socket.socket], seconds: float) -> None:
-    """Waits until no byte was seen under way in these connections for a moment, `seconds` at most."""
+    """Waits until these connections have had no byte in their queues for 10 ms.
+
+    Args:
+        socks: the connections.
+        seconds: the longest wait.
+    """
     deadline = time.monotonic() + seconds
     quiet_since = time.monotonic()
     while socks and quiet_since + _QUIET > (now := time.monotonic()) and now < deadline:

@@ -9,15 +9,17 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 class TorchStore:
-    """A `BootstrapKeyValue`."""
+    """A `BootstrapKeyValue` over a store of `torch.distributed`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def set(self, key: str, value: bytes) -> None:
+        """Stores a value, in place of an earlier one."""
         self._store.set(key, value)  # type: ignore[arg-type]  # bytes, whatever its stub says
 
     def get(self, key: str, seconds: float) -> bytes:
+        """Waits for a key, for `seconds` at most. Raises TimeoutError after that."""
         try:
             self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
         except RuntimeError:
@@ -25,7 +27,9 @@ class TorchStore:
         return self._store.get(key)
 
     def add(self, key: str, amount: int) -> int:
+        """Adds to a whole number, which begins at 0, and returns the sum."""
         return self._store.add(key, amount)
 
     def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there. It does not wait."""
         return self._store.check(list(keys))

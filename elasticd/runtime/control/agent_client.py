@@ -24,7 +24,7 @@ import msgspec
 
 from elasticd.backoff import jittered
 from elasticd.codec.message import Message, encode
-from elasticd.runtime.control.outbox import LastWords
+from elasticd.runtime.control.outbox import Outbox
 from elasticd.system import process_mark
 from elasticd.wire import unix_socket
 from elasticd.wire.snapshots import Fetch, Fetched, Held
@@ -60,7 +60,7 @@ class Control:
             connect_seconds = _RETURN_SECONDS if process_mark.VARIABLE in os.environ else _CONNECT_SECONDS
         self._socket, self.welcome = _open_first(path, hello, connect_seconds)
         self._socket.setblocking(False)
-        self._said = LastWords()
+        self._said = Outbox()
         self._renewing: threading.Event | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
@@ -75,6 +75,7 @@ class Control:
         self._handler: Callable[[ToWorker], None] = lambda message: None
 
     def start(self, handler: Callable[[ToWorker], None]) -> None:
+        """Starts the control thread. From now on it calls `handler` with each message of the agent."""
         self._handler = handler
         self._thread.start()
 
@@ -376,13 +377,17 @@ class AgentKeyValue:
         self._control = control
 
     def set(self, key: str, value: bytes) -> None:
+        """Stores a value, in place of an earlier one. Raises TimeoutError if the store cannot be reached."""
         self._control.call("set", key, value)
 
     def get(self, key: str, seconds: float) -> bytes:
+        """Waits for a key, for `seconds` at most. Raises TimeoutError after that, and as `set`."""
         return self._control.call("get", key, seconds=seconds).value
 
     def add(self, key: str, amount: int) -> int:
+        """Adds to a whole number, which begins at 0, and returns the sum. Raises TimeoutError as `set`."""
         return self._control.call("add", key, str(amount).encode()).number
 
     def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys are there, without waiting for them. Raises TimeoutError as `set`."""
         return all(self._control.call("check", key).number for key in keys)

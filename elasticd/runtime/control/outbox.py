@@ -40,7 +40,7 @@ LASTING = frozenset(
 )
 
 
-class LastWords:
+class Outbox:
     """The newest word of each kind, in the order in which they were said. A word about a number outdates all
     about lower ones, since a number opens only once those before it are settled; and that a rank lost the
     others, since it came to rest before it said more."""
@@ -63,6 +63,7 @@ class LastWords:
         self._said[type(message)] = message, data
 
     def clear(self) -> None:
+        """Forgets all words, because they are of an incarnation that is left behind."""
         self._said.clear()
 
 

@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 #: What the leader is told of the notice.
 NOTICE = "SIGTERM"
 
-_present: Notice | None = None
+_present: PreemptionNotice | None = None
 
 
-class Notice:
+class PreemptionNotice:
     """Hears SIGTERM from `install` to `restore`. `told` is called once, on a thread of its own; `grace` seconds
     later the process ends, or at the next SIGTERM that is no echo.
 

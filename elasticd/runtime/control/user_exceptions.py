@@ -93,6 +93,7 @@ class Uncaught:
             self._before, sys.excepthook = sys.excepthook, self._hook
 
     def restore(self) -> None:
+        """Puts the earlier `sys.excepthook` back, unless another one took this one's place."""
         if sys.excepthook == self._hook:
             sys.excepthook = self._before
 
@@ -114,6 +115,7 @@ class Farewell:
         self._lock, self._taken = threading.Lock(), False
 
     def now(self) -> None:
+        """Calls `leave` on this thread, unless it was called or withdrawn before."""
         if self.withdrawn():
             self._leave()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -224,7 +225,7 @@ class Loader:
                 self.failure = self.failure or error
                 missing.append(place)
         if missing:
-            stand_in = found[0] if found else self._any()
+            stand_in = found[0] if found else self._stand_in(self._reader.take)
             for place in missing:  # the same on every member of a TP group, since they read the same samples
                 found.insert(place, stand_in)
         try:
@@ -235,26 +236,18 @@ class Loader:
             if self.failure is None:
                 self.failure = SampleError(ids[place], why)
                 self.failure.__cause__ = error
-            return self._stand_in(len(found), error)
+            return self._stand_in(lambda index: self._collate([self._reader.take(index)] * len(found)))
 
-    def _stand_in(self, count: int, error: Exception) -> Batch:
-        """A batch of one sample `count` times. Raises SampleError if there is none."""
-        assert self.failure is not None
-        for index in range(_STAND_INS):
-            try:
-                return self._collate([self._reader.take(index)] * count)
-            except Exception:
-                continue
-        raise self.failure from error
+    def _stand_in(self, make: Callable[[int], Any]) -> Any:
+        """What `make` gives of the first sample of the dataset that it can use, among a few.
 
-    def _any(self) -> Any:
-        """The first sample of the dataset that can be read, among a few."""
-        assert self.failure is not None
+        Raises:
+            SampleError: `failure`, if it can use none.
+        """
         for index in range(_STAND_INS):
-            try:
-                return self._reader.take(index)
-            except SampleError:
-                continue
+            with suppress(Exception):
+                return make(index)
+        assert self.failure is not None
         raise self.failure
 
     def take(self) -> tuple[list[int], SampleError | None]:

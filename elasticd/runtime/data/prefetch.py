@@ -6,13 +6,12 @@ stay as they were read, and only the others are dropped.
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, Protocol
+
+from elasticd.runtime.threads import DaemonThreads
 
 
 class Dataset(Protocol):
@@ -28,45 +27,6 @@ class SampleError(RuntimeError):
     def __init__(self, index: int, why: str) -> None:
         super().__init__(f"sample {index} of the dataset could not be read: {why}")
         self.index = index
-
-
-_Work = tuple[Callable[[], Any], Future[Any]] | None
-
-
-class DaemonThreads:
-    """Runs calls in daemon threads, in the order in which they came. The threads end with this object."""
-
-    def __init__(self, name: str, count: int = 1) -> None:
-        self._name, self._count, self._started = name, count, False
-        self._queue: SimpleQueue[_Work] = SimpleQueue()
-
-    def __call__(self, work: Callable[[], Any]) -> Future[Any]:
-        """Has `work` called by a thread. The first call starts the threads."""
-        if not self._started:
-            self._started = True
-            for number in range(self._count):
-                name = f"elasticd-{self._name}-{number}"
-                threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
-            weakref.finalize(self, _end, self._queue, self._count)
-        future: Future[Any] = Future()
-        self._queue.put((work, future))
-        return future
-
-
-def _run(queue: SimpleQueue[_Work]) -> None:
-    while (item := queue.get()) is not None:
-        work, future = item
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-        del item, work, future  # while the thread waits it must not hold a sample
-
-
-def _end(queue: SimpleQueue[_Work], threads: int) -> None:
-    for _ in range(threads):
-        queue.put(None)
 
 
 class SampleReader:

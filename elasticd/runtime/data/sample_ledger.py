@@ -12,6 +12,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 
+from elasticd_planner.spec.batch import MicroBatch
+from elasticd_planner.spec.plan import Plan
+
 
 class LedgerError(RuntimeError):
     """A rank saw other samples than the batch plan gives it."""
@@ -33,6 +36,13 @@ def _hash(ids: tuple[int, ...]) -> int:
 NO_SAMPLES = hash_samples(())
 
 
-def expected_hash(micro_batches: Sequence[Sequence[int]]) -> int:
-    """The hash of a pipeline's samples in the order of its forward passes."""
-    return hash_samples(chain.from_iterable(micro_batches))
+def expected_hashes(plan: Plan, modules: Sequence[Sequence[Sequence[MicroBatch]]]) -> list[int]:
+    """The hash that each rank is to bring, in rank order.
+
+    Args:
+        plan: the plan in force. Devices that only carry state see no samples.
+        modules: the micro-batches of each pipeline of each module, in the order of their forward passes.
+    """
+    hashes = [[hash_samples(chain.from_iterable(micro)) for micro in module] for module in modules]
+    mine = [hashes[place.module][place.pipeline] for place in plan.places.values()]
+    return mine + [NO_SAMPLES] * len(plan.carriers)

@@ -22,7 +22,8 @@ from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
 from elasticd.runtime.comm.groups import Group
-from elasticd.runtime.data.prefetch import DaemonThreads, SampleError
+from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.threads import DaemonThreads
 
 #: Tags of messages beside those of stages and of ZeRO.
 _SIZE, _HANDED = (1 << 24) + 16, (1 << 24) + 17
@@ -150,14 +151,16 @@ class Streamed:
         by_id = dict(zip(ids, read.samples, strict=True))
         self._tokens = tuple(map(_tokens, read.samples))
         dealt = self.batch(plan, step)
-        mine = _Handed()
-        for rank, device in enumerate(plan.members):
-            part = {index: by_id[index] for index in _read_by(plan, device, dealt)}
-            handed = _Handed(tokens=self._tokens, position=read.after, samples=part)
-            if rank == 0:
-                mine = handed
-            else:
-                _send(everyone, rank, handed)
+        mine, *others = (
+            _Handed(
+                tokens=self._tokens,
+                position=read.after,
+                samples={index: by_id[index] for index in _read_by(plan, device, dealt)},
+            )
+            for device in plan.members
+        )
+        for rank, handed in enumerate(others, start=1):
+            _send(everyone, rank, handed)
         return mine
 
 

@@ -8,7 +8,6 @@ until the vote gives the global count; they are divided once.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -35,10 +34,10 @@ from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.records import Vote
-from elasticd.runtime.comm.groups import Fabric, Group
+from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import SampleError
-from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hash
+from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hashes
 from elasticd.runtime.engine.mixed_precision import LossScaler
 from elasticd.runtime.engine.pipeline_stage import Pace, Passed, StageRunner
 from elasticd.runtime.engine.recipe import Recipe
@@ -48,9 +47,9 @@ from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer
-from elasticd.runtime.parallel.zero import Ownership
+from elasticd.runtime.parallel.zero import ZeroState
 from elasticd.runtime.telemetry.cuda_timer import spans_of
-from elasticd.runtime.telemetry.main_thread import during
+from elasticd.runtime.telemetry.main_thread import during, during_step
 from elasticd.runtime.telemetry.step_times import Telemetry
 from elasticd.wire.main_thread import LOADER, OPTIMIZER, SCHEDULER, UPDATE
 
@@ -77,18 +76,18 @@ class StepDone:
     measurement: Measurement  #: seconds that the step took on this rank
 
 
-def connect(fabric: Fabric, layouts: Layouts) -> Groups:
-    """Makes the groups of `fabric.me` under the plan, in the same order on all ranks."""
-    plan, me = layouts.plan, fabric.me
+def connect(plan_groups: PlanGroups, layouts: Layouts) -> Groups:
+    """Makes the groups of this device under the plan, in the same order on all ranks."""
+    plan, me = layouts.plan, plan_groups.me
     team = plan.stage(plan.places[me]).devices if me in plan.places else (me,)
     mine = tuple(reduction for reduction in reductions(layouts) if me in reduction.devices)
     sets = [reduction.devices for reduction in mine if len(reduction.devices) > 1]
     for members in sorted({plan.members, team, *sets}, key=lambda m: [plan.rank(d) for d in m]):
-        fabric.group(members, "")
+        plan_groups.group(members, "")
     return Groups(
-        everyone=fabric.group(plan.members, "vote"),
-        tensor=fabric.group(team, "tensor"),
-        holders={members: fabric.group(members, "reduce") for members in sets},
+        everyone=plan_groups.group(plan.members, "vote"),
+        tensor=plan_groups.group(team, "tensor"),
+        holders={members: plan_groups.group(members, "reduce") for members in sets},
         reductions=mine,
     )
 
@@ -130,6 +129,9 @@ def first_state(
 class Engine:
     """Trains one plan on one device, once `adopt` gave it its state and an optimizer."""
 
+    rank: int  #: of this device under the plan
+    everyone: Group  #: all members of the plan
+    linear: int  #: see `elasticd_planner.spec.sample_packing.linear_of`
     runner: StageRunner | None  #: its passes; None: the device only carries replicas of state
     reducer: GradientReducer  #: reduces its gradients, and measures the seconds of that
     stale: bool  #: under ZeRO: parameters have their new values only on the devices that keep their state
@@ -145,19 +147,20 @@ class Engine:
         recipe: Recipe,
         layouts: Layouts,
         local: LocalModel,
-        fabric: Fabric,
+        plan_groups: PlanGroups,
         groups: Groups,
         pace: Pace,
     ) -> None:
-        self.plan, self.device, self.local, self.fabric = layouts.plan, fabric.me, local, fabric
-        self.layouts = layouts
+        self.plan, self.device, self.local, self.plan_groups = layouts.plan, plan_groups.me, local, plan_groups
+        self.layouts, self.rank = layouts, layouts.plan.rank(plan_groups.me)
+        self.everyone, self.linear = groups.everyone, linear_of(recipe.model.spec)
         self._recipe, self._groups = recipe.read_as(layouts.plan), groups
         precision = recipe.precision
         self.scaler = LossScaler(precision.scale) if precision is not None and precision.scale else None
         if precision is not None:
             precision.add_up(parameter for _, parameter in local.parameters.values())
         parameters = (parameter for _, parameter in local.parameters.values())
-        self._telemetry = Telemetry(self.device, fabric.stopwatch, spans=spans_of(parameters))
+        self._telemetry = Telemetry(self.device, plan_groups.stopwatch, spans=spans_of(parameters))
         self.reducer = GradientReducer(
             self.device,
             groups.reductions,
@@ -165,9 +168,9 @@ class Engine:
             local.parameters,
             local.modules,
             keep_all=self.plan.state.zero < 2,
-            stopwatch=fabric.stopwatch,
+            stopwatch=plan_groups.stopwatch,
         )
-        self._owns = Ownership(layouts, self.device, local, groups.everyone, self.reducer, recipe.master)
+        self._zero = ZeroState(layouts, self.device, local, groups.everyone, self.reducer, recipe.master)
         self._vote = StepVote(groups.everyone)
         self._constants = Constants(local.modules)
         self._carried: dict[str, str] = {}
@@ -186,15 +189,15 @@ class Engine:
             device=self.device,
             modules=self.local.modules,
             drawing=self.local.drawing,
-            everyone=self._groups.everyone,
+            everyone=self.everyone,
             dtype=self._recipe.model.dtype,
             tp_communicates=self._recipe.model.spec.collectives > 0,
             loss=self._recipe.loss,
             loader=Loader(self._recipe.feed, self._recipe.data.collate),
             telemetry=self._telemetry,
-            stopwatch=self.fabric.stopwatch,
+            stopwatch=self.plan_groups.stopwatch,
             pace=pace,
-            on_section_done=self.reducer.ready,
+            on_section_done=self.reducer.section_done,
             schedule=self._recipe.schedule,
             recompute=self._recipe.recomputed,
             precision=self._recipe.precision,
@@ -210,9 +213,9 @@ class Engine:
 
         They are made here and not before, because a plan that is prepared may never be executed.
         """
-        install(state, self._owns.values, buffers=self._owns.buffers)
+        install(state, self._zero.values, buffers=self._zero.buffers)
         self._constants.note()
-        owned, where = self._owns.take(state), self.fabric.stopwatch.where
+        owned, where = self._zero.attach(state), self.plan_groups.stopwatch.where
         with during(where, OPTIMIZER):
             self.optimizer = self._recipe.optimizer((part.name, part.parameter) for part in owned)
         if self._recipe.scheduler is not None:
@@ -235,12 +238,12 @@ class Engine:
             extras["scheduler"] = self.scheduler.state_dict()
         if self.scaler is not None:
             extras["scaler"] = self.scaler.state_dict()
-        owns = self._owns
+        zero = self._zero
         return collect(
-            owns.values,
-            owns.owned,
+            zero.values,
+            zero.owned,
             self.optimizer,
-            buffers=owns.buffers,
+            buffers=zero.buffers,
             extras=extras,
             masters=self._recipe.master is not None,
         )
@@ -258,44 +261,29 @@ class Engine:
     @property
     def owned(self) -> list[Owned]:
         """The parts of parameters that this device's optimizer steps on."""
-        return self._owns.owned
+        return self._zero.owned
 
     @property
     def scale(self) -> float:
         """The factor in gradients until the update: the scale of the loss."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
-    @property
-    def rank(self) -> int:
-        """The rank of this device under the plan."""
-        return self.plan.rank(self.device)
-
-    @property
-    def everyone(self) -> Group:
-        """All members of the plan."""
-        return self._groups.everyone
-
-    @property
-    def linear(self) -> int:
-        """See `elasticd_planner.spec.sample_packing.linear_of`."""
-        return linear_of(self._recipe.model.spec)
-
     def round(self) -> None:
         """Sets parameters to their master weights, rounded, if there are any."""
-        self._owns.round()
+        self._zero.round()
 
-    def return_values(self) -> None:
+    def all_gather_params(self) -> None:
         """Sends parameters from the devices that keep their state to those that compute with them.
 
         All members call it together.
         """
-        self._owns.return_values()
+        self._zero.all_gather_params()
 
     def settle(self) -> None:
         """Returns when every member has the values that were sent to it. All members call it together."""
         if self.plan.state.zero:
             self.gather(0)
-        self._groups.everyone.received()
+        self.everyone.received()
 
     def gather(self, word: int) -> tuple[int, ...]:
         """All-gathers a number. All members call it, between two steps.
@@ -303,7 +291,7 @@ class Engine:
         Returns:
             The numbers in rank order.
         """
-        return tuple(self._groups.everyone.all_gather(torch.tensor(word)).tolist())
+        return tuple(self.everyone.all_gather(torch.tensor(word)).tolist())
 
     def step(
         self,
@@ -325,71 +313,56 @@ class Engine:
         Raises:
             SampleError: a rank could not read a sample; on every rank. The state is that before the step.
         """
-        where, began = self.fabric.stopwatch.where, time.perf_counter()
-        where.begin(step, self.plan.number)
-        seconds = None
-        try:
-            done = self._step(step, prepared, saving, snapshot, draining)
-            seconds = time.perf_counter() - began
-        finally:
-            where.end(seconds)
-        return done
+        where = self.plan_groups.stopwatch.where
+        with during_step(where, step, self.plan.number):
+            batch, passed = self._passes(step)
+            squares = self._zero.reduce() / self.scale**2
+            self.reduced = step
+            record = RankRecord(
+                step=step,
+                prepared=prepared(),
+                saving=saving(),
+                snapshot=snapshot(),
+                finite=math.isfinite(squares),
+                tokens=passed.tokens,
+                squares=squares,
+                loss=passed.loss,
+                targets=passed.count,
+                samples=passed.samples,
+                failed=passed.failure.index + 1 if passed.failure is not None else 0,
+                draining=draining(),
+            )
+            outcome = self._vote.vote(record, expected_hashes(self.plan, batch.modules))
+            self.everyone.received()
+            if outcome.failed is not None:
+                self._drop(*outcome.failed, passed.failure)
+            self._telemetry.mark()
+            where.at(UPDATE)
+            self.apply(outcome.vote)
+            self._telemetry.passed("optimizer")
+            if outcome.apply:
+                self._zero.all_gather_params()
+            self.stale = False
+            self._zero.broadcast_buffers()
+            measurement = self._telemetry.finish(self.plan.number, step)
+            return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
 
-    def _step(
-        self,
-        step: int,
-        prepared: Callable[[], int],
-        saving: Callable[[], int],
-        snapshot: Callable[[], bool],
-        draining: Callable[[], Draining],
-    ) -> StepDone:
-        where = self.fabric.stopwatch.where
+    def _passes(self, step: int) -> tuple[BatchPlan, Passed]:
+        """Begins a step and runs its forward and backward passes, if this device has any."""
         self._telemetry.begin()
         self.local.drawing.begin(self._recipe.seed, step)
-        where.at(LOADER)  # a stream is read here, and the lengths of samples
+        self.plan_groups.stopwatch.where.at(LOADER)  # a stream is read here, and the lengths of samples
         self._after = self._recipe.feed.begin(step, self.plan, self.everyone, self._carried.get(DATA))
         batch = self._batch(step)
-        passed = Passed(loss=0.0, count=0.0, tokens=0, samples=NO_SAMPLES)
-        if self.runner is not None:
-            place = self.plan.places[self.device]
-            batches = (batch, self._batch(step + 1)) if self._recipe.feed.ahead else (batch,)
-            mine, *next_ = (each.modules[place.module][place.pipeline] for each in batches)
-            self.runner.prepare(micro for micros in (mine, *next_) for micro in micros)
-            passed = self.runner.run(mine, self.scale)
-            self._constants.check()
-        squares = self._owns.reduce() / self.scale**2
-        self.reduced = step
-        record = RankRecord(
-            step=step,
-            prepared=prepared(),
-            saving=saving(),
-            snapshot=snapshot(),
-            finite=math.isfinite(squares),
-            tokens=passed.tokens,
-            squares=squares,
-            loss=passed.loss,
-            targets=passed.count,
-            samples=passed.samples,
-            failed=passed.failure.index + 1 if passed.failure is not None else 0,
-            draining=draining(),
-        )
-        hashes = [[expected_hash(pipeline) for pipeline in module] for module in batch.modules]
-        expected = [hashes[p.module][p.pipeline] for p in self.plan.places.values()]
-        expected += [NO_SAMPLES] * len(self.plan.carriers)
-        outcome = self._vote.vote(record, expected)
-        self._groups.everyone.received()
-        if outcome.failed is not None:
-            self._drop(*outcome.failed, passed.failure)
-        self._telemetry.mark()
-        where.at(UPDATE)
-        self.apply(outcome.vote)
-        self._telemetry.passed("optimizer")
-        if outcome.apply:
-            self._owns.return_values()
-        self.stale = False
-        self._owns.copy_buffers()
-        measurement = self._telemetry.finish(self.plan.number, step)
-        return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
+        if self.runner is None:
+            return batch, Passed(loss=0.0, count=0.0, tokens=0, samples=NO_SAMPLES)
+        place = self.plan.places[self.device]
+        batches = (batch, self._batch(step + 1)) if self._recipe.feed.ahead else (batch,)
+        mine, *next_ = (each.modules[place.module][place.pipeline] for each in batches)
+        self.runner.prepare(micro for micros in (mine, *next_) for micro in micros)
+        passed = self.runner.run(mine, self.scale)
+        self._constants.check()
+        return batch, passed
 
     def _batch(self, step: int) -> BatchPlan:
         """The batch of a step. It is made once, though it is looked at a step ahead."""
@@ -403,7 +376,7 @@ class Engine:
     def _drop(self, rank: int, index: int, mine: SampleError | None) -> NoReturn:
         """Drops the gradients of a step with a sample that could not be read, and raises its error."""
         self.reduced = None
-        self._owns.clear()
+        self._zero.clear()
         if mine is not None and mine.index == index:
             raise mine
         raise SampleError(index, f"see the output of {self.plan.members[rank]}")
@@ -427,21 +400,23 @@ class Engine:
             scale = 1.0 / vote.count / self.scale
             if self._recipe.clip is not None and vote.norm is not None:
                 scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))
-            for part in self._owns.owned:
+            for part in self._zero.owned:
                 if part.parameter.grad is not None:
                     part.parameter.grad.mul_(scale)
             self.optimizer.step()
-            self._owns.round()
+            self._zero.round()
         if self.scaler is not None and vote.count:  # without a target nothing was scaled
             self.scaler.after(applied=vote.apply)
         if self.scheduler is not None:
             self.scheduler.step()
         self.torn = False
-        self._owns.clear()
+        self._zero.clear()
 
 
-def make_engine(recipe: Recipe, layouts: Layouts, fabric: Fabric, pace: Pace) -> Engine:
+def make_engine(recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, pace: Pace) -> Engine:
     """Makes the groups, the modules and the engine of one member of a plan. It has no state until `adopt`."""
-    groups = connect(fabric, layouts)
-    local = build(recipe.model, layouts.plan, fabric.me)
-    return Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=pace)
+    groups = connect(plan_groups, layouts)
+    local = build(recipe.model, layouts.plan, plan_groups.me)
+    return Engine(
+        recipe=recipe, layouts=layouts, local=local, plan_groups=plan_groups, groups=groups, pace=pace
+    )

@@ -1,7 +1,4 @@
-"""The order of passes on a stage: 1F1B, plain and interleaved (`elasticd_planner.cost.schedule`), and GPipe's.
-
-GPipe (Huang et al., 2019) holds the activations of all micro-batches at once; tests compare with it.
-"""
+"""The order of passes on a stage: 1F1B (`elasticd_planner.cost.schedule`), or forward passes alone."""
 
 from __future__ import annotations
 
@@ -14,14 +11,6 @@ from elasticd_planner.cost.schedule import Pass, passes
 Schedule = Callable[[int, int, int, int], Iterator[Pass]]
 
 one_forward_one_backward: Schedule = passes
-
-
-def all_forward_all_backward(stages: int, stage: int, micro_batches: int, chunks: int) -> Iterator[Pass]:
-    """GPipe's passes, the same on every stage, chunk after chunk."""
-    yield from all_forward(stages, stage, micro_batches, chunks)
-    for chunk in reversed(range(chunks)):
-        for index in range(micro_batches):
-            yield Pass("backward", index, chunk)
 
 
 def all_forward(stages: int, stage: int, micro_batches: int, chunks: int) -> Iterator[Pass]:

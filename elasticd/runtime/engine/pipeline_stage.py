@@ -8,7 +8,7 @@ being computed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -67,6 +67,36 @@ class _Chunk:
     def blocks(self) -> dict[str, nn.Module]:
         """The blocks by section, without embedding and head."""
         return {name: module for name, module in self.modules.items() if name.startswith("blocks.")}
+
+
+def _chunks(
+    plan: Plan,
+    device: str,
+    modules: Mapping[str, nn.Module],
+    everyone: Group,
+    dtype: torch.dtype,
+    *,
+    tp_communicates: bool,
+) -> list[_Chunk]:
+    """The chunks of a device's stage in their order, each with its connections to the adjacent stages."""
+    place = plan.places[device]
+    pipeline, stage = plan.pipeline(place), plan.stage(place)
+
+    def neighbour(kind: type[_Stage], other: int, chunk: int) -> _Stage:
+        ranks = [plan.rank(device) for device in pipeline.stages[other % len(pipeline.stages)].devices]
+        to = [rank for j, rank in enumerate(ranks) if j % len(stage.devices) == place.position]
+        proven = tp_communicates or len(ranks) == 1
+        source, channel = ranks[place.position % len(ranks)], Channel(chunk, pipeline.chunks)
+        return kind(everyone, source, to, dtype, implies_all_received=proven, channel=channel)
+
+    chunks = []
+    for number, (start, stop) in enumerate(stage.chunks):
+        before = neighbour(PrevStage, place.stage - 1, number - (place.stage == 0)) if start > 0 else None
+        after = neighbour(NextStage, place.stage + 1, number) if stop < pipeline.layers else None
+        names = [f"blocks.{layer}" for layer in range(start, stop)]
+        names = ["embed"] * (before is None) + names + ["head"] * (after is None)
+        chunks.append(_Chunk(modules={name: modules[name] for name in names}, before=before, after=after))
+    return chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,28 +160,12 @@ class StageRunner:
         self._on_section_done = on_section_done
         self._schedule, self._precision, self._scale = schedule, precision, 1.0
         place = plan.places[device]
-        pipeline = plan.pipeline(place)
-        mine = pipeline.stages[place.stage]
-        self._stage, self._stages, self._position = place.stage, len(pipeline.stages), place.position
-        self._share, self._layers = mine.fraction(place.position), mine.layers
-        self._recomputed = recomputed_blocks(mine, recompute, modules)
-
-        def neighbour(kind: type[_Stage], other: int, chunk: int) -> _Stage:
-            ranks = [plan.rank(device) for device in pipeline.stages[other % self._stages].devices]
-            to = [rank for j, rank in enumerate(ranks) if j % len(mine.devices) == place.position]
-            proven = tp_communicates or len(ranks) == 1
-            source, channel = ranks[place.position % len(ranks)], Channel(chunk, pipeline.chunks)
-            return kind(everyone, source, to, dtype, implies_all_received=proven, channel=channel)
-
-        def chunk(number: int) -> _Chunk:
-            start, stop = mine.chunks[number]
-            before = neighbour(PrevStage, place.stage - 1, number - (place.stage == 0)) if start > 0 else None
-            after = neighbour(NextStage, place.stage + 1, number) if stop < pipeline.layers else None
-            names = [f"blocks.{layer}" for layer in range(start, stop)]
-            names = ["embed"] * (before is None) + names + ["head"] * (after is None)
-            return _Chunk(modules={name: modules[name] for name in names}, before=before, after=after)
-
-        self._chunks = [chunk(number) for number in range(pipeline.chunks)]
+        stage = plan.stage(place)
+        self._stage, self._position = place.stage, place.position
+        self._stages = len(plan.pipeline(place).stages)
+        self._share, self._layers = stage.fraction(place.position), stage.layers
+        self._recomputed = recomputed_blocks(stage, recompute, modules)
+        self._chunks = _chunks(plan, device, modules, everyone, dtype, tp_communicates=tp_communicates)
         self.reads = any(chunk.before is None or chunk.after is None for chunk in self._chunks)
         self.most_alive = 0
 
@@ -325,7 +339,7 @@ class StageRunner:
                 communicated = self._stopwatch.read("tensor")
                 out = self._recomputed[section].recompute(entered)
                 start = self._end_pace("forward", state.tokens, start, communicated)
-                telemetry.passed("again")
+                telemetry.passed("recompute")
             communicated = self._stopwatch.read("tensor")
             self._drawing.forget(section)
             torch.autograd.backward(out, grad)

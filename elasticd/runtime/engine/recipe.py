@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
@@ -11,7 +11,6 @@ import torch
 from elasticd_planner.spec.batch import BatchPlan, Sampler
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sample_packing import linear_of
-from torch import nn
 
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.data.loader import at_length, length_of, sample_tokens
@@ -25,10 +24,9 @@ from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.pipeline_schedule import Schedule, one_forward_one_backward
 from elasticd.runtime.engine.pipeline_stage import Loss
 from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.optimizer_check import MakeOptimizer
 from elasticd.runtime.snapshot.restore import Snapshots
 
-#: Makes an optimizer of (name, parameter) pairs.
-MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 #: Makes a learning-rate scheduler of an optimizer.
 MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 

@@ -39,12 +39,18 @@ class Constants:
         self._checks = 0
 
     def note(self) -> None:
-        """They are what they should be."""
+        """Takes the present values as right."""
         self._seen = {name: _seen(buffer, persistent) for name, buffer, persistent in self._buffers()}
 
     def check(self, *, training: bool = True) -> None:
-        """Raises ModelError for a buffer that is not what it was at the last look. After an evaluation, which
-        is no `training`, one that is not in the state dict may hold anything."""
+        """Compares the buffers with those of the last call.
+
+        Args:
+            training: False after an evaluation, which may change buffers that are not in the state dict.
+
+        Raises:
+            ModelError: a buffer changed.
+        """
         self._checks += 1
         values = self._checks <= _FIRST or self._checks % _SELDOM == 0
         for name, buffer, persistent in self._buffers():

@@ -16,23 +16,31 @@ from torch import Tensor, nn
 
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.rng import Drawing, Dropout
-from elasticd.runtime.model.tp_rules import Slice, attribute_holders, listed, sides_of
+from elasticd.runtime.model.tp_rules import Sharded, attribute_holders, listed, sides_of
 from elasticd.runtime.model.validation import ModelError
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The sections that one device runs, in order, their parameters by full name with the box held, their
-    persistent buffers, and what their random draws are keyed by."""
+    """The part of a model that one device runs."""
 
-    modules: dict[str, nn.Module]
-    parameters: dict[str, tuple[Box, nn.Parameter]]
-    buffers: dict[str, Tensor]
-    drawing: Drawing = field(default_factory=Drawing)
+    modules: dict[str, nn.Module]  #: by section, in order
+    parameters: dict[str, tuple[Box, nn.Parameter]]  #: by full name, each with the box that is held
+    buffers: dict[str, Tensor]  #: the persistent ones, by full name
+    drawing: Drawing = field(default_factory=Drawing)  #: keys the modules' random draws
 
 
 def local_model(model: Model, stage: Stage, position: int) -> LocalModel:
-    """The sections of `stage` for the member at `position` of its group, values not set."""
+    """Makes the modules of one device, without values.
+
+    Args:
+        model: the full model.
+        stage: the device's stage.
+        position: its rank in the stage's TP group.
+
+    Returns:
+        Modules whose parameters are to be filled. A section raises ModelError when it gives no single tensor.
+    """
     local = LocalModel(modules={}, parameters={}, buffers={})
     for section in sections_of(model.spec, stage):
         module = copy.deepcopy(model.sections[section])
@@ -82,8 +90,18 @@ def _fuse(owner: nn.Module, leaf: str, held: nn.Parameter, dim: int) -> None:
 
 
 def repeats(model: Model, kind: str, shares: tuple[int, ...], position: int) -> list[int] | None:
-    """Of units that follow others, which one each of the member's lead units reads, by its place among the
-    member's own; None where each of its own serves as many as in the whole model."""
+    """Which kv-head each of a member's heads reads, for any kind of units that follow others.
+
+    Args:
+        model: has the units.
+        kind: of the units, "kv_heads" say.
+        shares: of the TP group's members.
+        position: the member's rank.
+
+    Returns:
+        For each of the member's followed units the index among its own units of this kind; None if each of its
+        own serves as many as in the full model.
+    """
     units = model.spec.units_of(kind)
     if units.follows is None:
         return None
@@ -133,7 +151,7 @@ def _prepare(
         if isinstance(submodule, Dropout):
             submodule.drawing = drawing
             rule = model.rule(path)
-            if isinstance(rule, Slice):
+            if isinstance(rule, Sharded):
                 submodule.cut = (rule.dim, unit_range(model.spec, rule.units, stage.shares, position).start)
     module.register_forward_hook(_OneTensor(section))
     drawing.watch(section, module)

@@ -1,9 +1,8 @@
 """A model as elasticd trains it: its sections, its tensor-parallel rules, its first values.
 
-The user's modules stay as they are. They describe the whole model once (kept without storage); what a device
-runs are copies of the sections (`local_model`), with parameters of the local shape only, attributes that count
-units set to the local ones, and the TP group's communication hooked around the modules whose parameters are
-cut.
+The user's modules are not changed. A copy of them without storage describes the full model. A device runs
+copies of its sections (`local_model`): parameters have the local shape, attributes that count units have the
+local number, and the TP group's collectives are hooked around the modules whose parameters are cut.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from torch import Tensor, nn
 
 from elasticd.runtime.model.rng import STATES, Dropout
 from elasticd.runtime.model.tp_rules import (
-    Add,
     Column,
+    PartialGrad,
     Row,
     Rule,
     RuleError,
-    Slice,
+    Sharded,
     UnitsOf,
     cut_at,
     whole_units,
@@ -41,21 +40,10 @@ Init = Callable[[str, tuple[int, ...], torch.Generator], Tensor]
 
 
 class Model:
-    """A model in the one shape that elasticd trains: embed, an ordered list of blocks, head, with one
-    activation tensor [samples, tokens, width] between them.
+    """A model in the one shape that elasticd trains: embed, an ordered list of blocks, head.
 
-    `embed` is called with the collated batch, each block and `head` with the activation. Parameters have full
-    names, "embed.…", "blocks.3.…" or "head.…", as patterns of `rules` match them; without rules the model is
-    not cut, and no TP group is wider than 1. `units`: the kinds that rules cut in; one without attributes need
-    not be named, it is as many as the cut dimension is long. Parameters that several sections share stay
-    shared; `ties` names those that the given modules do not share yet, a later name to an earlier one.
-
-    init: init(name, shape, generator) gives a parameter's whole first value, its generator keyed by (seed,
-    name): only boxes that a device holds are kept. Or a mapping of first values by full name, of which the
-    boxes are read. Or nothing: modules with storage start as they are (every rank must have made the same: the
-    job refuses one that did not), those on the meta device by their own reset_parameters, keyed by (seed,
-    module). width: elements of the activation for a token; read off an nn.Embedding in embed. proved: what is
-    known of how the sections come by their output, which `elasticd check` prints.
+    One activation tensor [samples, tokens, width] passes between them. Parameters have full names: "embed.…",
+    "blocks.3.…" or "head.…". Parameters that several sections share stay shared.
     """
 
     def __init__(
@@ -72,6 +60,26 @@ class Model:
         ties: Mapping[str, str] | None = None,
         proved: str = "",
     ) -> None:
+        """
+        Args:
+            embed: makes the activation of the collated batch.
+            blocks: the layers in order; each makes an activation of one.
+            head: makes the output of the last activation.
+            width: elements of the activation for each token. None: that of an nn.Embedding in `embed`.
+            init: first values. A function init(name, shape, generator) gives the full value of a parameter,
+                with a generator keyed by (seed, name). A mapping has full values by name. None: modules with
+                storage start with their values, which all ranks must share; modules on the meta device call
+                their own reset_parameters, keyed by (seed, module).
+            name: of the model, for people.
+            rules: tensor-parallel rules by patterns of full names. Without any, no TP group is wider than 1.
+            units: the kinds of units that rules cut in. A kind without attributes need not be named: its count
+                is the length of the cut dimension.
+            ties: parameters that are to be shared and are not yet: a later name to an earlier one.
+            proved: how the sections' output was verified, for `elasticd check` to print.
+
+        Raises:
+            ModelError: the model cannot be trained so; the message says why, and what to do.
+        """
         if not len(blocks):
             raise ModelError("model: blocks must be a non-empty list of modules, the layers in order")
         given = {"embed": embed, **{f"blocks.{i}": block for i, block in enumerate(blocks)}, "head": head}
@@ -101,7 +109,7 @@ class Model:
 
     @classmethod
     def from_hf(cls, *_: object, **__: object) -> NoReturn:
-        """What `elasticd.from_hf` was once called. Raises AttributeError, which says so."""
+        """The former name of `elasticd.from_hf`. Raises AttributeError, which names the present one."""
         raise AttributeError("Model.from_hf is elasticd.from_hf now: call that, with the same arguments")
 
     @property
@@ -110,8 +118,10 @@ class Model:
         return next(self.sections["blocks.0"].parameters()).dtype
 
     def computing_in(self, dtype: torch.dtype) -> Model:
-        """The same model with all parameters, and so its activations, of another type; buffers and first values
-        stay as they are."""
+        """The same model with parameters, and so activations, of another dtype.
+
+        Buffers and first values keep theirs.
+        """
         made = copy.copy(self)
         made.sections, made.units = copy.deepcopy(self.sections), dict(self.units)
         for module in made.sections.values():
@@ -122,7 +132,10 @@ class Model:
         return made
 
     def first(self) -> str:
-        """A digest of the values that the modules have by themselves; empty where they have none."""
+        """A digest of the values that the modules have by themselves; empty if they have none.
+
+        The leader compares it between ranks.
+        """
         digest = hashlib.blake2b(digest_size=16)
         for name, value in sorted(self._own.items()):
             digest.update(f"{name} {checksum(value.detach().contiguous())}\n".encode())
@@ -137,7 +150,11 @@ class Model:
         return next((pattern for pattern in self.rules if fnmatchcase(name, pattern)), None)
 
     def owners(self, section: str) -> dict[str, dict[str, Rule]]:
-        """The submodules of a section whose parameters have rules, by path in it: rules by parameter."""
+        """The submodules of a section whose parameters have rules.
+
+        Returns:
+            By path of the submodule in the section: the rules by name of the parameter in the submodule.
+        """
         return self._owners[section]
 
     def _check(self) -> None:
@@ -150,9 +167,11 @@ class Model:
             if isinstance(m, Dropout)
         }
         for pattern, rule in self.rules.items():
-            if not isinstance(rule, Column | Row | Slice | Add):
-                raise ModelError(f"rule {pattern!r} must be a Column, Row, Slice or Add, not {rule!r}")
-            named = names | (dropouts if isinstance(rule, Slice) else set())
+            if not isinstance(rule, Column | Row | Sharded | PartialGrad):
+                raise ModelError(
+                    f"rule {pattern!r} must be a Column, Row, Sharded or PartialGrad, not {rule!r}"
+                )
+            named = names | (dropouts if isinstance(rule, Sharded) else set())
             if not any(fnmatchcase(name, pattern) for name in named):
                 raise ModelError(f"rule {pattern!r} matches no parameter of the model, such as {min(names)}")
         for tied in (*self.ties, *self.ties.values()):
@@ -187,7 +206,7 @@ class Model:
         )
 
     def _parameters(self, section: str, sizes: dict[str, list[int]]) -> Iterator[Parameter]:
-        """Describes a section; notes who owns what is cut, and the sizes of what is cut in each kind."""
+        """Describes a section; notes the owners of cut parameters, and the cut sizes by kind of unit."""
         module = self.sections[section]
         for name, parameter in module.named_parameters():
             full, (path, _, leaf) = f"{section}.{name}", name.rpartition(".")
@@ -209,7 +228,7 @@ class Model:
                 self.fused[full] = dim
                 shape = (*shape[:dim], cut.parts, shape[dim] // cut.parts, *shape[dim + 1 :])
                 dim += 1
-            units = rule.units if rule is not None and not isinstance(rule, Add) else ""
+            units = rule.units if rule is not None and not isinstance(rule, PartialGrad) else ""
             if cut is not None:
                 sizes.setdefault(units, []).append(shape[dim])
             yield Parameter(
@@ -217,7 +236,7 @@ class Model:
                 shape=shape,
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 cut=Cut(dim=dim, units=units) if cut is not None else None,
-                replicas="add" if cut is not None or isinstance(rule, Add) else "same",
+                replicas="add" if cut is not None or isinstance(rule, PartialGrad) else "same",
                 kind="trained" if parameter.requires_grad else "frozen",
                 fused=fused,
             )
@@ -225,13 +244,29 @@ class Model:
             dtype = str(buffer.dtype).removeprefix("torch.")
             yield Parameter(name=name, shape=tuple(buffer.shape), dtype=dtype, kind="buffer")
 
+    def parameter(self, name: str) -> Parameter:
+        """The description of a parameter or buffer, by its full name."""
+        section, rest = split_name(name)
+        return next(parameter for parameter in self.spec.section(section) if parameter.name == rest)
+
     def first_value(self, name: str, box: Box, seed: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The box of a parameter's or buffer's first value, as every layout starts from it; of a parameter in
-        any type (default: its own)."""
-        section, _, rest = _split(name)
-        rule = next(parameter for parameter in self.spec.section(section) if parameter.name == rest)
+        """A box of a parameter's or buffer's first value, the same under every layout.
+
+        Args:
+            name: the full name.
+            box: of the full tensor.
+            seed: of the job.
+            dtype: of a parameter's value; None: its own.
+
+        Returns:
+            A new tensor of the box's shape.
+
+        Raises:
+            ModelError: there is no value, or it has another shape than the parameter.
+        """
+        rule = self.parameter(name)
         if rule.kind == "buffer":
-            buffer = self.sections[section].get_buffer(rest)
+            buffer = self.sections[split_name(name)[0]].get_buffer(rule.name)
             if not buffer.is_meta:
                 return buffer.detach().clone()
         value, shape = self._whole(name, rule, seed), rule.shape
@@ -243,7 +278,7 @@ class Model:
 
     def module_shape(self, name: str) -> tuple[int, ...]:
         """The shape that the user's module gives a parameter: what is trained has another if it is fused."""
-        section, _, rest = _split(name)
+        section, rest = split_name(name)
         return tuple(self.sections[section].state_dict(keep_vars=True)[rest].shape)
 
     def _whole(self, name: str, rule: Parameter, seed: int) -> Tensor:
@@ -265,7 +300,7 @@ class Model:
 
     def _reset(self, name: str, seed: int) -> Tensor:
         """As the module itself would start: its generator is keyed by (seed, module)."""
-        section, _, rest = _split(name)
+        section, rest = split_name(name)
         path, _, leaf = rest.rpartition(".")
         owner = self.sections[section].get_submodule(path)
         if not hasattr(owner, "reset_parameters"):
@@ -290,12 +325,16 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
 
 
-def _split(name: str) -> tuple[str, str, str]:
-    head, dot, rest = name.partition(".")
-    if head == "blocks":
-        index, dot, rest = rest.partition(".")
-        return f"blocks.{index}", dot, rest
-    return head, dot, rest
+def split_name(name: str) -> tuple[str, str]:
+    """The section of a parameter or module, by its full name, and its name in it.
+
+    "blocks.3.attention.q.weight" is "attention.q.weight" in "blocks.3"; a section itself has the name "".
+    """
+    section, _, rest = name.partition(".")
+    if section == "blocks":
+        index, _, rest = rest.partition(".")
+        section = f"blocks.{index}"
+    return section, rest
 
 
 def _width(embed: nn.Module) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 log = logging.getLogger(__name__)
 
+#: Makes an optimizer of (name, parameter) pairs.
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 _STEPS = 3
@@ -27,10 +28,15 @@ _ROUNDING = 1e-3
 
 
 def refuse_others(make: MakeOptimizer, names: Sequence[tuple[str, int]]) -> None:
-    """Raises NotElementWise, with the optimizer's name and what to use instead, for one that is not element by
-    element. names: the model's trained parameters and how many dimensions each has.
+    """Refuses an optimizer whose steps are not element-wise.
 
-    What the function refuses itself, because the parameters are small or zero, is not tried."""
+    Args:
+        make: the user's function. If it raises, because the parameters are small or zero, nothing is tried.
+        names: the model's trained parameters by full name, with their numbers of dimensions.
+
+    Raises:
+        NotElementWise: with the optimizer's name, and what to use instead.
+    """
     try:
         whole = _Tried(make, names, lambda values: values)
         if not whole.steps():

@@ -29,26 +29,39 @@ _BITS = 24
 
 
 class Drawing:
-    """What the draws of a local model are keyed by now. Whoever runs passes sets seed and step, and before each
-    forward or backward pass its samples; None: the samples are counted from 0."""
+    """Keys the random draws of a local model.
+
+    `begin` sets seed and step; `samples` is set before each forward and backward pass.
+    """
+
+    samples: Sequence[int] | None  #: ids of the samples in the pass; None: they are counted from 0
+    drew: set[str]  #: the places that drew from a generator without a key
 
     def __init__(self) -> None:
         self.seed = self.step = 0
-        self.samples: Sequence[int] | None = None
-        self.drew: set[str] = set()
+        self.samples, self.drew = None, set()
         self._calls: Counter[str] = Counter()
 
     def begin(self, seed: int, step: int) -> None:
+        """Keys the draws of a step: the same seed and step give the same draws."""
         self.seed, self.step = seed, step
 
     def forget(self, section: str = "") -> None:
-        """The sites of a section are drawn at for the first time again; a section may be a site itself."""
+        """Makes the next draw at each site of a section the first one again. A section may be a site itself."""
         inside = f"{section}."
         for site in [site for site in self._calls if not section or site == section or site.startswith(inside)]:
             del self._calls[site]
 
     def keys(self, site: str, samples: int) -> list[int]:
-        """The keys of the next draw at a site, one for each sample."""
+        """The keys of the next draw at a site, one for each sample.
+
+        Args:
+            site: the full name of the dropout.
+            samples: the size of its input's first dimension.
+
+        Raises:
+            ValueError: the pass has another number of samples.
+        """
         ids = range(samples) if self.samples is None else self.samples
         if len(ids) != samples:
             raise ValueError(
@@ -59,7 +72,7 @@ class Drawing:
         return [_key(self.seed, self.step, i, site, self._calls[site]) for i in ids]
 
     def watch(self, section: str, module: nn.Module) -> None:
-        """Has every forward pass of a section `keyed`, the one that recomputation makes too."""
+        """Hooks `keyed` around every forward pass of a section, also around those of recomputation."""
         entered = ExitStack()
 
         def before(*_: object) -> None:
@@ -75,12 +88,15 @@ class Drawing:
 
     @contextmanager
     def keyed(self, place: str) -> Iterator[None]:
-        """Makes draws that no site keys (F.dropout, torch.rand) a function of the step, the samples and the
-        place, on the CPU and on the accelerator in use: members of a TP group draw the same, and so does a
-        pass that is made again. The user's own generators are afterwards what they were.
+        """Inside, draws that no site keys (F.dropout, torch.rand) are a function of step, samples and place.
 
-        Every pass is keyed: whether one draws may depend on the step, the samples, or a probability that the
-        user changes."""
+        So members of a TP group draw the same, and so does recomputation. It holds for the CPU's generator and
+        that of the accelerator in use, whose states are restored afterwards. Every pass is keyed, because
+        whether one draws may depend on the step, the samples, or a probability that the user changes.
+
+        Args:
+            place: the section, or "loss".
+        """
         ids = "all" if self.samples is None else ",".join(map(str, self.samples))
         seed = _key(self.seed, self.step, ids, place, 0) & (2**62 - 1)
         with STATES:
@@ -99,8 +115,7 @@ class Drawing:
 
 
 def generators() -> list[torch.Generator]:
-    """Those that draws without a generator of their own come from: the CPU's, and that of the current device of
-    an accelerator that this process uses."""
+    """The default generators: the CPU's, and that of the current device of an accelerator that is in use."""
     found = [torch.default_generator]
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None:
@@ -122,8 +137,18 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def kept(keys: Sequence[int], shape: Sequence[int], start: Sequence[int], p: float, device: object) -> Tensor:
-    """A mask [samples, *shape], true with probability 1 - p: the box of each sample's mask that begins at
-    `start`."""
+    """A dropout mask, true with probability 1 - p (SplitMix64, Steele, Lea and Flood, 2014).
+
+    Args:
+        keys: of each sample.
+        shape: of the box of each sample's mask.
+        start: where the box begins in the full mask.
+        p: the probability of False.
+        device: of the mask.
+
+    Returns:
+        [samples, *shape], bool.
+    """
     state = torch.tensor(keys, dtype=torch.int64).to(device=device)  # type: ignore[call-overload]
     for size, first in zip(shape, start, strict=True):
         index = torch.arange(first + 1, first + size + 1, dtype=torch.int64, device=state.device)
@@ -144,6 +169,14 @@ class Dropout(nn.Module):
         self.cut: tuple[int, int] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Sets elements to 0 with probability p and scales the others by 1 / (1 - p), in training mode.
+
+        Args:
+            x: [samples, ...], of the samples that `drawing` names.
+
+        Raises:
+            ValueError: the first dimension of `x` has another size than `drawing` has samples.
+        """
         if not self.training or self.p == 0:
             return x
         start = [0] * (x.dim() - 1)
@@ -154,4 +187,5 @@ class Dropout(nn.Module):
         return x * mask * (1 / (1 - self.p) if self.p < 1 else 0.0)
 
     def extra_repr(self) -> str:
+        """The probability, for `print(model)`."""
         return f"p={self.p}"

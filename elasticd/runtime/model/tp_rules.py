@@ -1,7 +1,7 @@
-"""Tensor-parallel rules as a user writes them: what members of a TP group hold, and what they sum.
+"""Tensor-parallel rules as a user writes them: how a parameter is sharded over a TP group.
 
-A rule is found by the parameter's full name ("blocks.3.attention.q.weight"); the first pattern that matches
-holds. A parameter without a rule is whole on every member, and so is its gradient.
+The rule of a parameter is the first one whose pattern matches its full name ("blocks.3.attention.q.weight").
+Every member holds a parameter without a rule completely, and all members compute the same gradient of it.
 """
 
 from __future__ import annotations
@@ -17,65 +17,70 @@ from elasticd.runtime.model.validation import ModelError
 
 @dataclass(frozen=True)
 class Column:
-    """The outputs of a module are cut: each member computes some of them from the whole input.
+    """Shards the outputs of a module: each member computes some of them from the full input."""
 
-    `units`: what they are cut in, a kind of the model's `units`. With `gather` the members' outputs are put
-    together again (last dimension), as for logits. parts: how many parts of equal size the outputs are fused
-    of (3 for q, k and v in one matrix); each is cut. dim: the parameter's dimension, where the module is
-    neither an nn.Linear (nor the Conv1D of transformers) nor an nn.Embedding.
-    """
-
-    units: str
+    units: str  #: what outputs are cut in: a kind of the model's `units`
+    #: The parameter's dimension that is cut. Needed unless the module is an nn.Linear, the Conv1D of
+    #: transformers or an nn.Embedding.
     dim: int | None = None
-    gather: bool = False
+    gather: bool = False  #: all-gather the outputs along the last dimension, as for logits
+    #: Equal parts that the outputs are fused of, each of which is cut: 3 for q, k and v in one matrix.
     parts: int = 1
 
 
 @dataclass(frozen=True)
 class Row:
-    """The inputs of a module are cut: each member computes a term of the output from its part of the input,
-    and the terms are summed. A bias is added once. Of an nn.Embedding the rows are cut: each looks up its own.
+    """Shards the inputs of a module: each member computes a term of the output, and the terms are all-reduced.
 
-    split: the input is whole, as after outputs that were gathered, and each member takes its part of it.
+    A bias is added once. Of an nn.Embedding the rows are sharded: each member looks up its own.
     """
 
-    units: str
-    dim: int | None = None
-    split: bool = False
+    units: str  #: what inputs are cut in: a kind of the model's `units`
+    dim: int | None = None  #: as in `Column`
+    split: bool = False  #: the input is full, as after `gather`, and each member takes its part of it
 
 
 @dataclass(frozen=True)
-class Slice:
-    """Goes along with what is cut, without communication: a parameter that has a value for each unit along
-    `dim`, or (pattern: the module's path) an nn.Dropout whose input is cut along its dimension `dim`."""
+class Sharded:
+    """Shards a parameter that has a value for each unit, without communication.
 
-    units: str
-    dim: int = 0
+    With the path of an nn.Dropout as pattern: the input of that module is sharded.
+    """
+
+    units: str  #: a kind of the model's `units`
+    dim: int = 0  #: the dimension of the parameter, or of the dropout's input, along which the units lie
 
 
 @dataclass(frozen=True)
-class Add:
-    """Whole on every member, which sees only its part of what the parameter acts on: gradients are terms of a
-    sum, as of a norm of each head's queries."""
+class PartialGrad:
+    """Every member holds the full parameter, and computes a term of its gradient.
+
+    So it is for a parameter that acts on sharded activations, as the norm of each head's queries. The gradient
+    is the sum of the terms, like DTensor's `Partial`.
+    """
 
 
-Rule = Column | Row | Slice | Add
+Rule = Column | Row | Sharded | PartialGrad
 
 
 @dataclass(frozen=True)
 class UnitsOf:
-    """Units of a kind. count: how many; else read from the first attribute, else from the first parameter cut.
+    """A kind of units that parameters are cut in, such as heads.
 
-    attribute: attributes of submodules, by pattern ("blocks.*.attention.heads"), that hold the number of units
-    or a multiple of it: a local module has its own part there. follows: each unit serves count / count of these
-    of that other kind (kv-heads follow heads). Where a cut would leave a member heads and kv-heads that do not
-    divide, outputs of Column modules in these units are repeated, one for each head, and the attribute is the
-    number of heads. ratio: attributes that hold count / count, "num_key_value_groups" say.
+    If a cut leaves a member with heads and kv-heads that do not divide, outputs of Column modules in kv-heads
+    are repeated, one for each head, and the attribute of kv-heads is the number of heads.
     """
 
+    #: Units in the full model. None: the value of the first attribute, else the length of the first cut
+    #: dimension.
     count: int | None = None
+    #: Another kind of which each of these units serves an equal number: kv-heads follow heads.
     follows: str | None = None
+    #: Patterns of submodules' attributes ("blocks.*.attention.heads") that hold the number of units or a
+    #: multiple of it. Local modules have their own number there.
     attribute: str | tuple[str, ...] = ()
+    #: Patterns of attributes that hold the number of followed units for each of these, as
+    #: "num_key_value_groups".
     ratio: str | tuple[str, ...] = ()
 
 
@@ -89,19 +94,27 @@ class RuleError(ValueError):
 
 @dataclass(frozen=True)
 class CutAt:
-    """The dimension of a parameter that a rule cuts, and of how many parts it is fused."""
+    """Where a rule cuts a parameter."""
 
-    dim: int
-    parts: int = 1
+    dim: int  #: the dimension of the parameter
+    parts: int = 1  #: equal parts that this dimension is fused of
 
 
 def cut_at(rule: Rule | None, owner: nn.Module, leaf: str, dims: int) -> CutAt | None:
-    """Where `rule` cuts the parameter `leaf`, of `dims` dimensions, of `owner`; None: it is whole.
+    """Where a rule cuts a parameter; None: every member holds it completely.
 
-    Raises RuleError where that cannot be known."""
-    if rule is None or isinstance(rule, Add):
+    Args:
+        rule: of the parameter.
+        owner: the module that has it.
+        leaf: its name in that module.
+        dims: its number of dimensions.
+
+    Raises:
+        RuleError: the rule must say which dimension it cuts, and does not.
+    """
+    if rule is None or isinstance(rule, PartialGrad):
         return None
-    if isinstance(rule, Slice):
+    if isinstance(rule, Sharded):
         return CutAt(rule.dim % dims)
     if rule.dim is not None:
         return CutAt(rule.dim % dims, rule.parts if isinstance(rule, Column) else 1)
@@ -119,8 +132,7 @@ def cut_at(rule: Rule | None, owner: nn.Module, leaf: str, dims: int) -> CutAt |
 
 
 def sides_of(owner: nn.Module) -> tuple[int, int] | None:
-    """The dimensions of outputs and of inputs in the weight of a module that multiplies by a matrix and then
-    adds its bias; None for other modules."""
+    """The dimensions of outputs and of inputs in the weight of a linear module; None for other modules."""
     if isinstance(owner, nn.Linear):
         return 0, 1
     if any((kind.__module__, kind.__name__) == _TRANSPOSED for kind in type(owner).__mro__):
@@ -129,13 +141,18 @@ def sides_of(owner: nn.Module) -> tuple[int, int] | None:
 
 
 def listed(attributes: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The attributes of a `UnitsOf` field, which may be one pattern or several."""
     return (attributes,) if isinstance(attributes, str) else attributes
 
 
 def attribute_holders(
     section: str, module: nn.Module, attributes: tuple[str, ...]
 ) -> Iterator[tuple[str, nn.Module, str]]:
-    """The submodules that have an attribute of such a full name: that name, the module, the attribute."""
+    """The submodules of a section with an attribute that a pattern matches.
+
+    Yields:
+        The attribute's full name, the submodule, and the attribute's name in it.
+    """
     for attribute in attributes:
         name = attribute.rpartition(".")[2]
         for path, submodule in module.named_modules(prefix=section):
@@ -144,9 +161,17 @@ def attribute_holders(
 
 
 def whole_units(units: UnitsOf, kind: str, sections: Mapping[str, nn.Module], sizes: list[int]) -> int:
-    """The count of a kind of units: as given, as its attribute says, or as many as a cut dimension is long.
+    """The number of units of a kind in the full model: as given, of an attribute, or a cut dimension's length.
 
-    Raises ModelError where nothing says, and for attributes that are not there or are no multiple of it."""
+    Args:
+        units: of the kind.
+        kind: its name.
+        sections: the full model's.
+        sizes: lengths of the dimensions that rules cut in these units.
+
+    Raises:
+        ModelError: none of the three is there, or an attribute is missing or no multiple of the number.
+    """
     attributes: list[tuple[str, int]] = []
     for attribute in listed(units.attribute):
         found = [

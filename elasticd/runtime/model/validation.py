@@ -43,7 +43,15 @@ class ModelError(ValueError):
 
 
 def refuse_module(path: str, module: nn.Module) -> None:
-    """Raises ModelError for a submodule that no layout, or not every layout, can train exactly."""
+    """Refuses a module that no layout, or not every layout, can train exactly.
+
+    Args:
+        path: its full name, for the message.
+        module: one module; its children are checked by themselves.
+
+    Raises:
+        ModelError: why it cannot be trained, and what to do instead.
+    """
     for kind in type(module).__mro__:
         said = _WRAPS.get(kind.__qualname__)
         if said is not None and kind.__module__.startswith("torch."):
@@ -80,9 +88,17 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def shared(sections: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Parameters that modules of several sections share: the later name to the first.
+    """The parameters that several sections share.
 
-    Raises ModelError for one that a section has under two names."""
+    Args:
+        sections: the modules by section, in order.
+
+    Returns:
+        By the full name of each later use: the full name of the first.
+
+    Raises:
+        ModelError: one section has a parameter under two names.
+    """
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for section, module in sections.items():
@@ -101,7 +117,15 @@ def _twice(ties: Mapping[str, str], owner: str, section: str) -> bool:
 
 
 def replace_dropouts(section: str, module: nn.Module) -> nn.Module:
-    """Every nn.Dropout becomes one that is keyed by step, sample and place."""
+    """Replaces every nn.Dropout by one that is keyed by step, sample and place.
+
+    Args:
+        section: the name of the section, which keys the draws too.
+        module: the section; its submodules are replaced in place.
+
+    Returns:
+        The module, or its replacement if it is an nn.Dropout itself.
+    """
     for path, submodule in list(module.named_modules(prefix=section, remove_duplicate=False)):
         for name, child in list(submodule.named_children()):
             if type(child) is nn.Dropout:
@@ -114,7 +138,14 @@ def _keyed(module: nn.Dropout, site: str) -> Dropout:
 
 
 def buffers_of(section: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The persistent buffers. Raises ModelError for one that is not, and has no values."""
+    """The persistent buffers of a section.
+
+    Yields:
+        The name in the section, and the buffer.
+
+    Raises:
+        ModelError: a buffer that is not persistent has no values.
+    """
     persistent = module.state_dict().keys()
     for name, buffer in module.named_buffers():
         if name in persistent:

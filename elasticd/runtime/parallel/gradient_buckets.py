@@ -1,8 +1,8 @@
-"""The flat buffers of a gradient reduction: which pieces go together, and in which order they are sent.
+"""Buckets of a gradient reduction: which pieces share a flat buffer, and the order of the all-reduces.
 
-Buckets are cut alike on every device of a holder set and sent in one order: that in which backward passes make
-gradients, the model's last section first. So none waits long for the one before it, whatever part of the model
-each device of the set runs.
+All devices of a holder set cut the same buckets and send them in the same order, that in which backward passes
+compute gradients: the model's last section first. So no bucket waits long for the one before it, whatever part
+of the model each device of the set runs.
 """
 
 from __future__ import annotations
@@ -26,22 +26,26 @@ BUCKET = 4 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Pieces of one type of number that `devices` reduce together. `counter`: the one of them that adds their
-    squares to the norm; devices take turns."""
+    """Pieces of gradients, all of one dtype, that are reduced in one flat buffer."""
 
-    devices: tuple[str, ...]
-    pieces: tuple[Piece, ...]
-    counter: str
+    devices: tuple[str, ...]  #: that reduce it
+    pieces: tuple[Piece, ...]  #: in the order in which they lie in the buffer
+    counter: str  #: the device that adds the squares of this bucket to the norm; devices take turns
 
     @cached_property
     def firsts(self) -> torch.Tensor:
-        """Where in the flat buffer each piece begins."""
+        """The index of each piece's first element in the flat buffer: [pieces], int64."""
         sizes = [piece.box.size for piece in self.pieces]
         return torch.tensor([0, *accumulate(sizes[:-1])])
 
 
 def buckets(reduction: Reduction, parameters: Parameters) -> tuple[Bucket, ...]:
-    """The buckets of one holder set, in the order in which all its devices send them."""
+    """The buckets of one holder set, in the order in which all its devices send them.
+
+    Args:
+        reduction: of the holder set.
+        parameters: the local ones by name, each with the box that it holds.
+    """
     found = list(_cut(reduction, parameters))
     devices = reduction.devices
     return tuple(
@@ -51,7 +55,7 @@ def buckets(reduction: Reduction, parameters: Parameters) -> tuple[Bucket, ...]:
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The type that a parameter's gradients add up in: its own, unless `Precision.add_up` said otherwise."""
+    """The dtype that a parameter's gradients are summed in: its own, unless `Precision.add_up` set another."""
     found: torch.dtype | None = getattr(parameter, "grad_dtype", None)
     return found or parameter.dtype
 

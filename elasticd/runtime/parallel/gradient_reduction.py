@@ -1,14 +1,15 @@
-"""Gradient reduction by holder set, beside the backward pass: all-reduces of flat buffers for each set.
+"""Gradient reduction by holder set, during the backward pass: all-reduces of flat buffers for each set.
 
-The sets, their pieces and who counts come from the layouts (elasticd_planner.layout.gradient_reduction), so
-that replicas, unequal shards, tied copies and pipelines of any shape are one case. A bucket is sent as soon as
-the last micro-batch has left the sections that its pieces are of, and waited for once all passes are done. A
-gradient that is whole in its bucket is let go then: its sum stays in the bucket. Where gradients are kept by
-the devices alone that keep the optimizer's state (ZeRO 2), what is kept is copied out, and the bucket goes.
+The sets, their pieces and the devices that count come from the layouts
+(elasticd_planner.layout.gradient_reduction), so that replicas, unequal shards, tied copies and pipelines of any
+shape are one case. A bucket's all-reduce begins as soon as the last micro-batch has left the sections that its
+pieces belong to, and is waited for after all passes. A gradient that lies in one bucket completely is dropped
+then, because its sum stays in the bucket. If only the devices that keep the optimizer's state keep gradients
+(ZeRO 2), what a device keeps is copied out of the bucket, and the bucket is dropped.
 
 A parameter that no backward pass of the step reached has no gradient afterwards either, so that the optimizer
-leaves it alone, as in one process. A device on which that is so sends a term of -0.0; the others' terms begin
-with anything but that. Since -0.0 + -0.0 is -0.0, and -0.0 + x is x, a sum that is -0.0 has no term.
+skips it, as in one process. A device without a gradient sends a term of -0.0; the others' terms begin with any
+other number. Since -0.0 + -0.0 is -0.0, and -0.0 + x is x, a sum whose first element is -0.0 has no term.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ _CHUNK, _CHUNK_BESIDE = 1 << 15, 1 << 20
 
 
 class GradientReducer:
-    """Runs the reductions that one device takes part in.
+    """Runs the gradient reductions that one device takes part in."""
 
-    modules: the local ones by section. keep_all: every gradient stays where its parameter is (not so under ZeRO
-    2). most_bytes: of local gradients, buffers and what is kept, at once, in the last step that kept some."""
+    most_bytes: int  #: largest sum of local gradients, buffers and kept gradients in the last step of ZeRO 2
 
     def __init__(
         self,
@@ -49,6 +49,16 @@ class GradientReducer:
         keep_all: bool = True,
         stopwatch: Stopwatch | None = None,
     ) -> None:
+        """
+        Args:
+            device: this device.
+            reductions: those that it takes part in.
+            groups: by members: the groups of the reductions with two or more devices.
+            parameters: the local ones by name, each with the box that it holds.
+            modules: the local ones by section.
+            keep_all: every gradient stays with its parameter; False under ZeRO 2.
+            stopwatch: measures the seconds of flattening and of waits.
+        """
         self._device, self._groups, self._parameters = device, groups, parameters
         self._keep_all, self._stopwatch = keep_all, stopwatch or Stopwatch()
         self._alone = [piece for r in reductions if len(r.devices) == 1 for piece in r.pieces]
@@ -74,9 +84,13 @@ class GradientReducer:
         self._flying: list[tuple[Bucket, Tensor, Any]] = []
         self._flat_bytes = 0
 
-    def ready(self, section: str) -> None:
-        """The last micro-batch's backward pass has left `section`: its gradients are all that this device
-        adds. What is whole now is sent, in the set's order."""
+    def section_done(self, section: str) -> None:
+        """Starts the all-reduces of the buckets that are complete now, in each set's order.
+
+        Args:
+            section: the one that the last micro-batch's backward pass has left, so that its gradients are all
+                that this device adds.
+        """
         touched = set()
         for name, users in self._users.items():
             if section not in users:
@@ -123,7 +137,7 @@ class GradientReducer:
             yield bucket, flat
 
     def __call__(self) -> None:
-        """Makes every local gradient the sum over all that hold a term of it."""
+        """Waits for all reductions: every local gradient becomes the sum over the devices with a term of it."""
         for bucket, flat in self._landed():
             if bucket.counter == self._device:
                 self._squares += sum_of_squares([flat])
@@ -135,7 +149,11 @@ class GradientReducer:
         self._begin()
 
     def into(self, owned: Sequence[Owned]) -> None:
-        """Gives each box that is owned here the sum of its gradients, and keeps no other gradient."""
+        """Waits for all reductions under ZeRO 2: each part gets its summed gradient, all others are dropped.
+
+        Args:
+            owned: the parts of parameters whose optimizer state this device keeps.
+        """
         boxes: dict[str, list[Owned]] = {}
         for each in owned:
             boxes.setdefault(each.name, []).append(each)
@@ -155,7 +173,7 @@ class GradientReducer:
         self._begin()
 
     def _note(self, kept: int) -> None:
-        """What is held at this moment, where that is to be bounded."""
+        """Updates `most_bytes` under ZeRO 2; `kept`: bytes of kept gradients."""
         if self._keep_all:
             return
         if not self._flying and not kept:
@@ -170,7 +188,7 @@ class GradientReducer:
             parameter.grad = None
 
     def squares(self) -> float:
-        """The sum of squares of the gradients that this device counts: each piece counts once in the job."""
+        """The sum of squares of the gradients that this device counts. Each piece counts on one device."""
         return self._squares
 
     def _whole(self, piece: Piece) -> bool:
@@ -191,7 +209,11 @@ class GradientReducer:
 
 
 def no_terms(sums: Tensor) -> Tensor:
-    """Of first elements of sums whether each one's sum has no term."""
+    """Which sums have no term: a mask [pieces].
+
+    Args:
+        sums: the first element of each sum [pieces].
+    """
     return (sums == 0) & sums.signbit()
 
 
@@ -213,8 +235,11 @@ def _sums(bucket: Bucket, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> float:
-    """Of all elements. Squares of chunks are summed in the gradients' own precision (in single precision at
-    least), chunks in double; where that overflows, all is in double."""
+    """The sum of squares of all elements.
+
+    Squares are summed by chunks in the gradients' own precision, single precision at least; chunks are summed
+    in double precision. If that overflows, all is summed in double precision.
+    """
     listed = [gradient.reshape(-1) for gradient in gradients]
     total = sum(_squares(each, torch.promote_types(each.dtype, torch.float32)) for each in listed)
     return total if math.isfinite(total) else sum(_squares(each, torch.float64) for each in listed)
@@ -228,7 +253,7 @@ def _squares(flat: Tensor, dtype: torch.dtype) -> float:
 
 
 def _keep(piece: Piece, reduced: Tensor, owned: Iterable[Owned]) -> int:
-    """Copies what is owned of a piece to where its optimizer reads it; the bytes that this took."""
+    """Copies the owned parts of a piece to the gradients that the optimizer reads. Returns new bytes."""
     taken = 0
     for _, box, parameter in owned:
         common = box.overlap(piece.box)

@@ -1,7 +1,13 @@
-"""Communication inside a TP group, as functions that autograd knows.
+"""The collectives of a TP group as autograd functions, by Megatron's names (Shoeybi et al., Megatron-LM, 2019).
 
-Column-parallel input: identity forward, all-reduce backward. Row-parallel output: all-reduce forward,
-identity backward (Shoeybi et al., Megatron-LM, 2019). Any cut is legal, so a gather is of unequal widths.
+| function | forward | backward | stands before or after |
+|---|---|---|---|
+| `copy_to_tp_region` | identity | all-reduce | a column-parallel module |
+| `reduce_from_tp_region` | all-reduce | identity | a row-parallel module |
+| `gather_from_tp_region` | all-gather | slice | a column-parallel module whose full output is wanted |
+| `scatter_to_tp_region` | slice | all-gather | a row-parallel module whose full input is there |
+
+Members of a group may have unequal shares, so all-gathers pad slices to the widest one.
 """
 
 from __future__ import annotations
@@ -14,8 +20,8 @@ from torch import Tensor, nn
 from elasticd.runtime.comm.groups import Group
 
 
-class _CopyIn(torch.autograd.Function):
-    """A whole input used by all members: each holds a term of its gradient."""
+class _CopyToTpRegion(torch.autograd.Function):
+    """All members use the full input, so that each holds a term of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -27,7 +33,7 @@ class _CopyIn(torch.autograd.Function):
         return ctx.group.all_reduce(grad.contiguous().clone()), None
 
 
-class _SumOut(torch.autograd.Function):
+class _ReduceFromTpRegion(torch.autograd.Function):
     """Each member holds a term of the output; the gradient of the sum is that of each term."""
 
     @staticmethod
@@ -39,22 +45,22 @@ class _SumOut(torch.autograd.Function):
         return grad, None
 
 
-class _GatherOut(torch.autograd.Function):
-    """Each member holds a slice of the last dimension. All go on with the same whole output, so the gradient
+class _GatherFromTpRegion(torch.autograd.Function):
+    """Each member holds a slice of the last dimension. All continue with the same full output, so the gradient
     of a slice is the slice of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, widths: list[int]) -> Tensor:
         ctx.slice = (sum(widths[: group.rank]), x.shape[-1])
-        return _together(x, group, widths)
+        return _all_gather_slices(x, group, widths)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.narrow(-1, *ctx.slice).contiguous(), None, None
 
 
-class _SplitIn(torch.autograd.Function):
-    """Each member takes a slice of the last dimension of what all have; they put its gradient together."""
+class _ScatterToTpRegion(torch.autograd.Function):
+    """All members have the full input, and each takes a slice of its last dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, widths: list[int]) -> Tensor:
@@ -63,38 +69,88 @@ class _SplitIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _together(grad, ctx.group, ctx.widths), None, None
+        return _all_gather_slices(grad, ctx.group, ctx.widths), None, None
 
 
-def _together(part: Tensor, group: Group, widths: list[int]) -> Tensor:
-    """The members' slices of the last dimension, of these widths, as one."""
+def _all_gather_slices(part: Tensor, group: Group, widths: list[int]) -> Tensor:
+    """The full tensor of the members' slices of the last dimension.
+
+    Args:
+        part: this member's slice [..., widths[rank]].
+        group: the TP group.
+        widths: of each member's slice, by rank.
+    """
     padded = nn.functional.pad(part, (0, max(widths) - part.shape[-1])).contiguous()
     parts = group.all_gather(padded)
     return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
 
 
-def summing_gradient(x: Tensor, group: Group) -> Tensor:
-    """x as it is; the members' gradients of it are summed."""
-    return _CopyIn.apply(x, group)
+def copy_to_tp_region(x: Tensor, group: Group) -> Tensor:
+    """Enters a column-parallel region.
+
+    Args:
+        x: the input [...], the same on all members.
+        group: the TP group.
+
+    Returns:
+        `x`. Its gradient is the sum of the members' gradients.
+    """
+    return _CopyToTpRegion.apply(x, group)
 
 
-def sum_out(x: Tensor, group: Group) -> Tensor:
-    """The sum of the members' terms."""
-    return _SumOut.apply(x, group)
+def reduce_from_tp_region(x: Tensor, group: Group) -> Tensor:
+    """Leaves a row-parallel region.
+
+    Args:
+        x: this member's term [...] of the output.
+        group: the TP group.
+
+    Returns:
+        The sum of the members' terms [...], the same to the bit on all of them.
+    """
+    return _ReduceFromTpRegion.apply(x, group)
 
 
-def gather_out(x: Tensor, group: Group, widths: list[int]) -> Tensor:
-    """The members' slices of the last dimension, put together."""
-    return _GatherOut.apply(x, group, widths)
+def gather_from_tp_region(x: Tensor, group: Group, widths: list[int]) -> Tensor:
+    """Leaves a column-parallel region with the full output.
+
+    Args:
+        x: this member's slice [..., widths[rank]].
+        group: the TP group.
+        widths: of each member's slice, by rank.
+
+    Returns:
+        The full tensor [..., sum(widths)].
+    """
+    return _GatherFromTpRegion.apply(x, group, widths)
 
 
-def split_in(x: Tensor, group: Group, widths: list[int]) -> Tensor:
-    """The member's slice of the last dimension of what all members have whole."""
-    return _SplitIn.apply(x, group, widths)
+def scatter_to_tp_region(x: Tensor, group: Group, widths: list[int]) -> Tensor:
+    """Enters a row-parallel region from a full input.
+
+    Args:
+        x: the full input [..., sum(widths)], the same on all members.
+        group: the TP group.
+        widths: of each member's slice, by rank.
+
+    Returns:
+        This member's slice [..., widths[rank]]. The gradient of `x` is all-gathered.
+    """
+    return _ScatterToTpRegion.apply(x, group, widths)
 
 
-def look_up_own(module: nn.Embedding, group: Group, start: int, stop: int) -> None:
-    """Looks up the rows [start, stop) that are here; others give zero, and the members' outputs add up."""
+def vocab_parallel_embedding(module: nn.Embedding, group: Group, start: int, stop: int) -> None:
+    """Makes an embedding look up the rows that this member holds; the members' outputs are all-reduced.
+
+    Ids of other members' rows give zeros here.
+
+    Args:
+        module: the embedding, with the local rows [stop - start, width]. Hooks are registered on it, and its
+            `padding_idx` is counted from `start`.
+        group: the TP group.
+        start: the first row of the full embedding that is here.
+        stop: the row after the last one.
+    """
     here: list[Tensor] = []
     if module.padding_idx is not None:
         held = start <= module.padding_idx < stop
@@ -106,7 +162,7 @@ def look_up_own(module: nn.Embedding, group: Group, start: int, stop: int) -> No
         return ((ids - start).clamp(0, stop - start - 1), *args[1:])
 
     def add(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return sum_out(output * here[0].unsqueeze(-1), group)
+        return reduce_from_tp_region(output * here[0].unsqueeze(-1), group)
 
     module.register_forward_pre_hook(shift)
     module.register_forward_hook(add)

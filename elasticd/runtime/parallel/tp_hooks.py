@@ -1,7 +1,7 @@
-"""Where a TP group talks: hooks on the local modules whose parameters are cut, as the model's rules say.
+"""Hooks that add a TP group's collectives to the local modules whose parameters are cut by the model's rules.
 
-A Column module takes the whole input, whose gradient the members sum: once for all modules that take the same
-tensor. A Row module gives a term of its output, which they sum; its bias is added after that.
+A Column module takes the full input. The members all-reduce its gradient, once for all modules that take the
+same tensor. A Row module gives a term of its output, which they all-reduce; its bias is added after that.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.tp_rules import Column, Row, sides_of
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.tensor_parallel import (
-    gather_out,
-    look_up_own,
-    split_in,
-    sum_out,
-    summing_gradient,
+    copy_to_tp_region,
+    gather_from_tp_region,
+    reduce_from_tp_region,
+    scatter_to_tp_region,
+    vocab_parallel_embedding,
 )
 
 
 class _Entering:
-    """Tensors that went into cut modules of a section in this forward pass, and what they became: one
-    all-reduce of the gradient for each, however many modules take it."""
+    """A hook that passes the inputs of Column modules through `copy_to_tp_region`.
+
+    Each tensor passes once in a forward pass of the section, so that its gradient is all-reduced once, however
+    many modules take it.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -49,50 +52,96 @@ class _Entering:
     def _enter(self, x: Tensor) -> Tensor:
         found = self._entered.get(id(x))
         if found is None:
-            found = self._entered[id(x)] = (x, summing_gradient(x, self._group))
+            found = self._entered[id(x)] = (x, copy_to_tp_region(x, self._group))
         return found[1]
 
 
 def attach(model: Model, section: str, module: nn.Module, shares: tuple[int, ...], group: Group) -> None:
-    """Hooks `group` around what is cut of `module`, a local `section` of the model; its members have these
-    shares."""
-    entering = _Entering(group)
+    """Hooks the collectives of a TP group around the modules of a section whose parameters are cut.
+
+    Args:
+        model: has the rules.
+        section: its name: "embed", "blocks.N" or "head".
+        module: the section with the parameters of this member.
+        shares: of the group's members, by rank; units are apportioned by them.
+        group: the TP group.
+
+    Raises:
+        ModelError: a rule that cannot be carried out with these shares, or on this kind of module.
+    """
+    hooks = _Hooks(model, section, shares, group)
     for path, rules in model.owners(section).items():
         owner = module.get_submodule(path)
-        where = f"{section}.{path}" if path else section
-        for rule in rules.values():
-            if isinstance(rule, Column):
-                _column(model, section, path, owner, rule, shares, group, entering)
-                break
+        column = next((rule for rule in rules.values() if isinstance(rule, Column)), None)
+        if column is not None:
+            hooks.column(path, owner, column)
         row = next((rule for rule in rules.values() if isinstance(rule, Row)), None)
         if row is not None:
-            _row(model, section, path, owner, row, where, shares, group)
-    module.register_forward_pre_hook(entering.clear)
-    module.register_forward_hook(entering.clear, always_call=True)
+            hooks.row(path, owner, row)
+    module.register_forward_pre_hook(hooks.entering.clear)
+    module.register_forward_hook(hooks.entering.clear, always_call=True)
 
 
-def _column(
-    model: Model,
-    section: str,
-    path: str,
-    owner: nn.Module,
-    rule: Column,
-    shares: tuple[int, ...],
-    group: Group,
-    entering: _Entering,
-) -> None:
-    if not isinstance(owner, nn.Embedding):  # whose input has no gradient
-        owner.register_forward_pre_hook(entering, with_kwargs=True)
-    repeated = repeats(model, rule.units, shares, group.rank)
-    if repeated is not None:
-        if rule.parts > 1:
-            raise ModelError(f"{section}.{path}: {rule.units} follow other units and cannot be fused parts")
-        count = len(unit_range(model.spec, rule.units, shares, group.rank))
-        owner.register_forward_hook(partial(_repeat, count, repeated))
-    if rule.gather:
-        kind = model.spec.units_of(rule.units)
-        widths = _widths(model, rule.units, shares, _cut_of(model, section, path) // kind.count)
-        owner.register_forward_hook(lambda _, args, output: gather_out(output, group, widths))
+class _Hooks:
+    """Registers the hooks of one section on one member of a TP group."""
+
+    def __init__(self, model: Model, section: str, shares: tuple[int, ...], group: Group) -> None:
+        self._model, self._section, self._shares, self._group = model, section, shares, group
+        self.entering = _Entering(group)
+
+    def column(self, path: str, owner: nn.Module, rule: Column) -> None:
+        """Of a module, `path` in the section, whose outputs are cut."""
+        group = self._group
+        if not isinstance(owner, nn.Embedding):  # whose input has no gradient
+            owner.register_forward_pre_hook(self.entering, with_kwargs=True)
+        repeated = repeats(self._model, rule.units, self._shares, group.rank)
+        if repeated is not None:
+            if rule.parts > 1:
+                raise ModelError(
+                    f"{self._section}.{path}: {rule.units} follow other units and cannot be fused parts"
+                )
+            count = len(unit_range(self._model.spec, rule.units, self._shares, group.rank))
+            owner.register_forward_hook(partial(_repeat, count, repeated))
+        if rule.gather:
+            widths = self._widths(path, rule.units)
+            owner.register_forward_hook(lambda _, args, output: gather_from_tp_region(output, group, widths))
+
+    def row(self, path: str, owner: nn.Module, rule: Row) -> None:
+        """Of a module, `path` in the section, whose inputs are cut."""
+        spec, group = self._model.spec, self._group
+        if isinstance(owner, nn.Embedding):
+            cut = next(p for p in spec.section(self._section) if p.name == f"{path}.weight".lstrip("."))
+            box = member_box(spec, cut, self._shares, group.rank)
+            vocab_parallel_embedding(owner, group, box.start[0], box.stop[0])
+            return
+        if rule.split:
+            widths = self._widths(path, rule.units)
+            owner.register_forward_pre_hook(
+                lambda _, args: (scatter_to_tp_region(args[0], group, widths), *args[1:])
+            )
+        if getattr(owner, "bias", None) is None:
+            owner.register_forward_hook(lambda _, args, output: reduce_from_tp_region(output, group))
+        elif type(owner) is nn.Linear:
+            owner.forward = partial(_row_with_bias, owner, group)  # type: ignore[method-assign]
+        elif sides_of(owner) == (1, 0):
+            owner.forward = partial(_transposed_row_with_bias, owner, group)
+        else:
+            where = f"{self._section}.{path}".rstrip(".")
+            raise ModelError(
+                f"{where}: a bias of a {type(owner).__name__} cut in rows would be added by every member: use "
+                "an nn.Linear, or no bias"
+            )
+
+    def _widths(self, path: str, units: str) -> list[int]:
+        """The length that each member has of the cut dimension of a module's parameter."""
+        spec = self._model.spec
+        cut, full = next(
+            (p.cut, p.shape)
+            for p in spec.section(self._section)
+            if p.cut is not None and p.name.rpartition(".")[0] == path
+        )
+        size = full[cut.dim] // spec.units_of(units).count
+        return [len(unit_range(spec, units, self._shares, i)) * size for i in range(len(self._shares))]
 
 
 def _repeat(count: int, repeated: list[int], module: nn.Module, args: object, output: Tensor) -> Tensor:
@@ -101,55 +150,9 @@ def _repeat(count: int, repeated: list[int], module: nn.Module, args: object, ou
     return units[..., repeated, :].flatten(-2)
 
 
-def _row(
-    model: Model,
-    section: str,
-    path: str,
-    owner: nn.Module,
-    rule: Row,
-    where: str,
-    shares: tuple[int, ...],
-    group: Group,
-) -> None:
-    if isinstance(owner, nn.Embedding):
-        cut = next(p for p in model.spec.section(section) if p.name == f"{path}.weight".lstrip("."))
-        box = member_box(model.spec, cut, shares, group.rank)
-        look_up_own(owner, group, box.start[0], box.stop[0])
-        return
-    if rule.split:
-        kind = model.spec.units_of(rule.units)
-        widths = _widths(model, rule.units, shares, _cut_of(model, section, path) // kind.count)
-        owner.register_forward_pre_hook(lambda _, args: (split_in(args[0], group, widths), *args[1:]))
-    if getattr(owner, "bias", None) is None:
-        owner.register_forward_hook(lambda _, args, output: sum_out(output, group))
-    elif type(owner) is nn.Linear:
-        owner.forward = partial(_row_with_bias, owner, group)  # type: ignore[method-assign]
-    elif sides_of(owner) == (1, 0):
-        owner.forward = partial(_transposed_row_with_bias, owner, group)
-    else:
-        raise ModelError(
-            f"{where}: a bias of a {type(owner).__name__} cut in rows would be added by every member: use an "
-            "nn.Linear, or no bias"
-        )
-
-
 def _row_with_bias(owner: nn.Linear, group: Group, x: Tensor) -> Tensor:
-    return sum_out(F.linear(x, owner.weight), group) + owner.bias
+    return reduce_from_tp_region(F.linear(x, owner.weight), group) + owner.bias
 
 
 def _transposed_row_with_bias(owner: Any, group: Group, x: Tensor) -> Tensor:
-    return sum_out(x @ owner.weight, group) + owner.bias
-
-
-def _cut_of(model: Model, section: str, path: str) -> int:
-    """How long the cut dimension of a module's parameter is in the whole model."""
-    whole = next(
-        p for p in model.spec.section(section) if p.cut is not None and p.name.rpartition(".")[0] == path
-    )
-    assert whole.cut is not None
-    return whole.shape[whole.cut.dim]
-
-
-def _widths(model: Model, units: str, shares: tuple[int, ...], size: int) -> list[int]:
-    """What each member has of a cut dimension whose units are of this size."""
-    return [len(unit_range(model.spec, units, shares, i)) * size for i in range(len(shares))]
+    return reduce_from_tp_region(x @ owner.weight, group) + owner.bias

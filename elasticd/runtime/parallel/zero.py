@@ -1,8 +1,10 @@
-"""What one device owns under one plan: the boxes that its optimizer steps on, and how they meet the model.
+"""ZeRO state of one device under one plan: the boxes that its optimizer steps on, and what passes to others.
 
-Without ZeRO those are the local parameters. With it they are parts of them, and parts that are kept for others:
-before the vote reduced gradients go to who keeps state without computing with the box; after the optimizer the
-updated values go from the lowest-ranked keeper of each part to all who compute with it and do not keep it.
+Without ZeRO the device owns its local parameters. With ZeRO (Rajbhandari et al., 2020; stages 1 and 2) it owns
+parts of them, and parts that it keeps for devices which compute with them. Before the vote, reduced gradients
+go to the devices that keep a box's optimizer state without computing with the box. After the optimizer's step
+the updated values of each part go from its lowest-ranked keeper to all devices that compute with the part and
+do not keep it.
 """
 
 from __future__ import annotations
@@ -32,9 +34,12 @@ GRADIENTS, VALUES, BUFFERS = range(1 << 24, (1 << 24) + 3)
 Values = dict[str, list[tuple[Box, nn.Parameter]]]
 
 
-class Ownership:
-    """The values of one device, and what it owns of them: `owned` is there once `take` was called. master: the
-    type of master weights, where what is owned are those, and values are rounded copies of them."""
+class ZeroState:
+    """The values that one device holds, and the parts of them that its optimizer steps on."""
+
+    values: Values  #: by parameter: boxes and their tensors, local ones and those kept for other devices
+    buffers: dict[str, list[tuple[Box, Tensor]]]  #: by buffer, likewise
+    owned: list[Owned]  #: the parts that the optimizer steps on; empty until `attach`
 
     def __init__(
         self,
@@ -45,20 +50,35 @@ class Ownership:
         reducer: GradientReducer,
         master: torch.dtype | None = None,
     ) -> None:
+        """
+        Args:
+            layouts: of the plan.
+            device: this device.
+            local: its modules.
+            everyone: the group of all members of the plan.
+            reducer: sums the gradients of the local parameters.
+            master: the type of master weights. Then the master weights are owned, and values are their rounded
+                copies. None: there are none, and values themselves are owned.
+        """
         self._layouts, self._device, self._everyone, self._reducer = layouts, device, everyone, reducer
-        self._zero, self._master = layouts.plan.state.zero, master
+        self._stage, self._master = layouts.plan.state.zero, master
         self.values = _values(layouts, device, local)
         self.buffers = _buffers(layouts, device, local)
-        self.owned: list[Owned] = []
+        self.owned = []
         self._boxes: dict[str, list[Owned]] = {}
         self._away = gradients_away(layouts, device)
         self._back = values_back(layouts, device)
         self._copies = buffers_away(layouts, device)
         self._leads = leading(layouts, device)
 
-    def take(self, state: LocalState) -> list[Owned]:
-        """What the optimizer is to step on, now that the values have the memory that they will keep; of `state`
-        the master weights are adopted."""
+    def attach(self, state: LocalState) -> list[Owned]:
+        """Makes the parts that the optimizer is to step on, as views of the values.
+
+        Call it once the values have the memory that they will keep.
+
+        Args:
+            state: gives the master weights, which are adopted by reference.
+        """
         self.owned = own(self._layouts, self._device, self.values, state, self._master)
         for part in self.owned:
             if not part.box.empty:
@@ -66,13 +86,19 @@ class Ownership:
         return self.owned
 
     def reduce(self) -> float:
-        """Gives each owned box its reduced gradient; the sum of squares of those that are counted here."""
-        if not self._zero:
+        """Gives each owned box its gradient, summed over all devices that hold a term of it.
+
+        All members call it together, after the step's backward passes.
+
+        Returns:
+            The sum of squares of the elements that this device counts: each element counts on one device.
+        """
+        if not self._stage:
             self._reducer()
             if self._master is not None:
                 self._view()
             return self._reducer.squares()
-        if self._zero == 1:
+        if self._stage == 1:
             self._reducer()
             self._view()
         else:
@@ -85,21 +111,27 @@ class Ownership:
         )
 
     def round(self) -> None:
-        """After the optimizer's step: values become their master weights, rounded."""
+        """Sets values to their master weights, rounded, after the optimizer's step."""
         for name, box, parameter in self.owned if self._master is not None else ():
             if not box.empty:
                 self._value(name, box).copy_(parameter.detach())
 
-    def return_values(self) -> None:
-        """After the optimizer's step: whoever computes with a box gets its new value."""
+    def all_gather_params(self) -> None:
+        """Sends the new values, after the optimizer's step, to the devices that compute with them.
+
+        All members call it together.
+        """
         self._deliver(self._back, VALUES, self._value, self._value)
 
-    def copy_buffers(self) -> None:
-        """After a step: whoever keeps a buffer without computing with it gets what forward made of it."""
+    def broadcast_buffers(self) -> None:
+        """Sends buffers, after a step, to the devices that keep them without computing with them.
+
+        All members call it together.
+        """
         self._deliver(self._copies, BUFFERS, self._buffer, self._buffer)
 
     def clear(self) -> None:
-        """Lets all gradients go."""
+        """Drops all gradients."""
         parameters = [parameter for held in self.values.values() for _, parameter in held]
         for parameter in (*parameters, *(part.parameter for part in self.owned)):
             parameter.grad = None
@@ -127,21 +159,21 @@ class Ownership:
         return next(part for part in self._boxes[name] if part.box.contains(box))
 
     def _outgoing(self, name: str, box: Box) -> Tensor:
-        """A gradient for who keeps its state. As in `reduce`, -0.0 stands for one that there is not."""
+        """A gradient for the device that keeps its state; -0.0 stands for none, as in `GradientReducer`."""
         _, around, parameter = self._part(name, box)
         if parameter.grad is None:
             return parameter.new_full(box.shape, -0.0)
         return parameter.grad[box.slices(around)] + 0.0
 
     def _incoming(self, name: str, box: Box) -> Tensor:
-        """Room for it."""
+        """Where a gradient from another device goes."""
         _, around, parameter = self._part(name, box)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad[box.slices(around)]
 
     def _drop_without_terms(self) -> None:
-        """Of what was delivered, the gradients that there are not."""
+        """Drops the received gradients that stand for none."""
         for delivery in self._away:
             if delivery.source != self._device:
                 for name, box in delivery.pieces:
@@ -156,7 +188,7 @@ class Ownership:
         outgoing: Callable[[str, Box], Tensor],
         incoming: Callable[[str, Box], Tensor],
     ) -> None:
-        """Sends first, which waits for nobody; then takes what comes, in the order in which it is sent."""
+        """Sends, without a wait, and then receives in the order in which the others send."""
         rank = self._everyone.members.index
         for delivery in deliveries:
             if delivery.source == self._device:

@@ -42,6 +42,7 @@ def run(request: Request, answer: BinaryIO) -> Done | Failed:
 
 
 def main() -> None:
+    """Answers the request on standard input with a line of JSON on standard output, and ends the process."""
     answer = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     with open(0, "rb", buffering=0, closefd=False) as stdin:

@@ -19,13 +19,18 @@ class DeviceClock(Protocol):
     device: torch.device
     name: str
 
-    def mark(self) -> Any: ...
-    def between(self, earlier: Any, later: Any) -> float: ...
+    def mark(self) -> Any:
+        """Marks the moment after all that was asked of the device until now."""
+
+    def between(self, earlier: Any, later: Any) -> float:
+        """Seconds from one mark to another; waits until the device has passed the later one."""
+
     def wait(self) -> None:
         """Returns when the device has done all that was asked of it."""
         ...
 
-    def free_bytes(self) -> int: ...
+    def free_bytes(self) -> int:
+        """Bytes of memory that the device has free."""
 
 
 class CpuClock:
@@ -36,15 +41,19 @@ class CpuClock:
         self.name = "cpu"
 
     def mark(self) -> float:
+        """Seconds on `time.perf_counter`."""
         return time.perf_counter()
 
     def between(self, earlier: float, later: float) -> float:
+        """Seconds between two marks."""
         return later - earlier
 
     def wait(self) -> None:
+        """Returns at once: work on a CPU is done when its call returns."""
         return
 
     def free_bytes(self) -> int:
+        """Bytes of memory of the machine that are free."""
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -57,18 +66,22 @@ class CudaClock:
         self.name = torch.cuda.get_device_name(device)
 
     def mark(self) -> torch.cuda.Event:
+        """Records a timing event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        """Seconds between two events; waits until the device has passed the later one."""
         later.synchronize()
         return earlier.elapsed_time(later) / 1e3
 
     def wait(self) -> None:
+        """Waits until the device has done all that was queued on any stream."""
         torch.cuda.synchronize(self.device)
 
     def free_bytes(self) -> int:
+        """Bytes of the device's memory that are free."""
         return torch.cuda.mem_get_info(self.device)[0]
 
 

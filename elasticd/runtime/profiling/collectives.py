@@ -22,7 +22,7 @@ from elasticd_planner.value import Value
 from torch import distributed
 
 from elasticd.codec.decoding import decoder_of
-from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.torch_store import TorchStore
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.profiling.parent_pipe import end_at_eof
@@ -116,8 +116,8 @@ def perform(errand: Errand) -> list[list[float]]:
     names = [f"n/{rank}" for rank in range(errand.width)]
     files = distributed.FileStore(str(Path(errand.folder) / "store"), errand.width)  # type: ignore[attr-defined]
     store = TorchStore(files)
-    fabric = Fabric("profile", names[errand.rank], "127.0.0.1", store)
-    group = fabric.group(names, "tensor")
+    plan_groups = PlanGroups("profile", names[errand.rank], "127.0.0.1", store)
+    group = plan_groups.group(names, "tensor")
     times = []
     for count in errand.counts:
         tensor = torch.zeros(count, dtype=getattr(torch, errand.dtype))
@@ -131,6 +131,7 @@ def perform(errand: Errand) -> list[list[float]]:
 
 
 def main() -> None:
+    """Performs the errand on standard input, and writes its times into a file of the errand's folder."""
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         errand = decoder_of(Errand).decode(stdin.readline())
     end_at_eof(0)

@@ -57,6 +57,7 @@ def named(module: ModuleType, name: str) -> Any:
 
 
 def loss_of(module: ModuleType, name: str) -> Loss | None:
+    """The user's loss by its name in the file; None for an empty name. Raises CannotLoad if there is none."""
     return _function(module, name, "--loss: loss(output, batch) gives (sum, count)") if name else None
 
 

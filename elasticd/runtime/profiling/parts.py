@@ -35,9 +35,11 @@ class Alone:
         self.size = size
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The tensor itself, as if all other members had zeros."""
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensor in the place of every member's, [size, *shape]."""
         return torch.stack([tensor] * self.size)
 
 
@@ -65,10 +67,7 @@ class Values:
 
 def whole_of(model: Model, name: str) -> Box:
     """The box of all of a parameter, by its full name."""
-    section = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
-    rest = name.removeprefix(f"{section}.")
-    rule = next(rule for rule in model.spec.section(section) if rule.name == rest)
-    return Box.whole(rule.shape)
+    return Box.whole(model.parameter(name).shape)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ thread of its own makes the files, writes what they hold, and gives them to the 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from elasticd_migration.local_state import LocalState, NotElementWise
@@ -22,6 +22,7 @@ from elasticd.codec.message import Message
 from elasticd.machines.worker import snapshotting
 from elasticd.runtime.checkpoint.staging import Piece, pieces, share, without_planes
 from elasticd.runtime.snapshot.memory_file import BadSnapshot, MemoryFile, size_of
+from elasticd.runtime.threads import DaemonThreads
 from elasticd.wire.snapshots import Held, Snapped
 from elasticd.wire.worker import Welcome
 
@@ -52,9 +53,7 @@ class Snapper:
         self._state = snapshotting.first(every)
         self._files: list[MemoryFile | None] = [None] * len(self._state.slots)
         self._layouts: Layouts | None = None
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
-        self._ending = False
+        self._beside = DaemonThreads("snapshot")
 
     # -- what the training thread does -----------------------------------------------------------------------
 
@@ -97,13 +96,11 @@ class Snapper:
         held = pieces(state, self._share)
         file.copy(held)
         small, me = without_planes(state, self._share), self._welcome()
-        self._put(lambda: self._hand_over(me, step, file, layouts.plan, held, small))
+        self._beside.run(lambda: self._hand_over(me, step, file, layouts.plan, held, small))
 
     def end(self) -> None:
-        self._ending = True
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(_LEAVE)
+        """Ends the thread after the work that it is at; waits for it 5 s at most."""
+        self._beside.end(_LEAVE)
 
     # -- what the control thread does ------------------------------------------------------------------------
 
@@ -123,17 +120,7 @@ class Snapper:
             self._state, makes = change(self._state)
             for make in makes:
                 self._files[make.slot] = None
-                self._put(lambda make=make: self._make(make))  # type: ignore[misc]
-
-    def _put(self, work: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="elasticd-snapshot", daemon=True)
-            self._thread.start()
-        self._queue.put(work)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None and not self._ending:
-            work()
+                self._beside.run(partial(self._make, make))
 
     def _make(self, make: snapshotting.Make) -> None:
         try:

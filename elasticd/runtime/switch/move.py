@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from elasticd_migration.local_state import LocalState, NotElementWise, trimmed
-from elasticd_migration.migrate import Corrupt, Foreseen, Incomplete, Moved, agree, foresee, migrate
+from elasticd_migration.migrate import Corrupt, Incomplete, Moved, PreparedMove, agree, migrate, prepare_move
 from elasticd_migration.reshard import Lost, bytes_lacking, whole_bytes
 from elasticd_migration.schema import Disagreement, Schema
 from elasticd_migration.transport import ProcessGroupTransport
@@ -23,7 +23,7 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.records import Proposal, Recovery
 from elasticd.runtime.checkpoint.loader import NoCheckpoint, Types, clear, start_from
-from elasticd.runtime.comm.groups import Fabric, Group
+from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.engine.engine import Engine, first_state, make_engine
 from elasticd.runtime.engine.pipeline_stage import Pace
 from elasticd.runtime.engine.recipe import Recipe
@@ -42,13 +42,15 @@ class PreparedPlan:
     old: Layouts | None  # of the state that moves; None: it is read from a checkpoint, or made
     new: Layouts  # of the proposed plan
     engine: Engine | None  # without state; None on a rank that is no member of the plan
-    transition: Fabric  # the network of the transition group
+    transition: PlanGroups  # the groups made for this switch
     group: Group  # the transition group
     checkpoints: tuple[str, ...] = ()  # names of those that the job may start from, the newest first
     recovery: Recovery | None = None  # what a recovery goes on from
     snapshot: LocalState | None = None  # read here for lost ranks, where the recovery goes on from snapshots
     in_place: bool = False  # whether the old copy is given up piece by piece, for lack of memory
-    foreseen: Foreseen | None = None  # the transfers, computed ahead where training goes on until the switch
+    prepared_move: PreparedMove | None = (
+        None  # the transfers, computed ahead where training goes on until the switch
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ def prepare(
     recipe: Recipe,
     device: str,
     pace: Pace,
-    fabric_of: Callable[[str], Fabric],
+    plan_groups_of: Callable[[str], PlanGroups],
     training: Engine | None = None,
 ) -> PreparedPlan:
     """Makes new groups and modules, reads the snapshots to go on from, then joins the transition group, which
@@ -81,7 +83,7 @@ def prepare(
         recipe: What the job's script trains.
         device: This rank's device.
         pace: Paces an emulated device.
-        fabric_of: Makes the network of one part of the plan ("groups" or "transition").
+        plan_groups_of: Makes the groups of one part of the plan ("groups" or "transition").
         training: The engine in force here, which trains on meanwhile.
 
     Returns:
@@ -91,12 +93,12 @@ def prepare(
     layouts = Layouts(spec, plan)
     engine = None
     if device in plan.members:
-        engine = make_engine(recipe, layouts, fabric_of("groups"), pace)
+        engine = make_engine(recipe, layouts, plan_groups_of("groups"), pace)
         engine.after_recovery = recovery is not None
     snapshot = None
     if old is not None and recovery is not None and recovery.snapshots:
         snapshot = recipe.snapshots.state(old, recovery, device)
-    transition = fabric_of("transition")
+    transition = plan_groups_of("transition")
     group = transition.group(_members(old, plan, recovery), "transition")
     source = _source(spec, old, recovery) if old else None
     return PreparedPlan(
@@ -109,16 +111,16 @@ def prepare(
         recovery=recovery,
         snapshot=snapshot,
         in_place=proposal.in_place,
-        foreseen=_foreseen(source, layouts, group, training) if source and recovery is None else None,
+        prepared_move=_prepare_move(source, layouts, group, training) if source and recovery is None else None,
     )
 
 
-def _foreseen(old: Layouts, new: Layouts, group: Group, training: Engine | None) -> Foreseen | None:
+def _prepare_move(old: Layouts, new: Layouts, group: Group, training: Engine | None) -> PreparedMove | None:
     try:
         mine = training.state().schema() if training is not None else Schema()
     except (NotElementWise, RuntimeError) as error:  # its optimizer makes its state at this moment
         mine = Schema(refused=str(error))
-    return foresee(old, new, mine, _transport(group))
+    return prepare_move(old, new, mine, _transport(group))
 
 
 def _transport(group: Group) -> ProcessGroupTransport:
@@ -162,7 +164,7 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
         SOUND, PeerLost, Cancelled: The move failed. After one of `SOUND` the transition group is usable.
     """
     group, new, recovery = prepared.group, prepared.engine, prepared.recovery
-    where = group.fabric.stopwatch.where
+    where = group.plan_groups.stopwatch.where
     if prepared.snapshot is not None:
         engine = None  # it may be steps ahead
     steps = group.all_gather(torch.tensor([step if engine else -1]))
@@ -188,7 +190,9 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
         new.adopt(state)
         return MoveResult(step=step, began=began)
     transport = _transport(group)
-    group.fabric.keep(transport)  # whose last messages may still be on their way until all ranks have said ok
+    group.plan_groups.keep(
+        transport
+    )  # whose last messages may still be on their way until all ranks have said ok
     with during(where, MOVING):
         moved = _migrated(prepared, prepared.old, engine, transport)
     if new is not None:
@@ -227,7 +231,7 @@ def _migrated(
             state,
             transport,
             in_place=prepared.in_place,
-            foreseen=prepared.foreseen,
+            prepared=prepared.prepared_move,
         )
     except (Disagreement, Lost):
         if engine is not None:

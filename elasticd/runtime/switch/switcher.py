@@ -18,12 +18,12 @@ import torch
 
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Proposal, Vote
-from elasticd.runtime.comm.groups import BootstrapKeyValue, Cancelled, Fabric
-from elasticd.runtime.comm.plan_groups import Fabrics
+from elasticd.runtime.comm.groups import BootstrapKeyValue, Cancelled, PlanGroups
+from elasticd.runtime.comm.groups_by_plan import GroupsByPlan
 from elasticd.runtime.control.agent_client import Control
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.exits import Departed, JobOver, JobStopped
+from elasticd.runtime.exits import Drained, JobOver, JobStopped
 from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.move import SOUND, MoveResult, PreparedPlan, move, prepare
 from elasticd.runtime.telemetry.emulation import Pacer
@@ -73,7 +73,7 @@ class Switcher:
         self._lock = threading.RLock()
         self._todo: queue.Queue[sw.SwitchEffect] = queue.Queue()  # of the main thread
         self._proposals: dict[int, Proposal] = {}  # the newest, by its plan's number
-        self._fabrics = Fabrics()
+        self._groups_by_plan = GroupsByPlan()
         self._prepared: dict[int, PreparedPlan] = {}  # by number
         self._results: dict[int, MoveResult] = {}  # of moves whose swap is not made, by the plan's number
         self._loaded: int | None = None  # the step of the checkpoint that the state was read from
@@ -98,8 +98,8 @@ class Switcher:
             case _:
                 log.warning("the agent sent %s, which a running worker does not expect", type(message).__name__)
 
-    def drain(self) -> None:
-        """Begins to drain, on any thread: `wait` or `voted` raise `Departed` once no rank needs its state."""
+    def begin_drain(self) -> None:
+        """Begins to drain, on any thread: `wait` or `voted` raise `Drained` once no rank needs its state."""
         self._feed(sw.DrainRequested())
 
     def _close(self, reason: str) -> None:
@@ -109,7 +109,7 @@ class Switcher:
             self._over = reason
             waits = self.engine is None or not self.at_work
         if waits:
-            self._fabrics.shut()
+            self._groups_by_plan.shut()
             self._todo.put(sw.StopTraining(reason=reason))
 
     def _feed(self, event: sw.SwitchEvent) -> None:
@@ -126,7 +126,7 @@ class Switcher:
                     target=self._prepare, args=(number,), name=f"elasticd-prepare-{number}", daemon=True
                 )
                 thread.start()
-                self._fabrics.remember(thread)
+                self._groups_by_plan.remember(thread)
             case sw.Cancel(number=number):
                 self._cancel(number)
             case sw.SendToLeader(message=message):
@@ -134,7 +134,7 @@ class Switcher:
             case sw.ReportState(fence=fence):
                 self._control.send(self._state_report(fence))
             case sw.StopTraining() | sw.Interrupt():
-                self._fabrics.shut()
+                self._groups_by_plan.shut()
                 self._todo.put(effect)  # wakes a main thread that waits here
             case _:
                 self._todo.put(effect)
@@ -154,22 +154,22 @@ class Switcher:
         self._feed(Prepared(number=number))
 
     def _make(self, proposal: Proposal) -> PreparedPlan:
-        fabric_of = partial(self._fabric, proposal.number)
-        prepared = prepare(proposal, self._recipe, self._device, self._pacer, fabric_of, self.engine)
+        plan_groups_of = partial(self._plan_groups, proposal.number)
+        prepared = prepare(proposal, self._recipe, self._device, self._pacer, plan_groups_of, self.engine)
         prepared.transition.stopwatch.where = self._where  # until here this thread waited on them
         if prepared.engine is not None:
-            prepared.engine.fabric.stopwatch.where = self._where
+            prepared.engine.plan_groups.stopwatch.where = self._where
         return prepared
 
-    def _fabric(self, number: int, part: str) -> Fabric:
-        """A fabric that a cancellation of `number` shuts, also one that came while this was under way."""
-        fabric = Fabric(f"plan/{number}/{part}", self._device, self._address, self._store)
+    def _plan_groups(self, number: int, part: str) -> PlanGroups:
+        """Groups that a cancellation of `number` shuts, also one that came while this was under way."""
+        plan_groups = PlanGroups(f"plan/{number}/{part}", self._device, self._address, self._store)
         with self._lock:
             if self._state.proposal != number or self._state.phase is sw.SwitchPhase.STOPPED:
-                self._fabrics.release(fabric)
+                self._groups_by_plan.release(plan_groups)
                 raise Cancelled(f"proposal {number} was given up")
-            self._fabrics.add(number, fabric)
-        return fabric
+            self._groups_by_plan.add(number, plan_groups)
+        return plan_groups
 
     def _state_report(self, fence: int) -> StateReport:
         """What is held here at rest. A verified copy counts like an old one from now on."""
@@ -182,7 +182,7 @@ class Switcher:
     def _cancel(self, number: int) -> None:
         self._prepared.pop(number, None)
         self._results.pop(number, None)
-        self._fabrics.cancel(number)
+        self._groups_by_plan.cancel(number)
 
     # -- what the main thread does ---------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class Switcher:
         Args:
             numbers: The plan that each rank voted for, in rank order.
         """
-        self._fabrics.release_spent()
+        self._groups_by_plan.release_spent()
         self._feed(sw.Voted(prepared=numbers))
         self._rest()
 
@@ -205,7 +205,7 @@ class Switcher:
         """Returns the engine to train with; a device that is not used stands by until it is.
 
         Raises:
-            JobStopped, JobOver, Departed: The job, or this rank's part in it, ends.
+            JobStopped, JobOver, Drained: The job, or this rank's part in it, ends.
         """
         while True:
             self._rest()
@@ -213,7 +213,7 @@ class Switcher:
                 return self.engine
             self._next("stands by")
 
-    def bereaved(self, error: Exception) -> None:
+    def peers_lost(self, error: Exception) -> None:
         """A collective of the plan in force failed: returns once a recovery swapped, or this rank stands by.
 
         An update that was made all the same, by a vote that completed, counts.
@@ -237,7 +237,7 @@ class Switcher:
         self._feed(PeersLost(step=self.step, reason=reason, plan=self.engine.plan.number))
 
     @property
-    def leaving(self) -> bool:
+    def draining(self) -> bool:
         """Whether this process drains."""
         return self._state.draining
 
@@ -299,7 +299,7 @@ class Switcher:
                     log.warning("%s %s for the coordinator, its state is safe", self._device, what)
 
     def _stopped(self, reason: str) -> JobStopped:
-        self._fabrics.shut()
+        self._groups_by_plan.shut()
         self.end()
         return JobStopped(f"elasticd: {reason}")
 
@@ -318,8 +318,8 @@ class Switcher:
             case sw.DropStateAndRejoin():
                 self._drop_state()
                 self._rejoin()
-            case sw.Drained():
-                raise Departed
+            case sw.LeaveJob():
+                raise Drained
             case sw.StopTraining(reason=reason):
                 if self._over is not None:
                     raise JobOver(self._over)
@@ -367,7 +367,7 @@ class Switcher:
 
     def _swap(self, number: int, member: bool) -> None:
         prepared, result = self._prepared.pop(number), self._results.pop(number)
-        self._fabrics.spent(prepared.transition, now=not member)
+        self._groups_by_plan.spent(prepared.transition, now=not member)
         if self.engine is not None:
             self._copies.keep(self.engine.plan.number, self.engine, self.step)
         self.engine = prepared.engine if member else None
@@ -389,10 +389,10 @@ class Switcher:
 
     def _let_go(self, number: int, engine: Engine) -> None:
         self._results.pop(number, None)
-        if self._prepared.pop(number, None) is not None:  # never switched to: the move's own fabric goes, too
-            self._fabrics.cancel(number)
+        if self._prepared.pop(number, None) is not None:  # never switched to: the move's own groups go, too
+            self._groups_by_plan.cancel(number)
         else:
-            self._fabrics.release(engine.fabric)
+            self._groups_by_plan.release(engine.plan_groups)
 
     def _drop_state(self) -> None:
         """Drops all copies: this rank stands by."""
@@ -413,4 +413,4 @@ class Switcher:
         """Drops all groups and copies, at the end of the process."""
         self._prepared.clear()
         self._copies.clear()
-        self._fabrics.end()
+        self._groups_by_plan.end()

@@ -14,8 +14,11 @@ INSIDE = "tensor"
 class Marks(Protocol):
     """A device's own times (`cuda_timer.Spans`)."""
 
-    def begin(self, kind: str) -> None: ...
-    def end(self) -> None: ...
+    def begin(self, kind: str) -> None:
+        """A communication of this kind begins in the device's queue."""
+
+    def end(self) -> None:
+        """The communication that began ends in the device's queue."""
 
 
 class Stopwatch:
@@ -34,6 +37,7 @@ class Stopwatch:
         return Measure(self, label, rank)
 
     def read(self, label: str) -> float:
+        """Seconds that were spent for `label` since the last `take`."""
         return self.seconds.get(label, 0.0)
 
     def take(self) -> dict[str, float]:

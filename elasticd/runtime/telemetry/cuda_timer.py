@@ -23,9 +23,14 @@ MOST = 1 << 16
 class Event(Protocol):
     """As torch.cuda.Event with timing is."""
 
-    def record(self) -> None: ...
-    def query(self) -> bool: ...
-    def elapsed_time(self, later: Any, /) -> float: ...
+    def record(self) -> None:
+        """Enters the event into the current stream."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def elapsed_time(self, later: Any, /) -> float:
+        """Milliseconds from this event to a later one; the device must have passed both."""
 
 
 @dataclass(slots=True)

@@ -49,6 +49,18 @@ def during(where: Where, place: int) -> Iterator[None]:
         where.at(before)
 
 
+@contextlib.contextmanager
+def during_step(where: Where, step: int, plan: int) -> Iterator[None]:
+    """A step of a plan is trained meanwhile. A step that fails says nothing of how long one takes."""
+    began, seconds = perf_counter(), None
+    where.begin(step, plan)
+    try:
+        yield
+        seconds = perf_counter() - began
+    finally:
+        where.end(seconds)
+
+
 def place_of(label: str) -> int:
     """The place that a label of communication means."""
     return LABELS.get(label, OTHER)
@@ -60,13 +72,14 @@ class Nowhere:
     place = SCRIPT
 
     def at(self, place: int, rank: int | None = None) -> None:
+        """Keeps the place, so that `during` can restore it."""
         self.place = place
 
     def begin(self, step: int, plan: int) -> None:
-        pass
+        """Does nothing."""
 
     def end(self, seconds: float | None) -> None:
-        pass
+        """Does nothing."""
 
 
 class Shared:
@@ -101,6 +114,7 @@ class Shared:
         return 0
 
     def at(self, place: int, rank: int | None = None) -> None:
+        """Writes the place with a new count of changes into one word, which the agent reads in one access."""
         now = perf_counter()
         if self.place in COMPUTES and now - self._since > self._longest:
             self._longest = now - self._since
@@ -109,6 +123,7 @@ class Shared:
         self._words[2] = changes | place if rank is None else changes | (rank + 1) << 8 | place
 
     def begin(self, step: int, plan: int) -> None:
+        """Writes the step, and forgets how long one usually takes if the plan is another."""
         if plan != self._plan:
             self._plan, self._steps, self._usual, self._stay = plan, 0, 0.0, 0.0
             self._words[3] = self._words[4] = 0

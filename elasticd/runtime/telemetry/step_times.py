@@ -20,7 +20,7 @@ from elasticd.runtime.telemetry.cuda_timer import Spans
 #: Bytes of a page of memory.
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 #: What a block's computation is told apart in.
-PASSES = ("blocks", "forward", "backward", "again")
+PASSES = ("blocks", "forward", "backward", "recompute")
 
 
 def resident() -> int:
@@ -54,6 +54,7 @@ class Telemetry:
         self.begin()
 
     def begin(self) -> None:
+        """A step begins: all times and counts start at 0."""
         self._start = time.perf_counter()
         self._stopwatch.take()
         self._compute = dict.fromkeys((*PASSES, "embed", "head", "optimizer"), 0.0)
@@ -70,9 +71,14 @@ class Telemetry:
             self._since = time.perf_counter() - self._stopwatch.seconds.get(INSIDE, 0.0)
 
     def passed(self, kind: str) -> None:
-        """What was computed since the mark was "embed", "head", the "forward" or "backward" pass of blocks
-        ("blocks": either; "again": a forward pass that was made once more) or the "optimizer". The mark is here
-        now. What fails before it is passed counts for nothing."""
+        """Adds the seconds since the mark to a kind of computation, and sets the mark anew.
+
+        What fails before it is passed counts for nothing.
+
+        Args:
+            kind: "embed"; "head"; the "forward" or "backward" pass of blocks ("blocks": either); "recompute", a
+                forward pass that the backward pass repeats; or "optimizer".
+        """
         if self._spans is not None:
             self._spans.passed(kind)
         else:
@@ -93,6 +99,15 @@ class Telemetry:
         self._worked.append((tokens, layers * share, length))
 
     def finish(self, plan: int, step: int) -> Measurement:
+        """The measurement of the step that ends now.
+
+        Args:
+            plan: number of the plan in force.
+            step: index of the step.
+
+        Returns:
+            Times in seconds, work in tokens x blocks, memory in bytes.
+        """
         spent, compute = self._stopwatch.take(), self._compute
         if self._spans is not None:
             for kind, seconds in self._spans.take().items():
@@ -118,7 +133,7 @@ class Telemetry:
             forward_seconds=compute["forward"],
             backward_seconds=compute["backward"],
             block_work=work,
-            again_seconds=compute["again"],
+            again_seconds=compute["recompute"],
             embed_seconds=compute["embed"],
             head_seconds=compute["head"],
             optimizer_seconds=compute["optimizer"],

@@ -42,7 +42,7 @@ def caught(error: Exception) -> Exception:
 def test_an_exception_is_told_with_its_class_its_text_and_where_it_was_raised() -> None:
     word = raised(caught(ValueError("bad sample")), plan=3, step=7, holds=True, saves=False)
     assert (word.kind, word.text, word.plan, word.step) == ("ValueError", "bad sample", 3, 7)
-    assert "test_thrown.py" in word.traceback
+    assert "test_user_exceptions.py" in word.traceback
     assert word.traceback.endswith("ValueError: bad sample\n")
     assert kind_of(Odd()) == f"{__name__}.Odd"
 

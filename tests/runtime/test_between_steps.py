@@ -11,7 +11,7 @@ import torch
 
 from elasticd.runtime.api.between_steps import BetweenSteps
 from elasticd.runtime.comm.groups import PeerLost
-from elasticd.runtime.comm.in_memory import MemoryFabric, MemoryGroup, run_threads
+from elasticd.runtime.comm.in_memory import MemoryGroup, MemoryPlanGroups, run_threads
 from elasticd.runtime.exits import JobOver
 from elasticd.runtime.switch.switcher import Switcher
 
@@ -37,7 +37,7 @@ class Held:
     at_work: bool = True
     lost: list[str] = field(default_factory=list)
 
-    def bereaved(self, error: Exception) -> None:
+    def peers_lost(self, error: Exception) -> None:
         self.lost.append(str(error))
         self.engine = self.recover()
 
@@ -45,9 +45,9 @@ class Held:
 class Member:
     """One member's script: which kinds it runs is written down; members must be in the same at once."""
 
-    def __init__(self, fabric: MemoryFabric, *, after_recovery: bool) -> None:
-        self.fabric, self.ran = fabric, list[int]()
-        self.held = Held(Plain(fabric.group(MEMBERS, "vote"), after_recovery=after_recovery))
+    def __init__(self, plan_groups: MemoryPlanGroups, *, after_recovery: bool) -> None:
+        self.plan_groups, self.ran = plan_groups, list[int]()
+        self.held = Held(Plain(plan_groups.group(MEMBERS, "vote"), after_recovery=after_recovery))
         self.between_steps = BetweenSteps(cast(Switcher, self.held), [self._kind(EVALUATE), self._kind(GATHER)])
 
     def _kind(self, kind: int) -> Callable[[Any, int], int]:
@@ -71,9 +71,9 @@ class Member:
 def run(
     scripts: dict[str, Callable[[Member], Any]], *, after_recovery: bool
 ) -> dict[str, tuple[Any, list[int]]]:
-    def worker(fabric: MemoryFabric) -> tuple[Any, list[int]]:
-        member = Member(fabric, after_recovery=after_recovery)
-        return scripts[fabric.me](member), member.ran
+    def worker(plan_groups: MemoryPlanGroups) -> tuple[Any, list[int]]:
+        member = Member(plan_groups, after_recovery=after_recovery)
+        return scripts[plan_groups.me](member), member.ran
 
     return run_threads(MEMBERS, worker)
 
@@ -115,15 +115,15 @@ def test_who_is_past_the_first_interlude_takes_part_in_it_again() -> None:
 
 
 def alone(known: Sequence[Callable[[Any, int], Any]], recover: Callable[[], Plain | None]) -> tuple[Any, Held]:
-    def worker(fabric: MemoryFabric) -> tuple[Any, Held]:
-        held = Held(Plain(fabric.group(("a/0",), "vote")), recover)
+    def worker(plan_groups: MemoryPlanGroups) -> tuple[Any, Held]:
+        held = Held(Plain(plan_groups.group(("a/0",), "vote")), recover)
         return BetweenSteps(cast(Switcher, held), known).run(0), held
 
     return run_threads(("a/0",), worker)["a/0"]
 
 
 def test_a_fault_in_the_midst_of_it_is_recovered_from_and_it_is_done_anew() -> None:
-    recovered = Plain(MemoryFabric(cast(Any, None), "a/0").group(("a/0",), "vote"))
+    recovered = Plain(MemoryPlanGroups(cast(Any, None), "a/0").group(("a/0",), "vote"))
     tries: list[Any] = []
 
     def once(engine: Plain, step: int) -> str:
@@ -164,10 +164,10 @@ def test_a_device_that_stands_by_takes_no_part() -> None:
 
 def test_a_fault_just_before_it_is_recovered_from_too() -> None:
     """Others may have asked already, and make it anew together with this rank."""
-    recovered = Plain(MemoryFabric(cast(Any, None), "a/0").group(("a/0",), "vote"))
+    recovered = Plain(MemoryPlanGroups(cast(Any, None), "a/0").group(("a/0",), "vote"))
 
-    def worker(fabric: MemoryFabric) -> tuple[Any, Held]:
-        held = Held(Plain(fabric.group(("a/0",), "vote")))
+    def worker(plan_groups: MemoryPlanGroups) -> tuple[Any, Held]:
+        held = Held(Plain(plan_groups.group(("a/0",), "vote")))
 
         def recover() -> Plain:
             held.at_work = True

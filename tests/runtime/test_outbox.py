@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.codec.message import Message, encode
-from elasticd.runtime.control.outbox import LASTING, LastWords
+from elasticd.runtime.control.outbox import LASTING, Outbox
 from elasticd.wire.worker import (
     DrainNotice,
     Finished,
@@ -34,7 +34,7 @@ BEREFT = PeersLost(step=3, reason="reset")
 
 
 def left(*said: Message) -> list[Message]:
-    words = LastWords()
+    words = Outbox()
     for message in said:
         words.add(message, encode(message))
     return [from_worker(data) for data in words]

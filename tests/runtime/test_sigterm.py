@@ -14,9 +14,9 @@ import pytest
 #: Each runs in a process of its own, says what happened on stdout, and is told to go by us.
 HEAD = """
 import os, signal, sys, threading, time
-from elasticd.runtime.control.sigterm import Notice
+from elasticd.runtime.control.sigterm import PreemptionNotice
 def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-notice = Notice(float(sys.argv[1]), lambda: say("told"))
+notice = PreemptionNotice(float(sys.argv[1]), lambda: say("told"))
 """
 SLEEPS = "notice.install(); say('ready'); time.sleep(600)"
 #: The main thread is in C and gives nobody its turn but the interpreter's own threads.
@@ -154,10 +154,10 @@ def test_other_signals_go_to_a_loop_that_came_later_and_sigterm_to_us(start) -> 
 def test_nothing_is_installed_from_another_thread() -> None:
     import threading
 
-    from elasticd.runtime.control.sigterm import Notice
+    from elasticd.runtime.control.sigterm import PreemptionNotice
 
     before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=Notice(1.0, lambda: None).install)
+    thread = threading.Thread(target=PreemptionNotice(1.0, lambda: None).install)
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before

@@ -1,0 +1,89 @@
+"""`DaemonThreads`: runs calls beside training, in their order, in threads that do not keep a process alive."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_Work = tuple[Callable[[], Any], Future[Any]] | None
+
+
+class DaemonThreads:
+    """Runs calls in daemon threads, in the order in which they came. The threads end with this object."""
+
+    def __init__(self, name: str, count: int = 1) -> None:
+        """
+        Args:
+            name: of the threads: "elasticd-NAME-0", "elasticd-NAME-1", ...
+            count: threads that run at once.
+        """
+        self._name, self._count = name, count
+        self._threads: list[threading.Thread] = []
+        self._ended = False
+        self._queue: SimpleQueue[_Work] = SimpleQueue()
+
+    def __call__(self, work: Callable[[], Any]) -> Future[Any]:
+        """Has `work` called by a thread. The first call starts the threads.
+
+        Returns:
+            Its result. Cancel it to leave out a call that has not begun; after `end` it is cancelled.
+        """
+        future: Future[Any] = Future()
+        if self._ended:
+            future.cancel()
+            return future
+        if not self._threads:
+            for number in range(self._count):
+                name = f"elasticd-{self._name}-{number}"
+                thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            weakref.finalize(self, _end, self._queue, self._count)
+        self._queue.put((work, future))
+        return future
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Has `work` called by a thread. An exception, which nobody else would see, is logged."""
+        self(partial(_logged, work))
+
+    def end(self, seconds: float) -> None:
+        """Drops the calls that have not begun, and waits for the others, `seconds` for each thread at most."""
+        self._ended = True
+        with suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+        _end(self._queue, len(self._threads))
+        for thread in self._threads:
+            thread.join(seconds)
+
+
+def _run(queue: SimpleQueue[_Work]) -> None:
+    while (item := queue.get()) is not None:
+        work, future = item
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+        del item, work, future  # while the thread waits it must not hold a sample
+
+
+def _logged(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception:
+        log.exception("elasticd failed in a thread beside training")
+
+
+def _end(queue: SimpleQueue[_Work], threads: int) -> None:
+    for _ in range(threads):
+        queue.put(None)

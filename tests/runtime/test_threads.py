@@ -1,0 +1,51 @@
+"""Threads beside training: calls run in their order, errors are logged, the end drops what has not begun."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from elasticd.runtime.threads import DaemonThreads
+
+
+def test_calls_run_in_their_order_and_give_their_results() -> None:
+    threads, seen = DaemonThreads("test"), list[int]()
+    futures = [threads(lambda number=number: seen.append(number) or number) for number in range(5)]
+    assert [future.result(60) for future in futures] == seen == list(range(5))
+
+
+def test_an_error_of_a_call_that_nobody_waits_for_is_logged_and_the_next_call_runs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    threads = DaemonThreads("test")
+    threads.run(lambda: [][0])
+    assert threads(lambda: 3).result(60) == 3
+    assert "IndexError" in caplog.text
+
+
+def test_the_end_waits_for_the_call_that_runs_and_drops_the_others() -> None:
+    threads, seen = DaemonThreads("test"), list[str]()
+    began, may_end = threading.Event(), threading.Event()
+
+    def first() -> None:
+        began.set()
+        may_end.wait(60)
+        seen.append("first")
+
+    threads.run(first)
+    threads.run(lambda: seen.append("second"))
+    assert began.wait(60)
+    threading.Timer(0.05, may_end.set).start()
+    threads.end(60)
+    assert seen == ["first"]
+    assert threads(lambda: seen.append("third")).cancelled()
+    assert seen == ["first"]
+
+
+def test_an_end_before_any_call_leaves_no_thread() -> None:
+    before = threading.active_count()
+    threads = DaemonThreads("test", 3)
+    threads.end(60)
+    assert threads(lambda: 1).cancelled()
+    assert threading.active_count() == before
