@@ -18,13 +18,13 @@ from _results import Row, row
 from elasticd_planner.cost.model import reach, step_seconds
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
-from elasticd_planner.cost.schedule_timeline import simulate
 from elasticd_planner.problem import Problem
 from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from tests.planner import jobs, schedule_brute
+from tests.planner.timeline import simulate
 
 PLANS, PROBLEMS = 500, 330
 
