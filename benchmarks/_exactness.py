@@ -15,16 +15,16 @@ from itertools import pairwise
 
 import numpy as np
 from _results import Row, row
-from elasticd_planner.cost.model import reach, step_seconds
+from elasticd_planner.cost.model import step_seconds
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
-from elasticd_planner.cost.schedule_timeline import simulate
 from elasticd_planner.problem import Problem
 from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from tests.planner import jobs, schedule_brute
+from tests.planner.timeline import simulate
 
 PLANS, PROBLEMS = 500, 330
 
@@ -58,12 +58,12 @@ def _played(made: Plan, cluster: Cluster, rates: dict[str, float], profile: Mode
         ahead, back = zip(*(_passes(stage, cluster, rates, profile) for stage in pipeline.stages), strict=True)
         hops = []
         for a, b in pairwise(pipeline.stages):
-            link = reach(cluster, (*a.devices, *b.devices))
+            link = cluster.reach((*a.devices, *b.devices))
             hops.append(link.latency + profile.boundary_bytes * profile.tokens / link.bandwidth)
         each = [np.repeat(np.array(times)[:, None], pipeline.micro_batches, axis=1) for times in (ahead, back)]
         ends.append(simulate(each[0], each[1], hops).seconds)
     held = profile.gradient_bytes / min(sum(len(s.devices) for s in p.stages) for p in pipelines)
-    link, count = reach(cluster, made.members), len(pipelines)
+    link, count = cluster.reach(made.members), len(pipelines)
     reduction = 2 * (count - 1) * (link.latency + held / count / link.bandwidth)
     return max(ends) + reduction + profile.overhead_seconds
 
@@ -78,7 +78,7 @@ def _passes(
     if stage.stop == profile.layers:
         sections.append((profile.head, 1))
     compute, waits = 0.0, 0.0
-    link, width = reach(cluster, stage.devices), len(stage.devices)
+    link, width = cluster.reach(stage.devices), len(stage.devices)
     size = profile.boundary_bytes * profile.tokens / width
     ring = 2 * (width - 1) * (link.latency + size / link.bandwidth) if width > 1 else 0.0
     for section, count in sections:

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import torch
 from _trained import Text, engine_of, plan_of, stage
-from elasticd_planner.cost.schedule_timeline import simulate
 from elasticd_planner.spec.plan import Pipeline, Plan
 
 from elasticd.models import DecoderConfig
 from elasticd.runtime.telemetry.emulation import Pacer
 from elasticd.wire.worker import EmulatedSpeed
+from tests.planner.timeline import simulate
 
 CONFIG = DecoderConfig(vocabulary=64, width=32, layers=6, heads=8, kv_heads=8, hidden=48)
 TOKENS = 8

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from _parts import Parts
 from _results import RESULTS, Row, row, table
-from elasticd_planner.cost.schedule_timeline import one_f_one_b_seconds, simulate
+from elasticd_planner.cost.schedule_timeline import one_f_one_b_seconds
 from elasticd_planner.problem import Answer, Problem
 from rich.console import Console
 
@@ -24,7 +24,12 @@ from elasticd.simulator.results.result import Outcome, Totals
 from elasticd.simulator.run import Simulation
 from elasticd.simulator.scenarios.scenario import Times, load
 
-SCENARIOS = Path(__file__).resolve().parents[1] / "examples" / "scenarios"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from tests.planner.timeline import simulate  # noqa: E402
+
+SCENARIOS = ROOT / "examples" / "scenarios"
 PIPELINES = 500
 #: Seconds of wall time that a scenario may take.
 WALL_SECONDS = {"day-1024": 120.0}

@@ -6,7 +6,7 @@ import click
 
 from elasticd.chaos.client import chaos as at
 from elasticd.chaos.client import sequence, slowdown
-from elasticd.cli.options import config_option, coordinator_option
+from elasticd.cli.options import cluster_options
 
 
 @click.group()
@@ -18,8 +18,7 @@ def chaos() -> None:
 
 
 @chaos.command()
-@config_option
-@coordinator_option
+@cluster_options
 @click.argument("device")
 @click.argument("factor", type=float)
 def slow(config: str | None, coordinator: str | None, device: str, factor: float) -> None:
@@ -31,8 +30,7 @@ def slow(config: str | None, coordinator: str | None, device: str, factor: float
 
 
 @chaos.command()
-@config_option
-@coordinator_option
+@cluster_options
 @click.argument("device")
 def recover(config: str | None, coordinator: str | None, device: str) -> None:
     """Let DEVICE (as alpha/1) run at its normal speed again."""
@@ -42,8 +40,7 @@ def recover(config: str | None, coordinator: str | None, device: str) -> None:
 
 
 @chaos.command()
-@config_option
-@coordinator_option
+@cluster_options
 @click.argument("device")
 def kill(config: str | None, coordinator: str | None, device: str) -> None:
     """Kill the worker of DEVICE (as alpha/1), by SIGKILL."""
@@ -53,8 +50,7 @@ def kill(config: str | None, coordinator: str | None, device: str) -> None:
 
 
 @chaos.command()
-@config_option
-@coordinator_option
+@cluster_options
 @click.argument("device")
 def freeze(config: str | None, coordinator: str | None, device: str) -> None:
     """Let the worker of DEVICE (as alpha/1) stand still, by SIGSTOP."""
@@ -64,8 +60,7 @@ def freeze(config: str | None, coordinator: str | None, device: str) -> None:
 
 
 @chaos.command()
-@config_option
-@coordinator_option
+@cluster_options
 @click.argument("device")
 def thaw(config: str | None, coordinator: str | None, device: str) -> None:
     """Let the frozen worker of DEVICE (as alpha/1) go on."""
@@ -75,8 +70,7 @@ def thaw(config: str | None, coordinator: str | None, device: str) -> None:
 
 
 @chaos.command()
-@config_option
-@coordinator_option
+@cluster_options
 @click.option(
     "--for",
     "seconds",
@@ -118,8 +112,7 @@ def cut(
 
 
 @chaos.command()
-@config_option
-@coordinator_option
+@cluster_options
 @click.option("--data", metavar="OTHER", help="Heal the data network between NODE and this node instead.")
 @click.argument("node")
 def heal(config: str | None, coordinator: str | None, data: str | None, node: str) -> None:
@@ -134,8 +127,7 @@ def heal(config: str | None, coordinator: str | None, data: str | None, node: st
 
 
 @chaos.command()
-@config_option
-@coordinator_option
+@cluster_options
 @click.argument("job")
 @click.argument("tokens", type=int)
 def shift(config: str | None, coordinator: str | None, job: str, tokens: int) -> None:

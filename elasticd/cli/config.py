@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from elasticd.cli.options import asker, config_option, coordinator_option, json_option, write_json
+from elasticd.cli.options import asker, cluster_options, json_option, write_json
 from elasticd.client import CannotReach, reach
 from elasticd.coordinator.live_config import key_now
 
@@ -21,8 +21,7 @@ def config() -> None:
 
 
 @config.command()
-@config_option
-@coordinator_option
+@cluster_options
 @json_option("The value, or all by their keys.")
 @click.argument("key", required=False)
 def get(config: str | None, coordinator: str | None, as_json: bool, key: str | None) -> None:
@@ -45,8 +44,7 @@ def get(config: str | None, coordinator: str | None, as_json: bool, key: str | N
 
 
 @config.command("set")
-@config_option
-@coordinator_option
+@cluster_options
 @click.argument("key")
 @click.argument("value")
 def set_(config: str | None, coordinator: str | None, key: str, value: str) -> None:
@@ -56,8 +54,7 @@ def set_(config: str | None, coordinator: str | None, key: str, value: str) -> N
 
 
 @config.command()
-@config_option
-@coordinator_option
+@cluster_options
 @click.argument("key")
 def unset(config: str | None, coordinator: str | None, key: str) -> None:
     """Let KEY be as in the coordinator's file again."""
@@ -66,8 +63,7 @@ def unset(config: str | None, coordinator: str | None, key: str) -> None:
 
 
 @config.command()
-@config_option
-@coordinator_option
+@cluster_options
 @json_option("All changes, the oldest first.")
 def history(config: str | None, coordinator: str | None, as_json: bool) -> None:
     """Show every change: when, by whom, and what differed from the file from then on."""
@@ -83,8 +79,7 @@ def history(config: str | None, coordinator: str | None, as_json: bool) -> None:
 
 
 @click.command()
-@config_option
-@coordinator_option
+@cluster_options
 def pause(config: str | None, coordinator: str | None) -> None:
     """Let running plans stay as they are, until `elasticd resume`; faults and drains are still answered."""
     _change(config, coordinator, {PAUSED: True})
@@ -92,8 +87,7 @@ def pause(config: str | None, coordinator: str | None) -> None:
 
 
 @click.command()
-@config_option
-@coordinator_option
+@cluster_options
 def resume(config: str | None, coordinator: str | None) -> None:
     """Let plans be replaced by better ones again."""
     _change(config, coordinator, {PAUSED: None})

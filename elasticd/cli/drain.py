@@ -6,15 +6,14 @@ import time
 
 import click
 
-from elasticd.cli.options import config_option, coordinator_option
-from elasticd.client import Api, CannotReach, NodeStatus, reach
+from elasticd.cli.options import cluster_options
+from elasticd.client import Api, CannotReach, reach
 
 _POLL = 0.5
 
 
 @click.command()
-@config_option
-@coordinator_option
+@cluster_options
 @click.option("--undo", is_flag=True, help="Let plans use the node again.")
 @click.option(
     "--wait",
@@ -49,12 +48,7 @@ def drain(config: str | None, coordinator: str | None, undo: bool, wait: float, 
 
 def _left(api: Api, node: str) -> int:
     """How many of its devices plans use; all, until its agent has taken note."""
-    found = _found(api, node)
-    return found.members if found.draining else max(1, found.members)
-
-
-def _found(api: Api, node: str) -> NodeStatus:
     for found in api.status().nodes:
         if found.node == node:
-            return found
+            return found.members if found.draining else max(1, found.members)
     raise CannotReach(f"node {node} is gone: its agent ended")

@@ -8,14 +8,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
+from elasticd.cli.options import cluster_options, json_option, plain_table, write_json
 from elasticd.client import Api, CannotReach, reach
 from elasticd.records import HistoryRecord
 
 
 @click.command()
-@config_option
-@coordinator_option
+@cluster_options
 @json_option("The whole records, each with the problem that it answers.")
 @click.option("--last", type=click.IntRange(min=1), default=20, show_default=True, help="How many plans.")
 @click.argument("job", required=False)
@@ -31,12 +30,7 @@ def history(config: str | None, coordinator: str | None, as_json: bool, last: in
 
 def listed(records: Sequence[HistoryRecord]) -> Table:
     """One line for each plan."""
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("plan", justify="right")
-    table.add_column("step, predicted", justify="right")
-    table.add_column("devices", justify="right")
-    table.add_column("idle", justify="right")
-    table.add_column("why")
+    table = plain_table(">plan", ">step, predicted", ">devices", ">idle", "why")
     for record in records:
         plan = record.plan
         seconds = f"{plan.prediction.step_seconds:.3f} s" if plan.prediction is not None else "-"

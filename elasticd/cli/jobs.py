@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from elasticd.cli.options import asker, config_option, coordinator_option, json_option, write_json
+from elasticd.cli.options import asker, cluster_options, json_option, write_json
 from elasticd.client import Api, CannotReach, ClusterStatus, JobStatus, reach
 from elasticd.codec.safe_text import in_one_line
 
@@ -21,8 +21,7 @@ _POLL = 0.5
 
 
 @click.command()
-@config_option
-@coordinator_option
+@cluster_options
 @json_option("The status of each job.")
 def jobs(config: str | None, coordinator: str | None, as_json: bool) -> None:
     """Show each job in a line: its phase, step, loss, speed and plan."""
@@ -62,8 +61,7 @@ def _rows(found: ClusterStatus) -> Iterator[tuple[str, ...]]:
 
 
 @click.command()
-@config_option
-@coordinator_option
+@cluster_options
 @click.option("--now", is_flag=True, help="End it at once, without a last checkpoint.")
 @click.option(
     "--wait",
@@ -88,8 +86,7 @@ def stop(config: str | None, coordinator: str | None, now: bool, wait: float, jo
 
 
 @click.command()
-@config_option
-@coordinator_option
+@cluster_options
 @click.argument("job")
 def forget(config: str | None, coordinator: str | None, job: str) -> None:
     """Delete all that the cluster keeps of JOB, which is over.

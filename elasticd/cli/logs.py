@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from elasticd.backoff import Backoff
-from elasticd.cli.options import config_option, coordinator_option, json_option
+from elasticd.cli.options import cluster_options, json_option
 from elasticd.client import Api, CannotReach, reach
 from elasticd.codec.safe_text import in_one_line
 from elasticd.coordinator.events.event_log import EVENTS_OF_A_TERM, EventRecord
@@ -22,8 +22,7 @@ _AWAY = (0.2, 2.0)
 
 
 @click.command()
-@config_option
-@coordinator_option
+@cluster_options
 @json_option("One JSON line for each event.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until Ctrl-C.")
 @click.option(

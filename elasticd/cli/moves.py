@@ -10,9 +10,9 @@ from elasticd_planner.placement.state_movement import Held, bytes_by_member, hol
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage, StatePolicy, spanned
 from elasticd_planner.value import FILE_VERSION, Invalid, check_file_version, refuse
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
+from elasticd.cli.options import plain_table
 from elasticd.codec.decoding import decoded_as
 
 
@@ -157,10 +157,7 @@ def difference(old: Answered, new: Answered) -> Difference:
 def shown(old: Answered, new: Answered) -> Group:
     """A row for each device whose layers or part of them change, and what it has to fetch."""
     found = difference(old, new)
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in ("device", "before", "after"):
-        table.add_column(column)
-    table.add_column("fetches\nlayers", justify="right")
+    table = plain_table("device", "before", "after", ">fetches\nlayers")
     if found.lacks is not None:
         table.add_column("\nGiB", justify="right")
     for device in sorted({*found.before, *new.plan.members}, key=_by_name):

@@ -1,4 +1,4 @@
-"""What several commands share: options, JSON for programs, and the user's name."""
+"""What several commands share: options, tables, JSON for programs, and the user's name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 import msgspec
+from rich.table import Table
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,19 +22,27 @@ def config_option(function: F) -> F:
     return option(function)
 
 
-def coordinator_option(function: F) -> F:
-    """`--coordinator URL`, as the argument `coordinator`."""
+def cluster_options(function: F) -> F:
+    """`--config FILE` and `--coordinator URL`, as the arguments `config` and `coordinator`."""
     option = click.option(
         "--coordinator",
         metavar="URL",
         help="The coordinator, as http://HOST:PORT (default: ask etcd who leads).",
     )
-    return option(function)
+    return config_option(option(function))
 
 
 def json_option(what: str) -> Callable[[F], F]:
     """`--json`, as the argument `as_json`; `what` the JSON is, in a sentence."""
     return click.option("--json", "as_json", is_flag=True, help=f"For programs: {what[0].lower()}{what[1:]}")
+
+
+def plain_table(*columns: str) -> Table:
+    """A table without lines, by the heads of its columns; one that begins with ">" is aligned to the right."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for head in columns:
+        table.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left")
+    return table
 
 
 def write_json(value: Any) -> None:

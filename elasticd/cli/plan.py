@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from elasticd.cli.moves import answered, moves_of, shown
-from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
+from elasticd.cli.options import cluster_options, json_option, write_json
 from elasticd.cli.picture import named, picture
 from elasticd.client import reach
 
@@ -42,8 +42,7 @@ from elasticd.client import reach
     help="Let stages have up to N chunks of layers, where that takes less time (pins.interleave).",
 )
 @click.option("--diff", nargs=2, metavar="OLD NEW", help="What moves between two answers written with --json.")
-@config_option
-@coordinator_option
+@cluster_options
 def plan(
     problem: str | None,
     objective: Any,

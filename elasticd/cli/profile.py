@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elasticd.cli.options import json_option
+from elasticd.cli.options import json_option, plain_table
 from elasticd.extras import need
 from elasticd.wire.profiler import Answer, Done, Failed, Progress, Request
 
@@ -111,16 +111,10 @@ def profile(
     NAME is an elasticd.Model in FILE.py (or package.module), or a function without arguments that makes one.
     The file is imported. The profile is what `elasticd plan` takes as `model`, and elasticd.Job as `profile`.
     """
-    from elasticd_planner.problem_files.times import entry_of
     from elasticd_planner.profiling.sample_profile import measured_profile
 
     if out is not None:
-        try:
-            Path(out).open("a").close()  # before the minutes that measuring takes
-        except FileNotFoundError:
-            raise click.ClickException(f"cannot write {out}: there is no folder {Path(out).parent}") from None
-        except OSError as error:
-            raise click.ClickException(f"cannot write {out}: {error.strerror}") from None
+        _write(out, "", "a")  # before the minutes that measuring takes
     request = Request(
         target=target,
         widths=widths,
@@ -137,22 +131,24 @@ def profile(
     with Console(stderr=True).status(f"measuring {target}") as status:  # silent where nobody looks
         samples = measure(request, lambda part: status.update(f"measuring {target}: {part:.0%}"))
     measured = measured_profile(samples)
-    answer = {
-        "type": "profile",
-        "version": FILE_VERSION,
-        "model": entry_of(measured.profile),
-        "fit": fit_of(samples, measured),
-    }
-    text = msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()
+    text = profile_text(samples, measured)
     if out is not None:
-        try:
-            Path(out).write_text(text + "\n")
-        except OSError as error:
-            raise click.ClickException(f"cannot write {out}: {error.strerror}") from None
+        _write(out, text)
     if as_json:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text)
     else:
         show(samples, measured, Console(highlight=False))
+
+
+def _write(out: str, text: str, mode: str = "w") -> None:
+    """Writes the text to the file `out`, or appends it (`mode` a). Raises ClickException where that fails."""
+    try:
+        with Path(out).open(mode) as file:
+            file.write(text)
+    except FileNotFoundError:
+        raise click.ClickException(f"cannot write {out}: there is no folder {Path(out).parent}") from None
+    except OSError as error:
+        raise click.ClickException(f"cannot write {out}: {error.strerror}") from None
 
 
 def _threads() -> int:
@@ -203,6 +199,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+def profile_text(samples: Samples, measured: MeasuredProfile) -> str:
+    """The profile as the JSON of a file."""
+    from elasticd_planner.problem_files.times import entry_of
+
+    answer = {
+        "type": "profile",
+        "version": FILE_VERSION,
+        "model": entry_of(measured.profile),
+        "fit": fit_of(samples, measured),
+    }
+    return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n"
+
+
 def fit_of(samples: Samples, measured: MeasuredProfile) -> dict[str, Any]:
     """On what it was measured, the errors of each section, and the whole model, as JSON values."""
     found = {
@@ -233,10 +242,8 @@ def show(samples: Samples, measured: MeasuredProfile, console: Console) -> None:
 
 
 def _table(fits: tuple[SectionFit, ...]) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("section")
-    for column in ("TP", "fixed ms", "µs/token", "slowdown", "error", "worst", "held out", "worst", "noise"):
-        table.add_column(column, justify="right")
+    times = (">TP", ">fixed ms", ">µs/token", ">slowdown")
+    table = plain_table("section", *times, ">error", ">worst", ">held out", ">worst", ">noise")
     for fit in fits:
         found = fit.coefficients
         for i, (width, errors) in enumerate(fit.errors.items()):

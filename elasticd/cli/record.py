@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from elasticd.backoff import jittered
-from elasticd.cli.options import config_option, coordinator_option
+from elasticd.cli.options import cluster_options
 from elasticd.client import CannotReach, reach
 
 #: Seconds in which another leader must be found after one is gone, and between attempts.
@@ -19,8 +19,7 @@ PATIENCE, PAUSE = 60.0, 0.5
 
 
 @click.command()
-@config_option
-@coordinator_option
+@cluster_options
 @click.option(
     "--seconds", type=click.FloatRange(min=0, min_open=True), help="Until then; default: until Ctrl-C."
 )

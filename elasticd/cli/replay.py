@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from elasticd.cli.options import plain_table
 from elasticd.config.tree import load
 
 if TYPE_CHECKING:
@@ -67,10 +67,7 @@ def _read(recorded: str) -> list[Line]:
 
 def show(found: Replayed, console: Console) -> None:
     """The decisions, and where they part from those of the recording."""
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("seconds", justify="right")
-    table.add_column("what")
-    table.add_column("")
+    table = plain_table(">seconds", "what", "")
     for index, made in enumerate(found.decisions):
         style = "yellow" if found.differs is not None and index >= found.differs else ""
         text = f"{made.job}: {made.text}" if made.job else made.text

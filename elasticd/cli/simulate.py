@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elasticd.cli.options import json_option
+from elasticd.cli.options import json_option, plain_table
 from elasticd.cli.replay import again
 
 if TYPE_CHECKING:
@@ -134,11 +134,7 @@ def _times(count: int) -> str:
 
 
 def timeline(outcome: Outcome) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("seconds", justify="right")
-    table.add_column("step", justify="right")
-    table.add_column("what")
-    table.add_column("")
+    table = plain_table(">seconds", ">step", "what", "")
     for event in outcome.timeline:
         style = _COLORS.get(event.kind, "")
         table.add_row(
@@ -152,9 +148,8 @@ def timeline(outcome: Outcome) -> Table:
 
 def stretches(outcome: Outcome) -> Table:
     """One line for the steps under one plan at the same speeds of devices."""
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in ("from step", "steps", "plan", "seconds a step", "bound", "above it", "tokens/s"):
-        table.add_column(column, justify="right")
+    heads = (">from step", ">steps", ">plan", ">seconds a step", ">bound", ">above it", ">tokens/s")
+    table = plain_table(*heads)
     for (_, plan, bound, tokens), group in groupby(
         outcome.stretches, key=lambda s: (s.start_number, s.plan, s.bound, s.tokens)
     ):

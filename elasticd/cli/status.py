@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from elasticd.cli.options import config_option, coordinator_option, json_option
+from elasticd.cli.options import cluster_options, json_option, plain_table
 from elasticd.client import (
     Api,
     ClusterStatus,
@@ -27,8 +27,7 @@ from elasticd.client import (
 
 
 @click.command()
-@config_option
-@coordinator_option
+@cluster_options
 @json_option("The coordinator's own answer.")
 def status(config: str | None, coordinator: str | None, as_json: bool) -> None:
     """Show the leader, the nodes, and each job with its plan and why it has it."""
@@ -80,9 +79,7 @@ def paused(found: ClusterStatus) -> Iterator[Text]:
 
 def nodes(listed: Sequence[NodeStatus]) -> Table:
     """One line for each device."""
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in ("device", "memory", "takes", ""):
-        table.add_column(column)
+    table = plain_table("device", "memory", "takes", "")
     for node in listed:
         for device in node.devices:
             notes = [

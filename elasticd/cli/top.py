@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elasticd.cli.logs import line
-from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
+from elasticd.cli.options import cluster_options, json_option, plain_table, write_json
 from elasticd.cli.picture import picture
 from elasticd.cli.status import paused
 from elasticd.client import Api, CannotReach, ClusterStatus, JobStatus, NodeStatus, reach
@@ -27,8 +27,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 @click.command()
-@config_option
-@coordinator_option
+@cluster_options
 @click.option("--every", type=click.FloatRange(min=0.1), default=1.0, show_default=True, metavar="SECONDS")
 @click.option("--once", is_flag=True, help="Draw one screen and end.")
 @json_option("One JSON line, of what one screen shows.")
@@ -86,9 +85,7 @@ def drawn(status: ClusterStatus, steps: Steps, events: Sequence[EventRecord]) ->
 
 def devices(nodes: Sequence[NodeStatus]) -> Table:
     """A bar for each device: the longer, the slower."""
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in ("device", "takes", "", ""):
-        table.add_column(column)
+    table = plain_table("device", "takes", "", "")
     for node in nodes:
         away = "" if node.connected else "node unreachable"
         for device in node.devices:

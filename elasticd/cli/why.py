@@ -13,7 +13,7 @@ from rich.text import Text
 
 from elasticd.cli.history import job_named
 from elasticd.cli.logs import line
-from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
+from elasticd.cli.options import cluster_options, json_option, write_json
 from elasticd.cli.picture import picture
 from elasticd.cli.status import exception
 from elasticd.client import CannotReach, ClusterStatus, DeviceStatus, JobStatus, NodeStatus, reach
@@ -23,8 +23,7 @@ from elasticd.records import HistoryRecord
 
 
 @click.command()
-@config_option
-@coordinator_option
+@cluster_options
 @json_option("The plan or the device, what was measured, and the events about it.")
 @click.option("--job", metavar="JOB", help="The job (default: the only one).")
 @click.argument("what", required=False)

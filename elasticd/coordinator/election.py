@@ -132,7 +132,7 @@ def elect(
 
 
 def _win(store: Store, keys: Keys, name: str, url: str) -> Term:
-    leadership = campaign(store, keys.leader, name, url, LEASE_SECONDS, patience=0.0)
+    leadership = campaign(store, keys.leader, name, url, LEASE_SECONDS)
     try:
         write_schema(store, keys, leadership)
         # What there is to read may take longer than the lease lasts. One that is lost is noticed by `keep`.

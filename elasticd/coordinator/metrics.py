@@ -163,12 +163,16 @@ class _Now(Collector):
         memory = [((node, device.name), device.memory) for node, device in devices]
         yield _gauge("elasticd_device_memory_bytes", memory)
         yield _skipped()
-        for name, values in _JOB_GAUGES.items():
-            jobs = self._state.jobs.values()
-            yield _gauge(name, [((job.job, *more), value) for job in jobs for more, value in values(job)])
+        of_jobs: dict[str, list[tuple[tuple[str, ...], float]]] = {
+            name: [] for name in FAMILIES if name.startswith("elasticd_job_")
+        }
+        for job in self._state.jobs.values():
+            for name, labels, value in _gauges_of(job):
+                of_jobs[name].append(((job.job, *labels), value))
+        yield from (_gauge(name, values) for name, values in of_jobs.items())
 
 
-def _gauge(name: str, values: _Values) -> Metric:
+def _gauge(name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
     family = GaugeMetricFamily(name, FAMILIES[name].help, labels=FAMILIES[name].labels)
     for labels, value in values:
         family.add_metric(labels, value)
@@ -184,64 +188,22 @@ def _skipped() -> Metric:
     return family
 
 
-_Values = Iterable[tuple[tuple[str, ...], float]]
-
-
-def _phase(job: JobState) -> _Values:
-    return [((phase.value,), float(job.phase is phase)) for phase in JobPhase]
-
-
-def _step(job: JobState) -> _Values:
-    return [((), job.progress.step)]
-
-
-def _step_seconds(job: JobState) -> _Values:
-    return [((), job.progress.seconds)] if job.progress.seconds else []
-
-
-def _predicted(job: JobState) -> _Values:
-    plan = job.plan
-    return [((), plan.prediction.step_seconds)] if plan is not None and plan.prediction is not None else []
-
-
-def _loss(job: JobState) -> _Values:
-    return [((), job.progress.loss)] if job.progress.loss is not None else []
-
-
-def _tokens(job: JobState) -> _Values:
-    return [((), job.progress.tokens_per_second)] if job.progress.tokens_per_second is not None else []
-
-
-def _number(job: JobState) -> _Values:
-    return [((), job.number)]
-
-
-def _members(job: JobState) -> _Values:
-    return [((), len(job.plan.members) if job.plan is not None else 0)]
-
-
-def _standby(job: JobState) -> _Values:
-    return [((), len(job.plan.idle) if job.plan is not None else 0)]
-
-
-def _moved(job: JobState) -> _Values:
-    return [((), job.moved[-1].pause_seconds)] if job.moved else []
-
-
-def _snapshot(job: JobState) -> _Values:
-    return [((), job.snapshots.whole.step)] if job.snapshots.whole is not None else []
-
-
-_JOB_GAUGES = {
-    "elasticd_job_phase": _phase,
-    "elasticd_job_step": _step,
-    "elasticd_job_step_seconds": _step_seconds,
-    "elasticd_job_predicted_step_seconds": _predicted,
-    "elasticd_job_loss": _loss,
-    "elasticd_job_tokens_per_second": _tokens,
-    "elasticd_job_plan_number": _number,
-    "elasticd_job_members": _members,
-    "elasticd_job_standby": _standby,
-    "elasticd_job_last_switch_seconds": _moved,
-    "elasticd_job_snapshot_step": _snapshot,
-}
+def _gauges_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """What is known of a job: the name of a gauge, its labels behind the job, its value."""
+    for phase in JobPhase:
+        yield "elasticd_job_phase", (phase.value,), float(job.phase is phase)
+    plan, progress = job.plan, job.progress
+    prediction = plan.prediction if plan is not None else None
+    values = {
+        "elasticd_job_step": progress.step,
+        "elasticd_job_step_seconds": progress.seconds or None,
+        "elasticd_job_predicted_step_seconds": prediction.step_seconds if prediction is not None else None,
+        "elasticd_job_loss": progress.loss,
+        "elasticd_job_tokens_per_second": progress.tokens_per_second,
+        "elasticd_job_plan_number": job.number,
+        "elasticd_job_members": len(plan.members) if plan is not None else 0,
+        "elasticd_job_standby": len(plan.idle) if plan is not None else 0,
+        "elasticd_job_last_switch_seconds": job.moved[-1].pause_seconds if job.moved else None,
+        "elasticd_job_snapshot_step": job.snapshots.whole.step if job.snapshots.whole is not None else None,
+    }
+    yield from ((name, (), value) for name, value in values.items() if value is not None)

@@ -21,6 +21,7 @@ from elasticd.records import (
     LEADER_KEYS,
     CheckpointsRecord,
     ConfigRecord,
+    DoneRecord,
     Fence,
     HistoryRecord,
     JobPart,
@@ -55,7 +56,14 @@ MOST_TOGETHER = 64
 #: Where the records of a job lie that have many keys, and those of one key each, in the order in which they are
 #: deleted.
 _FOLDERS: tuple[JobPart, ...] = ("history/", "ranks/", "parts/")
-_SINGLE: tuple[JobPart, ...] = ("proposal", "plan", "fence", "spec", "checkpoints", "done")
+_SINGLE: dict[type, JobPart] = {
+    Proposal: "proposal",
+    PlanRecord: "plan",
+    Fence: "fence",
+    JobSpec: "spec",
+    CheckpointsRecord: "checkpoints",
+    DoneRecord: "done",
+}
 
 Ops = tuple[Op, ...]
 
@@ -258,7 +266,7 @@ def operations(keys: Keys, write: Write | Setting) -> Ops:
     if write.forget:
         # The end goes last: agents read in this order, and a worker that comes in between learns of it still.
         folders = [DeletePrefix(keys.job(write.job, part)) for part in _FOLDERS]
-        return (*folders, *(Delete(keys.job(write.job, part)) for part in _SINGLE))
+        return (*folders, *(Delete(keys.job(write.job, part)) for part in _SINGLE.values()))
     ops = [Put(record_key(keys, write.job, record), encode(record)) for record in write.records]
     if write.close:
         ops.append(Delete(keys.job(write.job, "proposal")))
@@ -274,16 +282,6 @@ def record_key(keys: Keys, job: str, record: Record) -> str:
     """Where a leader's record of a job is stored."""
     if isinstance(record, HistoryRecord):
         return keys.history(job, record.number)
-    if isinstance(record, JobSpec):
-        return keys.job(job, "spec")
-    if isinstance(record, PlanRecord):
-        return keys.job(job, "plan")
-    if isinstance(record, Proposal):
-        return keys.job(job, "proposal")
-    if isinstance(record, Fence):
-        return keys.job(job, "fence")
-    if isinstance(record, CheckpointsRecord):
-        return keys.job(job, "checkpoints")
     if isinstance(record, OutRecord):
         return f"{keys.rendezvous(job)}out/{record.torchrun}"
-    return keys.job(job, "done")
+    return keys.job(job, _SINGLE[type(record)])

@@ -13,10 +13,9 @@ from elasticd.simulator.cluster.leader import SimulatedLeader
 from elasticd.simulator.cluster.nodes import Node, read_for_all
 from elasticd.simulator.cluster.worker import SimulationError
 from elasticd.simulator.cluster.workers import Began, WorkerGroup, whole_steps
-from elasticd.simulator.devices.device_model import Truth
 from elasticd.simulator.engine import EventEngine
 from elasticd.simulator.planning import Planner
-from elasticd.simulator.results.baselines import baselines
+from elasticd.simulator.results.baselines import baselines, truth_of
 from elasticd.simulator.results.progress import Trained
 from elasticd.simulator.results.result import Happening, Outcome, Stretch, Totals, rounded
 from elasticd.simulator.results.throughput_bound import Bounds
@@ -322,19 +321,6 @@ class Simulation:
                 self.worker_group.step / scenario.steps if scenario.steps else now / (scenario.seconds or now)
             )
         self.script.at_step(self.worker_group.step)
-
-
-def truth_of(scenario: Scenario) -> Truth:
-    """The modelled cluster at the beginning."""
-    times = scenario.times
-    return Truth(
-        scenario.cluster.cluster(),
-        scenario.truth,
-        scenario.model.tokens,
-        seed=scenario.seed,
-        noise=times.noise,
-        overhead=times.overhead,
-    )
 
 
 def simulate(scenario: Scenario, progress: Progress | None = None) -> Outcome:

@@ -30,9 +30,9 @@ from elasticd.store.protocol import (
     Limits,
     Op,
     OutcomeUnknown,
-    Put,
     Sink,
     Snapshot,
+    Store,
     StoreError,
     StoreRefused,
     StoreTooLarge,
@@ -69,7 +69,7 @@ _FIRST_PAGE = 16
 _ATTEMPTS = 5
 
 
-class EtcdStore:
+class EtcdStore(Store):
     """A `Store` in etcd. It connects at its first use; `identity()` is the check to make at start-up.
 
     `known` is what a daemon remembers of its cluster: another or an older etcd is then refused.
@@ -131,30 +131,20 @@ class EtcdStore:
 
         return self._read(ask)
 
-    def transact(
-        self, compares: Iterable[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()
-    ) -> TransactResult:
+    def transact(self, compares: Iterable[Compare], then: Sequence[Op]) -> TransactResult:
         check_ops(then)
-        check_ops(otherwise)
         conditions = tuple(compares)
-        check_request(self.limits, conditions, then, otherwise)
+        check_request(self.limits, conditions, then)
 
         def ask(session: EtcdSession) -> TransactResult:
             request = session.rpc.TxnRequest(
                 compare=[_compare(session.rpc, condition) for condition in conditions],
                 success=[_request_op(session.rpc, op) for op in then],
-                failure=[_request_op(session.rpc, op) for op in otherwise],
             )
             answer = session.unary("kvstub", "Txn", request, linearizable=True)
             return TransactResult(succeeded=answer.succeeded, revision=answer.header.revision)
 
         return self._change(ask)
-
-    def put(self, key: str, value: bytes, lease: int = 0) -> int:
-        return self.transact((), (Put(key, value, lease),)).revision
-
-    def delete(self, key: str) -> int:
-        return self.transact((), (Delete(key),)).revision
 
     def grant(self, ttl_seconds: int) -> int:
         check_ttl(ttl_seconds)
@@ -368,14 +358,11 @@ class _Tail:
 
 def _compare(rpc: Any, condition: Compare) -> Any:
     message = rpc.Compare(key=condition.key.encode(), result=rpc.Compare.EQUAL)
-    if condition.target == "value":
-        message.target, message.value = rpc.Compare.VALUE, condition.expected
-    elif condition.target == "create":
+    if condition.target == "create":
         message.target, message.create_revision = rpc.Compare.CREATE, condition.expected
     else:
         message.target, message.mod_revision = rpc.Compare.MOD, condition.expected
     if condition.target == "prefix":  # of every key under it, and true where there is none
-        assert isinstance(condition.expected, int)
         message.range_end, message.result = prefix_end(condition.key), rpc.Compare.LESS
         message.mod_revision = condition.expected + 1
     return message

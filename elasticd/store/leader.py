@@ -15,13 +15,11 @@ import msgspec
 from elasticd_planner.value import StoredValue
 
 from elasticd.backoff import jittered
-from elasticd.clock import Clock, WallClock
 from elasticd.codec.decoding import VersionRefused, decode_stored
 from elasticd.store.confirm import settle
 from elasticd.store.protocol import (
     Compare,
     KeyValue,
-    LeaseLost,
     Op,
     OutcomeUnknown,
     Put,
@@ -29,7 +27,6 @@ from elasticd.store.protocol import (
     StoreError,
     StoreUnavailable,
     TransactResult,
-    WatchEvent,
 )
 
 RECORD_VERSION = 1
@@ -45,6 +42,7 @@ class LeaderRecord(StoredValue, frozen=True, kw_only=True, tag="leader"):
     version: int = RECORD_VERSION
 
     def encode(self) -> bytes:
+        """Its JSON."""
         return msgspec.json.encode(self)
 
 
@@ -92,6 +90,7 @@ class Leadership(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def term(self) -> int:
+        """The create revision of its key, which grows with each leader."""
         return self.create_revision
 
     def guard(self) -> Compare:
@@ -149,51 +148,24 @@ def _outwait(store: Store, item: KeyValue, stopped: threading.Event) -> None:
         watch.cancel()
 
 
-def campaign(
-    store: Store,
-    key: str,
-    name: str,
-    value: str,
-    ttl: int,
-    *,
-    patience: float | None = None,
-    clock: Clock | None = None,
-) -> Leadership:
-    """Become the leader, waiting up to `patience` seconds for a predecessor's key to vanish.
+def campaign(store: Store, key: str, name: str, value: str, ttl: int) -> Leadership:
+    """Become the leader, under a lease of `ttl` seconds; `value` says how to reach us.
 
-    `value` says how to reach us.  The default patience is a second more than `ttl`: whoever refreshes
-    its key for longer than that lives, and a coordinator that was restarted quickly outwaits its own
-    former lease.  Raises AlreadyLed when somebody still leads then, and LeaseLost when the store is so
-    slow that our own lease runs out meanwhile: both may be tried again.
+    Raises AlreadyLed when somebody leads, and LeaseLost when the store is so slow that our own lease runs out
+    meanwhile: both may be tried again.
     """
-    clock = clock if clock is not None else WallClock()
-    deadline = clock.now() + (ttl + 1.0 if patience is None else patience)
-    while True:
-        lease = store.grant(ttl)
-        try:
-            return _campaign(store, key, LeaderRecord(name=name, value=value), lease, ttl, deadline, clock)
-        except BaseException as error:
-            _revoke_quietly(store, lease)
-            if not isinstance(error, LeaseLost) or clock.now() >= deadline:
-                raise
-
-
-def _campaign(
-    store: Store, key: str, record: LeaderRecord, lease: int, ttl: int, deadline: float, clock: Clock
-) -> Leadership:
-    """The same under a lease that is granted. Raises LeaseLost where that runs out before an answer comes."""
-    while True:
-        won = _try(store, key, record, lease)
-        if won is not None:
-            return Leadership(key=key, create_revision=won, lease=lease, ttl=ttl)
-        incumbent = store.get(key)
-        if incumbent is None:
-            continue
-        left = deadline - clock.now()
-        if left <= 0:
-            raise AlreadyLed(key, Leader.of(incumbent))
-        _wait_until_gone(store, incumbent, min(left, ttl / 3))
-        store.keep_alive(lease)
+    lease = store.grant(ttl)
+    try:
+        while True:
+            won = _try(store, key, LeaderRecord(name=name, value=value), lease)
+            if won is not None:
+                return Leadership(key=key, create_revision=won, lease=lease, ttl=ttl)
+            incumbent = store.get(key)
+            if incumbent is not None:
+                raise AlreadyLed(key, Leader.of(incumbent))
+    except BaseException:
+        _revoke_quietly(store, lease)
+        raise
 
 
 def _try(store: Store, key: str, record: LeaderRecord, lease: int) -> int | None:
@@ -208,16 +180,6 @@ def _try(store: Store, key: str, record: LeaderRecord, lease: int) -> int | None
         pass
     found = store.get(key)
     return found.create_revision if found is not None and found.lease == lease else None
-
-
-def _wait_until_gone(store: Store, item: KeyValue, seconds: float) -> None:
-    watch = store.watch(item.key, item.mod_revision + 1)
-    try:
-        event = watch.get(timeout=seconds)
-        while isinstance(event, WatchEvent) and (event.key != item.key or event.kind != "delete"):
-            event = watch.get(timeout=seconds)
-    finally:
-        watch.cancel()
 
 
 def _revoke_quietly(store: Store, lease: int) -> None:

@@ -1,9 +1,9 @@
 """Keeps a lease alive from a thread of its own, and tells when it is lost.
 
 An outage is no loss: an etcd that returns gives its leases their full time again.  So `on_lost` is
-called only when the store answers that the lease is gone; until then `silent_for` says for how long
-nobody has confirmed it.  A store that refuses us (it was restored from an old copy, say) is no loss
-either, but nothing that passes: `on_refused` is called, or the log says so, once for each time.
+called only when the store answers that the lease is gone.  A store that refuses us (it was restored from
+an old copy, say) is no loss either, but nothing that passes: `on_refused` is called, or the log says so,
+once for each time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import threading
 from collections.abc import Callable
 
-from elasticd.clock import Clock, WallClock
 from elasticd.store.protocol import LeaseLost, Store, StoreError, StoreRefused
 
 _log = logging.getLogger(__name__)
@@ -29,7 +28,6 @@ class LeaseKeeper:
         on_lost: Callable[[str], None],
         *,
         on_refused: Callable[[StoreRefused], None] | None = None,
-        clock: Clock | None = None,
     ) -> None:
         self._on_refused = on_refused or _say
         self._refused = self._failed = False
@@ -37,21 +35,17 @@ class LeaseKeeper:
         self._lease = lease
         self._ttl = ttl
         self._on_lost = on_lost
-        self._clock: Clock = clock if clock is not None else WallClock()
-        self._confirmed = self._clock.now()
         self._stop = threading.Event()
         self._lost = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
     def lost(self) -> bool:
+        """Whether the store said that the lease is gone."""
         return self._lost.is_set()
 
-    def silent_for(self) -> float:
-        """Seconds since the store last confirmed the lease."""
-        return self._clock.now() - self._confirmed
-
     def start(self) -> LeaseKeeper:
+        """Starts the thread; returns itself."""
         self._thread = threading.Thread(target=self._run, name=f"lease {self._lease:x}", daemon=True)
         self._thread.start()
         return self
@@ -62,7 +56,6 @@ class LeaseKeeper:
             return False
         try:
             self._store.keep_alive(self._lease)
-            self._confirmed = self._clock.now()
             self._refused = False
         except LeaseLost as error:
             self._lost.set()

@@ -36,6 +36,7 @@ from elasticd.store.protocol import (
     Put,
     Sink,
     Snapshot,
+    Store,
     StoreUnavailable,
     TransactResult,
     Watch,
@@ -113,11 +114,10 @@ class MemoryServer:
     def snapshot(self, prefix: str) -> Snapshot:
         return Snapshot(revision=self.revision, items=tuple(self._under(prefix)))
 
-    def transact(
-        self, compares: Iterable[Compare], then: Sequence[Op], otherwise: Sequence[Op]
-    ) -> TransactResult:
+    def transact(self, compares: Iterable[Compare], then: Sequence[Op]) -> TransactResult:
         succeeded = all(compare.holds(*self._meant(compare)) for compare in compares)
-        self._apply(then if succeeded else otherwise)
+        if succeeded:
+            self._apply(then)
         return TransactResult(succeeded=succeeded, revision=self.revision)
 
     def grant(self, ttl: int) -> int:
@@ -229,7 +229,7 @@ class MemoryServer:
         self.feed()
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """One client of a `MemoryServer`; without one given, of a server of its own."""
 
     def __init__(self, server: MemoryServer | None = None) -> None:
@@ -266,26 +266,17 @@ class MemoryStore:
         with self._connected() as server:
             return server.snapshot(prefix)
 
-    def transact(
-        self, compares: Iterable[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()
-    ) -> TransactResult:
+    def transact(self, compares: Iterable[Compare], then: Sequence[Op]) -> TransactResult:
         check_ops(then)
-        check_ops(otherwise)
         compares = tuple(compares)
         with self._connected() as server:
-            check_request(server.limits, compares, then, otherwise)
+            check_request(server.limits, compares, then)
             applied, self._lost_reply = self._lost_reply, None
             if applied is None:
-                return server.transact(compares, then, otherwise)
+                return server.transact(compares, then)
             if applied:
-                server.transact(compares, then, otherwise)
+                server.transact(compares, then)
         raise OutcomeUnknown("the answer to a transaction was lost")
-
-    def put(self, key: str, value: bytes, lease: int = 0) -> int:
-        return self.transact((), (Put(key, value, lease),)).revision
-
-    def delete(self, key: str) -> int:
-        return self.transact((), (Delete(key),)).revision
 
     def grant(self, ttl_seconds: int) -> int:
         check_ttl(ttl_seconds)

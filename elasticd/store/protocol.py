@@ -18,7 +18,6 @@ An operation ends in one of five ways:
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import queue
@@ -127,17 +126,16 @@ Op = Put | Delete | DeletePrefix
 
 
 class Compare(msgspec.Struct, frozen=True):
-    """One condition of a transaction, made by `created`, `modified`, `equals`, `absent` or `untouched`."""
+    """One condition of a transaction, made by `created`, `modified`, `absent` or `untouched`."""
 
     key: str
-    target: Literal["create", "mod", "value", "prefix"]
-    expected: int | bytes
+    target: Literal["create", "mod", "prefix"]
+    expected: int  # revision
 
     def __post_init__(self) -> None:
         _check_key(self.key)
-        wanted = bytes if self.target == "value" else int
-        if not isinstance(self.expected, wanted):
-            raise TypeError(f"comparing the {self.target} of {self.key!r} needs {wanted.__name__}")
+        if not isinstance(self.expected, int):
+            raise TypeError(f"comparing the {self.target} of {self.key!r} needs int")
 
     @classmethod
     def created(cls, key: str, revision: int) -> Compare:
@@ -148,11 +146,6 @@ class Compare(msgspec.Struct, frozen=True):
     def modified(cls, key: str, revision: int) -> Compare:
         """The key was last changed at `revision` (0: it is absent)."""
         return cls(key, "mod", revision)
-
-    @classmethod
-    def equals(cls, key: str, value: bytes) -> Compare:
-        """The key exists and has this value."""
-        return cls(key, "value", value)
 
     @classmethod
     def absent(cls, key: str) -> Compare:
@@ -167,11 +160,8 @@ class Compare(msgspec.Struct, frozen=True):
     def holds(self, *items: KeyValue | None) -> bool:
         """Whether the condition is true of what the store holds: under the key, or under its prefix."""
         if self.target == "prefix":
-            assert isinstance(self.expected, int)
             return all(item is None or item.mod_revision <= self.expected for item in items)
         (found,) = items
-        if self.target == "value":
-            return found is not None and found.value == self.expected
         if found is None:
             return self.expected == 0
         return (found.create_revision if self.target == "create" else found.mod_revision) == self.expected
@@ -199,10 +189,12 @@ class WatchEvent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
+        """The key that was changed."""
         return self.item.key
 
     @property
     def mod_revision(self) -> int:
+        """The revision of the change."""
         return self.item.mod_revision
 
 
@@ -231,11 +223,10 @@ Sink = Callable[[WatchItem], None]
 class Watch:
     """The receiving end of a watch, as `Store.watch` returns it: a queue that blocks, or a sink that is called.
 
-    Three ways to read it:
+    Two ways to read it without a sink:
 
     - a thread:  `for item in watch: ...` ends when the watch is cancelled;
-    - a test:    `watch.get(timeout=5)` gives the next item, or None when none came in time;
-    - asyncio:   `store.watch(prefix, revision, asyncio_sink(queue))` fills an `asyncio.Queue`.
+    - a test:    `watch.get(timeout=5)` gives the next item, or None when none came in time.
     """
 
     def __init__(self, sink: Sink | None = None, on_cancel: Callable[[], None] | None = None) -> None:
@@ -246,6 +237,7 @@ class Watch:
 
     @property
     def cancelled(self) -> bool:
+        """Whether it delivers nothing any more."""
         return self._cancelled.is_set()
 
     def get(self, timeout: float | None = None) -> WatchItem | None:
@@ -284,18 +276,6 @@ class Watch:
         return self._cancelled.wait(timeout)
 
 
-def asyncio_sink(items: asyncio.Queue[WatchItem], loop: asyncio.AbstractEventLoop | None = None) -> Sink:
-    """A sink that fills an unbounded queue of the running loop (or of `loop`) from the store's thread."""
-    target = loop if loop is not None else asyncio.get_running_loop()
-
-    def sink(item: WatchItem) -> None:
-        # A loop that has closed has nobody left to read.
-        with contextlib.suppress(RuntimeError):
-            target.call_soon_threadsafe(items.put_nowait, item)
-
-    return sink
-
-
 class Store(Protocol):
     """A store: synchronous, thread-safe. All but `watch` and `close` may raise `StoreUnavailable`."""
 
@@ -312,23 +292,21 @@ class Store(Protocol):
         """All keys that begin with `prefix`, at one revision, however many: it reads them page by page."""
         ...
 
-    def transact(
-        self, compares: Iterable[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()
-    ) -> TransactResult:
-        """If all conditions hold do `then`, else `otherwise`: at once and as one revision.
+    def transact(self, compares: Iterable[Compare], then: Sequence[Op]) -> TransactResult:
+        """If all conditions hold do `then`, at once and as one revision; else nothing.
 
-        Raises ValueError when one side touches a key twice, StoreTooLarge when there is more of it than the
+        Raises ValueError when it touches a key twice, StoreTooLarge when there is more of it than the
         `limits` allow, LeaseLost when a put names a dead lease, OutcomeUnknown when the answer never came.
         """
         ...
 
     def put(self, key: str, value: bytes, lease: int = 0) -> int:
         """Set a key whatever it is; the revision. Raises as `transact`."""
-        ...
+        return self.transact((), (Put(key, value, lease),)).revision
 
     def delete(self, key: str) -> int:
         """Remove a key if it is there; the revision. Raises as `transact`."""
-        ...
+        return self.transact((), (Delete(key),)).revision
 
     def grant(self, ttl_seconds: int) -> int:
         """A new lease that lives for `ttl_seconds` (at least 1) after each refresh; its id."""
@@ -381,13 +359,12 @@ def check_ops(ops: Sequence[Op]) -> None:
 _FRAME_BYTES = 48
 
 
-def request_bytes(compares: Sequence[Compare], *sides: Sequence[Op]) -> int:
+def request_bytes(compares: Sequence[Compare], ops: Sequence[Op]) -> int:
     """The bytes of a transaction as it is sent, rather too many than too few."""
     total = _FRAME_BYTES
     for compare in compares:
-        value = len(compare.expected) if isinstance(compare.expected, bytes) else 0
-        total += _FRAME_BYTES + (1 + (compare.target == "prefix")) * _utf8(compare.key) + value
-    for op in (op for side in sides for op in side):
+        total += _FRAME_BYTES + (1 + (compare.target == "prefix")) * _utf8(compare.key)
+    for op in ops:
         if isinstance(op, DeletePrefix):
             total += _FRAME_BYTES + 2 * _utf8(op.prefix)
         else:
@@ -395,14 +372,14 @@ def request_bytes(compares: Sequence[Compare], *sides: Sequence[Op]) -> int:
     return total
 
 
-def check_request(limits: Limits, compares: Sequence[Compare], *sides: Sequence[Op]) -> None:
+def check_request(limits: Limits, compares: Sequence[Compare], ops: Sequence[Op]) -> None:
     """Refuse a transaction that is larger than the limits. Raises StoreTooLarge."""
-    most = max(map(len, (compares, *sides)))
+    most = max(len(compares), len(ops))
     if most > limits.operations:
         raise StoreTooLarge(
             f"a transaction of {most} operations is more than the store takes: {limits.operations} are the most"
         )
-    size = request_bytes(compares, *sides)
+    size = request_bytes(compares, ops)
     if size > limits.request_bytes:
         raise StoreTooLarge(
             f"a request of {size:,} bytes is more than the store takes: {limits.request_bytes:,} are the most"

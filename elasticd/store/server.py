@@ -115,6 +115,7 @@ class EtcdServer:
 
     @property
     def log(self) -> Path:
+        """The file of its output."""
         return self._folder / "etcd.log"
 
     def start(self) -> EtcdServer:

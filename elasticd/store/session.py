@@ -126,6 +126,7 @@ class Guard:
                 self._known = Identity(cluster_id=self._known.cluster_id, revision=revision)
 
     def known(self) -> Identity | None:
+        """The cluster and its highest revision seen so far."""
         with self._lock:
             return self._known
 
@@ -189,6 +190,7 @@ class EtcdSession:
         return WatchStream(self, request, self.rpc.WatchStub(self._client.channel), self._metadata)
 
     def seen(self, revision: int) -> None:
+        """Takes note of the revision of a watch's event."""
         self._guard.seen(revision)
 
     def close(self) -> None:

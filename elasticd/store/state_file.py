@@ -47,6 +47,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, item: KeyValue) -> Mark:
+        """The mark of a key as it was read."""
         return cls(created=item.create_revision, modified=item.mod_revision, changes=item.version)
 
     def precedes(self, later: Mark) -> bool:

@@ -141,14 +141,12 @@ class Slow(MemoryStore):
         super().__init__(MemoryServer())
         self.late = late
 
-    def transact(
-        self, compares: Iterable[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()
-    ) -> TransactResult:
+    def transact(self, compares: Iterable[Compare], then: Sequence[Op]) -> TransactResult:
         for op in then:
             if self.late and isinstance(op, Put) and op.lease:
                 self.late -= 1
                 self.revoke(op.lease)
-        return super().transact(compares, then, otherwise)
+        return super().transact(compares, then)
 
 
 def test_an_agent_whose_lease_runs_out_before_the_store_answers_takes_another() -> None:

@@ -264,7 +264,7 @@ def test_a_deletion_that_lands_late_takes_nothing_along_that_was_told_since(appl
     sent: list[tuple[Any, Any]] = []
 
     class Recorded(MemoryStore):
-        def transact(self, compares, then, otherwise=()):  # type: ignore[no-untyped-def]
+        def transact(self, compares, then):  # type: ignore[no-untyped-def]
             sent.append((tuple(compares), then))
             return super().transact(*sent[-1])
 

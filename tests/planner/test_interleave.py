@@ -21,7 +21,6 @@ from elasticd_planner.cost.model import (
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.cost.schedule import passes
-from elasticd_planner.cost.schedule_timeline import simulate
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.problem_files import file_format, solve
@@ -34,6 +33,7 @@ from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planner.timeline import simulate
 from tests.sizes import examples
 
 

@@ -6,9 +6,11 @@ import networkx as nx
 import numpy as np
 import pytest
 from elasticd_planner.cost.schedule import passes
-from elasticd_planner.cost.schedule_timeline import interleaved_seconds, one_f_one_b_seconds, simulate
+from elasticd_planner.cost.schedule_timeline import interleaved_seconds, one_f_one_b_seconds
 from elasticd_planner.numeric import Floats
 from elasticd_planner.value import Invalid
+
+from tests.planner.timeline import simulate
 
 
 def drawn(seed: int) -> tuple[Floats, Floats, Floats, int, int]:

@@ -14,7 +14,7 @@ from elasticd_planner.detection import stragglers
 from elasticd_planner.detection.device_rates import DeviceRate, Devices, as_mapping
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.detection.slowness_history import Episode
-from elasticd_planner.detection.stragglers import Change, RateState, believed, forget, judged, observe
+from elasticd_planner.detection.stragglers import Change, RateState, all_believed, forget, judged, observe
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.step_measurements import Step
 from hypothesis import given, settings
@@ -75,8 +75,8 @@ def played(script: list[tuple[str, object, frozenset[str]]], seed: int, many: in
                     state = forget(state, name)
             elif what == "believed":
                 (name,) = which
-                state, change = believed(state, name, 1.4, how, detect, "others")  # type: ignore[arg-type]
-                yield Told((change,) if change is not None else (), state)
+                state, changes = all_believed(state, {name: (1.4, how)}, detect, "others")  # type: ignore[dict-item]
+                yield Told(changes, state)
             for _ in range(how if what == "steps" else 0):  # type: ignore[call-overload]
                 drawn = measured(rng, plan, step, factors, wild)
                 here = [each for each in drawn if each.device not in which | absent]

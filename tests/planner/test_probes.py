@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elasticd_planner.detection.idle_probes import ProbeState, judged
 from elasticd_planner.detection.settings import DetectSettings
-from elasticd_planner.detection.stragglers import Change, RateState, believed
+from elasticd_planner.detection.stragglers import Change, RateState, all_believed
 
 SETTINGS = DetectSettings()
 
@@ -61,8 +61,8 @@ def test_what_was_probed_before_it_worked_makes_no_device_well_that_is_slow_at_w
     fleet = Fleet(a=1.0, b=1.0, c=1.0)
     fleet.judge()
     fleet.probes = fleet.probes.worked(1, ("a", "b", "c"))
-    fleet.rates, change = believed(fleet.rates, "c", 3.0, 3.0, SETTINGS, "the fleet")
-    assert change is not None
+    fleet.rates, changes = all_believed(fleet.rates, {"c": (3.0, 3.0)}, SETTINGS, "the fleet")
+    assert len(changes) == 1
     assert fleet.probe("c", 1.0) == []
     (change,) = fleet.probe("c", 1.0)
     assert (change.kind, fleet.rates.rates) == ("recovered", {})

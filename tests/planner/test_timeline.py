@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from elasticd_planner.cost.schedule import most_alive
-from elasticd_planner.cost.schedule_timeline import Timeline, one_f_one_b_curve, one_f_one_b_seconds, simulate
+from elasticd_planner.cost.schedule_timeline import one_f_one_b_curve, one_f_one_b_seconds
 from elasticd_planner.numeric import Floats
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planner.timeline import Timeline, simulate
 from tests.sizes import examples
 
 

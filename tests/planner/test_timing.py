@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from elasticd_planner.cost.pipeline_time import Formula, Schedule, Times, at_least, closed
-from elasticd_planner.cost.schedule_timeline import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planner.timeline import simulate
 from tests.sizes import examples
 
 

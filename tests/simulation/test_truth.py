@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 import pytest
-from elasticd_planner.cost.schedule_timeline import simulate
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.simulator.devices.device_model import FORWARD, Truth
 from elasticd.simulator.devices.transfer_time import move
 from elasticd.simulator.scenarios.scenario import Scenario, parse
+from tests.planner.timeline import simulate
 from tests.simulation.scenes import SMALL
 
 SCENARIO: Scenario = parse(SMALL, "small.toml")

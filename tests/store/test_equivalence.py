@@ -23,14 +23,14 @@ _folders = st.builds(lambda name: ("delete prefix", name), st.sampled_from(["a",
 _ops = st.lists(st.one_of(_puts, _deletes, _folders), max_size=3, unique_by=lambda op: op[1])
 _compares = st.lists(
     st.tuples(
-        st.sampled_from(["created", "modified", "equals", "absent", "untouched"]),
-        *(_names, _values, st.integers(0, 8)),
+        st.sampled_from(["created", "modified", "absent", "untouched"]),
+        *(_names, st.integers(0, 8)),
     ),
     max_size=2,
 )
 _actions = st.lists(
     st.one_of(
-        st.tuples(st.just("transact"), _compares, _ops, _ops),
+        st.tuples(st.just("transact"), _compares, _ops),
         st.tuples(st.just("revoke"), st.integers(1, 2)),
     ),
     max_size=8,
@@ -63,13 +63,11 @@ class Run:
         if action[0] == "revoke":
             return self.store.revoke(self.leases[action[1]])
         compares = [self._compare(*compare) for compare in action[1]]
-        result = self.store.transact(compares, *([self._op(op) for op in side] for side in action[2:]))
+        result = self.store.transact(compares, [self._op(op) for op in action[2]])
         return result.succeeded, result.revision - self.base
 
-    def _compare(self, kind: str, name: str, value: bytes, revision: int) -> Compare:
+    def _compare(self, kind: str, name: str, revision: int) -> Compare:
         key = self.prefix + name
-        if kind == "equals":
-            return Compare.equals(key, value)
         if kind == "absent":
             return Compare.absent(key)
         absolute = self.base + revision if revision else 0

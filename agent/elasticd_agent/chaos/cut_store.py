@@ -54,16 +54,8 @@ class Severable(Store):
     def snapshot(self, prefix: str) -> Snapshot:
         return self._reach(lambda: self._store.snapshot(prefix))
 
-    def transact(
-        self, compares: Iterable[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()
-    ) -> TransactResult:
-        return self._reach(lambda: self._store.transact(compares, then, otherwise))
-
-    def put(self, key: str, value: bytes, lease: int = 0) -> int:
-        return self._reach(lambda: self._store.put(key, value, lease))
-
-    def delete(self, key: str) -> int:
-        return self._reach(lambda: self._store.delete(key))
+    def transact(self, compares: Iterable[Compare], then: Sequence[Op]) -> TransactResult:
+        return self._reach(lambda: self._store.transact(compares, then))
 
     def grant(self, ttl_seconds: int) -> int:
         return self._reach(lambda: self._store.grant(ttl_seconds))

@@ -131,27 +131,26 @@ class Sender:
     def send(self, snapshot: Snapshot, revoked: threading.Event, address: str, certificate: str) -> None:
         """Returns when the agent at `address` ("host:port"), known by `certificate`, holds the snapshot. Raises
         StreamFailed, also when the snapshot was revoked meanwhile."""
-        host, _, port = address.rpartition(":")
-        try:
-            plain = socket.create_connection((host, int(port)), timeout=SILENCE)
-            with self._streams.one(plain):
-                context = self._identity.context(server=False, peers=certificate)
-                with context.wrap_socket(plain) as stream:
-                    _send(stream, snapshot, revoked)
-        except (OSError, ValueError, OverflowError) as error:
-            raise StreamFailed(f"the agent at {address}: {error}") from error
+        with self._stream(address, certificate) as stream:
+            _send(stream, snapshot, revoked)
 
     def cross(self, address: str, certificate: str, size: int) -> tuple[float, float]:
         """Seconds that `size` bytes take to the agent at `address`, and those of the shortest message, one way.
         Raises StreamFailed."""
+        with self._stream(address, certificate) as stream:
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return _crossed(stream, size)
+
+    @contextlib.contextmanager
+    def _stream(self, address: str, certificate: str) -> Iterator[ssl.SSLSocket]:
+        """Whatever breaks the stream is raised as StreamFailed."""
         host, _, port = address.rpartition(":")
         try:
             plain = socket.create_connection((host, int(port)), timeout=SILENCE)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._streams.one(plain):
                 context = self._identity.context(server=False, peers=certificate)
                 with context.wrap_socket(plain) as stream:
-                    return _crossed(stream, size)
+                    yield stream
         except (OSError, ValueError, OverflowError) as error:
             raise StreamFailed(f"the agent at {address}: {error}") from error
 

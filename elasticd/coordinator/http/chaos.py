@@ -140,10 +140,7 @@ def order(leading: Leading, cuts: NetworkCuts, body: ChaosRequest) -> None:
     elif body.action in TO_NODES and body.other:
         _data(leading, body)
     elif body.action == "cut":
-        if not 0 <= body.seconds < math.inf:
-            raise ApiError(
-                "invalid", f"seconds {body.seconds} must be how long the cut lasts, 0 until it is healed"
-            )
+        _check_seconds(body)
         if body.node in cuts:
             raise ApiError("conflict", f"node {body.node} is cut already: heal it first")
         _harm(leading, body.node, Harm(how="cut", seconds=body.seconds))
@@ -159,6 +156,13 @@ def order(leading: Leading, cuts: NetworkCuts, body: ChaosRequest) -> None:
     else:
         known = (*TO_DEVICES, *TO_NODES, *TO_JOBS)
         raise ApiError("invalid", f"action {body.action!r} must be one of {', '.join(known)}")
+
+
+def _check_seconds(body: ChaosRequest) -> None:
+    if not 0 <= body.seconds < math.inf:
+        raise ApiError(
+            "invalid", f"seconds {body.seconds} must be how long the cut lasts, 0 until it is healed"
+        )
 
 
 def _shift(leading: Leading, name: str, tokens: int) -> None:
@@ -181,10 +185,7 @@ def _shift(leading: Leading, name: str, tokens: int) -> None:
 
 def _data(leading: Leading, body: ChaosRequest) -> None:
     """The data network between two nodes."""
-    if not 0 <= body.seconds < math.inf:
-        raise ApiError(
-            "invalid", f"seconds {body.seconds} must be how long the cut lasts, 0 until it is healed"
-        )
+    _check_seconds(body)
     addresses = {}
     for name in (body.node, body.other):
         known = _connected(leading, name, body.action)

@@ -88,7 +88,7 @@ class SimulatedLeader:
         self._engine, self._keys, self._planner = engine, keys, planner
         self._send, self._tell = send, tell
         self._store = MemoryStore(server)
-        self._leadership = campaign(self._store, keys.leader, name, name, _LEASE, patience=0.0, clock=engine)
+        self._leadership = campaign(self._store, keys.leader, name, name, _LEASE)
         known = self._store.snapshot(keys.jobs).items
         self._ledger = Ledger(keys, self._store.limits, known)
         jobs = stored(keys, known)

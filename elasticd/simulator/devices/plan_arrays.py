@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from elasticd_planner.cost.model_profile import ModelProfile
-from elasticd_planner.spec.cluster import Cluster, Link, node_of
+from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 from elasticd_planner.value import refuse
 
@@ -57,7 +57,7 @@ def compiled(plan: Plan, profile: ModelProfile, cluster: Cluster, index: Mapping
         + first * profile.embed.parameter_bytes
         + last * profile.head.parameter_bytes
     )
-    ring = _reach(cluster, plan.members).seconds(float(held.max()) / len(pipelines))
+    ring = cluster.reach(plan.members).seconds(float(held.max()) / len(pipelines))
     return Compiled(
         devices=np.array([index[name] for name in plan.members]),
         fraction=fraction,
@@ -85,7 +85,7 @@ def _waits(stage: Stage, profile: ModelProfile, cluster: Cluster) -> float:
     count += profile.embed.collectives if stage.start == 0 else 0
     count += profile.head.collectives if stage.stop == profile.layers else 0
     size = profile.boundary_bytes * profile.tokens
-    return count * 2 * (width - 1) * _reach(cluster, stage.devices).seconds(size / width)
+    return count * 2 * (width - 1) * cluster.reach(stage.devices).seconds(size / width)
 
 
 def _boundary(line: Pipeline, s: int, profile: ModelProfile, cluster: Cluster) -> float:
@@ -93,12 +93,7 @@ def _boundary(line: Pipeline, s: int, profile: ModelProfile, cluster: Cluster) -
     if s == len(line.stages) - 1:
         return 0.0
     ends = (line.stages[s].devices[0], line.stages[s + 1].devices[0])
-    return _reach(cluster, ends).seconds(profile.boundary_bytes * profile.tokens)
-
-
-def _reach(cluster: Cluster, devices: Sequence[str]) -> Link:
-    nodes = {node_of(name) for name in devices}
-    return cluster.between if len(nodes) > 1 else cluster.inside
+    return cluster.reach(ends).seconds(profile.boundary_bytes * profile.tokens)
 
 
 def _alike(pipelines: Sequence[Pipeline]) -> list[tuple[int, Ints, Ints]]:

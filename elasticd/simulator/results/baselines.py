@@ -27,6 +27,18 @@ from elasticd.simulator.results.throughput_bound import Bounds
 from elasticd.simulator.scenarios.scenario import Scenario
 
 
+def truth_of(scenario: Scenario) -> Truth:
+    """The modelled cluster at the beginning."""
+    return Truth(
+        scenario.cluster.cluster(),
+        scenario.truth,
+        scenario.model.tokens,
+        seed=scenario.seed,
+        noise=scenario.times.noise,
+        overhead=scenario.times.overhead,
+    )
+
+
 def baselines(scenario: Scenario, bounds: Bounds, planner: Planner) -> tuple[Totals, ...]:
     """In the order in which they are shown."""
     given = Given(scenario=scenario, bounds=bounds, planner=planner)
@@ -62,16 +74,8 @@ class Given:
         return self.planner.answer(problem).plan
 
     def truth(self) -> Truth:
-        scenario = self.scenario
-        made = Truth(
-            scenario.cluster.cluster(),
-            scenario.truth,
-            scenario.model.tokens,
-            seed=scenario.seed,
-            noise=scenario.times.noise,
-            overhead=scenario.times.overhead,
-        )
-        for fault in scenario.faults:
+        made = truth_of(self.scenario)
+        for fault in self.scenario.faults:
             if fault.kind == "kill" and fault.step == 0:
                 made.kill(fault.devices(made.names))
         return made

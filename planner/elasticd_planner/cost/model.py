@@ -100,11 +100,6 @@ class CostModel(Protocol):
         ...
 
 
-def reach(cluster: Cluster, devices: Sequence[str]) -> Link:
-    """The slowest link among some devices, by the level that they span."""
-    return cluster.reach(devices)
-
-
 #: What groups cost, by what that depends on: their rates, shares and link, and whether they recompute.
 Groups = dict[tuple[tuple[float, ...], tuple[int, ...], Link, bool], GroupCost]
 
@@ -119,7 +114,7 @@ def stage_times(
     groups = [_group(stage, cluster, rates, cost, known) for stage in stages]
     around = (*stages, stages[0]) if pipeline.chunks > 1 else stages
     hops = [
-        cost.boundary(reach(cluster, (*stage.devices, *after.devices))) / 2 for stage, after in pairwise(around)
+        cost.boundary(cluster.reach((*stage.devices, *after.devices))) / 2 for stage, after in pairwise(around)
     ]
     forward, backward = [], []
     for place, (start, stop) in enumerate(spans):
@@ -137,7 +132,7 @@ def stage_times(
 
 def _group(stage: Stage, cluster: Cluster, rates: Rates, cost: CostModel, known: Groups) -> GroupCost:
     each = tuple([rate_of(rates, device) for device in stage.devices])
-    key = each, stage.shares, reach(cluster, stage.devices), stage.recompute
+    key = each, stage.shares, cluster.reach(stage.devices), stage.recompute
     if key not in known:
         known[key] = cost.recomputing(stage.recompute).group(*key[:3])
     return known[key]
@@ -198,4 +193,4 @@ def after_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> float:
     """Seconds of a plan's step after its slowest pipeline."""
     pipelines = plan.pipelines
     fewest, depth = min((sum(len(stage.devices) for stage in p.stages), len(p.stages)) for p in pipelines)
-    return cost.under(plan).after(len(pipelines), fewest, reach(cluster, plan.members), depth)
+    return cost.under(plan).after(len(pipelines), fewest, cluster.reach(plan.members), depth)

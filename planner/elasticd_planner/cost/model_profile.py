@@ -59,6 +59,7 @@ class SectionProfile(Value, frozen=True, kw_only=True):
 
     @property
     def parameter_bytes(self) -> int:
+        """Bytes of the section's parameters, all three parts."""
         return self.cut_bytes + self.grouped_bytes + self.whole_bytes
 
     def factor(self, width: int) -> float:
@@ -233,6 +234,7 @@ def item_size(dtype: str) -> int:
 
 
 def parameter_bytes(parameter: Parameter) -> int:
+    """Bytes of one whole parameter."""
     return math.prod(parameter.shape) * item_size(parameter.dtype)
 
 

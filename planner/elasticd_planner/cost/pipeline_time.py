@@ -49,6 +49,7 @@ class Times:
 
     @property
     def work(self) -> Floats:
+        """Seconds of one micro-batch on each stage, forward and backward: [..., stage]."""
         return self.forward + self.backward
 
     @property
@@ -86,19 +87,23 @@ class Formula:
 
     @property
     def hidden(self) -> float:
+        """None: the formula hides no work."""
         return 0.0
 
     def seconds(self, times: Times, micro_batches: int) -> Floats:
+        """Seconds of a step by the formula: [...]."""
         found: Floats = closed(times.charged, micro_batches)
         return found
 
     def curve(self, times: Times, most: int) -> Floats:
+        """Seconds of a step by the formula for 1 to `most` micro-batches: [most, ...]."""
         stages = times.charged
         counts = np.arange(most, dtype=np.float64).reshape((most,) + (1,) * (stages.ndim - 1))
         found: Floats = counts * stages.max(-1) + stages.sum(-1)
         return found
 
     def interleaved(self, times: Times, micro_batches: int, chunks: int) -> float:
+        """Raises Invalid: the formula says nothing of interleaved stages."""
         refuse("a problem in units says what equal stages take, not interleaved ones: give it model.times")
 
 
@@ -109,12 +114,15 @@ class Schedule:
     hidden: float = FORWARD
 
     def seconds(self, times: Times, micro_batches: int) -> Floats:
+        """Seconds of a step as 1F1B runs: [...]."""
         return one_f_one_b_seconds(times.forward, times.backward, times.boundary, micro_batches)
 
     def curve(self, times: Times, most: int) -> Floats:
+        """Seconds of a step as 1F1B runs for 1 to `most` micro-batches: [most, ...]."""
         return one_f_one_b_curve(times.forward, times.backward, times.boundary, most)
 
     def interleaved(self, times: Times, micro_batches: int, chunks: int) -> float:
+        """Seconds of a step of one interleaved pipeline, stages of so many chunks."""
         return interleaved_seconds(times.forward, times.backward, times.boundary, micro_batches, chunks)
 
 

@@ -51,6 +51,7 @@ class ProfileCost:
         )
 
     def group(self, rates: Sequence[float], shares: Sequence[int], link: Link) -> GroupCost:
+        """Seconds of one micro-batch on a TP group: the slowest member's computation, and the collectives."""
         model, total, width = self.profile, sum(shares), len(shares)
         wait = self.collective(width, link)
 
@@ -105,6 +106,7 @@ class ProfileCost:
         return 2 * (width - 1) * link.seconds(size / width)
 
     def boundary(self, link: Link) -> float:
+        """Seconds that one micro-batch spends between two stages, there and back."""
         size = self.profile.boundary_bytes * self.profile.tokens
         return 2 * link.seconds(size) * self.profile.pipeline_scale
 
@@ -138,9 +140,11 @@ class ProfileCost:
 
     @property
     def zero(self) -> Zero:
+        """What the state policy makes of memory and time."""
         return Zero(policy=self.state, pipelines=self.pipelines, members=self.members)
 
     def carried(self, copies: int, devices: int) -> float:
+        """Bytes that each of `devices` needs which carry so many copies of the state between them."""
         return self.zero.carried(self.profile, copies, devices) + self.profile.fixed_bytes
 
     def after(self, pipelines: int, fewest: int, link: Link, depth: int | None = None) -> float:
@@ -189,21 +193,25 @@ class ProfileCost:
         )
 
     def widths(self, most: int) -> tuple[int, ...]:
+        """The sizes that a TP group may have, up to `most`: those of the profile, else all that units allow."""
         most = min(most, self.profile.share_units)
         listed = self.profile.widths or tuple(range(1, most + 1))
         return tuple(width for width in listed if width <= most)
 
     def equal(self) -> ProfileCost:
+        """The same cost with equal shares alone."""
         if not self.profile.uneven:
             return self
         return replace(self, profile=msgspec.structs.replace(self.profile, uneven=False))
 
     def shares(self, rates: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+        """Shares worth trying for members of these rates, in share units: equal ones first."""
         options = share_options(rates, self.profile.share_units)
         return options if self.profile.uneven else options[:1]
 
     @property
     def exact_shares(self) -> bool:
+        """Whether no other shares than those of `shares` make a group faster."""
         return not self.profile.uneven
 
     def paces(self, rates: Sequence[float], link: Link) -> Paces:

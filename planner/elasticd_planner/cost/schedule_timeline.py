@@ -1,11 +1,11 @@
-"""The 1F1B schedule played out: event by event with every interval, and as an exact recurrence for the search.
+"""The end of the 1F1B schedule, exactly: plain by a recurrence, interleaved pass by pass. Seconds everywhere.
 
 A pipeline of p stages and m micro-batches. Each stage runs its passes in the order of 1F1B (`schedule`), plain
 or interleaved. A pass begins once the stage is free and its input is there; a boundary carries one micro-batch
 after the other in each direction, beside computation; in an interleaved pipeline there is one more boundary,
-from the last stage to the first. `simulate` plays these rules with a heap of events, for times that may differ
-by micro-batch. `one_f_one_b_seconds` gives the end of the plain schedule for times that depend on the stage
-alone, `interleaved_seconds` that of the interleaved one, pass by pass. Seconds everywhere.
+from the last stage to the first. `one_f_one_b_seconds` gives the end of the plain schedule for times that
+depend on the stage alone, `interleaved_seconds` that of the interleaved one. `tests/planner/timeline.py` plays
+the same rules with a heap of events, and says the same.
 
 The recurrence. Round r is the forward pass of micro-batch r on all stages and then, on stage s, the backward
 pass of micro-batch r - (p - s - 1): whatever these wait for lies in the same chain of stages or in an earlier
@@ -16,14 +16,13 @@ and Linearity, 1992, section 3.7), and the rest is added at once.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
 
 from elasticd_planner.cost.schedule import Kind, Pass, passes
 from elasticd_planner.numeric import Floats, Ints
-from elasticd_planner.value import Value, refuse
+from elasticd_planner.value import refuse
 
 #: Times by stage, or by pipeline and stage: all pipelines of an array have as many stages.
 Times = Sequence[float] | Sequence[Sequence[float]] | Floats
@@ -32,54 +31,8 @@ Times = Sequence[float] | Sequence[Sequence[float]] | Floats
 ALIKE = 1e-13
 
 
-class Work(Value, frozen=True, kw_only=True):
-    """One pass on one stage, through one of its chunks."""
-
-    kind: Kind
-    micro_batch: int
-    start: float
-    stop: float
-    chunk: int = 0
-
-
-class StageTimeline(Value, frozen=True, kw_only=True):
-    """What a stage did, in order; `end` is when it was done, its overhead included."""
-
-    work: tuple[Work, ...]
-    end: float
-
-
-class Timeline(Value, frozen=True, kw_only=True):
-    """One pipeline's step."""
-
-    seconds: float
-    stages: tuple[StageTimeline, ...]
-
-
-def simulate(
-    forward: Sequence[Sequence[float]] | Floats,
-    backward: Sequence[Sequence[float]] | Floats,
-    boundary: Sequence[float] | Floats = (),
-    overhead: Sequence[float] | Floats = (),
-    *,
-    chunks: int = 1,
-) -> Timeline:
-    """One step, event by event. forward, backward: [place][micro-batch], where a place is a stage, or with
-    `chunks` a chunk, in the order in which a micro-batch meets them; boundary: of each one between two places,
-    one way; overhead: of each stage after its last pass. Raises Invalid where shapes do not fit."""
-    ahead = np.asarray(forward, dtype=np.float64)
-    back = np.asarray(backward, dtype=np.float64)
-    if ahead.ndim != 2 or ahead.shape != back.shape or 0 in ahead.shape:
-        refuse(f"timeline: forward {ahead.shape} and backward {back.shape} must be [stage][micro-batch] alike")
-    stages = _stages(ahead.shape[0], chunks)
-    links = _each(boundary, ahead.shape[0] - 1, "boundary")
-    extra = _each(overhead, stages, "overhead")
-    if min(ahead.min(), back.min(), links.min(initial=0.0), extra.min(initial=0.0)) < 0:
-        refuse("timeline: times must not be negative")
-    return _Schedule(ahead, back, links, stages).run(extra)
-
-
-def _each(given: Sequence[float] | Floats, count: int, name: str) -> Floats:
+def checked_times(given: Sequence[float] | Floats, count: int, name: str) -> Floats:
+    """Times as an array [count]; none at all are zeros. Raises Invalid where there are others than `count`."""
     times = np.asarray(given, dtype=np.float64)
     if not times.size:
         return np.zeros(count)
@@ -88,82 +41,11 @@ def _each(given: Sequence[float] | Floats, count: int, name: str) -> Floats:
     return times
 
 
-def _stages(places: int, chunks: int) -> int:
+def stage_count(places: int, chunks: int) -> int:
+    """The number of stages whose chunks are so many places in all. Raises Invalid where they do not divide."""
     if chunks < 1 or places % chunks or (chunks > 1 and places == chunks):
         refuse(f"timeline: {places} chunks of layers are not {chunks} on each of two stages or more")
     return places // chunks
-
-
-class _Schedule:
-    """One simulation under way. An event is the end of a pass, or the arrival of a micro-batch. Chunk c of
-    stage s is place c x stages + s."""
-
-    def __init__(self, forward: Floats, backward: Floats, boundary: Floats, stages: int) -> None:
-        self._times = {"forward": forward, "backward": backward}
-        self._boundary = boundary
-        self._stages, (self._places, self._micro_batches) = stages, forward.shape
-        chunks = self._places // stages
-        self._todo = [list(passes(stages, s, self._micro_batches, chunks))[::-1] for s in range(stages)]
-        self._here: set[tuple[Kind, int, int]] = {("forward", 0, m) for m in range(self._micro_batches)}
-        self._free = [True] * self._stages
-        self._carries: dict[tuple[Kind, int], float] = {}
-        self._work: list[list[Work]] = [[] for _ in range(self._stages)]
-        self._heap: list[tuple[float, int, str, Kind, int, int]] = []
-        self._count = 0
-
-    def run(self, overhead: Floats) -> Timeline:
-        now = 0.0
-        for stage in range(self._stages):
-            self._begin(stage, now)
-        while self._heap:
-            now, _, what, kind, place, micro = heapq.heappop(self._heap)
-            if what == "end":
-                self._free[place % self._stages] = True
-                self._send(kind, place, micro, now)
-            else:
-                self._here.add((kind, place, micro))
-            self._begin(place % self._stages, now)
-        done = tuple(
-            StageTimeline(work=tuple(work), end=work[-1].stop + float(extra))
-            for work, extra in zip(self._work, overhead, strict=True)
-        )
-        return Timeline(seconds=max(stage.end for stage in done), stages=done)
-
-    def _place(self, stage: int, coming: Pass) -> int:
-        return coming.chunk * self._stages + stage
-
-    def _begin(self, stage: int, now: float) -> None:
-        """The stage's next pass, if it is free and the input is there."""
-        todo = self._todo[stage]
-        if not self._free[stage] or not todo:
-            return
-        kind, micro, chunk = todo[-1]
-        place = self._place(stage, todo[-1])
-        if (kind, place, micro) not in self._here:
-            return
-        todo.pop()
-        stop = now + float(self._times[kind][place, micro])
-        self._free[stage] = False
-        self._work[stage].append(Work(kind=kind, micro_batch=micro, start=now, stop=stop, chunk=chunk))
-        self._push(stop, "end", kind, place, micro)
-
-    def _send(self, kind: Kind, place: int, micro: int, now: float) -> None:
-        """To the next place; at the last one, forward turns into backward."""
-        if kind == "forward" and place == self._places - 1:
-            self._here.add(("backward", place, micro))
-            return
-        target = place + 1 if kind == "forward" else place - 1
-        if target < 0:
-            return
-        border = min(place, target)
-        link = border % self._stages  # all chunks of two stages go over one
-        arrival = max(now, self._carries.get((kind, link), 0.0)) + float(self._boundary[border])
-        self._carries[kind, link] = arrival
-        self._push(arrival, "arrival", kind, target, micro)
-
-    def _push(self, at: float, what: str, kind: Kind, place: int, micro: int) -> None:
-        heapq.heappush(self._heap, (at, self._count, what, kind, place, micro))
-        self._count += 1
 
 
 def interleaved_seconds(
@@ -174,14 +56,14 @@ def interleaved_seconds(
     chunks: int,
 ) -> float:
     """Seconds of a step of one interleaved pipeline of stages with so many chunks. forward, backward: [place],
-    of one micro-batch, places in the order in which it meets them; boundary: [place - 1], one way. Exact: what
-    `simulate` gives for the same times. Each pass is looked at once."""
+    of one micro-batch, places in the order in which it meets them; boundary: [place - 1], one way. Each pass is
+    looked at once."""
     ahead, back = np.asarray(forward, dtype=np.float64), np.asarray(backward, dtype=np.float64)
     if micro_batches < 1 or ahead.shape != back.shape or ahead.ndim != 1:
         refuse(f"timeline: {micro_batches} micro-batches, forward {ahead.shape} and backward {back.shape}")
-    stages, last = _stages(len(ahead), chunks), len(ahead) - 1
+    stages, last = stage_count(len(ahead), chunks), len(ahead) - 1
     seconds: dict[Kind, list[float]] = {"forward": ahead.tolist(), "backward": back.tolist()}
-    between = _each(boundary, last, "boundary").tolist()
+    between = checked_times(boundary, last, "boundary").tolist()
     todo = [iter(passes(stages, s, micro_batches, chunks)) for s in range(stages)]
     following = [next(order) for order in todo]
     # When an input is there: a pass's own, by (kind, place, micro-batch).
@@ -218,7 +100,7 @@ def one_f_one_b_seconds(forward: Times, backward: Times, boundary: Times, micro_
     """Seconds of a step of one pipeline, or of each of many with as many stages.
 
     forward, backward: [..., stage], of one micro-batch; boundary: [..., stage - 1], one way (may be empty for
-    none); the result has the leading dimensions. Exact: what `simulate` gives for the same times.
+    none); the result has the leading dimensions.
     """
     if micro_batches < 1:
         refuse(f"timeline: micro_batches must be at least 1, not {micro_batches}")

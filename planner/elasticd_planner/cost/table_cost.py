@@ -47,12 +47,15 @@ class TableCost:
         return self
 
     def equal(self) -> TableCost:
+        """The same cost with equal shares alone."""
         return replace(self, uneven=False) if self.uneven else self
 
     def widths(self, most: int) -> tuple[int, ...]:
+        """The sizes that a TP group may have, up to `most`: those that the table has a slowdown of."""
         return tuple(width for width, _ in self.slowdown if width <= most)
 
     def shares(self, rates: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+        """Shares worth trying for members of these rates, in parts of `PARTS`: equal ones first."""
         equal = (1,) * len(rates)
         if not self.uneven or len(set(rates)) == 1 or len(rates) > PARTS:
             return (equal,)
@@ -70,6 +73,7 @@ class TableCost:
         return True
 
     def group(self, rates: Sequence[float], shares: Sequence[int], link: Link) -> GroupCost:
+        """Units of one micro-batch in one layer on a TP group; embedding and head cost nothing."""
         width = len(rates)
         slowest = max(share * rate for share, rate in zip(shares, rates, strict=True))
         block = self._factor(width) * slowest * width / sum(shares)
@@ -82,6 +86,7 @@ class TableCost:
         raise KeyError(f"no slowdown for a TP group of {width}")
 
     def boundary(self, link: Link) -> float:
+        """Nothing: boundaries cost no units."""
         return 0.0
 
     @property
@@ -99,9 +104,11 @@ class TableCost:
         return size * self.full * shares[position] / sum(shares) + self.fixed + self.reserve
 
     def carried(self, copies: int, devices: int) -> float:
+        """Nothing: the format has no devices that carry state alone."""
         return 0.0
 
     def after(self, pipelines: int, fewest: int, link: Link, depth: int | None = None) -> float:
+        """Nothing: a step ends with its slowest pipeline."""
         return 0.0
 
     def bound(self, rates: Sequence[float], micro_batches: int) -> float:
@@ -110,6 +117,7 @@ class TableCost:
         return micro_batches * self.layers / (pace * sum(1 / rate for rate in rates))
 
     def paces(self, rates: Sequence[float], link: Link) -> Paces:
+        """The most that k groups of these devices, of one node, reach in sum(1 / block), for each k."""
         widths = self.widths(len(rates))
         if self.uneven:
             return by_speed(rates, {width: 1 / (self._factor(width) * width) for width in widths})

@@ -66,6 +66,7 @@ class Signal(Value, frozen=True, kw_only=True):
         return made, next((each.since for each in (up, down) if test.passed(each)), 0)
 
     def anew(self) -> Signal:
+        """The signal without evidence; its noise is known still."""
         return Signal(last=self.last, noise=self.noise, seen=self.seen)
 
 

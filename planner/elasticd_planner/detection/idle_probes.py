@@ -78,6 +78,7 @@ class ProbeState(Value, frozen=True, kw_only=True):
 
     @property
     def fresh(self) -> tuple[str, ...]:
+        """The devices whose last probe was not judged yet, by name."""
         return tuple(sorted(name for name, known in self.devices.items() if known.fresh))
 
     @property

@@ -41,6 +41,7 @@ class Episode(Value, frozen=True, kw_only=True):
     rate: float  # its last slowdown
 
     def steps(self, now: int) -> int:
+        """How many steps it has lasted by step `now`."""
         return (self.stop if self.stop is not None else now + 1) - self.start
 
 

@@ -161,26 +161,18 @@ def judged(
     return state, tuple(changes)
 
 
-def believed(
-    state: RateState, device: str, ratio: float, found: float | None, settings: DetectSettings, fleet: str
-) -> tuple[RateState, Change | None]:
-    """Sets a device's slowdown by a measurement outside of its steps.
-
-    Args:
-        ratio: how many times longer than `fleet` the device took.
-        found: its new slowdown; None: the old one stays.
-    """
-    state, changes = all_believed(state, {device: (ratio, found)}, settings, fleet)
-    return state, changes[0] if changes else None
-
-
 def all_believed(
     state: RateState,
     ratios: Mapping[str, tuple[float, float | None]],
     settings: DetectSettings,
     fleet: str,
 ) -> Observed:
-    """`believed` for several devices, each with its ratio and its new slowdown."""
+    """Sets slowdowns by measurements outside of the devices' steps.
+
+    Args:
+        ratios: by device: how many times longer than `fleet` it took, and its new slowdown; None: the old one
+            stays.
+    """
     judge = Judge(settings, max(settings.noise, state.noise), state.step, fleet)
     known, changes = dict[str, DeviceRate](), list[Change]()
     for device, (ratio, found) in ratios.items():

@@ -32,6 +32,7 @@ class Reduction(Value, frozen=True, kw_only=True):
 
     @property
     def owner(self) -> str:
+        """The device that has the sum."""
         return self.devices[0]
 
 

@@ -94,6 +94,7 @@ class Layouts:
         return self._layout(name, family.parameter if family.state is None else family.state)
 
     def layout(self, item: Item) -> TensorLayout:
+        """Who holds which box of an item."""
         return self.state(item.name) if item.role == "state" else self.value(item.name)
 
     def family(self, item: Item) -> Hashable:

@@ -53,6 +53,7 @@ class StoodIn(Layouts):
             self._of[item] = number, layout
 
     def layout(self, item: Item) -> TensorLayout:
+        """Which device has read which box of an item."""
         return self._of[item][1]
 
     def family(self, item: Item) -> Hashable:
@@ -61,8 +62,10 @@ class StoodIn(Layouts):
         return self._of[item][0]
 
     def boxes(self, item: Item, device: str) -> tuple[Box, ...]:
+        """The boxes of an item that one device has read."""
         return self._held.get(device, {}).get(item, ())
 
     def held(self, device: str) -> dict[Item, tuple[Box, ...]]:
+        """All that one device has read: the boxes of each item."""
         mine = self._held.get(device, {})
         return {item: mine[item] for item in self.items if mine.get(item)}

@@ -27,6 +27,7 @@ class Remains(Layouts):
         self._left: dict[tuple[Hashable, str], TensorLayout] = {}
 
     def layout(self, item: Item) -> TensorLayout:
+        """Who holds which box of an item still."""
         key = self.family(item), item.name
         if key not in self._left:
             whole = super().layout(item)
@@ -37,6 +38,7 @@ class Remains(Layouts):
         return self._left[key]
 
     def boxes(self, item: Item, device: str) -> tuple[Box, ...]:
+        """The boxes of an item that one device holds still."""
         if device in self._gone:
             return ()
         if device in self._stale and self._cut(item):
@@ -44,6 +46,7 @@ class Remains(Layouts):
         return super().boxes(item, device)
 
     def held(self, device: str) -> dict[Item, tuple[Box, ...]]:
+        """All that one device holds still: the boxes of each item."""
         found = {item: self.boxes(item, device) for item in self.items}
         return {item: boxes for item, boxes in found.items() if boxes}
 

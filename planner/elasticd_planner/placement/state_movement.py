@@ -32,10 +32,12 @@ class Held:
 
     @property
     def spans(self) -> tuple[Span, ...]:
+        """The layers that it holds, one span for each chunk."""
         return ((self.start, self.stop), *self.later)
 
     @property
     def layers(self) -> int:
+        """How many layers it holds."""
         return sum(stop - start for start, stop in self.spans)
 
     def common(self, start: int, stop: int, later: Sequence[Span] = ()) -> int:

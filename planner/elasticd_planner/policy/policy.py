@@ -62,6 +62,7 @@ class Price(Value, frozen=True, kw_only=True):
     bandwidth: float  # bytes a second
 
     def seconds(self, bytes_to_move: int) -> float:
+        """Seconds of a switch that moves so many bytes."""
         return self.pause_seconds + bytes_to_move / self.bandwidth
 
 

@@ -68,6 +68,7 @@ def cost_of(given: TableProblem) -> TableCost:
 
 
 def cluster_of(given: TableProblem) -> Cluster:
+    """The cluster of a problem file, its links where it names them."""
     links = given.cluster.links
     levels = {
         level: entry.link
@@ -110,6 +111,7 @@ def rates_of(problem: TableProblem) -> dict[str, float]:
 
 
 def search_space_of(given: TableProblem) -> SearchSpace:
+    """What the search may choose: whatever the file neither pins nor lacks the figures of."""
     pins, batch = given.pins, given.batch
     sizes = [n for n in range(1, batch.global_batch + 1) if batch.global_batch % n == 0]
     if batch.micro_batch is not None or given.model.times is None:

@@ -36,6 +36,7 @@ class LinkEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def link(self) -> Link:
+        """The link in bytes a second and seconds."""
         return Link(bandwidth=self.gb_per_s * 1e9, latency=self.latency_us / 1e6)
 
 
@@ -178,10 +179,12 @@ class BatchEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def size(self) -> int:
+        """Samples of a micro-batch, 1 where the file does not say."""
         return self.micro_batch or 1
 
     @property
     def micro_batches(self) -> int:
+        """Micro-batches of a step, all pipelines together."""
         return self.global_batch // self.size
 
 
@@ -273,6 +276,7 @@ TIMED_PINS = ("zero", "replicas", "recompute", "interleave")
 
 
 def positive(name: str, value: float) -> None:
+    """Raises Invalid for a value that is not positive and finite."""
     if not 0 < value < math.inf:
         refuse(f"{name} {value} must be positive")
 

@@ -21,6 +21,7 @@ SHARE_UNITS = 64
 
 
 def none_negative(entry: Value, *names: str) -> None:
+    """Raises Invalid where one of these fields is negative or not finite."""
     for name in names:
         if not 0 <= getattr(entry, name) < math.inf:
             refuse(f"{name} {getattr(entry, name)} must not be negative")

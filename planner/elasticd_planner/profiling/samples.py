@@ -39,6 +39,7 @@ class SectionTiming(Value, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> float:
+        """Seconds of forward and backward."""
         return self.forward + self.backward
 
 
@@ -83,6 +84,7 @@ class Samples(Value, frozen=True, kw_only=True):
     loss: bool = False
 
     def of(self, section: str) -> tuple[SectionTiming, ...]:
+        """The timings of one section."""
         return tuple(timing for timing in self.timings if timing.section == section)
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from elasticd_planner.cost.memory import most_layers
-from elasticd_planner.cost.model import reach, stage_times
+from elasticd_planner.cost.model import stage_times
 from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.search.balance.layer_split import Terms, best_layers, split_layers
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
@@ -87,12 +87,12 @@ class Selective:
         for position, stage in enumerate(stages):
             cost = task.cost.recomputing(stage.recompute)
             rates = [rate_of(task.rates, name) for name in stage.devices]
-            group = cost.group(rates, stage.shares, reach(task.cluster, stage.devices))
+            group = cost.group(rates, stage.shares, task.cluster.reach(stage.devices))
             last = position == depth - 1
             hop = 0.0
             if not last:
                 following = stages[position + 1].devices
-                hop = task.cost.boundary(reach(task.cluster, (*stage.devices, *following)))
+                hop = task.cost.boundary(task.cluster.reach((*stage.devices, *following)))
             most = most_layers(
                 cost,
                 stage.shares,

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from elasticd_planner.cost.memory import most_layers
-from elasticd_planner.cost.model import reach
 from elasticd_planner.grouping.node_partitions import GroupType
 from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.search.balance.layer_split import Terms, fill, split_layers
@@ -153,7 +152,7 @@ class Refiner:
             forward=np.array([kind.cost.forward for kind in kinds]),
             hop=np.array(
                 [
-                    [cost.boundary(reach(cluster, (*a.devices, *b.devices))) for b in chained.groups]
+                    [cost.boundary(cluster.reach((*a.devices, *b.devices))) for b in chained.groups]
                     for a in chained.groups
                 ]
             ),
@@ -217,7 +216,7 @@ class Refiner:
             first, last, hop = position == 0, position == depth - 1, 0.0
             if not last:
                 following = chained.groups[order[position + 1]].devices
-                hop = task.cost.boundary(reach(task.cluster, (*group.devices, *following)))
+                hop = task.cost.boundary(task.cluster.reach((*group.devices, *following)))
             most = self._most_layers(kind, first, depth - position)
             terms.append(Terms.of(kind.cost, (most,) * depth, first=first, last=last, hop=hop))
         return tuple(terms)
@@ -238,7 +237,7 @@ class Refiner:
 
     def type_of(self, group: NamedGroup) -> GroupType:
         """What a group costs and holds."""
-        cluster, link = self.task.cluster, reach(self.task.cluster, group.devices)
+        cluster, link = self.task.cluster, self.task.cluster.reach(group.devices)
         rates = tuple(rate_of(self.task.rates, name) for name in group.devices)
         memory = tuple(cluster.memory[name] for name in group.devices)
         key = (rates, group.shares, memory, link)

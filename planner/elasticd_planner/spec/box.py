@@ -28,10 +28,12 @@ class Box(Value, frozen=True, kw_only=True, order=True):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
+        """The box of a whole tensor of this shape."""
         return cls(start=(0,) * len(shape), stop=tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Elements in each dimension."""
         return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
@@ -41,6 +43,7 @@ class Box(Value, frozen=True, kw_only=True, order=True):
 
     @property
     def empty(self) -> bool:
+        """Whether it has no element."""
         return any(a == b for a, b in zip(self.start, self.stop, strict=True))
 
     def overlap(self, other: Box) -> Box | None:
@@ -52,6 +55,7 @@ class Box(Value, frozen=True, kw_only=True, order=True):
         return Box(start=start, stop=stop)
 
     def contains(self, other: Box) -> bool:
+        """Whether `other` lies within this box."""
         return all(
             a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True)
         )
@@ -155,6 +159,7 @@ class TensorLayout(Value, frozen=True, kw_only=True):
                 refuse(f"{self.name}: {holding.device} holds {holding.box}, outside of shape {self.shape}")
 
     def of(self, device: str) -> tuple[Box, ...]:
+        """The boxes that one device holds."""
         return tuple(holding.box for holding in self.holdings if holding.device == device)
 
 

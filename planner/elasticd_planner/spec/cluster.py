@@ -37,6 +37,7 @@ class Device(Value, frozen=True, kw_only=True):
 
     @property
     def node(self) -> str:
+        """The name of its node."""
         return node_of(self.name)
 
 
@@ -95,6 +96,7 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
 
     @property
     def devices(self) -> tuple[Device, ...]:
+        """All devices, node by node."""
         return tuple(device for node in self.nodes for device in node.devices)
 
     @cached_property
@@ -103,6 +105,7 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
         return {device.name: device.memory for device in self.devices}
 
     def device(self, name: str) -> Device:
+        """The device of this name. Raises Invalid where there is none."""
         for device in self.devices:
             if device.name == name:
                 return device

@@ -49,9 +49,3 @@ class Measurement(Value, frozen=True, kw_only=True):
     lengths: dict[int, int] = msgspec.field(default_factory=dict)
     memory_bytes: int = 0
     modalities: dict[str, int] = msgspec.field(default_factory=dict)
-
-    @property
-    def effective_length(self) -> float:
-        """The length of the sequence that a token is in, on average over tokens (0: not known): what attention
-        costs a token grows with it."""
-        return self.squares / self.tokens if self.tokens else 0.0

@@ -151,6 +151,7 @@ class ModelSpec(Value, frozen=True, kw_only=True):
         return dict(self.ties).get(name, name)
 
     def units_of(self, kind: str) -> Units:
+        """The units of this kind. Raises Invalid where there are none."""
         for units in self.units:
             if units.kind == kind:
                 return units

@@ -129,6 +129,7 @@ class Pipeline(Value, frozen=True, kw_only=True):
 
     @property
     def layers(self) -> int:
+        """How many blocks the model has: every pipeline has all of them."""
         return self.spans[-1][1]
 
 
@@ -223,6 +224,7 @@ class Seats:
 
     @classmethod
     def of(cls, plan: Plan) -> Seats:
+        """The members of a plan that compute."""
         pipelines = [pipeline for module in plan.modules for pipeline in module.pipelines]
         stages = [stage for _, _, stage in plan.walk()]
         counts, layers = zip(*((len(pipeline.stages), pipeline.layers) for pipeline in pipelines), strict=True)
@@ -309,6 +311,7 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
 
     @property
     def modules(self) -> tuple[ModulePlan, ...]:
+        """The modules of the one strategy."""
         return self.strategies[0].modules
 
     @property
@@ -349,15 +352,19 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
         return Seats.of(self)
 
     def rank(self, device: str) -> int:
+        """The rank of a member. Raises ValueError for any other device."""
         return self.members.index(device)
 
     def pipeline(self, place: Place) -> Pipeline:
+        """The pipeline of a place."""
         return self.modules[place.module].pipelines[place.pipeline]
 
     def stage(self, place: Place) -> Stage:
+        """The stage of a place."""
         return self.pipeline(place).stages[place.stage]
 
     def replace(self, **changes: Any) -> Plan:
+        """The plan with other values of some fields, checked anew."""
         return msgspec.structs.replace(self, **changes)
 
     @cached_property
@@ -375,6 +382,7 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
         return hashlib.sha256(msgspec.json.encode(body)).hexdigest()[:16]
 
     def to_json(self) -> bytes:
+        """The plan as JSON, which `from_json` reads."""
         return msgspec.json.encode(self)
 
     @classmethod
