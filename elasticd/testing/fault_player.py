@@ -24,9 +24,9 @@ from elasticd.testing.cluster import PATIENCE
 from elasticd.testing.network_cut import Severed, pair_of
 from elasticd.testing.script_faults import Place, Planted, plant, taken, withdraw
 
-#: What a real cluster can be done; a partition needs its network. A shift needs a dataset that allows it.
+#: What a real cluster can be done; a partition needs its network, a shift a dataset of its own.
 KINDS = (
-    *("slow", "recover", "kill", "freeze", "thaw", "cut", "heal", "restart", "takeover", "shift"),
+    *("slow", "recover", "kill", "freeze", "thaw", "cut", "heal", "restart", "takeover"),
     *("hang", "pause", "raise", "sever", "unmet"),
 )
 #: What may cost the job the copies of state that its devices hold.
@@ -306,8 +306,6 @@ class FaultPlayer:
                 self._cut[fault.node] = time.monotonic()
             case "restart":
                 cluster.restart_agent(fault.node)
-            case "shift":
-                cluster.chaos().shift(JOB, fault.tokens)
             case _:
                 cluster.kill_leader()
         return True

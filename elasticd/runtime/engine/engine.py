@@ -151,7 +151,7 @@ class Engine:
     ) -> None:
         self.plan, self.device, self.local, self.fabric = layouts.plan, fabric.me, local, fabric
         self.layouts = layouts
-        self._recipe, self._groups = recipe.read_as(layouts.plan), groups
+        self._recipe, self._groups = recipe, groups
         precision = recipe.precision
         self.scaler = LossScaler(precision.scale) if precision is not None and precision.scale else None
         if precision is not None:
