@@ -23,7 +23,7 @@ MEMORY = 9_200_000
 FORWARD = 3e-4
 #: Steps from which on windows have 512 tokens, 2,048, and 256 as before: time enough to answer each, and to
 #: measure the plan that the second is answered with.
-FIRST, SECOND, BACK = 60, 110, 160
+FIRST, SECOND, BACK = 40, 70, 104
 #: Steps of a plan whose median is compared with its prediction, after its first.
 STEPS = 6
 #: Seconds within which anything happens, on a busy machine.
@@ -39,17 +39,20 @@ class Run:
 
     @property
     def job(self) -> JobStatus:
+        """The job as its leader sees it."""
         found = self.api.status().job(JOB)
         assert found is not None
         return found
 
     @property
     def plan(self) -> Plan:
+        """The plan in force."""
         plan = self.job.plan
         assert plan is not None
         return plan
 
     def events(self, kind: str) -> list[dict[str, Any]]:
+        """The leader's events of a kind."""
         return self.cluster.events(kind)
 
     def until(self, condition: Callable[[], object]) -> None:

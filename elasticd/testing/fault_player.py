@@ -56,6 +56,7 @@ class LedgerSteps:
         self.moved = time.monotonic()
 
     def look(self) -> int:
+        """Reads what was added to the ledgers; how many steps the scripts were given so far."""
         for path in self._folder.glob("ledger-*.jsonl"):
             size = path.stat().st_size
             if size == self._read.get(path):
