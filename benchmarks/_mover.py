@@ -32,7 +32,7 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.comm.sockets import tcp_sockets
-from tests.migration.files import Files
+from tests.file_key_value import FileKeyValue
 
 #: Bytes of one message of the plain exchange.
 LARGE = 64 << 20
@@ -42,6 +42,7 @@ SIZES = {role: 4 * len(planes) for role, planes in PLANES.items()}
 
 
 def members_of(old: Plan, new: Plan) -> tuple[str, ...]:
+    """The members of both plans, those of the old one first."""
     return tuple(dict.fromkeys((*old.members, *new.members)))
 
 
@@ -127,37 +128,68 @@ def timed(group: Group, work: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - start, time.process_time() - spent
 
 
+class Mover:
+    """One rank's part of a scene: makes the rounds, and moves the state by them, as a switch does."""
+
+    def __init__(self, group: Group, before: Plan, after: Plan) -> None:
+        self._group, self._before, self._after = group, before, after
+        self._old, self.new = Layouts(SPEC, before), Layouts(SPEC, after)
+        self.state = state_of(self._old, group.me)
+        self.sizes = {item: SIZES[item.role] for item in self.new.items}
+        self.moved: list[Moved] = []  # what was moved; the caller frees it when no clock runs
+
+    def pairs(self) -> dict[tuple[str, str], int]:
+        """Bytes that go from each device to each other one."""
+        pairs: dict[tuple[str, str], int] = {}
+        for transfer in reshard(self._old, self.new, self.sizes):
+            pair = transfer.source, transfer.destination
+            element = sum(self.sizes[item] for item in transfer.items)
+            pairs[pair] = pairs.get(pair, 0) + transfer.box.size * element
+        return pairs
+
+    def lacking(self) -> int:
+        """Bytes that the new holders lack, counted by box differences alone."""
+        return sum(bytes_lacking(self._old, self.new, self.sizes).values())
+
+    def rounds(self) -> PreparedMove | None:
+        """What is made while training goes on, with fresh layouts."""
+        old, new = Layouts(SPEC, self._before), Layouts(SPEC, self._after)
+        return prepare_move(old, new, self.state.schema(), self._transport())
+
+    def move(self, rounds: PreparedMove | None) -> None:
+        """Moves the state, and waits until all ranks have said ok."""
+        transport = self._transport()
+        self.moved.append(migrate(self._old, self.new, self.state, transport, prepared=rounds))
+        self._group.all_gather(torch.ones(1))
+        transport.drain()
+
+    def _transport(self) -> ProcessGroupTransport:
+        group = self._group
+        return ProcessGroupTransport(group.backend, group.members, group.me, group.all_gather)
+
+
 def main(folder: str, rank: int, address: str, scene: str, repeats: int) -> dict[str, object]:
+    """Plays a scene and says what it took.
+
+    Args:
+        folder: of the files by which the ranks find each other.
+        rank: this process's.
+        address: where it can be reached.
+        scene: of SCENES.
+        repeats: how often it is timed, after one time that is not.
+
+    Returns:
+        Seconds of the plain exchange and of the move, in turns, and the bytes of the last move.
+    """
     torch.set_num_threads(1)
     before, after = SCENES[scene]
     members = members_of(before, after)
-    plan_groups = PlanGroups("bench", members[rank], address, Files(Path(folder) / "store"))
+    plan_groups = PlanGroups("bench", members[rank], address, FileKeyValue(Path(folder) / "store"))
     group = plan_groups.group(members, "transition")
-    old, new = Layouts(SPEC, before), Layouts(SPEC, after)
-    state = state_of(old, group.me)
-    sizes = {item: SIZES[item.role] for item in new.items}
-    pairs: dict[tuple[str, str], int] = {}
-    for transfer in reshard(old, new, sizes):
-        pair = transfer.source, transfer.destination
-        element = sum(sizes[item] for item in transfer.items)
-        pairs[pair] = pairs.get(pair, 0) + transfer.box.size * element
-    lacking = sum(bytes_lacking(old, new, sizes).values())
+    mover = Mover(group, before, after)
+    pairs, lacking = mover.pairs(), mover.lacking()
     assert lacking == sum(pairs.values())
     plain = Plain(group, pairs)
-    result: list[Moved] = []
-
-    def move(rounds: PreparedMove | None) -> None:
-        """As a switch does, until all have said ok."""
-        transport = ProcessGroupTransport(group.backend, group.members, group.me, group.all_gather)
-        result.append(migrate(old, new, state, transport, prepared=rounds))
-        group.all_gather(torch.ones(1))
-        transport.drain()
-
-    def prepared() -> PreparedMove | None:
-        """What is made while training goes on, with fresh layouts."""
-        transport = ProcessGroupTransport(group.backend, group.members, group.me, group.all_gather)
-        return prepare_move(Layouts(SPEC, before), Layouts(SPEC, after), state.schema(), transport)
-
     seconds: list[tuple[float, float]] = []
     cpu: list[tuple[float, float]] = []
     ahead: list[float] = []
@@ -165,18 +197,18 @@ def main(folder: str, rank: int, address: str, scene: str, repeats: int) -> dict
         sent, sent_cpu = timed(group, plain)
         wire = acknowledged()
         began = time.perf_counter()
-        rounds = prepared()
+        rounds = mover.rounds()
         took = time.perf_counter() - began
-        moved, moved_cpu = timed(group, partial(move, rounds))
+        moved, moved_cpu = timed(group, partial(mover.move, rounds))
         wire = acknowledged() - wire
         if turn == 0:
-            check(result[0].state, new, group.me)
+            check(mover.moved[0].state, mover.new, group.me)
             continue  # memory was touched for the first time, which takes most of the time
         seconds.append((sent, moved))
         cpu.append((sent_cpu, moved_cpu))
         ahead.append(took)
-        result[:-1] = []
-        last = result.pop()
+        del mover.moved[:-1]
+    last = mover.moved[-1]
     group.all_gather(torch.ones(1))
     return {
         "seconds": seconds,
@@ -186,7 +218,7 @@ def main(folder: str, rank: int, address: str, scene: str, repeats: int) -> dict
         "wire": wire,
         "sent": last.bytes_sent,
         "beside": last.bytes_sealed,
-        "tensors": sum(len(s.planes) for tensor in state.tensors.values() for s in tensor.shards),
+        "tensors": sum(len(s.planes) for tensor in mover.state.tensors.values() for s in tensor.shards),
     }
 
 

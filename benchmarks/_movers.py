@@ -19,6 +19,7 @@ WARM = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 36), "MALLOC
 
 
 def environment() -> dict[str, str]:
+    """One thread for each process, and memory that is warm after the first time."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}:{HERE}", **WARM}
 
 

@@ -1,5 +1,5 @@
 """A real job on emulated devices whose data shifts: the standard library's files in windows of 256 tokens, then
-of 512, of 2,048, and of 256 again, by `elasticd chaos shift`."""
+of 512, of 2,048, and of 256 again (`train_shifting.ShiftingLibrary`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 from _results import Row, row
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.chaos.client import Chaos
 from elasticd.client import Api, JobStatus
 from elasticd.testing.waiting import until
 from tests.integration import train_shifting
@@ -22,6 +21,9 @@ MEMORY = 9_200_000
 #: Seconds of a token in a block, forward; backward takes twice as long. Much, so that what a busy machine takes
 #: for the real computation is little.
 FORWARD = 3e-4
+#: Steps from which on windows have 512 tokens, 2,048, and 256 as before: time enough to answer each, and to
+#: measure the plan that the second is answered with.
+FIRST, SECOND, BACK = 40, 70, 104
 #: Steps of a plan whose median is compared with its prediction, after its first.
 STEPS = 6
 #: Seconds within which anything happens, on a busy machine.
@@ -37,27 +39,29 @@ class Run:
 
     @property
     def job(self) -> JobStatus:
+        """The job as its leader sees it."""
         found = self.api.status().job(JOB)
         assert found is not None
         return found
 
     @property
     def plan(self) -> Plan:
+        """The plan in force."""
         plan = self.job.plan
         assert plan is not None
         return plan
 
     def events(self, kind: str) -> list[dict[str, Any]]:
+        """The leader's events of a kind."""
         return self.cluster.events(kind)
 
     def until(self, condition: Callable[[], object]) -> None:
         """Returns when it is true."""
         until(condition, lambda: [event["text"] for event in self.cluster.events()], seconds=PATIENCE)
 
-    def shift(self, tokens: int) -> int:
-        """Orders it; returns the first step that is read so."""
-        Chaos(self.api).shift(JOB, tokens)
-        self.until(lambda: self.plan.sequence == tokens)
+    @property
+    def recorded(self) -> int:
+        """The first step of the plan in force."""
         return int(self.events("recorded")[-1]["data"]["step"])
 
     def answered(self, shifts: int) -> None:
@@ -87,32 +91,27 @@ class Run:
 def shifting() -> Iterator[Row]:
     """The rows."""
     with Cluster({"a": 1, "b": 1}, forward=FORWARD, memory=MEMORY) as cluster:
-        cluster.run(Path(train_shifting.__file__), steps=1_000_000)
+        shifts = [(FIRST, SECOND, 512), (SECOND, BACK, 2048)]
+        cluster.run(Path(train_shifting.__file__), steps=1_000_000, shifts=shifts)
         run = Run(cluster)
         run.until(lambda: cluster.events("fitted"))
         first = run.plan
-        run.shift(512)
         run.answered(1)
         switched = run.plan.strategies != first.strategies
         yield _row("emulated, 256 to 512 tokens, which pays nothing: switches", int(switched), "", 0)
 
-        began = run.shift(2048)
-        ordered = run.plan.number
+        before = run.plan.number
         run.answered(2)
-        run.until(lambda: run.plan.number > ordered)
-        longer = run.plan
-        told = int(run.events("recorded")[-1]["data"]["step"]) - began
+        run.until(lambda: run.plan.number > before)
+        longer, told = run.plan, run.recorded - SECOND
         yield _row("emulated, 512 to 2,048 tokens: steps until another plan ran", told, "steps", 20)
         assert longer.prediction is not None
         most = max(longer.prediction.memory.values()) / MEMORY
         yield _row("emulated, 2,048 tokens: fullest device, part of its memory", most, "", 1)
         yield _off("emulated, 2,048 tokens: step off the planner's prediction", run, longer)
 
-        began = run.shift(0)
-        ordered = run.plan.number
-        run.until(lambda: run.plan.number > ordered)
-        back = run.plan
-        told = int(run.events("recorded")[-1]["data"]["step"]) - began
+        run.until(lambda: run.plan.number > longer.number)
+        back, told = run.plan, run.recorded - BACK
         yield _row("emulated, back to 256 tokens: steps until the first plan ran again", told, "steps", 20)
         same = int(back.strategies == first.strategies)
         yield row(

@@ -26,7 +26,7 @@ from elasticd.runtime.engine.engine import Engine, first_state, make_engine
 from elasticd.runtime.engine.pipeline_stage import Pace
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model
-from tests.migration.files import Files
+from tests.file_key_value import FileKeyValue
 
 SEED = 1
 CONFIG = DecoderConfig(vocabulary=256, width=256, layers=4, heads=8, kv_heads=4, hidden=704)
@@ -129,7 +129,7 @@ def engine_of(
     )
     me = plan.members[rank]
     layouts = Layouts(recipe.model.spec, plan)
-    plan_groups = PlanGroups("bench", me, address, Files(folder / "ours"))
+    plan_groups = PlanGroups("bench", me, address, FileKeyValue(folder / "ours"))
     engine = make_engine(recipe, layouts, plan_groups, pace)
     engine.adopt(first_state(recipe.model, layouts, me, SEED))
     return engine

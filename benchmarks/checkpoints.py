@@ -55,6 +55,7 @@ def model(layers: int) -> ModelSpec:
 
 
 def scene(layers: int) -> tuple[JobSpec, Layouts, LocalState]:
+    """A model of so many layers, all of it and its AdamW state on one device."""
     spec = JobSpec(
         job="bench", model=model(layers), global_batch=1, micro_batch=1, samples=1, sample_tokens=1.0, seed=0
     )
@@ -78,6 +79,7 @@ def scene(layers: int) -> tuple[JobSpec, Layouts, LocalState]:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Writes the checkpoints that are measured, and the rows. `arguments`: the number of layers, or nothing."""
     torch.set_num_threads(1)
     layers = int(arguments[0]) if arguments else LAYERS
     spec, layouts, state = scene(layers)
@@ -114,6 +116,7 @@ class Gang:
 
 
 def measured(folder: Path, spec: JobSpec, layouts: Layouts, state: LocalState) -> list[Row]:
+    """Rows of saving and loading `state` by elasticd and by DCP, in turns."""
     ours, theirs = folder / "ours", folder / "theirs"
     gang = Gang(ours, spec, layouts, state)
     tensors = {
@@ -218,6 +221,7 @@ def steps(gang: Gang) -> list[Row]:
 
 
 def read(path: Path, layouts: Layouts, state: LocalState) -> None:
+    """Loads a checkpoint and compares the first tensor with what was saved."""
     manifest = look(path).manifest
     assert manifest is not None
     held = layouts.held(DEVICE)
@@ -229,6 +233,7 @@ def read(path: Path, layouts: Layouts, state: LocalState) -> None:
 
 
 def seconds(work: Callable[[], object]) -> float:
+    """Seconds that `work` takes by the clock."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -43,54 +43,66 @@ def rows(made: DemoReport) -> Iterator[Row]:
     met = {check.name: check.met for check in made.checks}
     for speed in made.speeds:
         yield from _speed(speed)
+    yield from _over_prediction(made, met)
+    yield _over_best_without(made, met)
+    yield from _over_ideal(made)
+    for switch in made.switches:
+        yield from _switch(switch)
+    yield from _promises(made, met)
+
+
+def _over_prediction(made: DemoReport, met: Mapping[str, bool]) -> Iterator[Row]:
+    """Throughput over what the planner predicted, while all devices are healthy and after the replan."""
     healthy, after = made.speeds[0], made.speeds[2]
     if healthy.predicted is not None:
         ratio = healthy.measured / healthy.predicted
-        yield row(
+        yield _ratio(
             "healthy, measured over predicted",
             ratio,
-            "",
             goal=f">= {LEAST_OF_PREDICTED}",
             met=ratio >= LEAST_OF_PREDICTED,
             noise=healthy.noise,
-            kind="emulated",
         )
     if after.predicted is not None:
-        yield row(
+        yield _ratio(
             "after the replan, measured over predicted",
             after.measured / after.predicted,
-            "",
             goal=f">= {LEAST_OF_PREDICTED}",
             met=met["as predicted"],
             noise=after.noise,
-            kind="emulated",
         )
+
+
+def _over_best_without(made: DemoReport, met: Mapping[str, bool]) -> Row:
+    """Throughput after the replan over what is best where the slow device is left out."""
     if made.without_slow is None:
-        without = row("best plan without the slow device", "does not fit", "", kind="emulated")
-    else:
-        without = row(
-            "after the replan, measured over the best plan without the slow device",
-            after.measured / made.without_slow,
-            "",
-            goal="> 1",
-            met=met["better than without"],
-            noise=after.noise,
-            kind="emulated",
-        )
-    yield without
-    yield row("healthy / (N/sum(1/x))", made.ideal, "tokens/s", kind="emulated")
+        return row("best plan without the slow device", "does not fit", "", kind="emulated")
+    after = made.speeds[2]
+    return _ratio(
+        "after the replan, measured over the best plan without the slow device",
+        after.measured / made.without_slow,
+        goal="> 1",
+        met=met["better than without"],
+        noise=after.noise,
+    )
+
+
+def _over_ideal(made: DemoReport) -> Iterator[Row]:
+    """Throughput after the replan over what all devices' speed used perfectly would give."""
+    after = made.speeds[2]
     used = after.measured / made.ideal
-    yield row(
+    yield row("healthy / (N/sum(1/x))", made.ideal, "tokens/s", kind="emulated")
+    yield _ratio(
         "after the replan, measured over healthy / (N/sum(1/x))",
         used,
-        "",
         goal=f">= {LEAST_OF_YARDSTICK}",
         met=used >= LEAST_OF_YARDSTICK,
         noise=after.noise,
-        kind="emulated",
     )
-    for switch in made.switches:
-        yield from _switch(switch)
+
+
+def _promises(made: DemoReport, met: Mapping[str, bool]) -> Iterator[Row]:
+    """What must hold whatever the speed: bytes, processes, samples, loss, and an emulation that was in time."""
     yield row(
         "bytes on the wire over those lacking",
         sum(switch.bytes_wire for switch in made.switches)
@@ -132,6 +144,11 @@ def _switch(switch: Switch) -> Iterator[Row]:
     yield row(f"{name}: bytes on the wire", switch.bytes_wire, "bytes")
     yield row(f"{name}: bytes that the new holders lacked", switch.bytes_lacking, "bytes")
     yield row(f"{name}: bytes of the whole state", switch.bytes_state, "bytes")
+
+
+def _ratio(name: str, value: float, *, goal: str, met: bool, noise: float) -> Row:
+    """A ratio of speeds, which are emulated."""
+    return row(name, value, "", goal=goal, met=met, noise=noise, kind="emulated")
 
 
 def _yes(name: str, met: bool) -> Row:

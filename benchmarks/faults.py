@@ -63,6 +63,7 @@ BANDWIDTH = 1e9
 
 
 def p95(values: Sequence[float]) -> float:
+    """The least of the values that 95 % of them do not exceed."""
     ordered = sorted(values)
     return ordered[math.ceil(0.95 * len(ordered)) - 1]
 
@@ -269,6 +270,7 @@ def _unit(what: str) -> str:
 
 
 def evictions(minutes: float) -> Iterator[Row]:
+    """Rows of a machine under load on which nobody may be fenced off."""
     yield from _loaded.rows(minutes, NODES)
 
 
@@ -292,6 +294,7 @@ FULL, FULL_OF_PEERS, FULL_MINUTES = 60, 20, 30.0
 
 
 def main() -> int:
+    """Plays the parts that were asked for; 1 where a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--injections", type=int, default=FULL, metavar="N", help="of each kind")
     parser.add_argument("--minutes", type=float, default=FULL_MINUTES, help="of the evictions")

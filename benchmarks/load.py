@@ -71,6 +71,7 @@ WARM = 5
 
 @contextmanager
 def running(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """A program of this folder with its pipes, ended by the end of the `with`."""
     command = [sys.executable, str(HERE / program), *map(str, arguments)]
     process = subprocess.Popen(
         command,
@@ -157,6 +158,7 @@ def rows_of(name: str, found: Figures, rate: int) -> Iterator[Row]:
 
 
 def at_most(name: str, milliseconds: float, most: float) -> Row:
+    """A row of milliseconds with the most that they may be."""
     met = milliseconds <= most
     return row(name, round(milliseconds, 1), "ms", kind="measured", goal=f"<= {most:g}", met=met)
 
@@ -275,6 +277,7 @@ def measured(part: str, given: argparse.Namespace, place: Path) -> Iterator[Row]
 
 
 def main() -> int:
+    """Plays the loads that were asked for; 1 where a goal is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--agents", type=int, default=AGENTS)
     parser.add_argument("--devices", type=int, default=DEVICES)

@@ -39,6 +39,7 @@ WORDS = {
 
 
 def ratio_row(name: str, ratios: Sequence[float], goal: float | None) -> Row:
+    """The median of ratios with the spread between them, and the least that it should be."""
     middle = statistics.median(ratios)
     spread = (max(ratios) - min(ratios)) / middle
     if goal is None:
@@ -47,6 +48,7 @@ def ratio_row(name: str, ratios: Sequence[float], goal: float | None) -> Row:
 
 
 def loopback_rows(scene: str, ranks: int) -> Iterator[Row]:
+    """A scene between processes of this machine: speed, preparation, bytes."""
     found = gang("_mover.py", ["127.0.0.1"] * ranks, [scene, str(REPEATS)])
     seconds = found[0]["seconds"]
     ratios = [plain / move for plain, move in seconds]
@@ -62,6 +64,7 @@ def loopback_rows(scene: str, ranks: int) -> Iterator[Row]:
 
 
 def speed_row(name: str, found: Sequence[dict[str, Any]]) -> Row:
+    """Bytes that were lacking over the median second of the move."""
     taken = [move for _, move in found[0]["seconds"]]
     middle = statistics.median(taken)
     return row(name, found[0]["lacking"] / middle / 1e9, "GB/s", noise=(max(taken) - min(taken)) / middle)
@@ -151,6 +154,7 @@ def restart(folder: Path) -> float:
 
 
 def rows() -> Iterator[Row]:
+    """All rows, one scene after the other."""
     yield from loopback_rows("join", 2)
     yield from loopback_rows("recut", 4)
     yield from link_rows()

@@ -62,6 +62,7 @@ CLOSE = 2.5e-4
 
 
 def value(planned: Planned) -> float:
+    """The seconds that the plan was chosen for: of a steady step, or of a whole one."""
     assert planned.figures is not None, planned.refusal
     return planned.figures.steady if planned.objective == "steady" else planned.figures.step
 
@@ -78,6 +79,7 @@ def timed(work: Callable[[], Planned], times: int = 5) -> tuple[Planned, float, 
 
 
 def at_most(name: str, found: float, limit: float, unit: str, noise: float | None = None) -> Row:
+    """A row with the most that its value may be."""
     return row(name, found, unit, goal=f"<= {limit:g}", met=found <= limit * (1 + 1e-9), noise=noise)
 
 
@@ -232,6 +234,7 @@ def subproblem_rows(count: int = 2000) -> list[Row]:
 
 
 def pipeline_time(terms: Sequence[Terms], layers: Sequence[int], m: int) -> float:
+    """Seconds of a pipeline by the formula; infinite where memory does not hold the layers."""
     if any(n > t.most[min(m, len(terms)) - 1] for n, t in zip(layers, terms, strict=True)):
         return math.inf
     stages = [t.block * n + t.fixed for n, t in zip(layers, terms, strict=True)]
@@ -239,6 +242,7 @@ def pipeline_time(terms: Sequence[Terms], layers: Sequence[int], m: int) -> floa
 
 
 def deals_as_enumerated(rng: random.Random) -> bool:
+    """Whether a drawn split of micro-batches takes no longer than the best of all splits."""
     lines = []
     for _ in range(rng.randint(1, 4)):
         many = rng.randint(1, 3)
@@ -341,6 +345,7 @@ def time_rows() -> list[Row]:
 
 
 def same_digest() -> str:
+    """ "equal" or "different": the digests of one plan that processes with other hash seeds made."""
     code = "import sys, elasticd_planner; print(elasticd_planner.plan(sys.stdin.read()).digest)"
     text = json.dumps({**REFERENCE["problems"]["110b"], "rates": STRAGGLERS})
     found = {
@@ -373,6 +378,7 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
 
 
 def main() -> int:
+    """Makes the parts that were asked for; 1 where a goal is missed."""
     parser = argparse.ArgumentParser(description="The planner's figures.")
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all without any")
     parser.add_argument("--seed", type=int, help="that draws the problems of 'drawn' (default: a fresh one)")

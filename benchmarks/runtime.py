@@ -47,6 +47,7 @@ def slowest(found: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def peer_rows(scene: str) -> Iterator[Row]:
+    """A scene trained by elasticd and by plain torch in turns, and the ratio of their step times."""
     name, most = PEERS[scene]
     found = gang("_runtime_sides.py", ["127.0.0.1"] * 2, [scene, str(PAIRS)], seconds=900)
     apart = agreement(found)
@@ -141,6 +142,7 @@ def length_rows() -> Iterator[Row]:
 
 
 def cost_rows() -> Iterator[Row]:
+    """What a vote and the telemetry of a step cost."""
     found = gang("_runtime_cost.py", ["127.0.0.1"] * 4, [str(VOTES)], seconds=900)
     votes, bare = slowest(found, "vote"), slowest(found, "bare")
     yield from ratio_rows("four ranks: the vote over a bare all-gather of its size", ratio(votes, bare), 1.3)
@@ -159,6 +161,7 @@ def cost_rows() -> Iterator[Row]:
 
 
 def rows() -> Iterator[Row]:
+    """All rows, those of elasticd beside plain torch first."""
     for scene in PEERS:
         yield from peer_rows(scene)
     for scene in PLANS:

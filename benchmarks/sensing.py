@@ -52,6 +52,7 @@ class Run:
     shifts: list[Shift] = field(default_factory=list)
 
     def play(self) -> Run:
+        """Feeds all steps of the trace to detection."""
         data = ShiftState()
         for step, measured in enumerate(self.trace.steps(0, self.steps)):
             self.state, found = observe(self.state, measured, SETTINGS)
@@ -111,10 +112,12 @@ def part(values: Sequence[float], share: float) -> float:
 
 
 def at_most(name: str, value: float, most: float, unit: str) -> Row:
+    """A row with the most that its value may be."""
     return row(name, value, unit, kind="simulated", goal=f"<= {most:g}", met=value <= most)
 
 
 def slow_devices() -> Iterator[Row]:
+    """How soon devices of several slowdowns are found, and how exactly."""
     tenth = slowed(1.1, 24, 2)
     yield at_most("1.10x slow: found, median", part(tenth.delays, 0.5), 10, "steps")
     yield at_most("1.10x slow: found, p95", part(tenth.delays, 0.95), 20, "steps")
@@ -132,6 +135,7 @@ def slow_devices() -> Iterator[Row]:
 
 
 def quiet() -> Iterator[Row]:
+    """Alarms in traces in which nothing happens."""
     runs = [Run(Trace(seed=SEEDS + seed), QUIET_STEPS) for seed in range(QUIET_SEEDS)]
     began = time.process_time()
     alarms = [change for run in runs for change in run.play().changes if change.kind == "slow"]
@@ -146,6 +150,7 @@ def quiet() -> Iterator[Row]:
 
 
 def shifted() -> Iterator[Row]:
+    """Traces whose lengths double: how soon that is found, and whether a device is blamed for it."""
     delays, slow = [], 0
     for seed in range(8):
         run = Run(Trace(seed=SEEDS + seed, data=Data(shifted=60)), 110).play()
@@ -156,6 +161,7 @@ def shifted() -> Iterator[Row]:
 
 
 def other_troubles() -> Iterator[Row]:
+    """A recovery, a device slow from the start, a slow drift, a flapping device, and slow links."""
     device = "n3/5"
     recovering = Run(
         Trace(seed=SEEDS, troubles=(Trouble(device=device, factor=3, start=20, stop=50),)), 80
@@ -181,6 +187,7 @@ def other_troubles() -> Iterator[Row]:
 
 
 def links() -> Iterator[Row]:
+    """A slow link between two nodes."""
     slow = SlowLink(source="n2", target="n3", factor=3, start=30)
     trace = Trace(seed=SEEDS, links=(slow,))
     state, told = LinkState(), []
@@ -194,6 +201,7 @@ def links() -> Iterator[Row]:
 
 
 def main() -> int:
+    """Makes all rows; 1 where a goal is missed."""
     return finish("sensing", [*slow_devices(), *quiet(), *shifted(), *other_troubles(), *shifting()])
 
 

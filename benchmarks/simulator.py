@@ -36,6 +36,7 @@ WALL_SECONDS = {"day-1024": 120.0}
 
 
 def main(names: Sequence[str]) -> int:
+    """Plays the scenarios of these names, or all; 1 where a goal is missed."""
     found = {path.stem: path for path in sorted(SCENARIOS.glob("*.toml"))}
     if wrong := set(names) - found.keys():
         raise SystemExit(f"no scenario is called {min(wrong)}; there are: {', '.join(found)}")
@@ -60,6 +61,7 @@ class Timed(Planner):
         self.spent: list[float] = []
 
     def plan(self, problem: Problem) -> Answer:
+        """The answer of the planner, whose processor seconds are kept."""
         began = time.process_time()
         answer = super().plan(problem)
         self.spent.append(time.process_time() - began)

@@ -143,10 +143,6 @@ class Api:
         body = {"action": action, "node": nodes[0], "other": nodes[1], "seconds": seconds, "one_way": one_way}
         self._ask("POST", "/v1/chaos", msgspec.json.encode(body))
 
-    def shift(self, job: str, tokens: int) -> None:
-        """Has a job read its data in sequences of so many tokens; 0: as they are."""
-        self._ask("POST", "/v1/chaos", msgspec.json.encode({"action": "shift", "job": job, "tokens": tokens}))
-
     def _read(self, path: str, kind: type[T], method: str = "GET", body: bytes | None = None) -> T:
         try:
             return decoded_as(kind, json_for_terminal(self._ask(method, path, body)))

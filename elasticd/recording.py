@@ -33,7 +33,6 @@ from elasticd.machines.job.state.events import (
     Paced,
     Planned,
     Received,
-    Reread,
     StopAsked,
     Unwritten,
     Write,
@@ -48,7 +47,6 @@ EVENTS: dict[str, type] = {
     "planned": Planned,
     "unwritten": Unwritten,
     "device-speed": Paced,
-    "samples-reread": Reread,
     "fault-injected": Harmed,
     "configured": Configured,
     "drain": NodeDrained,
@@ -56,6 +54,8 @@ EVENTS: dict[str, type] = {
     "forget-job": ForgetAsked,
     "tick": CoordinatorTick,
 }
+#: Events of older releases that the machine does not have any more: reading a recording leaves them out.
+GONE = frozenset({"samples-reread"})
 _KINDS = {event: kind for kind, event in EVENTS.items()}
 
 
@@ -112,7 +112,7 @@ def notes(effects: Iterable[Effect]) -> list[CoordinatorNote]:
 
 
 def read(text: Iterable[bytes], source: str) -> list[Line]:
-    """All lines; a last one that was cut off is left out. Raises RecordingError."""
+    """All lines but those of events that are gone, and a last one that was cut off. Raises RecordingError."""
     decoder = msgspec.json.Decoder(Line)
     lines: list[Line] = []
     broken = ""
@@ -128,7 +128,8 @@ def read(text: Iterable[bytes], source: str) -> list[Line]:
             continue
         if refusal := stored_refusal(f"the recording {source}", line.version, VERSION):
             raise RecordingError(refusal)
-        lines.append(line)
+        if line.kind not in GONE:
+            lines.append(line)
     if not lines or lines[0].what != "began":
         raise RecordingError(broken or f"{source} is no recording: make one with 'elasticd record FILE'")
     return lines

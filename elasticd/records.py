@@ -217,7 +217,6 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
     #: whether stages may recompute activations where memory demands it, or must ("always")
     recompute: bool | Literal["always"] = False
     recomputed: tuple[int, ...] = ()  # blocks that recompute under every plan
-    shifts: bool = False  # its dataset can be read in sequences of another length (`at_length`)
     peers: int = PEERS_VERSION  # version of what its ranks exchange with each other
     version: int = RECORD_VERSION
 

@@ -26,25 +26,21 @@ from elasticd.runtime.data.loader import pad
 
 class StandardLibrary:
     """Windows of `tokens` bytes of the standard library's own top-level modules, in order of their names, one
-    after the other or `every` so many bytes."""
+    after the other."""
 
-    def __init__(self, tokens: int, every: int = 0) -> None:
+    def __init__(self, tokens: int) -> None:
         folder = Path(sysconfig.get_paths()["stdlib"])
         text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-        self.tokens, self.every = tokens, every or tokens
+        self.tokens = tokens
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def __len__(self) -> int:
-        return (len(self.text) - 1) // self.every
+        return (len(self.text) - 1) // self.tokens
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        start = min(index * self.every, len(self.text) - self.tokens - 1)
+        start = index * self.tokens
         window = self.text[start : start + self.tokens + 1].long()
         return {"inputs": window[:-1], "targets": window[1:]}
-
-    def at_length(self, tokens: int) -> StandardLibrary:
-        """As many windows of another length, for `elasticd chaos shift`."""
-        return StandardLibrary(tokens, self.every)
 
 
 def optimizer(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:

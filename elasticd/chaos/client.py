@@ -61,11 +61,6 @@ class Chaos:
         """They reach each other's data addresses again."""
         self._api.cut_data("heal", (_node(node), _node(other)))
 
-    def shift(self, job: str, tokens: int) -> None:
-        """The job reads its data in sequences of `tokens` tokens, or (0) as they are; its dataset must offer
-        `at_length(tokens)`. Raises `Invalid` for less than none."""
-        self._api.shift(job, sequence(tokens))
-
 
 @contextmanager
 def chaos(config: str | None = None, coordinator: str | None = None) -> Iterator[Chaos]:
@@ -80,13 +75,6 @@ def slowdown(factor: float) -> float:
     if not math.isfinite(factor) or factor < 1:
         refuse(f"factor {factor:g} must be a number of at least 1 (1 is normal speed), as 3")
     return factor
-
-
-def sequence(tokens: int) -> int:
-    """`tokens`. Raises `Invalid` where no sequence could have so many."""
-    if tokens < 0:
-        refuse(f"tokens {tokens} must be the length of a sequence, as 2048, or 0 for the data as it is")
-    return tokens
 
 
 def _device(name: str) -> str:

@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, str]] = {
     #: the same between two steps, in the script's own code ("lock": with that lock, too), or in its loader
     "pause": ("device", "lasts"),
     "raise": ("device", ""),  # the user's code raises, once, in the loss or in the body of the loop
-    "shift": ("", "tokens"),  # a sample has `tokens` from now on, in the mean
+    "shift": ("", "tokens"),  # simulated: a sample has `tokens` from now on, in the mean
     "takeover": ("", ""),  # the leader is gone, and another takes over
 }
 
@@ -248,7 +248,7 @@ class Faults(Value, frozen=True, kw_only=True):
         return self._name("raise", device, how=how)
 
     def shift(self, tokens: int) -> Faults:
-        """A sample has so many tokens from then on."""
+        """Simulated: a sample has so many tokens from then on."""
         return self._name("shift", "", tokens=tokens)
 
     def takeover(self) -> Faults:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from elasticd.chaos.client import chaos as at
-from elasticd.chaos.client import sequence, slowdown
+from elasticd.chaos.client import slowdown
 from elasticd.cli.options import cluster_options
 
 
@@ -124,19 +124,3 @@ def heal(config: str | None, coordinator: str | None, data: str | None, node: st
             return
         cluster.heal(node)
     click.echo(f"node {node} is to reach leader and store again")
-
-
-@chaos.command()
-@cluster_options
-@click.argument("job")
-@click.argument("tokens", type=int)
-def shift(config: str | None, coordinator: str | None, job: str, tokens: int) -> None:
-    """Let JOB read its data in sequences of TOKENS tokens (0: as they are).
-
-    All ranks change after the same step. The job's dataset must have `at_length(tokens)`.
-    """
-    sequence(tokens)
-    with at(config, coordinator) as cluster:
-        cluster.shift(job, tokens)
-    words = f"in sequences of {tokens} tokens" if tokens else "as it is"
-    click.echo(f"job {job} is to read its data {words}")

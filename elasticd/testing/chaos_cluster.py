@@ -30,6 +30,7 @@ class Shape(Value, frozen=True, kw_only=True):
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The devices, node by node."""
         return tuple(f"{node}/{index}" for node in self.nodes for index in range(self.devices))
 
 
@@ -95,6 +96,7 @@ class ChaosCluster(Cluster):
     # -- harm --------------------------------------------------------------------------------------------------
 
     def chaos(self) -> Chaos:
+        """Chaos at the coordinator that leads. Raises `CannotReach`."""
         return Chaos(self.api())
 
     def kill_leader(self) -> str:

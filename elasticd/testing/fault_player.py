@@ -24,9 +24,9 @@ from elasticd.testing.cluster import PATIENCE
 from elasticd.testing.network_cut import Severed, pair_of
 from elasticd.testing.script_faults import Place, Planted, plant, taken, withdraw
 
-#: What a real cluster can be done; a partition needs its network. A shift needs a dataset that allows it.
+#: What a real cluster can be done; a partition needs its network, a shift a dataset of its own.
 KINDS = (
-    *("slow", "recover", "kill", "freeze", "thaw", "cut", "heal", "restart", "takeover", "shift"),
+    *("slow", "recover", "kill", "freeze", "thaw", "cut", "heal", "restart", "takeover"),
     *("hang", "pause", "raise", "sever", "unmet"),
 )
 #: What may cost the job the copies of state that its devices hold.
@@ -56,6 +56,7 @@ class LedgerSteps:
         self.moved = time.monotonic()
 
     def look(self) -> int:
+        """Reads what was added to the ledgers; how many steps the scripts were given so far."""
         for path in self._folder.glob("ledger-*.jsonl"):
             size = path.stat().st_size
             if size == self._read.get(path):
@@ -306,8 +307,6 @@ class FaultPlayer:
                 self._cut[fault.node] = time.monotonic()
             case "restart":
                 cluster.restart_agent(fault.node)
-            case "shift":
-                cluster.chaos().shift(JOB, fault.tokens)
             case _:
                 cluster.kill_leader()
         return True

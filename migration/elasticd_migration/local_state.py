@@ -67,6 +67,7 @@ class LocalTensor:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all planes of its shards, without the scalars."""
         return sum(p.numel() * p.element_size() for shard in self.shards for p in shard.planes.values())
 
 
@@ -84,9 +85,11 @@ class LocalState:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all tensors that this rank holds."""
         return sum(tensor.bytes for tensor in self.tensors.values())
 
     def schema(self) -> Schema:
+        """What the tensors are, for ranks that hold other parts of them."""
         tensors: dict[Role, dict[str, TensorSchema]] = {}
         for item, tensor in self.tensors.items():
             tensors.setdefault(item.role, {})[item.name] = _describe(tensor)

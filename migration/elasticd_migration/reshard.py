@@ -36,6 +36,7 @@ class Transfer(Value, frozen=True, kw_only=True, gc=False):
 
     @property
     def items(self) -> tuple[Item, ...]:
+        """The parameter or buffer in each of the roles that go."""
         return tuple(Item(self.name, role) for role in self.roles)
 
 

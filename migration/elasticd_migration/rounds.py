@@ -51,6 +51,7 @@ class Piece(Value, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, item: Item, plane: Plane, box: Box) -> Piece:
+        """The piece of `plane` that lies in `box`, with its bytes."""
         size = box.size * plane.itemsize
         return cls(item=item, plane=plane.name, box=box, itemsize=plane.itemsize, bytes=size)
 
@@ -72,6 +73,7 @@ class Message(Value, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def bytes(self) -> int:
+        """Bytes of all its pieces."""
         return sum(piece.bytes for piece in self.pieces)
 
 
@@ -81,9 +83,11 @@ class Round(Value, frozen=True, kw_only=True):
     messages: tuple[Message, ...]
 
     def sent_by(self, device: str) -> tuple[Message, ...]:
+        """The messages that `device` posts sends for, in their order."""
         return tuple(message for message in self.messages if message.source == device)
 
     def received_by(self, device: str) -> tuple[Message, ...]:
+        """The messages that `device` posts receives for, in their order."""
         return tuple(message for message in self.messages if message.destination == device)
 
 

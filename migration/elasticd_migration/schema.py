@@ -112,6 +112,7 @@ class Schema(StoredValue, frozen=True, kw_only=True, tag="state-schema"):
         )
 
     def to_json(self) -> bytes:
+        """The form in which ranks exchange their schemas."""
         return msgspec.json.encode(self)
 
     @classmethod

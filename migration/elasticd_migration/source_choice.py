@@ -46,6 +46,7 @@ class Loads(NamedTuple):
 
     @property
     def busiest(self) -> int:
+        """Bytes over the link that carries the most."""
         return max((most for link in self for most in link.values()), default=0)
 
 

@@ -30,6 +30,8 @@ _SHORT, _LENGTH = 4096, 8
 
 
 class Handle(Protocol):
+    """A receive that was started."""
+
     def wait(self) -> None:
         """Return when the tensor is filled. Raises RuntimeError when it cannot be any more."""
 
@@ -41,24 +43,30 @@ class Transport(Protocol):
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This rank's number."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """How many ranks there are."""
 
     @property
-    def members(self) -> tuple[str, ...]: ...
+    def members(self) -> tuple[str, ...]:
+        """The ranks' device names, by rank."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Where tensors lie that can be sent."""
 
     @property
-    def bytes_sent(self) -> int: ...
+    def bytes_sent(self) -> int:
+        """Bytes given to `send` so far."""
 
     def send(self, destination: int, tensor: torch.Tensor, *, channel: int = 0) -> int:
         """Start to send; the ticket is for `drain`."""
 
-    def receive(self, source: int, tensor: torch.Tensor, *, channel: int = 0) -> Handle: ...
+    def receive(self, source: int, tensor: torch.Tensor, *, channel: int = 0) -> Handle:
+        """Start to receive into a contiguous tensor; a channel keeps the order of its sends."""
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """The payloads of all ranks, in rank order; they may differ in length."""
@@ -135,11 +143,13 @@ class ProcessGroupTransport(_Endpoint):
         self._gather = gather or self._gather_plainly
 
     def send(self, destination: int, tensor: torch.Tensor, *, channel: int = 0) -> int:
+        """Starts to send. The tensor must not change until its ticket was given to `drain`."""
         raw = as_bytes(tensor)
         work = self._group.send([raw], self._peer(destination), channel)
         return self._keep(raw, work)
 
     def receive(self, source: int, tensor: torch.Tensor, *, channel: int = 0) -> Handle:
+        """Starts to receive into a contiguous tensor."""
         raw = as_bytes(tensor)
         return _Received(self._group.recv([raw], self._peer(source), channel), raw)
 
@@ -234,6 +244,7 @@ class MemoryTransport(_Endpoint):
         return tuple(cls(wire, members, me) for me in members)
 
     def send(self, destination: int, tensor: torch.Tensor, *, channel: int = 0) -> int:
+        """Puts the tensor's own memory into the mail: what is read later is what it has then."""
         raw = as_bytes(tensor)
         with self._wire.changed:
             self._wire.mail[self.rank, self._peer(destination), channel].put(raw)
@@ -241,12 +252,14 @@ class MemoryTransport(_Endpoint):
         return self._keep(raw)
 
     def receive(self, source: int, tensor: torch.Tensor, *, channel: int = 0) -> Handle:
+        """Takes the next number of the sender's mail on this channel; its `wait` copies."""
         raw = as_bytes(tensor)
         with self._wire.changed:
             number = self._wire.mail[self._peer(source), self.rank, channel].post()
         return _Mail(self._wire, (source, self.rank, channel), number, raw)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
+        """Waits until all ends of the wire have given their payload."""
         wire, number = self._wire, self._gathered
         self._gathered += 1
         with wire.changed:

@@ -40,10 +40,6 @@ def test_unknown_key_of_the_configuration_is_named(tmp_path: Path) -> None:
     assert "[chaos] has no key 'enabeld' (= True): did you mean 'enabled'?" in said
 
 
-def test_no_sequence_is_shorter_than_nothing() -> None:
-    assert "tokens -5 must be the length of a sequence, as 2048" in refused("chaos", "shift", "job", "--", "-5")
-
-
 @pytest.mark.parametrize("command", [("status",), ("chaos", "recover", "n0/0")])
 def test_etcd_that_is_not_there_is_named_with_the_remedy(
     command: tuple[str, ...], dead: str, tmp_path: Path

@@ -43,7 +43,6 @@ ASKING: dict[str, tuple[str, ...]] = {
     "chaos thaw": ("a/0",),
     "chaos cut": ("a",),
     "chaos heal": ("a",),
-    "chaos shift": ("j", "5"),
 }
 #: Each of the others with what it needs and does not find, and a part of what it says.
 OTHERS: dict[str, tuple[tuple[str, ...], str]] = {

@@ -1,4 +1,4 @@
-"""A real job on emulated devices reads its data in other lengths: it switches where it must, and back."""
+"""A real job on emulated devices whose data gets other lengths: it switches where it must, and back."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 from elasticd_planner.detection.settings import DetectSettings
 
-from elasticd.chaos.client import Chaos
-from elasticd.client import Api, CannotReach
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.testing.waiting import until
-from tests.integration import train, train_shifting
-from tests.integration.cluster import JOB, Cluster
+from tests.integration import train_shifting
+from tests.integration.cluster import Cluster
 
 SCRIPT = Path(train_shifting.__file__)
 #: Bytes of a device: two replicas fit with windows of 512 tokens, with 2,048 only half of the model does.
@@ -21,6 +19,8 @@ MEMORY = 9_200_000
 FORWARD = 1e-4
 #: A busy machine may well make a device twice as slow as the other; four times the tokens would make it four.
 SETTINGS = JobSettings(detect=DetectSettings(slow=3.0))
+#: Steps from which on samples have 512 tokens, 2,048, and 256 as before.
+FIRST, SECOND, BACK = 30, 45, 62
 
 
 class Shifting:
@@ -36,18 +36,17 @@ class Shifting:
         """Stages of each pipeline."""
         return [len(pipeline["stages"]) for pipeline in self.plan()["strategies"][0]["modules"][0]["pipelines"]]
 
-    def shift(self, tokens: int) -> None:
-        with Api(self.cluster.coordinator.url) as api:
-            Chaos(api).shift(JOB, tokens)
+    def step(self) -> int:
+        return int(self.cluster.job().get("step") or 0)
 
     def told(self, kind: str, times: int) -> None:
         until(lambda: len(self.cluster.events(kind)) >= times, self.events, seconds=300)
 
-    def becomes(self, shape: list[int], sequence: int) -> dict[str, Any]:
+    def becomes(self, shape: list[int]) -> dict[str, Any]:
         def there() -> bool:
             for device, worker in self.cluster.workers.items():
                 assert worker.poll() in (None, 0), f"{device}: {self.cluster.log(device)[-3000:]}"
-            return bool(self.plan()) and (self.shape(), self.plan()["sequence"]) == (shape, sequence)
+            return bool(self.plan()) and self.shape() == shape
 
         until(there, self.events, seconds=300)
         return self.plan()
@@ -59,39 +58,27 @@ class Shifting:
 @pytest.mark.slow
 def test_a_job_switches_when_its_data_shifts_and_back_and_never_for_a_shift_that_pays_nothing() -> None:
     with Cluster({"a": 1, "b": 1}, settings=SETTINGS, forward=FORWARD, memory=MEMORY) as cluster:
-        cluster.run(SCRIPT, steps=100_000)
+        cluster.run(SCRIPT, shifts=[(FIRST, SECOND, 512), (SECOND, BACK, 2048)])
         job = Shifting(cluster)
-        job.becomes([1, 1], 0)
+        job.becomes([1, 1])
         job.told("fitted", 1)
-
+        assert job.step() < FIRST
         kept = len(cluster.events("kept_plan"))
-        job.shift(512)
-        job.becomes([1, 1], 512)
+
         job.told("shifted", 1)
         until(lambda: len(cluster.events("kept_plan")) > kept, job.events, seconds=300)
         assert job.shape() == [1, 1]
         proposed = len(cluster.events("proposed"))
+        assert job.step() < SECOND
 
-        job.shift(2048)
-        longer = job.becomes([2], 2048)
+        longer = job.becomes([2])
         job.told("shifted", 2)
         assert max(longer["prediction"]["memory"].values()) <= MEMORY
-        assert len(cluster.events("proposed")) == proposed + 2, "the order, and the answer to it"
+        assert len(cluster.events("proposed")) == proposed + 1
+        assert job.step() < BACK
 
-        job.shift(0)
-        job.becomes([1, 1], 0)
+        job.becomes([1, 1])
         job.told("shifted", 3)
+        at = [event["data"]["step"] for event in cluster.events("shifted")]
+        assert FIRST <= at[0] < SECOND <= at[1] < BACK <= at[2]
         assert not cluster.events("slow"), "a shift is nobody's slowness"
-
-
-@pytest.mark.slow
-def test_the_data_of_a_job_whose_dataset_has_one_length_alone_cannot_be_changed() -> None:
-    with Cluster({"a": 1, "b": 1}) as cluster, Api(cluster.coordinator.url) as api:
-        cluster.run(Path(train.__file__), steps=100_000)
-        cluster.runs(1, steps=1)
-        with pytest.raises(CannotReach, match=r"no at_length\(tokens\)"):
-            Chaos(api).shift(JOB, 512)
-        with pytest.raises(CannotReach, match="no job 'other'; there are: job"):
-            Chaos(api).shift("other", 512)
-        with pytest.raises(CannotReach, match="must be the length of a sequence"):
-            api.shift(JOB, -1)

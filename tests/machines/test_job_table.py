@@ -20,7 +20,6 @@ from elasticd.machines.job.state.events import (
     Log,
     Planned,
     Received,
-    Reread,
     StopAsked,
     Unwritten,
 )
@@ -43,7 +42,6 @@ OF_LEADER: tuple[Event, ...] = (
     Planned(job=JOB, token=-1),
     Unwritten(job=JOB, records=("plan",), reason="too large"),
     StopAsked(job=JOB, by="someone", seconds=1.0),
-    Reread(job=JOB, tokens=8),
 )
 
 

@@ -31,7 +31,7 @@ from elasticd_planner.layout.layouts import Layouts
 from elasticd.machines.worker import switch as sw
 from elasticd.runtime.comm.groups import TERMS, Group, PlanGroups
 from elasticd.wire.worker import InDoubt, Prepared, StayedOnPlan
-from tests.migration.files import Files
+from tests.file_key_value import FileKeyValue
 from tests.migration.plans import SPEC, plan
 from tests.migration.ranks import assert_same_bits, local, members, trained
 
@@ -80,7 +80,8 @@ class Rank:
 
     def __init__(self, folder: str, me: str, steps: Steps, deaf: bool) -> None:
         self.me, self.steps, self.deaf = me, steps, deaf
-        self.plan_groups = PlanGroups("move", me, "127.0.0.1", Files(Path(folder) / "store"), seconds=PATIENCE)
+        store = FileKeyValue(Path(folder) / "store")
+        self.plan_groups = PlanGroups("move", me, "127.0.0.1", store, seconds=PATIENCE)
         self.group: Group = self.plan_groups.group(MEMBERS, "transition")
         self.group.all_gather(torch.zeros(1))  # nobody dies before all have made it
         self.before = local(WHOLE, OLD, me)

@@ -12,39 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tests import forkserver
+from tests.file_key_value import FileKeyValue
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class FileKeyValue:
-    """A key-value store in a folder: each key a file, written whole."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-
-    def _path(self, key: str) -> Path:
-        return self._folder / key.encode().hex()
-
-    def set(self, key: str, value: bytes) -> None:
-        with tempfile.NamedTemporaryFile(dir=self._folder, delete=False, prefix=".") as file:
-            file.write(value)
-        os.replace(file.name, self._path(key))
-
-    def get(self, key: str, seconds: float) -> bytes:
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                return self._path(key).read_bytes()
-            except FileNotFoundError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(key) from None
-                time.sleep(0.002)
-
-    def add(self, key: str, amount: int) -> int:
-        raise NotImplementedError("gloo's bootstrap does not add")
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return all(self._path(key).exists() for key in keys)
 
 
 def run(
@@ -97,7 +67,7 @@ def main() -> None:
     sys.modules["gang_target"] = loaded
     spec.loader.exec_module(loaded)
     args = pickle.loads((Path(folder) / ".payload").read_bytes())
-    result = getattr(loaded, function)(name, FileKeyValue(folder), *args)
+    result = getattr(loaded, function)(name, FileKeyValue(Path(folder)), *args)
     (Path(folder) / f".result-{name.replace('/', ':')}").write_bytes(pickle.dumps(result))
     sys.stdout.flush()
     os._exit(0)  # as a worker ends: groups that still stand must not hold it up

@@ -49,6 +49,7 @@ class DataCuts:
             _log.warning("chaos: %s is reached again%s", peer, f", but {why}" if why else "")
 
     def close(self) -> None:
+        """Removes all routes that are ours."""
         for peer in list(self._swallowed):
             self.heal(peer)
 

@@ -36,34 +36,43 @@ class Severable(Store):
         self._held: deque[tuple[Sink, WatchItem]] = deque()
 
     def cut(self) -> None:
+        """From now on no call reaches the store."""
         with self._lock:
             self._is_cut = True
 
     def heal(self) -> None:
+        """Calls reach the store again; watches get what they missed."""
         with self._lock:
             self._is_cut = False
             self._release()
 
     @property
     def limits(self) -> Limits:
+        """Those of the store, cut or not."""
         return self._store.limits
 
     def get(self, key: str) -> KeyValue | None:
+        """As the store's, unless it is cut."""
         return self._reach(lambda: self._store.get(key))
 
     def snapshot(self, prefix: str) -> Snapshot:
+        """As the store's, unless it is cut."""
         return self._reach(lambda: self._store.snapshot(prefix))
 
     def transact(self, compares: Iterable[Compare], then: Sequence[Op]) -> TransactResult:
+        """As the store's, unless it is cut."""
         return self._reach(lambda: self._store.transact(compares, then))
 
     def grant(self, ttl_seconds: int) -> int:
+        """As the store's, unless it is cut: a lease cannot be had."""
         return self._reach(lambda: self._store.grant(ttl_seconds))
 
     def keep_alive(self, lease: int) -> int:
+        """As the store's, unless it is cut: the lease runs out meanwhile."""
         return self._reach(lambda: self._store.keep_alive(lease))
 
     def revoke(self, lease: int) -> None:
+        """As the store's, unless it is cut."""
         self._reach(lambda: self._store.revoke(lease))
 
     def watch(self, prefix: str, revision: int, sink: Sink | None = None) -> Watch:
@@ -80,12 +89,15 @@ class Severable(Store):
         return self._store.watch(prefix, revision, held)
 
     def identity(self) -> Identity:
+        """As the store's, unless it is cut."""
         return self._reach(self._store.identity)
 
     def known(self) -> Identity | None:
+        """What is known of the store without asking it, cut or not."""
         return self._store.known()
 
     def close(self) -> None:
+        """Lets go of the store, cut or not."""
         self._store.close()
 
     def _reach(self, call: Callable[[], T]) -> T:

@@ -22,34 +22,29 @@ from elasticd.coordinator.auth import ANYBODY, Caller
 from elasticd.coordinator.http.middleware import CALLER
 from elasticd.coordinator.http.routing import post
 from elasticd.coordinator.leader import Leading
-from elasticd.machines.job.state.events import Harmed, Reread
-from elasticd.machines.job.state.job_state import OVER, NodeState
+from elasticd.machines.job.state.events import Harmed
+from elasticd.machines.job.state.job_state import NodeState
 from elasticd.system.network_addresses import is_loopback
 from elasticd.wire.coordinator import Harm, is_first
 
 #: What is done to a device; the rest is done to a node.
 TO_DEVICES = ("slow", "recover", "kill", "freeze", "thaw")
 TO_NODES = ("cut", "heal")
-#: And to a job: its data is read in other sequences.
-TO_JOBS = ("shift",)
 
 
 class ChaosRequest(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A device's name for what is done to devices, a job's for a shift, else a node's. factor: of slow, at
-    least 1. seconds: how long a cut lasts, 0 until it is healed. other: a second node; cut and heal are about
-    the data network between the two then, and one_way cuts what `node` sends alone. tokens: the length of the
-    sequences that the job reads from then on, 0 as they are."""
+    """A device's name for what is done to devices, else a node's. factor: of slow, at least 1. seconds: how
+    long a cut lasts, 0 until it is healed. other: a second node; cut and heal are about the data network
+    between the two then, and one_way cuts what `node` sends alone."""
 
     # Documented as a choice, and refused with words of ours, by `order`.
-    action: Annotated[str, Meta(extra_json_schema={"enum": [*TO_DEVICES, *TO_NODES, *TO_JOBS]})]
+    action: Annotated[str, Meta(extra_json_schema={"enum": [*TO_DEVICES, *TO_NODES]})]
     device: str = ""
     node: str = ""
     factor: Annotated[float, Meta(extra_json_schema={"minimum": 1})] = 1.0
     seconds: Annotated[float, Meta(extra_json_schema={"minimum": 0})] = 0.0
     other: str = ""
     one_way: bool = False
-    job: str = ""
-    tokens: Annotated[int, Meta(extra_json_schema={"minimum": 0})] = 0
 
 
 class ServedCuts(Protocol):
@@ -151,10 +146,8 @@ def order(leading: Leading, cuts: NetworkCuts, body: ChaosRequest) -> None:
                 "conflict", f"node {body.node!r} is not cut by this leader, so there is nothing to heal"
             )
         cuts.heal(body.node)
-    elif body.action == "shift":
-        _shift(leading, body.job, body.tokens)
     else:
-        known = (*TO_DEVICES, *TO_NODES, *TO_JOBS)
+        known = (*TO_DEVICES, *TO_NODES)
         raise ApiError("invalid", f"action {body.action!r} must be one of {', '.join(known)}")
 
 
@@ -163,24 +156,6 @@ def _check_seconds(body: ChaosRequest) -> None:
         raise ApiError(
             "invalid", f"seconds {body.seconds} must be how long the cut lasts, 0 until it is healed"
         )
-
-
-def _shift(leading: Leading, name: str, tokens: int) -> None:
-    job = leading.state.jobs.get(name)
-    if job is None:
-        raise unknown("job", name, leading.state.jobs)
-    if tokens < 0:
-        raise ApiError(
-            "invalid", f"tokens {tokens} must be the length of a sequence, as 2048, or 0 for the data as it is"
-        )
-    if job.spec is None or job.plan is None or job.phase in OVER:
-        raise ApiError("conflict", f"job {name} is {job.phase.value}: its data can be changed while it trains")
-    if not job.spec.shifts:
-        raise ApiError(
-            "conflict",
-            f"the dataset of job {name} has no at_length(tokens), which gives it in sequences of that length",
-        )
-    leading.apply(Reread(job=name, tokens=tokens))
 
 
 def _data(leading: Leading, body: ChaosRequest) -> None:

@@ -30,7 +30,6 @@ from elasticd.machines.job.state.events import (
     Paced,
     Planned,
     Received,
-    Reread,
     StopAsked,
     Stored,
     Unwritten,
@@ -84,7 +83,7 @@ def step(state: CoordinatorState, event: Event, now: float) -> Result:
         return _drained(state, event)
     if isinstance(event, Configured):
         return _configured(state, event, now)
-    if isinstance(event, Planned | Reread | StopAsked | Unwritten):
+    if isinstance(event, Planned | StopAsked | Unwritten):
         return _jobs(state, event, now, (event.job,))
     if isinstance(event, ForgetAsked):
         return _without(state, finished_jobs.asked(state.jobs, state.nodes, event))

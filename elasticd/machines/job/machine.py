@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 from elasticd_planner.spec.cluster import node_of
 
-from elasticd.machines.job import assembly, chaos, losses, recovery, replan, switch
+from elasticd.machines.job import assembly, losses, recovery, replan, switch
 from elasticd.machines.job.copies import checkpoints, snapshots
 from elasticd.machines.job.faults import hangs, network_partition, user_exceptions
 from elasticd.machines.job.lifecycle import drain, job_end, stop_request
@@ -36,7 +36,6 @@ from elasticd.machines.job.state.events import (
     Event,
     Planned,
     Received,
-    Reread,
     StopAsked,
     Unwritten,
 )
@@ -173,7 +172,6 @@ ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
     (Unwritten, OVER, job_end.end_unwritten),
     (StopAsked, FALLIBLE, stop_request.asked),
     (StopAsked, NOT_OVER - FALLIBLE, stop_request.at_once),
-    (Reread, NOT_OVER, chaos.ordered),
     # Openings of torchruns and workers.
     (Join, GATHERING, assembly.join),
     (Join, ASSEMBLING, assembly.join_assembling),
@@ -243,7 +241,6 @@ DUE: tuple[tuple[Handler, Collection[JobPhase], bool], ...] = (
     (switch.unrecovered, PROPOSED, True),
     (switch.abort, PROPOSED, True),
     (switch.all_kept, ABORTING, False),
-    (chaos.due, RUNNING, False),
     (checkpoints.due, LIVE, False),
     (replan.request, ASKING, False),
     (recovery.recover, RECOVERING, True),

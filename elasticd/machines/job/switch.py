@@ -57,12 +57,9 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str, source: Sourc
         turn.set(decided=None, remedy=None)
         return
     number = job.highest + 1
-    # A recovery takes up nothing new: members could refuse it, and there is no plan to stay with.
-    before = job.plan if source is not None else None
     plan = plan.replace(
         number=number,
         binding={device: job.workers[device].incarnation for device in plan.members},
-        sequence=job.sequence if source is None else before.sequence if before is not None else 0,
     )
     proposal = Proposal(
         number=number,

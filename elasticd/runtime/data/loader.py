@@ -142,25 +142,6 @@ def length_of(dataset: Dataset) -> Callable[[int], int] | None:
     return None if lengths is None else lambda index: int(lengths[index])
 
 
-def at_length(dataset: Dataset, tokens: int) -> Dataset:
-    """The dataset in sequences of `tokens` tokens, by its own method `at_length`.
-
-    Raises:
-        ValueError: it has no such method, or the result has another number of samples. The samples of a step
-            must stay a function of seed and step.
-    """
-    make: Callable[[int], Dataset] | None = getattr(dataset, "at_length", None)
-    if make is None:
-        raise ValueError("the dataset has no at_length(tokens), so that its lengths cannot be changed")
-    made = make(tokens)
-    if len(made) != len(dataset):
-        raise ValueError(
-            f"dataset.at_length({tokens}) has {len(made)} samples, the dataset {len(dataset)}: "
-            "let it have as many"
-        )
-    return made
-
-
 def sample_tokens(dataset: Dataset, most: int = 64) -> float:
     """The mean number of tokens of the first `most` samples, which the planner takes for all.
 

@@ -82,12 +82,6 @@ class Mapped:
         self._given: dict[int, _Given] = {}
         self._now: _Given | None = None
 
-    def reading(self, reader: Samples, length: Callable[[int], int] | None) -> Mapped:
-        """The same feed with another reader. A batch that the script gives counts for both."""
-        other = Mapped(self._sampler, reader, length, self._linear)
-        other._given = self._given
-        return other
-
     @property
     def ahead(self) -> bool:
         """Whether later steps have the samples of the sampler."""

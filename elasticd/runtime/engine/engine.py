@@ -154,7 +154,7 @@ class Engine:
         self.plan, self.device, self.local, self.plan_groups = layouts.plan, plan_groups.me, local, plan_groups
         self.layouts, self.rank = layouts, layouts.plan.rank(plan_groups.me)
         self.everyone, self.linear = groups.everyone, linear_of(recipe.model.spec)
-        self._recipe, self._groups = recipe.read_as(layouts.plan), groups
+        self._recipe, self._groups = recipe, groups
         precision = recipe.precision
         self.scaler = LossScaler(precision.scale) if precision is not None and precision.scale else None
         if precision is not None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
 
 import torch
 from elasticd_planner.spec.batch import BatchPlan, Sampler
@@ -13,7 +12,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
-from elasticd.runtime.data.loader import at_length, length_of, sample_tokens
+from elasticd.runtime.data.loader import length_of, sample_tokens
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import Dataset, SampleReader
 from elasticd.runtime.data.step_samples import Feed, Mapped
@@ -103,28 +102,6 @@ class Recipe:
             return Streamed(self.dataset, self.global_batch, linear, self.data.readers)
         length = length_of(self.dataset) if self.data.length is None else self.data.length
         return Mapped(self.sampler, SampleReader(self.dataset, self.data.readers), length, linear)
-
-    @cached_property
-    def _shifted(self) -> dict[int, Recipe]:
-        return {}
-
-    def read_as(self, plan: Plan) -> Recipe:
-        """The recipe with its dataset read in sequences of the plan's length.
-
-        Raises:
-            ValueError: the dataset cannot be read in another length.
-        """
-        tokens = plan.sequence
-        if not tokens:
-            return self
-        if tokens not in self._shifted:
-            shifted, feed = at_length(cast(Dataset, self.dataset), tokens), self.feed
-            if isinstance(feed, Mapped):
-                feed = feed.reading(SampleReader(shifted, self.data.readers), length_of(shifted))
-            data = replace(self.data, length=None)
-            same = replace(self.parallelism, precision=self.precision)
-            self._shifted[tokens] = replace(self, dataset=shifted, data=data, parallelism=same, source=feed)
-        return self._shifted[tokens]
 
     def batch(self, plan: Plan, step: int) -> BatchPlan:
         """The samples of a step as the plan's pipelines take them, the same on every rank."""

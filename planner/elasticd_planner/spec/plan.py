@@ -18,7 +18,7 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import StoredValue, Value, refuse
 
 #: Version of the JSON form of a plan; a reader accepts its own and all older ones. Only plans with interleaved
-#: stages, or with sequences of another length, have version 2: a release that does not know these refuses them.
+#: stages have version 2: a release that does not know these refuses them.
 PLAN_VERSION = 2
 
 #: Blocks [start, stop).
@@ -251,8 +251,7 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     """A layout of the whole job. It changes slowly and lives in the store.
 
     `binding` ties each member device to one incarnation of a worker; `carriers` are members that compute
-    nothing and hold replicas of state alone; `idle` devices are standby. `sequence`: tokens of the sequences
-    that the samples are read in, by an order of chaos (0: as the dataset has them).
+    nothing and hold replicas of state alone; `idle` devices are standby.
     """
 
     number: int
@@ -265,7 +264,6 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     binding: dict[str, str] = msgspec.field(default_factory=dict)
     prediction: Prediction | None = None
     reason: str = ""
-    sequence: int = 0
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -277,10 +275,7 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
                 f"{PLAN_VERSION}: upgrade it"
             )
         interleaved = any(stage.later for _, _, stage in self.walk())
-        needs = PLAN_VERSION if interleaved or self.sequence else 1
-        msgspec.structs.force_setattr(self, "version", needs)
-        if self.sequence < 0:
-            refuse(f"plan {self.number}: samples cannot be read in sequences of {self.sequence} tokens")
+        msgspec.structs.force_setattr(self, "version", PLAN_VERSION if interleaved else 1)
         if self.number < 0 or self.micro_batch < 1:
             refuse(f"plan {self.number}: number and micro-batch size must be positive")
         devices = [*(name for name, _ in self._placed()), *self.carriers]
@@ -377,7 +372,6 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
             self.global_batch,
             sorted(self.binding.items()),
             *([sorted(self.carriers)] if self.carriers else []),
-            *([self.sequence] if self.sequence else []),
         )
         return hashlib.sha256(msgspec.json.encode(body)).hexdigest()[:16]
 

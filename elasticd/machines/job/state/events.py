@@ -130,13 +130,6 @@ class Paced(Value, frozen=True, kw_only=True):
     factor: float  # times slower than normal
 
 
-class Reread(Value, frozen=True, kw_only=True):
-    """Chaos: a job is to read its data in sequences of another length."""
-
-    job: str  # the job's name
-    tokens: int  # of a sequence (0: as they are)
-
-
 class Harmed(Value, frozen=True, kw_only=True):
     """Chaos: an agent is to inject a fault."""
 
@@ -186,7 +179,6 @@ Event = (
     | Unwritten
     | Paced
     | Harmed
-    | Reread
     | Configured
     | NodeDrained
     | StopAsked

@@ -367,8 +367,6 @@ class JobState(Value, frozen=True, kw_only=True):
     rehearsal: Rehearsal | None = None  # all-reduces before the first plan
     rehearsed: frozenset[int] = frozenset()  # widths whose all-reduce is known from the rehearsal alone
     taught_by: int = 0  # number of the plan that the profile was last fitted to
-    sequence: int = 0  # chaos: tokens of a sequence that the data is to be read in (0: as it is)
-    reread: bool = False  # chaos: that was ordered, and no plan with it was proposed yet
     last_steps: tuple[Step, ...] = ()  # complete ones of the plan in force
     sampled: tuple[Step, ...] = ()  # steps for the fit of the profile
     shifts: ShiftState = msgspec.field(default_factory=ShiftState)  # what is known of the data's lengths

@@ -24,7 +24,6 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
     fence = _unresolved(stored)
     problem = stored.history.problem if stored.history is not None else None
     gone = stored.fence.gone if stored.fence is not None else {}
-    newest = proposal.plan if proposal is not None and proposal.status == "open" else plan
     return JobState(
         job=stored.job,
         phase=phase,
@@ -45,7 +44,6 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
         thrown=stored.fence.thrown if stored.fence is not None else (),
         settle_until=None if phase in OVER else now + settings.reconnect_seconds,
         patient_until=now + settings.reconnect_seconds,
-        sequence=newest.sequence if newest is not None else 0,
         profile=problem.profile if problem is not None else None,
         rates=_restored_rates(problem),
         stability=Stability(planned=dict(problem.rates) if problem is not None else {}),
