@@ -66,7 +66,9 @@ def figures(runs: Sequence[Run]) -> Iterator[Row]:
     yield row(RANDOM, faults, "", goal=f">= {FAULTS}", met=faults >= FAULTS)
     for kind, number in sorted(kinds.items()):
         yield row(f"soak: faults of kind {kind}", number, "")
-    wrong = sum(len(each.wrong) for each in reports)
+    never = [each for each in reports if each.wrong and not each.faults]
+    yield row("soak: runs that ended before a first fault", len(never), "", goal="0", met=not never)
+    wrong = sum(len(each.wrong) for each in reports if each not in never)
     title = "soak: steps and samples lost or counted twice, false findings, records that break a rule"
     yield row(title, wrong, "", goal="0", met=wrong == 0)
     ended = sum(len(each.ended) for each in reports)

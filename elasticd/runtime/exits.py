@@ -12,7 +12,7 @@ class JobOver(Exception):
 
 
 class Drained(SystemExit):
-    """This process was told to go, and the job goes on without it. As a SystemExit with code 0 it ends a script
+    """This process has drained: the job goes on without it. As a SystemExit with code 0 it ends a script
     in good order, before what follows the last step; and its torchrun starts no other in its place."""
 
     def __init__(self) -> None:

@@ -101,6 +101,15 @@ def test_faults_of_all_kept_parts_and_of_all_soaks_are_counted_together(
     (found,) = injected.injected(module.Parts(path, names))
     assert (found.value, found.met) == (1000, True)
 
+    never = soaks.msgspec.structs.replace(report, faults=0, wrong=("after 0 faults: no first step",))
+    lost = soaks.msgspec.structs.replace(report, wrong=("step 3 is lost",))
+    rows = {
+        found.name: found.value
+        for found in soaks.figures([soaks.Run(commit="c", shape="", report=r) for r in (report, never, lost)])
+    }
+    assert rows["soak: runs that ended before a first fault"] == 1, "it says nothing about faults, and is shown"
+    assert rows["soak: steps and samples lost or counted twice, false findings, records that break a rule"] == 1
+
 
 def test_a_part_that_is_no_more_is_dropped(module: ModuleType, row: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "long.json"

@@ -45,7 +45,7 @@ def test_one_that_is_told_to_go_leaves_and_nothing_is_lost_or_done_twice(holder:
         until(lambda: cluster.events("worker_lost"), lambda: texts(cluster))
         (lost,) = cluster.events("worker_lost")
         assert lost["data"]["clean"]
-        assert "it was told to go, and the job goes on without it" in lost["text"]
+        assert "it has drained, and the job goes on without it" in lost["text"]
         assert {m["pid"] for m in cluster.job()["members"]} == {pids["a/0"], pids["a/1"]}
         steps = cluster.finish()
         codes = cluster.wait(120)

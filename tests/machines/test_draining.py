@@ -12,7 +12,7 @@ from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.test_drain import drain, train_until
 from tests.machines.world import World
 
-WHY = "it was told to go, and the job goes on without it"
+WHY = "it has drained, and the job goes on without it"
 
 
 def tell(world: World, *devices: str, saves: bool = False) -> None:

@@ -28,6 +28,7 @@ from elasticd.system.child_processes import ProcessError, Processes
 from elasticd.testing.chaos_cluster import JOB, ChaosCluster, Shape
 from elasticd.testing.fault_player import FaultPlayer, LedgerSteps, Played, StandsStill
 from elasticd.testing.network_namespaces import refusal
+from elasticd.testing.waiting import until
 from tests.soak import ledger
 from tests.soak.history import History, JobHistory
 from tests.soak.random_faults import LIVE_WEIGHTS, Soaking, draw
@@ -97,13 +98,15 @@ def soak(
             cluster, made, still=still, elsewhere=True, tell=lambda line: print(line, flush=True)
         )
         try:
+            # All workers import torch at once: on a busy machine that takes longer than any step.
+            until(made.look, lambda: f"a first step within {10 * still:g} s", seconds=10 * still)
             live.play(script)
             print("all faults are done; the job is to end by itself", flush=True)
             # However long that takes on few or slow devices, but not without a step for `still` seconds.
             live.wait(lambda: made.look() >= steps)
             codes = cluster.end_codes(10 * still)
             wrong += [f"{name} ended with {code}" for name, code in codes.items() if code]
-        except (StandsStill, ProcessError) as error:
+        except (StandsStill, ProcessError, AssertionError) as error:
             wrong.append(f"after {len(live.played.happened)} faults: {error}")
             _keep_status(cluster, folder)
         seen = list(cluster.seen)

@@ -349,7 +349,7 @@ class Job(RankInfo):
             except JobOver:
                 yield from self._with_callbacks(self._loop.missed())  # perhaps the last step
         except Drained:
-            self._leave("it was told to go, and the job goes on without it")
+            self._leave("it has drained, and the job goes on without it")
             raise
         except GeneratorExit as closed:
             if self._failed:

@@ -84,10 +84,10 @@ class PreemptionNotice:
         self._told()
         while (left := began + self._grace - time.monotonic()) > 0:
             if self._await(left) and time.monotonic() - began > ECHO_SECONDS:
-                log.warning("told to go once more: this process ends at once")
+                log.warning("a second SIGTERM: this process ends at once")
                 break
         else:
-            log.warning("this process was told to go %g s ago, and ends now", self._grace)
+            log.warning("this process has drained for %g s, its grace: it ends now", self._grace)
         logging.shutdown()
         os._exit(0)  # the main thread may be stuck; and no code that torchrun takes for a failure
 
