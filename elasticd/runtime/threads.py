@@ -60,7 +60,8 @@ class DaemonThreads:
         self._ended = True
         with suppress(Empty):
             while True:
-                self._queue.get_nowait()
+                if (item := self._queue.get_nowait()) is not None:
+                    item[1].cancel()
         _end(self._queue, len(self._threads))
         for thread in self._threads:
             thread.join(seconds)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.machines.job.state.events import AgentDown
+from elasticd.machines.job.state.events import AgentDown, AgentUp, Received
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import Fence, decode
 from elasticd.wire.worker import PeersLost, StateReport
+from tests.machines.cast import FakeWorker
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World
 
@@ -245,3 +246,23 @@ def test_an_answer_to_a_fence_that_is_over_takes_back_no_word_of_a_loss() -> Non
     world.outcome(world.workers["alpha/0"], StateReport(fence=fence(world).number - 1, copies=()))
     world.tick(1.0)
     assert world.kinds().count("fenced") == 2
+
+
+def test_a_worker_that_another_process_followed_is_lost_though_it_left_cleanly() -> None:
+    """A new leader hears of the new process first: that one lives, and those not met yet are no leavers."""
+    world = running()
+    world.train(4)
+    old = world.workers["alpha/0"]
+    world.cut = {"alpha", "beta"}
+    world.new_leader()
+    world.cut.clear()
+    world.inbox.clear()
+    world.say(AgentUp(record=world.records["alpha"]))
+    new = world.workers["alpha/0"] = FakeWorker(device=old.device, incarnation="after")
+    world.up(new.device, world.hello(new))
+    world.settle()
+    world.say(Received(node="alpha", message=world.lost(old, clean=True, how="its script ended")))
+    world.settle()
+    assert world.phase is not JobPhase.STOPPED, world.job.reason
+    known = world.job.workers["alpha/0"]
+    assert (known.incarnation, known.left_at) == ("after", None)

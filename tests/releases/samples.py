@@ -111,6 +111,7 @@ PLAN = Plan(
     binding={"n0/0": "a", "n0/1": "b", "n1/0": "c", "n1/1": "d"},
     prediction=Prediction(step_seconds=0.5, bound_seconds=0.4, memory={"n0/0": 1 << 30}),
     reason="n0/1 is slow",
+    sequence=128,
 )
 CLUSTER = Cluster(
     nodes=(Node(name="n0", devices=tuple(Device(name=f"n0/{i}", memory=1 << 30) for i in range(2)), island=2),),

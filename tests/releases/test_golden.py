@@ -37,8 +37,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FILES = write.files()
 #: Files without a class of their own, by tag.
 FILE_TAGS = {"planning-answer", "profile"}
-#: Fields that older releases wrote and no reader keeps any more, by the tag of their value: of chaos' shift.
-DROPPED = {"plan": {"sequence"}, "job-spec": {"shifts"}}
 
 
 def missing(golden: Any, again: Any, path: str = "$") -> Iterator[str]:
@@ -54,14 +52,6 @@ def missing(golden: Any, again: Any, path: str = "$") -> Iterator[str]:
             yield from missing(value, other, f"{path}[{i}]")
     elif golden != again or type(golden) is not type(again):
         yield f"{path}: {golden!r} is {again!r} now"
-
-
-def without_dropped(raw: Any) -> Any:
-    """JSON of a release without the fields that are dropped."""
-    if isinstance(raw, dict):
-        dropped = DROPPED.get(raw.get("type", ""), set())
-        return {key: without_dropped(value) for key, value in raw.items() if key not in dropped}
-    return [without_dropped(value) for value in raw] if isinstance(raw, list) else raw
 
 
 def added(golden: Any, again: Any, before: Any, full: Any, path: str = "$") -> Iterator[str]:
@@ -92,11 +82,11 @@ def lacking(lines: Iterable[Golden]) -> list[str]:
 
 def findings(golden: Golden) -> list[str]:
     """What this release reads, or writes again, in another way than the release that wrote the line."""
-    raw = without_dropped(msgspec.json.decode(golden.text))
+    raw = msgspec.json.decode(golden.text)
     if golden.tag == "recording-line" and raw["kind"] in recording.GONE:
         return []
     full = read_back(golden)
-    expected = without_dropped(msgspec.json.decode(golden.full)) if golden.full else raw
+    expected = msgspec.json.decode(golden.full) if golden.full else raw
     if golden.tag in FILE_TAGS:  # what writes them is no class that a reader has
         return list(missing(expected, full))
     again = msgspec.json.decode(encoded(decoded(golden)))

@@ -80,3 +80,14 @@ def test_training_goes_on_as_in_one_process_and_the_old_state_is_given_up() -> N
     whole = joined["a/0"]
     joined["c/0"]["losses"], joined["c/0"]["norms"] = whole["losses"], whole["norms"]
     check(new, joined)
+
+
+def test_a_plan_of_a_leader_that_shifts_the_data_is_refused() -> None:
+    """Release 0.1 has it: its workers would read other samples than those of this release."""
+    shifted = Proposal(number=2, epoch=1, plan=OLD.replace(number=2, sequence=128), old=None)
+
+    def no_groups(part: str) -> PlanGroups:
+        raise AssertionError(f"nothing is made for it: {part}")
+
+    with pytest.raises(ValueError, match="samples read in other sequences"):
+        prepare(shifted, recipe(), "a/0", unpaced, no_groups)

@@ -35,11 +35,13 @@ def test_the_end_waits_for_the_call_that_runs_and_drops_the_others() -> None:
 
     threads.run(first)
     threads.run(lambda: seen.append("second"))
+    waited = threads(lambda: seen.append("third"))
     assert began.wait(60)
     threading.Timer(0.05, may_end.set).start()
     threads.end(60)
     assert seen == ["first"]
-    assert threads(lambda: seen.append("third")).cancelled()
+    assert waited.cancelled(), "nobody waits for ever"
+    assert threads(lambda: seen.append("fourth")).cancelled()
     assert seen == ["first"]
 
 

@@ -30,7 +30,8 @@ def lost(turn: Turn, node: str, gone: WorkerLost) -> None:
     turn.note("worker_lost", how, device=gone.device, clean=gone.clean)
     needed = turn.job.starting or bound
     drains = known and worker is not None and bool(worker.draining)
-    if needed and (not gone.clean or worker is None or drains):  # who drains, and cannot wait, is lost
+    # Who drains, and cannot wait, is lost; so is what was in a process that another has followed.
+    if needed and (not gone.clean or not known or drains):
         _died(turn, gone, how)
     elif needed and worker is not None:
         turn.worker(worker, left_at=turn.now, farewell=gone.how)

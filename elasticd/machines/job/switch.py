@@ -223,14 +223,6 @@ def overdue(turn: Turn) -> None:
     job = turn.job
     if job.give_up or job.proposal is None:
         return
-    if turn.now - job.since >= turn.settings.prepare_seconds:
-        late = [
-            device
-            for device in job.proposal.plan.members
-            if (worker := job.workers.get(device)) is None or worker.prepared < job.proposal.number
-        ]
-        if late:  # once all are prepared the vote decides, however long a step takes
-            turn.give_up(f"not ready within {turn.settings.prepare_seconds:g} s: {', '.join(late)}")
     old: Iterable[str] = job.plan.members if job.plan is not None else ()
     if job.proposal.recovery is not None:
         old = job.proposal.recovery.sources
@@ -241,6 +233,14 @@ def overdue(turn: Turn) -> None:
         if turn.now - (node.since if node is not None else job.since) >= turn.settings.reconnect_seconds:
             turn.give_up(f"node {name} is unreachable")
             return
+    if turn.now - job.since >= turn.settings.prepare_seconds:
+        late = [
+            device
+            for device in job.proposal.plan.members
+            if (worker := job.workers.get(device)) is None or worker.prepared < job.proposal.number
+        ]
+        if late:  # once all are prepared the vote decides, however long a step takes
+            turn.give_up(f"not ready within {turn.settings.prepare_seconds:g} s: {', '.join(late)}")
 
 
 def unrecovered(turn: Turn) -> None:

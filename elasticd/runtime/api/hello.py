@@ -53,6 +53,7 @@ def job_spec(recipe: Recipe, job: str) -> JobSpec:
         numbers=recipe.precision.numbers if recipe.precision is not None else None,
         recompute=may_recompute,
         recomputed=recomputed,
+        shifts=hasattr(recipe.dataset, "at_length"),
     )
 
 

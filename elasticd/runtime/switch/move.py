@@ -88,8 +88,13 @@ def prepare(
 
     Returns:
         What `move` needs.
+
+    Raises:
+        ValueError: the plan is of a 0.1 leader whose chaos shifted the data.
     """
     spec, plan, old, recovery = recipe.model.spec, proposal.plan, proposal.old, proposal.recovery
+    if plan.sequence:
+        raise ValueError("the plan has samples read in other sequences (chaos shift of release 0.1)")
     layouts = Layouts(spec, plan)
     engine = None
     if device in plan.members:

@@ -18,7 +18,8 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import StoredValue, Value, refuse
 
 #: Version of the JSON form of a plan; a reader accepts its own and all older ones. Only plans with interleaved
-#: stages have version 2: a release that does not know these refuses them.
+#: stages, or of a 0.1 leader whose chaos shifted the data, have version 2: a release that does not know these
+#: refuses them.
 PLAN_VERSION = 2
 
 #: Blocks [start, stop).
@@ -251,7 +252,8 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     """A layout of the whole job. It changes slowly and lives in the store.
 
     `binding` ties each member device to one incarnation of a worker; `carriers` are members that compute
-    nothing and hold replicas of state alone; `idle` devices are standby.
+    nothing and hold replicas of state alone; `idle` devices are standby. `sequence`: tokens of the sequences
+    that the chaos of a 0.1 leader has samples read in (0: as the dataset has them); until 0.3.
     """
 
     number: int
@@ -264,6 +266,7 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     binding: dict[str, str] = msgspec.field(default_factory=dict)
     prediction: Prediction | None = None
     reason: str = ""
+    sequence: int = 0
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -275,7 +278,7 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
                 f"{PLAN_VERSION}: upgrade it"
             )
         interleaved = any(stage.later for _, _, stage in self.walk())
-        msgspec.structs.force_setattr(self, "version", PLAN_VERSION if interleaved else 1)
+        msgspec.structs.force_setattr(self, "version", PLAN_VERSION if interleaved or self.sequence else 1)
         if self.number < 0 or self.micro_batch < 1:
             refuse(f"plan {self.number}: number and micro-batch size must be positive")
         devices = [*(name for name, _ in self._placed()), *self.carriers]
@@ -372,6 +375,7 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
             self.global_batch,
             sorted(self.binding.items()),
             *([sorted(self.carriers)] if self.carriers else []),
+            *([self.sequence] if self.sequence else []),
         )
         return hashlib.sha256(msgspec.json.encode(body)).hexdigest()[:16]
 

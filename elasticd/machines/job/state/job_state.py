@@ -422,11 +422,8 @@ class JobState(Value, frozen=True, kw_only=True):
         plan."""
         if node.node in self.joined or self.joined_from(node):
             return True
-        names = {device.name for device in node.devices}
-        return any(
-            not names.isdisjoint(devices)
-            for devices in (self.joined, self.workers, *(plan.binding for plan in self.plans))
-        )
+        held = (self.joined, self.workers, *(plan.binding for plan in self.plans))
+        return any(device.name in devices for devices in held for device in node.devices)
 
     def binds(self, device: str, incarnation: str) -> bool:
         """Whether a plan, in force or proposed, is bound to that worker, which this leader may not have met.
