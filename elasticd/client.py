@@ -74,9 +74,12 @@ class Api:
         self.close()
 
     def close(self) -> None:
+        """Closes the HTTP connections; the end of a `with` block does the same."""
         self._client.close()
 
     def status(self) -> ClusterStatus:
+        """The nodes, jobs and links as the leader sees them now. Raises CannotReach, as every request here
+        does."""
         return self._read("/v1/status", ClusterStatus)
 
     def status_json(self) -> bytes:
@@ -110,6 +113,7 @@ class Api:
             ) from error
 
     def settings(self) -> Settings:
+        """The settings of detection and policy in force, and every change made to them while running."""
         return self._read("/v1/config", Settings)
 
     def change(self, values: Mapping[str, bool | int | float | str | None], by: str) -> None:

@@ -38,9 +38,12 @@ class WallClock:
     """The machine's monotonic clock."""
 
     def now(self) -> float:
+        """As `Clock.now`, by `time.monotonic`: readings of two machines do not compare."""
         return time.monotonic()
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+        """As `Clock.call_at`. The call runs on a daemon thread of its own, which does not keep the process
+        alive."""
         timer = threading.Timer(max(0.0, when - self.now()), callback)
         timer.daemon = True
         timer.start()
@@ -61,9 +64,13 @@ class VirtualClock:
         self._lock = threading.Lock()
 
     def now(self) -> float:
+        """As `Clock.now`: `start` until the first `advance`. While a due call runs, it is the time at which the
+        call was due."""
         return self._now
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+        """As `Clock.call_at`. The call runs inside `advance`; one whose time is past runs in the next
+        `advance`."""
         with self._lock:
             timer = _VirtualTimer(max(when, self._now), next(self._counter), callback)
             heapq.heappush(self._due, timer)

@@ -74,10 +74,13 @@ class Line(StoredValue, frozen=True, kw_only=True, tag="recording-line"):
     version: int = VERSION
 
     def state(self) -> CoordinatorState:
+        """The leader's state in a `began` line. Raises `msgspec.DecodeError` where the body is no state."""
         # Not strict: what JSON has no number for is text.
         return decoded_as(CoordinatorState, bytes(self.body), strict=False)
 
     def event(self) -> Event:
+        """The event in a `heard` line. Raises `msgspec.DecodeError` for a kind or a body that this release does
+        not know."""
         kind = EVENTS.get(self.kind)
         if kind is None:
             raise msgspec.ValidationError(f"there is no event {self.kind!r}")
@@ -85,18 +88,24 @@ class Line(StoredValue, frozen=True, kw_only=True, tag="recording-line"):
         return event
 
     def note(self) -> CoordinatorNote:
+        """The note in a `told` line. Raises `msgspec.DecodeError` where the body is no note."""
         return decoded_as(CoordinatorNote, bytes(self.body))
 
 
 def began(state: CoordinatorState, at: float, time: float) -> bytes:
+    """A line with the leader's whole state: JSON with its newline. `at` and `time` are those of `Line`.
+    Infinite numbers become text."""
     return _line("began", at, time, _finite(msgspec.to_builtins(state, enc_hook=as_mapping)))
 
 
 def heard(event: Event, at: float, time: float) -> bytes:
+    """A line with an event that the machine has taken in, as `began`. Raises KeyError for a type that
+    `EVENTS` lacks."""
     return _line("heard", at, time, event, _KINDS[type(event)])
 
 
 def told(note: CoordinatorNote, at: float, time: float) -> bytes:
+    """A line with one note, as `began`. It belongs to the last event before it."""
     return _line("told", at, time, note)
 
 

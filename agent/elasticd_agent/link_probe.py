@@ -27,7 +27,10 @@ _log = logging.getLogger(__name__)
 class Sends(Protocol):
     """What a link is probed by."""
 
-    def cross(self, address: str, certificate: str, size: int) -> tuple[float, float]: ...
+    def cross(self, address: str, certificate: str, size: int) -> tuple[float, float]:
+        """Seconds that `size` bytes take to the agent at `address`, and those of the shortest message, one way.
+        It blocks: it is called on a thread. Raises StreamFailed."""
+        ...
 
 
 class Crossings:

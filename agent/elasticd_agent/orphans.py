@@ -42,6 +42,8 @@ class Torchruns:
         self._run(self._begin())
 
     def observe(self, event: Event) -> None:
+        """Takes an event of the agent's machine. From a torchrun's `Join` on its process is watched, until its
+        `Leave` or its end."""
         if isinstance(event, Opened) and isinstance(event.body, Join):
             marked = process_mark.mark(event.pid)
             if marked is not None:  # else it had not been answered, and has no workers
@@ -51,6 +53,7 @@ class Torchruns:
             self._forget(self._clients.pop(event.client, ""))
 
     def close(self) -> None:
+        """Ends all watching. Torchruns and workers that live are left alone."""
         for task in self._tasks:
             task.cancel()
         for marked in list(self._watched):

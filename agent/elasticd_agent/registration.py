@@ -110,6 +110,7 @@ class Registrar:
         return lease
 
     def start(self) -> None:
+        """Starts the thread that keeps the keys; `claim` must have returned before."""
         self._thread.start()
 
     def set_node(self, record: NodeRecord) -> None:
@@ -120,11 +121,15 @@ class Registrar:
         self._wake.set()
 
     def set_member(self, job: str, record: MemberRecord) -> None:
+        """The key of this worker's device says this from now on. It returns at once; the thread writes the
+        key."""
         with self._lock:
             self._wanted[self._keys.member(job, record.device)] = encode(record)
         self._wake.set()
 
     def clear_member(self, job: str, device: str) -> None:
+        """Has the key of this device's worker deleted. It returns at once; harmless where there is no such
+        key."""
         with self._lock:
             self._wanted.pop(self._keys.member(job, device), None)
         self._wake.set()
@@ -138,6 +143,7 @@ class Registrar:
         self._wake.set()
 
     def release(self, key: str) -> None:
+        """The opposite of `hold`: has the key deleted. A `told` that was not called yet is never called."""
         with self._lock:
             self._wanted.pop(key, None)
             self._told.pop(key, None)

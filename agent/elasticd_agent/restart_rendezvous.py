@@ -202,6 +202,7 @@ class Rounds:
         )
 
     def close(self) -> None:
+        """Cancels the tasks and the watches. The torchruns' keys live as long as the registrar's lease."""
         for task in list(self._tasks):
             task.cancel()
         for job in self._jobs.values():

@@ -92,6 +92,7 @@ class Records:
             self._watches.append(self._store.watch(prefix, snapshot.revision + 1, self._sink(prefix)))
 
     def close(self) -> None:
+        """Cancels the watches. The store stays open."""
         for watch in self._watches:
             watch.cancel()
 

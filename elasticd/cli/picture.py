@@ -140,6 +140,7 @@ def members(stage: Stage, rates: Mapping[str, float]) -> list[Text]:
 
 
 def bar(load: float) -> Text:
+    """A load from 0 to 1 as a bar of `BAR` characters and a percentage; red above 0.999."""
     full = round(load * BAR)
     style = "red" if load > 0.999 else ""
     return Text(f"{'█' * full}{'·' * (BAR - full)} {load:.0%}", style=style)

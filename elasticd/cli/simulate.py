@@ -134,6 +134,7 @@ def _times(count: int) -> str:
 
 
 def timeline(outcome: Outcome) -> Table:
+    """A row for each event: virtual seconds, step, kind, and at most `_MOST_TEXT` characters of its text."""
     table = plain_table(">seconds", ">step", "what", "")
     for event in outcome.timeline:
         style = _COLORS.get(event.kind, "")

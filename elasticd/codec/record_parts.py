@@ -53,6 +53,8 @@ class Parted(StoredValue, frozen=True, kw_only=True, tag="in-parts"):
 
     @property
     def parts(self) -> frozenset[str]:
+        """The names of all pieces' parts, each once. The record can be read only while the store has all of
+        them."""
         return frozenset(name for names in self.pieces.values() for name in names)
 
 

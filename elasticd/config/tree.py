@@ -183,6 +183,7 @@ class LinkSection(Value, frozen=True, kw_only=True):
 
     @property
     def link(self) -> Link:
+        """The same two numbers as the planner's value: bytes per second, and seconds."""
         return Link(bandwidth=self.bandwidth, latency=self.latency)
 
 

@@ -95,6 +95,7 @@ class DemoReport(StoredValue, frozen=True, kw_only=True, tag="demo-report"):
 
     @property
     def failed(self) -> tuple[Check, ...]:
+        """The checks that are not met, in order; the demo has succeeded if there are none."""
         return tuple(check for check in self.checks if not check.met)
 
 

@@ -62,6 +62,7 @@ class Folders(Value, frozen=True, kw_only=True):
 
     @property
     def logs(self) -> Path:
+        """The folder `logs` inside `out`; `prepare` makes it."""
         return self.out / "logs"
 
     def prepare(self) -> None:

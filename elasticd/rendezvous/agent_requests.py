@@ -51,12 +51,17 @@ class Asking:
         return self._ask(lambda number: Present(id=number, name=name, store=store, left=left))
 
     def read(self) -> RoundAnswer:
+        """The state of the job's rendezvous, its token, and the torchruns that the store knows of. Raises
+        RendezvousConnectionError without an answer in time, RendezvousRefusal where the agent says no."""
         return self._ask(lambda number: ReadRound(id=number))
 
     def write(self, value: bytes, token: int) -> RoundAnswer:
+        """Writes the state if `token` is still its token (0: if there is none). The answer has the state that
+        the store holds afterwards; its `done` says whether this one was written. Raises as `read`."""
         return self._ask(lambda number: WriteRound(id=number, value=value, token=token))
 
     def close(self) -> None:
+        """Hangs up. A later question connects again."""
         with self._lock:
             self._hang_up()
 

@@ -42,12 +42,18 @@ class Backend(RendezvousBackend):
 
     @property
     def name(self) -> str:
+        """As `RendezvousBackend.name`: torch gives it as the handler's `get_backend`, and in its log."""
         return "elasticd"
 
     def get_state(self) -> tuple[bytes, Token] | None:
+        """As `RendezvousBackend.get_state`, with heartbeats by what the agents know of each torchrun. Raises
+        RendezvousConnectionError where no agent answers in time, RendezvousStateError for bytes that are no
+        state of torch's."""
         return self._seen(self._asking.read())
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """As `RendezvousBackend.set_state`; a token is the revision of the key in etcd. Raises as
+        `get_state`."""
         answer = self._asking.write(state, token if isinstance(token, int) else 0)
         seen = self._seen(answer)
         return None if seen is None else (*seen, answer.done)

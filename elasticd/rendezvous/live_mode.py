@@ -63,13 +63,16 @@ class Handler(RendezvousHandler):
         self._agent: AgentCalls | None = None
 
     def get_backend(self) -> str:
+        """As `RendezvousHandler.get_backend`: the value of `--rdzv-backend`."""
         return BACKEND
 
     def get_run_id(self) -> str:
+        """As `RendezvousHandler.get_run_id`: the value of `--rdzv-id`, which is the job's name."""
         return self._job
 
     @property
     def use_agent_store(self) -> bool:
+        """As `RendezvousHandler.use_agent_store`: always True."""
         # No worker is to serve a store at MASTER_ADDR: there is no group over the whole job.
         return True
 
@@ -81,6 +84,7 @@ class Handler(RendezvousHandler):
         return RendezvousInfo(store, joined.node_rank, joined.nodes, RendezvousStoreInfo("127.0.0.1", 0))
 
     def is_closed(self) -> bool:
+        """Always False: `next_rendezvous` raises RendezvousOver where the job is over."""
         return False
 
     def set_closed(self) -> None:
@@ -92,6 +96,8 @@ class Handler(RendezvousHandler):
         return 0
 
     def shutdown(self) -> bool:
+        """Tells the agent that this torchrun leaves the job, and hangs up. Always True; harmless when called
+        again."""
         if self._agent is not None:
             self._agent.leave(self._job)
             self._agent = None
@@ -205,6 +211,8 @@ class RankStore(Store):
         self._timeout = timedelta(seconds=_STORE_SECONDS)
 
     def set(self, key: str, value: str | bytes) -> None:
+        """Keeps the value in this process. A value under `ROLE_INFO` goes to the leader's store too; if that
+        fails it is printed, not raised."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._values[key] = data
         if key.startswith(ROLE_INFO):
@@ -221,6 +229,8 @@ class RankStore(Store):
                 print(f"elasticd: {said}", file=sys.stderr, flush=True)
 
     def get(self, key: str) -> bytes:
+        """The value. It waits for another node's `ROLE_INFO` for `_INFO_SECONDS` at most, and then takes that
+        node to be like this one. Ranks are computed. Raises RuntimeError for any other key that is absent."""
         if key.startswith(ASSIGNED_RANKS):
             return self._assigned(int(key.removeprefix(ASSIGNED_RANKS)))
         if key not in self._values:
@@ -238,35 +248,45 @@ class RankStore(Store):
             return self._own
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
+        """As `get`, one key after the other: the waits add up."""
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        """As `set`, one key after the other. Raises ValueError where the lists differ in length."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
+        """The counter's new value; an absent one counts from 0. No other torchrun adds to it."""
         total = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(total).encode()
         return total
 
     def check(self, keys: list[str]) -> bool:
+        """Whether all keys are in this process or are ranks to compute. What only the leader's store has counts
+        as absent."""
         return all(key in self._values or key.startswith(ASSIGNED_RANKS) for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Reads each key as `get`, with the waits and errors of `get`. `timeout` is not used."""
         for key in keys:
             self.get(key)
 
     def delete_key(self, key: str) -> bool:
+        """Whether the key was there. The leader's store keeps what was sent to it."""
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
+        """The number of keys in this process, those read from the leader's store among them."""
         return len(self._values)
 
     @property
     def timeout(self) -> timedelta:
+        """What `set_timeout` set last. No call of this store depends on it."""
         return self._timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
+        """Kept for `timeout` alone: how long a call waits is fixed."""
         self._timeout = timeout
 
     def _assigned(self, node: int) -> bytes:

@@ -94,6 +94,8 @@ class RestartHandler(DynamicRendezvousHandler):
     _backend: Backend
 
     def equip(self, asking: Asking, backend: Backend) -> None:
+        """Adds what torch's `from_backend` cannot pass to a constructor. Call it once, before the first round.
+        It sets an environment variable that the workers inherit."""
         self._asking, self._backend = asking, backend
         self._backend.me = str(self._this_node)
         # By it the agent knows the workers, if this process is killed and leaves them behind.

@@ -56,14 +56,18 @@ class Roster:
 
     @property
     def participants(self) -> frozenset[str]:
+        """The names of those that take part in this round; those that wait for another one are not among
+        them."""
         return frozenset(map(str, self._state.participants))
 
     @property
     def complete(self) -> bool:
+        """Whether the round's members and ranks are final."""
         return bool(self._state.complete)
 
     @property
     def closed(self) -> bool:
+        """Whether the rendezvous is over, so that no further round begins."""
         return bool(self._state.closed)
 
     @property
@@ -73,6 +77,7 @@ class Roster:
 
     @property
     def round(self) -> int:
+        """The round's number, counted from 0."""
         return int(self._state.round)
 
     def judge(self, lives: Callable[[str], bool]) -> None:
@@ -93,6 +98,7 @@ class Roster:
         self._state = state
 
     def encode(self) -> bytes:
+        """The bytes that torch decodes to this state, with all changes made here."""
         return pickle.dumps(self._state)
 
 

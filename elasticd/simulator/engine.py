@@ -27,6 +27,7 @@ class Due:
         return self.key < other.key
 
     def cancel(self) -> None:
+        """The engine passes over the call when its time comes. Harmless after the call was played."""
         self.cancelled = True
 
 
@@ -50,6 +51,8 @@ class EventEngine:
         return due
 
     def after(self, seconds: float, callback: Callable[[], None], priority: int = NORMAL) -> Due:
+        """Plays `callback` so many seconds after the event that is being played. Of calls due at one time,
+        those with a lower `priority` come first. The returned `Due` can be cancelled."""
         return self.call_at(self._now + seconds, callback, priority)
 
     def run(self, over: Callable[[], bool]) -> None:

@@ -19,6 +19,8 @@ class Planner:
         self._answers: dict[str, Answer] = {}
 
     def answer(self, problem: Problem) -> Answer:
+        """The planner's answer, computed once for equal problems. No virtual time passes: `seconds` says how
+        long the answer is taken to need."""
         key = hashlib.sha256(msgspec.json.encode(problem)).hexdigest()
         if key not in self._answers:
             self._answers[key] = self.plan(problem)

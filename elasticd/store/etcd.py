@@ -89,9 +89,12 @@ class EtcdStore(Store):
 
     @property
     def limits(self) -> Limits:
+        """As `Store.limits`: those of the options. etcd itself is not asked."""
         return self._options.limits
 
     def get(self, key: str) -> KeyValue | None:
+        """As `Store.get`. An outage is met by one more try on a new session."""
+
         def ask(session: EtcdSession) -> KeyValue | None:
             request = session.rpc.RangeRequest(key=key.encode())
             answer = session.unary("kvstub", "Range", request, linearizable=True)
@@ -100,6 +103,8 @@ class EtcdStore(Store):
         return self._read(ask)
 
     def snapshot(self, prefix: str) -> Snapshot:
+        """As `Store.snapshot`. It begins anew where etcd compacts the revision meanwhile, and raises
+        RevisionCompacted after `_ATTEMPTS` times. Raises ValueError for an empty prefix."""
         check_prefix(prefix)
         for _ in range(_ATTEMPTS - 1):
             try:
@@ -132,6 +137,8 @@ class EtcdStore(Store):
         return self._read(ask)
 
     def transact(self, compares: Iterable[Compare], then: Sequence[Op]) -> TransactResult:
+        """As `Store.transact`. It is sent a second time only after etcd turned down an expired token. Raises
+        StoreUnavailable where no session opens: then nothing was sent."""
         check_ops(then)
         conditions = tuple(compares)
         check_request(self.limits, conditions, then)
@@ -147,6 +154,8 @@ class EtcdStore(Store):
         return self._change(ask)
 
     def grant(self, ttl_seconds: int) -> int:
+        """As `Store.grant`, with one more try after an outage. The lease of a lost answer expires by itself.
+        Raises ValueError for a `ttl_seconds` that is not a whole number of at least 1."""
         check_ttl(ttl_seconds)
 
         # A lease whose grant went unanswered harms nobody: it expires. So this repeats like a read.
@@ -157,12 +166,17 @@ class EtcdStore(Store):
         return self._read(ask)
 
     def keep_alive(self, lease: int) -> int:
+        """As `Store.keep_alive`, with one more try after an outage: a refresh that is made twice does no
+        harm."""
         seconds = self._read(lambda session: session.keep_alive(lease))
         if seconds <= 0:
             raise LeaseLost(f"lease {lease:x} has expired or was revoked")
         return seconds
 
     def revoke(self, lease: int) -> None:
+        """As `Store.revoke`, with one more try after an outage. A lease that is gone by then counts as
+        revoked."""
+
         def ask(session: EtcdSession) -> None:
             request = session.rpc.LeaseRevokeRequest(ID=lease)
             try:
@@ -173,6 +187,8 @@ class EtcdStore(Store):
         self._read(ask)
 
     def watch(self, prefix: str, revision: int, sink: Sink | None = None) -> Watch:
+        """As `Store.watch`, on a thread of its own for each watch. Raises StoreUnavailable after `close`,
+        ValueError for an empty prefix."""
         check_prefix(prefix)
         tail = _Tail(self, prefix, revision, sink)
         with self._lock:
@@ -183,6 +199,8 @@ class EtcdStore(Store):
         return tail.watch
 
     def identity(self) -> Identity:
+        """As `Store.identity`. Raises StoreReplaced for an etcd that is another or an older one than
+        `known`."""
         return self._read(lambda session: session.identify())
 
     def release(self) -> str:
@@ -198,6 +216,7 @@ class EtcdStore(Store):
         return self._guard.known()
 
     def close(self) -> None:
+        """As `Store.close`; `watch` raises afterwards too."""
         with self._lock:
             self._closed = True
             session, self._session = self._session, None

@@ -109,29 +109,36 @@ class MemoryServer:
     # What follows is for `MemoryStore`, and is called under the lock.
 
     def get(self, key: str) -> KeyValue | None:
+        """The key at the newest revision, or None. An outage is not checked: `MemoryStore` does that."""
         return self._items.get(key)
 
     def snapshot(self, prefix: str) -> Snapshot:
+        """As `Store.snapshot`: sorted by key, at the newest revision."""
         return Snapshot(revision=self.revision, items=tuple(self._under(prefix)))
 
     def transact(self, compares: Iterable[Compare], then: Sequence[Op]) -> TransactResult:
+        """As `Store.transact`, for operations that `MemoryStore` has checked. Raises LeaseLost; feeds no
+        watch."""
         succeeded = all(compare.holds(*self._meant(compare)) for compare in compares)
         if succeeded:
             self._apply(then)
         return TransactResult(succeeded=succeeded, revision=self.revision)
 
     def grant(self, ttl: int) -> int:
+        """A lease that expires `ttl` seconds from now by the server's clock; its id, counted from 1."""
         lease = next(self._lease_ids)
         self._leases[lease] = _Lease(ttl, self.clock.now() + ttl)
         self._arm_expiry()
         return lease
 
     def keep_alive(self, lease: int) -> int:
+        """The lease has its full time again; returns that in seconds. Raises LeaseLost."""
         found = self._lease(lease)
         found.expires = self.clock.now() + found.ttl
         return found.ttl
 
     def revoke(self, lease: int) -> None:
+        """Ends the lease and deletes its keys, all at one revision. Harmless when it is gone."""
         if lease in self._leases:
             # By key, as etcd does.
             held = sorted(item.key for item in self._items.values() if item.lease == lease)
@@ -152,9 +159,11 @@ class MemoryServer:
         return [event for event in self._history[self._first_event(revision) :] if event.key.startswith(prefix)]
 
     def attach(self, feed: _Feed) -> None:
+        """From now on `feed` delivers to this watch too."""
         self._feeds.append(feed)
 
     def detach(self, feed: _Feed) -> None:
+        """The opposite of `attach`; harmless for a watch that is not attached."""
         if feed in self._feeds:
             self._feeds.remove(feed)
 
@@ -241,10 +250,12 @@ class MemoryStore(Store):
 
     @property
     def limits(self) -> Limits:
+        """As `Store.limits`: those of its server, for all its clients."""
         return self.server.limits
 
     @property
     def reachable(self) -> bool:
+        """False in an outage of the server, or of this client alone."""
         return not (self.server.down or self._cut_off)
 
     def outage(self, on: bool) -> None:
@@ -258,15 +269,18 @@ class MemoryStore(Store):
         self._lost_reply = applied
 
     def get(self, key: str) -> KeyValue | None:
+        """As `Store.get`. In an outage it raises StoreUnavailable at once."""
         with self._connected() as server:
             return server.get(key)
 
     def snapshot(self, prefix: str) -> Snapshot:
+        """As `Store.snapshot`, without pages. Raises ValueError for an empty prefix."""
         check_prefix(prefix)
         with self._connected() as server:
             return server.snapshot(prefix)
 
     def transact(self, compares: Iterable[Compare], then: Sequence[Op]) -> TransactResult:
+        """As `Store.transact`. Raises OutcomeUnknown after `lose_next_reply`, once."""
         check_ops(then)
         compares = tuple(compares)
         with self._connected() as server:
@@ -279,19 +293,26 @@ class MemoryStore(Store):
         raise OutcomeUnknown("the answer to a transaction was lost")
 
     def grant(self, ttl_seconds: int) -> int:
+        """As `Store.grant`, by the server's clock. Raises ValueError for a `ttl_seconds` that is not a whole
+        number of at least 1."""
         check_ttl(ttl_seconds)
         with self._connected() as server:
             return server.grant(ttl_seconds)
 
     def keep_alive(self, lease: int) -> int:
+        """As `Store.keep_alive`. Leases whose time has come expire first, this one among them."""
         with self._connected() as server:
             return server.keep_alive(lease)
 
     def revoke(self, lease: int) -> None:
+        """As `Store.revoke`. Watches are told on the calling thread, unless another one is delivering to
+        them."""
         with self._connected() as server:
             server.revoke(lease)
 
     def watch(self, prefix: str, revision: int, sink: Sink | None = None) -> Watch:
+        """As `Store.watch`. `sink` is called on the thread that makes a change; changes since `revision` come
+        before this returns. Raises StoreUnavailable after `close`, ValueError for an empty prefix."""
         check_prefix(prefix)
         if self._closed:
             raise StoreUnavailable("this store was closed")
@@ -303,13 +324,16 @@ class MemoryStore(Store):
         return feed.watch
 
     def identity(self) -> Identity:
+        """As `Store.identity`. It never raises StoreRefused."""
         with self._connected() as server:
             return Identity(cluster_id=server.cluster_id, revision=server.revision)
 
     def known(self) -> Identity | None:
+        """As `Store.known`: the server's newest revision, whether or not this client has seen it."""
         return Identity(cluster_id=self.server.cluster_id, revision=self.server.revision)
 
     def close(self) -> None:
+        """As `Store.close`. The server and its other clients go on."""
         self._closed = True
         for feed in self._feeds:
             feed.watch.cancel()

@@ -97,6 +97,7 @@ class StateFile:
 
     @property
     def epoch(self) -> int:
+        """The highest epoch noted so far, over all restarts of the daemon; 0 where none was."""
         return self._value.epoch
 
     @property

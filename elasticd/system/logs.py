@@ -51,6 +51,8 @@ class Seldom:
         self._next, self._unsaid = float("-inf"), 0
 
     def warn(self, text: str) -> None:
+        """Logs `text`, or only counts it where a warning was logged less than `seconds` ago. The count is for
+        all texts together."""
         with self._lock:
             now = self._clock()
             if now < self._next:
@@ -65,9 +67,11 @@ class TextLines(logging.Formatter):
     and could end the line or move the cursor of whoever reads it. A traceback keeps its lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """As the base class's, in one line: line ends are written out too."""
         return in_one_line(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
+        """As the base class's; of control characters only line ends and tabs are kept."""
         return for_terminal(super().formatException(ei))
 
 
@@ -80,6 +84,7 @@ class JsonLines(logging.Formatter):
         self._always, self._now = dict(always), now
 
     def format(self, record: logging.LogRecord) -> str:
+        """A JSON object without a newline. Values that JSON has no type for become text."""
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
         known = {**self._always, **self._now()}
         own = {name: getattr(record, name, None) for name in ABOUT}

@@ -29,6 +29,8 @@ class Supervisor:
         self._tell("READY=1", f"STATUS={status}")
 
     def status(self, text: str) -> None:
+        """The line for `systemctl status` from now on. It can be sent at any time, and does not mean that the
+        daemon is ready."""
         self._tell(f"STATUS={text}")
 
     def reloading(self) -> None:
@@ -36,6 +38,7 @@ class Supervisor:
         self._tell("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
+        """The daemon has begun to end. It is sent before connections are closed, which may take a while."""
         self._tell("STOPPING=1", "STATUS=ending")
 
     async def watch(self) -> None:

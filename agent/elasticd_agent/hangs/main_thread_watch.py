@@ -123,6 +123,7 @@ class Standing:
         return (os.dup(known.fd), known.signal) if known is not None and known.signal else None
 
     def close(self) -> None:
+        """Closes its descriptors of all workers' memory files, and forgets the workers."""
         for client in list(self._known):
             self._forget(client)
 

@@ -45,6 +45,7 @@ class Nvml:
         self._events = self._ask(self._subscribed)
 
     def close(self) -> None:
+        """Ends the subscription to the driver's events, and NVML. Errors of NVML are ignored."""
         if self._events is not None:
             self._ask(lambda: self._nvml.nvmlEventSetFree(self._events))
         self._ask(self._nvml.nvmlShutdown)

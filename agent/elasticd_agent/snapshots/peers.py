@@ -32,6 +32,7 @@ class Peers:
             return {node: record.certificate for node, record in self._records.items() if record.certificate}
 
     def there(self, agent: str) -> bool:
+        """Whether the store names this agent as that of another node."""
         with self._lock:
             return any(record.agent == agent for record in self._records.values())
 

@@ -95,6 +95,7 @@ class Keeper:
 
     @property
     def sender(self) -> Sender:
+        """The sender of its copies, which link probes use too. `close` closes it."""
         return self._sender
 
     def close(self) -> None:

@@ -129,6 +129,7 @@ class Vault:
         return tuple(plans[number] for number in sorted(plans))
 
     def jobs(self) -> set[str]:
+        """The names of the jobs that have any snapshot here."""
         with self._lock:
             return {job for job, *_ in self._entries}
 

@@ -24,9 +24,13 @@ class CurrentLeader(Protocol):
     """Who leads now; a takeover replaces it."""
 
     @property
-    def leader(self) -> SimulatedLeader: ...
+    def leader(self) -> SimulatedLeader:
+        """The coordinator that leads, or the last one where none is alive."""
+        ...
 
-    def take_over(self) -> None: ...
+    def take_over(self) -> None:
+        """Ends the leader now. The next one begins once the lease of the old one's key has run out."""
+        ...
 
 
 class Script:
@@ -61,6 +65,7 @@ class Script:
             self._told(fault)
 
     def begin(self) -> None:
+        """Puts all faults by time on the clock, and strikes those of step 0. Called once, after `before`."""
         for fault in self._by_time:
             self._engine.call_at(fault.seconds or 0.0, lambda f=fault: self._strike(f), FAULT)  # type: ignore[misc]
         self.at_step(0)

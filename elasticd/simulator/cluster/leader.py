@@ -54,6 +54,8 @@ class Known:
         self._found: dict[Callable[..., bool], tuple[tuple[object, ...], bool]] = {}
 
     def of(self, ask: Callable[..., bool], *values: object) -> bool:
+        """The answer of `ask(*values)`. It is asked again only if one of the values is another object than
+        before."""
         before, answer = self._found.get(ask, ((), False))
         if len(before) != len(values) or any(a is not b for a, b in zip(before, values, strict=True)):
             answer = ask(*values)
@@ -101,6 +103,7 @@ class SimulatedLeader:
         self._watch_time()
 
     def job(self, name: str) -> JobState | None:
+        """The job's state; None for a job that this leader does not know."""
         return self.state.jobs.get(name)
 
     def idle(self, name: str) -> bool:
@@ -118,6 +121,8 @@ class SimulatedLeader:
         return self._known.of(_member_away, job.plan, self.state.nodes)
 
     def heard(self, node: str, message: ToLeader) -> None:
+        """Takes a message of a node's agent: a hello as `AgentUp`, others as `Received`. Kinds that the
+        simulator does not model are dropped."""
         if isinstance(message, AgentHello):
             self.apply(AgentUp(record=message.record))
         elif isinstance(message, FromClient | WorkerLost | Frozen | Halted | SnapshotInventory):
@@ -132,9 +137,11 @@ class SimulatedLeader:
         return "" if planned or job.settle_until is not None else job.reason
 
     def lost(self, node: str) -> None:
+        """The link to a node's agent broke."""
         self.apply(AgentDown(node=node))
 
     def apply(self, event: Event) -> None:
+        """One step of its machine, whose effects are carried out at once. After `die` events are dropped."""
         if not self.alive:
             return
         self.state, effects = machine.step(self.state, event, self._engine.now())

@@ -177,13 +177,17 @@ class Node:
 
     @property
     def linked(self) -> bool:
+        """Whether its agent has a link to a leader."""
         return self.state.phase is AgentPhase.LINKED
 
     def link(self, up: bool) -> None:
+        """Tells its agent that the link to the leader is there, or lost. An agent that knows this already is
+        not told again."""
         if up != self.linked:
             self.emit(LinkUp() if up else LinkDown())
 
     def down(self, message: ToClient) -> None:
+        """Delivers a leader's message to its agent. A message that arrives after the link broke is lost."""
         if self.linked:  # what was on its way when the link broke is lost
             self.emit(Heard(message=message))
 

@@ -39,14 +39,18 @@ class GroupHost(Protocol):
     step: int
     plan: Plan | None
 
-    def together(
-        self, seconds: float, members: Sequence[SimulatedWorker], done: Callable[[], None]
-    ) -> None: ...
+    def together(self, seconds: float, members: Sequence[SimulatedWorker], done: Callable[[], None]) -> None:
+        """Calls `done` after `seconds`, once all `members` can be reached. It never calls it after one of them
+        died or left the collective."""
+        ...
 
     def swapped(self, transition: Transition) -> None:
         """All said ok: the new plan is in force."""
 
-    def train(self) -> None: ...
+    def train(self) -> None:
+        """Begins the next step if all members of the plan in force are at work. Called after each all-gather of
+        ok, whether or not the members swapped."""
+        ...
 
 
 class Transitions:
@@ -57,6 +61,8 @@ class Transitions:
         self._open: dict[int, Transition] = {}
 
     def of(self, number: int) -> Transition:
+        """The group of this plan's number. Raises SimulationError where no worker prepared it, or where it is
+        forgotten."""
         if number not in self._open:
             raise SimulationError(f"nobody was told of proposal {number}")
         return self._open[number]
@@ -72,6 +78,8 @@ class Transitions:
         return transition is not None and worker.device in transition.said
 
     def prepare(self, worker: SimulatedWorker, number: int) -> None:
+        """A worker prepares its proposal, which takes `Times.prepare` seconds; the first one opens the group.
+        Raises SimulationError where `number` is not that of the proposal that the worker read last."""
         proposal = worker.proposal
         if proposal is None or proposal.number != number:
             raise SimulationError(f"{worker.device} prepares {number}, which it was not told of")
@@ -91,6 +99,8 @@ class Transitions:
                 member.feed(Prepared(number=number))
 
     def leave(self, worker: SimulatedWorker, number: int) -> None:
+        """Takes a worker out of one group, as when its proposal is cancelled. Harmless for a number that has no
+        group."""
         transition = self._open.get(number)
         if transition is not None:
             transition.ready.discard(worker.device)
@@ -129,6 +139,8 @@ class Transitions:
         self._worker_group.together(found.seconds + pause, members, moved)
 
     def all_gather_ok(self, worker: SimulatedWorker, number: int, ok: bool) -> None:
+        """Takes a worker's part of the all-gather. After the last member's part, all members get all parts in
+        rank order, a message's time later; the new plan is in force if all are True."""
         transition = self.of(number)
         transition.said[worker.device] = ok
         if len(transition.said) < len(transition.names):

@@ -21,7 +21,10 @@ class EffectRunner(Protocol):
 
     step: int  # updates that the job has applied
 
-    def run(self, worker: SimulatedWorker, effect: sw.SwitchEffect) -> None: ...
+    def run(self, worker: SimulatedWorker, effect: sw.SwitchEffect) -> None:
+        """Carries out one effect of this worker's switch machine. Raises SimulationError for a type that it
+        does not know."""
+        ...
 
     def died(self, worker: SimulatedWorker, *, told: bool) -> None:
         """The process is gone. `told`: its peers' connections to it close at once, since its node lives."""
@@ -62,6 +65,7 @@ class SimulatedWorker:
 
     @property
     def node(self) -> str:
+        """The name of its device's node: n0 for device n0/3."""
         return node_of(self.device)
 
     @property
@@ -70,9 +74,13 @@ class SimulatedWorker:
         return self.alive and self.state.at_work
 
     def freeze(self) -> None:
+        """Stops the process without ending it. Messages and events wait, and so does every collective with
+        it."""
         self.frozen = True
 
     def thaw(self) -> None:
+        """Takes in what has waited, in order. Collectives that waited for this worker are up to
+        `WorkerGroup.reached`."""
         self.frozen = False
         waiting, self._waiting = self._waiting, []
         for call in waiting:
@@ -83,6 +91,8 @@ class SimulatedWorker:
         self._waiting.append(call)
 
     def receive(self, message: ToWorker) -> None:
+        """Takes a message of its agent: proposals and orders go to its switch machine, other messages are
+        ignored. While it is frozen the message waits."""
         if self.frozen:
             self.later(lambda: self.receive(message))
             return
@@ -96,6 +106,8 @@ class SimulatedWorker:
                 pass  # a welcome, or the end for one that stood by
 
     def feed(self, event: sw.SwitchEvent) -> None:
+        """One step of its switch machine, whose effects are carried out at once. Events for a process that has
+        ended are dropped."""
         if not self.alive:
             return
         if self.frozen:
@@ -106,6 +118,7 @@ class SimulatedWorker:
             self._worker_group.run(self, effect)
 
     def say(self, body: FromWorker) -> None:
+        """Sends a message to its agent, unless the process has ended."""
         if self.alive:
             self._emit(self, body)
 

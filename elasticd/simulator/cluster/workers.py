@@ -112,6 +112,7 @@ class WorkerGroup:
     # -- what the machines ask for ---------------------------------------------------------------------------
 
     def run(self, worker: SimulatedWorker, effect: sw.SwitchEffect) -> None:
+        """As `EffectRunner.run`. A worker belongs to the group from its first effect on."""
         self.workers[worker.device] = worker
         match effect:
             case sw.Prepare(number=number):
@@ -163,6 +164,7 @@ class WorkerGroup:
 
     @property
     def over(self) -> bool:
+        """Whether the job or the scenario has ended; `over_at` says when, in virtual seconds."""
         return self.over_at is not None
 
     def end(self) -> None:

@@ -92,10 +92,13 @@ class Truth:
         return {**self.rates, **dict.fromkeys(sorted(self.dead), math.inf)}
 
     def slow(self, names: Sequence[str], factor: float) -> None:
+        """These devices have this factor from now on, whatever it was before; 1.0 is normal. Raises KeyError
+        for a name that is not in the cluster."""
         for name in names:
             self.factors[self._index[name]] = factor
 
     def kill(self, names: Sequence[str]) -> None:
+        """These devices do nothing until `join`. Names that are not in the cluster are not refused."""
         self.dead |= {*names}
 
     def join(self, names: Sequence[str]) -> None:

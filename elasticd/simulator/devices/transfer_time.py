@@ -20,6 +20,7 @@ class Move:
 
     @property
     def total(self) -> int:
+        """Bytes, summed over all members of the new plan."""
         return sum(self.lacking.values())
 
 

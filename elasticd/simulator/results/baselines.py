@@ -74,6 +74,8 @@ class Given:
         return self.planner.answer(problem).plan
 
     def truth(self) -> Truth:
+        """A modelled cluster for one run alone. Devices that the script kills at step 0 are dead in it from the
+        beginning."""
         made = truth_of(self.scenario)
         for fault in self.scenario.faults:
             if fault.kind == "kill" and fault.step == 0:
@@ -104,6 +106,8 @@ class Run(ABC):
         """What the run does at `react_at` steps, once it has noticed."""
 
     def run(self, name: str) -> Totals:
+        """Plays the scenario to its last step or hour and returns the totals under `name`. A run in which
+        nobody trains and no later fault could change that ends early. Call it once."""
         scenario = self.scenario
         by_step = sorted((f for f in scenario.faults if f.step is not None), key=lambda f: f.step or 0)
         by_time = sorted((f for f in scenario.faults if f.seconds is not None), key=lambda f: f.seconds or 0.0)
@@ -174,6 +178,7 @@ class Bound(Run):
     """No plan is faster than this at any moment."""
 
     def step_seconds(self) -> float:
+        """The bound at the devices' present speeds, in seconds; infinite where no device lives."""
         return self.given.bounds.seconds(self.truth.speeds, self.truth.profile)
 
 
@@ -187,6 +192,7 @@ class Still(Run):
         self.plan = self.without(self.dead())
 
     def step_seconds(self) -> float:
+        """Mean seconds of a step under the plan in force; infinite while the job waits for nodes."""
         return self.truth.typical(self.plan) if self.plan is not None else math.inf
 
     def dead(self) -> frozenset[str]:
@@ -195,12 +201,17 @@ class Still(Run):
         return frozenset(cut | {node_of(name) for name in self.truth.dead})
 
     def without(self, nodes: frozenset[str]) -> Plan | None:
+        """The plan on all nodes but these, or None where the model does not fit there. Plans are kept, by nodes
+        and tokens of a sample."""
         key = (nodes, self.truth.tokens)
         if key not in self._plans:
             self._plans[key] = self.given.plan(self.truth, nodes)
         return self._plans[key]
 
     def changed(self, fault: Fault) -> None:
+        """A device that dies, a partition longer than a collective's patience, or samples too long for the
+        memory make this run start again from its last checkpoint. A shorter partition costs its own seconds. A
+        slow device changes no plan."""
         patience = self.scenario.times.patience
         if fault.kind == "partition":
             self._cut[fault.node] = self.now + fault.lasts
@@ -238,11 +249,15 @@ class Restarting(Still):
     device where the policy finds that it pays; back on all nodes when they have recovered."""
 
     def changed(self, fault: Fault) -> None:
+        """As `Still.changed`. A change of speed or a node that joins is noticed `detect.min_steps` steps
+        later."""
         super().changed(fault)
         if fault.speed or fault.kind == "join":
             self.react_at = self.trained.steps + self.scenario.detect.min_steps
 
     def react(self) -> None:
+        """Restarts on the plan without the slow nodes if `decide` says that it pays. Its price is the restart
+        and the steps since the last checkpoint."""
         slow = self._slow()
         target = self.without(slow | self.dead())
         if target is None:

@@ -38,6 +38,7 @@ class Stretch(Value, frozen=True, kw_only=True):
 
     @property
     def step_seconds(self) -> float:
+        """Seconds of a step, in the mean over the stretch. It can be compared with `bound`."""
         return (self.stop - self.start) / self.steps
 
 

@@ -27,6 +27,7 @@ class Shapes(Value, frozen=True, kw_only=True):
 
     @property
     def groups(self) -> int:
+        """The number of key and value heads: `kv_heads`, or `heads` where it is not given."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
 

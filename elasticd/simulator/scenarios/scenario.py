@@ -57,6 +57,8 @@ class ClusterShape(Value, frozen=True, kw_only=True):
             refuse("memory, flops and assumed must be positive")
 
     def cluster(self) -> Cluster:
+        """The planner's value of this cluster, with devices n0/0, n0/1, ... in order. The speed of its devices
+        is not in it."""
         nodes = []
         for n in range(self.nodes):
             held = tuple(Device(name=f"n{n}/{i}", memory=self.memory) for i in range(self.devices))
@@ -82,6 +84,7 @@ class Training(Value, frozen=True, kw_only=True):
             )
 
     def spec(self) -> ModelSpec:
+        """The specification that a job of this model would send to its coordinator."""
         return model_spec(self.name, self.shapes)
 
 
@@ -159,6 +162,7 @@ class Scenario(Value, frozen=True, kw_only=True):
 
     @property
     def seconds(self) -> float | None:
+        """How many virtual seconds the run lasts; None where `steps` says when it ends."""
         return None if self.hours is None else self.hours * 3600
 
     def truth(self, tokens: int | None = None) -> ModelProfile:
