@@ -25,7 +25,7 @@ from elasticd.coordinator.connections import Connection
 from elasticd.coordinator.daemon import Coordinator, settings_of
 from elasticd.machines.agent.state import DoneRead, Event, PlanRead, ProposalRead
 from elasticd.machines.job.state.job_state import JobPhase
-from elasticd.records import JobSpec, Keys, NodeRecord, Proposal, encode
+from elasticd.records import JobSpec, Keys, NodeRecord, Proposal, StoredProposal, decode, encode
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import Compare, Op, TransactResult, request_bytes
 from elasticd.store.server import EtcdServer
@@ -158,7 +158,7 @@ class Reader:
 
     async def proposal(self, after: int) -> Proposal:
         """The next one that is open."""
-        found: list[Proposal] = []
+        found: list[StoredProposal] = []
 
         def come() -> bool:
             found[:] = [
@@ -166,13 +166,13 @@ class Reader:
                 for event in self.events
                 if isinstance(event, ProposalRead)
                 and event.proposal is not None
-                and event.proposal.number > after
-                and event.proposal.status == "open"
+                and event.proposal.head.number > after
+                and event.proposal.head.status == "open"
             ]
             return bool(found)
 
         await until(come)
-        return found[0]
+        return decode(bytes(found[0].stored), Proposal)
 
     async def recorded(self, number: int) -> None:
         await until(

@@ -17,7 +17,7 @@ from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.value import StoredValue, Value, refuse
 
-from elasticd.codec.decoding import decode_stored, decoded_as, shown, skip, version_refusal
+from elasticd.codec.decoding import decode_stored, decoded, decoded_as, shown, skip, version_refusal
 from elasticd.codec.message import PEERS_VERSION
 from elasticd.codec.record_parts import whole
 from elasticd.version import __version__
@@ -300,6 +300,40 @@ class Proposal(StoredValue, frozen=True, kw_only=True, tag="proposal"):
     version: int = RECORD_VERSION
 
 
+class PlanHead(Value, frozen=True, kw_only=True):
+    """Of a plan: the workers that it is bound to."""
+
+    binding: dict[str, str] = msgspec.field(default_factory=dict)  # incarnations of its members, by device
+
+
+class RecoveryHead(Value, frozen=True, kw_only=True):
+    """Of a recovery: the workers whose copies it goes on from."""
+
+    sources: dict[str, str]  # their incarnations, by device
+
+
+class ProposalHead(Value, frozen=True, kw_only=True, tag="proposal"):
+    """The fields of a `Proposal` that an agent reads: which workers the proposal concerns, and whether it is
+    open. The fields are those of `Proposal`."""
+
+    number: int
+    epoch: int
+    plan: PlanHead
+    old: PlanHead | None
+    recovery: RecoveryHead | None = None
+    status: Literal["open", "aborted"] = "open"
+    reason: str = ""
+    version: int = RECORD_VERSION
+
+
+class StoredProposal(Value, frozen=True, kw_only=True):
+    """A proposal as an agent has it: its head, and its JSON, which the agent passes on to workers as the leader
+    wrote it."""
+
+    head: ProposalHead
+    stored: msgspec.Raw
+
+
 class PlanRecord(StoredValue, frozen=True, kw_only=True, tag="running-plan"):
     """The plan that the job runs, recorded from the first report of a swap."""
 
@@ -399,6 +433,15 @@ def decode(data: bytes, kind: type[T], parts: Mapping[str, bytes] = NO_PARTS) ->
     """A record, of whose job these parts are stored (`elasticd.codec.record_parts`). Raises
     `msgspec.DecodeError` that names the field, or both versions of one that is too new."""
     return decode_stored(whole(data, parts), kind)
+
+
+def decode_proposal(data: bytes, parts: Mapping[str, bytes] = NO_PARTS) -> StoredProposal:
+    """A job's proposal, of which the head alone is decoded. Raises `msgspec.DecodeError` as `decode` does; also
+    for bytes that are no JSON, so that the rest can be passed on."""
+    data = whole(data, parts)
+    head = decode_stored(data, ProposalHead, partial=True)
+    decoded(bytes.decode, data)  # a decoder does not look at the text of what it skips
+    return StoredProposal(head=head, stored=decoded_as(msgspec.Raw, data))
 
 
 def decode_at(key: str, data: bytes, kind: type[T], parts: Mapping[str, bytes] = NO_PARTS) -> T:

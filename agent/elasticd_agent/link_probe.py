@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.agent.state import AgentState
 from elasticd.records import NodeRecord
@@ -80,6 +81,7 @@ def next_idle(state: AgentState, ring: Sequence[NodeRecord]) -> NodeRecord | Non
 
 def _busy(state: AgentState) -> set[str]:
     """The nodes that a plan uses, in force or open."""
-    plans = [record.plan for job, record in state.plans.items() if job not in state.done]
-    plans += [p.plan for job, p in state.proposals.items() if p.status == "open" and job not in state.done]
-    return {node for plan in plans for node in plan.nodes}
+    members = [record.plan.members for job, record in state.plans.items() if job not in state.done]
+    proposals = [state.open_proposal(job) for job in state.proposals if job not in state.done]
+    members += [tuple(proposal.plan.binding) for proposal in proposals if proposal is not None]
+    return {node_of(device) for devices in members for device in devices}

@@ -37,8 +37,8 @@ from elasticd.records import (
     Keys,
     NodeRecord,
     PlanRecord,
-    Proposal,
     decode,
+    decode_proposal,
     read_schema,
     schema_apart,
 )
@@ -149,7 +149,9 @@ class Records:
             elif node:
                 self._node_read(node, self._decoded(item, NodeRecord))
             elif part == "proposal":
-                self._emit(ProposalRead(job=job, proposal=self._decoded(item, Proposal), revision=at))
+                shelf = self._shelf.of(key)
+                proposal = decode_proposal(item.value, shelf) if item is not None else None
+                self._emit(ProposalRead(job=job, proposal=proposal, revision=at))
             elif part == "plan":
                 self._emit(PlanRead(job=job, record=self._decoded(item, PlanRecord), revision=at))
             elif part == "fence":

@@ -40,12 +40,12 @@ from elasticd.wire.rendezvous import Join, OfRounds
 from elasticd.wire.snapshots import Fetch, OfSnapshots, Snapped
 from elasticd.wire.unix_socket import SocketTaken, peer
 from elasticd.wire.worker import (
+    FromItsAgent,
     FromWorker,
     Hello,
     Pong,
     Rejected,
     ToAgentAlone,
-    ToWorker,
     from_worker,
     passed_report,
 )
@@ -181,7 +181,7 @@ class Workers:
         self._ears = ears
         self._loop.add_reader(self._listener, self._accept)
 
-    def send(self, client: str, body: ToWorker, fd: int | None = None) -> None:
+    def send(self, client: str, body: FromItsAgent, fd: int | None = None) -> None:
         """To a client, with a descriptor, which is closed here; what is for one that is gone is dropped."""
         if connection := self._connections.get(client):
             connection.send(encode(body), fd)

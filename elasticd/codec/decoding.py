@@ -125,9 +125,10 @@ class _Head(msgspec.Struct):
     release: Any = ""
 
 
-def decode_stored(data: bytes, kind: type[S]) -> S:
+def decode_stored(data: bytes, kind: type[S], *, partial: bool = False) -> S:
     """A stored value. Raises `msgspec.DecodeError` that names the field; or, where its version is more than one
-    newer than that of `kind`, both versions."""
+    newer than that of `kind`, both versions. `partial`: `kind` lacks fields on purpose, and no line about them
+    is logged."""
     known = _default_version(kind)
     head = decoded_as(_Head, data)
     release = head.release if isinstance(head.release, str) else ""
@@ -135,7 +136,8 @@ def decode_stored(data: bytes, kind: type[S]) -> S:
     if refusal := stored_refusal(f"the value {tag_of(kind)!r}", version, known, release):
         raise VersionRefused(refusal)
     value = decoded_as(kind, data)
-    look(value, data)
+    if not partial:
+        look(value, data)
     return value
 
 

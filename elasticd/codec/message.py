@@ -5,11 +5,12 @@ added, with defaults: a release skips the fields and the messages that it does n
 (`elasticd.codec.decoding`). Requests of users are no messages: they are HTTP, and their version is in the path
 (/v1/).
 
-An agent decodes what passes through it and encodes it again, and so drops the fields that it does not know;
-only a worker's reports it passes on as they came. A field of `Proposal`, `Plan`, `JobSpec`, `FromClient.body`
-or `ToClient.body` that changes what ranks or leaders do therefore takes effect only when every agent of the job
-has said a version that knows it; until then the leader leaves its default. `NodeState.release` and
-`NodeState.version` are what each agent's hello said.
+An agent decodes most of what passes through it and encodes it again, and so drops the fields that it does not
+know. Only a worker's reports and the leader's proposals are passed on as they came (release 0.1 decoded the
+proposals, too). A field of `Proposal`, `Plan`, `JobSpec`, `FromClient.body` or `ToClient.body` that changes
+what ranks or leaders do therefore takes effect only when every agent of the job has said a version that passes
+it on; until then the leader leaves its default. `NodeState.release` and `NodeState.version` are what each
+agent's hello said.
 """
 
 from __future__ import annotations

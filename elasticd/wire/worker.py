@@ -13,7 +13,7 @@ import msgspec
 from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.codec.decoding import MessageReader, decoder_of, tag_of
-from elasticd.codec.message import Message
+from elasticd.codec.message import WIRE_VERSION, Message
 from elasticd.records import JobSpec, Proposal, Vote
 from elasticd.wire.main_thread import Whereabouts
 from elasticd.wire.rendezvous import (
@@ -230,6 +230,13 @@ class Propose(Message, frozen=True, kw_only=True, tag="propose"):
     proposal: Proposal  # as the leader wrote it
 
 
+class PassedProposal(msgspec.Struct, frozen=True, kw_only=True, tag=tag_of(Propose)):
+    """How an agent encodes a `Propose` around a proposal, which it passes on undecoded."""
+
+    version: int = WIRE_VERSION
+    proposal: msgspec.Raw
+
+
 class Abort(Message, frozen=True, kw_only=True, tag="abort"):
     """A proposal was aborted, as read from the store."""
 
@@ -336,6 +343,8 @@ ToWorker = (
     | RoundAnswer
     | Closed
 )
+#: What an agent encodes for a worker or torchrun.
+FromItsAgent = ToWorker | PassedProposal
 
 
 #: What an encoded report begins with.

@@ -9,11 +9,11 @@ import pytest
 from elasticd_agent.link_probe import SIZE, Crossings, next_idle
 from elasticd_agent.snapshots.port import StreamFailed
 
-from elasticd.machines.agent.state import AgentState, DoneRead, PlanRead, ProposalRead
+from elasticd.machines.agent.state import AgentState, DoneRead, PlanRead
 from elasticd.records import DoneRecord, NodeRecord, PlanRecord
 from elasticd.wire.coordinator import Crossed
 from tests.agent.test_streams import Pair, known
-from tests.machines.agent_scene import JOB, RECORD, aborted, plan, proposal, run
+from tests.machines.agent_scene import JOB, RECORD, aborted, plan, proposal, read_proposal, run
 
 
 def node(name: str) -> NodeRecord:
@@ -40,8 +40,8 @@ def test_the_next_node_without_work_is_probed_by_one_that_has_none_either() -> N
     assert target(planned("n1/0", "n2/0")) is None
     assert target(planned("n0/0")) is None, "this one has work"
     open_ = proposal(1, {"n1/0": "i"})
-    assert target(ProposalRead(job=JOB, proposal=open_)) == "n2"
-    assert target(ProposalRead(job=JOB, proposal=aborted(open_))) == "n1"
+    assert target(read_proposal(open_)) == "n2"
+    assert target(read_proposal(aborted(open_))) == "n1"
     assert target(planned("n0/0", "n1/0"), DoneRead(job=JOB, record=DoneRecord(step=1, epoch=5))) == "n1"
 
 

@@ -9,11 +9,22 @@ from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.machines.agent.machine import step
-from elasticd.machines.agent.state import AgentSend, AgentState, AgentTell, Effect, Event, Heard, Opened, Said
-from elasticd.records import JobSpec, NodeRecord, Proposal
+from elasticd.machines.agent.state import (
+    UNKNOWN,
+    AgentSend,
+    AgentState,
+    AgentTell,
+    Effect,
+    Event,
+    Heard,
+    Opened,
+    ProposalRead,
+    Said,
+)
+from elasticd.records import JobSpec, NodeRecord, Proposal, decode_proposal, encode
 from elasticd.wire.coordinator import FromClient, ToClient
 from elasticd.wire.rendezvous import Join
-from elasticd.wire.worker import FromWorker, Hello, Report, Switched
+from elasticd.wire.worker import FromWorker, Hello, Report, Switched, to_worker
 
 JOB = "job"
 RECORD = NodeRecord(
@@ -42,6 +53,11 @@ def plan(number: int, binding: dict[str, str]) -> Plan:
 def proposal(number: int, new: dict[str, str], old: dict[str, str] | None = None, epoch: int = 5) -> Proposal:
     before = plan(number - 1, old) if old else None
     return Proposal(number=number, epoch=epoch, plan=plan(number, new), old=before)
+
+
+def read_proposal(record: Proposal, job: str = JOB, revision: int = UNKNOWN) -> ProposalRead:
+    """What an agent reads from the store where a leader wrote this."""
+    return ProposalRead(job=job, proposal=decode_proposal(encode(record)), revision=revision)
 
 
 def aborted(open_: Proposal, epoch: int = 5) -> Proposal:
@@ -92,4 +108,7 @@ def told(effects: list[Effect]) -> list[object]:
 
 
 def sent(effects: list[Effect]) -> list[tuple[str, object]]:
-    return [(effect.client, effect.body) for effect in effects if isinstance(effect, AgentSend)]
+    """What goes to clients, as each decodes it."""
+    return [
+        (effect.client, to_worker(encode(effect.body))) for effect in effects if isinstance(effect, AgentSend)
+    ]

@@ -24,7 +24,6 @@ from elasticd.machines.agent.state import (
     LinkUp,
     Opened,
     PlanRead,
-    ProposalRead,
     SetMember,
     Stop,
     UnknownEvent,
@@ -59,6 +58,7 @@ from tests.machines.agent_scene import (
     join,
     plan,
     proposal,
+    read_proposal,
     report,
     run,
     said,
@@ -115,33 +115,33 @@ def test_release_one_older_or_newer_is_let_in() -> None:
 
 def test_proposal_reaches_members_of_old_and_new_alone() -> None:
     mine = proposal(2, {"n0/0": "i0"}, old={"n0/1": "i1"})
-    _, effects = run(hello(0), hello(1), ProposalRead(job=JOB, proposal=mine))
+    _, effects = run(hello(0), hello(1), read_proposal(mine))
     assert sent(effects) == [("w0", Propose(proposal=mine)), ("w1", Propose(proposal=mine))]
     other = proposal(2, {"n0/0": "i0", "n1/0": "x"})
-    _, effects = run(hello(0), hello(1), ProposalRead(job=JOB, proposal=other))
+    _, effects = run(hello(0), hello(1), read_proposal(other))
     assert [client for client, _ in sent(effects)] == ["w0"]
-    _, effects = run(hello(0), hello(1), ProposalRead(job="another", proposal=mine))
+    _, effects = run(hello(0), hello(1), read_proposal(mine, job="another"))
     assert sent(effects) == []
 
 
 def test_proposal_is_not_for_another_incarnation_of_the_device() -> None:
-    _, effects = run(hello(0), ProposalRead(job=JOB, proposal=proposal(2, {"n0/0": "former"})))
+    _, effects = run(hello(0), read_proposal(proposal(2, {"n0/0": "former"})))
     assert sent(effects) == []
 
 
 def test_worker_that_connects_gets_the_open_proposal_after_its_welcome() -> None:
     mine = proposal(2, {"n0/0": "i0"})
-    _, effects = run(ProposalRead(job=JOB, proposal=mine), hello(0))
+    _, effects = run(read_proposal(mine), hello(0))
     assert [type(body) for _, body in sent(effects)] == [Welcome, Propose]
     for stranger in (hello(0, job="other"), hello(1)):
-        _, effects = run(ProposalRead(job=JOB, proposal=mine), stranger)
+        _, effects = run(read_proposal(mine), stranger)
         assert [type(body) for _, body in sent(effects)] == [Welcome]
 
 
 def test_abort_and_record_are_forwarded_and_the_leaver_hears_of_the_record() -> None:
     mine = proposal(2, {"n0/0": "i0"}, old={"n0/1": "i1"})
-    begin = (hello(0), hello(1), ProposalRead(job=JOB, proposal=mine))
-    _, effects = run(*begin, ProposalRead(job=JOB, proposal=aborted(mine)))
+    begin = (hello(0), hello(1), read_proposal(mine))
+    _, effects = run(*begin, read_proposal(aborted(mine)))
     assert sent(effects) == [(w, Abort(number=2, reason="why")) for w in ("w0", "w1")]
     record = PlanRecord(plan=mine.plan, epoch=5, step=3)
     _, effects = run(*begin, PlanRead(job=JOB, record=record))
@@ -152,13 +152,13 @@ def test_abort_and_record_are_forwarded_and_the_leaver_hears_of_the_record() -> 
 def test_order_that_a_replaced_leader_gives_is_refused(learned: str) -> None:
     seen: dict[str, Event] = {
         "leader": LeaderRead(epoch=9),
-        "proposal": ProposalRead(job="x", proposal=proposal(1, {"n1/0": "z"}, epoch=9)),
+        "proposal": read_proposal(proposal(1, {"n1/0": "z"}, epoch=9), job="x"),
         "plan": PlanRead(job="x", record=PlanRecord(plan=plan(1, {"n1/0": "z"}), epoch=9, step=0)),
     }
     mine = proposal(2, {"n0/0": "i0"}, epoch=8)
     for stale in (
-        ProposalRead(job=JOB, proposal=mine),
-        ProposalRead(job=JOB, proposal=aborted(mine, epoch=8)),
+        read_proposal(mine),
+        read_proposal(aborted(mine, epoch=8)),
         PlanRead(job=JOB, record=PlanRecord(plan=mine.plan, epoch=8, step=1)),
         over("a leader that was replaced says so", epoch=8),
     ):
@@ -166,12 +166,12 @@ def test_order_that_a_replaced_leader_gives_is_refused(learned: str) -> None:
         assert [type(effect) for effect in effects] == [AgentNote]
         assert state.epoch == 9
     current = proposal(2, {"n0/0": "i0"}, epoch=9)
-    assert sent(run(hello(0), seen[learned], ProposalRead(job=JOB, proposal=current))[1])
+    assert sent(run(hello(0), seen[learned], read_proposal(current))[1])
 
 
 def test_open_proposal_that_outlasts_its_leader_is_handed_to_a_worker_that_comes_back() -> None:
     mine = proposal(2, {"n0/0": "i0"}, epoch=5)
-    _, effects = run(ProposalRead(job=JOB, proposal=mine), LeaderRead(epoch=6), hello(0))
+    _, effects = run(read_proposal(mine), LeaderRead(epoch=6), hello(0))
     assert [type(body) for _, body in sent(effects)] == [Welcome, Propose]
 
 
@@ -231,7 +231,7 @@ def test_reason_of_a_goodbye_is_told_with_the_end_of_its_process_on_every_link()
 
 
 def test_same_record_read_again_is_forwarded_once() -> None:
-    read = ProposalRead(job=JOB, proposal=proposal(2, {"n0/0": "i0"}))
+    read = read_proposal(proposal(2, {"n0/0": "i0"}))
     assert run(hello(0), read, read)[1] == []
 
 

@@ -44,6 +44,7 @@ from tests.machines.agent_scene import (
     hello,
     join,
     proposal,
+    read_proposal,
     run,
     said,
     sent,
@@ -59,13 +60,13 @@ LIFE: tuple[Event, ...] = (
     join(),
     hello(0),
     hello(1),
-    ProposalRead(job=JOB, proposal=FIRST),
+    read_proposal(FIRST),
     said(Prepared(number=1), "w0"),
     said(Refused(number=1, reason="no"), "w1"),
-    ProposalRead(job=JOB, proposal=aborted(FIRST)),
+    read_proposal(aborted(FIRST)),
     said(StayedOnPlan(number=1, step=0), "w0"),
     said(StayedOnPlan(number=1, step=0), "w1"),
-    ProposalRead(job=JOB, proposal=SECOND),
+    read_proposal(SECOND),
     said(Prepared(number=2), "w0"),
     said(swapped(2), "w0"),
     said(InDoubt(number=2, step=3, reason="?"), "w1"),
@@ -84,7 +85,7 @@ END: tuple[Event, ...] = (
 
 def outdated(events: list[Event]) -> int:
     """Numbers below this one are settled, as the store shows."""
-    numbers = [e.proposal.number for e in events if isinstance(e, ProposalRead) and e.proposal]
+    numbers = [e.proposal.head.number for e in events if isinstance(e, ProposalRead) and e.proposal]
     return max([*numbers, 0])
 
 

@@ -9,11 +9,10 @@ from elasticd.machines.agent.state import (
     LinkDown,
     LinkUp,
     PlanRead,
-    ProposalRead,
 )
 from elasticd.records import PlanRecord
 from elasticd.wire.worker import Probe, Probed
-from tests.machines.agent_scene import JOB, hello, plan, proposal, run, said, sent, told
+from tests.machines.agent_scene import JOB, hello, plan, proposal, read_proposal, run, said, sent, told
 
 
 def asked(effects: list) -> list[str]:
@@ -42,10 +41,10 @@ def test_a_device_that_stands_by_is_probed_again_and_again() -> None:
 
 def test_a_member_of_a_plan_in_force_or_open_is_not_probed() -> None:
     state, late = there(), 10 * PROBE_SECONDS
-    open_, _ = run(ProposalRead(job=JOB, proposal=proposal(1, {"n0/0": "iw0"})), state=state)
+    open_, _ = run(read_proposal(proposal(1, {"n0/0": "iw0"})), state=state)
     incarnation = next(iter(open_.clients.values())).incarnation
     for binding, expected in (({"n0/0": incarnation}, []), ({"n0/1": "other"}, ["w0"])):
-        proposed, _ = run(ProposalRead(job=JOB, proposal=proposal(1, binding)), state=state)
+        proposed, _ = run(read_proposal(proposal(1, binding)), state=state)
         assert asked(run(AgentTick(), state=proposed, now=late)[1]) == expected
         record = PlanRecord(plan=plan(1, binding), epoch=5, step=0)
         recorded, _ = run(PlanRead(job=JOB, record=record), state=state)

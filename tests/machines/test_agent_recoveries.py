@@ -8,7 +8,7 @@ import pytest
 from elasticd.machines.agent.state import FenceRead, PlanRead, ProposalRead
 from elasticd.records import Fence, PlanRecord, Recovery
 from elasticd.wire.worker import Propose, Recorded
-from tests.machines.agent_scene import JOB, hello, plan, proposal, run, sent
+from tests.machines.agent_scene import JOB, hello, plan, proposal, read_proposal, run, sent
 
 OLD = {"n0/0": "i0", "n0/1": "i1", "n1/0": "x"}
 FENCE = FenceRead(job=JOB, record=Fence(number=3, epoch=5, gone={"n1/0": "x"}, reason="it died"))
@@ -17,7 +17,7 @@ BEFORE = PlanRead(job=JOB, record=PlanRecord(plan=plan(2, OLD), epoch=5, step=0)
 
 def recovery(sources: dict[str, str], new: dict[str, str]) -> ProposalRead:
     found = Recovery(fence=3, step=7, sources=sources, snapshots=dict.fromkeys(OLD, next(iter(sources), "")))
-    return ProposalRead(job=JOB, proposal=msgspec.structs.replace(proposal(4, new, OLD), recovery=found))
+    return read_proposal(msgspec.structs.replace(proposal(4, new, OLD), recovery=found))
 
 
 @pytest.mark.parametrize(

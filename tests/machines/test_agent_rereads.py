@@ -16,11 +16,10 @@ from elasticd.machines.agent.state import (
     FenceRead,
     LeaderRead,
     PlanRead,
-    ProposalRead,
 )
 from elasticd.records import DoneRecord, Fence, PlanRecord
 from elasticd.wire.worker import Abort, Fenced, Propose, Recorded, Shutdown
-from tests.machines.agent_scene import JOB, aborted, hello, plan, proposal, run, sent
+from tests.machines.agent_scene import JOB, aborted, hello, plan, proposal, read_proposal, run, sent
 
 #: A leader of epoch 5 wrote these; the leader that followed has epoch 9.
 OPEN = proposal(3, {"n0/0": "i0"}, epoch=5)
@@ -33,8 +32,8 @@ def records(revision: int) -> list[tuple[Event, type]]:
     recorded = PlanRecord(plan=plan(3, {"n0/0": "i0"}), epoch=5, step=0)
     ended = DoneRecord(step=9, epoch=5, reason="why")
     return [
-        (ProposalRead(job=JOB, proposal=OPEN, revision=revision), Propose),
-        (ProposalRead(job=JOB, proposal=aborted(OPEN), revision=revision), Abort),
+        (read_proposal(OPEN, revision=revision), Propose),
+        (read_proposal(aborted(OPEN), revision=revision), Abort),
         (FenceRead(job=JOB, record=FENCE, revision=revision), Fenced),
         (PlanRead(job=JOB, record=recorded, revision=revision), Recorded),
         (DoneRead(job=JOB, record=ended, revision=revision), Shutdown),
@@ -81,6 +80,6 @@ def test_of_all_writes_in_the_store_those_alone_are_obeyed_whose_leader_led_then
             state, _ = run(LeaderRead(epoch=revision), state=state)
             continue
         record = proposal(revision, {"n0/0": "i0"}, epoch=leaders[-writer])
-        read = ProposalRead(job=JOB, proposal=record, revision=revision)
+        read = read_proposal(record, revision=revision)
         state, effects = run(read, state=state)
         assert [body for _, body in sent(effects)] == ([Propose(proposal=record)] if writer == 1 else [])

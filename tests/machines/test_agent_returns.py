@@ -16,21 +16,20 @@ from elasticd.machines.agent.state import (
     LinkUp,
     Opened,
     PlanRead,
-    ProposalRead,
     Said,
 )
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Fence, PlanRecord
 from elasticd.wire.coordinator import FromClient, WorkerLost
 from elasticd.wire.worker import Abort, Fenced, Hello, Prepared, Recorded
-from tests.machines.agent_scene import JOB, aborted, hello, plan, proposal, run, sent
+from tests.machines.agent_scene import JOB, aborted, hello, plan, proposal, read_proposal, run, sent
 
 
 def test_worker_that_comes_back_hears_of_the_abort_that_it_may_have_missed() -> None:
     mine = proposal(2, {"n0/0": "i0"})
-    _, effects = run(ProposalRead(job=JOB, proposal=aborted(mine)), hello(0))
+    _, effects = run(read_proposal(aborted(mine)), hello(0))
     assert sent(effects)[1:] == [("w0", Abort(number=2, reason="why"))]
-    _, effects = run(ProposalRead(job=JOB, proposal=aborted(mine)), LeaderRead(epoch=6), hello(0))
+    _, effects = run(read_proposal(aborted(mine)), LeaderRead(epoch=6), hello(0))
     assert sent(effects)[1:] == [("w0", Abort(number=2, reason="why"))], "it holds, whoever leads now"
 
 

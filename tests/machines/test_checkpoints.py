@@ -7,7 +7,7 @@ import pytest
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.coordinator.store_writer import stored
-from elasticd.machines.agent.state import AgentNote, CheckpointsRead, LinkDown, LinkUp, ProposalRead
+from elasticd.machines.agent.state import AgentNote, CheckpointsRead, LinkDown, LinkUp
 from elasticd.machines.coordinator.message_checks import MOST_CHECKPOINTS
 from elasticd.machines.job.copies.checkpoints import MOST_PUBLISHED, MOST_WAITING
 from elasticd.machines.job.state.events import Received
@@ -15,7 +15,7 @@ from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import CheckpointsRecord, PublishedCheckpoint, decode
 from elasticd.wire.worker import Hello, Published, Saved
 from tests.machines.agent_scene import JOB as AGENTS_JOB
-from tests.machines.agent_scene import down, hello, proposal, run, said, sent, told
+from tests.machines.agent_scene import down, hello, proposal, read_proposal, run, said, sent, told
 from tests.machines.cast import JOB, FakeWorker
 from tests.machines.world import KEYS, World
 
@@ -207,14 +207,14 @@ def test_a_worker_hears_from_the_store_that_its_checkpoint_is_published_and_once
 
 def test_what_is_not_published_yet_is_said_to_every_leader_whatever_is_decided_meanwhile() -> None:
     later = proposal(9, {"n0/0": "i0"})
-    events = (LinkUp(), hello(0), said(SAVED), ProposalRead(job=AGENTS_JOB, proposal=later))
+    events = (LinkUp(), hello(0), said(SAVED), read_proposal(later))
     _, effects = run(*events, CheckpointsRead(job=AGENTS_JOB, record=None), LinkDown(), LinkUp())
     assert SAVED in told(effects)
 
 
 def test_a_list_below_the_highest_epoch_is_refused_and_so_is_word_over_the_link() -> None:
     stale = CheckpointsRead(job=AGENTS_JOB, record=msgspec.structs.replace(PUBLISHED, epoch=4))
-    seen = ProposalRead(job=AGENTS_JOB, proposal=proposal(2, {"n1/0": "x"}, epoch=5))
+    seen = read_proposal(proposal(2, {"n1/0": "x"}, epoch=5))
     state, effects = run(LinkUp(), hello(0), said(SAVED), seen, stale)
     assert [type(effect) for effect in effects] == [AgentNote]
     _, effects = run(down("w0", Published(name=NAMES[0])), state=state)

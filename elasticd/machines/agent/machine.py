@@ -72,7 +72,7 @@ from elasticd.machines.agent.state import (
     UnknownEvent,
 )
 from elasticd.names import name_refusal
-from elasticd.records import DoneRecord, Fence, MemberRecord, Proposal
+from elasticd.records import DoneRecord, Fence, MemberRecord, ProposalHead, StoredProposal
 from elasticd.version import __version__
 from elasticd.wire.coordinator import (
     DEVICE_PREFIX,
@@ -93,9 +93,11 @@ from elasticd.wire.worker import (
     EmulatedSpeed,
     Fenced,
     Finished,
+    FromItsAgent,
     FromWorker,
     Goodbye,
     Hello,
+    PassedProposal,
     PeersLost,
     Probe,
     Probed,
@@ -467,11 +469,8 @@ def _stands_by(state: AgentState, client: Client, now: float) -> bool:
         return False
     if client.asked is not None and not 0 < state.probe_seconds <= now - client.asked:
         return False
-    record, proposal = state.plans.get(client.job), state.proposals.get(client.job)
-    plans = (
-        record.plan if record is not None else None,
-        proposal.plan if proposal is not None and proposal.status == "open" else None,
-    )
+    record, proposal = state.plans.get(client.job), state.open_proposal(client.job)
+    plans = (record.plan if record is not None else None, proposal.plan if proposal is not None else None)
     return not any(plan is not None and plan.binding.get(client.device) == client.incarnation for plan in plans)
 
 
@@ -488,15 +487,16 @@ def proposal_read(state: AgentState, event: ProposalRead, now: float) -> Result:
     job, proposal = event.job, event.proposal
     if proposal is None:
         return replace(state, proposals=_without_job(state.proposals, job)), ()
-    if _usurped(state, proposal.epoch, event.revision):
-        return state, (_stale(f"proposal {proposal.number}", job, proposal.epoch, state.epoch),)
+    head = proposal.head
+    if _usurped(state, head.epoch, event.revision):
+        return state, (_stale(f"proposal {head.number}", job, head.epoch, state.epoch),)
     if state.proposals.get(job) == proposal:
         return state, ()
-    effects = _orders(_workers(state, job), _bindings(proposal), _order(proposal))
-    epoch = max(state.epoch, proposal.epoch)
+    effects = _orders(_workers(state, job), _bindings(head), _order(proposal))
+    epoch = max(state.epoch, head.epoch)
     state = replace(state, epoch=epoch, proposals={**state.proposals, job: proposal})
     # A proposal opens only once all is settled of those before it.
-    return _forget_before(state, job, proposal.number), effects
+    return _forget_before(state, job, head.number), effects
 
 
 def plan_read(state: AgentState, event: PlanRead, now: float) -> Result:
@@ -521,10 +521,11 @@ def plan_read(state: AgentState, event: PlanRead, now: float) -> Result:
             AgentSend(client=worker.id, body=recorded) for worker in _workers(state, job)
         )
     else:
-        plans = [record.plan, before.plan]
-        if proposal is not None and proposal.number == record.plan.number and proposal.old is not None:
-            plans.append(proposal.old)
-        effects = _orders(_workers(state, job), [_binding(plan) for plan in plans], recorded)
+        bound = [_binding(record.plan), _binding(before.plan)]
+        head = proposal.head if proposal is not None else None
+        if head is not None and head.number == record.plan.number and head.old is not None:
+            bound.append(head.old.binding)
+        effects = _orders(_workers(state, job), bound, recorded)
     state = replace(state, epoch=max(state.epoch, record.epoch), plans={**state.plans, job: record})
     return _forget_before(state, job, record.plan.number), effects
 
@@ -601,9 +602,9 @@ def standing(state: AgentState, worker: Client) -> tuple[Effect, ...]:
         # It may stand still since it lost the others, or keep a copy for them: they went on without it.
         over = (_fenced(worker, fence),) if fence is not None else ()
         missed = (*over, AgentSend(client=worker.id, body=Recorded(number=plan.plan.number)))
-    if proposal is None or (fence is not None and fence.number > proposal.number):
+    if proposal is None or (fence is not None and fence.number > proposal.head.number):
         return missed
-    return missed + _orders([worker], _bindings(proposal), _order(proposal))
+    return missed + _orders([worker], _bindings(proposal.head), _order(proposal))
 
 
 def _returns(worker: Client) -> bool:
@@ -611,10 +612,10 @@ def _returns(worker: Client) -> bool:
     return isinstance(worker.opening, Hello) and worker.opening.incarnation == worker.incarnation
 
 
-def _order(proposal: Proposal) -> Propose | Abort:
-    if proposal.status == "aborted":
-        return Abort(number=proposal.number, reason=proposal.reason)
-    return Propose(proposal=proposal)
+def _order(proposal: StoredProposal) -> PassedProposal | Abort:
+    if proposal.head.status == "aborted":
+        return Abort(number=proposal.head.number, reason=proposal.head.reason)
+    return PassedProposal(proposal=proposal.stored)
 
 
 def _end(record: DoneRecord, workers: Iterable[Client]) -> tuple[Effect, ...]:
@@ -630,7 +631,7 @@ def _workers(state: AgentState, job: str) -> list[Client]:
     return [client for client in state.clients.values() if client.device and client.job == job]
 
 
-def _orders(workers: Iterable[Client], bound: Sequence[_Binding], body: ToWorker) -> tuple[Effect, ...]:
+def _orders(workers: Iterable[Client], bound: Sequence[_Binding], body: FromItsAgent) -> tuple[Effect, ...]:
     """`body` for those workers that one of these names, this incarnation of theirs."""
     return tuple(
         AgentSend(client=worker.id, body=body)
@@ -647,12 +648,12 @@ def _binding(plan: Plan) -> _Binding:
     return {device: plan.binding.get(device, "") for device in plan.members}
 
 
-def _bindings(proposal: Proposal) -> list[_Binding]:
+def _bindings(proposal: ProposalHead) -> list[_Binding]:
     """Whom a proposal concerns: the members of both plans. A recovery concerns those of the new one, and of the
     others those alone whose copies or snapshots it goes on from."""
     if proposal.recovery is not None:
-        return [_binding(proposal.plan), proposal.recovery.sources]
-    return [_binding(plan) for plan in (proposal.plan, proposal.old) if plan is not None]
+        return [proposal.plan.binding, proposal.recovery.sources]
+    return [plan.binding for plan in (proposal.plan, proposal.old) if plan is not None]
 
 
 def _usurped(state: AgentState, epoch: int, revision: int) -> bool:

@@ -15,12 +15,13 @@ from elasticd.records import (
     MemberRecord,
     NodeRecord,
     PlanRecord,
-    Proposal,
+    ProposalHead,
+    StoredProposal,
 )
 from elasticd.wire.coordinator import AgentRejected, FromAgent, FromClient, PassedReport, ToClient
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.rendezvous import Join
-from elasticd.wire.worker import EmulatedSpeed, FromWorker, Hello, Probed, Statement, StoreCall, ToWorker
+from elasticd.wire.worker import EmulatedSpeed, FromItsAgent, FromWorker, Hello, Probed, Statement, StoreCall
 
 #: Seconds between the probes of a device that stands by.
 PROBE_SECONDS = 30.0
@@ -76,7 +77,7 @@ class AgentState:
     epoch: int = 0  # highest seen, by this agent or one before it on its node
     clients: Mapping[str, Client] = field(default_factory=dict)  # by id
     departed: tuple[Client, ...] = ()  # ended workers whose last words a leader may not have heard
-    proposals: Mapping[str, Proposal] = field(default_factory=dict)  # by job, as read from the store
+    proposals: Mapping[str, StoredProposal] = field(default_factory=dict)  # by job, as read from the store
     plans: Mapping[str, PlanRecord] = field(default_factory=dict)  # by job, as read from the store
     fences: Mapping[str, Fence] = field(default_factory=dict)  # by job, as read from the store
     done: Mapping[str, DoneRecord] = field(default_factory=dict)  # by job, as read from the store
@@ -89,6 +90,11 @@ class AgentState:
     def worker_of(self, device: str) -> Client | None:
         """The worker that drives a device now."""
         return next((client for client in self.clients.values() if client.device == device), None)
+
+    def open_proposal(self, job: str) -> ProposalHead | None:
+        """The job's proposal, unless there is none or it was aborted."""
+        proposal = self.proposals.get(job)
+        return proposal.head if proposal is not None and proposal.head.status == "open" else None
 
 
 # -- events ------------------------------------------------------------------------------------------------
@@ -176,7 +182,7 @@ class ProposalRead:
     """A job's proposal, as read from the store."""
 
     job: str  # the job's name
-    proposal: Proposal | None  # None when the key is gone
+    proposal: StoredProposal | None  # None when the key is gone
     revision: int = UNKNOWN  # of the store, of the write that made the record what it is
 
 
@@ -249,7 +255,7 @@ class AgentSend:
     """Send this to a client."""
 
     client: str  # its id
-    body: ToWorker  # the message
+    body: FromItsAgent  # the message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,7 +35,7 @@ from elasticd.machines.agent.state import (
     Said,
     Stop,
 )
-from elasticd.records import DoneRecord, Fence, JobSpec, Keys, NodeRecord, PlanRecord, Proposal, decode
+from elasticd.records import DoneRecord, Fence, JobSpec, Keys, NodeRecord, PlanRecord, decode, decode_proposal
 from elasticd.simulator.cluster.worker import EffectRunner, SimulatedWorker, SimulationError
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent, WatchItem
@@ -266,7 +266,7 @@ def read_for_all(
             if value is not None:
                 spread(LeaderRead(epoch=item.item.create_revision))
         elif part == "proposal":
-            proposal = decode(value, Proposal, parts) if value is not None else None
+            proposal = decode_proposal(value, parts) if value is not None else None
             spread(ProposalRead(job=job, proposal=proposal, revision=at))
         elif part == "plan":
             plan = decode(value, PlanRecord, parts) if value is not None else None

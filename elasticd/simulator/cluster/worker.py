@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Protocol
 
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.worker import switch as sw
-from elasticd.records import Proposal
-from elasticd.wire.worker import Copy, FromWorker, Propose, StateReport, ToWorker
+from elasticd.records import Proposal, decode
+from elasticd.wire.worker import Copy, FromItsAgent, FromWorker, PassedProposal, StateReport
 
 
 class SimulationError(RuntimeError):
@@ -90,15 +91,15 @@ class SimulatedWorker:
         """Has this called once it is thawed."""
         self._waiting.append(call)
 
-    def receive(self, message: ToWorker) -> None:
+    def receive(self, message: FromItsAgent) -> None:
         """Takes a message of its agent: proposals and orders go to its switch machine, other messages are
         ignored. While it is frozen the message waits."""
         if self.frozen:
             self.later(lambda: self.receive(message))
             return
         match message:
-            case Propose(proposal=proposal):
-                self.proposal = proposal
+            case PassedProposal(proposal=stored):
+                self.proposal = proposal = _decoded(bytes(stored))
                 self.feed(sw.Proposed(number=proposal.number, joins=self.device in proposal.plan.members))
             case _ if isinstance(message, sw.AgentOrder):
                 self.feed(message)
@@ -161,3 +162,9 @@ class SimulatedWorker:
         self.torn()
         self.incarnations += 1
         self._renew(self)
+
+
+@lru_cache(maxsize=16)
+def _decoded(stored: bytes) -> Proposal:
+    """A proposal, decoded once for all workers of the simulated cluster."""
+    return decode(stored, Proposal)
