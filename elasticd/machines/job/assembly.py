@@ -10,7 +10,7 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.codec.decoding import shown
 from elasticd.machines.job.lifecycle.job_end import AGAIN, affirm, stop
-from elasticd.machines.job.losses import lost
+from elasticd.machines.job.lost_workers import lost
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Joiner, Worker, stranger
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import JobSpec

@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 from elasticd_planner.spec.cluster import node_of
 
-from elasticd.machines.job import assembly, losses, recovery, replan, switch
+from elasticd.machines.job import assembly, lost_workers, recovery, replan, switch
 from elasticd.machines.job.copies import checkpoints, snapshots
 from elasticd.machines.job.faults import hangs, network_partition, user_exceptions
 from elasticd.machines.job.lifecycle import drain, job_end, stop_request
@@ -103,7 +103,7 @@ def agent_up(turn: Turn, event: AgentUp) -> None:
     stop_request.remind(turn, event.record.node)
     snapshots_gone(turn, event)
     if event.anew:
-        losses.orphaned(turn, event.record.node)
+        lost_workers.orphaned(turn, event.record.node)
 
 
 def snapshots_gone(turn: Turn, event: AgentUp) -> None:
@@ -142,7 +142,7 @@ def settle(turn: Turn) -> None:
     longest = max(turn.here_seconds(node_of(device)) for device in missing)
     if longest >= turn.settings.reconnect_seconds:
         turn.set(settle_until=None)
-        losses.vanished(turn, missing)
+        lost_workers.vanished(turn, missing)
     elif longest < 0:  # none of their nodes is back
         turn.set(settle_until=None)
 
@@ -182,8 +182,8 @@ ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
     (Hello, OVER, assembly.hello_after_end),
     (Unread, ALL, assembly.unread),
     # What agents say of their nodes and workers.
-    (WorkerLost, NOT_OVER, losses.lost),
-    (WorkerLost, OVER, losses.lost_after_end),
+    (WorkerLost, NOT_OVER, lost_workers.lost),
+    (WorkerLost, OVER, lost_workers.lost_after_end),
     (Frozen, NOT_OVER, recovery.froze),
     (Halted, NOT_OVER, hangs.stood),
     (SnapshotInventory, NOT_OVER, snapshots.keeps),
@@ -229,9 +229,9 @@ DUE: tuple[tuple[Handler, Collection[JobPhase], bool], ...] = (
     (assembly.assemble, ASSEMBLING, False),
     (settle, LIVE, False),
     (assembly.answer_late, FALLIBLE, True),
-    (losses.deserted, LIVE, True),
-    (losses.absent, FALLIBLE, True),
-    (losses.stranded, ASSEMBLING, False),
+    (lost_workers.deserted, LIVE, True),
+    (lost_workers.absent, FALLIBLE, True),
+    (lost_workers.stranded, ASSEMBLING, False),
     (drain.all_drain, FALLIBLE, True),
     (stop_request.due, LIVE, False),
     (user_exceptions.judge, FALLIBLE, True),
