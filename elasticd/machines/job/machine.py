@@ -155,6 +155,8 @@ RECOVERING = {JobPhase.RECOVERING}
 ALL = frozenset(JobPhase)
 NOT_OVER = ALL - OVER
 
+#: What is said beside plans and faults.
+_ASIDE = (Report, Probed, Rehearsed, Goodbye, Frozen, Halted, Unreached, SnapshotInventory)
 #: Each event with phases, and what it does there. No phase of an event is in two of its rows.
 ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
     # Time, users and the other parts of the leader.
@@ -211,11 +213,7 @@ ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
     (Rehearsed, FALLIBLE, met),
     (Goodbye, NOT_OVER, met),  # its `WorkerLost` follows, and says that it was clean
     # Words on their way as the job ended, or repeated to a new leader.
-    *(
-        (kind, OVER, ignored)
-        for kind in (*get_args(Statement), *(Report, Probed, Rehearsed, Goodbye, Frozen, Halted, Unreached))
-    ),
-    (SnapshotInventory, OVER, ignored),
+    *((kind, OVER, ignored) for kind in (*get_args(Statement), *_ASIDE)),
 )
 #: What each event does in each phase. An event that is not here is logged.
 TABLE: dict[tuple[JobPhase, type], Handler] = {

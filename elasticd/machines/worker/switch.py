@@ -315,7 +315,7 @@ def ignore(state: SwitchState, event: Any) -> _Step:
     return state, ()
 
 
-def stale(state: SwitchState, event: Outcome) -> _Step:
+def stale(state: SwitchState, event: Any) -> _Step:
     """The end of a move that was left: superseded, fenced off, or stopped."""
     if event.number >= state.seen and state.phase not in (SwitchPhase.IN_DOUBT, SwitchPhase.STOPPED):
         raise Unexpected(f"{type(event).__name__} of {event.number} in phase {state.phase.value}")
