@@ -224,7 +224,9 @@ class Agent:
                     whereabouts=self._hear_whereabouts,
                 )
             )
-            self._told_serving()
+            text = f"agent of node {self.record.node} serves {len(self.record.devices)} devices at {self._path}"
+            _log.info("%s", text)
+            self._supervisor.ready(text)
             reason = await end
         finally:
             self._supervisor.stopping()
@@ -257,11 +259,6 @@ class Agent:
         crossings = Crossings(every, keeper.sender.cross, keeper.ring, lambda: self._state, link.send)
         lasting = self._supervisor.watch, crossings.run
         return (self._tick, self._beat, self._remember, self._sense, *lasting)
-
-    def _told_serving(self) -> None:
-        text = f"agent of node {self.record.node} serves {len(self.record.devices)} devices at {self._path}"
-        _log.info("%s", text)
-        self._supervisor.ready(text)
 
     def _emit(self, event: Event) -> None:
         """One event after the other: what carrying out an effect emits waits until the effects are done."""

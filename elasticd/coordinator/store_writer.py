@@ -161,8 +161,11 @@ class Writer:
             self._failed(error)
             return False
         except (StoreError, ValueError) as error:  # of this write alone; ValueError: it cannot be encoded
-            if len(taken) > 1:
-                return await self._one_by_one(taken)
+            if len(taken) > 1:  # one of them was refused: the others are not
+                for asked in taken:
+                    if not await self._write([asked]):
+                        return False
+                return True
             self._refused(taken[0], error)
         else:
             if isinstance(taken[0], Write):
@@ -172,13 +175,6 @@ class Writer:
         for asked in taken:
             if isinstance(asked, Write) and self._ledger.sweeps(asked.job):
                 self.put(Sweep(job=asked.job))
-        return True
-
-    async def _one_by_one(self, taken: Sequence[Asked]) -> bool:
-        """One of them was refused: the others are not."""
-        for asked in taken:
-            if not await self._write([asked]):
-                return False
         return True
 
     def _attempt(self, taken: Sequence[Asked]) -> bool:
