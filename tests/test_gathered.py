@@ -104,7 +104,7 @@ def test_a_link_sends_all_that_waits_and_loses_nothing() -> None:
     async def body() -> None:
         async with coordinating() as coordinator:
             events: list[Event] = []
-            link = Link(events.append, lambda _: None, lambda _: None)
+            link = Link(events.append, {})
             heard: list[ToLeader] = []
             hear = coordinator.leading.heard
 

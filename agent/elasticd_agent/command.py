@@ -126,7 +126,7 @@ async def run(read: Callable[[], Config]) -> None:
             loop.add_signal_handler(number, end)
         try:
             await check_store(store, config.etcd.endpoints)
-            await asyncio.to_thread(etcd_release.warn, store)
+            await asyncio.to_thread(etcd_release.warn, store.release)
             located = await with_address(config, store)
         except asyncio.CancelledError:
             if ending:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
@@ -22,18 +24,16 @@ from elasticd.config.tree import ConfigError
 from elasticd.machines.agent.state import AgentDrained, Event, Heard, LinkDown, LinkUp
 from elasticd.wire.coordinator import (
     MOST_TOGETHER,
+    AgentRejected,
     Drain,
-    End,
     FromAgent,
     FromClient,
-    Harm,
     PassedReport,
     ToAgent,
-    TryReach,
+    ToClient,
     to_agent,
     together,
 )
-from elasticd.wire.snapshots import SnapshotSetComplete
 from elasticd.wire.worker import Report
 from elasticd_agent.internal_errors import outlived
 
@@ -50,22 +50,18 @@ _log = logging.getLogger(__name__)
 
 
 class Link:
-    """Emits LinkUp, Heard and LinkDown on the running loop; `follow` says where the leader is. What the leader
-    says of snapshots goes to `whole`, chaos to `harm`, a job that a user stops to `end`, whom it wants tried
-    to `reach`. `known` gives what we show it, anew for each connection.
+    """Emits LinkUp, Heard and LinkDown on the running loop; `follow` says where the leader is. `orders`: by
+    their class, who takes those of the leader's messages that are no matter of the machine. `known` gives what
+    we show it, anew for each connection.
     """
 
     def __init__(
         self,
         emit: Callable[[Event], None],
-        whole: Callable[[SnapshotSetComplete], None],
-        harm: Callable[[Harm], None],
+        orders: Mapping[type, Callable[[Any], None]],
         known: Callable[[], Credentials] = Credentials,
-        end: Callable[[End], None] = lambda order: None,
-        reach: Callable[[TryReach], None] = lambda order: None,
     ) -> None:
-        self._emit, self._whole, self._harm, self._end, self._reach = emit, whole, harm, end, reach
-        self._known = known
+        self._emit, self._orders, self._known = emit, orders, known
         self._said = ""
         self._url: str | None = None
         self._moved = asyncio.Event()
@@ -195,18 +191,12 @@ class Link:
                 outlived(f"{type(message).__name__} of the leader", error)
 
     def _hear(self, message: ToAgent) -> None:
-        if isinstance(message, SnapshotSetComplete):
-            self._whole(message)
-        elif isinstance(message, Harm):
-            self._harm(message)
-        elif isinstance(message, End):
-            self._end(message)
-        elif isinstance(message, TryReach):
-            self._reach(message)
-        elif isinstance(message, Drain):
+        if isinstance(message, Drain):
             self._emit(AgentDrained(on=message.on))
-        else:
+        elif isinstance(message, ToClient | AgentRejected):
             self._emit(Heard(message=message))
+        else:
+            self._orders[type(message)](message)
 
     async def _write(self, connection: ClientConnection, outgoing: asyncio.Queue[FromAgent]) -> None:
         while True:
@@ -227,11 +217,9 @@ class Link:
                 await connection.send(together(written))
 
     async def _wait_moved(self, seconds: float) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._moved.wait()
-        except TimeoutError:
-            return
 
 
 def _encoded(message: FromAgent) -> bytes | None:

@@ -43,14 +43,15 @@ from elasticd.machines.agent.state import (
     SetNode,
     Stood,
 )
-from elasticd.records import Keys, NodeRecord, schema_refusal
+from elasticd.records import Keys, NodeRecord, encode, schema_refusal
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
 from elasticd.store.state_file import NOTE_SECONDS, StateFile
 from elasticd.system import network_addresses
 from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
-from elasticd.wire.coordinator import End, Harm, ToLeader
+from elasticd.wire.coordinator import End, Harm, ToLeader, TryReach
 from elasticd.wire.main_thread import Whereabouts
+from elasticd.wire.snapshots import SnapshotSetComplete
 from elasticd.wire.unix_socket import default_path
 from elasticd.wire.worker import EmulatedSpeed, Ping
 from elasticd_agent.chaos.cut_store import Severable
@@ -111,11 +112,12 @@ class Agent:
         self._events: deque[Event] = deque()
         self._pulses = Pulses(look)
         self._standing = Standing()
-        epoch = memory.epoch if memory is not None else 0
+        emulate = config.emulate
+        pace = EmulatedSpeed(forward=emulate.forward, backward=emulate.backward) if emulate.enabled else None
         self._state = AgentState(
             record=self._node_record(),
-            pace=self._emulated_pace(),
-            epoch=epoch,
+            pace=pace,
+            epoch=memory.epoch if memory is not None else 0,
             probe_seconds=config.agent.probe_seconds,
         )
         self._end: asyncio.Future[str | None] | None = None
@@ -145,12 +147,8 @@ class Agent:
         self._end = loop.create_future()
         if self._stopped:
             return
-        _log.info(
-            "elasticd %s: the agent of node %s of cluster %s",
-            __version__,
-            self.record.node,
-            self._config.cluster.name,
-        )
+        text = "elasticd %s: the agent of node %s of cluster %s"
+        _log.info(text, __version__, self.record.node, self._config.cluster.name)
 
         if refusal := await asyncio.to_thread(self._schema_refusal):
             raise AgentError(refusal)
@@ -193,8 +191,19 @@ class Agent:
     async def _serve(self, end: asyncio.Future[str | None]) -> None:
         """Starts the agent's parts, and ends them once `end` is set."""
         self._registrar.start()
-        self._link = self._make_link()
-        harms = self._harms = self._make_harms(self._link)
+        harms = self._harms = Harms(
+            *(self.record.node, self._config.chaos.enabled, self._store, self._pidfd),
+            lambda url: self._link.follow(url),
+            known=lambda: credentials(self._security),
+            devices=[device.name for device in self.record.devices],
+        )
+        orders: dict[type, Callable[[Any], None]] = {
+            SnapshotSetComplete: self._keeper.whole,
+            Harm: harms.take,
+            End: self._end_workers,
+            TryReach: self._reaching.take,
+        }
+        self._link = Link(self._emit, orders, lambda: credentials(self._security))
         records = Records(
             *(self._store, self._keys, self._emit, harms.follow, self._keeper.read),
             refuse=self._finish,
@@ -215,7 +224,9 @@ class Agent:
                     whereabouts=self._hear_whereabouts,
                 )
             )
-            self._told_serving()
+            text = f"agent of node {self.record.node} serves {len(self.record.devices)} devices at {self._path}"
+            _log.info("%s", text)
+            self._supervisor.ready(text)
             reason = await end
         finally:
             self._supervisor.stopping()
@@ -229,23 +240,6 @@ class Agent:
             await self._link.close()
         if reason is not None:
             raise AgentError(reason)
-
-    def _make_link(self) -> Link:
-        return Link(
-            self._emit,
-            self._keeper.whole,
-            self._hear_harm,
-            lambda: credentials(self._security),
-            self._end_workers,
-            self._reaching.take,
-        )
-
-    def _make_harms(self, link: Link) -> Harms:
-        return Harms(
-            *(self.record.node, self._config.chaos.enabled, self._store, self._pidfd, link.follow),
-            known=lambda: credentials(self._security),
-            devices=[device.name for device in self.record.devices],
-        )
 
     def _make_rounds(self) -> Rounds:
         return Rounds(
@@ -262,24 +256,9 @@ class Agent:
     def _lasting_parts(self, link: Link) -> tuple[Callable[[], Coroutine[Any, Any, None]], ...]:
         """What goes on beside the sockets, for as long as the agent serves."""
         keeper, every = self._keeper, self._config.agent.probe_seconds
-        crossings = Crossings(every, keeper.sender, keeper.ring, lambda: self._state, link.send)
-        return (
-            self._tick,
-            self._beat,
-            self._remember,
-            self._supervisor.watch,
-            crossings.run,
-            self._sense,
-        )
-
-    def _hear_harm(self, harm: Harm) -> None:
-        if self._harms is not None:
-            self._harms.take(harm)
-
-    def _told_serving(self) -> None:
-        text = f"agent of node {self.record.node} serves {len(self.record.devices)} devices at {self._path}"
-        _log.info("%s", text)
-        self._supervisor.ready(text)
+        crossings = Crossings(every, keeper.sender.cross, keeper.ring, lambda: self._state, link.send)
+        lasting = self._supervisor.watch, crossings.run
+        return (self._tick, self._beat, self._remember, self._sense, *lasting)
 
     def _emit(self, event: Event) -> None:
         """One event after the other: what carrying out an effect emits waits until the effects are done."""
@@ -341,9 +320,9 @@ class Agent:
         elif isinstance(effect, SetNode):
             self._registrar.set_node(effect.record)
         elif isinstance(effect, SetMember):
-            self._registrar.set_member(effect.job, effect.record)
+            self._registrar.hold(self._keys.member(effect.job, effect.record.device), encode(effect.record))
         elif isinstance(effect, ClearMember):
-            self._registrar.clear_member(effect.job, effect.device)
+            self._registrar.release(self._keys.member(effect.job, effect.device))
         elif isinstance(effect, AgentNote):
             _log.warning("%s", effect.text)
         elif isinstance(effect, HangUp):
@@ -377,22 +356,19 @@ class Agent:
                 task.add_done_callback(looking.discard)
 
     async def _look_at(self, halt: Halt, pid: int) -> None:
+        """Tells of a worker that stands still, with its stack where nobody else makes it wait."""
         try:
-            await self._halted(halt, pid)
+            text = ""
+            if halt.looks:
+                pidfd = self._workers.pidfd(halt.client)
+                text = await stack_dump.stack(pid, pidfd, self._standing.stacks_of(halt.client))
+            found = told_of(halt, text)
+            if halt.looks:
+                _log.warning("%s stands still in %s for %.1f s", halt.client, found.place, halt.seconds)
+            if self._standing.still(halt):  # else it moved meanwhile, and that is not to be told before
+                self._emit(Stood(client=halt.client, halted=found))
         except Exception as error:
             outlived("a look at a worker that stands still", error)
-
-    async def _halted(self, halt: Halt, pid: int) -> None:
-        """Tells of a worker that stands still, with its stack where nobody else makes it wait."""
-        text = ""
-        if halt.looks:
-            pidfd = self._workers.pidfd(halt.client)
-            text = await stack_dump.stack(pid, pidfd, self._standing.stacks_of(halt.client))
-        found = told_of(halt, text)
-        if halt.looks:
-            _log.warning("%s stands still in %s for %.1f s", halt.client, found.place, halt.seconds)
-        if self._standing.still(halt):  # else it moved meanwhile, and that is not to be told before
-            self._emit(Stood(client=halt.client, halted=found))
 
     def _hear_whereabouts(self, client: str, body: Whereabouts, fd: int | None) -> None:
         if why := self._standing.hear(client, body, fd):
@@ -477,10 +453,6 @@ class Agent:
             agent=secrets.token_hex(8),
             emulated=self._config.emulate.enabled,
         )
-
-    def _emulated_pace(self) -> EmulatedSpeed | None:
-        emulate = self._config.emulate
-        return EmulatedSpeed(forward=emulate.forward, backward=emulate.backward) if emulate.enabled else None
 
 
 async def _lasting(part: Callable[[], Coroutine[Any, Any, None]]) -> None:

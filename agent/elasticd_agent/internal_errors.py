@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from traceback import walk_tb
 
 from elasticd.codec.decoding import shown
 from elasticd.system.logs import Seldom
@@ -20,20 +21,17 @@ _log = logging.getLogger(__name__)
 _again = Seldom(_log)
 _lock = threading.Lock()
 _places: set[tuple[str, str, str, int]] = set()
-_times = 0
 
 
 def outlived(what: str, error: Exception) -> str:
-    """Counts and logs a defect. `what` says what failed, and is the same for all like it. Thread-safe.
+    """Logs a defect. `what` says what failed, and is the same for all like it. Thread-safe.
 
     Returns:
         The error in one line, for whoever has to be told.
     """
-    global _times
     said = f"{type(error).__name__}: {shown(str(error))}"
     place = (what, type(error).__name__, *_raised_at(error))
     with _lock:
-        _times += 1
         new = place not in _places and len(_places) < _MOST_PLACES
         if new:
             _places.add(place)
@@ -44,16 +42,7 @@ def outlived(what: str, error: Exception) -> str:
     return said
 
 
-def times() -> int:
-    """How many defects this process has outlived so far."""
-    with _lock:
-        return _times
-
-
 def _raised_at(error: Exception) -> tuple[str, int]:
     """The file and line of the innermost call."""
-    at, found = error.__traceback__, ("", 0)
-    while at is not None:
-        found = at.tb_frame.f_code.co_filename, at.tb_lineno
-        at = at.tb_next
-    return found
+    calls = [("", 0), *((frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__))]
+    return calls[-1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 from elasticd_planner.spec.cluster import node_of
@@ -25,28 +24,19 @@ SIZE = 4 << 20
 _log = logging.getLogger(__name__)
 
 
-class Sends(Protocol):
-    """What a link is probed by."""
-
-    def cross(self, address: str, certificate: str, size: int) -> tuple[float, float]:
-        """Seconds that `size` bytes take to the agent at `address`, and those of the shortest message, one way.
-        It blocks: it is called on a thread. Raises StreamFailed."""
-        ...
-
-
 class Crossings:
     """On one event loop. Every `seconds` (0: never) a probe to one of `ring`, told by `tell`; `state` is what
-    the agent knows."""
+    the agent knows. `cross` probes, as `Sender.cross`; it blocks, and is called on a thread."""
 
     def __init__(
         self,
         seconds: float,
-        sender: Sends,
+        cross: Callable[[str, str, int], tuple[float, float]],
         ring: Callable[[], Sequence[NodeRecord]],
         state: Callable[[], AgentState],
         tell: Callable[[Crossed], None],
     ) -> None:
-        self._seconds, self._sender, self._ring = seconds, sender, ring
+        self._seconds, self._cross, self._ring = seconds, cross, ring
         self._state, self._tell = state, tell
 
     async def run(self) -> None:
@@ -61,9 +51,7 @@ class Crossings:
         if target is None:
             return
         try:
-            seconds, latency = await asyncio.to_thread(
-                self._sender.cross, target.snapshots, target.certificate, SIZE
-            )
+            seconds, latency = await asyncio.to_thread(self._cross, target.snapshots, target.certificate, SIZE)
         except (StreamFailed, msgspec.MsgspecError) as error:
             _log.debug("the link to node %s was not probed: %s", target.node, error)
             return

@@ -32,7 +32,7 @@ class Reaching:
 
     async def start(self) -> None:
         """Answers from now on."""
-        self._server = await asyncio.start_server(_close, sock=self._socket)
+        self._server = await asyncio.start_server(lambda _, writer: _end(writer), sock=self._socket)
 
     async def close(self) -> None:
         """Breaks off what is under way."""
@@ -72,10 +72,6 @@ async def _reason(address: str, slots: asyncio.Semaphore) -> str:
             return f"{address}: {error}"
         await _end(writer)
     return ""
-
-
-async def _close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    await _end(writer)
 
 
 async def _end(writer: asyncio.StreamWriter) -> None:

@@ -17,14 +17,12 @@ from dataclasses import dataclass, field
 
 from elasticd.backoff import Backoff, jittered
 from elasticd.codec.decoding import shown
-from elasticd.records import Keys, MemberRecord, NodeRecord, decode, encode
+from elasticd.records import Keys, NodeRecord, decode, encode
+from elasticd.store.leader import taken
 from elasticd.store.lease import LeaseKeeper
 from elasticd.store.protocol import (
-    Compare,
     KeyValue,
     LeaseLost,
-    OutcomeUnknown,
-    Put,
     Store,
     StoreError,
     StoreRefused,
@@ -95,7 +93,7 @@ class Registrar:
         """The lease once it has the node's key; None where the store is so slow that it ran out before, or
         where this is given up. Raises as `claim`."""
         try:
-            while not self._take(lease):
+            while taken(self._store, self._node_key, encode(self._record), lease) is None:
                 holder = self._store.get(self._node_key)
                 if holder is not None and time.monotonic() >= deadline:
                     self._store.revoke(lease)
@@ -115,28 +113,13 @@ class Registrar:
 
     def set_node(self, record: NodeRecord) -> None:
         """The node's key says this from now on."""
-        with self._lock:
-            self._record = record
-            self._wanted[self._node_key] = encode(record)
-        self._wake.set()
+        self._record = record
+        self.hold(self._node_key, encode(record))
 
-    def set_member(self, job: str, record: MemberRecord) -> None:
-        """The key of this worker's device says this from now on. It returns at once; the thread writes the
-        key."""
-        with self._lock:
-            self._wanted[self._keys.member(job, record.device)] = encode(record)
-        self._wake.set()
-
-    def clear_member(self, job: str, device: str) -> None:
-        """Has the key of this device's worker deleted. It returns at once; harmless where there is no such
-        key."""
-        with self._lock:
-            self._wanted.pop(self._keys.member(job, device), None)
-        self._wake.set()
-
-    def hold(self, key: str, value: bytes, told: Callable[[str], None]) -> None:
-        """Keep this key as long as this agent lives. `told` is called once, from the thread: with an empty
-        string when the key is there, or with why the store refuses it, which is tried again."""
+    def hold(self, key: str, value: bytes, told: Callable[[str], None] = lambda why: None) -> None:
+        """Keep this key as long as this agent lives. It returns at once: the thread writes the key. `told` is
+        called once, from the thread: with an empty string when the key is there, or with why the store refuses
+        it, which is tried again."""
         with self._lock:
             self._wanted[key] = value
             self._told[key] = told
@@ -161,17 +144,6 @@ class Registrar:
             self._thread.join()
         if self._keeper is not None:
             self._keeper.stop(revoke=True)
-
-    def _take(self, lease: int) -> bool:
-        put = Put(self._node_key, encode(self._record), lease)
-        try:
-            if self._store.transact((Compare.absent(self._node_key),), (put,)).succeeded:
-                return True
-        except OutcomeUnknown:
-            # The lease is ours alone, so the key tells.
-            pass
-        found = self._store.get(self._node_key)
-        return found is not None and found.lease == lease
 
     def _taken_by(self, holder: KeyValue) -> str:
         try:

@@ -139,14 +139,12 @@ class Rounds:
             return False
         elif isinstance(body, Present):
             self._appear(client, known, body)
-        elif isinstance(body, ReadRound):
-            self._run(self._read(client, known.job, body))
+        elif isinstance(body, ReadRound | WriteRound):
+            self._run(self._ask(client, known.job, body))
         elif isinstance(body, Lap) and known.watching is not None:
             # A hint to the leader: where there is none, nothing is lost but the lap.
             device = f"{self._node}/{known.watching.local_rank}"
             self._tell(StepTime(device=device, by=known.watching, lap=body))
-        elif isinstance(body, WriteRound):
-            self._run(self._write(client, known.job, body))
         return True
 
     def _opened(self, client: str, pid: int, body: Attend | Watching) -> None:
@@ -184,7 +182,7 @@ class Rounds:
             if self._is_here(job, present.name):
                 return
         record = Torchrun(node=self._node, store="", status="left" if present.left else "died")
-        self._registrar.hold(self._key(job, present.name), msgspec.json.encode(record), _nothing)
+        self._registrar.hold(self._key(job, present.name), msgspec.json.encode(record))
         if orphans.has_ended(pid):
             ended = await asyncio.to_thread(orphans.end, present.name)
             if ended:
@@ -249,22 +247,13 @@ class Rounds:
             if why:
                 self._send(client, RoundAnswer(id=body.id, done=False, error=why))
             else:
-                self._run(self._read(client, known.job, ReadRound(id=body.id)))
+                self._run(self._ask(client, known.job, ReadRound(id=body.id)))
 
         def told(why: str) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it this agent
                 self._loop.call_soon_threadsafe(answer, why)
 
         self._registrar.hold(self._key(known.job, body.name), msgspec.json.encode(record), told)
-
-    async def _read(self, client: str, name: str, body: ReadRound) -> None:
-        try:
-            job = await self._job(name)
-        except StoreError as error:
-            self._send(client, RoundAnswer(id=body.id, done=False, error=str(error)))
-            return
-        self._answer(client, job, body.id, done=True)
-        self._let_go(name)
 
     def _may_write(self, client: str, question: int, size: int) -> bool:
         """If not, the client is told so, and asks again."""
@@ -274,18 +263,20 @@ class Rounds:
         self._send(client, RoundAnswer(id=question, done=False, error=error))
         return False
 
-    async def _write(self, client: str, name: str, body: WriteRound) -> None:
-        if not self._may_write(client, body.id, len(body.value)):
+    async def _ask(self, client: str, name: str, body: ReadRound | WriteRound) -> None:
+        """Answers with the state of a job's rendezvous, which a `WriteRound` sets before."""
+        if isinstance(body, WriteRound) and not self._may_write(client, body.id, len(body.value)):
             return
+        done = True
         try:
             job = await self._job(name)
-            key = job.prefix + "state"
-            item, done = await asyncio.to_thread(self._swap, key, body)
+            if isinstance(body, WriteRound):
+                item, done = await asyncio.to_thread(self._swap, job.prefix + "state", body)
+                if item is not None:
+                    job.take(item)
         except StoreError as error:
             self._send(client, RoundAnswer(id=body.id, done=False, error=str(error)))
             return
-        if item is not None:
-            job.take(item)
         self._answer(client, job, body.id, done=done)
         self._let_go(name)
 
@@ -360,7 +351,3 @@ def _heard(job: _Job, item: WatchItem) -> None:
         job.take(item.item)
     elif (known := job.items.get(item.key)) is not None and known.mod_revision < item.mod_revision:
         del job.items[item.key]
-
-
-def _nothing(why: str) -> None:
-    """Nobody waits for the last word on a torchrun that has ended."""

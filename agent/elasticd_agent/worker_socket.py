@@ -166,8 +166,6 @@ class Workers:
 
     def __init__(self, path: str, node: str, group: str | None = None) -> None:
         self._admission = Admission(group)
-        #: Connections of strangers that were refused.
-        self.refused = 0
         self._path = path
         self._node = node
         self._loop = asyncio.get_running_loop()
@@ -260,7 +258,6 @@ class Workers:
         if not refusal and len(self._connections) >= _MOST_CLIENTS:
             refusal = f"this agent has {_MOST_CLIENTS} clients already: a process opens connections without end"
         if refusal:
-            self.refused += 1
             with suppress(OSError):
                 unix_socket.send(sock, encode(Rejected(reason=refusal)))
             sock.close()

@@ -97,20 +97,18 @@ def version_refusal(what: str, version: object, known: int, release: str = "") -
         known: the version that this release writes.
         release: the release that it comes from, where that is known.
     """
-    if isinstance(version, int) and abs(version - known) <= MOST_APART:
-        return ""
-    return _refusal(what, version, known, release)
+    return _refusal(what, version, known, release, least=known - MOST_APART)
 
 
 def stored_refusal(what: str, version: object, known: int, release: str = "") -> str:
     """Returns why this release cannot decode a stored value of another version, or an empty string: it decodes
     every older version, and one newer. The arguments are those of `version_refusal`."""
-    if isinstance(version, int) and 1 <= version <= known + MOST_APART:
+    return _refusal(what, version, known, release, least=1)
+
+
+def _refusal(what: str, version: object, known: int, release: str, *, least: int) -> str:
+    if isinstance(version, int) and least <= version <= known + MOST_APART:
         return ""
-    return _refusal(what, version, known, release)
-
-
-def _refusal(what: str, version: object, known: int, release: str) -> str:
     origin = f" (elasticd {shown(release)})" if release else ""
     return (
         f"{what} has version {version}{origin}, and elasticd {__version__} here knows version {known}: "

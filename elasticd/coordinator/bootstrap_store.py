@@ -71,14 +71,6 @@ class BootstrapStore:
         self._bytes = 0
         self._waiting: dict[str, set[asyncio.Future[bytes]]] = {}
 
-    def __len__(self) -> int:
-        return len(self._values)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all keys and values."""
-        return self._bytes
-
     def put(self, key: str, value: bytes) -> None:
         """Sets a key, as if a call had."""
         self._set(key, value, "")
@@ -123,14 +115,15 @@ class BootstrapStore:
             return f"a key of {len(call.key)} characters: at most {LONGEST_KEY} are taken"
         if len(call.value) > LARGEST_VALUE:
             return f"{shown(call.key)}: a value of {len(call.value)} bytes: at most {LARGEST_VALUE} are taken"
-        if call.op in ("set", "add") and self._bytes + len(call.key) + len(call.value) > LARGEST_JOB:
+        if call.op not in ("set", "add"):
+            return ""
+        size = len(call.key) + len(call.value)
+        if self._bytes + size > LARGEST_JOB:
             return (
                 f"the job's bootstrap store holds {self._bytes} bytes: there is no room for {shown(call.key)}"
             )
-        if call.op in ("set", "add"):
-            before = len(call.key) + len(self._values[call.key]) if call.key in self._values else 0
-            return self._room.refusal(self._bytes, node, len(call.key) + len(call.value) - before)
-        return ""
+        before = len(call.key) + len(self._values[call.key]) if call.key in self._values else 0
+        return self._room.refusal(self._bytes, node, size - before)
 
     def _pop(self, key: str) -> bool:
         value = self._values.pop(key, None)

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable
 from elasticd.codec.message import encode, protocol_refusal
 from elasticd.records import NodeRecord
 from elasticd.system.network_addresses import is_loopback
-from elasticd.wire.coordinator import AgentHello, Drain, End, Harm, ToAgent, ToClient, TryReach
-from elasticd.wire.snapshots import SnapshotSetComplete
+from elasticd.wire.coordinator import AgentHello, FromMachine, ToAgent
 
 #: Messages that may wait for a slow agent before its connection is given up; it then starts afresh.
 MOST_WAITING = 10_000
@@ -100,7 +99,7 @@ class Connections:
         del self._live[connection.node]
         return True
 
-    def send(self, node: str, message: ToClient | Harm | Drain | End | TryReach | SnapshotSetComplete) -> None:
+    def send(self, node: str, message: FromMachine) -> None:
         """To the node's agent; nothing where none is connected: what matters is said again."""
         connection = self._live.get(node)
         if connection is not None:

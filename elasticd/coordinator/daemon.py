@@ -29,10 +29,11 @@ from elasticd.coordinator.events.event_pages import Pages
 from elasticd.coordinator.garbage_collector import collecting
 from elasticd.coordinator.http.app import application
 from elasticd.coordinator.http.response_encoder import Viewers
-from elasticd.coordinator.http.server import CLOSE_IT, OPEN_TO_ALL, Server, bind, configured, exposed, url_of
+from elasticd.coordinator.http.server import CLOSE_IT, OPEN_TO_ALL, Server, bind, configured, url_of
 from elasticd.coordinator.leader import Leading
 from elasticd.coordinator.planner_process import COMMAND
 from elasticd.coordinator.status import status
+from elasticd.coordinator.store_transactions import Ledger
 from elasticd.coordinator.store_writer import WriteConflict, Writer, in_restart_mode, ranks, stored
 from elasticd.machines.coordinator.machine import takeover
 from elasticd.machines.job.state.job_state import JobSettings
@@ -41,6 +42,7 @@ from elasticd.store.leader import Leader, LeadershipLost
 from elasticd.store.protocol import Store, StoreError, StoreRefused, StoreReplaced
 from elasticd.store.session import split_endpoint
 from elasticd.store.state_file import NOTE_SECONDS, StateError, StateFile
+from elasticd.system.network_addresses import is_loopback
 from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
 
@@ -89,7 +91,7 @@ class Coordinator:
             stores = [split_endpoint(endpoint)[0] for endpoint in self.config.etcd.endpoints]
             secure = self._context is not None
             self.url = await asyncio.to_thread(url_of, host, port, secure=secure, stores=stores)
-            if not self.access.asks and exposed(host):
+            if not self.access.asks and not is_loopback(host):
                 if not self.config.security.insecure:
                     raise CannotLead(f"{self.url}: {OPEN_TO_ALL}: {CLOSE_IT}")
                 _log.warning("%s: %s ([security] insecure = true)", self.url, OPEN_TO_ALL)
@@ -184,8 +186,10 @@ class Coordinator:
                 self._memory.check(item for item in term.jobs.items if self.keys.lasts(item.key))
             except StoreReplaced as error:
                 raise election.refused(error, self._memory) from error
+        known = (*term.jobs.items, *term.config.items, *term.journal.items)
         try:
             jobs, restarted = stored(self.keys, term.jobs.items), ranks(self.keys, term.jobs.items)
+            ledger = Ledger(self.keys, self._store.limits, known)
         except msgspec.DecodeError as error:
             raise CannotLead(f"the records under {self.keys.jobs} cannot be read: {error}") from error
         try:
@@ -194,7 +198,13 @@ class Coordinator:
             raise CannotLead(str(error)) from error
         state = takeover(term.leadership.term, jobs, self._settings, time.monotonic())
         leading = Leading(state, chaos=self.config.chaos.enabled, failed=self.fail, planner=self._planner)
-        leading.writer = self._writer(term, leading)
+        leading.writer = Writer(
+            *(self._store, self._executor, term.leadership, self.keys, ledger),
+            told=leading.tell,
+            refused=leading.unwritten,
+            failed=self._unwritable,
+            wrote=leading.wrote,
+        )
         leading.keep(Pages(self.keys, term.journal.items))
         leading.remember(restarted)
         leading.remember_rounds(in_restart_mode(self.keys, term.jobs.items))
@@ -208,19 +218,6 @@ class Coordinator:
         self._start(leading.keeping(), "journal")
         if self._memory is not None:
             self._start(self._remember(self._memory), "memory")
-
-    def _writer(self, term: Term, leading: Leading) -> Writer:
-        known = (*term.jobs.items, *term.config.items, *term.journal.items)
-        try:
-            return Writer(
-                *(self._store, self._executor, term.leadership, self.keys, known),
-                told=leading.tell,
-                refused=leading.unwritten,
-                failed=self._unwritable,
-                wrote=leading.wrote,
-            )
-        except msgspec.DecodeError as error:
-            raise CannotLead(f"the records under {self.keys.jobs} cannot be read: {error}") from error
 
     def _unwritable(self, error: Exception) -> None:
         """The store takes nothing of this leader any more."""

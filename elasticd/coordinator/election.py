@@ -86,7 +86,7 @@ def connect(config: Config, memory: StateFile | None = None) -> Store:
     except StoreRefused as error:
         store.close()
         raise CannotLead(f"the etcd at {endpoints} refuses us: {error}") from error
-    etcd_release.warn(store)
+    etcd_release.warn(store.release)
     return store
 
 

@@ -23,7 +23,7 @@ from elasticd.coordinator.live_config import Changes, Scalar
 from elasticd.coordinator.metrics import LeaderMetrics
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
-from elasticd.coordinator.store_transactions import Asked, Rank, Rounds, Setting
+from elasticd.coordinator.store_transactions import Asked, Rank, Rounds
 from elasticd.coordinator.store_writer import Writer
 from elasticd.machines.coordinator import finished_jobs, machine, message_checks, restart_jobs
 from elasticd.machines.coordinator.machine import CoordinatorState
@@ -47,8 +47,8 @@ from elasticd.machines.job.state.events import (
     Unwritten,
     Write,
 )
-from elasticd.machines.job.state.job_state import OVER
-from elasticd.records import DoneRecord, Proposal
+from elasticd.machines.job.state.job_state import OVER, NodeState
+from elasticd.records import ConfigRecord, DoneRecord, Proposal
 from elasticd.store.write_allowance import Allowance
 from elasticd.wire.coordinator import (
     AgentHello,
@@ -209,8 +209,7 @@ class Leading:
         """Only a worker of the job makes its steps."""
         job = up.job
         known = self.state.jobs.get(job)
-        worker = known.workers.get(up.device) if known is not None else None
-        if worker is None or worker.incarnation != up.incarnation:
+        if known is None or known.worker(up.device, up.incarnation) is None:
             return
         gain = self.journal.report(job, report, time.time())
         if gain is not None:
@@ -245,8 +244,7 @@ class Leading:
         elif isinstance(effect, CoordinatorSend):
             self.connections.send(effect.node, effect.message)
         elif isinstance(effect, Write):
-            if self.writer is not None:
-                self.writer.put(_dated(effect))
+            self._put(_dated(effect))
             self._drop_keys(effect)
             if effect.forget:
                 self._forget(effect.job)
@@ -269,8 +267,7 @@ class Leading:
         for record in write.records:
             if isinstance(record, DoneRecord):
                 self._drop_store(write.job)
-                if self.writer is not None:
-                    self.writer.put(Rank(job=write.job))
+                self._put(Rank(job=write.job))
             elif isinstance(record, Proposal) and record.old is not None and write.job in self._stores:
                 self._stores[write.job].drop_before(record.old.number)
 
@@ -300,8 +297,7 @@ class Leading:
             return
         for job in self._stores.keys() - self.state.jobs.keys():
             self._drop_store(job)
-            if self.writer is not None:
-                self.writer.put(Rank(job=job))
+            self._put(Rank(job=job))
 
     def _clear_rounds(self) -> None:
         """Drops stores of jobs that never began. Has the rounds deleted of jobs in restart mode whose torchruns
@@ -322,8 +318,11 @@ class Leading:
 
     def _forget_rounds(self, job: str) -> None:
         self.restarts.pop(job, None)
+        self._put(Rounds(job=job))
+
+    def _put(self, asked: Asked) -> None:
         if self.writer is not None:
-            self.writer.put(Rounds(job=job))
+            self.writer.put(asked)
 
     def wrote(self, job: str, size: int) -> None:
         """So many bytes went to etcd for a job. They count for the node whose word was the last of it: what
@@ -469,14 +468,14 @@ class Leading:
             changes = self.changes.changed(asked, time.time(), by)
         except ConfigError as error:
             raise ApiError("invalid", str(error)) from error
-        if why := self.writer.refusal(Setting(record=changes.history[-1])):
+        if why := self.writer.refusal(changes.history[-1]):
             raise ApiError("invalid", f"this change cannot be kept: {why}")
         if self.writer.away:
             raise ApiError(
                 "unavailable", "etcd does not answer, and a change is kept there: try again when it is back"
             )
         before, self.changes = self.changes, changes
-        self.writer.put(Setting(record=changes.history[-1]))
+        self.writer.put(changes.history[-1])
         try:
             await asyncio.wait_for(self.writer.drained(), WRITE_SECONDS)
         except TimeoutError:
@@ -494,12 +493,17 @@ class Leading:
 
     def drain(self, node: str, on: bool) -> None:
         """Lets the devices of a node be left, or used again. Raises `ApiError`."""
+        self.connected(node, "start it, or wait for it")
+        self.apply(NodeDrained(node=node, on=on))
+
+    def connected(self, node: str, remedy: str) -> NodeState:
+        """A node whose agent is connected. Raises `ApiError`, whose text ends with the `remedy`."""
         known = self.state.nodes.get(node)
         if known is None:
             raise unknown("node", node, self.state.nodes)
         if not known.connected:
-            raise ApiError("conflict", f"the agent of node {node} cannot be reached: start it, or wait for it")
-        self.apply(NodeDrained(node=node, on=on))
+            raise ApiError("conflict", f"the agent of node {node} cannot be reached: {remedy}")
+        return known
 
     def stop(self, name: str, seconds: float, by: str) -> dict[str, str]:
         """Ends a job, whose workers have so many seconds for a last checkpoint. Returns the nodes whose workers
@@ -555,13 +559,8 @@ class Leading:
         away = self.writer is not None and self.writer.away
         return self.metrics.text(self.state, self.connections, away)
 
-    def pace(self, action: str, device: str, factor: float) -> None:
+    def pace(self, device: str, factor: float) -> None:
         """Chaos on a device's speed; raises `ApiError`."""
-        self.allow_chaos()
-        if action not in ("slow", "recover"):
-            raise ApiError("invalid", f"action {action!r} must be 'slow' or 'recover'")
-        if action == "recover":
-            factor = 1.0
         if not math.isfinite(factor) or factor < 1:
             raise ApiError(
                 "invalid", f"factor {factor} must be a finite number of at least 1 (1 is normal speed)"
@@ -587,7 +586,7 @@ def _named(asked: Asked) -> str:
         return f"{shown(asked.key)} of job {shown(asked.job)}"
     if isinstance(asked, Paged):
         return "a page of the journal"
-    return "a change of the configuration" if isinstance(asked, Setting) else f"job {shown(asked.job)}"
+    return "a change of the configuration" if isinstance(asked, ConfigRecord) else f"job {shown(asked.job)}"
 
 
 def _words(before: Mapping[str, Scalar], after: Mapping[str, Scalar], by: str) -> str:

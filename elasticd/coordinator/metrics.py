@@ -153,38 +153,32 @@ class _Now(Collector):
         devices = [(node.record.node, device) for node in nodes for device in node.record.devices]
         slow = {device: rate for job in self._state.jobs.values() for device, rate in job.rates.rates.items()}
         slowdowns = [((node, device.name), slow.get(device.name, 1.0)) for node, device in devices]
-        yield _gauge("elasticd_leader_epoch", [((), self._state.epoch)])
-        yield _gauge("elasticd_store_away", [((), self._away)])
-        yield _gauge("elasticd_agents_connected", [((), len(self._connections))])
-        yield _gauge("elasticd_node_connected", [((node.record.node,), node.connected) for node in nodes])
-        yield _gauge("elasticd_node_draining", [((node.record.node,), node.record.draining) for node in nodes])
-        yield _gauge("elasticd_device_slowdown", slowdowns)
-        yield _gauge("elasticd_device_rate", slowdowns)
+        yield _family("elasticd_leader_epoch", [((), self._state.epoch)])
+        yield _family("elasticd_store_away", [((), self._away)])
+        yield _family("elasticd_agents_connected", [((), len(self._connections))])
+        yield _family("elasticd_node_connected", [((node.record.node,), node.connected) for node in nodes])
+        yield _family("elasticd_node_draining", [((node.record.node,), node.record.draining) for node in nodes])
+        yield _family("elasticd_device_slowdown", slowdowns)
+        yield _family("elasticd_device_rate", slowdowns)
         memory = [((node, device.name), device.memory) for node, device in devices]
-        yield _gauge("elasticd_device_memory_bytes", memory)
-        yield _skipped()
+        yield _family("elasticd_device_memory_bytes", memory)
+        # Of this process, also from before it led.
+        yield _family("elasticd_skipped", [((kind,), times) for kind, times in skipped().items()])
         of_jobs: dict[str, list[tuple[tuple[str, ...], float]]] = {
             name: [] for name in FAMILIES if name.startswith("elasticd_job_")
         }
         for job in self._state.jobs.values():
             for name, labels, value in _gauges_of(job):
                 of_jobs[name].append(((job.job, *labels), value))
-        yield from (_gauge(name, values) for name, values in of_jobs.items())
+        yield from (_family(name, values) for name, values in of_jobs.items())
 
 
-def _gauge(name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
-    family = GaugeMetricFamily(name, FAMILIES[name].help, labels=FAMILIES[name].labels)
+def _family(name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    known = FAMILIES[name]
+    kind = CounterMetricFamily if known.type == "counter" else GaugeMetricFamily
+    family = kind(name, known.help, labels=known.labels)
     for labels, value in values:
         family.add_metric(labels, value)
-    return family
-
-
-def _skipped() -> Metric:
-    """Of this process, also from before it led."""
-    name = "elasticd_skipped"
-    family = CounterMetricFamily(name, FAMILIES[name].help, labels=FAMILIES[name].labels)
-    for kind, times in skipped().items():
-        family.add_metric([kind], times)
     return family
 
 

@@ -77,12 +77,6 @@ class Rank(StoredValue, frozen=True, kw_only=True, tag="torchrun-ranks"):
     value: bytes = b""  # as the torchrun set it
 
 
-class Setting(Value, frozen=True, kw_only=True):
-    """A change of the configuration is to be written."""
-
-    record: ConfigRecord  # the change
-
-
 class Sweep(Value, frozen=True, kw_only=True):
     """The parts of a job that none of its records needs any more are to be deleted."""
 
@@ -95,7 +89,7 @@ class Rounds(Value, frozen=True, kw_only=True):
     job: str  # the job's name
 
 
-Asked = Write | Rank | Setting | Sweep | Rounds | Paged
+Asked = Write | Rank | ConfigRecord | Sweep | Rounds | Paged
 
 
 class Ledger:
@@ -119,7 +113,7 @@ class Ledger:
         be `others`. Raises StoreTooLarge for a record that the store is not to have at all."""
         if isinstance(asked, Rank):
             return self._of_ranks([each for each in (asked, *others) if isinstance(each, Rank)])
-        if isinstance(asked, Setting):
+        if isinstance(asked, ConfigRecord):
             return [operations(self._keys, asked)]
         if isinstance(asked, Rounds):
             return [(DeletePrefix(self._keys.rendezvous(asked.job)),)]
@@ -255,13 +249,13 @@ def _together(ops: Iterable[Op], most_bytes: int = 1 << 20) -> Iterator[Ops]:
         yield tuple(some)
 
 
-def operations(keys: Keys, write: Write | Setting) -> Ops:
+def operations(keys: Keys, write: Write | ConfigRecord) -> Ops:
     """What a write does to the store. The plan comes before the proposal's end: agents read in this order."""
-    if isinstance(write, Setting):
-        number = write.record.number
-        ops: list[Op] = [Put(key, encode(write.record)) for key in (keys.config, keys.config_history(number))]
-        if number > MOST_HISTORY:
-            ops.append(Delete(keys.config_history(number - MOST_HISTORY)))
+    if isinstance(write, ConfigRecord):
+        places = keys.config, keys.config_history(write.number)
+        ops: list[Op] = [Put(key, encode(write)) for key in places]
+        if write.number > MOST_HISTORY:
+            ops.append(Delete(keys.config_history(write.number - MOST_HISTORY)))
         return tuple(ops)
     if write.forget:
         # The end goes last: agents read in this order, and a worker that comes in between learns of it still.

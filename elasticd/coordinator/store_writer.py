@@ -26,7 +26,6 @@ from elasticd.coordinator.store_transactions import (
     Ops,
     Rank,
     Rounds,
-    Setting,
     Sweep,
     operations,
     rank_put,
@@ -35,6 +34,7 @@ from elasticd.machines.job.state.events import CoordinatorNote, Stored, Write
 from elasticd.records import (
     LEADER_KEYS,
     CheckpointsRecord,
+    ConfigRecord,
     DoneRecord,
     Fence,
     HistoryRecord,
@@ -45,13 +45,12 @@ from elasticd.records import (
     decode_at,
     numbered,
 )
+from elasticd.store.confirm import left
 from elasticd.store.leader import Leadership, LeadershipLost
 from elasticd.store.protocol import (
     Compare,
-    Delete,
     DeletePrefix,
     KeyValue,
-    Op,
     Put,
     Store,
     StoreError,
@@ -86,16 +85,16 @@ class Writer:
         executor: Executor,
         leadership: Leadership,
         keys: Keys,
-        known: Iterable[KeyValue],
+        ledger: Ledger,
         *,
         told: Callable[[CoordinatorNote], None],
         refused: Callable[[Asked, Exception], None],
         failed: Callable[[Exception], None],
         wrote: Callable[[str, int], None] = lambda job, size: None,
     ) -> None:
-        """Raises `msgspec.DecodeError` for a record among the `known` ones that cannot be read."""
-        self._store, self._executor, self._leadership, self._keys = store, executor, leadership, keys
-        self._ledger = Ledger(keys, store.limits, known)
+        """ledger: what the store held when this leader took over."""
+        self._store, self._executor, self._leadership = store, executor, leadership
+        self._keys, self._ledger = keys, ledger
         self._told, self._refused, self._failed, self._wrote = told, refused, failed, wrote
         self._bytes = 0  # of what is being written
         self._queue: asyncio.Queue[Asked] = asyncio.Queue()
@@ -113,7 +112,7 @@ class Writer:
         """Whether something that was put is neither written nor refused yet."""
         return self._put > self._settled
 
-    def refusal(self, asked: Rank | Setting) -> str:
+    def refusal(self, asked: Rank | ConfigRecord) -> str:
         """Why the store would not take it, or nothing: known before it is put, so that its sender hears it."""
         guard = self._leadership.guard()
         try:
@@ -162,8 +161,11 @@ class Writer:
             self._failed(error)
             return False
         except (StoreError, ValueError) as error:  # of this write alone; ValueError: it cannot be encoded
-            if len(taken) > 1:
-                return await self._one_by_one(taken)
+            if len(taken) > 1:  # one of them was refused: the others are not
+                for asked in taken:
+                    if not await self._write([asked]):
+                        return False
+                return True
             self._refused(taken[0], error)
         else:
             if isinstance(taken[0], Write):
@@ -173,13 +175,6 @@ class Writer:
         for asked in taken:
             if isinstance(asked, Write) and self._ledger.sweeps(asked.job):
                 self.put(Sweep(job=asked.job))
-        return True
-
-    async def _one_by_one(self, taken: Sequence[Asked]) -> bool:
-        """One of them was refused: the others are not."""
-        for asked in taken:
-            if not await self._write([asked]):
-                return False
         return True
 
     def _attempt(self, taken: Sequence[Asked]) -> bool:
@@ -225,8 +220,8 @@ class Writer:
         revision each key was changed."""
         revisions: dict[str, int] = {}
         for op in ops:
-            found = self._found(op)
-            if not _landed(op, found):
+            found = left(self._store, op)
+            if found is None:
                 key = op.prefix if isinstance(op, DeletePrefix) else op.key
                 raise WriteConflict(
                     f"{key} was changed by somebody else; only the leader may write it: "
@@ -235,22 +230,10 @@ class Writer:
             revisions |= {item.key: item.mod_revision for item in found}
         return revisions
 
-    def _found(self, op: Op) -> tuple[KeyValue, ...]:
-        if isinstance(op, DeletePrefix):
-            return self._store.snapshot(op.prefix).items
-        item = self._store.get(op.key)
-        return (item,) if item is not None else ()
-
 
 def _is_rank(asked: Asked) -> bool:
     """Whether it is a rank, and no end of a job's."""
     return isinstance(asked, Rank) and bool(asked.key)
-
-
-def _landed(op: Op, found: tuple[KeyValue, ...]) -> bool:
-    if isinstance(op, Delete | DeletePrefix):
-        return not found
-    return bool(found) and found[0].value == op.value
 
 
 def ranks(keys: Keys, items: Iterable[KeyValue]) -> list[Rank]:

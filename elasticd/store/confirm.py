@@ -11,7 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from elasticd.store.protocol import Compare, Delete, DeletePrefix, Op, OutcomeUnknown, Store, TransactResult
+from elasticd.store.protocol import (
+    Compare,
+    Delete,
+    DeletePrefix,
+    KeyValue,
+    Op,
+    OutcomeUnknown,
+    Store,
+    TransactResult,
+)
 
 
 def settle(
@@ -40,21 +49,24 @@ def settle(
                 raise
 
 
+def left(store: Store, op: Op) -> tuple[KeyValue, ...] | None:
+    """What the store has of an operation's keys, if that is as the operation leaves them; None otherwise."""
+    if isinstance(op, DeletePrefix):
+        return None if store.snapshot(op.prefix).items else ()
+    found = store.get(op.key)
+    if isinstance(op, Delete):
+        return () if found is None else None
+    put = found is not None and (found.value, found.lease) == (op.value, op.lease)
+    return (found,) if found is not None and put else None
+
+
 def _landed(store: Store, then: Sequence[Op]) -> int | None:
     """The revision of the one transaction that left every key as the operations do; 0 where they only delete,
     None where some key is otherwise."""
-    revisions = set()
+    revisions: set[int] = set()
     for op in then:
-        if isinstance(op, DeletePrefix):
-            if store.snapshot(op.prefix).items:
-                return None
-            continue
-        found = store.get(op.key)
-        if isinstance(op, Delete):
-            if found is not None:
-                return None
-        elif found is None or found.value != op.value or found.lease != op.lease:
+        found = left(store, op)
+        if found is None:
             return None
-        else:
-            revisions.add(found.mod_revision)
+        revisions |= {item.mod_revision for item in found}
     return revisions.pop() if len(revisions) == 1 else None if revisions else 0

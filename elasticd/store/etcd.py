@@ -151,7 +151,10 @@ class EtcdStore(Store):
             answer = session.unary("kvstub", "Txn", request, linearizable=True)
             return TransactResult(succeeded=answer.succeeded, revision=answer.header.revision)
 
-        return self._change(ask)
+        try:
+            return self._send(ask)
+        except TokenExpired:
+            return self._send(ask)
 
     def grant(self, ttl_seconds: int) -> int:
         """As `Store.grant`, with one more try after an outage. The lease of a lost answer expires by itself.
@@ -279,12 +282,6 @@ class EtcdStore(Store):
             return self._on(session, ask)
         except StoreUnavailable:
             return self._on(self.open_session(), ask)
-
-    def _change(self, ask: Callable[[EtcdSession], T]) -> T:
-        try:
-            return self._send(ask)
-        except TokenExpired:
-            return self._send(ask)
 
     def _send(self, ask: Callable[[EtcdSession], T]) -> T:
         session = self.open_session()

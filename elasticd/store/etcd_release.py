@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Protocol
+from collections.abc import Callable
 
 from elasticd.store.protocol import StoreError
 
@@ -28,14 +28,6 @@ _KNOWN = (
 _log = logging.getLogger(__name__)
 
 
-class Released(Protocol):
-    """A store in an etcd."""
-
-    def release(self) -> str:
-        """The release of the member that answers. Raises StoreError."""
-        ...
-
-
 def objection(release: str) -> str:
     """What is known against a release of etcd, with the remedy; nothing for others, and for no release."""
     found = re.match(r"v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})", release)
@@ -48,10 +40,10 @@ def objection(release: str) -> str:
     return f"etcd {release}: {'; '.join(known)}. Run {SOUND} or newer"
 
 
-def warn(store: Released) -> None:
-    """Logs what is known against the etcd of a daemon, if anything is."""
+def warn(release: Callable[[], str]) -> None:
+    """Logs what is known against the etcd of a daemon, if anything is. release: as `EtcdStore.release`."""
     try:
-        said = objection(store.release())
+        said = objection(release())
     except StoreError as error:
         _log.debug("etcd did not say its release: %s", error)
         return

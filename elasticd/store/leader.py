@@ -8,6 +8,7 @@ agents refuse those of an older one.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
@@ -40,10 +41,6 @@ class LeaderRecord(StoredValue, frozen=True, kw_only=True, tag="leader"):
     name: str
     value: str
     version: int = RECORD_VERSION
-
-    def encode(self) -> bytes:
-        """Its JSON."""
-        return msgspec.json.encode(self)
 
 
 class Leader(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,27 +78,21 @@ class LeadershipLost(StoreError):
 
 
 class Leadership(msgspec.Struct, frozen=True, kw_only=True):
-    """Proof of being elected. It says nothing about still leading: only a guarded write does."""
+    """Proof of being elected. It says nothing about still leading: only a guarded write does. `term` is the
+    create revision of its key, which grows with each leader."""
 
     key: str
-    create_revision: int
+    term: int
     lease: int
     ttl: int
 
-    @property
-    def term(self) -> int:
-        """The create revision of its key, which grows with each leader."""
-        return self.create_revision
-
     def guard(self) -> Compare:
         """The condition that every transaction of this leader must carry."""
-        return Compare.created(self.key, self.create_revision)
+        return Compare.created(self.key, self.term)
 
-    def transact(
-        self, store: Store, compares: Sequence[Compare], then: Sequence[Op], *, patience: float = 0.0
-    ) -> TransactResult:
+    def transact(self, store: Store, compares: Sequence[Compare], then: Sequence[Op]) -> TransactResult:
         """A settled, guarded transaction. Raises LeadershipLost when it failed and the guard would too."""
-        result = settle(store, (self.guard(), *compares), then, patience=patience)
+        result = settle(store, (self.guard(), *compares), then)
         if not result.succeeded and not self.guard().holds(store.get(self.key)):
             raise LeadershipLost(f"the leader's key {self.key} is no longer that of term {self.term}")
         return result
@@ -154,24 +145,26 @@ def campaign(store: Store, key: str, name: str, value: str, ttl: int) -> Leaders
     Raises AlreadyLed when somebody leads, and LeaseLost when the store is so slow that our own lease runs out
     meanwhile: both may be tried again.
     """
-    lease = store.grant(ttl)
+    lease, record = store.grant(ttl), msgspec.json.encode(LeaderRecord(name=name, value=value))
     try:
         while True:
-            won = _try(store, key, LeaderRecord(name=name, value=value), lease)
+            won = taken(store, key, record, lease)
             if won is not None:
-                return Leadership(key=key, create_revision=won, lease=lease, ttl=ttl)
+                return Leadership(key=key, term=won, lease=lease, ttl=ttl)
             incumbent = store.get(key)
             if incumbent is not None:
                 raise AlreadyLed(key, Leader.of(incumbent))
     except BaseException:
-        _revoke_quietly(store, lease)
+        with contextlib.suppress(StoreError):  # else it expires by itself
+            store.revoke(lease)
         raise
 
 
-def _try(store: Store, key: str, record: LeaderRecord, lease: int) -> int | None:
-    """The create revision if we got the key, None if it is another's."""
+def taken(store: Store, key: str, value: bytes, lease: int) -> int | None:
+    """Takes a key that nobody has, under a lease of the caller's alone: its create revision if we got it, None
+    if it is another's."""
     try:
-        result = store.transact((Compare.absent(key),), (Put(key, record.encode(), lease),))
+        result = store.transact((Compare.absent(key),), (Put(key, value, lease),))
         if result.succeeded:
             return result.revision
     except OutcomeUnknown:
@@ -180,11 +173,3 @@ def _try(store: Store, key: str, record: LeaderRecord, lease: int) -> int | None
         pass
     found = store.get(key)
     return found.create_revision if found is not None and found.lease == lease else None
-
-
-def _revoke_quietly(store: Store, lease: int) -> None:
-    try:
-        store.revoke(lease)
-    except StoreError:
-        # It expires by itself.
-        return

@@ -17,10 +17,10 @@ of any length, and `EtcdStore` reads a prefix in pages only to keep each answer 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 
 from elasticd.clock import Clock, Timer, WallClock
 from elasticd.store.protocol import (
@@ -60,13 +60,12 @@ class MemoryServer:
         self,
         clock: Clock | None = None,
         *,
-        cluster_id: int = 1,
         history_limit: int = 10_000,
         limits: Limits | None = None,
     ) -> None:
         self.limits = limits if limits is not None else Limits()
         self.clock: Clock = clock if clock is not None else WallClock()
-        self.cluster_id = cluster_id
+        self.cluster_id = 1
         self.lock = threading.RLock()
         self.down = False
         self.revision = 1
@@ -77,7 +76,7 @@ class MemoryServer:
         self._leases: dict[int, _Lease] = {}
         self._lease_ids = itertools.count(1)
         self._expiry: Timer | None = None
-        self._feeds: list[_Feed] = []
+        self.feeds: list[_Feed] = []  # the places of the watches, each of which is told of changes
 
     def outage(self, on: bool) -> None:
         """Stop, or start again with all data; leases start again with their full time, as etcd's do."""
@@ -102,7 +101,7 @@ class MemoryServer:
     def feed(self) -> None:
         """Deliver what the watches have not seen yet; call it without holding the lock."""
         with self.lock:
-            feeds = list(self._feeds)
+            feeds = list(self.feeds)
         for feed in feeds:
             feed.pump()
 
@@ -157,15 +156,6 @@ class MemoryServer:
         if revision < self._compacted:
             return [WatchReset(snapshot=self.snapshot(prefix))]
         return [event for event in self._history[self._first_event(revision) :] if event.key.startswith(prefix)]
-
-    def attach(self, feed: _Feed) -> None:
-        """From now on `feed` delivers to this watch too."""
-        self._feeds.append(feed)
-
-    def detach(self, feed: _Feed) -> None:
-        """The opposite of `attach`; harmless for a watch that is not attached."""
-        if feed in self._feeds:
-            self._feeds.remove(feed)
 
     def _under(self, prefix: str) -> list[KeyValue]:
         """By key, as etcd reads and deletes."""
@@ -318,7 +308,7 @@ class MemoryStore(Store):
             raise StoreUnavailable("this store was closed")
         feed = _Feed(self, prefix, revision, sink)
         with self.server.lock:
-            self.server.attach(feed)
+            self.server.feeds.append(feed)
             self._feeds = [*(known for known in self._feeds if not known.watch.cancelled), feed]
         feed.pump()
         return feed.watch
@@ -339,7 +329,7 @@ class MemoryStore(Store):
             feed.watch.cancel()
         self._feeds = []
 
-    @contextmanager
+    @contextlib.contextmanager
     def _connected(self) -> Iterator[MemoryServer]:
         """The server under its lock; afterwards, outside it, the watches are fed."""
         server, changed = self.server, False
@@ -399,5 +389,6 @@ class _Feed:
             return items
 
     def _detach(self) -> None:
-        with self._store.server.lock:
-            self._store.server.detach(self)
+        server = self._store.server
+        with server.lock, contextlib.suppress(ValueError):  # it may be gone already
+            server.feeds.remove(self)

@@ -29,6 +29,8 @@ from elasticd.system.parent_death_signal import ending_with_us
 _NAME = "elasticd"
 #: Below are the ports of known services (etcd's own is 2379, a coordinator's 7471).
 _FIRST_PORT = 10_000
+#: Seconds that an etcd has to answer after its start.
+_START_SECONDS = 60.0
 
 
 class EtcdServerError(Exception):
@@ -87,7 +89,6 @@ class EtcdServer:
         *,
         program: str | None = None,
         fsync: bool = True,
-        deadline: float = 60.0,
         host: str = "127.0.0.1",
     ) -> None:
         self._program = program if program is not None else find_etcd()
@@ -95,7 +96,6 @@ class EtcdServer:
         self._folder = data_dir if data_dir is not None else Path(tempfile.mkdtemp(prefix="elasticd-etcd-"))
         self._folder.mkdir(parents=True, exist_ok=True)
         self._fsync = fsync
-        self._deadline = deadline
         self._host = host
         self._client_port, self._peer_port = free_ports(2, host)
         # Makes the cluster's id: without it a wiped etcd on the same ports would pass for the old one.
@@ -228,7 +228,7 @@ class EtcdServer:
             raise EtcdServerError(f"etcd could not be started: {failure[0]}")
 
     def _wait_healthy(self) -> None:
-        deadline = time.monotonic() + self._deadline
+        deadline = time.monotonic() + _START_SECONDS
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         while time.monotonic() < deadline:
             if self._wait_gone(0.02):
@@ -240,7 +240,7 @@ class EtcdServer:
             except (OSError, ValueError, urllib.error.URLError):
                 continue
         raise EtcdServerError(
-            f"etcd ({self._program}) was not ready after {self._deadline:g} s:\n{self._log_tail()}"
+            f"etcd ({self._program}) was not ready after {_START_SECONDS:g} s:\n{self._log_tail()}"
         )
 
     def _signal(self, number: signal.Signals) -> None:

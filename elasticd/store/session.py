@@ -137,7 +137,7 @@ class EtcdSession:
     def __init__(self, options: EtcdOptions, endpoint: str, guard: Guard) -> None:
         self.endpoint = endpoint
         self._options = options
-        self._guard = guard
+        self.guard = guard
         self._etcd3 = compat.load()
         self.rpc = self._etcd3.etcdrpc
         self._client = self._connect()
@@ -151,18 +151,18 @@ class EtcdSession:
 
     def unary(self, stub: str, method: str, request: Any, *, linearizable: bool = False) -> Any:
         """One call and its answer. A linearizable one has its header checked by the guard."""
-        floor = self._guard.floor()
+        floor = self.guard.floor()
         call = getattr(getattr(self._client, stub), method)
         answer = self.run(lambda: call(request, self._options.call_timeout, metadata=self._metadata))
         if linearizable:
             header = answer.header
-            self._guard.check(self.endpoint, header.cluster_id, header.revision, floor)
+            self.guard.check(self.endpoint, header.cluster_id, header.revision, floor)
         return answer
 
     def keep_alive(self, lease: int) -> int:
         """The lease's seconds after a refresh; 0 when it is gone."""
         request = iter([self.rpc.LeaseKeepAliveRequest(ID=lease)])
-        floor = self._guard.floor()
+        floor = self.guard.floor()
 
         def first_answer() -> Any:
             patience = min(self._options.call_timeout, KEEP_ALIVE_SECONDS)
@@ -178,7 +178,7 @@ class EtcdSession:
         if answer.header.revision < floor:
             # A member that lags says so too: only a linearizable read tells it from one that was restored.
             self.identify()
-        self._guard.seen(answer.header.revision)  # of a member that went through all that led there
+        self.guard.seen(answer.header.revision)  # of a member that went through all that led there
         return int(answer.TTL)
 
     def watch(self, prefix: str, revision: int) -> WatchStream:
@@ -188,10 +188,6 @@ class EtcdSession:
         )
         request = self.rpc.WatchRequest(create_request=create)
         return WatchStream(self, request, self.rpc.WatchStub(self._client.channel), self._metadata)
-
-    def seen(self, revision: int) -> None:
-        """Takes note of the revision of a watch's event."""
-        self._guard.seen(revision)
 
     def close(self) -> None:
         """End the connection; streams on it end with StoreUnavailable. May be repeated."""
@@ -274,7 +270,7 @@ class WatchStream:
                     raise StoreRefused(f"etcd at {at} denies a watch ({why}); check user, password and role")
                 raise StoreUnavailable(f"etcd at {self._session.endpoint} cancelled a watch: {why}")
             if answer.events:
-                self._session.seen(answer.events[-1].kv.mod_revision)
+                self._session.guard.seen(answer.events[-1].kv.mod_revision)
                 events = [_event(event) for event in answer.events if is_text(event.kv)]
                 if events:
                     yield events

@@ -12,9 +12,9 @@ class Allowance:
     Where the size is known before it is written, `take` asks; where it is not, `spend` counts, and `wait` tells
     how long whoever is the cause is not to be heard."""
 
-    def __init__(self, burst: int, rate: float) -> None:
-        self._burst, self._rate = float(burst), rate
-        self._left, self._at = float(burst), 0.0
+    def __init__(self, burst: float, rate: float) -> None:
+        self._burst, self._rate = burst, rate
+        self._left, self._at = burst, 0.0
 
     def take(self, size: int, now: float) -> bool:
         """Whether `size` bytes may be written now; if so, they are counted."""

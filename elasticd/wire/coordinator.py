@@ -183,7 +183,8 @@ ToAgent = AgentRejected | FromMachine
 _to_leader: MessageReader[ToLeader | Unread] = MessageReader(
     ToLeader, "an agent", lambda data, why: _unread(data, why)
 )
-_to_agent: MessageReader[ToAgent] = MessageReader(ToAgent, "the leader")
+#: What an agent said to the leader, and the leader to an agent (`MessageReader.one`).
+to_leader, to_agent = _to_leader.one, MessageReader[ToAgent](ToAgent, "the leader").one
 
 
 def together(texts: Sequence[bytes]) -> bytes:
@@ -202,16 +203,6 @@ def all_to_leader(data: bytes, *, first: bool = False) -> Sequence[ToLeader | Un
     return _to_leader.several(data, most=MOST_TOGETHER, first=first)
 
 
-def to_leader(data: bytes, *, first: bool = False) -> ToLeader | Unread | None:
-    """What an agent said to the leader."""
-    return _to_leader.one(data, first=first)
-
-
-def to_agent(data: bytes, *, first: bool = False) -> ToAgent | None:
-    """What the leader said to an agent."""
-    return _to_agent.one(data, first=first)
-
-
 class _HelloOpening(msgspec.Struct, tag=tag_of(Hello)):
     """What is read of a hello that cannot be decoded. Its tag is checked, so that a report with a second tag in
     it is no opening."""
@@ -220,11 +211,8 @@ class _HelloOpening(msgspec.Struct, tag=tag_of(Hello)):
     slot: Any = None
 
 
-class _JoinOpening(msgspec.Struct, tag=tag_of(Join)):
+class _JoinOpening(_HelloOpening, tag=tag_of(Join)):
     """The same of a torchrun's join."""
-
-    release: Any = ""
-    slot: Any = None
 
 
 class _Passed(msgspec.Struct, tag=tag_of(FromClient)):

@@ -352,20 +352,16 @@ _REPORT = f'{{"type":"{tag_of(Report)}",'.encode()
 #: A number that may be beyond a float's range: a leader of release 0.1 ends the connection for one.
 _MAY_OVERFLOW = re.compile(rb"\d{300}|[eE]\+?0*[1-9]\d{2}")
 _as_it_came = decoder_of(msgspec.Raw).decode
-_from_worker: MessageReader[FromWorker | ToAgentAlone] = MessageReader(
-    FromWorker | ToAgentAlone, "a worker or torchrun"
-)
-_to_worker: MessageReader[ToWorker] = MessageReader(ToWorker, "the agent")
+_Said = FromWorker | ToAgentAlone
 
+# Each of these gives None for a message that the receiver skips: its tag is unknown, or its content cannot be
+# decoded. They raise `msgspec.DecodeError` for bytes that are no message, and for the `first` message of a
+# connection if its content cannot be decoded (`MessageReader.one`).
 
-# Each of these functions gives None for a message that the receiver skips: its tag is unknown, or its content
-# cannot be decoded. They raise `msgspec.DecodeError` for bytes that are no message, and for the `first` message
-# of a connection if its content cannot be decoded.
-
-
-def from_worker(data: bytes, *, first: bool = False) -> FromWorker | ToAgentAlone | None:
-    """What a worker or torchrun said to its agent."""
-    return _from_worker.one(data, first=first)
+#: What a worker or torchrun said to its agent.
+from_worker = MessageReader[_Said](_Said, "a worker or torchrun").one
+#: What an agent said to a worker or torchrun.
+to_worker = MessageReader[ToWorker](ToWorker, "the agent").one
 
 
 def passed_report(data: bytes) -> msgspec.Raw | None:
@@ -380,8 +376,3 @@ def passed_report(data: bytes) -> msgspec.Raw | None:
         return _as_it_came(data)
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         return None
-
-
-def to_worker(data: bytes, *, first: bool = False) -> ToWorker | None:
-    """What an agent said to a worker or torchrun."""
-    return _to_worker.one(data, first=first)

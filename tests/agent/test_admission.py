@@ -52,7 +52,9 @@ def test_socket_is_for_its_owner_and_with_a_group_for_its_members(tmp_path: Path
         assert (shared.stat().st_gid, shared.parent.stat().st_gid) == (group, group)
 
 
-def test_own_user_is_let_in_and_another_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_user_is_let_in_and_another_is_told_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def body() -> None:
         heard: list[Event] = []
         workers = Workers(str(tmp_path / "agent.sock"), "alpha")
@@ -69,7 +71,9 @@ def test_own_user_is_let_in_and_another_is_told_why(tmp_path: Path, monkeypatch:
                 assert isinstance(refused, Rejected)
                 assert "of user 4000000 may not speak to this agent" in refused.reason
                 assert await asyncio.to_thread(unix_socket.receive, other) is None
-            assert workers.refused == 1
+            assert [text for text in caplog.messages if "may not speak to this agent" in text] == [
+                refused.reason
+            ]
             assert heard == []
         finally:
             workers.close()
@@ -109,7 +113,7 @@ def test_kernel_tells_process_user_and_groups() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-def test_true_stranger_is_turned_away_by_the_kernels_word() -> None:
+def test_true_stranger_is_turned_away_by_the_kernels_word(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> int:
         folder = Path(exits.enter_context(tempfile.TemporaryDirectory()))
         folder.chmod(0o755)  # pytest's own are closed to other users
@@ -122,7 +126,7 @@ def test_true_stranger_is_turned_away_by_the_kernels_word() -> None:
             if child == 0:
                 os._exit(_as_stranger(str(path)))
             _, status = await asyncio.to_thread(os.waitpid, child, 0)
-            assert workers.refused == 1
+            assert sum("may not speak to this agent" in text for text in caplog.messages) == 1
             return os.waitstatus_to_exitcode(status)
         finally:
             workers.close()

@@ -60,7 +60,7 @@ class Sender:
 def test_a_probe_is_told_unless_the_link_had_work_meanwhile() -> None:
     state, told = [AgentState(record=RECORD)], list[Crossed]()
     sender = Sender()
-    crossings = Crossings(1.0, sender, lambda: RING, lambda: state[0], told.append)
+    crossings = Crossings(1.0, sender.cross, lambda: RING, lambda: state[0], told.append)
     asyncio.run(crossings.probe())
     assert sender.asked == [("n1:1", "n1", SIZE)]
     assert told == [Crossed(target="n1", size=SIZE, seconds=0.5, latency=0.001)]
@@ -68,7 +68,7 @@ def test_a_probe_is_told_unless_the_link_had_work_meanwhile() -> None:
     def work() -> None:
         state[0] = run(planned("n0/0"))[0]
 
-    crossings = Crossings(1.0, Sender(work), lambda: RING, lambda: state[0], told.append)
+    crossings = Crossings(1.0, Sender(work).cross, lambda: RING, lambda: state[0], told.append)
     asyncio.run(crossings.probe())
     assert len(told) == 1
 
@@ -77,10 +77,8 @@ def test_an_agent_that_does_not_answer_is_no_measurement() -> None:
     def fails() -> None:
         raise StreamFailed("gone")
 
-    told = list[Crossed]()
-    asyncio.run(
-        Crossings(1.0, Sender(fails), lambda: RING, lambda: AgentState(record=RECORD), told.append).probe()
-    )
+    told, state = list[Crossed](), AgentState(record=RECORD)
+    asyncio.run(Crossings(1.0, Sender(fails).cross, lambda: RING, lambda: state, told.append).probe())
     assert told == []
 
 

@@ -206,7 +206,7 @@ def test_streams_of_one_node_are_so_many(
     other = Identity.make("c")
     pair = register(Pair(lambda identity: {"n0": identity.certificate, "n2": other.certificate}))
     with spoken_to(pair, pair.mine), spoken_to(pair, pair.mine):
-        until(lambda: sum(bool(guest.nodes) for guest in pair.server._entrance._guests) == 2)
+        until(lambda: sum(bool(guest.nodes) for guest in pair.server._guests) == 2)
         with pytest.raises(StreamFailed):
             pair.send(snapshot())
         sender = Sender(other)

@@ -30,7 +30,7 @@ def test_agent_that_is_refused_says_so_once_and_gets_in_with_a_new_token(
         own = SecuritySection(ca=authority.ca, token_file=private(tmp_path / "token", VIEWER))
         events: list[Event] = []
         async with secured(section) as coordinator:
-            link = Link(events.append, lambda _: None, lambda _: None, lambda: credentials(own))
+            link = Link(events.append, {}, lambda: credentials(own))
             link.follow(coordinator.url)
             await until(lambda: refusals(coordinator).get("forbidden", 0) >= 3, 60)
             said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -57,7 +57,7 @@ def test_leader_that_speaks_other_than_agreed_gets_no_token(
         section = SecuritySection(cert=pair.cert, key=pair.key) if secure else SecuritySection()
         own = SecuritySection(ca=others.ca, token_file=private(tmp_path / "token", AGENT))
         async with secured(section) as coordinator:
-            link = Link(lambda _: None, lambda _: None, lambda _: None, lambda: credentials(own))
+            link = Link(lambda _: None, {}, lambda: credentials(own))
             link.follow(coordinator.url)
             await until(lambda: "cannot be linked to" in caplog.text, 60)
             await link.close()

@@ -156,7 +156,7 @@ def test_an_agent_is_told_of_no_key_that_no_agent_needs(watched: bool) -> None:
 def test_what_went_while_history_was_compacted_is_told_and_nothing_of_other_prefixes() -> None:
     server = MemoryServer()
     store, mine = MemoryStore(server), MemoryStore(server)
-    leader = LeaderRecord(name="c", value="http://c").encode()
+    leader = encode(LeaderRecord(name="c", value="http://c"))
     store.put(KEYS.leader, leader)
     store.put(KEYS.job("job", "proposal"), encode(PROPOSAL))
     reader = Reader(mine)

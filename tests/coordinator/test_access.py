@@ -15,7 +15,7 @@ from elasticd.codec.message import encode
 from elasticd.config.security import Role, SecuritySection
 from elasticd.config.tree import ConfigError
 from elasticd.coordinator.auth import Access, Caller, needed
-from elasticd.coordinator.http.server import exposed
+from elasticd.system.network_addresses import is_loopback
 from elasticd.wire.coordinator import AgentHello, AgentRejected, to_agent
 from tests.coordinator.agents import until
 from tests.coordinator.secured import (
@@ -190,7 +190,7 @@ def test_coordinator_that_others_reach_without_tokens_serves_where_that_is_allow
         assert asyncio.run(body(SecuritySection(insecure=True), "127.0.0.1")) == 0
         assert asyncio.run(body(SecuritySection(), "127.0.0.1")) == 0
         assert asyncio.run(body(tokens(tmp_path), "0.0.0.0")) == 0
-    assert [exposed(host) for host in ("localhost", "::1", "127.8.0.1", "::", "10.0.0.1", "head")] == [
+    assert [not is_loopback(host) for host in ("localhost", "::1", "127.8.0.1", "::", "10.0.0.1", "head")] == [
         *(False, False, False, True, True, True)
     ]
 

@@ -18,8 +18,9 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from elasticd.codec.message import encode
 from elasticd.config.security import SecuritySection
 from elasticd.coordinator.http import agent_socket, middleware
-from elasticd.coordinator.http.middleware import LARGEST_BODY, TokenBucket
+from elasticd.coordinator.http.middleware import LARGEST_BODY
 from elasticd.coordinator.http.server import configured
+from elasticd.store.write_allowance import Allowance
 from elasticd.wire.coordinator import AgentHello
 from tests.coordinator.agents import until
 from tests.coordinator.secured import ask, bearer, link, refusals, secured
@@ -181,12 +182,10 @@ def test_connection_that_asks_for_nothing_is_dropped() -> None:
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=60), st.floats(1, 100))
 def test_bucket_never_lets_more_through_than_its_rate_and_one_burst(pauses: list[float], rate: float) -> None:
     now, taken = 0.0, 0
-    bucket = TokenBucket(rate, now)
+    allowance = Allowance(2 * rate, rate)
     for pause in pauses:
         now += pause
-        wait = bucket.wait(now)
-        assert wait >= 0
-        taken += wait == 0
+        taken += allowance.take(1, now)
         assert taken <= 2 * rate + rate * now + 1e-6
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elasticd.coordinator.store_transactions import Asked, Rank, Rounds, operations
+from elasticd.coordinator.store_transactions import Asked, Ledger, Rank, Rounds, operations
 from elasticd.coordinator.store_writer import WriteConflict, Writer, in_restart_mode, ranks, stored
 from elasticd.machines.job.state.events import CoordinatorNote, Write
 from elasticd.records import CheckpointsRecord, DoneRecord, Keys, OutRecord, PublishedCheckpoint, decode
@@ -56,7 +56,7 @@ class Desk:
                     executor,
                     self.leadership,
                     self.keys,
-                    self.store.snapshot(self.keys.jobs).items,
+                    Ledger(self.keys, self.store.limits, self.store.snapshot(self.keys.jobs).items),
                     told=lambda note: self.told.append(note.text),
                     refused=lambda asked, error: self.refused.append((asked, error)),
                     failed=self.failures.append,

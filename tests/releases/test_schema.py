@@ -142,7 +142,7 @@ def test_a_running_agent_goes_on_where_a_schema_cannot_be_read(
 def test_a_leaders_record_of_a_far_version_is_no_other_programs_key(version: int) -> None:
     store = MemoryStore(MemoryServer())
     record = LeaderRecord(name="c", value="http://c", version=version)
-    store.put(KEYS.leader, record.encode().replace(b"leader", b"leader" if version > 2 else b"other"))
+    store.put(KEYS.leader, encode(record).replace(b"leader", b"leader" if version > 2 else b"other"))
     with pytest.raises(CannotLead) as refused:
         election.elect(
             store, KEYS, "me", "http://me", told=lambda _: None, ready=lambda: None, stopped=threading.Event()

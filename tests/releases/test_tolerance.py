@@ -229,7 +229,7 @@ def test_an_agent_skips_what_its_leader_says(caplog: pytest.LogCaptureFixture) -
     async def body() -> None:
         async with coordinating() as coordinator:
             events: list[Event] = []
-            coordinator_link = Link(events.append, lambda _: None, lambda _: None)
+            coordinator_link = Link(events.append, {})
             coordinator_link.follow(coordinator.url)
             await eventually(lambda: LinkUp() in events)
             coordinator_link.send(AgentHello(record=node_record()))

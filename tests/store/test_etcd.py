@@ -417,7 +417,7 @@ def test_a_key_that_is_no_text_is_skipped_in_a_prefix_and_in_a_watch(etcd_server
     try:
         begin = store.put("/bytes/a", b"1")
         watch = store.watch("/bytes/", begin + 1)
-        store._change(write)
+        store._send(write)
         last = store.put("/bytes/b", b"2")
         event = watch.get(timeout=30)
         assert (event.key, event.mod_revision) == ("/bytes/b", last)

@@ -54,5 +54,5 @@ def test_nothing_is_said_of_others(number: str) -> None:
 def test_a_daemon_logs_it_once_and_goes_on_without_an_answer(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for said in ("3.5.1", "3.5.6", ""):
-            etcd_release.warn(Etcd(said))
+            etcd_release.warn(Etcd(said).release)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["etcd 3.5.1"]

@@ -19,27 +19,18 @@ class ProbeError(Exception):
 
 def devices(agent: AgentSection, emulate: EmulateSection) -> tuple[Device, ...]:
     """The node's devices with their memory in bytes. Raises ProbeError."""
-    memory = _emulated_memory(agent, emulate) if emulate.enabled else _real_memory(agent)
-    return tuple(Device(name=f"{agent.node}/{i}", memory=size) for i, size in enumerate(memory))
-
-
-def _emulated_memory(agent: AgentSection, emulate: EmulateSection) -> list[int]:
-    count = agent.devices or _cpu_devices()
-    size = emulate.memory or agent.memory or psutil.virtual_memory().total // count
-    return [size] * count
-
-
-def _real_memory(agent: AgentSection) -> list[int]:
-    found = nvidia_memory()
-    if not found:
-        count = agent.devices or _cpu_devices()
-        return [agent.memory or psutil.virtual_memory().total // count] * count
-    if agent.devices is not None and agent.devices > len(found):
+    found = [] if emulate.enabled else nvidia_memory()
+    if found and agent.devices is not None and agent.devices > len(found):
         raise ProbeError(
             f"[agent] devices = {agent.devices}, but this machine has {len(found)} NVIDIA devices: "
             "lower it, or turn [emulate] on"
         )
-    return [agent.memory or size for size in found[: agent.devices]]
+    memory = [agent.memory or size for size in found[: agent.devices]]
+    if not found:
+        count = agent.devices or min(os.cpu_count() or 1, MOST_CPU_DEVICES)
+        emulated = emulate.memory if emulate.enabled else None
+        memory = [emulated or agent.memory or psutil.virtual_memory().total // count] * count
+    return tuple(Device(name=f"{agent.node}/{i}", memory=size) for i, size in enumerate(memory))
 
 
 def nvidia_memory() -> list[int]:
@@ -59,7 +50,3 @@ def nvidia_memory() -> list[int]:
         return []
     finally:
         pynvml.nvmlShutdown()
-
-
-def _cpu_devices() -> int:
-    return min(os.cpu_count() or 1, MOST_CPU_DEVICES)

@@ -64,10 +64,6 @@ class Nvml:
 
     def _device(self, name: str, handle: Any) -> DeviceHealth:
         nvml, ask = self._nvml, self._ask
-        power, limit = (
-            ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
-            ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3),
-        )
         rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
         links = self._fields(handle, "DATA_TX", "DATA_RX", prefix="NVML_FI_DEV_NVLINK_THROUGHPUT_")
         errors = self._fields(
@@ -81,8 +77,8 @@ class Nvml:
             most_clock=ask(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6),
             throttled=self._throttled(handle),
             temperature=ask(lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
-            power=power,
-            power_limit=limit,
+            power=ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
+            power_limit=ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3),
             corrected=self._ecc(handle, "CORRECTED"),
             uncorrected=self._ecc(handle, "UNCORRECTED"),
             remapped=(int(rows[0]), int(rows[1])) if rows is not None else None,
@@ -105,13 +101,12 @@ class Nvml:
 
     def _ecc(self, handle: Any, kind: str) -> int | None:
         nvml = self._nvml
-        return self._ask(
-            lambda: int(
-                nvml.nvmlDeviceGetTotalEccErrors(
-                    handle, getattr(nvml, f"NVML_MEMORY_ERROR_TYPE_{kind}"), nvml.NVML_VOLATILE_ECC
-                )
-            )
-        )
+
+        def count() -> int:
+            error = getattr(nvml, f"NVML_MEMORY_ERROR_TYPE_{kind}")
+            return int(nvml.nvmlDeviceGetTotalEccErrors(handle, error, nvml.NVML_VOLATILE_ECC))
+
+        return self._ask(count)
 
     def _pcie(self, handle: Any) -> tuple[int, int] | None:
         nvml = self._nvml

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -27,7 +28,9 @@ class Sensors:
 
     def read(self) -> Health:
         """Now. Whatever this system does not tell is left out."""
-        now, disk, network = time.monotonic(), _disk(), _network()
+        now = time.monotonic()
+        disk = _counted(psutil.disk_io_counters, "read_bytes", "write_bytes")
+        network = _counted(psutil.net_io_counters, "bytes_recv", "bytes_sent")
         before, self._before = self._before, (now, disk, network)
         seconds = now - before[0] if before is not None else 0.0
         steal = getattr(psutil.cpu_times_percent(interval=None), "steal", None)
@@ -49,19 +52,11 @@ def _rates(
     return max(0, now[0] - before[0]) / seconds, max(0, now[1] - before[1]) / seconds
 
 
-def _disk() -> tuple[int, int] | None:
-    """Bytes read and written so far."""
+def _counted(counters: Callable[[], Any], into: str, out: str) -> tuple[int, int] | None:
+    """Bytes of all disks, or of all interfaces, so far, by the names that psutil has for both ways."""
     with suppress(OSError, RuntimeError, NotImplementedError):
-        counters = psutil.disk_io_counters()
-        return (counters.read_bytes, counters.write_bytes) if counters is not None else None
-    return None
-
-
-def _network() -> tuple[int, int] | None:
-    """Bytes received and sent so far, over all interfaces."""
-    with suppress(OSError, RuntimeError, NotImplementedError):
-        counters = psutil.net_io_counters()
-        return (counters.bytes_recv, counters.bytes_sent) if counters is not None else None
+        found = counters()
+        return (getattr(found, into), getattr(found, out)) if found is not None else None
     return None
 
 

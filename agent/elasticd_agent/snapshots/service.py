@@ -74,13 +74,15 @@ class Keeper:
         self._node = section.node
         self._state, self._send, self._tell = state, send, tell
         self._loop = asyncio.get_running_loop()
-        self._vault = Vault(section.node, _limit(section))
+        mib = section.snapshot_mib
+        limit = mib << 20 if mib is not None else int(psutil.virtual_memory().total) // 4
+        self._vault = Vault(section.node, limit)
         self._peers = Peers(section.node)
         self._identity = Identity.make(agent)
         self._server = Server(
             section.listens, self._identity, self._vault, self._peers.certificates, self._arrived
         )
-        self._sender = Sender(self._identity)
+        self.sender = Sender(self._identity)  # of its copies, which link probes use too; `close` closes it
         self._pool = ThreadPoolExecutor(_SENDERS, "snapshots", initializer=yielding)
         self._changed: set[str] = set()
         self._telling: asyncio.TimerHandle | None = None
@@ -93,15 +95,10 @@ class Keeper:
         """The other nodes that take snapshots, from the one behind this on."""
         return self._peers.ring(None)
 
-    @property
-    def sender(self) -> Sender:
-        """The sender of its copies, which link probes use too. `close` closes it."""
-        return self._sender
-
     def close(self) -> None:
         """Breaks off what is under way, and lets go of everything. Not on the loop: it waits for threads."""
         self._server.close()
-        self._sender.close()
+        self.sender.close()
         self._pool.shutdown()
         for job in self._vault.jobs():
             _close(self._vault.forget(job))
@@ -171,9 +168,7 @@ class Keeper:
     def _fetch(self, name: str, body: Fetch) -> None:
         held = body.held
         client = self._state().clients.get(name)
-        found = None
-        if client is not None and client.job == held.job:
-            found = self._vault.find(held)
+        found = self._vault.find(held) if client is not None and client.job == held.job else None
         if found is None:
             what = f"{held.device} at step {held.step} of plan {held.plan}"
             error = f"no snapshot of {what} is kept on node {self._node}"
@@ -208,7 +203,7 @@ class Keeper:
         try:
             for record in ring:
                 try:
-                    self._sender.send(snapshot, revoked, record.snapshots, record.certificate)
+                    self.sender.send(snapshot, revoked, record.snapshots, record.certificate)
                 except StreamFailed as error:
                     trouble = trouble or f"node {record.node}: {error}"
                     if revoked.is_set():
@@ -262,13 +257,9 @@ class Keeper:
             worker = self._state().worker_of(held.device) if self._vault.mine(held) else None
             if worker is not None and worker.job == held.job:
                 self._send(worker.id, Freed(plan=held.plan, step=held.step), None)
-        self._gone(gone)
-
-    def _gone(self, gone: list[Snapshot]) -> None:
-        if not gone:
-            return
-        self._mark({snapshot.held.job for snapshot in gone})
-        self._submit(lambda: _close(gone))
+        if gone:
+            self._mark({snapshot.held.job for snapshot in gone})
+            self._submit(lambda: _close(gone))
 
     def _submit(self, work: Callable[[], None]) -> None:
         """Does it in a thread; at once where the agent ends, and its threads have ended."""
@@ -295,10 +286,3 @@ class Keeper:
 def _close(snapshots: Iterable[Snapshot]) -> None:
     for snapshot in snapshots:
         os.close(snapshot.fd)
-
-
-def _limit(section: AgentSection) -> int:
-    """Bytes that other nodes' snapshots may use."""
-    if section.snapshot_mib is not None:
-        return section.snapshot_mib << 20
-    return int(psutil.virtual_memory().total) // 4

@@ -62,8 +62,9 @@ _requests: MessageReader[Request] = MessageReader(Request, "another agent")
 _answers: MessageReader[Answer] = MessageReader(Answer, "another agent")
 
 
-class Server:
-    """Takes other agents' snapshots into `vault`, on a port of the kernel's choice at `address`.
+class Server(Entrance):
+    """Takes other agents' snapshots into `vault`, on a port of the kernel's choice at `address`. When it is
+    closed, streams under way break, and what they brought is dropped.
 
     `peers` gives the certificates that may come now, by their nodes; `arrived` is called in a thread with each
     snapshot that is kept here now, and with those that it outdated.
@@ -78,12 +79,7 @@ class Server:
         arrived: Callable[[Held, list[Snapshot]], None],
     ) -> None:
         self._vault, self._arrived = vault, arrived
-        self._entrance = Entrance(address, identity, peers, self._take)
-        self.port = self._entrance.port
-
-    def close(self) -> None:
-        """Streams under way break; what they brought is dropped."""
-        self._entrance.close()
+        super().__init__(address, identity, peers, self._take)
 
     def _take(self, stream: ssl.SSLSocket, nodes: Collection[str]) -> None:
         request = _requests.one(_read_frame(stream))
@@ -125,8 +121,8 @@ class Sender:
     """Sends snapshots to other agents; thread-safe."""
 
     def __init__(self, identity: Identity) -> None:
-        self._identity = identity
-        self._streams = _OpenSockets()
+        self._identity, self._lock, self._closed = identity, threading.Lock(), False
+        self._open: set[socket.socket] = set()  # those that threads are at work on
 
     def send(self, snapshot: Snapshot, revoked: threading.Event, address: str, certificate: str) -> None:
         """Returns when the agent at `address` ("host:port"), known by `certificate`, holds the snapshot. Raises
@@ -147,45 +143,33 @@ class Sender:
         host, _, port = address.rpartition(":")
         try:
             plain = socket.create_connection((host, int(port)), timeout=SILENCE)
-            with self._streams.one(plain):
+            with self._opened(plain):
                 context = self._identity.context(server=False, peers=certificate)
                 with context.wrap_socket(plain) as stream:
                     yield stream
         except (OSError, ValueError, OverflowError) as error:
             raise StreamFailed(f"the agent at {address}: {error}") from error
 
-    def close(self) -> None:
-        """Breaks off what is under way."""
-        self._streams.close()
-
-
-class _OpenSockets:
-    """The sockets that threads are at work on, to be broken off all at once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
-        self.closed = False
-
     @contextlib.contextmanager
-    def one(self, plain: socket.socket) -> Iterator[None]:
+    def _opened(self, plain: socket.socket) -> Iterator[None]:
         """Closes the socket at the end. Raises StreamFailed once all are closed."""
         # wrap_socket takes the descriptor over: a duplicate still reaches the connection.
         with plain, socket.socket(fileno=os.dup(plain.fileno())) as handle:
             with self._lock:
-                if self.closed:
+                if self._closed:
                     raise StreamFailed("this agent ends")
-                self._sockets.add(handle)
+                self._open.add(handle)
             try:
                 yield
             finally:
                 with self._lock:
-                    self._sockets.discard(handle)
+                    self._open.discard(handle)
 
     def close(self) -> None:
+        """Breaks off what is under way."""
         with self._lock:
-            self.closed = True
-            for handle in self._sockets:
+            self._closed = True
+            for handle in self._open:
                 with contextlib.suppress(OSError):
                     handle.shutdown(socket.SHUT_RDWR)
 

@@ -9,7 +9,7 @@ when the leader changes.
 from __future__ import annotations
 
 from collections import deque
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import msgspec
@@ -178,10 +178,4 @@ def _taken(records: deque[Any], most: int) -> tuple[Any, ...]:
 
 def _tail(records: deque[Any], wanted: Any) -> list[Any]:
     """The newest records that are wanted, oldest first: they lie at the end, so the rest is not looked at."""
-    found: list[Any] = []
-    for record in reversed(records):
-        if not wanted(record):
-            break
-        found.append(record)
-    found.reverse()
-    return found
+    return [*takewhile(wanted, reversed(records))][::-1]

@@ -16,9 +16,10 @@ from elasticd.codec.message import encode
 from elasticd.config.security import Role
 from elasticd.coordinator.auth import ANYBODY, Caller
 from elasticd.coordinator.connections import Connection
-from elasticd.coordinator.http.middleware import CALLER, TokenBucket
+from elasticd.coordinator.http.middleware import CALLER
 from elasticd.coordinator.leader import Leading
 from elasticd.machines.coordinator import message_checks
+from elasticd.store.write_allowance import Allowance
 from elasticd.version import __version__
 from elasticd.wire.coordinator import (
     AgentHello,
@@ -55,11 +56,10 @@ async def serve_agent(leading: Leading, socket: WebSocket) -> None:
     """One agent's connection, from its hello to its end."""
     await socket.accept()
     try:
-        first = await asyncio.wait_for(_greeting(socket), HELLO_SECONDS)
-        hello, early = first[0], first[1:]
+        async with asyncio.timeout(HELLO_SECONDS):
+            hello, *early = all_to_leader(await _received(socket), first=True)
         if not isinstance(hello, AgentHello):
-            leading.metrics.refused("silent")
-            await _reject(socket, "an agent's first message must be its hello")
+            await _reject(leading, socket, "silent", "an agent's first message must be its hello")
             return
         refusal = (
             _impostor(socket, hello)
@@ -67,16 +67,14 @@ async def serve_agent(leading: Leading, socket: WebSocket) -> None:
             or leading.connections.refusal(hello)
         )
         if refusal:
-            leading.metrics.refused("hello")
-            await _reject(socket, refusal)
+            await _reject(leading, socket, "hello", refusal)
             return
     except TimeoutError:
-        leading.metrics.refused("silent")
-        await _reject(socket, f"no hello came within {HELLO_SECONDS:g} s")
+        await _reject(leading, socket, "silent", f"no hello came within {HELLO_SECONDS:g} s")
         return
     except msgspec.DecodeError as error:
-        leading.metrics.refused("unreadable")
-        await _reject(socket, f"the hello cannot be read ({error}): install the same release on all nodes")
+        reason = f"the hello cannot be read ({error}): install the same release on all nodes"
+        await _reject(leading, socket, "unreadable", reason)
         return
     except WebSocketDisconnect as gone:
         if gone.code == _TOO_BIG:
@@ -105,7 +103,8 @@ def _impostor(socket: WebSocket, hello: AgentHello) -> str:
     )
 
 
-async def _reject(socket: WebSocket, reason: str) -> None:
+async def _reject(leading: Leading, socket: WebSocket, word: str, reason: str) -> None:
+    leading.metrics.refused(word)
     with contextlib.suppress(WebSocketDisconnect, RuntimeError):
         await socket.send_bytes(encode(AgentRejected(reason=reason)))
         await socket.close(1008)
@@ -149,7 +148,7 @@ async def _listen(leading: Leading, socket: WebSocket, connection: Connection, e
     """Hands every message over in order; a call that waits is left waiting beside the rest."""
     calls: set[asyncio.Task[None]] = set()
     most = min(MOST_GETS, GETS_OF_A_DEVICE * (len(connection.record.devices) + 1))
-    bucket = TokenBucket(MESSAGES_PER_SECOND, time.monotonic())
+    allowance = Allowance(2 * MESSAGES_PER_SECOND, MESSAGES_PER_SECOND)
 
     async def handle(message: ToLeader | Unread) -> None:
         if isinstance(message, AgentHello) and message.record.node != connection.node:
@@ -157,9 +156,8 @@ async def _listen(leading: Leading, socket: WebSocket, connection: Connection, e
         if isinstance(message, FromClient) and isinstance(message.body, StoreCall) and message.body.op == "get":
             if len(calls) >= most:
                 error = f"node {connection.node} waits for {most} keys of bootstrap stores already"
-                connection.send(
-                    ToClient(client=message.client, body=StoreAnswer(id=message.body.id, error=error))
-                )
+                answer = StoreAnswer(id=message.body.id, error=error)
+                connection.send(ToClient(client=message.client, body=answer))
                 return
             call = asyncio.create_task(leading.heard(connection, message))
             calls.add(call)
@@ -181,9 +179,9 @@ async def _listen(leading: Leading, socket: WebSocket, connection: Connection, e
             for start in range(0, len(messages), TOGETHER):
                 some = messages[start : start + TOGETHER]
                 for _ in some:
-                    while wait := bucket.wait(time.monotonic()):
+                    while not allowance.take(1, time.monotonic()):
                         leading.metrics.refused("rate")
-                        await asyncio.sleep(wait)
+                        await asyncio.sleep(1 / MESSAGES_PER_SECOND)
                 while wait := leading.wait(connection.node):
                     leading.metrics.refused("writes")
                     await asyncio.sleep(min(wait, LONGEST_PAUSE))
@@ -193,12 +191,6 @@ async def _listen(leading: Leading, socket: WebSocket, connection: Connection, e
     finally:
         for call in calls:
             call.cancel()
-
-
-async def _greeting(socket: WebSocket) -> Sequence[Taken]:
-    """The hello and what came along with it; None for what is to be skipped. Raises `WebSocketDisconnect`,
-    `msgspec.DecodeError`."""
-    return all_to_leader(await _received(socket), first=True)
 
 
 async def _received(socket: WebSocket) -> bytes:

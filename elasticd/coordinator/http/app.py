@@ -35,7 +35,7 @@ STATUS: dict[Reason, int] = {
 
 def application(served: Served, requests_per_second: float) -> Starlette:
     """The ASGI application, which lets one address ask so often."""
-    rest, chaos = Rest(served), ChaosRoutes(served)
+    rest, chaos = Rest(served), ChaosRoutes(lambda: served.leading)
     declared = (*endpoints(rest), *endpoints(chaos))
     rest.document = document(declared, asks=served.access.asks)
 

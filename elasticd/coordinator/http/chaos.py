@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from typing import Annotated, Literal, Protocol
+from collections.abc import Callable
+from typing import Annotated, Literal
 
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Value
@@ -17,13 +18,12 @@ from msgspec import Meta
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from elasticd.config.security import Role
-from elasticd.coordinator.api_types import ApiError, unknown
+from elasticd.coordinator.api_types import ApiError
 from elasticd.coordinator.auth import ANYBODY, Caller
 from elasticd.coordinator.http.middleware import CALLER
 from elasticd.coordinator.http.routing import post
 from elasticd.coordinator.leader import Leading
 from elasticd.machines.job.state.events import Harmed
-from elasticd.machines.job.state.job_state import NodeState
 from elasticd.system.network_addresses import is_loopback
 from elasticd.wire.coordinator import Harm, is_first
 
@@ -45,12 +45,6 @@ class ChaosRequest(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     seconds: Annotated[float, Meta(extra_json_schema={"minimum": 0})] = 0.0
     other: str = ""
     one_way: bool = False
-
-
-class ServedCuts(Protocol):
-    """Who leads now, and the cuts that its server holds."""
-
-    leading: Leading
 
 
 class NetworkCuts:
@@ -101,24 +95,24 @@ async def _until_gone(socket: WebSocket) -> None:
 
 
 class ChaosRoutes:
-    """What is asked of chaos, and the cuts that this server holds."""
+    """What is asked of chaos, and the cuts that this server holds. `leading` gives who leads now."""
 
-    def __init__(self, served: ServedCuts) -> None:
-        self._served = served
+    def __init__(self, leading: Callable[[], Leading]) -> None:
+        self._leading = leading
         self._cuts = NetworkCuts()
 
     @post("/v1/chaos", refuses=(404, 409), example=ChaosRequest(action="slow", device="alpha/1", factor=3.0))
     async def chaos(self, body: ChaosRequest) -> ChaosRequest:
         """Harms the cluster on purpose, where the configuration allows it."""
-        order(self._served.leading, self._cuts, body)
+        order(self._leading(), self._cuts, body)
         return body
 
     async def stay_cut(self, socket: WebSocket) -> None:
         """The connection that a cut agent keeps. Closed at once, which ends the cut, where there is no cut."""
         node = str(socket.path_params["node"])
         caller: Caller = socket.scope.get(CALLER) or ANYBODY
-        if not self._served.leading.chaos or self._cuts.refusal(node, caller):
-            self._served.leading.metrics.refused("impostor")
+        if not self._leading().chaos or self._cuts.refusal(node, caller):
+            self._leading().metrics.refused("impostor")
             await socket.close(1008)
             return
         await self._cuts.stay(node, socket)
@@ -128,7 +122,7 @@ def order(leading: Leading, cuts: NetworkCuts, body: ChaosRequest) -> None:
     """Carries a request out. Raises `ApiError` with what would be right."""
     leading.allow_chaos()
     if body.action in ("slow", "recover"):
-        leading.pace(body.action, body.device, body.factor)
+        leading.pace(body.device, body.factor if body.action == "slow" else 1.0)
     elif body.action in TO_DEVICES:
         leading.know_device(body.device)
         _harm(leading, node_of(body.device), Harm(how=body.action, device=body.device))  # type: ignore[arg-type]
@@ -163,7 +157,7 @@ def _data(leading: Leading, body: ChaosRequest) -> None:
     _check_seconds(body)
     addresses = {}
     for name in (body.node, body.other):
-        known = _connected(leading, name, body.action)
+        known = leading.connected(name, f"nobody is there to {body.action} it")
         if is_first(known.release):
             raise ApiError(
                 "conflict", f"the agent of node {name} (elasticd {known.release}) cannot cut the data network"
@@ -182,15 +176,5 @@ def _data(leading: Leading, body: ChaosRequest) -> None:
 
 
 def _harm(leading: Leading, node: str, harm: Harm) -> None:
-    _connected(leading, node, harm.how)
+    leading.connected(node, f"nobody is there to {harm.how} it")
     leading.apply(Harmed(node=node, harm=harm))
-
-
-def _connected(leading: Leading, node: str, how: str) -> NodeState:
-    """A node whose agent can be told to do something to it."""
-    known = leading.state.nodes.get(node)
-    if known is None:
-        raise unknown("node", node, leading.state.nodes)
-    if not known.connected:
-        raise ApiError("conflict", f"the agent of node {node} cannot be reached: nobody is there to {how} it")
-    return known

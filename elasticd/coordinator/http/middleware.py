@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elasticd.coordinator.auth import Access, Caller, needed
+from elasticd.store.write_allowance import Allowance
 
 #: Bytes of a request's body, and seconds for all of it: ours are a few hundred bytes.
 LARGEST_BODY = 64 * 1024
@@ -26,24 +26,9 @@ PEER, CALLER = "elasticd.peer", "elasticd.caller"
 _log = logging.getLogger(__name__)
 
 
-class TokenBucket:
-    """So many a second, and a burst of twice as many."""
-
-    def __init__(self, rate: float, now: float) -> None:
-        self._rate, self._left, self._at = rate, 2 * rate, now
-
-    def wait(self, now: float) -> float:
-        """Takes one; seconds until it may be, 0 where it may at once. One that must wait is not taken."""
-        self._left = min(2 * self._rate, self._left + (now - self._at) * self._rate)
-        self._at = now
-        if self._left < 1:
-            return (1 - self._left) / self._rate
-        self._left -= 1
-        return 0.0
-
-
 class Gate:
-    """ASGI middleware. `access` gives who is known now; `refused` counts by a word."""
+    """ASGI middleware. `access` gives who is known now; `refused` counts by a word. An address may ask `rate`
+    times a second, and twice as many times at once."""
 
     def __init__(
         self,
@@ -52,11 +37,9 @@ class Gate:
         access: Callable[[], Access],
         refused: Callable[[str], None],
         rate: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._app, self._access, self._refused = app, access, refused
-        self._rate, self._clock = rate, clock
-        self._buckets: dict[str, TokenBucket] = {}
+        self._app, self._access, self._refused, self._rate = app, access, refused, rate
+        self._allowances: dict[str, Allowance] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -74,9 +57,8 @@ class Gate:
 
     def _judge(self, scope: Scope) -> Caller | None:
         """Raises `_Refusal`. Order: what costs least is asked first."""
-        wait = self._wait((scope.get("client") or ("",))[0])
-        if wait:
-            raise _Refusal(429, "rate", "too many requests come from this address: ask less often", wait)
+        if not self._may_ask((scope.get("client") or ("",))[0]):
+            raise _Refusal(429, "rate", "too many requests come from this address: ask less often")
         headers = dict(reversed(scope["headers"]))  # of one that came twice, the first
         method = scope.get("method", "GET")
         changing = scope["type"] == "websocket" or method not in ("GET", "HEAD")
@@ -93,39 +75,33 @@ class Gate:
             said = (
                 "this token or certificate is not known here" if known else "this coordinator asks for a token"
             )
-            raise _Refusal(
-                401,
-                "unauthenticated",
-                f"{said}: set $ELASTICD_TOKEN, or [security] token_file, to one of its {_files(roles)}",
-            )
+            files = " or ".join(f"{role}s" for role in roles)
+            said += f": set $ELASTICD_TOKEN, or [security] token_file, to one of its {files}"
+            raise _Refusal(401, "unauthenticated", said)
         if caller.role not in roles:
-            raise _Refusal(
-                403,
-                "forbidden",
-                f"role {caller.role} may not do this: it needs a token of {' or '.join(roles)}",
-            )
+            said = f"role {caller.role} may not do this: it needs a token of {' or '.join(roles)}"
+            raise _Refusal(403, "forbidden", said)
         return caller
 
-    def _wait(self, address: str) -> float:
-        now = self._clock()
-        bucket = self._buckets.pop(address, None) or TokenBucket(self._rate, now)
-        self._buckets[address] = bucket  # at the end: the first is the one that was silent longest
-        if len(self._buckets) > _MOST_ADDRESSES:
-            del self._buckets[next(iter(self._buckets))]
-        return bucket.wait(now)
+    def _may_ask(self, address: str) -> bool:
+        allowance = self._allowances.pop(address, None) or Allowance(2 * self._rate, self._rate)
+        self._allowances[address] = allowance  # at the end: the first is the one that was silent longest
+        if len(self._allowances) > _MOST_ADDRESSES:
+            del self._allowances[next(iter(self._allowances))]
+        return allowance.take(1, time.monotonic())
 
 
 class _Refusal(Exception):
-    def __init__(self, status: int, word: str, text: str, wait: float = 0.0) -> None:
+    def __init__(self, status: int, word: str, text: str) -> None:
         super().__init__(text)
-        self.status, self.word, self.wait = status, word, wait
+        self.status, self.word = status, word
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         # Closed, so that nobody waits for the rest of a body that is not read.
         found = [(b"content-type", b"application/json"), (b"connection", b"close")]
         if self.status == 401:
             found.append((b"www-authenticate", b"Bearer"))
-        if self.wait:
+        if self.status == 429:
             found.append((b"retry-after", b"1"))
         return found
 
@@ -185,7 +161,3 @@ def _foreign(headers: dict[bytes, bytes]) -> bool:
 def int_of(text: bytes | None) -> int:
     """0 for what is no number: the server's parser has refused it already."""
     return int(text) if text is not None and text.isdigit() and len(text) < 20 else 0
-
-
-def _files(roles: Any) -> str:
-    return " or ".join(f"{role}s" for role in roles)

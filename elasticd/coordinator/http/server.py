@@ -22,7 +22,7 @@ from uvicorn.protocols.websockets.auto import AutoWebSocketsProtocol
 from elasticd.config.security import SecuritySection
 from elasticd.coordinator.election import CannotLead
 from elasticd.coordinator.http.middleware import PEER
-from elasticd.system.network_addresses import is_loopback, outward
+from elasticd.system.network_addresses import outward
 
 _HttpBase: Any = AutoHTTPProtocol
 _WebSocketBase: Any = AutoWebSocketsProtocol
@@ -70,11 +70,6 @@ def bind(host: str, port: int) -> socket.socket:
             "[coordinator] of the configuration to an address of this machine that is free"
         ) from error
     return listener
-
-
-def exposed(host: str) -> bool:
-    """Whether other machines may reach it."""
-    return not is_loopback(host)
 
 
 def url_of(host: str, port: int, *, secure: bool, stores: Iterable[str] = ()) -> str:

@@ -162,10 +162,7 @@ def failed(state: AgentState, event: Event, error: Exception, now: float) -> Res
     if isinstance(event, LinkDown):
         return replace(state, phase=AgentPhase.AWAY), ()
     gone = _culprits(state, event, now)
-    effects: list[Effect] = []
-    for client in gone:
-        state, ended = _let_go(state, client, what)
-        effects += ended
+    state, effects = _let_go(state, gone, what)
     if gone:
         try:
             state, more = step(state, event, now)
@@ -175,14 +172,13 @@ def failed(state: AgentState, event: Event, error: Exception, now: float) -> Res
     if isinstance(event, LinkUp):
         try:  # without what is kept of those that are gone
             state, more = step(replace(state, departed=(), reports=()), event, now)
-            effects += more
         except Exception:
-            effects.append(HangUp(reason=what))
-    elif not isinstance(event, AgentTick):
-        for client in [each.id for each in state.clients.values() if each.device and each.job == event.job]:
-            state, ended = _let_go(state, client, what)
-            effects += ended
-    return state, tuple(effects)
+            more = (HangUp(reason=what),)
+        return state, (*effects, *more)
+    if isinstance(event, AgentTick):
+        return state, effects
+    state, more = _let_go(state, [worker.id for worker in _workers(state, event.job)], what)
+    return state, (*effects, *more)
 
 
 def _culprits(state: AgentState, event: Event, now: float) -> list[str]:
@@ -200,10 +196,13 @@ def _culprits(state: AgentState, event: Event, now: float) -> list[str]:
     return [] if fails() else [client.id for client in state.clients.values() if fails(client)]
 
 
-def _let_go(state: AgentState, name: str, what: str) -> Result:
-    """A client hears why, and counts as gone."""
-    state, effects = _drop(state, name, what)
-    return state, (Dismiss(client=name, reason=f"{what}: please report it with the agent's log"), *effects)
+def _let_go(state: AgentState, names: Iterable[str], what: str) -> Result:
+    """These clients hear why, and count as gone."""
+    effects: list[Effect] = []
+    for name in names:
+        state, ended = _drop(state, name, what)
+        effects += [Dismiss(client=name, reason=f"{what}: please report it with the agent's log"), *ended]
+    return state, tuple(effects)
 
 
 def _drop(state: AgentState, name: str, how: str) -> Result:
@@ -214,11 +213,15 @@ def _drop(state: AgentState, name: str, how: str) -> Result:
     state = _without(state, name)
     if not client.device:
         return state, _up(state, client, Leave(job=client.job))
-    client = replace(client, said=(), ended=how)
+    return _depart(state, replace(client, said=()), how)
+
+
+def _depart(state: AgentState, client: Client, how: str) -> Result:
+    """A worker is gone: its last words are kept for a leader that may not have heard them."""
+    client = replace(client, ended=how)
     if client.job not in state.done:
         state = replace(state, departed=(*state.departed, client)[-MOST_DEPARTED:])
-    gone = ClearMember(job=client.job, device=client.device)
-    return state, (gone, AgentTell(message=_lost(client))) if state.phase is AgentPhase.LINKED else (gone,)
+    return state, (ClearMember(job=client.job, device=client.device), *_tell(state, _lost(client)))
 
 
 # -- clients -----------------------------------------------------------------------------------------------
@@ -272,12 +275,8 @@ def _opened(state: AgentState, event: Opened, now: float) -> Result:
     if before is not None:
         state, ended = _ended(state, Ended(client=before.id, how="took a new incarnation"), now)
     client = Client(id=event.client, opening=body, device=device, incarnation=incarnation)
-    welcome = Welcome(
-        device=device,
-        incarnation=incarnation,
-        address=state.record.address,
-        pace=_pace(state, device),
-    )
+    pace = _pace(state, device)
+    welcome = Welcome(device=device, incarnation=incarnation, address=state.record.address, pace=pace)
     member = MemberRecord(device=device, incarnation=incarnation, pid=event.pid)
     effects = (
         *ended,
@@ -296,13 +295,11 @@ def _said(state: AgentState, event: Said, now: float) -> Result:
     if isinstance(body, Hello) or (isinstance(body, Join) and client.device):
         return state, (AgentNote(text=f"{client.id} said hello twice; the second was not heard"),)
     if isinstance(body, StoreCall):
-        mine = sum(1 for asker, _ in state.calls if asker == client.id)
-        if mine >= MOST_CALLS and (client.id, body.id) not in state.calls:
-            return state, (
-                _failed((client.id, body.id), f"{mine} calls of this process wait for answers already"),
-            )
+        key, mine = (client.id, body.id), sum(asker == client.id for asker, _ in state.calls)
+        if mine >= MOST_CALLS and key not in state.calls:
+            return state, (_failed(key, f"{mine} calls of this process wait for answers already"),)
         call = Call(call=body, deadline=now + body.seconds + GRACE_SECONDS)
-        return replace(state, calls={**state.calls, (client.id, body.id): call}), _up(state, client, body)
+        return replace(state, calls={**state.calls, key: call}), _up(state, client, body)
     if isinstance(body, Report | msgspec.Raw):
         if state.phase is AgentPhase.LINKED:
             return state, _up(state, client, body)
@@ -329,8 +326,7 @@ def _pulse(state: AgentState, event: Pulse, now: float) -> Result:
     if client is None or not client.device:
         return state, ()
     client = replace(client, frozen=event.how)
-    told = (AgentTell(message=_frozen(client)),) if state.phase is AgentPhase.LINKED else ()
-    return _with_client(state, client), told
+    return _with_client(state, client), _tell(state, _frozen(client))
 
 
 def _stood(state: AgentState, event: Stood, now: float) -> Result:
@@ -338,8 +334,7 @@ def _stood(state: AgentState, event: Stood, now: float) -> Result:
     if client is None or not client.device or (event.halted is None and client.halted is None):
         return state, ()
     client = replace(client, halted=event.halted, halted_at=now)
-    told = (AgentTell(message=_halted(client, now)),) if state.phase is AgentPhase.LINKED else ()
-    return _with_client(state, client), told
+    return _with_client(state, client), _tell(state, _halted(client, now))
 
 
 def _ended(state: AgentState, event: Ended, now: float) -> Result:
@@ -350,11 +345,7 @@ def _ended(state: AgentState, event: Ended, now: float) -> Result:
     if not client.device:
         # Whether or not it took its leave, the leader hears one. A new link does not speak of it at all.
         return state, () if client.goodbye else _up(state, client, Leave(job=client.job))
-    client = replace(client, ended=event.how)
-    if client.job not in state.done:
-        state = replace(state, departed=(*state.departed, client)[-MOST_DEPARTED:])
-    gone = ClearMember(job=client.job, device=client.device)
-    return state, (gone, AgentTell(message=_lost(client))) if state.phase is AgentPhase.LINKED else (gone,)
+    return _depart(state, client, event.how)
 
 
 # -- the link ----------------------------------------------------------------------------------------------
@@ -424,11 +415,7 @@ def _drained(state: AgentState, event: AgentDrained, now: float) -> Result:
     record = msgspec.structs.replace(state.record, draining=event.on)
     if record == state.record:
         return state, ()
-    told = (
-        (AgentTell(message=AgentHello(record=record, release=__version__)),)
-        if state.phase is AgentPhase.LINKED
-        else ()
-    )
+    told = _tell(state, AgentHello(record=record, release=__version__))
     return replace(state, record=record), (SetNode(record=record), *told)
 
 
@@ -712,8 +699,12 @@ def _wrap(client: Client, body: FromWorker | msgspec.Raw) -> FromClient | Passed
 
 
 def _up(state: AgentState, client: Client, body: FromWorker | msgspec.Raw) -> tuple[Effect, ...]:
+    return _tell(state, _wrap(client, body))
+
+
+def _tell(state: AgentState, message: FromAgent) -> tuple[Effect, ...]:
     """To the leader if the link stands; if not, what is kept in the state speaks on the next one."""
-    return (AgentTell(message=_wrap(client, body)),) if state.phase is AgentPhase.LINKED else ()
+    return (AgentTell(message=message),) if state.phase is AgentPhase.LINKED else ()
 
 
 def _frozen(client: Client) -> Frozen:

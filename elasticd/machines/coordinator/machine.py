@@ -36,6 +36,7 @@ from elasticd.machines.job.state.events import (
 )
 from elasticd.machines.job.state.job_state import LIVE, OVER, JobPhase, JobSettings, JobState, NodeState, fresh
 from elasticd.machines.job.state.restored_job import restored
+from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import NodeRecord
 from elasticd.wire.coordinator import DEVICE_PREFIX, Crossed, Drain, FromClient, ToClient, Unread
 from elasticd.wire.node_health import Health
@@ -179,16 +180,14 @@ def _received(state: CoordinatorState, event: Received, now: float) -> Result:
         state = state if links is state.links else msgspec.structs.replace(state, links=links)
     taken = _taken(state, event.node, message) if isinstance(message, FromClient) else ""
     if message.job not in state.jobs:
-        taken = _crowded(state, event.node) or taken
-    if isinstance(message, Unread) and message.job not in state.jobs:
-        down = ToClient(client=message.client, body=Rejected(reason=assembly.cannot_read(message)))
-        return state, (CoordinatorSend(node=event.node, message=down),)
-    if message.job not in state.jobs:
-        body = message.body if isinstance(message, FromClient) else None
-        if not isinstance(body, Join | Hello):
+        if isinstance(message, Unread):
+            down = ToClient(client=message.client, body=Rejected(reason=assembly.cannot_read(message)))
+            return state, (CoordinatorSend(node=event.node, message=down),)
+        if not isinstance(message, FromClient) or not isinstance(message.body, Join | Hello):
             return state, ()
         known = fresh(message.job, JobPhase.GATHERING, now)
-        if isinstance(message, FromClient) and isinstance(body, Hello):  # its torchrun would have joined before
+        taken = _crowded(state, event.node) or taken
+        if isinstance(message.body, Hello):  # its torchrun would have joined before
             taken = taken or assembly.uninvited(known, event.node, message.device)
         if not taken:
             state = msgspec.structs.replace(state, jobs={**state.jobs, message.job: known})
@@ -248,9 +247,10 @@ def _turned_away(state: CoordinatorState, event: Received, up: FromClient, why: 
     effects: tuple[Effect, ...] = (CoordinatorSend(node=event.node, message=down),)
     job = state.jobs.get(up.job)
     if isinstance(up.body, Hello) and job is not None:
-        after, asked = machine.turned_away(job, event, why, state.nodes, state.epoch, state.settings, now)
-        effects = (*effects, *asked)
-        state = msgspec.structs.replace(state, jobs={**state.jobs, up.job: after})
+        turn = Turn(job, state.nodes, state.epoch, state.settings, now)
+        machine.turned_away(turn, event.node, up.device, why)
+        effects = (*effects, *turn.effects)
+        state = msgspec.structs.replace(state, jobs={**state.jobs, up.job: turn.job})
     return state, effects
 
 
@@ -294,18 +294,15 @@ def _harmed(state: CoordinatorState, event: Harmed) -> Result:
         return state, ()
     harm = event.harm
     lasts = f" for {harm.seconds:g} s" if harm.seconds else ""
-    text = f"chaos: {harm.how} the worker of {harm.device}"
-    if harm.how == "cut":
-        text = f"chaos: cut node {event.node}'s agent off from leader and store{lasts}"
-    elif harm.how == "cut-data":
-        text = f"chaos: what node {event.node} sends to the data address {harm.peer} is to be lost{lasts}"
-    elif harm.how == "heal-data":
-        text = f"chaos: node {event.node} is to reach the data address {harm.peer} again"
+    of_node = {
+        "cut": f"cut node {event.node}'s agent off from leader and store{lasts}",
+        "cut-data": f"what node {event.node} sends to the data address {harm.peer} is to be lost{lasts}",
+        "heal-data": f"node {event.node} is to reach the data address {harm.peer} again",
+    }
+    text = f"chaos: {of_node.get(harm.how, f'{harm.how} the worker of {harm.device}')}"
     data = {"node": event.node, "device": harm.device, "how": harm.how, "seconds": harm.seconds}
-    return state, (
-        CoordinatorNote(kind="chaos", text=text, data=data),
-        CoordinatorSend(node=event.node, message=harm),
-    )
+    note = CoordinatorNote(kind="chaos", text=text, data=data)
+    return state, (note, CoordinatorSend(node=event.node, message=harm))
 
 
 def _jobs(state: CoordinatorState, event: Event, now: float, names: tuple[str, ...]) -> Result:
@@ -315,11 +312,12 @@ def _jobs(state: CoordinatorState, event: Event, now: float, names: tuple[str, .
         job = state.jobs.get(name)
         if job is None:
             continue
-        given = state.nodes, state.epoch, state.settings, now
         try:
-            after, asked = machine.step(job, event, *given)
+            after, asked = machine.step(job, event, state.nodes, state.epoch, state.settings, now)
         except Exception as error:  # of this job alone: what is wrong with it must not end the others
-            after, asked = machine.failed(job, event, error, *given)
+            turn = Turn(job, state.nodes, state.epoch, state.settings, now)
+            machine.failed(turn, event, error)
+            after, asked = turn.job, tuple(turn.effects)
         effects += asked
         if after is not job:
             changed[name] = after

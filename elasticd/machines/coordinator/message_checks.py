@@ -55,18 +55,11 @@ LONGEST_ID = 256
 MOST_UNREACHED, MOST_WHY = 4096, 200
 #: Checkpoints that a worker sees: the newest of those that it tells of.
 MOST_CHECKPOINTS = 256
-#: The texts in each message.
-_TEXTS: dict[type, tuple[str, ...]] = {
-    Refused: ("reason",),
-    StayedOnPlan: ("reason",),
-    InDoubt: ("reason",),
-    PeersLost: ("reason",),
-    DrainNotice: ("reason",),
-    Goodbye: ("reason",),
-    Switched: ("checkpoint",),
-    Unread: ("reason",),
-    WorkerLost: ("how",),
-    Frozen: ("how",),
+#: The text in each message.
+_TEXTS: dict[type, str] = {
+    **dict.fromkeys((Refused, StayedOnPlan, InDoubt, PeersLost, DrainNotice, Goodbye, Unread), "reason"),
+    **dict.fromkeys((WorkerLost, Frozen), "how"),
+    Switched: "checkpoint",
 }
 #: What a torchrun says, which drives no device.
 OF_TORCHRUNS = (Join, Leave, StoreCall)
@@ -88,7 +81,7 @@ def refusal(of: NodeRecord, message: ToLeader | Unread, jobs: Container[str]) ->
         return why
     if isinstance(message, FromClient | Unread | WorkerLost) and len(message.incarnation) > LONGEST_ID:
         return f"an incarnation has {LONGEST_ID} characters at most, not {len(message.incarnation)}"
-    if isinstance(message, FromClient | Unread) and len(message.client) > LONGEST_ID:
+    if isinstance(message, OF_CLIENTS) and len(message.client) > LONGEST_ID:
         return f"a client's id has {LONGEST_ID} characters at most, not {len(message.client)}"
     if isinstance(message, FromClient) and not message.device and not isinstance(message.body, OF_TORCHRUNS):
         return f"a process without a device has no say of {tag_of(message.body)!r}"
@@ -164,6 +157,6 @@ def bounded(message: ToMachine | Unread) -> ToMachine | Unread:
 
 
 def _cut(said: M) -> M:
-    texts = {name: getattr(said, name) for name in _TEXTS.get(type(said), ())}
-    long = {name: shortened(text) for name, text in texts.items() if len(text) > MOST_TEXT}
-    return msgspec.structs.replace(said, **long) if long else said
+    name = _TEXTS.get(type(said), "")
+    text = getattr(said, name) if name else ""
+    return msgspec.structs.replace(said, **{name: shortened(text)}) if len(text) > MOST_TEXT else said

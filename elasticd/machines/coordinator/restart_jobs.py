@@ -105,8 +105,8 @@ def lap(
 
 
 def verdict(job: RestartJob, policy: PolicySettings) -> Verdict | None:
-    """Of the torchrun with the slowest device: whether to go on without it. None where nobody is slow, or
-    too few steps were seen."""
+    """Of the torchrun with the slowest device: whether to go on without it. None where nobody is slow, there
+    are no others, or too few steps were seen."""
     slow = {device: rate for device, rate in job.rates.rates.items() if device in job.laps}
     if not slow or len(job.recent) < JUDGED_STEPS:
         return None
@@ -117,13 +117,7 @@ def verdict(job: RestartJob, policy: PolicySettings) -> Verdict | None:
     others = [own[device] for device, known in job.laps.items() if known.by.torchrun != torchrun]
     price = job.restart_seconds
     if not others:
-        return Verdict(
-            torchrun=torchrun,
-            exclude=False,
-            reason=f"{worst} is slow, and there are no others",
-            saving_seconds=0.0,
-            price_seconds=price,
-        )
+        return None
     without = wall - max(0.0, max(own.values()) - max(others))
     share = len(others) / len(own)
     saved = policy.horizon_steps * (wall - without / share)

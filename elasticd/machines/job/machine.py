@@ -155,6 +155,8 @@ RECOVERING = {JobPhase.RECOVERING}
 ALL = frozenset(JobPhase)
 NOT_OVER = ALL - OVER
 
+#: What is said beside plans and faults.
+_ASIDE = (Report, Probed, Rehearsed, Goodbye, Frozen, Halted, Unreached, SnapshotInventory)
 #: Each event with phases, and what it does there. No phase of an event is in two of its rows.
 ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
     # Time, users and the other parts of the leader.
@@ -211,11 +213,7 @@ ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
     (Rehearsed, FALLIBLE, met),
     (Goodbye, NOT_OVER, met),  # its `WorkerLost` follows, and says that it was clean
     # Words on their way as the job ended, or repeated to a new leader.
-    *(
-        (kind, OVER, ignored)
-        for kind in (*get_args(Statement), *(Report, Probed, Rehearsed, Goodbye, Frozen, Halted, Unreached))
-    ),
-    (SnapshotInventory, OVER, ignored),
+    *((kind, OVER, ignored) for kind in (*get_args(Statement), *_ASIDE)),
 )
 #: What each event does in each phase. An event that is not here is logged.
 TABLE: dict[tuple[JobPhase, type], Handler] = {
@@ -316,27 +314,17 @@ def _waits(before: JobState, after: JobState, event: Event) -> bool:
     return len(before.workers) > MANY
 
 
-def failed(
-    job: JobState,
-    event: Event,
-    error: Exception,
-    nodes: Mapping[str, NodeState],
-    epoch: int,
-    settings: JobSettings,
-    now: float,
-) -> tuple[JobState, tuple[Effect, ...]]:
+def failed(turn: Turn, event: Event, error: Exception) -> None:
     """A step of the job raised this: a defect of elasticd, whoever brought it about. A message costs itself;
     what no message asked for would come again with each tick, and costs the job."""
-    turn = Turn(job, nodes, epoch, settings, now)
     what = f"{type(error).__name__}: {error}"
     trace = "\n".join(_frames(error))
     if isinstance(event, Received):
         text = f"a message of node {event.node} was dropped: elasticd failed on it ({what})"
-        turn.effects.append(turn.told("defect", text, node=event.node, traceback=trace))
-    elif job.phase not in OVER:
-        turn.effects.append(turn.told("defect", f"elasticd failed on the job ({what})", traceback=trace))
+        turn.note("defect", text, node=event.node, traceback=trace)
+    elif not turn.over:
+        turn.note("defect", f"elasticd failed on the job ({what})", traceback=trace)
         job_end.stop(turn, f"elasticd failed on the job ({what}); please report it with the leader's log")
-    return turn.job, tuple(turn.effects)
 
 
 def _frames(error: Exception) -> Iterator[str]:
@@ -348,21 +336,10 @@ def _frames(error: Exception) -> Iterator[str]:
         at = at.tb_next
 
 
-def turned_away(
-    job: JobState,
-    event: Received,
-    why: str,
-    nodes: Mapping[str, NodeState],
-    epoch: int,
-    settings: JobSettings,
-    now: float,
-) -> tuple[JobState, tuple[Effect, ...]]:
+def turned_away(turn: Turn, node: str, device: str, why: str) -> None:
     """A worker of the job was told that it cannot take part: the job ends if it waits for this one."""
-    turn = Turn(job, nodes, epoch, settings, now)
-    said = event.message
-    if job.phase is JobPhase.ASSEMBLING and isinstance(said, FromClient) and job.joins(event.node, said.device):
+    if turn.job.phase is JobPhase.ASSEMBLING and turn.job.joins(node, device):
         job_end.stop(turn, why)
-    return turn.job, tuple(turn.effects)
 
 
 def _adds(job: JobState, event: Received) -> bool:

@@ -18,7 +18,7 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job import replan
 from elasticd.machines.job.copies.holdings import lost_boxes
-from elasticd.machines.job.copies.rollback import Source, Wait, older, older_state, waits
+from elasticd.machines.job.copies.rollback import Source, older, older_state, waits
 from elasticd.machines.job.faults.hangs import busy, culprits, described, note, tell
 from elasticd.machines.job.faults.network_partition import divided, regroup
 from elasticd.machines.job.lifecycle.fence import fault
@@ -247,9 +247,9 @@ def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
     if isinstance(source, Source):
         _go_on(turn, source)
         return
-    if isinstance(source, Wait):
-        if source.why:
-            waits(turn, source.why)
+    if source is not None:
+        if source:
+            waits(turn, source)
         return
     if job.plan is None and not any(_copies(turn, worker) for worker in _owners(turn)):
         # The plan that was made meanwhile was to go on from a fence that is no more: another is asked for.
@@ -298,20 +298,19 @@ def survey(turn: Turn, nodes: Collection[str] | None = None) -> Source | str:
 
 def _vote(turn: Turn, step: int) -> Vote | None:
     """The outcome of the vote that led to `step`, where one that lives heard it."""
-    fence = turn.job.fence
-    said = (worker.standing for worker in turn.job.workers.values())
-    heard = (
-        word.vote for word in said if word is not None and fence is not None and word.fence == fence.number
-    )
+    heard = (said.vote for worker in turn.job.workers.values() if (said := _answer(turn, worker)) is not None)
     return next((vote for vote in heard if vote is not None and vote.step == step - 1), None)
 
 
-def _copies(turn: Turn, worker: Worker) -> tuple[Copy, ...]:
+def _answer(turn: Turn, worker: Worker) -> StateReport | None:
     """What it said after the last fence; what it said after one before may be no more."""
-    fence, standing = turn.job.fence, worker.standing
-    return (
-        standing.copies if standing is not None and fence is not None and standing.fence == fence.number else ()
-    )
+    fence, said = turn.job.fence, worker.standing
+    return said if said is not None and fence is not None and said.fence == fence.number else None
+
+
+def _copies(turn: Turn, worker: Worker) -> tuple[Copy, ...]:
+    said = _answer(turn, worker)
+    return said.copies if said is not None else ()
 
 
 def _owners(turn: Turn) -> list[Worker]:

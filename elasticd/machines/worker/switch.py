@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from elasticd_planner.value import Value
@@ -165,25 +165,15 @@ class DrainRequested(Value, frozen=True, kw_only=True):
     """This process is to end; the job goes on without it."""
 
 
+#: The ends of a move to the proposed plan.
+Outcome = StateMoved | MoveFailed | Gathered | GatherFailed
 #: The messages of the agent that are events as they are; `Propose` becomes `Proposed`.
 AgentOrder = Abort | Fenced | Recorded | Rejected | Shutdown
 #: `Prepared` and `Refused` are the ends of a preparation here, `PeersLost` that a collective of the plan in
 #: force failed, the main thread being at rest before the update of its step. They are sent on if they still
 #: hold.
 SwitchEvent = (
-    AgentOrder
-    | Prepared
-    | Refused
-    | PeersLost
-    | Proposed
-    | Rested
-    | Voting
-    | Voted
-    | StateMoved
-    | MoveFailed
-    | Gathered
-    | GatherFailed
-    | DrainRequested
+    AgentOrder | Prepared | Refused | PeersLost | Proposed | Rested | Voting | Voted | Outcome | DrainRequested
 )
 
 # -- effects ---------------------------------------------------------------------------------------------------
@@ -288,6 +278,10 @@ def step(state: SwitchState, event: SwitchEvent, updates: int = 0) -> _Step:
     handler = TABLE.get((state.phase, type(event)))
     if handler is None:
         raise Unexpected(f"{type(event).__name__} in phase {state.phase.value}")
+    if isinstance(event, Proposed) and event.number <= state.seen:
+        handler = ignore  # read again, after a reconnect
+    elif isinstance(event, Outcome) and event.number != state.proposal:
+        handler = ignore if state.phase is SwitchPhase.STOPPING else stale
     state, effects = handler(to(state, step=updates), event)
     if state.later and state.phase in (SwitchPhase.TRAINING, SwitchPhase.STANDBY):
         later = Proposed(number=state.later, joins=state.later_joins)
@@ -321,7 +315,7 @@ def ignore(state: SwitchState, event: Any) -> _Step:
     return state, ()
 
 
-def stale(state: SwitchState, event: StateMoved | MoveFailed | Gathered | GatherFailed) -> _Step:
+def stale(state: SwitchState, event: Any) -> _Step:
     """The end of a move that was left: superseded, fenced off, or stopped."""
     if event.number >= state.seen and state.phase not in (SwitchPhase.IN_DOUBT, SwitchPhase.STOPPED):
         raise Unexpected(f"{type(event).__name__} of {event.number} in phase {state.phase.value}")
@@ -344,8 +338,6 @@ def stay(state: SwitchState, reason: str) -> _Step:
 
 def proposed(state: SwitchState, event: Proposed) -> _Step:
     """A proposal of a number that was not seen before is prepared beside whatever runs."""
-    if event.number <= state.seen:
-        return state, ()  # read again, after a reconnect
     drop: tuple[SwitchEffect, ...] = ()
     if state.holds_old and not state.trains and not state.fenced:
         drop = (DropOld(),)  # it was no member and is used again: the next proposal proves the record
@@ -363,8 +355,6 @@ def proposed(state: SwitchState, event: Proposed) -> _Step:
 
 def superseded(state: SwitchState, event: Proposed) -> _Step:
     """A new proposal while one is open here: the leader has closed the old one, this rank missed why."""
-    if event.number <= state.seen:
-        return state, ()
     state, effects = stay(state, f"superseded by {event.number}")
     state, more = proposed(state, event)
     return state, (*effects, *more)
@@ -377,8 +367,6 @@ def proposed_moving(state: SwitchState, event: Proposed) -> _Step:
 
 def postponed(state: SwitchState, event: Proposed) -> _Step:
     """Others have heard the end of this switch already; here it is on its way."""
-    if event.number <= state.seen:
-        return state, ()
     return to(state, later=event.number, later_joins=event.joins), ()
 
 
@@ -456,16 +444,12 @@ def voted(state: SwitchState, event: Voted) -> _Step:
 
 def moved(state: SwitchState, event: StateMoved) -> _Step:
     """All that this rank needs is verified: it says ok, unless the proposal was aborted meanwhile."""
-    if event.number != state.proposal:
-        return stale(state, event)
     ok = state.aborted is None
     return to(state, phase=SwitchPhase.ACKING, ok=ok), (AllGatherOk(number=event.number, ok=ok),)
 
 
 def move_failed(state: SwitchState, event: MoveFailed) -> _Step:
     """Not ok is said all the same, so that the others need not wait to learn it."""
-    if event.number != state.proposal:
-        return stale(state, event)
     state = to(state, phase=SwitchPhase.ACKING, ok=False, aborted=state.aborted or event.reason)
     return state, (AllGatherOk(number=event.number, ok=False),)
 
@@ -480,8 +464,6 @@ def swap(state: SwitchState) -> _Step:
 
 def gathered(state: SwitchState, event: Gathered) -> _Step:
     """If every rank said ok the rank swaps; else the old plan goes on."""
-    if event.number != state.proposal:
-        return stale(state, event)
     if not all(event.oks):
         return stay(state, state.aborted or "another rank said not ok")
     state, effects = swap(state)
@@ -492,8 +474,6 @@ def gathered(state: SwitchState, event: Gathered) -> _Step:
 
 def gather_failed(state: SwitchState, event: GatherFailed) -> _Step:
     """Without the others' words a rank that said ok is in doubt; one that did not keeps the old plan."""
-    if event.number != state.proposal:
-        return stale(state, event)
     if not state.ok:  # without this rank's ok no rank can have swapped
         return stay(state, state.aborted or event.reason)
     word = InDoubt(number=state.proposal, step=state.step, reason=event.reason)
@@ -587,15 +567,11 @@ def voted_stopping(state: SwitchState, event: Voted) -> _Step:
 
 def moved_stopping(state: SwitchState, event: StateMoved | MoveFailed) -> _Step:
     """A move that ends after the fence: ok was not said, so no rank can have swapped."""
-    if event.number != state.proposal:
-        return state, ()
     return without_proposal(state), (Cancel(number=event.number),)
 
 
 def gathered_stopping(state: SwitchState, event: Gathered) -> _Step:
     """All said ok before the fence: this rank swapped, and is under the new plan."""
-    if event.number != state.proposal:
-        return state, ()
     if not all(event.oks):
         return without_proposal(state), (Cancel(number=event.number),)
     state, effects = swap(state)
@@ -604,8 +580,6 @@ def gathered_stopping(state: SwitchState, event: Gathered) -> _Step:
 
 def gather_failed_stopping(state: SwitchState, event: GatherFailed) -> _Step:
     """The fault took the end of the all-gather: a copy that this rank said ok to stays beside."""
-    if event.number != state.proposal:
-        return state, ()
     if state.ok:
         return without_proposal(state, side=event.number, fenced=True), ()
     return without_proposal(state), (Cancel(number=event.number),)
@@ -625,7 +599,6 @@ def stop(state: SwitchState, event: Shutdown | Rejected) -> _Step:
 
 
 P = SwitchPhase
-_OUTCOMES = (StateMoved, MoveFailed, Gathered, GatherFailed)
 
 TABLE: dict[tuple[SwitchPhase, type], _Handler] = {
     **{(phase, kind): stop for kind in (Shutdown, Rejected) for phase in P if phase is not P.STOPPED},
@@ -645,7 +618,7 @@ TABLE: dict[tuple[SwitchPhase, type], _Handler] = {
     **{(phase, Fenced): fenced_at_rest for phase in (P.STANDBY, P.PEERS_LOST, P.FENCED)},
     # The thread of a cancelled preparation may end in any phase: nothing waits for it.
     **{(phase, kind): ignore for phase in P for kind in (Prepared, Refused)},
-    **{(phase, kind): stale for phase in P for kind in _OUTCOMES},
+    **{(phase, kind): stale for phase in P for kind in get_args(Outcome)},
     (P.FENCED, Recorded): recorded_fenced,
     (P.PREPARING, Prepared): prepared,
     (P.PREPARING, Refused): refused,

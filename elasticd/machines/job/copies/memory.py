@@ -10,7 +10,7 @@ up. So it is done only where an older state can be read now.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping
 
 from elasticd_planner.cost.model_profile import ModelProfile, item_size
@@ -97,15 +97,9 @@ def _mib(size: float) -> str:
 
 def _resident(layouts: Layouts, profile: ModelProfile) -> dict[str, float]:
     """Bytes of values, gradients and state that each device holds while it trains."""
-    count: Counter[tuple[Hashable, str]] = Counter()
-    first: dict[tuple[Hashable, str], Item] = {}
-    for item in layouts.items:
-        key: tuple[Hashable, str] = layouts.family(item), item.role
-        count[key] += 1
-        first.setdefault(key, item)
     trained, zero = frozenset(layouts.trained), layouts.plan.state.zero
     found: dict[str, float] = defaultdict(float)
-    for key, item in first.items():
+    for item, count in _kinds(layouts):
         factor = _factor(item, profile)
         # Under ZeRO 2 gradients lie where the state is kept, else where the values are.
         if (item.role == "state" and zero == 2) or (
@@ -113,7 +107,7 @@ def _resident(layouts: Layouts, profile: ModelProfile) -> dict[str, float]:
         ):
             factor += profile.gradient_factor
         layout = layouts.layout(item)
-        each = count[key] * item_size(layout.dtype) * factor
+        each = count * item_size(layout.dtype) * factor
         sizes: dict[Box, float] = {}
         for holding in layout.holdings:
             if holding.box not in sizes:
@@ -125,23 +119,25 @@ def _resident(layouts: Layouts, profile: ModelProfile) -> dict[str, float]:
 def _changed(old: Layouts, new: Layouts, profile: ModelProfile, *, anew: bool) -> dict[str, float]:
     """Bytes of values and state that each device holds in other boxes than before: they are made beside the
     old."""
-    count: Counter[tuple[Hashable, Hashable, str]] = Counter()
-    first: dict[tuple[Hashable, Hashable, str], Item] = {}
-    for item in new.items:
-        key: tuple[Hashable, Hashable, str] = old.family(item), new.family(item), item.role
-        count[key] += 1
-        first.setdefault(key, item)
     found: dict[str, float] = defaultdict(float)
-    for key, item in first.items():
+    for item, count in _kinds(new, old):
         layout = new.layout(item)
         if not anew and layout.holdings == old.layout(item).holdings:
             continue
-        size = count[key] * item_size(layout.dtype) * _factor(item, profile)
+        size = count * item_size(layout.dtype) * _factor(item, profile)
         for device in {holding.device for holding in layout.holdings}:
             boxes = new.boxes(item, device)
             if anew or boxes != old.boxes(item, device):
                 found[device] += size * sum(box.size for box in boxes)
     return found
+
+
+def _kinds(layouts: Layouts, *others: Layouts) -> list[tuple[Item, int]]:
+    """The items by kind: the first of those that are alike under all of these, and how many they are."""
+    kinds: dict[Hashable, list[Item]] = defaultdict(list)
+    for item in layouts.items:
+        kinds[item.role, *(each.family(item) for each in (layouts, *others))].append(item)
+    return [(alike[0], len(alike)) for alike in kinds.values()]
 
 
 def _factor(item: Item, profile: ModelProfile) -> float:

@@ -47,12 +47,6 @@ def set_name(plan: int, step: int) -> str:
     return f"the snapshots of plan {plan} at step {step}"
 
 
-class Wait(Value, frozen=True, kw_only=True):
-    """There is an older state, and it cannot be read yet."""
-
-    why: str = ""  # for people, empty while a plan is on its way
-
-
 def waits(turn: Turn, why: str) -> None:
     """The job cannot go on as things are: it waits, its state safe, for more to come."""
     if turn.job.reason != why:
@@ -66,28 +60,29 @@ def older_state(turn: Turn) -> bool:
     return bool(_sets(turn) or _checkpoints(turn))
 
 
-def older(turn: Turn, *, survivors: bool) -> Source | Wait | None:
-    """The newest older state that the plan at hand can go on from, or what to wait for; None if there is no
-    older state at all. survivors: members of the plan in force live, and stand still meanwhile."""
+def older(turn: Turn, *, survivors: bool) -> Source | str | None:
+    """The newest older state that the plan at hand can go on from, or what to wait for, for people (empty while
+    a plan is on its way); None if there is no older state at all. survivors: members of the plan in force live,
+    and stand still meanwhile."""
     options = sorted([*_sets(turn), *_checkpoints(turn)], key=lambda option: option.moment, reverse=True)
     if not options:
         return None
     held = f"the state is safe in {options[0].words}"
     if not turn.job.workers:
-        return Wait(why=f"no worker is left; {held}: start torchrun again with --rdzv-id={turn.job.job}")
+        return f"no worker is left; {held}: start torchrun again with --rdzv-id={turn.job.job}"
     if not survivors and (coming := _coming(turn)):
-        return Wait(why=f"{coming} may come yet; {held}")
+        return f"{coming} may come yet; {held}"
     if turn.job.remedy is None:
-        return Wait()
+        return ""
     plan = with_carriers(turn.job.remedy.plan)
     patient = turn.now - turn.job.since < turn.settings.prepare_seconds
     waits: list[str] = []
     for option in options:
         source = _source(turn, option, plan)
         if isinstance(source, Source):
-            return Wait(why=waits[0]) if waits and patient else source
+            return waits[0] if waits and patient else source
         waits.append(source)
-    return Wait(why=waits[0])
+    return waits[0]
 
 
 class _Option(Value, frozen=True, kw_only=True):

@@ -83,11 +83,6 @@ def _waits(worker: Worker) -> bool:
     return worker.halted is not None and worker.halted.waits
 
 
-def _outside(worker: Worker) -> bool:
-    """Of the computation of a step, or in that of a plan's first steps."""
-    return worker.halted is not None and not (worker.halted.waits or worker.halted.computes)
-
-
 def awaited(job: JobState, now: float, limit: float = 0.0) -> str:
     """Which workers a job waits for, where they are and for how long, in words; nothing while one of the others
     does something else than wait for them. limit: `detect.outside_seconds`. Members of the plan in force that
@@ -166,9 +161,9 @@ def _too_long_outside(job: JobState, worker: Worker, now: float, limit: float) -
 def busy(turn: Turn, worker: Worker) -> bool:
     """Whether a worker that is silent is known to be in its script's own code, in its loader or in its plan's
     first steps, and may be."""
-    limit = turn.settings.detect.outside_seconds
-    may = not _too_long_outside(turn.job, worker, turn.now, limit)
-    return _outside(worker) and not worker.frozen and may
+    if worker.frozen or worker.halted is None or worker.halted.waits or worker.halted.computes:
+        return False
+    return not _too_long_outside(turn.job, worker, turn.now, turn.settings.detect.outside_seconds)
 
 
 def described(turn: Turn, found: tuple[Worker, ...]) -> str:

@@ -25,7 +25,6 @@ import msgspec
 
 from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
-from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.machines.job.state.job_state import JobState, Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import Thrown
@@ -63,7 +62,16 @@ def raised(turn: Turn, worker: Worker, body: Raised) -> None:
     turn.set(thrown=(*(each for each in job.thrown if each != thrown), thrown)[-MOST_THROWN:])
     if over:
         return
-    turn.effects.append(_note(turn, worker, body))
+    turn.note(
+        "raised",
+        described(worker.device, body),
+        device=worker.device,
+        plan=body.plan,
+        step=body.step,
+        exception=body.kind,
+        message=body.text,
+        traceback=body.traceback,
+    )
     if body.ends:
         saved = f"; {_SAVED}" if body.saves and body.step > 0 else ""
         stop(turn, f"{described(worker.device, body)}{saved}")
@@ -130,19 +138,6 @@ def described(device: str, body: Raised) -> str:
     kind = _UNPRINTABLE.sub(" ", body.kind)
     what = f"{kind}: {text}" if text else kind
     return f"the script's code raised {what} (in step {body.step}, on {device})"
-
-
-def _note(turn: Turn, worker: Worker, body: Raised) -> CoordinatorNote:
-    return turn.told(
-        "raised",
-        described(worker.device, body),
-        device=worker.device,
-        plan=body.plan,
-        step=body.step,
-        exception=body.kind,
-        message=body.text,
-        traceback=body.traceback,
-    )
 
 
 def _bounded(body: Raised) -> Raised:

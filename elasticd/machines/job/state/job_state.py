@@ -90,16 +90,7 @@ TRANSITIONS: dict[JobPhase, frozenset[JobPhase]] = {
 }
 
 #: The phases in which a job has workers and is not over: its devices are taken, and who is lost matters to it.
-LIVE = frozenset(
-    {
-        JobPhase.ASSEMBLING,
-        JobPhase.PLANNING,
-        JobPhase.PROPOSED,
-        JobPhase.ABORTING,
-        JobPhase.RUNNING,
-        JobPhase.RECOVERING,
-    }
-)
+LIVE = frozenset(JobPhase) - OVER - {JobPhase.GATHERING}
 
 #: The phases in which a plan is asked for; what was asked is dropped when a job leaves them.
 ASKING = frozenset({JobPhase.PLANNING, JobPhase.RUNNING, JobPhase.RECOVERING})
@@ -140,14 +131,8 @@ class JobSettings(Value, frozen=True, kw_only=True):
     between: Link = Link()  # links between nodes, until they are measured
 
     def __post_init__(self) -> None:
-        times = (
-            *(self.gather_seconds, self.prepare_seconds, self.reconnect_seconds),
-            *(self.retry_seconds, self.most_retry_seconds, self.leave_seconds),
-            *(self.stand_seconds, self.peers_lost_seconds, self.node_seconds, self.hang_seconds),
-            self.lone_seconds,
-            *(self.probe_seconds, self.keep_seconds, self.keep_jobs),
-        )
-        if min(times) < 0 or self.fit_steps < STEPS:
+        times = [getattr(self, name) for name in self.__struct_fields__ if name.endswith("_seconds")]
+        if min(*times, self.keep_jobs) < 0 or self.fit_steps < STEPS:
             refuse(f"coordinator: times must not be negative and fit_steps at least {STEPS}, not {self}")
 
 

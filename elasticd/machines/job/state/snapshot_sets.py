@@ -6,7 +6,7 @@ step: later plans may go on from earlier steps.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -138,8 +138,3 @@ def stand_ins(plan: Plan, copies: dict[str, list[str]], members: Iterable[str]) 
         load[best] = load.get(best, 0) + 1
         found[device] = best
     return {device: found[device] for device in plan.members}
-
-
-def nodes_of(devices: Iterable[str]) -> Iterator[str]:
-    """The nodes of devices, each once, in order."""
-    yield from dict.fromkeys(node_of(device) for device in devices)
