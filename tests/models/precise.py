@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads, unpaced
-from elasticd.runtime.engine.engine import Engine, first_state, make_engine
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.mixed_precision import Precision
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
@@ -66,7 +66,7 @@ def engine_of(course: Course, plan: Plan, memory: MemoryPlanGroups, state: Local
     recipe = course.recipe()  # its reader is one rank's
     layouts = Layouts(recipe.model.spec, plan)
     plan_groups = cast(PlanGroups, memory)
-    engine = make_engine(recipe, layouts, plan_groups, unpaced)
+    engine = Engine(recipe, layouts, plan_groups, unpaced)
     engine.adopt(state or first_state(recipe.model, layouts, memory.me, SEED, recipe.master))
     return engine
 

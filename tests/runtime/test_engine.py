@@ -17,8 +17,8 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import SampleError
-from elasticd.runtime.engine.engine import Engine, first_state, make_engine
-from elasticd.runtime.engine.pipeline_schedule import all_forward
+from elasticd.runtime.engine.engine import Engine, first_state
+from elasticd.runtime.engine.pipeline_stage import all_forward
 from elasticd.runtime.engine.recipe import Recipe
 from tests.runtime.test_parity import SEED, Text, make_recipe, plan_of, stage, unpaced
 
@@ -40,7 +40,7 @@ def all_forward_all_backward(stages: int, stage: int, micro_batches: int, chunks
 
 def engine_on(plan_groups: Any, recipe: Recipe, plan: Plan, state: LocalState | None = None) -> Engine:
     layouts = Layouts(recipe.model.spec, plan)
-    engine = make_engine(replace(recipe), layouts, plan_groups, unpaced)
+    engine = Engine(replace(recipe), layouts, plan_groups, unpaced)
     engine.adopt(first_state(recipe.model, layouts, plan_groups.me, SEED) if state is None else state)
     return engine
 

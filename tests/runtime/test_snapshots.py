@@ -16,7 +16,7 @@ from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd.codec.message import Message
 from elasticd.records import Proposal, Recovery
 from elasticd.runtime.comm.groups import PlanGroups
-from elasticd.runtime.engine.engine import Engine, StepDone, first_state, make_engine
+from elasticd.runtime.engine.engine import Engine, StepDone, first_state
 from elasticd.runtime.snapshot.memory_file import BadSnapshot, read
 from elasticd.runtime.snapshot.restore import Snapshots
 from elasticd.runtime.snapshot.snapshotter import Snapper
@@ -138,7 +138,7 @@ def first(device: str, store: Any, plan: Plan) -> Engine:
     made = recipe()
     layouts = Layouts(made.model.spec, plan)
     plan_groups = PlanGroups("plan/1", device, "127.0.0.1", store)
-    engine = make_engine(made, layouts, plan_groups, unpaced)
+    engine = Engine(made, layouts, plan_groups, unpaced)
     engine.adopt(first_state(made.model, layouts, device, SEED))
     return engine
 

@@ -24,7 +24,7 @@ from elasticd.runtime.data.loader import Batch, Collate, Loader, length_of
 from elasticd.runtime.data.prefetch import Dataset, SampleError, SampleReader
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, LedgerError, expected_hashes
 from elasticd.runtime.engine.engine import Engine
-from elasticd.runtime.engine.pipeline_stage import Loss
+from elasticd.runtime.engine.recipe import Loss
 
 #: The measure that every evaluation has.
 LOSS = "loss"

@@ -34,8 +34,7 @@ from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.parallelism import ParallelismOptions
-from elasticd.runtime.engine.pipeline_stage import Loss
-from elasticd.runtime.engine.recipe import MakeScheduler, Recipe
+from elasticd.runtime.engine.recipe import Loss, MakeScheduler, Recipe
 from elasticd.runtime.engine.warmup import warm
 from elasticd.runtime.exits import Drained, JobOver, JobStopped
 from elasticd.runtime.model.model import Model

@@ -16,7 +16,7 @@ from elasticd.runtime.checking.layouts import Variation
 from elasticd.runtime.comm.groups import PeerLost, PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads, unpaced
 from elasticd.runtime.comm.torch_store import TorchStore
-from elasticd.runtime.engine.engine import Engine, first_state, make_engine
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 
 
@@ -101,7 +101,7 @@ def tried(recipe: Recipe, variation: Variation) -> Trial:
 
 def _step(recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, seen: Member) -> tuple[float, bool]:
     """One member's step: its loss, and whether its updates were applied."""
-    engine = make_engine(recipe, layouts, plan_groups, unpaced)
+    engine = Engine(recipe, layouts, plan_groups, unpaced)
     engine.adopt(first_state(recipe.model, layouts, plan_groups.me, recipe.seed, recipe.master))
     first = {name: p.detach().clone() for name, (_, p) in engine.local.parameters.items()}
     terms: dict[str, Tensor] = {}

@@ -35,7 +35,6 @@ from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group, PlanGroups
-from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hashes
 from elasticd.runtime.engine.mixed_precision import LossScaler
@@ -141,16 +140,10 @@ class Engine:
     torn: bool  #: an update began and did not end: the state here is of no step
     after_recovery: bool  #: its members may be at different places between two steps, see `between_steps`
 
-    def __init__(
-        self,
-        *,
-        recipe: Recipe,
-        layouts: Layouts,
-        local: LocalModel,
-        plan_groups: PlanGroups,
-        groups: Groups,
-        pace: Pace,
-    ) -> None:
+    def __init__(self, recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, pace: Pace) -> None:
+        """Makes the groups and modules of one member of a plan. It has no state until `adopt`."""
+        groups = connect(plan_groups, layouts)
+        local = build(recipe.model, layouts.plan, plan_groups.me)
         self.plan, self.device, self.local, self.plan_groups = layouts.plan, plan_groups.me, local, plan_groups
         self.layouts, self.rank = layouts, layouts.plan.rank(plan_groups.me)
         self.everyone, self.linear = groups.everyone, linear_of(recipe.model.spec)
@@ -181,27 +174,17 @@ class Engine:
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         if groups.tensor.size > 1:
             self._attach()
-        self.runner = self._runner(pace) if self.device in self.plan.places else None
-
-    def _runner(self, pace: Pace) -> StageRunner:
-        return StageRunner(
-            plan=self.plan,
-            device=self.device,
-            modules=self.local.modules,
-            drawing=self.local.drawing,
-            everyone=self.everyone,
-            dtype=self._recipe.model.dtype,
-            tp_communicates=self._recipe.model.spec.collectives > 0,
-            loss=self._recipe.loss,
-            loader=Loader(self._recipe.feed, self._recipe.data.collate),
-            telemetry=self._telemetry,
-            stopwatch=self.plan_groups.stopwatch,
-            pace=pace,
-            on_section_done=self.reducer.section_done,
-            schedule=self._recipe.schedule,
-            recompute=self._recipe.recomputed,
-            precision=self._recipe.precision,
-        )
+        self.runner = None
+        if self.device in self.plan.places:
+            self.runner = StageRunner(
+                recipe=recipe,
+                plan=self.plan,
+                local=local,
+                everyone=self.everyone,
+                telemetry=self._telemetry,
+                pace=pace,
+                on_section_done=self.reducer.section_done,
+            )
 
     def _attach(self) -> None:
         shares = self.plan.stage(self.plan.places[self.device]).shares
@@ -411,12 +394,3 @@ class Engine:
             self.scheduler.step()
         self.torn = False
         self._zero.clear()
-
-
-def make_engine(recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, pace: Pace) -> Engine:
-    """Makes the groups, the modules and the engine of one member of a plan. It has no state until `adopt`."""
-    groups = connect(plan_groups, layouts)
-    local = build(recipe.model, layouts.plan, plan_groups.me)
-    return Engine(
-        recipe=recipe, layouts=layouts, local=local, plan_groups=plan_groups, groups=groups, pace=pace
-    )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from elasticd.runtime.data.loader import Batch
-from elasticd.runtime.engine.pipeline_stage import Loss
+from elasticd.runtime.engine.recipe import Loss
 from elasticd.runtime.model.model import Model, ModelError
 
 #: (samples, tokens of each) to a batch, as the model's embed takes it.

@@ -19,7 +19,7 @@ from elasticd_planner.spec.model import apportion
 from elasticd_planner.value import refuse
 from torch import Tensor
 
-from elasticd.runtime.engine.pipeline_stage import Loss
+from elasticd.runtime.engine.recipe import Loss
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.profiling.clocks import DeviceClock
 from elasticd.runtime.profiling.loading import MakeBatch

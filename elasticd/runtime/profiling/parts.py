@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from elasticd.runtime.comm.groups import Group
-from elasticd.runtime.engine.pipeline_stage import Loss
+from elasticd.runtime.engine.recipe import Loss
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.parallel import tp_hooks

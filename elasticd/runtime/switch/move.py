@@ -24,7 +24,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.records import Proposal, Recovery
 from elasticd.runtime.checkpoint.loader import NoCheckpoint, Types, clear, start_from
 from elasticd.runtime.comm.groups import Group, PlanGroups
-from elasticd.runtime.engine.engine import Engine, first_state, make_engine
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.pipeline_stage import Pace
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.snapshot.restore import stood_in
@@ -98,7 +98,7 @@ def prepare(
     layouts = Layouts(spec, plan)
     engine = None
     if device in plan.members:
-        engine = make_engine(recipe, layouts, plan_groups_of("groups"), pace)
+        engine = Engine(recipe, layouts, plan_groups_of("groups"), pace)
         engine.after_recovery = recovery is not None
     snapshot = None
     if old is not None and recovery is not None and recovery.snapshots:
