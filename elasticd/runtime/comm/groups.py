@@ -113,16 +113,6 @@ class _BootstrapStore(Store):
         for key in keys:
             self.get(key)
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        return False
-
 
 class Group:
     """One group of a plan; ranks count within `members`. All times go to the stopwatch of its `PlanGroups`."""

@@ -12,7 +12,7 @@ from functools import lru_cache
 from time import perf_counter
 from typing import Protocol
 
-from elasticd.wire.main_thread import CHANGE, COMPUTES, LABELS, MAGIC, OTHER, SCRIPT, STACK
+from elasticd.wire.main_thread import CHANGE, COMPUTES, MAGIC, SCRIPT, STACK
 
 #: What is left after a step of the weight that the slowest one before it has, and the longest stay at a place.
 _FADING = 0.9
@@ -27,15 +27,12 @@ class Where(Protocol):
 
     def at(self, place: int, rank: int | None = None) -> None:
         """It is there now; in a wait, for this rank."""
-        ...
 
     def begin(self, step: int, plan: int) -> None:
         """A step of a plan begins. How long one takes under another plan is not known from those before."""
-        ...
 
     def end(self, seconds: float | None) -> None:
         """It ended, and took so long (None: it failed)."""
-        ...
 
 
 @contextlib.contextmanager
@@ -59,11 +56,6 @@ def during_step(where: Where, step: int, plan: int) -> Iterator[None]:
         seconds = perf_counter() - began
     finally:
         where.end(seconds)
-
-
-def place_of(label: str) -> int:
-    """The place that a label of communication means."""
-    return LABELS.get(label, OTHER)
 
 
 class Nowhere:
