@@ -1,6 +1,7 @@
 """What is truncated, changed or missing is named and refused, wherever the damage lies."""
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -106,7 +107,7 @@ def test_blocks_are_read_as_they_were_written(
         at += size
     sums = stream.finish("f")
     assert sums.size == len(data) == (folder / "f").stat().st_size
-    with SummedFile(folder, sums) as file:
+    with closing(SummedFile(folder, sums)) as file:
         for a, b in reads:
             start, stop = sorted((int(a * len(data)), int(b * len(data))))
             assert file.read(start, stop) == data[start:stop]

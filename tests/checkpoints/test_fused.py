@@ -16,7 +16,7 @@ from elasticd.checkpoints.export import export
 from elasticd.checkpoints.folder import look
 from elasticd.records import JobSpec
 from elasticd.runtime.checkpoint.loader import load
-from elasticd.runtime.checkpoint.staging import Staging, pieces, share, without_planes
+from elasticd.runtime.checkpoint.staging import Staging, pieces, shares, without_planes
 from elasticd.runtime.checkpoint.writer import Task, origin_of, path_of
 from elasticd.runtime.engine.engine import first_state
 from elasticd.runtime.model.model import Model
@@ -46,7 +46,7 @@ def saved(folder: Path, model: Model, plan: Plan) -> Path:
     )
     tasks = []
     for device in plan.members:
-        state, mine = first_state(model, layouts, device, 3), share(layouts, device)
+        state, mine = first_state(model, layouts, device, 3), shares(layouts)[device]
         tasks.append(
             Task(
                 origin=origin_of(spec, plan, 1),

@@ -36,11 +36,6 @@ def shares(layouts: Layouts) -> dict[str, dict[Item, tuple[Box, ...]]]:
     return found
 
 
-def share(layouts: Layouts, device: str) -> dict[Item, tuple[Box, ...]]:
-    """The boxes that one member writes."""
-    return shares(layouts)[device]
-
-
 def pieces(state: LocalState, boxes: dict[Item, tuple[Box, ...]]) -> list[Piece]:
     """What is there of a share; state that no step made yet has no planes."""
     found = []
@@ -79,11 +74,6 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._cut: list[Tensor] = []
         self._shapes: tuple[tuple[torch.dtype, torch.Size], ...] = ()
-
-    @property
-    def bytes(self) -> int:
-        """The size of the buffer in bytes."""
-        return self._buffer.numel()
 
     def copy(self, held: Sequence[Piece]) -> list[Piece]:
         """Copies; it returns when all bytes are on the host. The copies last until the next call, each in a
