@@ -212,8 +212,7 @@ class HfEmbed(Section):
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Runs the model's forward on batch["inputs"] [samples, tokens] up to its first layer."""
-        out: Tensor = self.run(batch["inputs"], None)
-        return out
+        return self.run(batch["inputs"], None)
 
 
 class HfBlock(Section):
@@ -235,8 +234,7 @@ class HfBlock(Section):
             output = self.run(None, x)
         finally:
             self._mine.x = None
-        out: Tensor = output[0] if isinstance(output, tuple) else output
-        return out
+        return output[0] if isinstance(output, tuple) else output
 
 
 class HfHead(Section):
@@ -274,10 +272,6 @@ class Sections:
         for index, block in enumerate(self.blocks):
             yield f"blocks.{index}", block
         yield "head", self.head
-
-    def theirs(self, name: str) -> str:
-        """The name in the model of a parameter that elasticd calls `name`."""
-        return name_in_model(self, name)
 
     def ours(self, path: str) -> str:
         """The name in elasticd of a module of the model; empty where no section has it."""
@@ -369,19 +363,17 @@ def _refuse_two_names(model: Any, sections: Sections) -> None:
             other = first.setdefault(id(parameter), name)
             if other != name:
                 raise ModelError(
-                    f"{sections.theirs(other)} and {sections.theirs(name)} of {type(model).__name__} are one "
-                    f"parameter of one section: {REMEDY}"
+                    f"{name_in_model(sections, other)} and {name_in_model(sections, name)} of "
+                    f"{type(model).__name__} are one parameter of one section: {REMEDY}"
                 )
 
 
 def _refuse_outer(model: Any, anatomy: Anatomy) -> None:
     """Raises ModelError for what a shell, a copy of the outer modules, would lose."""
     for path, module in model.named_modules():
-        if path and not is_outer(path, module, anatomy.layers):
+        if path and (path.startswith(f"{anatomy.layers}.") or not is_outer(path, module, anatomy.layers)):
             continue
         name = path or type(model).__name__
-        if path.startswith(f"{anatomy.layers}."):
-            continue
         if "forward" in module.__dict__:
             raise ModelError(
                 f"the forward of {name} is replaced on the instance: give elasticd the model as made"
