@@ -104,7 +104,7 @@ def under(training: Training, plan: Plan, *, threads: bool = True) -> Run:
         plan_groups, recipe = cast(PlanGroups, memory), training.recipe()  # its reader is one rank's
         engine = Engine(recipe, layouts, plan_groups, unpaced)
         engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
-        losses = [engine.step(i, lambda: 0, lambda: 0).outcome.loss for i in range(training.steps)]
+        losses = [engine.step(i, lambda: 0, lambda: 0).outcome.vote.loss for i in range(training.steps)]
         return losses, {name: (box, p.detach()) for name, (box, p) in engine.local.parameters.items()}
 
     if threads:

@@ -53,7 +53,7 @@ def trained(
 
     def worker(memory: MemoryPlanGroups) -> tuple[list[float], LocalState]:
         engine = engine_of(made, plan, memory, copy_of(given[memory.me]) if given is not None else None)
-        losses = [engine.step(step, lambda: 0).outcome.loss for step in range(first, last)]
+        losses = [engine.step(step, lambda: 0).outcome.vote.loss for step in range(first, last)]
         engine.settle()
         return losses, engine.state()
 

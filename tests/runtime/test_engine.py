@@ -48,7 +48,7 @@ def engine_on(plan_groups: Any, recipe: Recipe, plan: Plan, state: LocalState | 
 def losses(recipe: Recipe, plan: Plan, steps: int = 3) -> list[float]:
     def worker(plan_groups: MemoryPlanGroups) -> list[float]:
         engine = engine_on(plan_groups, recipe, plan)
-        return [engine.step(step, lambda: 0).outcome.loss for step in range(steps)]
+        return [engine.step(step, lambda: 0).outcome.vote.loss for step in range(steps)]
 
     found = run_threads(plan.members, worker)
     assert all(each == found[plan.members[0]] for each in found.values()), "all ranks fold the same bits"
@@ -102,7 +102,7 @@ def test_a_sample_that_cannot_be_read_ends_the_step_on_every_rank_and_leaves_the
     def worker(plan_groups: MemoryPlanGroups) -> tuple[str, bool, bool]:
         engine = engine_on(plan_groups, torn, UNEQUAL)
         for step in range(2):
-            assert engine.step(step, lambda: 0).outcome.loss == pytest.approx(alone[step], abs=1e-12)
+            assert engine.step(step, lambda: 0).outcome.vote.loss == pytest.approx(alone[step], abs=1e-12)
         before = {name: p.detach().clone() for name, (_, p) in engine.local.parameters.items()}
         with pytest.raises(SampleError, match=f"sample {torn.dataset.torn} ") as caught:  # type: ignore[attr-defined]
             engine.step(2, lambda: 0)

@@ -56,14 +56,14 @@ def worker(device: str, store: Any, old: Plan, new: Plan) -> dict[str, Any]:
         assert engine.spent
         said = [copy.number for copy in Copies(lambda number, engine: None).report(3, engine, SWITCH).copies]
     if prepared.engine is None:
-        return {"said": said, "losses": [d.outcome.loss for d in done]}
+        return {"said": said, "losses": [d.outcome.vote.loss for d in done]}
     engine = prepared.engine
     done += [engine.step(step, lambda: 0) for step in range(side.step, STEPS)]
     engine.settle()
     return {
         "said": said,
-        "losses": [d.outcome.loss for d in done],
-        "norms": [d.outcome.norm for d in done],
+        "losses": [d.outcome.vote.loss for d in done],
+        "norms": [d.outcome.vote.norm for d in done],
         "held": held_by(engine.state()),
         "gradients left": any(p.grad is not None for _, (_, p) in engine.local.parameters.items()),
     }

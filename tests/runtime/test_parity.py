@@ -119,8 +119,8 @@ def trained(device: str, plan: Plan, plan_groups: PlanGroups) -> dict[str, Any]:
     place = plan.places[device]
     pipeline = plan.pipeline(place)
     return {
-        "losses": [d.outcome.loss for d in done],
-        "norms": [d.outcome.norm for d in done],
+        "losses": [d.outcome.vote.loss for d in done],
+        "norms": [d.outcome.vote.norm for d in done],
         "weights": {
             n: (box.start, box.stop, p.detach().numpy()) for n, (box, p) in engine.local.parameters.items()
         },

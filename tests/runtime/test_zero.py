@@ -126,8 +126,8 @@ def train(device: str, plan_groups: PlanGroups, plan: Plan, frozen: bool) -> dic
     state = engine.state()
     gradients = {n: p.grad is not None for n, (_, p) in engine.local.parameters.items()}
     return {
-        "losses": [d.outcome.loss for d in done],
-        "norms": [d.outcome.norm for d in done],
+        "losses": [d.outcome.vote.loss for d in done],
+        "norms": [d.outcome.vote.norm for d in done],
         "held": {
             (item.name, item.role): [
                 (shard.box.start, shard.box.stop, {k: p.detach().numpy() for k, p in shard.planes.items()})
@@ -138,7 +138,7 @@ def train(device: str, plan_groups: PlanGroups, plan: Plan, frozen: bool) -> dic
         "gradients left": any(gradients.values()),
         "most bytes": engine.reducer.most_bytes,
         "gradient bytes": sum(p.numel() * p.element_size() for _, p in engine.local.parameters.values()),
-        "owned bytes": sum(part.parameter.numel() * 8 for part in engine.owned),
+        "owned bytes": sum(part.parameter.numel() * 8 for part in engine.zero.owned),
     }
 
 

@@ -500,8 +500,7 @@ class Job(RankInfo):
             if engine is None:
                 return {}
             return full_state_dict.named(full_state_dict.of(engine.state(), contents), contents)
-        found: dict[str, Tensor] | None = self._together("state", contents)
-        return found
+        return self._together("state", contents)
 
     def _known(self) -> dict[tuple[str, ...], Run]:
         """The tasks between two steps, in the same order in every process."""

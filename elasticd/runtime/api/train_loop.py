@@ -234,8 +234,8 @@ class Loop:
         self.control.send(
             Report(
                 measurement=done.measurement,
-                loss=done.outcome.loss if first else None,
-                tokens=done.outcome.tokens if first else None,
+                loss=done.outcome.vote.loss if first else None,
+                tokens=done.outcome.vote.tokens if first else None,
                 paced=paced,
                 overruns=overruns,
             )

@@ -312,8 +312,7 @@ class Model:
         with STATES, torch.random.fork_rng(devices=[]):  # ranks in threads share the generator
             torch.default_generator.manual_seed(_generator(seed, f"{section}.{path}").initial_seed())
             made.reset_parameters()
-        value: Tensor = getattr(made, leaf)
-        return value
+        return getattr(made, leaf)
 
 
 def _sums(rules: Mapping[str, Rule]) -> bool:

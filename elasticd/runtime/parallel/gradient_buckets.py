@@ -56,8 +56,7 @@ def buckets(reduction: Reduction, parameters: Parameters) -> tuple[Bucket, ...]:
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
     """The dtype that a parameter's gradients are summed in: its own, unless `Precision.add_up` set another."""
-    found: torch.dtype | None = getattr(parameter, "grad_dtype", None)
-    return found or parameter.dtype
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def _cut(reduction: Reduction, parameters: Parameters) -> Iterator[list[Piece]]:
