@@ -64,8 +64,7 @@ def loss_of(module: ModuleType, name: str) -> Loss | None:
 def batch_of(module: ModuleType, name: str, model: Model) -> MakeBatch:
     """The user's function; else token ids in the range of the embedding's rows, as inputs and targets."""
     if name:
-        made: MakeBatch = _function(module, name, "--batch: batch(samples, tokens) gives a batch")
-        return made
+        return _function(module, name, "--batch: batch(samples, tokens) gives a batch")
     rows = [m.num_embeddings for m in model.sections["embed"].modules() if isinstance(m, nn.Embedding)]
     if not rows:
         raise CannotLoad(
