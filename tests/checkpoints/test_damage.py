@@ -85,7 +85,7 @@ def test_a_load_that_reads_a_damaged_block_names_the_file(copy: Path) -> None:
     (copy / chunk.record.file).write_bytes(data)
     assert not look(copy).damage, "the sizes are right"
     with pytest.raises(Damaged, match=chunk.record.file):
-        load(copy, found, ONE.held("n0/0"), torch.device("cpu"))
+        load(copy, found, ONE.held("n0/0"))
 
 
 @settings(max_examples=examples(60))

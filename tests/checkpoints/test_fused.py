@@ -92,7 +92,7 @@ def test_a_fused_parameter_is_read_back_under_another_layout(
     assert manifest is not None
     layouts = Layouts(model.spec, new)
     for device in new.members:
-        found = load(path, manifest, layouts.held(device), torch.device("cpu"))
+        found = load(path, manifest, layouts.held(device))
         expected = first_state(model, layouts, device, 3)
         for item, tensor in expected.tensors.items():
             for have, want in zip(found.tensors[item].shards, tensor.shards, strict=True):

@@ -37,7 +37,7 @@ def manifest(path: Path) -> Manifest:
 
 
 def loaded(path: Path, layouts: Layouts, device: str) -> LocalState:
-    return load(path, manifest(path), layouts.held(device), torch.device("cpu"))
+    return load(path, manifest(path), layouts.held(device))
 
 
 @settings(max_examples=examples(40))
@@ -108,4 +108,4 @@ def test_what_a_checkpoint_does_not_have_is_named(tmp_path: Path) -> None:
     found = manifest(path)
     del found.tensors["value"]["embed.tokens.weight"]
     with pytest.raises(Damaged, match=r"embed\.tokens\.weight"):
-        load(path, found, THREE.held("n0/0"), torch.device("cpu"))
+        load(path, found, THREE.held("n0/0"))

@@ -69,7 +69,7 @@ def test_a_copy_that_is_dropped_takes_the_groups_of_its_move_along_unless_they_w
     """A verified copy of a plan in doubt is kept for the recovery, and with it what its move was made over."""
     nothing: Any = None
     control: Any = SimpleNamespace(welcome=SimpleNamespace(device="alpha/0", address="127.0.0.1"))
-    switcher = Switcher(nothing, control, nothing, nothing, 0)
+    switcher = Switcher(nothing, control, nothing, nothing)
     own, transition = Parked(), Parked()
     for plan_groups in (own, transition):
         switcher._groups_by_plan.add(7, cast(PlanGroups, plan_groups))

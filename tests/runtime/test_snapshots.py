@@ -117,7 +117,7 @@ def worker(device: str, store: Any, folder: str, old: Plan, new: Plan) -> dict[s
         unpaced,
         lambda part: PlanGroups(f"plan/2/{part}", device, "127.0.0.1", store),
     )
-    side = move(prepared, engine, AHEAD, made, SEED)
+    side = move(prepared, engine, AHEAD, made)
     assert side.step == BACK
     engine = prepared.engine
     assert engine is not None

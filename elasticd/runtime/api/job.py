@@ -190,9 +190,7 @@ class Job(RankInfo):
         recipe = self._recipe
         pacer = Pacer(self._control.welcome.pace)
         self._where = shared()
-        self._switcher = Switcher(
-            recipe, self._control, AgentKeyValue(self._control), pacer, recipe.seed, self._where
-        )
+        self._switcher = Switcher(recipe, self._control, AgentKeyValue(self._control), pacer, self._where)
         tasks = list(self._known().values())
         self._between_steps = BetweenSteps(self._switcher, tasks, lambda *at: self._loop.close(*at))
         self._loop = Loop(
@@ -204,11 +202,10 @@ class Job(RankInfo):
             saver=self._saver,
             snapper=self._snapper,
         )
-        idle = self._idle
-        self._prober = Prober(idle, pacer.product, self._control.send)
+        self._prober = Prober(self._idle, pacer.product, self._control.send)
         device, address = self._control.welcome.device, self._control.welcome.address
         make_groups = plan_groups_of(device, address, AgentKeyValue(self._control))
-        self._rehearser = Rehearser(device, make_groups, idle, pacer.product, self._control.send)
+        self._rehearser = Rehearser(device, make_groups, self._idle, pacer.product, self._control.send)
         logs.for_worker(self._about)
         self._control.start(self._hear)
         self._show()
