@@ -27,6 +27,7 @@ from elasticd.models import DecoderConfig
 from elasticd.records import JobSpec
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.control.agent_client import Control
+from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.engine import engine as engines
 from elasticd.runtime.engine import pipeline_stage as stages
 from elasticd.runtime.engine.vote import RankRecord, StepVote, fold
@@ -136,7 +137,7 @@ def cpu_seconds(engine: engines.Engine, talk: Control) -> float:
     """Of a step, in the mean."""
     meter = Meter()
     for owner, name in (
-        (engines.Recipe, "batch"),
+        (Mapped, "batch"),
         (stages, "hash_samples"),
         (engines, "expected_hashes"),
         (StepVote, "vote"),

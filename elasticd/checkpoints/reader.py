@@ -19,7 +19,7 @@ from elasticd_planner.layout.layouts import Item
 from elasticd_planner.spec.box import Box
 
 from elasticd.checkpoints.checksums import BLOCK, Damaged, SummedFile
-from elasticd.checkpoints.manifest import MANIFEST, Chunk, Manifest, PlaneEntry, TensorEntry
+from elasticd.checkpoints.manifest import MANIFEST, Chunk, Manifest, TensorEntry
 
 #: Bytes that are read at once, at most.
 SPAN = 32 * BLOCK
@@ -62,12 +62,6 @@ class CheckpointReader:
             raise Damaged(f"{self._path / MANIFEST}: has no {item}")
         return entry
 
-    def _plane(self, want: Wanted) -> PlaneEntry:
-        found = self.entry(want.item).plane(want.plane)
-        if found is None:
-            raise Damaged(f"{self._path / MANIFEST}: has no {want.plane} of {want.item}")
-        return found
-
     def read(self, wanted: Iterable[Wanted]) -> None:
         """Fills all destinations. Raises `Damaged`, and then some of them are filled and some are not."""
         pieces = [piece for want in wanted for piece in self._pieces(want)]
@@ -81,7 +75,9 @@ class CheckpointReader:
                 self.bytes_read += file.bytes_read
 
     def _pieces(self, want: Wanted) -> list[_Piece]:
-        plane = self._plane(want)
+        plane = self.entry(want.item).plane(want.plane)
+        if plane is None:
+            raise Damaged(f"{self._path / MANIFEST}: has no {want.plane} of {want.item}")
         into = want.into.view(_ELEMENTS[plane.itemsize]).reshape(want.box.shape)
         pieces = []
         for chunk in plane.chunks:

@@ -85,7 +85,10 @@ class Loop:
                 if made >= total:
                     self.finish(engine, made)
                 elif done is not None and done.outcome.last:
-                    self._drain(engine, made)
+                    # All are to leave. The leader, which also knows the devices on standby, then ends the job,
+                    # or continues it with others.
+                    self.finish(engine, made)
+                    self._drained = True
                 switcher.step = made  # a rank that loses the others before this knows of the step by its vote
             except (PeerLost, Cancelled) as error:
                 switcher.peers_lost(error)
@@ -213,14 +216,6 @@ class Loop:
         if not self.switcher.draining:
             return Draining.NO
         return Draining.UNSAVED if self.saver is not None and not self._drained else Draining.SAVED
-
-    def _drain(self, engine: Engine, step: int) -> None:
-        """All members are to leave: they make a last checkpoint together.
-
-        The leader, which also knows the devices on standby, then ends the job or continues it with others.
-        """
-        self.finish(engine, step)
-        self._drained = True
 
     def finish(self, engine: Engine, step: int) -> None:
         """Makes the last checkpoint. All members of the plan call it, and again after a fault during it."""

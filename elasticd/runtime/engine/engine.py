@@ -333,10 +333,10 @@ class Engine:
     def _batch(self, step: int) -> BatchPlan:
         """The batch of a step. It is made once, though it is looked at a step ahead."""
         if not self._recipe.feed.ahead:
-            return self._recipe.batch(self.plan, step)
+            return self._recipe.feed.batch(self.plan, step)
         self._batches = {at: batch for at, batch in self._batches.items() if at >= step - 1}
         if step not in self._batches:
-            self._batches[step] = self._recipe.batch(self.plan, step)
+            self._batches[step] = self._recipe.feed.batch(self.plan, step)
         return self._batches[step]
 
     def _drop(self, rank: int, index: int, mine: SampleError | None) -> NoReturn:

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from elasticd_planner.cost.schedule import Pass, passes
-from elasticd_planner.spec.batch import BatchPlan, Sampler
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.sample_packing import linear_of
 from torch import Tensor
 
@@ -108,7 +107,3 @@ class Recipe:
             return Streamed(self.dataset, self.global_batch, linear, self.data.readers)
         length = length_of(self.dataset) if self.data.length is None else self.data.length
         return Mapped(self.sampler, SampleReader(self.dataset, self.data.readers), length, linear)
-
-    def batch(self, plan: Plan, step: int) -> BatchPlan:
-        """The samples of a step as the plan's pipelines take them, the same on every rank."""
-        return self.feed.batch(plan, step)
