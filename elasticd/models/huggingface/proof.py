@@ -325,24 +325,22 @@ def _another_model(model: nn.Module, copy: nn.Module) -> str:
 
 def _kinds(model: nn.Module) -> set[frozenset[tuple[str, type]]]:
     """The kinds of layers of a model, by the modules that they have."""
-    return {
-        frozenset(
-            (re.sub(r"\d+", "*", path), type(module))
-            for path, module in layer.named_modules()
-            if not isinstance(module, _NOTHING)
-        )
-        for layer in model.get_submodule(layers_path(model)).children()
-    }
+    return {_named(layer) for layer in model.get_submodule(layers_path(model)).children()}
 
 
-def _around(model: nn.Module) -> set[tuple[str, type]]:
+def _around(model: nn.Module) -> frozenset[tuple[str, type]]:
     """The modules beside the layers: a module that only the model has would be in no section of it."""
-    return {
-        (re.sub(r"\d+", "*", f"{path}.{inner}".strip(".")), type(module))
-        for path, part in parts(model, layers_path(model)).items()
-        for inner, module in part.named_modules()
-        if not isinstance(module, _NOTHING)
-    }
+    beside = parts(model, layers_path(model))
+    return frozenset().union(*(_named(part, path) for path, part in beside.items()))
+
+
+def _named(module: nn.Module, path: str = "") -> frozenset[tuple[str, type]]:
+    """The modules in a module, by path and class; those of a list are alike."""
+    return frozenset(
+        (re.sub(r"\d+", "*", full), type(inner))
+        for full, inner in module.named_modules(prefix=path)
+        if not isinstance(inner, _NOTHING)
+    )
 
 
 def fill(model: nn.Module, gain: float) -> None:

@@ -225,8 +225,8 @@ def _round(
 @contextmanager
 def _evaluating(engine: Engine) -> Iterator[None]:
     """Inside, modules are in evaluation mode, and gradients are off."""
-    modules = [part for module in engine.local.modules.values() for part in module.modules()]
-    training = [part for part in modules if part.training]
+    modules = engine.local.modules.values()
+    training = [part for module in modules for part in module.modules() if part.training]
     for part in training:
         part.training = False
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,16 @@ def without_planes(state: LocalState, items: Iterable[Item]) -> LocalState:
     return LocalState(tensors=tensors, groups=state.groups, extras=dict(state.extras))
 
 
+def padded(size: int) -> int:
+    """Bytes up to where the next piece may begin in a buffer."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def places(tensors: Iterable[Tensor]) -> list[int]:
+    """Where each of some tensors begins in a buffer, and where the last one's place ends."""
+    return [*accumulate((padded(tensor.nbytes) for tensor in tensors), initial=0)]
+
+
 class Staging:
     """One buffer on the host, as large as the largest share so far, used for one checkpoint after another."""
 
@@ -90,10 +101,7 @@ class Staging:
         pin = any(tensor.is_cuda for tensor in tensors)
         if shapes == self._shapes and (self._buffer.is_pinned() or not pin):
             return
-        starts, total = [], 0
-        for tensor in tensors:
-            starts.append(total)
-            total += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        *starts, total = places(tensors)
         self._cut = []
         if total > self._buffer.numel() or (pin and not self._buffer.is_pinned()):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # let the old one go first

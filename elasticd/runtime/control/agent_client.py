@@ -88,11 +88,10 @@ class Control:
             if self.lost:
                 return
             if not self._outbox:
-                try:
+                # It may be full; or at its end, which the control thread sees, and comes back.
+                with contextlib.suppress(OSError):
                     unix_socket.send(self._socket, data, fd)
                     return
-                except OSError:
-                    pass  # it is full; or at its end, which the control thread sees, and comes back
             if isinstance(message, Report):
                 self.dropped += 1
                 return

@@ -46,11 +46,10 @@ def buckets(reduction: Reduction, parameters: Parameters) -> tuple[Bucket, ...]:
         reduction: of the holder set.
         parameters: the local ones by name, each with the box that it holds.
     """
-    found = list(_cut(reduction, parameters))
     devices = reduction.devices
     return tuple(
         Bucket(devices=devices, pieces=tuple(pieces), counter=devices[i % len(devices)])
-        for i, pieces in enumerate(found)
+        for i, pieces in enumerate(_cut(reduction, parameters))
     )
 
 

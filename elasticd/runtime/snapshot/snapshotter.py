@@ -133,8 +133,7 @@ class Snapper:
     ) -> None:
         """`held` serves to describe what was copied; its values are of a later step by now."""
         try:
-            size = file.close(self._job, me.device, plan.number, step, held, small)
-            self.bytes = size
+            self.bytes = file.close(self._job, me.device, plan.number, step, held, small)
         except Exception as error:  # also what nobody thought of: the slot must come free
             self._give_up(error, plan.number, step)
             return
@@ -145,7 +144,7 @@ class Snapper:
             plan=plan.number,
             step=step,
             node=node_of(me.device),
-            size=size,
+            size=self.bytes,
         )
         first = plan.members[0] == me.device
         self._tell(Snapped(held=made, plan=plan if first else None), file.fd)

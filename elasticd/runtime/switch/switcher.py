@@ -27,7 +27,7 @@ from elasticd.runtime.exits import Drained, JobOver, JobStopped
 from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.move import SOUND, MoveResult, PreparedPlan, move, prepare
 from elasticd.runtime.telemetry.emulation import Pacer
-from elasticd.runtime.telemetry.main_thread import Nowhere, Where, during
+from elasticd.runtime.telemetry.main_thread import Where, during
 from elasticd.wire.main_thread import IDLE
 from elasticd.wire.worker import (
     Closed,
@@ -65,7 +65,7 @@ class Switcher:
     ) -> None:
         self.engine: Engine | None = None
         self.step = 0
-        self._recipe, self._where = recipe, where or Nowhere()
+        self._recipe, self._where = recipe, where or Where()
         self._control, self._store, self._pacer = control, store, pacer
         self._device, self._address = control.welcome.device, control.welcome.address
         self._state = sw.SwitchState()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 
 from elasticd.runtime.telemetry.cuda_timer import Spans
-from elasticd.runtime.telemetry.main_thread import Nowhere, Where
+from elasticd.runtime.telemetry.main_thread import Where
 from elasticd.wire.main_thread import LABELS, OTHER
 
 #: Communication that is a part of a section's computation, where a device does both behind its host's back.
@@ -21,7 +21,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.marks: Spans | None = None
-        self.where: Where = Nowhere()
+        self.where = Where()
 
     def measure(self, label: str, rank: int | None = None) -> Measure:
         """A context whose time counts for `label`; `rank` of the plan is waited for, if it is one."""
