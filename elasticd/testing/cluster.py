@@ -71,11 +71,9 @@ class Cluster:
         self._api: Api | None = None
 
     def __enter__(self) -> Self:
-        try:
+        with self._exits as exits:  # what was started is ended where a later part does not start
             self._start()
-        except BaseException:
-            self._exits.close()
-            raise
+            self._exits = exits.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from elasticd_planner.layout.layouts import Layouts
@@ -78,9 +78,7 @@ def tried(recipe: Recipe, variation: Variation) -> Trial:
 
     def worker(memory: MemoryPlanGroups) -> tuple[float, bool]:
         seen = members[memory.me]
-        plan_groups = (
-            PlanGroups("check", memory.me, "127.0.0.1", store) if variation.gloo else cast(PlanGroups, memory)
-        )
+        plan_groups = PlanGroups("check", memory.me, "127.0.0.1", store) if variation.gloo else memory
         try:
             return _step(_under(recipe, variation), layouts, plan_groups, seen)
         finally:

@@ -319,10 +319,8 @@ def _open_first(path: str, hello: Hello, seconds: float) -> tuple[socket.socket,
     while True:
         try:
             return _open(path, hello, max(0.0, deadline - time.monotonic()))
-        except unix_socket.NoAgent:
-            raise
-        except (ConnectionError, HungUp):  # an agent that was killed resets what it had not read
-            if time.monotonic() >= deadline:
+        except (ConnectionError, HungUp) as error:  # an agent that was killed resets what it had not read
+            if isinstance(error, unix_socket.NoAgent) or time.monotonic() >= deadline:
                 raise
         time.sleep(jittered(_AGAIN_SECONDS))
 
