@@ -7,7 +7,7 @@ that communication makes here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -125,9 +125,9 @@ class ProfiledPart:
         return out if self.loss is None else self.loss(out, batch)[0]
 
 
-def both_passes(sections: Iterable[nn.Module], batch: Any, loss: Loss | None) -> None:
+def both_passes(sections: Mapping[str, nn.Module], batch: Any, loss: Loss | None) -> None:
     """Forward and backward of one micro-batch through all sections, block by block as a stage runs it."""
-    first, *rest = sections
+    first, *rest = sections.values()
     embedded = x = first(batch)
     segments = []
     for module in rest:
@@ -168,8 +168,8 @@ def part_of(
     return ProfiledPart(label=label, width=len(shares), share=shares[0] / sum(shares), module=module, loss=loss)
 
 
-def whole_model(model: Model, values: Values) -> list[nn.Module]:
-    """All sections of the model on the device of `values`."""
+def whole_model(model: Model, values: Values) -> dict[str, nn.Module]:
+    """All sections of the model, by name, on the device of `values`."""
     local = local_model(model, Stage(start=0, stop=model.layers, devices=("n/0",), shares=(1,)), 0)
     values.fill(local, local.modules)
-    return list(local.modules.values())
+    return local.modules
