@@ -20,9 +20,8 @@ class Parked:
     def __init__(self) -> None:
         self.times, self.freed, self.dead = 0, False, False
 
-    def shut(self) -> int:
+    def shut(self) -> None:
         self.freed = self.times == 0
-        return 0
 
     def park(self) -> threading.Thread:
         self.times += 1
