@@ -27,9 +27,10 @@ from elasticd.models import DecoderConfig
 from elasticd.records import JobSpec
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.control.agent_client import Control
+from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.engine import engine as engines
 from elasticd.runtime.engine import pipeline_stage as stages
-from elasticd.runtime.engine.vote import RECORD_BYTES, RankRecord, StepVote, fold
+from elasticd.runtime.engine.vote import RankRecord, StepVote, fold
 from elasticd.runtime.telemetry.step_times import Telemetry
 from elasticd.wire import unix_socket
 from elasticd.wire.worker import Hello, Report, Welcome
@@ -136,7 +137,7 @@ def cpu_seconds(engine: engines.Engine, talk: Control) -> float:
     """Of a step, in the mean."""
     meter = Meter()
     for owner, name in (
-        (engines.Recipe, "batch"),
+        (Mapped, "batch"),
         (stages, "hash_samples"),
         (engines, "expected_hashes"),
         (StepVote, "vote"),
@@ -150,7 +151,8 @@ def cpu_seconds(engine: engines.Engine, talk: Control) -> float:
         if index == WARM:
             meter.seconds = 0.0
         done = engine.step(index, lambda: 0)
-        talk.send(Report(measurement=done.measurement, loss=done.outcome.loss, tokens=done.outcome.tokens))
+        vote = done.outcome.vote
+        talk.send(Report(measurement=done.measurement, loss=vote.loss, tokens=vote.tokens))
     return meter.seconds / STEPS
 
 
@@ -168,7 +170,8 @@ def paired(group: Group, pairs: int) -> dict[str, list[float]]:
         targets=1.0,
         samples=7,
     )
-    packed, vote = torch.zeros(RECORD_BYTES, dtype=torch.uint8), StepVote(group)
+    vote = StepVote(group)
+    packed = torch.zeros_like(vote._packed)
 
     def bare() -> None:
         out = [torch.empty_like(packed) for _ in range(group.size)]

@@ -54,7 +54,7 @@ def main(folder: Path, rank: int, address: str, scene: str, pairs: int) -> dict[
     theirs = their_step(scene, rank, plan, data)
 
     def ours(index: int) -> float:
-        return engine.step(index, lambda: 0).outcome.loss
+        return engine.step(index, lambda: 0).outcome.vote.loss
 
     found: dict[str, list[list[float | None]]] = {"ours": [], "theirs": []}
     for index in range(WARM + pairs):

@@ -22,7 +22,7 @@ from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import unpaced
 from elasticd.runtime.data.prefetch import Dataset
 from elasticd.runtime.data.step_samples import Feed
-from elasticd.runtime.engine.engine import Engine, first_state, make_engine
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.pipeline_stage import Pace
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model
@@ -130,7 +130,7 @@ def engine_of(
     me = plan.members[rank]
     layouts = Layouts(recipe.model.spec, plan)
     plan_groups = PlanGroups("bench", me, address, FileKeyValue(folder / "ours"))
-    engine = make_engine(recipe, layouts, plan_groups, pace)
+    engine = Engine(recipe, layouts, plan_groups, pace)
     engine.adopt(first_state(recipe.model, layouts, me, SEED))
     return engine
 

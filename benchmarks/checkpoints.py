@@ -225,7 +225,7 @@ def read(path: Path, layouts: Layouts, state: LocalState) -> None:
     manifest = look(path).manifest
     assert manifest is not None
     held = layouts.held(DEVICE)
-    found = load(path, manifest, held, torch.device("cpu"))
+    found = load(path, manifest, held)
     name = Item(layouts.names[0], "value")
     assert torch.equal(
         found.tensors[name].shards[0].planes["value"], state.tensors[name].shards[0].planes["value"]

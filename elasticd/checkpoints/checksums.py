@@ -10,7 +10,6 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from elasticd_planner.value import Value
 
@@ -116,14 +115,6 @@ class SummedFile:
             raise Damaged(f"{self._path}: has {size} bytes, {sums.size} were written")
         self._start, self._kept = 0, memoryview(b"")
         self.bytes_read = 0
-
-    def __enter__(self) -> SummedFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Closes the file. What `read` returned stays valid."""

@@ -27,27 +27,21 @@ class Disk(Protocol):
 
     def make_folder(self, path: Path) -> None:
         """Makes it and its parents; no error where it is there."""
-        ...
 
     def create(self, path: Path) -> WritableFile:
         """A new file, empty; FileExistsError where it is there."""
-        ...
 
     def rename(self, old: Path, new: Path) -> None:
         """Of files and folders; at once or not at all."""
-        ...
 
     def sync_folder(self, path: Path) -> None:
         """What was created, renamed or removed in it outlasts a power loss from here on."""
-        ...
 
     def remove(self, path: Path) -> None:
         """A file."""
-        ...
 
     def remove_folder(self, path: Path) -> None:
         """A folder with all that is in it; no error where others remove it at the same time."""
-        ...
 
 
 class LocalDisk:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def damages(path: Path) -> tuple[str, ...]:
     wrong = []
     for sums in manifest.files:
         try:
-            with SummedFile(path, sums) as file:
+            with closing(SummedFile(path, sums)) as file:
                 file.test()
         except Damaged as damage:
             wrong.append(str(damage))

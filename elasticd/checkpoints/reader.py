@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import closing
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +19,7 @@ from elasticd_planner.layout.layouts import Item
 from elasticd_planner.spec.box import Box
 
 from elasticd.checkpoints.checksums import BLOCK, Damaged, SummedFile
-from elasticd.checkpoints.manifest import MANIFEST, Chunk, Manifest, PlaneEntry, TensorEntry
+from elasticd.checkpoints.manifest import MANIFEST, Chunk, Manifest, TensorEntry
 
 #: Bytes that are read at once, at most.
 SPAN = 32 * BLOCK
@@ -60,30 +62,22 @@ class CheckpointReader:
             raise Damaged(f"{self._path / MANIFEST}: has no {item}")
         return entry
 
-    def _plane(self, want: Wanted) -> PlaneEntry:
-        found = self.entry(want.item).plane(want.plane)
-        if found is None:
-            raise Damaged(f"{self._path / MANIFEST}: has no {want.plane} of {want.item}")
-        return found
-
     def read(self, wanted: Iterable[Wanted]) -> None:
         """Fills all destinations. Raises `Damaged`, and then some of them are filled and some are not."""
         pieces = [piece for want in wanted for piece in self._pieces(want)]
         pieces.sort(key=lambda piece: (piece.file, piece.first))
-        at = 0
-        while at < len(pieces):
-            name = pieces[at].file
+        for name, group in groupby(pieces, key=lambda piece: piece.file):
             if name not in self._sums:
                 raise Damaged(f"{self._path / MANIFEST}: names the file {name} without its checksums")
-            with SummedFile(self._path, self._sums[name]) as file:
-                while at < len(pieces) and pieces[at].file == name:
-                    piece = pieces[at]
+            with closing(SummedFile(self._path, self._sums[name])) as file:
+                for piece in group:
                     _copy(file, piece.chunk, piece.box, piece.into)
-                    at += 1
                 self.bytes_read += file.bytes_read
 
     def _pieces(self, want: Wanted) -> list[_Piece]:
-        plane = self._plane(want)
+        plane = self.entry(want.item).plane(want.plane)
+        if plane is None:
+            raise Damaged(f"{self._path / MANIFEST}: has no {want.plane} of {want.item}")
         into = want.into.view(_ELEMENTS[plane.itemsize]).reshape(want.box.shape)
         pieces = []
         for chunk in plane.chunks:

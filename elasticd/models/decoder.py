@@ -103,8 +103,7 @@ class Attention(nn.Module):
         v = split(self.v(x), self.kv_heads)
         k, v = (y.repeat_interleave(self.heads // self.kv_heads, dim=1) for y in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.o(y.transpose(1, 2).flatten(2))
-        return out
+        return self.o(y.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -118,8 +117,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """down(silu(gate(x)) x up(x)), [batch, tokens, width] to the same shape."""
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return out
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class Block(nn.Module):
@@ -147,8 +145,7 @@ class Embed(nn.Module):
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Looks up batch["inputs"] [batch, tokens]; gives [batch, tokens, width]."""
-        out: Tensor = self.tokens(batch["inputs"])
-        return out
+        return self.tokens(batch["inputs"])
 
 
 class Head(nn.Module):
@@ -161,8 +158,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, tokens, width] to logits [batch, tokens, vocabulary]."""
-        out: Tensor = self.output(self.norm(x))
-        return out
+        return self.output(self.norm(x))
 
 
 class Decoder(nn.Module):
@@ -181,8 +177,7 @@ class Decoder(nn.Module):
         x = self.embed(batch)
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
     def describe(self) -> Model:
         """This decoder as elasticd trains it."""

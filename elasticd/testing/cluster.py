@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from elasticd.client import Api, CannotReach
@@ -72,16 +71,12 @@ class Cluster:
         self._api: Api | None = None
 
     def __enter__(self) -> Self:
-        try:
+        with self._exits as exits:  # what was started is ended where a later part does not start
             self._start()
-        except BaseException:
-            self._exits.close()
-            raise
+            self._exits = exits.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._exits.close()
 
     def _start(self) -> None:

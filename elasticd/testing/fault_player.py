@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,8 +226,9 @@ class FaultPlayer:
         if fault.kind == "cut" and fault.node in self._cut_now():
             return "it is cut already"
         if lost:
+            spec = decode(self._written("spec")[-1], JobSpec)
             for kept in self._sides(self._healthy(job) - lost):
-                if gone := lost_boxes(self._spec().model, job.plan, kept):
+                if gone := lost_boxes(spec.model, job.plan, kept):
                     return f"{gone} would be lost"
         return ""
 
@@ -251,7 +252,8 @@ class FaultPlayer:
         """The members that hold state and that no fault is known to have hit. Those whose agent cannot be
         reached count: the leader may fence them off only where others hold all that they do."""
         assert job.plan is not None
-        gone, here = self._gone(), {member.device: member.incarnation for member in job.members}
+        fences, here = self._written("fence"), {member.device: member.incarnation for member in job.members}
+        gone = decode(fences[-1], Fence).gone if fences else {}  # device to incarnation
         return {
             device
             for device, incarnation in job.plan.binding.items()
@@ -261,16 +263,8 @@ class FaultPlayer:
             and device not in self._hung
         } & set(job.plan.members)
 
-    def _gone(self) -> Mapping[str, str]:
-        """Who was fenced off, device to incarnation."""
-        fences = self._written("fence")
-        return decode(fences[-1], Fence).gone if fences else {}
-
     def _cut_now(self) -> set[str]:
         return {node for node, until in self._cut.items() if time.monotonic() < until}
-
-    def _spec(self) -> JobSpec:
-        return decode(self._written("spec")[-1], JobSpec)
 
     def _written(self, part: Literal["spec", "fence"]) -> list[bytes]:
         """All that was ever put under one of the job's keys."""

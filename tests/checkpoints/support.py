@@ -12,7 +12,7 @@ from torch import Tensor
 from elasticd.checkpoints.disk import Disk, LocalDisk
 from elasticd.checkpoints.folder import next_serial, scan
 from elasticd.records import JobSpec
-from elasticd.runtime.checkpoint.staging import Staging, pieces, share, without_planes
+from elasticd.runtime.checkpoint.staging import Staging, pieces, shares, without_planes
 from elasticd.runtime.checkpoint.writer import Task, origin_of, path_of, write_part, write_whole
 from tests.migration.plans import LAYERS, SPEC, alone, plan
 from tests.migration.ranks import Training, local, trained
@@ -37,7 +37,7 @@ THREE = Layouts(
 def task_of(
     folder: Path, layouts: Layouts, device: str, step: int, state: LocalState, spec: JobSpec = SPEC_OF_JOB
 ) -> Task:
-    mine = share(layouts, device)
+    mine = shares(layouts)[device]
     return Task(
         origin=origin_of(spec, layouts.plan, step),
         path=path_of(folder, layouts.plan, step),

@@ -77,5 +77,5 @@ def test_the_checkpoint_that_a_crash_left_is_loaded(before: Path, tmp_path: Path
     assert found.manifest is not None
     assert found.step == 1
     for device in THREE.plan.members:
-        state = load(found.path, found.manifest, THREE.held(device), torch.device("cpu"))
+        state = load(found.path, found.manifest, THREE.held(device))
         assert_same_bits(state, local(WHOLE, THREE, device))

@@ -1,6 +1,7 @@
 """What is truncated, changed or missing is named and refused, wherever the damage lies."""
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -84,7 +85,7 @@ def test_a_load_that_reads_a_damaged_block_names_the_file(copy: Path) -> None:
     (copy / chunk.record.file).write_bytes(data)
     assert not look(copy).damage, "the sizes are right"
     with pytest.raises(Damaged, match=chunk.record.file):
-        load(copy, found, ONE.held("n0/0"), torch.device("cpu"))
+        load(copy, found, ONE.held("n0/0"))
 
 
 @settings(max_examples=examples(60))
@@ -106,7 +107,7 @@ def test_blocks_are_read_as_they_were_written(
         at += size
     sums = stream.finish("f")
     assert sums.size == len(data) == (folder / "f").stat().st_size
-    with SummedFile(folder, sums) as file:
+    with closing(SummedFile(folder, sums)) as file:
         for a, b in reads:
             start, stop = sorted((int(a * len(data)), int(b * len(data))))
             assert file.read(start, stop) == data[start:stop]

@@ -16,7 +16,7 @@ from elasticd.checkpoints.export import export
 from elasticd.checkpoints.folder import look
 from elasticd.records import JobSpec
 from elasticd.runtime.checkpoint.loader import load
-from elasticd.runtime.checkpoint.staging import Staging, pieces, share, without_planes
+from elasticd.runtime.checkpoint.staging import Staging, pieces, shares, without_planes
 from elasticd.runtime.checkpoint.writer import Task, origin_of, path_of
 from elasticd.runtime.engine.engine import first_state
 from elasticd.runtime.model.model import Model
@@ -46,7 +46,7 @@ def saved(folder: Path, model: Model, plan: Plan) -> Path:
     )
     tasks = []
     for device in plan.members:
-        state, mine = first_state(model, layouts, device, 3), share(layouts, device)
+        state, mine = first_state(model, layouts, device, 3), shares(layouts)[device]
         tasks.append(
             Task(
                 origin=origin_of(spec, plan, 1),
@@ -92,7 +92,7 @@ def test_a_fused_parameter_is_read_back_under_another_layout(
     assert manifest is not None
     layouts = Layouts(model.spec, new)
     for device in new.members:
-        found = load(path, manifest, layouts.held(device), torch.device("cpu"))
+        found = load(path, manifest, layouts.held(device))
         expected = first_state(model, layouts, device, 3)
         for item, tensor in expected.tensors.items():
             for have, want in zip(found.tensors[item].shards, tensor.shards, strict=True):

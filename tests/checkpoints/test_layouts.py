@@ -18,7 +18,7 @@ from elasticd.checkpoints.folder import look
 from elasticd.checkpoints.manifest import Manifest
 from elasticd.checkpoints.reader import CheckpointReader, Wanted
 from elasticd.runtime.checkpoint.loader import load
-from elasticd.runtime.checkpoint.staging import share
+from elasticd.runtime.checkpoint.staging import shares
 from tests.checkpoints.support import THREE, WHOLE, save
 from tests.migration.plans import SPEC, plans
 from tests.migration.ranks import assert_same_bits, local
@@ -37,7 +37,7 @@ def manifest(path: Path) -> Manifest:
 
 
 def loaded(path: Path, layouts: Layouts, device: str) -> LocalState:
-    return load(path, manifest(path), layouts.held(device), torch.device("cpu"))
+    return load(path, manifest(path), layouts.held(device))
 
 
 @settings(max_examples=examples(40))
@@ -58,13 +58,13 @@ def test_a_checkpoint_of_any_layout_is_loaded_under_any_other_bit_by_bit(before:
 @given(plans(1))
 def test_every_element_is_written_once_and_replicas_share_the_work(plan: Plan) -> None:
     layouts = Layouts(SPEC, plan)
-    shares = {device: share(layouts, device) for device in plan.members}
+    dealt = shares(layouts)
     for item in layouts.items:
-        boxes = [box for mine in shares.values() for box in mine.get(item, ())]
+        boxes = [box for mine in dealt.values() for box in mine.get(item, ())]
         shape = layouts.layout(item).shape
         assert sum(box.size for box in boxes) == Box.whole(shape).size, item
         assert not subtract(Box.whole(shape), boxes), item
-        for device, mine in shares.items():
+        for device, mine in dealt.items():
             held = layouts.layout(item).of(device)
             assert all(any(own.contains(box) for own in held) for box in mine.get(item, ()))
 
@@ -108,4 +108,4 @@ def test_what_a_checkpoint_does_not_have_is_named(tmp_path: Path) -> None:
     found = manifest(path)
     del found.tensors["value"]["embed.tokens.weight"]
     with pytest.raises(Damaged, match=r"embed\.tokens\.weight"):
-        load(path, found, THREE.held("n0/0"), torch.device("cpu"))
+        load(path, found, THREE.held("n0/0"))

@@ -16,7 +16,7 @@ from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, run_threads, unpaced
 from elasticd.runtime.data.loader import pad
 from elasticd.runtime.data.options import DataOptions
-from elasticd.runtime.engine.engine import first_state, make_engine
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.rng import Drawing, Dropout
@@ -102,9 +102,9 @@ def under(training: Training, plan: Plan, *, threads: bool = True) -> Run:
 
     def worker(memory: MemoryPlanGroups) -> tuple[list[float], dict[str, tuple[Box, Tensor]]]:
         plan_groups, recipe = cast(PlanGroups, memory), training.recipe()  # its reader is one rank's
-        engine = make_engine(recipe, layouts, plan_groups, unpaced)
+        engine = Engine(recipe, layouts, plan_groups, unpaced)
         engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
-        losses = [engine.step(i, lambda: 0, lambda: 0).outcome.loss for i in range(training.steps)]
+        losses = [engine.step(i, lambda: 0, lambda: 0).outcome.vote.loss for i in range(training.steps)]
         return losses, {name: (box, p.detach()) for name, (box, p) in engine.local.parameters.items()}
 
     if threads:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads, unpaced
-from elasticd.runtime.engine.engine import Engine, first_state, make_engine
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.mixed_precision import Precision
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
@@ -66,7 +66,7 @@ def engine_of(course: Course, plan: Plan, memory: MemoryPlanGroups, state: Local
     recipe = course.recipe()  # its reader is one rank's
     layouts = Layouts(recipe.model.spec, plan)
     plan_groups = cast(PlanGroups, memory)
-    engine = make_engine(recipe, layouts, plan_groups, unpaced)
+    engine = Engine(recipe, layouts, plan_groups, unpaced)
     engine.adopt(state or first_state(recipe.model, layouts, memory.me, SEED, recipe.master))
     return engine
 
@@ -77,7 +77,7 @@ def under(course: Course, plan: Plan) -> Trained:
         done = [engine.step(i, lambda: 0).outcome for i in range(course.training.steps)]
         engine.settle()
         assert not any(p.grad is not None for _, p in engine.local.parameters.values())
-        return [o.loss for o in done], [o.apply for o in done], engine.scale, engine.state()
+        return [o.vote.loss for o in done], [o.vote.apply for o in done], engine.scale, engine.state()
 
     results = run_threads(plan.members, worker)
     losses, applied, scale, _ = results[plan.members[0]]

@@ -53,7 +53,7 @@ def trained(
 
     def worker(memory: MemoryPlanGroups) -> tuple[list[float], LocalState]:
         engine = engine_of(made, plan, memory, copy_of(given[memory.me]) if given is not None else None)
-        losses = [engine.step(step, lambda: 0).outcome.loss for step in range(first, last)]
+        losses = [engine.step(step, lambda: 0).outcome.vote.loss for step in range(first, last)]
         engine.settle()
         return losses, engine.state()
 
@@ -141,7 +141,7 @@ def test_a_checkpoint_is_gone_on_from_under_another_layout_to_the_bit(name: str,
     made = course_in(HALVES[name])
     states, path, manifest = saved(made, tmp_path)
     held = {device: layouts_of(made, AFTER).held(device) for device in AFTER.members}
-    loaded = {device: load(path, manifest, held[device], torch.device("cpu")) for device in AFTER.members}
+    loaded = {device: load(path, manifest, held[device]) for device in AFTER.members}
     assert_same(made, BEFORE, states, AFTER, loaded)
     again, _ = trained(made, AFTER, 2, 3, loaded)
     switched, _ = trained(made, AFTER, 2, 3, moved(made, BEFORE, AFTER, states))
@@ -161,9 +161,9 @@ def test_a_checkpoint_is_gone_on_from_in_another_precision(before: str, after: s
     states, path, manifest = saved(was, tmp_path)
     spec = spec_of(now)
     assert not differences(manifest, spec.model, spec.numbers.master if spec.numbers else None)
-    layouts, cpu = layouts_of(now, AFTER), torch.device("cpu")
+    layouts = layouts_of(now, AFTER)
     types = Types(layouts=layouts, master=now.recipe().master)
-    there = {each: load(path, manifest, layouts.held(each), cpu, types) for each in AFTER.members}
+    there = {each: load(path, manifest, layouts.held(each), types) for each in AFTER.members}
     stepped = together(layouts_of(was, BEFORE), states)
     assert together(layouts, there).keys() == stepped.keys()
     for name, weight in together(layouts, there).items():

@@ -24,7 +24,7 @@ from elasticd.models import next_token_loss
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, unpaced
 from elasticd.runtime.engine.activation_checkpoint import asked
-from elasticd.runtime.engine.engine import Engine, build, connect, first_state
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.model.validation import replace_dropouts
 from examples import train_gpt2
@@ -201,14 +201,7 @@ def test_making_activations_again_is_measured_and_paced_by_itself(chosen: tuple[
         paced[kind] += 1
         return unpaced(*times)
 
-    engine = Engine(
-        recipe=recipe,
-        layouts=layouts,
-        local=build(recipe.model, plan, "a/0"),
-        plan_groups=plan_groups,
-        groups=connect(plan_groups, layouts),
-        pace=pace,
-    )
+    engine = Engine(recipe, layouts, plan_groups, pace)
     engine.adopt(first_state(recipe.model, layouts, "a/0", SEED))
     measured = engine.step(0, lambda: 0).measurement
     assert (measured.again_seconds > 0) == bool(chosen)

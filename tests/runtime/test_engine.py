@@ -17,8 +17,8 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import SampleError
-from elasticd.runtime.engine.engine import Engine, first_state, make_engine
-from elasticd.runtime.engine.pipeline_schedule import all_forward
+from elasticd.runtime.engine.engine import Engine, first_state
+from elasticd.runtime.engine.pipeline_stage import all_forward
 from elasticd.runtime.engine.recipe import Recipe
 from tests.runtime.test_parity import SEED, Text, make_recipe, plan_of, stage, unpaced
 
@@ -40,7 +40,7 @@ def all_forward_all_backward(stages: int, stage: int, micro_batches: int, chunks
 
 def engine_on(plan_groups: Any, recipe: Recipe, plan: Plan, state: LocalState | None = None) -> Engine:
     layouts = Layouts(recipe.model.spec, plan)
-    engine = make_engine(replace(recipe), layouts, plan_groups, unpaced)
+    engine = Engine(replace(recipe), layouts, plan_groups, unpaced)
     engine.adopt(first_state(recipe.model, layouts, plan_groups.me, SEED) if state is None else state)
     return engine
 
@@ -48,7 +48,7 @@ def engine_on(plan_groups: Any, recipe: Recipe, plan: Plan, state: LocalState | 
 def losses(recipe: Recipe, plan: Plan, steps: int = 3) -> list[float]:
     def worker(plan_groups: MemoryPlanGroups) -> list[float]:
         engine = engine_on(plan_groups, recipe, plan)
-        return [engine.step(step, lambda: 0).outcome.loss for step in range(steps)]
+        return [engine.step(step, lambda: 0).outcome.vote.loss for step in range(steps)]
 
     found = run_threads(plan.members, worker)
     assert all(each == found[plan.members[0]] for each in found.values()), "all ranks fold the same bits"
@@ -77,7 +77,7 @@ def test_samples_dealt_by_their_lengths_train_alike(alone: list[float], readers:
 
 
 def batch(recipe: Recipe, plan: Plan) -> BatchPlan:
-    return recipe.batch(plan, 0)
+    return recipe.feed.batch(plan, 0)
 
 
 class Torn(Text):
@@ -102,7 +102,7 @@ def test_a_sample_that_cannot_be_read_ends_the_step_on_every_rank_and_leaves_the
     def worker(plan_groups: MemoryPlanGroups) -> tuple[str, bool, bool]:
         engine = engine_on(plan_groups, torn, UNEQUAL)
         for step in range(2):
-            assert engine.step(step, lambda: 0).outcome.loss == pytest.approx(alone[step], abs=1e-12)
+            assert engine.step(step, lambda: 0).outcome.vote.loss == pytest.approx(alone[step], abs=1e-12)
         before = {name: p.detach().clone() for name, (_, p) in engine.local.parameters.items()}
         with pytest.raises(SampleError, match=f"sample {torn.dataset.torn} ") as caught:  # type: ignore[attr-defined]
             engine.step(2, lambda: 0)

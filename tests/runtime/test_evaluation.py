@@ -156,10 +156,10 @@ def test_weights_are_as_they_were_after_their_average_was_evaluated_in_bfloat16(
         for step in range(2):
             engine.step(step, lambda: 0)
         before = {n: p.detach().clone() for n, (_, p) in engine.local.parameters.items()}
-        masters = [part.parameter.detach().clone() for part in engine.owned]
+        masters = [part.parameter.detach().clone() for part in engine.zero.owned]
         evaluate(engine, HeldOut(dataset=Held()), "held", 2, next_token_loss, pad, "average")
         assert all(torch.equal(before[n], p) for n, (_, p) in engine.local.parameters.items())
-        assert all(torch.equal(a, b.parameter) for a, b in zip(masters, engine.owned, strict=True))
+        assert all(torch.equal(a, b.parameter) for a, b in zip(masters, engine.zero.owned, strict=True))
 
     run_threads(TWO_STAGES.members, worker)
 

@@ -36,7 +36,7 @@ def losses(give: Any) -> list[float]:
             if batch is not None:
                 assert isinstance(engine._recipe.feed, Mapped)
                 engine._recipe.feed.give(step, batch)
-            found.append(engine.step(step, lambda: 0).outcome.loss)
+            found.append(engine.step(step, lambda: 0).outcome.vote.loss)
         return found
 
     found = run_threads(UNEQUAL.members, worker)

@@ -20,9 +20,8 @@ class Parked:
     def __init__(self) -> None:
         self.times, self.freed, self.dead = 0, False, False
 
-    def shut(self) -> int:
+    def shut(self) -> None:
         self.freed = self.times == 0
-        return 0
 
     def park(self) -> threading.Thread:
         self.times += 1
@@ -69,7 +68,7 @@ def test_a_copy_that_is_dropped_takes_the_groups_of_its_move_along_unless_they_w
     """A verified copy of a plan in doubt is kept for the recovery, and with it what its move was made over."""
     nothing: Any = None
     control: Any = SimpleNamespace(welcome=SimpleNamespace(device="alpha/0", address="127.0.0.1"))
-    switcher = Switcher(nothing, control, nothing, nothing, 0)
+    switcher = Switcher(nothing, control, nothing, nothing)
     own, transition = Parked(), Parked()
     for plan_groups in (own, transition):
         switcher._groups_by_plan.add(7, cast(PlanGroups, plan_groups))

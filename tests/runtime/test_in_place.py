@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.move import move, prepare
 from tests.runtime import gang
-from tests.runtime.test_parity import SEED, unpaced
+from tests.runtime.test_parity import unpaced
 from tests.runtime.test_snapshots import NEW, OLD, first, held_by
 from tests.runtime.test_zero import STEPS, check, recipe
 
@@ -30,14 +29,13 @@ def worker(device: str, store: Any, old: Plan, new: Plan) -> dict[str, Any]:
 
     def attempt(number: int) -> Any:
         prepared = prepare(
-            Proposal(number=number, epoch=1, plan=new.replace(number=number), old=old),
+            Proposal(number=number, epoch=1, plan=new.replace(number=number), old=old, in_place=True),
             made,
             device,
             unpaced,
             lambda part: PlanGroups(f"plan/{number}/{part}", device, "127.0.0.1", store),
         )
-        prepared = replace(prepared, in_place=True)
-        return prepared, move(prepared, engine, SWITCH, made, SEED)
+        return prepared, move(prepared, engine, SWITCH, made)
 
     if engine is not None:
         if device == "b/0":
@@ -56,14 +54,14 @@ def worker(device: str, store: Any, old: Plan, new: Plan) -> dict[str, Any]:
         assert engine.spent
         said = [copy.number for copy in Copies(lambda number, engine: None).report(3, engine, SWITCH).copies]
     if prepared.engine is None:
-        return {"said": said, "losses": [d.outcome.loss for d in done]}
+        return {"said": said, "losses": [d.outcome.vote.loss for d in done]}
     engine = prepared.engine
     done += [engine.step(step, lambda: 0) for step in range(side.step, STEPS)]
     engine.settle()
     return {
         "said": said,
-        "losses": [d.outcome.loss for d in done],
-        "norms": [d.outcome.norm for d in done],
+        "losses": [d.outcome.vote.loss for d in done],
+        "norms": [d.outcome.vote.norm for d in done],
         "held": held_by(engine.state()),
         "gradients left": any(p.grad is not None for _, (_, p) in engine.local.parameters.items()),
     }

@@ -84,8 +84,8 @@ def test_an_interleaved_layout_trains_like_one_process(
         engine.settle()
         assert engine.runner is not None
         return {
-            "losses": [each.outcome.loss for each in done],
-            "norms": [each.outcome.norm for each in done],
+            "losses": [each.outcome.vote.loss for each in done],
+            "norms": [each.outcome.vote.norm for each in done],
             "weights": {n: (box, p.detach()) for n, (box, p) in engine.local.parameters.items()},
             "alive": engine.runner.most_alive,
             "measured": done[-1].measurement,
@@ -121,7 +121,7 @@ def test_gpipe_by_chunks_trains_alike(
 
     def worker(plan_groups: MemoryPlanGroups) -> list[float]:
         engine = engine_on(plan_groups, recipe, PLANS["three stages, two chunks, unequal groups"])
-        return [engine.step(step, lambda: 0).outcome.loss for step in range(STEPS)]
+        return [engine.step(step, lambda: 0).outcome.vote.loss for step in range(STEPS)]
 
     plan: Plan = PLANS["three stages, two chunks, unequal groups"]
     for losses in run_threads(plan.members, worker).values():
@@ -137,7 +137,7 @@ def trained(
         engine = engine_on(
             plan_groups, make_recipe(), plan, states[plan_groups.me] if states is not None else None
         )
-        losses = [engine.step(step, lambda: 0).outcome.loss for step in steps]
+        losses = [engine.step(step, lambda: 0).outcome.vote.loss for step in steps]
         engine.settle()
         return losses, engine.state()
 

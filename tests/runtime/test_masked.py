@@ -15,7 +15,7 @@ from torch import Tensor
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads, unpaced
 from elasticd.runtime.data.loader import pad
-from elasticd.runtime.engine.engine import first_state, make_engine
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from tests.runtime.test_engine import TWO_STAGES
 from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe
@@ -62,10 +62,10 @@ def test_micro_batches_without_targets_train_like_one_process() -> None:
     def member(plan_groups: MemoryPlanGroups) -> tuple[list[Any], dict[str, Any]]:
         recipe = masked()
         layouts = Layouts(recipe.model.spec, TWO_STAGES)
-        engine = make_engine(recipe, layouts, plan_groups, unpaced)  # type: ignore[arg-type]
+        engine = Engine(recipe, layouts, plan_groups, unpaced)  # type: ignore[arg-type]
         engine.adopt(first_state(recipe.model, layouts, plan_groups.me, SEED))
         done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
-        return [each.outcome.loss for each in done], engine.local.parameters
+        return [each.outcome.vote.loss for each in done], engine.local.parameters
 
     for made, parameters in run_threads(TWO_STAGES.members, member).values():
         assert made == pytest.approx(losses, abs=1e-10)

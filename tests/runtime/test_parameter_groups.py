@@ -87,7 +87,7 @@ def test_groups_settings_and_the_average_survive_a_switch(zero: int) -> None:
         found: dict[str, Any] = {"losses": [], "kept": {}}
         for step in range(STEPS // 2):
             if engine is not None:
-                found["losses"].append(engine.step(step, lambda: 0).outcome.loss)
+                found["losses"].append(engine.step(step, lambda: 0).outcome.vote.loss)
         state = engine.state() if engine is not None else LocalState()
         old, new = (Layouts(made.model.spec, plan) for plan in (before, after))
         moved = migrate(old, new, state, transports[me])
@@ -103,8 +103,8 @@ def test_groups_settings_and_the_average_survive_a_switch(zero: int) -> None:
             (RATES[1] * decayed, 0.0, (0.8, 0.99)),
         ]
         for step in range(STEPS // 2, STEPS):
-            found["losses"].append(engine.step(step, lambda: 0).outcome.loss)
-        for name, box, parameter in engine.owned:
+            found["losses"].append(engine.step(step, lambda: 0).outcome.vote.loss)
+        for name, box, parameter in engine.zero.owned:
             if not box.empty:
                 found["kept"][name, box] = engine.optimizer.state[parameter][AVERAGE]
         return found

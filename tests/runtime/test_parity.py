@@ -18,7 +18,7 @@ from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads
 from elasticd.runtime.comm.in_memory import unpaced as unpaced
 from elasticd.runtime.data.loader import pad
-from elasticd.runtime.engine.engine import first_state, make_engine
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
 from tests.runtime import gang
@@ -112,15 +112,15 @@ def trained(device: str, plan: Plan, plan_groups: PlanGroups) -> dict[str, Any]:
     """What one member has after training under this plan."""
     recipe = make_recipe()
     layouts = Layouts(recipe.model.spec, plan)
-    engine = make_engine(recipe, layouts, plan_groups, unpaced)
+    engine = Engine(recipe, layouts, plan_groups, unpaced)
     engine.adopt(first_state(recipe.model, layouts, device, SEED))
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
     assert engine.runner is not None
     place = plan.places[device]
     pipeline = plan.pipeline(place)
     return {
-        "losses": [d.outcome.loss for d in done],
-        "norms": [d.outcome.norm for d in done],
+        "losses": [d.outcome.vote.loss for d in done],
+        "norms": [d.outcome.vote.norm for d in done],
         "weights": {
             n: (box.start, box.stop, p.detach().numpy()) for n, (box, p) in engine.local.parameters.items()
         },

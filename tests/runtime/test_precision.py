@@ -32,7 +32,7 @@ def worker(device: str, store: Any, precision: str) -> tuple[list[float], LocalS
     made, _ = course("gpt", precision, "adamw")
     plan_groups: Any = PlanGroups("plan/1", device, "127.0.0.1", store)
     engine = engine_of(made, PLAN, plan_groups)
-    losses = [engine.step(step, lambda: 0).outcome.loss for step in range(made.training.steps)]
+    losses = [engine.step(step, lambda: 0).outcome.vote.loss for step in range(made.training.steps)]
     engine.settle()
     return losses, engine.state()
 

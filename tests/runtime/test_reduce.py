@@ -64,7 +64,7 @@ def train(
         after.append(len(sent))
     reducer()
     grads = {name: float(p.grad[0, 0]) for name, (_, p) in parameters.items() if p.grad is not None}
-    return {"after": after, "grads": grads, "squares": reducer.squares()}
+    return {"after": after, "grads": grads, "squares": reducer.squares}
 
 
 @pytest.fixture(autouse=True)

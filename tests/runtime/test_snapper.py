@@ -12,7 +12,7 @@ from elasticd_migration.local_state import LocalState, NotElementWise
 
 from elasticd.codec.message import Message
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
-from elasticd.runtime.checkpoint.staging import share
+from elasticd.runtime.checkpoint.staging import shares
 from elasticd.runtime.snapshot.memory_file import read
 from elasticd.runtime.snapshot.snapshotter import Snapper
 from elasticd.testing.waiting import until
@@ -85,7 +85,7 @@ def test_what_was_copied_is_what_the_agent_gets_whatever_training_does_then(agen
     )
     assert message.plan == THREE.plan, "from the first rank"
     _, found = read(fd, size)
-    boxes = share(THREE, DEVICE)
+    boxes = shares(THREE)[DEVICE]
     assert set(found.tensors) == set(boxes)
     for item, tensor in found.tensors.items():
         whole = expected.tensors[item]

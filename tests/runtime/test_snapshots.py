@@ -16,7 +16,7 @@ from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd.codec.message import Message
 from elasticd.records import Proposal, Recovery
 from elasticd.runtime.comm.groups import PlanGroups
-from elasticd.runtime.engine.engine import Engine, StepDone, first_state, make_engine
+from elasticd.runtime.engine.engine import Engine, StepDone, first_state
 from elasticd.runtime.snapshot.memory_file import BadSnapshot, read
 from elasticd.runtime.snapshot.restore import Snapshots
 from elasticd.runtime.snapshot.snapshotter import Snapper
@@ -105,7 +105,7 @@ def worker(device: str, store: Any, folder: str, old: Plan, new: Plan) -> dict[s
         wait(lambda: shelf.has(BACK))  # what is on its way is dropped at the end
         snapper.end()
     if device not in new.members:
-        return {"losses": [d.outcome.loss for d in done]}
+        return {"losses": [d.outcome.vote.loss for d in done]}
     sources = dict.fromkeys(STANDS.values(), "1f")
     recovery = Recovery(fence=1, step=BACK, sources=sources, snapshots=STANDS)
     proposal = Proposal(number=2, epoch=1, plan=new, old=old, recovery=recovery)
@@ -117,7 +117,7 @@ def worker(device: str, store: Any, folder: str, old: Plan, new: Plan) -> dict[s
         unpaced,
         lambda part: PlanGroups(f"plan/2/{part}", device, "127.0.0.1", store),
     )
-    side = move(prepared, engine, AHEAD, made, SEED)
+    side = move(prepared, engine, AHEAD, made)
     assert side.step == BACK
     engine = prepared.engine
     assert engine is not None
@@ -125,9 +125,9 @@ def worker(device: str, store: Any, folder: str, old: Plan, new: Plan) -> dict[s
     engine.settle()
     gradients = [p.grad is not None for _, (_, p) in engine.local.parameters.items()]
     return {
-        "first": [d.outcome.loss for d in done],
-        "losses": [d.outcome.loss for d in again],
-        "norms": [d.outcome.norm for d in again],
+        "first": [d.outcome.vote.loss for d in done],
+        "losses": [d.outcome.vote.loss for d in again],
+        "norms": [d.outcome.vote.norm for d in again],
         "held": held_by(engine.state()),
         "gradients left": any(gradients),
         "bytes": (side.bytes_sent, side.bytes_lacking),
@@ -138,7 +138,7 @@ def first(device: str, store: Any, plan: Plan) -> Engine:
     made = recipe()
     layouts = Layouts(made.model.spec, plan)
     plan_groups = PlanGroups("plan/1", device, "127.0.0.1", store)
-    engine = make_engine(made, layouts, plan_groups, unpaced)
+    engine = Engine(made, layouts, plan_groups, unpaced)
     engine.adopt(first_state(made.model, layouts, device, SEED))
     return engine
 
@@ -177,10 +177,10 @@ def test_other_ranks_go_on_from_what_all_had_two_steps_ago(name: str, tmp_path: 
 def test_a_snapshot_of_another_step_is_refused(tmp_path: Path) -> None:
     from tests.checkpoints.support import THREE
     from tests.migration.ranks import local
-    from tests.runtime.test_memory_file import WHOLE, share, written
+    from tests.runtime.test_memory_file import WHOLE, shares, written
 
     device = THREE.plan.members[0]
-    file, size = written(local(WHOLE, THREE, device), share(THREE, device), step=7)
+    file, size = written(local(WHOLE, THREE, device), shares(THREE)[device], step=7)
     assert read(file.fd, size)[0].step == 7
     stands = dict.fromkeys(THREE.plan.members, device)
     recovery = Recovery(fence=1, step=8, sources={}, snapshots=stands)

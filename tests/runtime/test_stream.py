@@ -101,7 +101,7 @@ def alone() -> list[float]:
         made = make_recipe()
         source = Mapped(order, SampleReader(InOrder()), None, linear_of(made.model.spec))
         engine = engine_on(plan_groups, replace(made, source=source), one)
-        return [engine.step(step, lambda: 0).outcome.loss for step in range(STEPS)]
+        return [engine.step(step, lambda: 0).outcome.vote.loss for step in range(STEPS)]
 
     return run_threads(one.members, worker)["a/0"]
 
@@ -112,7 +112,7 @@ def test_a_stream_trains_like_its_samples_in_order_and_one_rank_reads_each_once(
 ) -> None:
     def worker(plan_groups: MemoryPlanGroups) -> list[float]:
         engine = engine_on(plan_groups, recipe(plan_groups.me), plan)
-        return [engine.step(step, lambda: 0).outcome.loss for step in range(STEPS)]
+        return [engine.step(step, lambda: 0).outcome.vote.loss for step in range(STEPS)]
 
     found = run_threads(plan.members, worker)
     assert found["a/0"] == pytest.approx(alone, abs=1e-12)
@@ -135,7 +135,7 @@ def test_the_position_moves_with_the_state_and_another_rank_reads_on_from_there(
         found = []
         for step in range(3):
             if engine is not None:
-                found.append(engine.step(step, lambda: 0).outcome.loss)
+                found.append(engine.step(step, lambda: 0).outcome.vote.loss)
         old, new = (Layouts(made.model.spec, plan) for plan in (before, after))
         moved = migrate(old, new, engine.state() if engine is not None else LocalState(), transports[me])
         if me not in after.members:
@@ -143,7 +143,7 @@ def test_the_position_moves_with_the_state_and_another_rank_reads_on_from_there(
         assert set(moved.state.extras) == {DATA}
         engine = engine_on(plan_groups, made, after)
         engine.adopt(moved.state)
-        return [*found, *(engine.step(step, lambda: 0).outcome.loss for step in range(3, STEPS))]
+        return [*found, *(engine.step(step, lambda: 0).outcome.vote.loss for step in range(3, STEPS))]
 
     results = run_threads(members, worker)
     assert results["a/0"] == pytest.approx(alone, abs=1e-12)
@@ -177,10 +177,10 @@ def test_a_step_that_was_undone_is_given_the_same_samples_by_the_reader_that_liv
                 )
             if step == 3:  # it began, and what was read for it is dropped with it
                 made.feed.begin(3, engine.plan, engine.everyone, engine._carried.get(DATA))
-            found.append(engine.step(step, lambda: 0).outcome.loss)
+            found.append(engine.step(step, lambda: 0).outcome.vote.loss)
         again = engine_on(plan_groups, made, TWO_STAGES)
         again.adopt(early)
-        found += [again.step(step, lambda: 0).outcome.loss for step in range(2, STEPS)]
+        found += [again.step(step, lambda: 0).outcome.vote.loss for step in range(2, STEPS)]
         return found
 
     found = run_threads(TWO_STAGES.members, worker)["a/0"]

@@ -26,7 +26,7 @@ from elasticd.records import Proposal, Recovery
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.comm.groups import PeerLost
 from elasticd.runtime.control import user_exceptions
-from elasticd.runtime.telemetry.main_thread import Nowhere, shared
+from elasticd.runtime.telemetry.main_thread import Where, shared
 from elasticd.wire.main_thread import WORDS, read
 from elasticd.wire.worker import (
     Closed,
@@ -345,7 +345,7 @@ def test_the_thread_that_prepares_a_plan_does_not_say_where_the_main_thread_is(
         assert engine is not None
         assert engine.plan_groups.stopwatch.where is shared()
     agent.end()
-    assert [type(where) for where in told] == [Nowhere, Nowhere]
+    assert [type(where) for where in told] == [Where, Where]
 
 
 def bad_loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:

@@ -18,7 +18,7 @@ from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads
 from elasticd.runtime.data.loader import pad
-from elasticd.runtime.engine.engine import first_state, make_engine
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
 from tests.runtime import gang
@@ -119,15 +119,15 @@ def in_threads(plan: Plan, frozen: bool = False) -> dict[str, dict[str, Any]]:
 def train(device: str, plan_groups: PlanGroups, plan: Plan, frozen: bool) -> dict[str, Any]:
     made = recipe(frozen)
     layouts = Layouts(made.model.spec, plan)
-    engine = make_engine(made, layouts, plan_groups, unpaced)
+    engine = Engine(made, layouts, plan_groups, unpaced)
     engine.adopt(first_state(made.model, layouts, device, SEED))
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
     engine.settle()
     state = engine.state()
     gradients = {n: p.grad is not None for n, (_, p) in engine.local.parameters.items()}
     return {
-        "losses": [d.outcome.loss for d in done],
-        "norms": [d.outcome.norm for d in done],
+        "losses": [d.outcome.vote.loss for d in done],
+        "norms": [d.outcome.vote.norm for d in done],
         "held": {
             (item.name, item.role): [
                 (shard.box.start, shard.box.stop, {k: p.detach().numpy() for k, p in shard.planes.items()})
@@ -138,7 +138,7 @@ def train(device: str, plan_groups: PlanGroups, plan: Plan, frozen: bool) -> dic
         "gradients left": any(gradients.values()),
         "most bytes": engine.reducer.most_bytes,
         "gradient bytes": sum(p.numel() * p.element_size() for _, p in engine.local.parameters.values()),
-        "owned bytes": sum(part.parameter.numel() * 8 for part in engine.owned),
+        "owned bytes": sum(part.parameter.numel() * 8 for part in engine.zero.owned),
     }
 
 

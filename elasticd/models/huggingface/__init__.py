@@ -55,7 +55,7 @@ def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> M
         width=width,
         rules=cuts.rules,
         units=cuts.units,
-        init=own_init(made, sections.theirs) if init is None and blank else init,
+        init=own_init(made, lambda name: name_in_model(sections, name)) if init is None and blank else init,
         proved=str(proof)
         + "".join(f"; whole in a TP group: {name} ({why})" for name, why in cuts.whole.items()),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,16 +31,6 @@ class Anatomy:
     anywhere: tuple[str, ...]  # have no parameters and may run in any section: rotary tables
     unused: tuple[str, ...]  # have parameters, and forward does not call them
     returns: Mapping[type, int]  # of a layer's class: it gives a tuple of so many; 0: a tensor
-
-
-@dataclass(kw_only=True)
-class Watched:
-    """One forward pass: the logits, and what each layer was called with."""
-
-    anatomy: Anatomy
-    logits: Tensor
-    inputs: list[Tensor] = field(default_factory=list)
-    others: list[dict[str, Any]] = field(default_factory=list)
 
 
 def text_of(config: Any) -> Any:
@@ -110,41 +100,37 @@ def is_outer(path: str, module: nn.Module, layers: str) -> bool:
     return layers.startswith(f"{path}.") or isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
-def watch(model: Any, ids: Tensor) -> Watched:
-    """Runs the model's own forward and notes what it calls. Raises ModelError for what no stage could do."""
-    layers = layers_path(model)
-    watching = _Watching(model, layers)
-    try:
-        logits = logits_of(model(input_ids=ids, **arguments(model)))
-    finally:
-        watching.end()
-    return Watched(anatomy=watching.anatomy(), logits=logits, inputs=watching.inputs, others=watching.others)
+class Watched:
+    """One forward pass of a model, noted by hooks on its layers and on the parts beside them."""
 
+    anatomy: Anatomy
+    logits: Tensor
+    inputs: list[Tensor]  # the activation that each layer was called with
+    others: list[dict[str, Any]]  # by name: what else each layer was called with
 
-class _Watching:
-    """Hooks on the layers and on the parts beside them."""
-
-    def __init__(self, model: nn.Module, layers: str) -> None:
-        self._name, self._layers = type(model).__name__, layers
-        self._list = list(model.get_submodule(layers).children())
-        self._parts = parts(model, layers)
+    def __init__(self, model: Any, ids: Tensor) -> None:
+        """Runs the model's own forward on `ids`. Raises ModelError for what no stage could do."""
+        self._name, self._layers = type(model).__name__, layers_path(model)
+        self._list = list(model.get_submodule(self._layers).children())
+        self._parts = parts(model, self._layers)
         self._inside = 0
         self._order: list[int] = []
         self._phases: dict[str, set[str]] = {}
         self._returns: dict[type, int] = {}
-        self.inputs: list[Tensor] = []
-        self.others: list[dict[str, Any]] = []
-        self._hooks: list[Any] = []
+        self.inputs, self.others = [], []
+        hooks: list[Any] = []
         for index, layer in enumerate(self._list):
-            self._hooks.append(layer.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True))
-            self._hooks.append(layer.register_forward_hook(self._leave))
+            hooks.append(layer.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True))
+            hooks.append(layer.register_forward_hook(self._leave))
         for path, part in self._parts.items():
             for module in part.modules():
-                self._hooks.append(module.register_forward_pre_hook(partial(self._call, path)))
-
-    def end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+                hooks.append(module.register_forward_pre_hook(partial(self._call, path)))
+        try:
+            self.logits = logits_of(model(input_ids=ids, **arguments(model)))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.anatomy = self._anatomy()
 
     def _enter(self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._inside += 1
@@ -179,7 +165,7 @@ class _Watching:
             phase = "after" if len(self._order) >= len(self._list) else "between"
         self._phases.setdefault(path, set()).add(phase)
 
-    def anatomy(self) -> Anatomy:
+    def _anatomy(self) -> Anatomy:
         if self._order != list(range(len(self._list))):
             said = f"in the order {', '.join(map(str, self._order))}" if self._order else "not at all"
             raise ModelError(
@@ -200,14 +186,7 @@ class _Watching:
                 for phase in phases:
                     found[phase].append(path)
         listed = {name: tuple(paths) for name, paths in found.items()}
-        return Anatomy(
-            layers=self._layers,
-            before=listed["before"],
-            after=listed["after"],
-            anywhere=listed["anywhere"],
-            unused=listed["unused"],
-            returns=self._returns,
-        )
+        return Anatomy(layers=self._layers, returns=self._returns, **listed)
 
 
 def _draws(part: nn.Module) -> bool:

@@ -52,8 +52,7 @@ def own_init(model: Any, theirs: Callable[[str], str]) -> Init:
             torch.default_generator.manual_seed(generator.initial_seed())
             model._init_weights(owner)
             _around(model, path, owner)
-        value: Tensor = getattr(owner, leaf).detach()
-        return value
+        return getattr(owner, leaf).detach()
 
     return init
 

@@ -29,7 +29,6 @@ from elasticd.models.huggingface.anatomy import (
     parts,
     same,
     text_of,
-    watch,
 )
 from elasticd.models.huggingface.sections import Sections, sections_of
 from elasticd.runtime.model.validation import ModelError, replace_dropouts
@@ -82,27 +81,17 @@ class SmallModel:
         return NEAR.get(self.logits.dtype, 1e-3)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """A comparison in which nothing was further apart than rounding explains. exact: not even that."""
-
-    anatomy: Anatomy
-    exact: bool
-
-
 def prove(model: Any) -> Proof:
     """Tries a model's sections on small copies. Raises ModelError where they are not the model."""
     kind, config = type(model), model.config
     with _on_the_side():
         copy = _small(model)
         refuse_other_tokens(copy)
-        first = compared(copy)
+        anatomy, same_bits = compared(copy)
         exact, numbers = _with_changed_numbers(kind, copy.model.config)
         numbers = [name for name in numbers if acts(copy, name)]
         _refuse_draws(kind, copy.model.config, tiny_config.dropouts(config))
-    return Proof(
-        model=kind.__name__, anatomy=first.anatomy, exact=first.exact and exact, numbers=tuple(numbers)
-    )
+    return Proof(model=kind.__name__, anatomy=anatomy, exact=same_bits and exact, numbers=tuple(numbers))
 
 
 def _with_changed_numbers(kind: Any, base: Any) -> tuple[bool, list[str]]:
@@ -112,7 +101,7 @@ def _with_changed_numbers(kind: Any, base: Any) -> tuple[bool, list[str]]:
         return True, []
     lost: ModelError | None = None
     try:
-        return compared(copy_of(kind, tiny_config.with_numbers(base, changed))).exact, list(changed)
+        return compared(copy_of(kind, tiny_config.with_numbers(base, changed)))[1], list(changed)
     except Exception as error:
         lost = error if isinstance(error, ModelError) else None
     alone = {name: changed_alone(kind, base, name, value) for name, value in changed.items()}
@@ -129,7 +118,7 @@ def changed_alone(kind: Any, base: Any, name: str, value: Any) -> bool | None:
     except Exception:
         return None
     try:
-        return compared(copy).exact
+        return compared(copy)[1]
     except ModelError as error:
         raise ModelError(
             f"{name} of the configuration of {kind.__name__} would be lost between stages: {error}"
@@ -176,12 +165,13 @@ def _marks(config: Any, rows: int) -> Iterable[int]:
     return [mark for mark in given if isinstance(mark, int) and 0 <= mark < rows]
 
 
-def compared(copy: SmallModel) -> Compared:
+def compared(copy: SmallModel) -> tuple[Anatomy, bool]:
     """A copy's own forward and backward pass beside those of its sections.
 
-    Raises ModelError where they differ."""
+    Returns its anatomy, and whether they are equal to the bit. Raises ModelError where they are further apart
+    than rounding explains."""
     model, name = copy.model, copy.name
-    watched = watch(model, copy.ids)
+    watched = Watched(model, copy.ids)
     width = getattr(text_of(model.config), "hidden_size", None)
     if watched.inputs[0].shape[-1] != width:
         raise ModelError(
@@ -201,7 +191,7 @@ def compared(copy: SmallModel) -> Compared:
         exact = exact and apart == 0
         if apart > copy.near:
             raise ModelError(f"the gradient of {full} of {name} is {apart:.0e} off in its section: {REMEDY}")
-    return Compared(anatomy=watched.anatomy, exact=exact)
+    return watched.anatomy, exact
 
 
 def _outputs(copy: SmallModel, sections: Sections, watched: Watched) -> tuple[Tensor, bool]:
@@ -288,7 +278,7 @@ def _draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> bool:
     copy = copy_of(kind, tiny_config.with_numbers(base, dropouts))
     for layer in copy.model.modules():  # layers that are dropped whole are not called
         layer.training = False
-    anatomy = watch(copy.model, copy.ids).anatomy
+    anatomy = Watched(copy.model, copy.ids).anatomy
     before = torch.default_generator.get_state()
     x: Any = {"inputs": copy.ids}
     try:
@@ -335,24 +325,22 @@ def _another_model(model: nn.Module, copy: nn.Module) -> str:
 
 def _kinds(model: nn.Module) -> set[frozenset[tuple[str, type]]]:
     """The kinds of layers of a model, by the modules that they have."""
-    return {
-        frozenset(
-            (re.sub(r"\d+", "*", path), type(module))
-            for path, module in layer.named_modules()
-            if not isinstance(module, _NOTHING)
-        )
-        for layer in model.get_submodule(layers_path(model)).children()
-    }
+    return {_named(layer) for layer in model.get_submodule(layers_path(model)).children()}
 
 
-def _around(model: nn.Module) -> set[tuple[str, type]]:
+def _around(model: nn.Module) -> frozenset[tuple[str, type]]:
     """The modules beside the layers: a module that only the model has would be in no section of it."""
-    return {
-        (re.sub(r"\d+", "*", f"{path}.{inner}".strip(".")), type(module))
-        for path, part in parts(model, layers_path(model)).items()
-        for inner, module in part.named_modules()
-        if not isinstance(module, _NOTHING)
-    }
+    beside = parts(model, layers_path(model))
+    return frozenset().union(*(_named(part, path) for path, part in beside.items()))
+
+
+def _named(module: nn.Module, path: str = "") -> frozenset[tuple[str, type]]:
+    """The modules in a module, by path and class; those of a list are alike."""
+    return frozenset(
+        (re.sub(r"\d+", "*", full), type(inner))
+        for full, inner in module.named_modules(prefix=path)
+        if not isinstance(inner, _NOTHING)
+    )
 
 
 def fill(model: nn.Module, gain: float) -> None:

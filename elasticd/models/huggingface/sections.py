@@ -138,8 +138,7 @@ class Section(nn.Module):
         self._arguments, pad = arguments(model), getattr(text_of(model.config), "pad_token_id", None)
         self._id = 1 if pad == 0 else 0  # some warn of padding
         self._outer: list[nn.Module] = []
-        self._bound: list[tuple[dict[str, Any], str, str]] = []
-        self._bound_buffers: list[tuple[dict[str, Any], str, str]] = []
+        self._bound: list[tuple[dict[str, Any], str, dict[str, Any], str]] = []  # in the shell; and here
         inner = bare(model.get_submodule(anatomy.layers))
         inner._modules.update({str(i): layer for i, layer in enumerate(layers)})
         made = {id(model.get_submodule(anatomy.layers)): inner}  # a module may have two names
@@ -164,14 +163,14 @@ class Section(nn.Module):
         for name, buffer in module._buffers.items():
             mine_name = "_".join(["outer", *path.split("."), name])
             self.register_buffer(mine_name, buffer, persistent=False)  # goes where the section goes
-            self._bound_buffers.append((made._buffers, name, mine_name))
+            self._bound.append((made._buffers, name, self._buffers, mine_name))
         for name, child in module._modules.items():
             full = f"{path}.{name}" if path else name
             if child is None or id(child) in done:
                 made._modules[name] = None if child is None else done[id(child)]
             elif id(child) in mine:
                 made._modules[name] = getattr(self, mine[id(child)])
-                self._bound.append((made._modules, name, mine[id(child)]))
+                self._bound.append((made._modules, name, self._modules, mine[id(child)]))
             elif is_outer(full, child, layers):
                 made._modules[name] = self._shell_of(child, full, layers, mine, done, standing)
             else:
@@ -181,10 +180,8 @@ class Section(nn.Module):
     def run(self, ids: Tensor | None, x: Tensor | None) -> Any:
         """The model's forward in the shell, to where the section ends."""
         shell, zeros = self._hidden
-        for modules, name, mine in self._bound:  # a child may have been replaced
-            modules[name] = self._modules[mine]
-        for buffers, name, mine in self._bound_buffers:
-            buffers[name] = self._buffers[mine]
+        for there, name, here, mine in self._bound:  # a child may have been replaced
+            there[name] = here[mine]
         for outer in self._outer:
             outer.training = self.training
         if x is not None:
@@ -212,8 +209,7 @@ class HfEmbed(Section):
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Runs the model's forward on batch["inputs"] [samples, tokens] up to its first layer."""
-        out: Tensor = self.run(batch["inputs"], None)
-        return out
+        return self.run(batch["inputs"], None)
 
 
 class HfBlock(Section):
@@ -235,8 +231,7 @@ class HfBlock(Section):
             output = self.run(None, x)
         finally:
             self._mine.x = None
-        out: Tensor = output[0] if isinstance(output, tuple) else output
-        return out
+        return output[0] if isinstance(output, tuple) else output
 
 
 class HfHead(Section):
@@ -274,10 +269,6 @@ class Sections:
         for index, block in enumerate(self.blocks):
             yield f"blocks.{index}", block
         yield "head", self.head
-
-    def theirs(self, name: str) -> str:
-        """The name in the model of a parameter that elasticd calls `name`."""
-        return name_in_model(self, name)
 
     def ours(self, path: str) -> str:
         """The name in elasticd of a module of the model; empty where no section has it."""
@@ -369,19 +360,17 @@ def _refuse_two_names(model: Any, sections: Sections) -> None:
             other = first.setdefault(id(parameter), name)
             if other != name:
                 raise ModelError(
-                    f"{sections.theirs(other)} and {sections.theirs(name)} of {type(model).__name__} are one "
-                    f"parameter of one section: {REMEDY}"
+                    f"{name_in_model(sections, other)} and {name_in_model(sections, name)} of "
+                    f"{type(model).__name__} are one parameter of one section: {REMEDY}"
                 )
 
 
 def _refuse_outer(model: Any, anatomy: Anatomy) -> None:
     """Raises ModelError for what a shell, a copy of the outer modules, would lose."""
     for path, module in model.named_modules():
-        if path and not is_outer(path, module, anatomy.layers):
+        if path and (path.startswith(f"{anatomy.layers}.") or not is_outer(path, module, anatomy.layers)):
             continue
         name = path or type(model).__name__
-        if path.startswith(f"{anatomy.layers}."):
-            continue
         if "forward" in module.__dict__:
             raise ModelError(
                 f"the forward of {name} is replaced on the instance: give elasticd the model as made"

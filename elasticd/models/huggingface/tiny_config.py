@@ -92,7 +92,7 @@ def small(config: Any, layers: int = 2) -> Any:
             changes[name] = 0.0
         elif _is_config(value):
             changes[name] = small(value, layers)
-        elif isinstance(value, list | tuple) and kept and len(value) == _layers(values):
+        elif isinstance(value, list | tuple) and kept and len(value) == _first(values, _LAYERS):
             sizes = (_small_number(name, v, values, len(kept)) if type(v) is int else v for v in value)
             changes[name] = type(value)(size for i, size in enumerate(sizes) if i in kept)
     _agree(changes, values, kept)
@@ -168,14 +168,10 @@ def _another(name: str, value: float) -> float:
     return value + 1 if isinstance(value, int) else value * 1.25
 
 
-def _layers(values: Mapping[str, Any]) -> int:
-    return next((value for name, value in values.items() if _LAYERS.fullmatch(name) and value), 0)
-
-
 def _kept_layers(values: Mapping[str, Any], least: int) -> list[int]:
     """Which layers a small copy has: the first ones, as far as their kinds depend on their index, and the first
     of each kind that a list with an entry for each layer knows; the last of each where layers share keys."""
-    layers = _layers(values)
+    layers = _first(values, _LAYERS)
     periods = [v for n, v in values.items() if _PERIODS.fullmatch(n) and type(v) is int]
     least = min(layers, max([least, *(period + 1 for period in periods)]), MOST_LAYERS)
     lists = [v for v in values.values() if isinstance(v, list | tuple) and layers and len(v) == layers]
@@ -215,8 +211,8 @@ def _small_number(name: str, value: int, values: Mapping[str, Any], layers: int)
 
 
 def _first(values: Mapping[str, Any], pattern: re.Pattern[str]) -> int:
-    """The first whole number under such a name; 0: there is none."""
-    return next((v for name, v in values.items() if pattern.fullmatch(name) and isinstance(v, int)), 0)
+    """The first whole number above 0 under such a name; 0: there is none."""
+    return next((v for name, v in values.items() if pattern.fullmatch(name) and isinstance(v, int) and v), 0)
 
 
 def _scaled(values: Mapping[str, Any]) -> bool:
@@ -228,7 +224,7 @@ def _agree(changes: dict[str, Any], values: Mapping[str, Any], kept: list[int]) 
     """Sizes that follow from others: the rotary parts of a head, special tokens in lists."""
     shared = values.get("num_kv_shared_layers")
     if shared:
-        changes["num_kv_shared_layers"] = sum(i >= _layers(values) - shared for i in kept)
+        changes["num_kv_shared_layers"] = sum(i >= _first(values, _LAYERS) - shared for i in kept)
     if "state_size" in values and isinstance(values.get("expand"), int) and "num_heads" in values:
         changes["num_heads"] = values["expand"] * HEADS
     for name in ("mamba_d_head", "mamba_head_dim", "mamba_headdim"):

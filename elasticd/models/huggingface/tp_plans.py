@@ -17,43 +17,29 @@ from elasticd.models.huggingface.anatomy import Anatomy, text_of
 from elasticd.models.huggingface.sections import Sections
 from elasticd.runtime.model.tp_rules import Column, PartialGrad, Row, Rule, Sharded, UnitsOf, sides_of
 
-#: Plans of models that carry none, by path in the layer.
-_OWN: Mapping[str, Mapping[str, str]] = {
-    "gpt2": {
-        "attn.c_attn": "colwise",
-        "attn.c_proj": "rowwise",
-        "mlp.c_fc": "colwise",
-        "mlp.c_proj": "rowwise",
-    },
-    "opt": {
-        "self_attn.q_proj": "colwise",
-        "self_attn.k_proj": "colwise",
-        "self_attn.v_proj": "colwise",
-        "self_attn.out_proj": "rowwise",
-        "fc1": "colwise",
-        "fc2": "rowwise",
-    },
-    "stablelm": {
-        "self_attn.q_proj": "colwise",
-        "self_attn.k_proj": "colwise",
-        "self_attn.v_proj": "colwise",
-        "self_attn.o_proj": "rowwise",
-        "mlp.gate_proj": "colwise",
-        "mlp.up_proj": "colwise",
-        "mlp.down_proj": "rowwise",
-    },
-    "bloom": {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"},
-    "falcon": {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"},
-    "gptj": {"mlp.fc_in": "colwise", "mlp.fc_out": "rowwise"},
-    "codegen": {"mlp.fc_in": "colwise", "mlp.fc_out": "rowwise"},
-    "gpt_neo": {"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"},
-    "gpt_bigcode": {"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"},
+_CUTS = ("colwise", "rowwise")
+#: Plans of models that carry none, by path in the layer: what is cut by columns, and what by rows.
+_OWN: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "gpt2": (("attn.c_attn", "mlp.c_fc"), ("attn.c_proj", "mlp.c_proj")),
+    "opt": (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "fc1"),
+        ("self_attn.out_proj", "fc2"),
+    ),
+    "stablelm": (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+        ("self_attn.o_proj", "mlp.down_proj"),
+    ),
+    "bloom": (("mlp.dense_h_to_4h",), ("mlp.dense_4h_to_h",)),
+    "falcon": (("mlp.dense_h_to_4h",), ("mlp.dense_4h_to_h",)),
+    "gptj": (("mlp.fc_in",), ("mlp.fc_out",)),
+    "codegen": (("mlp.fc_in",), ("mlp.fc_out",)),
+    "gpt_neo": (("mlp.c_fc",), ("mlp.c_proj",)),
+    "gpt_bigcode": (("mlp.c_fc",), ("mlp.c_proj",)),
 }
 #: Projections of queries, keys and values in one: three parts, or q, k and v of each head in turn.
 _FUSED_PARTS = {("gpt2", "attn.c_attn")}
 _FUSED_HEADS = {("gpt_neox", "attention.query_key_value")}
 
-_CUTS = ("colwise", "rowwise")
 _GATHERS = ("colwise_gather_output", "colwise_rep")
 _SPLITS = ("rowwise_split_input", "rowwise_rep")
 _NUMBERS_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -104,7 +90,8 @@ def _plan(model: Any, anatomy: Anatomy) -> dict[str, str]:
         for where, dot, path in [pattern.partition(".*.")]
         if dot and where == layers
     }
-    return found or dict(_OWN.get(model.config.model_type, {}))
+    own = _OWN.get(model.config.model_type, ((), ()))
+    return found or {path: said for said, paths in zip(_CUTS, own, strict=True) for path in paths}
 
 
 def _groups(plan: Mapping[str, str]) -> dict[str, dict[str, str]]:

@@ -89,11 +89,7 @@ class BetweenSteps:
         self._known[last](engine, self._switcher.step)
 
     def _until(self, engine: Engine, mine: int) -> None:
-        """Takes part in the tasks of other members until that of the number `mine` is the next of all."""
-        while (first := self._agree_on_next(engine, mine)) != mine:
+        """Takes part in the tasks of other members until that of the number `mine` is the next of all: the
+        smallest number among the members' next tasks."""
+        while (first := min(map(int, engine.everyone.all_gather(torch.tensor([mine]))))) != mine:
             self._known[first % _KINDS](engine, self._switcher.step)
-
-    @staticmethod
-    def _agree_on_next(engine: Engine, mine: int) -> int:
-        """The smallest number among the next tasks of all members."""
-        return min(int(each) for each in engine.everyone.all_gather(torch.tensor([mine])))

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_type_hints
 
 from elasticd.runtime.api.evaluation import EvaluationOptions, HeldOut
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
@@ -50,13 +50,7 @@ class OptionGroups:
     evaluation: EvaluationOptions
 
     def __post_init__(self) -> None:
-        kinds = {
-            "data": DataOptions,
-            "parallelism": ParallelismOptions,
-            "checkpointing": CheckpointingOptions,
-            "evaluation": EvaluationOptions,
-        }
-        for name, kind in kinds.items():
+        for name, kind in get_type_hints(OptionGroups).items():
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"Job got {name}={getattr(self, name)!r}; it takes an elasticd.{kind.__name__}")
 

@@ -117,26 +117,26 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
     pairs = _pairs(engine)
     engine.stale = engine.plan.state.zero > 0
     _exchange(pairs)
-    engine.round()
+    engine.zero.round()
     together = True
     try:
-        engine.all_gather_params()
+        engine.zero.all_gather_params()
         yield
     except BaseException as error:
         together = isinstance(error, SampleError | LedgerError)
         raise
     finally:
         _exchange(pairs)
-        engine.round()
+        engine.zero.round()
         if together:
-            engine.all_gather_params()
+            engine.zero.all_gather_params()
             engine.settle()  # the other members have received them: this rank may end next
             engine.stale = False
 
 
 def _pairs(engine: Engine) -> list[tuple[nn.Parameter, Tensor]]:
     """The parameters that this device owns, with their averages. One that was never stepped on has none."""
-    kept = ((part.parameter, engine.optimizer.state.get(part.parameter, {})) for part in engine.owned)
+    kept = ((part.parameter, engine.optimizer.state.get(part.parameter, {})) for part in engine.zero.owned)
     return [(parameter, state[AVERAGE]) for parameter, state in kept if AVERAGE in state and parameter.numel()]
 
 

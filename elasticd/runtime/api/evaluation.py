@@ -24,7 +24,7 @@ from elasticd.runtime.data.loader import Batch, Collate, Loader, length_of
 from elasticd.runtime.data.prefetch import Dataset, SampleError, SampleReader
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, LedgerError, expected_hashes
 from elasticd.runtime.engine.engine import Engine
-from elasticd.runtime.engine.pipeline_stage import Loss
+from elasticd.runtime.engine.recipe import Loss
 
 #: The measure that every evaluation has.
 LOSS = "loss"
@@ -225,8 +225,8 @@ def _round(
 @contextmanager
 def _evaluating(engine: Engine) -> Iterator[None]:
     """Inside, modules are in evaluation mode, and gradients are off."""
-    modules = [part for module in engine.local.modules.values() for part in module.modules()]
-    training = [part for part in modules if part.training]
+    modules = engine.local.modules.values()
+    training = [part for module in modules for part in module.modules() if part.training]
     for part in training:
         part.training = False
     try:

@@ -34,8 +34,7 @@ from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.parallelism import ParallelismOptions
-from elasticd.runtime.engine.pipeline_stage import Loss
-from elasticd.runtime.engine.recipe import MakeScheduler, Recipe
+from elasticd.runtime.engine.recipe import Loss, MakeScheduler, Recipe
 from elasticd.runtime.engine.warmup import warm
 from elasticd.runtime.exits import Drained, JobOver, JobStopped
 from elasticd.runtime.model.model import Model
@@ -191,9 +190,7 @@ class Job(RankInfo):
         recipe = self._recipe
         pacer = Pacer(self._control.welcome.pace)
         self._where = shared()
-        self._switcher = Switcher(
-            recipe, self._control, AgentKeyValue(self._control), pacer, recipe.seed, self._where
-        )
+        self._switcher = Switcher(recipe, self._control, AgentKeyValue(self._control), pacer, self._where)
         tasks = list(self._known().values())
         self._between_steps = BetweenSteps(self._switcher, tasks, lambda *at: self._loop.close(*at))
         self._loop = Loop(
@@ -205,11 +202,10 @@ class Job(RankInfo):
             saver=self._saver,
             snapper=self._snapper,
         )
-        idle = self._idle
-        self._prober = Prober(idle, pacer.product, self._control.send)
+        self._prober = Prober(self._idle, pacer.product, self._control.send)
         device, address = self._control.welcome.device, self._control.welcome.address
         make_groups = plan_groups_of(device, address, AgentKeyValue(self._control))
-        self._rehearser = Rehearser(device, make_groups, idle, pacer.product, self._control.send)
+        self._rehearser = Rehearser(device, make_groups, self._idle, pacer.product, self._control.send)
         logs.for_worker(self._about)
         self._control.start(self._hear)
         self._show()
@@ -501,8 +497,7 @@ class Job(RankInfo):
             if engine is None:
                 return {}
             return full_state_dict.named(full_state_dict.of(engine.state(), contents), contents)
-        found: dict[str, Tensor] | None = self._together("state", contents)
-        return found
+        return self._together("state", contents)
 
     def _known(self) -> dict[tuple[str, ...], Run]:
         """The tasks between two steps, in the same order in every process."""

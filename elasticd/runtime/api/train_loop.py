@@ -85,7 +85,10 @@ class Loop:
                 if made >= total:
                     self.finish(engine, made)
                 elif done is not None and done.outcome.last:
-                    self._drain(engine, made)
+                    # All are to leave. The leader, which also knows the devices on standby, then ends the job,
+                    # or continues it with others.
+                    self.finish(engine, made)
+                    self._drained = True
                 switcher.step = made  # a rank that loses the others before this knows of the step by its vote
             except (PeerLost, Cancelled) as error:
                 switcher.peers_lost(error)
@@ -214,14 +217,6 @@ class Loop:
             return Draining.NO
         return Draining.UNSAVED if self.saver is not None and not self._drained else Draining.SAVED
 
-    def _drain(self, engine: Engine, step: int) -> None:
-        """All members are to leave: they make a last checkpoint together.
-
-        The leader, which also knows the devices on standby, then ends the job or continues it with others.
-        """
-        self.finish(engine, step)
-        self._drained = True
-
     def finish(self, engine: Engine, step: int) -> None:
         """Makes the last checkpoint. All members of the plan call it, and again after a fault during it."""
         if self.saver is not None and step > 0 and not self.switcher.loaded(step):
@@ -234,8 +229,8 @@ class Loop:
         self.control.send(
             Report(
                 measurement=done.measurement,
-                loss=done.outcome.loss if first else None,
-                tokens=done.outcome.tokens if first else None,
+                loss=done.outcome.vote.loss if first else None,
+                tokens=done.outcome.vote.tokens if first else None,
                 paced=paced,
                 overruns=overruns,
             )

@@ -17,12 +17,6 @@ class Variation:
     recompute: bool = False
     gloo: bool = False
 
-    @property
-    def one_pass(self) -> bool:
-        """All samples go through together, so that the sections' outputs can be compared with one process's."""
-        pipelines = self.plan.pipelines
-        return len(pipelines) == 1 and pipelines[0].micro_batches == 1
-
 
 def alone(spec: ModelSpec, samples: int) -> Variation:
     """One process, all samples in one micro-batch."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from elasticd_planner.layout.layouts import Layouts
@@ -16,7 +16,7 @@ from elasticd.runtime.checking.layouts import Variation
 from elasticd.runtime.comm.groups import PeerLost, PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads, unpaced
 from elasticd.runtime.comm.torch_store import TorchStore
-from elasticd.runtime.engine.engine import Engine, first_state, make_engine
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 
 
@@ -78,9 +78,7 @@ def tried(recipe: Recipe, variation: Variation) -> Trial:
 
     def worker(memory: MemoryPlanGroups) -> tuple[float, bool]:
         seen = members[memory.me]
-        plan_groups = (
-            PlanGroups("check", memory.me, "127.0.0.1", store) if variation.gloo else cast(PlanGroups, memory)
-        )
+        plan_groups = PlanGroups("check", memory.me, "127.0.0.1", store) if variation.gloo else memory
         try:
             return _step(_under(recipe, variation), layouts, plan_groups, seen)
         finally:
@@ -101,7 +99,7 @@ def tried(recipe: Recipe, variation: Variation) -> Trial:
 
 def _step(recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, seen: Member) -> tuple[float, bool]:
     """One member's step: its loss, and whether its updates were applied."""
-    engine = make_engine(recipe, layouts, plan_groups, unpaced)
+    engine = Engine(recipe, layouts, plan_groups, unpaced)
     engine.adopt(first_state(recipe.model, layouts, plan_groups.me, recipe.seed, recipe.master))
     first = {name: p.detach().clone() for name, (_, p) in engine.local.parameters.items()}
     terms: dict[str, Tensor] = {}
@@ -109,14 +107,14 @@ def _step(recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, seen: Membe
     scale = scaled.first if scaled is not None else 1.0  # by which backward passes multiply
     for name, (_, parameter) in engine.local.parameters.items():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_keep(terms, name))
+            parameter.register_post_accumulate_grad_hook(partial(_keep, terms, name))
     for section, module in engine.local.modules.items():
         _follow(section, module, seen)
 
     def reduced(*_: Any) -> None:
         if seen.gradients:  # torch asks once more where the step calls that of a base class
             return
-        for name, box, parameter in engine.owned:
+        for name, box, parameter in engine.zero.owned:
             if parameter.grad is not None:
                 term = _cut(engine, terms, name, box).to(parameter.grad.dtype) / scale
                 made = GradientPart(box, parameter.grad.detach().clone(), term)
@@ -133,7 +131,8 @@ def _step(recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, seen: Membe
             after = parameter.detach()
             grain = torch.finfo(after.dtype).eps * torch.maximum(after.abs(), first[name].abs())
             seen.updates[name] = Moved(box, after - first[name], grain)
-    return outcome.loss, outcome.vote.apply
+    loss = outcome.vote.loss
+    return float("nan") if loss is None else loss, outcome.vote.apply
 
 
 def _cut(engine: Engine, terms: dict[str, Tensor], name: str, box: Box) -> Tensor:
@@ -144,25 +143,19 @@ def _cut(engine: Engine, terms: dict[str, Tensor], name: str, box: Box) -> Tenso
     return terms[name][box.slices(around)]
 
 
-def _keep(terms: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:
-    def keep(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        terms[name] = parameter.grad.detach().clone()
-
-    return keep
+def _keep(terms: dict[str, Tensor], name: str, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    terms[name] = parameter.grad.detach().clone()
 
 
 def _follow(section: str, module: nn.Module, seen: Member) -> None:
     """Notes the output of a section, and in which submodule a forward pass is."""
 
-    def entered(path: str) -> Callable[..., None]:
-        return lambda *_: seen.inside.append(path)
-
     def left(*_: Any) -> None:
         seen.inside.pop()
 
     for path, submodule in module.named_modules(prefix=section):
-        submodule.register_forward_pre_hook(entered(path), prepend=True)
+        submodule.register_forward_pre_hook(lambda *_, path=path: seen.inside.append(path), prepend=True)
         submodule.register_forward_hook(left)
 
     def gave(_: nn.Module, args: object, output: Any) -> None:

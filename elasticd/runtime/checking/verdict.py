@@ -120,15 +120,13 @@ def _gradient(model: Model, name: str, whole: Tensor, other: Trial, near: float,
     if apart <= near * scale:
         return
     rule, said = model.rule(name), _said(model, name)
-    ratio = [
-        float((p.reduced * whole).sum() / whole.square().sum()) for p in held if p.box.shape == whole.shape
-    ]
     alike = [part for part in held if part.box.shape == tuple(whole.shape)]
     terms = [part.term for part in alike]
     if isinstance(rule, PartialGrad) and terms and all(_apart(term, whole) <= near for term in terms):
+        ratio = float((alike[0].reduced * whole).sum() / whole.square().sum())
         yield (
             f"{name}: {said} adds what is the same: every member has the whole gradient, so that it came out "
-            f"{ratio[0]:.2f} times too large. Leave the rule out"
+            f"{ratio:.2f} times too large. Leave the rule out"
         )
     elif rule is None and len(terms) > 1 and _apart(torch.stack(terms).sum(0), whole) <= near:
         yield (

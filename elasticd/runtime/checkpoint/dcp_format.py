@@ -139,7 +139,7 @@ def metadata(manifest: Manifest, small: Iterable[Small]) -> bytes:
         for name, entry in entries.items():
             for plane in entry.planes:
                 path = key_of(role, name, plane.name)
-                key = _joined(path)
+                key = ".".join(map(str, path))
                 boxes = [entry.own(chunk) for chunk in plane.chunks]
                 chunks = [ChunkStorageMetadata(torch.Size(b.start), torch.Size(b.shape)) for b in boxes]
                 properties = TensorProperties(dtype=getattr(torch, plane.dtype))
@@ -148,7 +148,7 @@ def metadata(manifest: Manifest, small: Iterable[Small]) -> bytes:
                 for box, chunk in zip(boxes, plane.chunks, strict=True):
                     places[MetadataIndex(key, box.start)] = _place(chunk.record)
     for one in small:
-        key = _joined(one.path)
+        key = ".".join(map(str, one.path))
         paths[key] = one.path
         if one.like is None:
             kinds[key] = BytesStorageMetadata()
@@ -168,10 +168,6 @@ def metadata(manifest: Manifest, small: Iterable[Small]) -> bytes:
     out = io.BytesIO()
     pickle.dump(told, out)
     return out.getvalue()
-
-
-def _joined(path: Path) -> str:
-    return ".".join(map(str, path))
 
 
 def _place(record: Record) -> Any:

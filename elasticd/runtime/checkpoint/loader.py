@@ -101,14 +101,13 @@ def start_from(
     names: Iterable[str],
     types: Types,
     group: Group,
-    device: torch.device,
 ) -> Loaded:
     """The first of the named checkpoints that all members of `group` can read; each calls this, and gets what
     it is to hold under the layouts of `types`. Raises `NoCheckpoint` on all alike, or what the group raises.
     """
     told: list[str] = []
     for name in names:
-        loaded, why = _tried(folder, name, types.layouts.held(group.me), device, types)
+        loaded, why = _tried(folder, name, types.layouts.held(group.me), types)
         oks = group.all_gather(torch.tensor([int(loaded is not None)]))
         if loaded is not None and all(int(ok) for ok in oks):
             if group.rank == 0:
@@ -131,13 +130,13 @@ def clear(folder: Path) -> None:
 
 
 def _tried(
-    folder: Path, name: str, held: Mapping[Item, Sequence[Box]], device: torch.device, types: Types
+    folder: Path, name: str, held: Mapping[Item, Sequence[Box]], types: Types
 ) -> tuple[Loaded | None, str]:
     found = folders.look(folder / name)
     if found.damage or found.manifest is None:
         return None, found.damage
     try:
-        state = load(found.path, found.manifest, held, device, types)
+        state = load(found.path, found.manifest, held, types)
     except (Damaged, OSError, ValueError) as error:
         return None, str(error)
     return Loaded(name=name, step=found.manifest.origin.step, state=state), ""
@@ -156,15 +155,14 @@ def load(
     path: Path,
     manifest: Manifest,
     held: Mapping[Item, Sequence[Box]],
-    device: torch.device,
     types: Types | None = None,
 ) -> LocalState:
-    """The boxes that one rank is to hold, in the types of its job (None: as they were saved). State that no
-    step had made when it was written is left out.
+    """The boxes that one rank is to hold, on the host, in the types of its job (None: as they were saved).
+    State that no step had made when it was written is left out.
 
     Raises `Damaged`, which names the file.
     """
-    reader = CheckpointReader(path, manifest)
+    reader, cpu = CheckpointReader(path, manifest), torch.device("cpu")
     wanted: list[Wanted] = []
     tensors: dict[Item, LocalTensor] = {}
     rounded: list[tuple[dict[str, torch.Tensor], _Source]] = []
@@ -186,13 +184,11 @@ def load(
             shards.append((box, planes))
         tensors[item] = LocalTensor(
             shards=tuple(Shard(box=box, planes=planes) for box, planes in shards),
-            scalars={scalar.name: restore(scalar, device) for scalar in entry.scalars} if entry else {},
+            scalars={scalar.name: restore(scalar, cpu) for scalar in entry.scalars} if entry else {},
         )
     reader.read(wanted)
     for planes, source in rounded:
         planes[source.name] = planes[source.name].to(source.dtype)
-    if device.type != "cpu":
-        tensors = {item: _on(tensor, device) for item, tensor in tensors.items()}
     return LocalState(tensors=tensors, groups=manifest.groups, extras=manifest.extras)
 
 
@@ -231,13 +227,3 @@ def _sources(manifest: Manifest, item: Item, types: Types | None) -> list[_Sourc
     return [
         each._replace(dtype=wanted) if floating and each.dtype.is_floating_point else each for each in saved
     ]
-
-
-def _on(tensor: LocalTensor, device: torch.device) -> LocalTensor:
-    return LocalTensor(
-        shards=tuple(
-            Shard(box=shard.box, planes={name: plane.to(device) for name, plane in shard.planes.items()})
-            for shard in tensor.shards
-        ),
-        scalars=tensor.scalars,
-    )

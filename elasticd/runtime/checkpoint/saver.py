@@ -26,7 +26,7 @@ from elasticd.machines.worker import checkpointing
 from elasticd.machines.worker.checkpointing import Status
 from elasticd.records import JobSpec
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
-from elasticd.runtime.checkpoint.staging import Staging, pieces, share, without_planes
+from elasticd.runtime.checkpoint.staging import Staging, pieces, shares, without_planes
 from elasticd.runtime.checkpoint.writer import Task, origin_of, path_of, write_part, write_whole
 from elasticd.runtime.threads import DaemonThreads
 from elasticd.wire.worker import Saved
@@ -62,7 +62,6 @@ class Saver:
         if options.path is None:
             raise ValueError("checkpointing: there is no folder to save to")
         self.options, self._folder = options, options.path
-        self.copy_seconds = 0.0  # what the last checkpoint held its step up
         self._spec, self._device, self._tell, self._lost = spec, device, tell, lost
         self._disk: Disk = disk or LocalDisk()
         self._state = checkpointing.CheckpointState(every=options.every)
@@ -152,10 +151,9 @@ class Saver:
         self._put(self._let_go)
 
     def _begin(self, step: int, layouts: Layouts, state: Callable[[], LocalState]) -> None:
-        start = time.perf_counter()
         plan = layouts.plan
         if self._share is None or self._share[0] != plan.number:
-            self._share = plan.number, share(layouts, self._device)
+            self._share = plan.number, shares(layouts)[self._device]
         task = Task(
             origin=origin_of(self._spec, plan, step),
             path=path_of(self._folder, plan, step),
@@ -178,7 +176,6 @@ class Saver:
             self._failed(task, error)
             return
         self._put(self._write)
-        self.copy_seconds = time.perf_counter() - start
 
     def _rest(self) -> None:
         """Waits until the thread has nothing under way; what takes too long is given up."""

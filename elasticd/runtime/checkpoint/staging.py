@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -36,11 +37,6 @@ def shares(layouts: Layouts) -> dict[str, dict[Item, tuple[Box, ...]]]:
     return found
 
 
-def share(layouts: Layouts, device: str) -> dict[Item, tuple[Box, ...]]:
-    """The boxes that one member writes."""
-    return shares(layouts)[device]
-
-
 def pieces(state: LocalState, boxes: dict[Item, tuple[Box, ...]]) -> list[Piece]:
     """What is there of a share; state that no step made yet has no planes."""
     found = []
@@ -72,6 +68,16 @@ def without_planes(state: LocalState, items: Iterable[Item]) -> LocalState:
     return LocalState(tensors=tensors, groups=state.groups, extras=dict(state.extras))
 
 
+def padded(size: int) -> int:
+    """Bytes up to where the next piece may begin in a buffer."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def places(tensors: Iterable[Tensor]) -> list[int]:
+    """Where each of some tensors begins in a buffer, and where the last one's place ends."""
+    return [*accumulate((padded(tensor.nbytes) for tensor in tensors), initial=0)]
+
+
 class Staging:
     """One buffer on the host, as large as the largest share so far, used for one checkpoint after another."""
 
@@ -79,11 +85,6 @@ class Staging:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._cut: list[Tensor] = []
         self._shapes: tuple[tuple[torch.dtype, torch.Size], ...] = ()
-
-    @property
-    def bytes(self) -> int:
-        """The size of the buffer in bytes."""
-        return self._buffer.numel()
 
     def copy(self, held: Sequence[Piece]) -> list[Piece]:
         """Copies; it returns when all bytes are on the host. The copies last until the next call, each in a
@@ -100,10 +101,7 @@ class Staging:
         pin = any(tensor.is_cuda for tensor in tensors)
         if shapes == self._shapes and (self._buffer.is_pinned() or not pin):
             return
-        starts, total = [], 0
-        for tensor in tensors:
-            starts.append(total)
-            total += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        *starts, total = places(tensors)
         self._cut = []
         if total > self._buffer.numel() or (pin and not self._buffer.is_pinned()):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # let the old one go first

@@ -26,7 +26,6 @@ from elasticd.checkpoints.manifest import (
     MANIFEST,
     METADATA,
     Chunk,
-    Manifest,
     Origin,
     Part,
     PlaneEntry,
@@ -155,7 +154,7 @@ def _in_parts(task: Task) -> Iterator[Piece]:
             yield Piece(piece.item, piece.plane, box, piece.values.select(dim, index).clone())
 
 
-def write_whole(disk: Disk, task: Task, serial: int, check: Callable[[], None]) -> Manifest:
+def write_whole(disk: Disk, task: Task, serial: int, check: Callable[[], None]) -> None:
     """What the first rank adds, once all parts are there. Raises `Damaged` or ValueError where they do not
     make a whole."""
     names = [_part_file(rank) for rank in range(len(task.members))]
@@ -171,7 +170,6 @@ def write_whole(disk: Disk, task: Task, serial: int, check: Callable[[], None]) 
     for name in names:
         disk.remove(task.path / name)
     disk.sync_folder(task.path)
-    return manifest
 
 
 def _write_file(disk: Disk, path: Path, data: bytes, check: Callable[[], None]) -> FileSums:

@@ -1,1 +1,1 @@
-"""Process groups that members make alone: over gloo, NCCL or one process's memory, freed at a fault."""
+"""Process groups that members make alone: over gloo or one process's memory, freed at a fault."""

@@ -113,16 +113,6 @@ class _BootstrapStore(Store):
         for key in keys:
             self.get(key)
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def has_extended_api(self) -> bool:
-        return False
-
 
 class Group:
     """One group of a plan; ranks count within `members`. All times go to the stopwatch of its `PlanGroups`."""
@@ -351,9 +341,6 @@ class PlanGroups:
         self._peers: set[Address] = set()
         self.backends: dict[tuple[str, ...], Any] = {}
         self._users: list[object] = []
-        self._open(address)
-
-    def _open(self, address: str) -> None:
         self._device, self._listener = _gloo_device(address)
 
     def group(self, members: Sequence[str], label: str) -> Group:
@@ -399,30 +386,18 @@ class PlanGroups:
         backend._set_sequence_number_for_group()
         return backend
 
-    def shut(self) -> int:
+    def shut(self) -> None:
         """Frees every thread that waits in one of these groups; from any thread.
-
-        Returns:
-            How many connections were cut.
 
         Who polls leaves at once. The sockets are shut once no payload moves in them, `_DRAIN` seconds later at
         most: gloo never wakes an operation whose payload was cut in the middle, and what it holds (threads,
         descriptors, memory) then stays until `patience` ends, as it does where a peer is frozen."""
         self.dead = True
-        return self._cut()
-
-    def _cut(self) -> int:
         mine = self._sockets()
         wait_until_quiet(mine, _DRAIN)
-        shut = 0
         for sock in mine:
-            with sock:
-                try:
-                    sock.shutdown(socket.SHUT_RDWR)
-                    shut += 1
-                except OSError:  # already gone
-                    pass
-        return shut
+            with sock, suppress(OSError):  # it may be gone already
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _sockets(self) -> list[socket.socket]:
         """Duplicates of the connections of these groups; the caller closes them."""

@@ -17,14 +17,14 @@ class GroupsByPlan:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._by_plan: dict[int, list[PlanGroups]] = {}
+        self._numbers: dict[PlanGroups, int] = {}
         self._threads: list[threading.Thread] = []
         self._spent: list[PlanGroups] = []
 
     def add(self, number: int, groups: PlanGroups) -> None:
         """Keeps groups that were made for plan `number`."""
         with self._lock:
-            self._by_plan.setdefault(number, []).append(groups)
+            self._numbers[groups] = number
 
     def remember(self, thread: threading.Thread) -> None:
         """Has the end of the job wait for a thread."""
@@ -34,10 +34,7 @@ class GroupsByPlan:
     def release(self, groups: PlanGroups) -> None:
         """Lets the groups of one plan or transition go."""
         with self._lock:
-            for number, listed in list(self._by_plan.items()):
-                self._by_plan[number] = [other for other in listed if other is not groups]
-                if not self._by_plan[number]:
-                    del self._by_plan[number]
+            self._numbers.pop(groups, None)
         self.remember(groups.park())
 
     def spent(self, groups: PlanGroups, *, now: bool) -> None:
@@ -61,21 +58,20 @@ class GroupsByPlan:
     def cancel(self, number: int) -> None:
         """Frees the threads that wait in groups of this number, and lets those groups go."""
         with self._lock:
-            listed = self._by_plan.pop(number, [])
+            listed = [groups for groups, its in self._numbers.items() if its == number]
         self._let_go(listed)
 
     def shut(self) -> None:
         """Frees every thread that waits in a group."""
         with self._lock:
-            listed = [groups for kept in self._by_plan.values() for groups in kept]
+            listed = list(self._numbers)
         _shut(listed)
 
     def end(self) -> None:
         """Lets all groups go and waits for the threads that do so, 5 s at most. An interpreter that ends while
         one of them is inside gloo aborts."""
         with self._lock:
-            listed = [groups for kept in self._by_plan.values() for groups in kept]
-            self._by_plan.clear()
+            listed = list(self._numbers)
         self._let_go(listed)
         deadline = time.monotonic() + _LEAVE
         for thread in self._threads:
@@ -84,7 +80,7 @@ class GroupsByPlan:
     def _let_go(self, listed: list[PlanGroups]) -> None:
         _shut(listed)
         for groups in listed:
-            self.remember(groups.park())
+            self.release(groups)
 
 
 def _shut(listed: list[PlanGroups]) -> None:

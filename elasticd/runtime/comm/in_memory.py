@@ -10,13 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from elasticd.runtime.comm.groups import Cancelled, PeerLost
+from elasticd.runtime.comm.groups import Cancelled, Group, PeerLost, PlanGroups
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
 
 T = TypeVar("T")
@@ -87,12 +87,10 @@ class MemoryWorld:
                 raise PeerLost(f"another member of {', '.join(members)} failed")
 
 
-class MemoryGroup:
+class MemoryGroup(Group):
     """A `Group` of a `MemoryPlanGroups`."""
 
-    def __init__(self, plan_groups: MemoryPlanGroups, members: Members, label: str) -> None:
-        self.plan_groups, self.members, self.me, self.label = plan_groups, members, plan_groups.me, label
-        self.rank, self.size = members.index(plan_groups.me), len(members)
+    plan_groups: MemoryPlanGroups
 
     def begin_all_reduce(self, tensor: Tensor) -> tuple[int, Tensor]:
         """Hands in this member's term. Waits for nobody."""
@@ -121,7 +119,7 @@ class MemoryGroup:
             return torch.stack(self.plan_groups.world.taken(self.members, number), out=out)
 
     def send(self, tensor: Tensor, to: int, tag: int, label: str = "boundary") -> int:
-        """Posts a copy, so that the caller need not keep the tensor. Returns 0, which `arrived` ignores."""
+        """Posts a copy, so that nobody need keep the tensor. Returns 0, which `arrived` does not know."""
         self.plan_groups.world.post(self.members, self.rank, to, tag, tensor)
         return 0
 
@@ -144,25 +142,17 @@ class MemoryGroup:
                 raise RuntimeError(f"{raw.numel()} bytes came where {room.numel()} were to be received")
             room[: raw.numel()] = raw
 
-    def receive(self, tensor: Tensor, source: int, tag: int, label: str = "boundary") -> Tensor:
-        """`post` and `take` in one."""
-        self.take(self.post(tensor, source, tag), label)
-        return tensor
-
-    def arrived(self, numbers: Iterable[int]) -> None:
-        """Does nothing: a message that was sent is a copy."""
-
-    def received(self) -> None:
-        """Does nothing: a message that was sent is a copy."""
-
 
 def _bytes(tensor: Tensor) -> Tensor:
     """A view of a contiguous tensor's memory."""
     return tensor.view(-1).view(torch.uint8)
 
 
-class MemoryPlanGroups:
-    """The `PlanGroups` of one thread: all groups of one plan that its device is a member of."""
+class MemoryPlanGroups(PlanGroups):
+    """The `PlanGroups` of one thread: all groups of one plan that its device is a member of.
+
+    Nothing of them is to be shut or parked.
+    """
 
     def __init__(self, world: MemoryWorld, me: str) -> None:
         self.world, self.me, self.dead = world, me, False
@@ -171,7 +161,7 @@ class MemoryPlanGroups:
 
     def group(self, members: Sequence[str], label: str) -> MemoryGroup:
         """The group of these members. Nobody is waited for: threads find each other by their messages."""
-        return MemoryGroup(self, tuple(members), label)
+        return MemoryGroup(self, tuple(members), self.me, label)
 
     def number(self, members: Members) -> int:
         """The number of the next collective among these members, the same on all of them."""

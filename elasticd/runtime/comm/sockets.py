@@ -7,7 +7,6 @@ import fcntl
 import os
 import re
 import socket
-import stat
 import termios
 import time
 from collections.abc import Iterator, Sequence
@@ -57,11 +56,8 @@ def tcp_sockets() -> Iterator[tuple[int, bool, Address, Address | None, socket.s
         except OSError:
             continue
         try:
-            if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
-                os.close(duplicate)
-                continue
             sock = socket.socket(fileno=duplicate)
-        except OSError:
+        except OSError:  # it is no socket
             os.close(duplicate)
             continue
         try:

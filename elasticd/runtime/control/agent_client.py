@@ -88,13 +88,10 @@ class Control:
             if self.lost:
                 return
             if not self._outbox:
-                try:
+                # It may be full; or at its end, which the control thread sees, and comes back.
+                with contextlib.suppress(OSError):
                     unix_socket.send(self._socket, data, fd)
                     return
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    pass  # the control thread sees the end of the connection, and comes back
             if isinstance(message, Report):
                 self.dropped += 1
                 return
@@ -197,13 +194,11 @@ class Control:
                 opened, welcome = _open(
                     self._path, msgspec.structs.replace(self._hello, incarnation=same), _RETURN_SECONDS
                 )
-            except (ConnectionError, HungUp) as error:  # an agent that was killed resets what it had not read
-                if time.monotonic() < deadline:
+            except (OSError, RejectedByAgent) as error:
+                # An agent that was killed resets what it had not read.
+                if isinstance(error, ConnectionError | HungUp) and time.monotonic() < deadline:
                     time.sleep(jittered(_AGAIN_SECONDS))
                     continue
-                log.warning("the agent did not return: %s", error)
-                return False
-            except (OSError, RejectedByAgent) as error:
                 log.warning("the agent did not return: %s", error)
                 return False
             if self._take(opened, welcome, renewing):
@@ -324,10 +319,8 @@ def _open_first(path: str, hello: Hello, seconds: float) -> tuple[socket.socket,
     while True:
         try:
             return _open(path, hello, max(0.0, deadline - time.monotonic()))
-        except unix_socket.NoAgent:
-            raise
-        except (ConnectionError, HungUp):  # an agent that was killed resets what it had not read
-            if time.monotonic() >= deadline:
+        except (ConnectionError, HungUp) as error:  # an agent that was killed resets what it had not read
+            if isinstance(error, unix_socket.NoAgent) or time.monotonic() >= deadline:
                 raise
         time.sleep(jittered(_AGAIN_SECONDS))
 

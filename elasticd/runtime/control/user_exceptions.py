@@ -171,5 +171,4 @@ def _handled(thread: threading.Thread) -> BaseException | None:
 
 def _shown() -> BaseException | None:
     """The exception that the interpreter last showed, or is about to: `sys.excepthook` is called after that."""
-    shown: BaseException | None = getattr(sys, "last_value", None)
-    return shown
+    return getattr(sys, "last_value", None)

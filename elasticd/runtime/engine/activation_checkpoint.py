@@ -64,5 +64,4 @@ class Recomputed:
 
     def recompute(self, x: Tensor) -> Tensor:
         """The output once more, with its autograd graph."""
-        out: Tensor = self._module(x)
-        return out
+        return self._module(x)

@@ -18,7 +18,6 @@ from elasticd_migration.local_state import (
     VALUE,
     LocalState,
     LocalTensor,
-    Owned,
     Shard,
     collect,
     install,
@@ -35,7 +34,6 @@ from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group, PlanGroups
-from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hashes
 from elasticd.runtime.engine.mixed_precision import LossScaler
@@ -133,6 +131,7 @@ class Engine:
     everyone: Group  #: all members of the plan
     linear: int  #: see `elasticd_planner.spec.sample_packing.linear_of`
     runner: StageRunner | None  #: its passes; None: the device only carries replicas of state
+    zero: ZeroState  #: its parameters, and the parts of them that its optimizer steps on
     reducer: GradientReducer  #: reduces its gradients, and measures the seconds of that
     stale: bool  #: under ZeRO: parameters have their new values only on the devices that keep their state
     reduced: int | None  #: index of the step whose gradients are reduced here and wait for their update
@@ -141,16 +140,10 @@ class Engine:
     torn: bool  #: an update began and did not end: the state here is of no step
     after_recovery: bool  #: its members may be at different places between two steps, see `between_steps`
 
-    def __init__(
-        self,
-        *,
-        recipe: Recipe,
-        layouts: Layouts,
-        local: LocalModel,
-        plan_groups: PlanGroups,
-        groups: Groups,
-        pace: Pace,
-    ) -> None:
+    def __init__(self, recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, pace: Pace) -> None:
+        """Makes the groups and modules of one member of a plan. It has no state until `adopt`."""
+        groups = connect(plan_groups, layouts)
+        local = build(recipe.model, layouts.plan, plan_groups.me)
         self.plan, self.device, self.local, self.plan_groups = layouts.plan, plan_groups.me, local, plan_groups
         self.layouts, self.rank = layouts, layouts.plan.rank(plan_groups.me)
         self.everyone, self.linear = groups.everyone, linear_of(recipe.model.spec)
@@ -170,7 +163,7 @@ class Engine:
             keep_all=self.plan.state.zero < 2,
             stopwatch=plan_groups.stopwatch,
         )
-        self._zero = ZeroState(layouts, self.device, local, groups.everyone, self.reducer, recipe.master)
+        self.zero = ZeroState(layouts, self.device, local, groups.everyone, self.reducer, recipe.master)
         self._vote = StepVote(groups.everyone)
         self._constants = Constants(local.modules)
         self._carried: dict[str, str] = {}
@@ -181,27 +174,17 @@ class Engine:
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         if groups.tensor.size > 1:
             self._attach()
-        self.runner = self._runner(pace) if self.device in self.plan.places else None
-
-    def _runner(self, pace: Pace) -> StageRunner:
-        return StageRunner(
-            plan=self.plan,
-            device=self.device,
-            modules=self.local.modules,
-            drawing=self.local.drawing,
-            everyone=self.everyone,
-            dtype=self._recipe.model.dtype,
-            tp_communicates=self._recipe.model.spec.collectives > 0,
-            loss=self._recipe.loss,
-            loader=Loader(self._recipe.feed, self._recipe.data.collate),
-            telemetry=self._telemetry,
-            stopwatch=self.plan_groups.stopwatch,
-            pace=pace,
-            on_section_done=self.reducer.section_done,
-            schedule=self._recipe.schedule,
-            recompute=self._recipe.recomputed,
-            precision=self._recipe.precision,
-        )
+        self.runner = None
+        if self.device in self.plan.places:
+            self.runner = StageRunner(
+                recipe=recipe,
+                plan=self.plan,
+                local=local,
+                everyone=self.everyone,
+                telemetry=self._telemetry,
+                pace=pace,
+                on_section_done=self.reducer.section_done,
+            )
 
     def _attach(self) -> None:
         shares = self.plan.stage(self.plan.places[self.device]).shares
@@ -213,9 +196,9 @@ class Engine:
 
         They are made here and not before, because a plan that is prepared may never be executed.
         """
-        install(state, self._zero.values, buffers=self._zero.buffers)
+        install(state, self.zero.values, buffers=self.zero.buffers)
         self._constants.note()
-        owned, where = self._zero.attach(state), self.plan_groups.stopwatch.where
+        owned, where = self.zero.attach(state), self.plan_groups.stopwatch.where
         with during(where, OPTIMIZER):
             self.optimizer = self._recipe.optimizer((part.name, part.parameter) for part in owned)
         if self._recipe.scheduler is not None:
@@ -238,12 +221,11 @@ class Engine:
             extras["scheduler"] = self.scheduler.state_dict()
         if self.scaler is not None:
             extras["scaler"] = self.scaler.state_dict()
-        zero = self._zero
         return collect(
-            zero.values,
-            zero.owned,
+            self.zero.values,
+            self.zero.owned,
             self.optimizer,
-            buffers=zero.buffers,
+            buffers=self.zero.buffers,
             extras=extras,
             masters=self._recipe.master is not None,
         )
@@ -259,25 +241,9 @@ class Engine:
         self._constants.check(training=False)
 
     @property
-    def owned(self) -> list[Owned]:
-        """The parts of parameters that this device's optimizer steps on."""
-        return self._zero.owned
-
-    @property
     def scale(self) -> float:
         """The factor in gradients until the update: the scale of the loss."""
         return self.scaler.scale if self.scaler is not None else 1.0
-
-    def round(self) -> None:
-        """Sets parameters to their master weights, rounded, if there are any."""
-        self._zero.round()
-
-    def all_gather_params(self) -> None:
-        """Sends parameters from the devices that keep their state to those that compute with them.
-
-        All members call it together.
-        """
-        self._zero.all_gather_params()
 
     def settle(self) -> None:
         """Returns when every member has the values that were sent to it. All members call it together."""
@@ -316,7 +282,7 @@ class Engine:
         where = self.plan_groups.stopwatch.where
         with during_step(where, step, self.plan.number):
             batch, passed = self._passes(step)
-            squares = self._zero.reduce() / self.scale**2
+            squares = self.zero.reduce() / self.scale**2
             self.reduced = step
             record = RankRecord(
                 step=step,
@@ -340,10 +306,10 @@ class Engine:
             where.at(UPDATE)
             self.apply(outcome.vote)
             self._telemetry.passed("optimizer")
-            if outcome.apply:
-                self._zero.all_gather_params()
+            if outcome.vote.apply:
+                self.zero.all_gather_params()
             self.stale = False
-            self._zero.broadcast_buffers()
+            self.zero.broadcast_buffers()
             measurement = self._telemetry.finish(self.plan.number, step)
             return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
 
@@ -367,16 +333,16 @@ class Engine:
     def _batch(self, step: int) -> BatchPlan:
         """The batch of a step. It is made once, though it is looked at a step ahead."""
         if not self._recipe.feed.ahead:
-            return self._recipe.batch(self.plan, step)
+            return self._recipe.feed.batch(self.plan, step)
         self._batches = {at: batch for at, batch in self._batches.items() if at >= step - 1}
         if step not in self._batches:
-            self._batches[step] = self._recipe.batch(self.plan, step)
+            self._batches[step] = self._recipe.feed.batch(self.plan, step)
         return self._batches[step]
 
     def _drop(self, rank: int, index: int, mine: SampleError | None) -> NoReturn:
         """Drops the gradients of a step with a sample that could not be read, and raises its error."""
         self.reduced = None
-        self._zero.clear()
+        self.zero.clear()
         if mine is not None and mine.index == index:
             raise mine
         raise SampleError(index, f"see the output of {self.plan.members[rank]}")
@@ -400,23 +366,14 @@ class Engine:
             scale = 1.0 / vote.count / self.scale
             if self._recipe.clip is not None and vote.norm is not None:
                 scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))
-            for part in self._zero.owned:
+            for part in self.zero.owned:
                 if part.parameter.grad is not None:
                     part.parameter.grad.mul_(scale)
             self.optimizer.step()
-            self._zero.round()
+            self.zero.round()
         if self.scaler is not None and vote.count:  # without a target nothing was scaled
             self.scaler.after(applied=vote.apply)
         if self.scheduler is not None:
             self.scheduler.step()
         self.torn = False
-        self._zero.clear()
-
-
-def make_engine(recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, pace: Pace) -> Engine:
-    """Makes the groups, the modules and the engine of one member of a plan. It has no state until `adopt`."""
-    groups = connect(plan_groups, layouts)
-    local = build(recipe.model, layouts.plan, plan_groups.me)
-    return Engine(
-        recipe=recipe, layouts=layouts, local=local, plan_groups=plan_groups, groups=groups, pace=pace
-    )
+        self.zero.clear()

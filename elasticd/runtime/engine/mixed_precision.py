@@ -14,7 +14,7 @@ alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -110,25 +110,27 @@ class Precision:
                 parameter.grad_dtype = self.master
 
     def entering(self, batch: Any) -> Any:
-        """A batch for the embedding: floating-point tensors in it are converted to `compute`.
-
-        Without any it is the same object, whatever its class.
-        """
-        if isinstance(batch, Tensor):
-            return batch.to(self.compute) if batch.is_floating_point() else batch
-        if isinstance(batch, Mapping):
-            made = {key: self.entering(value) for key, value in batch.items()}
-            return batch if all(made[key] is batch[key] for key in made) else made
-        if isinstance(batch, tuple | list):
-            parts = [self.entering(value) for value in batch]
-            if all(one is other for one, other in zip(parts, batch, strict=True)):
-                return batch
-            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-        return batch
+        """A batch for the embedding: floating-point tensors in it are converted to `compute`."""
+        return converted(batch, lambda x: x.to(self.compute) if x.is_floating_point() else x)
 
     def leaving(self, output: Tensor) -> Tensor:
         """The output of the head for the loss: floating point is converted to `master`."""
         return output.to(self.master) if output.is_floating_point() else output
+
+
+def converted(batch: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with each tensor in it converted. If none is changed it is the same object, of whatever class."""
+    if isinstance(batch, Tensor):
+        return convert(batch)
+    if isinstance(batch, Mapping):
+        made = {key: converted(value, convert) for key, value in batch.items()}
+        return batch if all(made[key] is batch[key] for key in made) else made
+    if isinstance(batch, tuple | list):
+        parts = [converted(value, convert) for value in batch]
+        if all(one is other for one, other in zip(parts, batch, strict=True)):
+            return batch
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
 
 
 def precision_of(given: Name | Precision | None, targets: float) -> Precision | None:

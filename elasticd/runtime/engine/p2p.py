@@ -15,7 +15,6 @@ own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -40,32 +39,6 @@ class Channel(NamedTuple):
         return (index * self.chunks + self.chunk) * _KINDS + kind
 
 
-#: The boundary between two stages of a pipeline that is not interleaved.
-ONLY_CHANNEL = Channel()
-
-
-class RecvBufferSize:
-    """Bytes of the largest activation that crossed a boundary in earlier steps; the same on both ends."""
-
-    def __init__(self) -> None:
-        self.bytes = self._largest = 0
-
-    def crossed(self, size: int) -> None:
-        """An activation of `size` bytes crossed in this step."""
-        self._largest = max(self._largest, size)
-
-    def end_step(self) -> None:
-        """From the next step on the buffer holds the largest activation of this one too."""
-        self.bytes = self._largest
-
-
-@dataclass
-class _PostedActivation:
-    header: Tensor
-    works: list[Any]
-    payload: Tensor | None
-
-
 class _Neighbour:
     """This device's connection with an adjacent stage of its pipeline."""
 
@@ -77,7 +50,7 @@ class _Neighbour:
         dtype: torch.dtype,
         *,
         implies_all_received: bool,
-        channel: Channel = ONLY_CHANNEL,
+        channel: Channel,
     ) -> None:
         """
         Args:
@@ -87,17 +60,19 @@ class _Neighbour:
             dtype: the type of the model, `Model.dtype`.
             implies_all_received: a message from `source` proves that every member of its stage has received
                 what `source` must have received before it, because the members communicate in every block.
-            channel: the boundary, where the stages have several.
+            channel: the boundary.
         """
         self._group, self._source, self._destinations = group, source, tuple(destinations)
         self._dtype, self._implies_all_received, self._channel = dtype, implies_all_received, channel
-        self._buffer = RecvBufferSize()
+        #: Bytes of the largest activation that crossed the boundary in earlier steps; and until now. The same
+        #: on both ends.
+        self._room = self._largest = 0
         self._posted: dict[int, Any] = {}
         self._sent: dict[int, list[int]] = {}
 
     def end_step(self) -> None:
         """All messages of the step have arrived."""
-        self._buffer.end_step()
+        self._room = self._largest
         self._sent.clear()
 
 
@@ -130,25 +105,23 @@ class PrevStage(_Neighbour):
             return
         header = empty_header(samples)
         works = [self._group.post(header, self._source, self._channel.tag(index, _HEADER))]
-        payload = None
-        if self._buffer.bytes:
-            payload = torch.empty(self._buffer.bytes, dtype=torch.uint8)
+        payload = torch.empty(self._room, dtype=torch.uint8)
+        if self._room:
             works.append(self._group.post(payload, self._source, self._channel.tag(index, _PAYLOAD)))
-        self._posted[index] = _PostedActivation(header, works, payload)
+        self._posted[index] = header, works, payload
 
     def activation(self, index: int, samples: int) -> tuple[Tensor, tuple[int, ...]]:
         """Waits for the activation of a micro-batch. Returns it with its sample ids."""
         self.post(index, samples)
-        posted: _PostedActivation = self._posted.pop(index)
-        for work in posted.works:
+        header, works, raw = self._posted.pop(index)
+        for work in works:
             self._group.take(work, source=self._source)
         if self._implies_all_received:
             for earlier in [i for i in self._sent if i < self._passed[index]]:
                 self._group.arrived(self._sent.pop(earlier))
-        dtype, shape, ids = unpack_header(posted.header, self._dtype)
+        dtype, shape, ids = unpack_header(header, self._dtype)
         size = torch.Size(shape).numel() * dtype.itemsize
-        self._buffer.crossed(size)
-        raw = posted.payload if posted.payload is not None else torch.empty(0, dtype=torch.uint8)
+        self._largest = max(self._largest, size)
         if size > raw.numel():
             full = torch.empty(size, dtype=torch.uint8)
             full[: raw.numel()] = raw
@@ -172,8 +145,8 @@ class NextStage(_Neighbour):
         Raises:
             ValueError: an activation of this type or number of dimensions cannot pass between stages.
         """
-        raw, size = x.contiguous().view(-1).view(torch.uint8), self._buffer.bytes
-        self._buffer.crossed(raw.numel())
+        raw, size = x.contiguous().view(-1).view(torch.uint8), self._room
+        self._largest = max(self._largest, raw.numel())
         parts = [(_HEADER, pack_header(x, ids, self._dtype))]
         if size:
             parts.append((_PAYLOAD, raw[:size]))
@@ -195,7 +168,6 @@ class NextStage(_Neighbour):
     def gradient(self, index: int, like: Tensor) -> Tensor:
         """Waits for the gradient of the activation `like` of a micro-batch."""
         self.post(index, like)
-        grad: Tensor
         grad, work = self._posted.pop(index)
         self._group.take(work, source=self._source)
         if self._implies_all_received:

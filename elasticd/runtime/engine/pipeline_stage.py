@@ -8,10 +8,10 @@ being computed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from elasticd_planner.cost.schedule import Pass
@@ -24,16 +24,13 @@ from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import hash_samples
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
-from elasticd.runtime.engine.mixed_precision import Precision
 from elasticd.runtime.engine.p2p import Channel, NextStage, PrevStage
-from elasticd.runtime.engine.pipeline_schedule import Schedule, all_forward, one_forward_one_backward
-from elasticd.runtime.model.rng import Drawing
-from elasticd.runtime.telemetry.comm_timer import Stopwatch
+from elasticd.runtime.engine.recipe import Loss, Recipe
+from elasticd.runtime.model.local_model import LocalModel
+from elasticd.runtime.model.model import Model
 from elasticd.runtime.telemetry.step_times import Telemetry
 from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
 
-#: (output, batch) -> (sum of the losses, count of targets)
-Loss = Callable[[Tensor, Any], tuple[Tensor, int]]
 #: (kind of pass, tokens, share of the TP group, time at its begin, seconds of communication in it) -> time at
 #: its end. On an emulated device it sleeps.
 Pace = Callable[[str, int, float, float, float], float]
@@ -69,25 +66,17 @@ class _Chunk:
         return {name: module for name, module in self.modules.items() if name.startswith("blocks.")}
 
 
-def _chunks(
-    plan: Plan,
-    device: str,
-    modules: Mapping[str, nn.Module],
-    everyone: Group,
-    dtype: torch.dtype,
-    *,
-    tp_communicates: bool,
-) -> list[_Chunk]:
-    """The chunks of a device's stage in their order, each with its connections to the adjacent stages."""
-    place = plan.places[device]
+def _chunks(model: Model, plan: Plan, modules: Mapping[str, nn.Module], everyone: Group) -> list[_Chunk]:
+    """The chunks of this device's stage in their order, each with its connections to the adjacent stages."""
+    place = plan.places[everyone.me]
     pipeline, stage = plan.pipeline(place), plan.stage(place)
 
     def neighbour(kind: type[_Stage], other: int, chunk: int) -> _Stage:
         ranks = [plan.rank(device) for device in pipeline.stages[other % len(pipeline.stages)].devices]
         to = [rank for j, rank in enumerate(ranks) if j % len(stage.devices) == place.position]
-        proven = tp_communicates or len(ranks) == 1
+        proven = model.spec.collectives > 0 or len(ranks) == 1  # else members do not communicate in every block
         source, channel = ranks[place.position % len(ranks)], Channel(chunk, pipeline.chunks)
-        return kind(everyone, source, to, dtype, implies_all_received=proven, channel=channel)
+        return kind(everyone, source, to, model.dtype, implies_all_received=proven, channel=channel)
 
     chunks = []
     for number, (start, stop) in enumerate(stage.chunks):
@@ -97,6 +86,13 @@ def _chunks(
         names = ["embed"] * (before is None) + names + ["head"] * (after is None)
         chunks.append(_Chunk(modules={name: modules[name] for name in names}, before=before, after=after))
     return chunks
+
+
+def all_forward(stages: int, stage: int, micro_batches: int, chunks: int) -> Iterator[Pass]:
+    """The passes of an evaluation: a `Schedule`."""
+    for chunk in range(chunks):
+        for index in range(micro_batches):
+            yield Pass("forward", index, chunk)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,53 +115,40 @@ class StageRunner:
     def __init__(
         self,
         *,
+        recipe: Recipe,
         plan: Plan,
-        device: str,
-        modules: dict[str, nn.Module],
-        drawing: Drawing,
+        local: LocalModel,
         everyone: Group,
-        dtype: torch.dtype,
-        tp_communicates: bool,
-        loss: Loss,
-        loader: Loader,
         telemetry: Telemetry,
-        stopwatch: Stopwatch,
         pace: Pace,
         on_section_done: Callable[[str], None],
-        schedule: Schedule = one_forward_one_backward,
-        recompute: Collection[int] = (),
-        precision: Precision | None = None,
     ) -> None:
         """
         Args:
+            recipe: of the job; its feed and `collate` make the batches.
             plan: the plan in force.
-            device: this device.
-            modules: its local modules by section.
-            drawing: keys the random draws of those modules.
-            everyone: the group of all members of the plan.
-            dtype: the type of the model, `Model.dtype`.
-            tp_communicates: whether members of a TP group communicate in every block.
-            loss: (output, batch) -> (sum of the losses, count of targets).
-            loader: makes a batch of the samples of a micro-batch.
+            local: this device's part of the model.
+            everyone: the group of all members of the plan. Its stopwatch measures waits, and publishes where
+                the main thread is.
             telemetry: measures passes.
-            stopwatch: measures waits, and publishes where the main thread is.
             pace: called after every pass of a block; slows an emulated device down.
             on_section_done: called with a section when all gradients that this device adds to it are there.
-            schedule: the order of passes.
-            recompute: indices of blocks that recompute their activations, beside those of the plan.
-            precision: the types that the modules compute in; None: their own.
         """
-        self._drawing, self._loss, self._loader = drawing, loss, loader
-        self._telemetry, self._stopwatch, self._pace = telemetry, stopwatch, pace
+        self._drawing, self._loss, self._loader = (
+            local.drawing,
+            recipe.loss,
+            Loader(recipe.feed, recipe.data.collate),
+        )
+        self._telemetry, self._stopwatch, self._pace = telemetry, everyone.plan_groups.stopwatch, pace
         self._on_section_done = on_section_done
-        self._schedule, self._precision, self._scale = schedule, precision, 1.0
-        place = plan.places[device]
+        self._schedule, self._precision, self._scale = recipe.schedule, recipe.precision, 1.0
+        place = plan.places[everyone.me]
         stage = plan.stage(place)
         self._stage, self._position = place.stage, place.position
         self._stages = len(plan.pipeline(place).stages)
         self._share, self._layers = stage.fraction(place.position), stage.layers
-        self._recomputed = recomputed_blocks(stage, recompute, modules)
-        self._chunks = _chunks(plan, device, modules, everyone, dtype, tp_communicates=tp_communicates)
+        self._recomputed = recomputed_blocks(stage, recipe.recomputed, local.modules)
+        self._chunks = _chunks(recipe.model, plan, local.modules, everyone)
         self.reads = any(chunk.before is None or chunk.after is None for chunk in self._chunks)
         self.most_alive = 0
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
-from elasticd_planner.spec.batch import BatchPlan, Sampler
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.cost.schedule import Pass, passes
+from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.sample_packing import linear_of
+from torch import Tensor
 
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.data.loader import length_of, sample_tokens
@@ -20,12 +22,15 @@ from elasticd.runtime.data.stream import Stream, Streamed
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.mixed_precision import Precision, lowered, precision_of
 from elasticd.runtime.engine.parallelism import ParallelismOptions
-from elasticd.runtime.engine.pipeline_schedule import Schedule, one_forward_one_backward
-from elasticd.runtime.engine.pipeline_stage import Loss
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.optimizer_check import MakeOptimizer
 from elasticd.runtime.snapshot.restore import Snapshots
 
+#: (output, batch) -> (sum of the losses, count of targets)
+Loss = Callable[[Tensor, Any], tuple[Tensor, int]]
+#: (stages, stage, micro-batches, chunks) -> the passes of that stage in order. Backward passes through one
+#: chunk go by ascending index of the micro-batch.
+Schedule = Callable[[int, int, int, int], Iterator[Pass]]
 #: Makes a learning-rate scheduler of an optimizer.
 MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -51,7 +56,7 @@ class Recipe:
     parallelism: ParallelismOptions = field(default_factory=ParallelismOptions)
     checkpointing: CheckpointingOptions = field(default_factory=CheckpointingOptions)
     snapshots: Snapshots = field(default_factory=Snapshots)  #: those that this node's agent keeps
-    schedule: Schedule = one_forward_one_backward
+    schedule: Schedule = passes  #: of a stage: 1F1B
     source: Feed | None = None  #: gives the samples of each step; None: `dataset` does, by `seed`
 
     def __post_init__(self) -> None:
@@ -102,7 +107,3 @@ class Recipe:
             return Streamed(self.dataset, self.global_batch, linear, self.data.readers)
         length = length_of(self.dataset) if self.data.length is None else self.data.length
         return Mapped(self.sampler, SampleReader(self.dataset, self.data.readers), length, linear)
-
-    def batch(self, plan: Plan, step: int) -> BatchPlan:
-        """The samples of a step as the plan's pipelines take them, the same on every rank."""
-        return self.feed.batch(plan, step)

@@ -21,7 +21,6 @@ from elasticd.runtime.data.sample_ledger import LedgerError
 
 #: The fields of `RankRecord` in their order, 68 bytes.
 _RECORD = struct.Struct("<qqq??qdddQqb")
-RECORD_BYTES = _RECORD.size
 
 
 class Draining(IntEnum):
@@ -52,29 +51,12 @@ class RankRecord(NamedTuple):
 class StepOutcome(Value, frozen=True, kw_only=True):
     """What the vote decided, the same on every rank."""
 
-    step: int  # index of the step
-    loss: float  # mean per target; NaN: the batch has no target
-    norm: float  # of the gradient of the mean loss
-    count: float  # targets
-    tokens: int
-    apply: bool  # the update is made
+    vote: Vote  # the part of the outcome from which another rank can make the same update
     prepared: tuple[int, ...]  # of each rank, as in its record
     saving: tuple[int, ...]  # of each rank, as in its record
     snapshot: tuple[bool, ...]  # of each rank, as in its record
     failed: tuple[int, int] | None = None  # the first rank that could not read a sample, and the sample's index
     last: bool = False  # all ranks leave the job, and a last checkpoint is to be made
-
-    @property
-    def vote(self) -> Vote:
-        """The part of the outcome from which another rank can make the same update."""
-        return Vote(
-            step=self.step,
-            loss=self.loss if math.isfinite(self.loss) else None,
-            norm=self.norm if math.isfinite(self.norm) else None,
-            count=self.count,
-            tokens=self.tokens,
-            apply=self.apply,
-        )
 
 
 def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> StepOutcome:
@@ -96,13 +78,16 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> StepOut
         raise LedgerError(f"step {step}: ranks {wrong} did not see the samples of the batch plan")
     count, squares = _total(every.targets), _total(every.squares)
     unread = next((rank for rank, index in enumerate(every.failed) if index), None)
-    return StepOutcome(
+    vote = Vote(
         step=step,
-        loss=_total(every.loss) / count if count else math.nan,
-        norm=math.sqrt(squares) / (count or 1) if math.isfinite(squares) else math.inf,
+        loss=_finite(_total(every.loss) / count) if count else None,
+        norm=_finite(math.sqrt(squares) / (count or 1)),
         count=count,
         tokens=sum(every.tokens),
         apply=all(every.finite) and math.isfinite(squares) and unread is None and count > 0,
+    )
+    return StepOutcome(
+        vote=vote,
         prepared=every.prepared,
         saving=every.saving,
         snapshot=every.snapshot,
@@ -118,6 +103,10 @@ def _total(values: Iterable[float]) -> float:
         return math.fsum(listed)
     except (OverflowError, ValueError):  # finite numbers without a finite sum, or infinities of both signs
         return sum(listed)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 class StepVote:

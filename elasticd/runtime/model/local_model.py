@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,12 +50,11 @@ def local_model(model: Model, stage: Stage, position: int) -> LocalModel:
             box = member_box(model.spec, rule, stage.shares, position)
             path, _, leaf = rule.name.rpartition(".")
             owner = module.get_submodule(path)
+            empty = torch.empty(box.shape, dtype=getattr(torch, rule.dtype))
             if rule.kind == "buffer":
-                empty = torch.empty(box.shape, dtype=getattr(torch, rule.dtype))
                 _share(module, owner.get_buffer(leaf), local.buffers.setdefault(name, empty))
                 continue
             if name not in local.parameters:
-                empty = torch.empty(box.shape, dtype=getattr(torch, rule.dtype))
                 local.parameters[name] = (box, nn.Parameter(empty, requires_grad=rule.kind == "trained"))
             held = local.parameters[name][1]
             fused = model.fused.get(f"{section}.{rule.name}")
@@ -153,23 +153,18 @@ def _prepare(
             rule = model.rule(path)
             if isinstance(rule, Sharded):
                 submodule.cut = (rule.dim, unit_range(model.spec, rule.units, stage.shares, position).start)
-    module.register_forward_hook(_OneTensor(section))
+    module.register_forward_hook(partial(_refuse_others, section))
     drawing.watch(section, module)
 
 
-@dataclass(frozen=True)
-class _OneTensor:
+def _refuse_others(section: str, module: nn.Module, args: object, output: Any) -> None:
     """A section gives one tensor: the one that passes to the next stage."""
-
-    section: str
-
-    def __call__(self, module: nn.Module, args: object, output: Any) -> None:
-        if isinstance(output, Tensor):
-            return
-        what = f"a {type(output).__name__}"
-        if isinstance(output, tuple | list | Mapping):
-            what += f" of {len(output)}"
-        raise ModelError(
-            f"{self.section} gave {what}: one activation tensor passes between blocks; put what else they need "
-            "into it, or compute it in each block"
-        )
+    if isinstance(output, Tensor):
+        return
+    what = f"a {type(output).__name__}"
+    if isinstance(output, tuple | list | Mapping):
+        what += f" of {len(output)}"
+    raise ModelError(
+        f"{section} gave {what}: one activation tensor passes between blocks; put what else they need "
+        "into it, or compute it in each block"
+    )

@@ -184,7 +184,7 @@ class Model:
         kinds = list(dict.fromkeys(described[f"blocks.{i}"] for i in range(self.layers)))
         for kind in sizes:
             self.units.setdefault(kind, UnitsOf())
-        rows = [rules for rules in self._owners["blocks.0"].values() if _sums(rules)]
+        owners = self._owners["blocks.0"].values()
         return ModelSpec(
             name=self.name,
             embed=described["embed"],
@@ -202,7 +202,7 @@ class Model:
             ties=tuple(self.ties.items()),
             width=self.width,
             dtype=str(self.dtype).removeprefix("torch."),
-            collectives=len(rows),
+            collectives=sum(any(isinstance(rule, Row) for rule in rules.values()) for rules in owners),
         )
 
     def _parameters(self, section: str, sizes: dict[str, list[int]]) -> Iterator[Parameter]:
@@ -312,12 +312,7 @@ class Model:
         with STATES, torch.random.fork_rng(devices=[]):  # ranks in threads share the generator
             torch.default_generator.manual_seed(_generator(seed, f"{section}.{path}").initial_seed())
             made.reset_parameters()
-        value: Tensor = getattr(made, leaf)
-        return value
-
-
-def _sums(rules: Mapping[str, Rule]) -> bool:
-    return any(isinstance(rule, Row) for rule in rules.values())
+        return getattr(made, leaf)
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

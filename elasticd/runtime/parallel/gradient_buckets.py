@@ -46,18 +46,16 @@ def buckets(reduction: Reduction, parameters: Parameters) -> tuple[Bucket, ...]:
         reduction: of the holder set.
         parameters: the local ones by name, each with the box that it holds.
     """
-    found = list(_cut(reduction, parameters))
     devices = reduction.devices
     return tuple(
         Bucket(devices=devices, pieces=tuple(pieces), counter=devices[i % len(devices)])
-        for i, pieces in enumerate(found)
+        for i, pieces in enumerate(_cut(reduction, parameters))
     )
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
     """The dtype that a parameter's gradients are summed in: its own, unless `Precision.add_up` set another."""
-    found: torch.dtype | None = getattr(parameter, "grad_dtype", None)
-    return found or parameter.dtype
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def _cut(reduction: Reduction, parameters: Parameters) -> Iterator[list[Piece]]:

@@ -36,6 +36,7 @@ _CHUNK, _CHUNK_BESIDE = 1 << 15, 1 << 20
 class GradientReducer:
     """Runs the gradient reductions that one device takes part in."""
 
+    squares: float  #: of the gradients that this device counts, their sum; each piece counts on one device
     most_bytes: int  #: largest sum of local gradients, buffers and kept gradients in the last step of ZeRO 2
 
     def __init__(
@@ -71,7 +72,7 @@ class GradientReducer:
                     self._where.setdefault(name, []).append((queue, index))
         self._pieces = Counter(p.name for cut in self._queues for bucket in cut for p in bucket.pieces)
         self._pieces.update(piece.name for piece in self._alone)
-        self._squares = 0.0
+        self.squares = 0.0
         self.most_bytes = 0
         self._begin()
 
@@ -126,7 +127,7 @@ class GradientReducer:
         for queue, cut in enumerate(self._queues):
             while self._sent[queue] < len(cut):
                 self._send(queue)
-        self._squares = sum_of_squares(
+        self.squares = sum_of_squares(
             self._gradient(piece.name, piece.box)
             for piece in self._alone
             if self._parameters[piece.name][1].grad is not None
@@ -140,7 +141,7 @@ class GradientReducer:
         """Waits for all reductions: every local gradient becomes the sum over the devices with a term of it."""
         for bucket, flat in self._landed():
             if bucket.counter == self._device:
-                self._squares += sum_of_squares([flat])
+                self.squares += sum_of_squares([flat])
             for piece, part in _sums(bucket, flat):
                 if self._whole(piece):
                     self._parameters[piece.name][1].grad = part
@@ -186,10 +187,6 @@ class GradientReducer:
         parameter = self._parameters[name][1]
         if not any(part.parameter is parameter for part in owned):
             parameter.grad = None
-
-    def squares(self) -> float:
-        """The sum of squares of the gradients that this device counts. Each piece counts on one device."""
-        return self._squares
 
     def _whole(self, piece: Piece) -> bool:
         return piece.box == self._parameters[piece.name][0]

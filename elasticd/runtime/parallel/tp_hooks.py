@@ -121,10 +121,8 @@ class _Hooks:
             )
         if getattr(owner, "bias", None) is None:
             owner.register_forward_hook(lambda _, args, output: reduce_from_tp_region(output, group))
-        elif type(owner) is nn.Linear:
-            owner.forward = partial(_row_with_bias, owner, group)  # type: ignore[method-assign]
-        elif sides_of(owner) == (1, 0):
-            owner.forward = partial(_transposed_row_with_bias, owner, group)
+        elif type(owner) is nn.Linear or sides_of(owner) == (1, 0):
+            owner.forward = partial(_row_with_bias, owner, group)
         else:
             where = f"{self._section}.{path}".rstrip(".")
             raise ModelError(
@@ -150,9 +148,6 @@ def _repeat(count: int, repeated: list[int], module: nn.Module, args: object, ou
     return units[..., repeated, :].flatten(-2)
 
 
-def _row_with_bias(owner: nn.Linear, group: Group, x: Tensor) -> Tensor:
-    return reduce_from_tp_region(F.linear(x, owner.weight), group) + owner.bias
-
-
-def _transposed_row_with_bias(owner: Any, group: Group, x: Tensor) -> Tensor:
-    return reduce_from_tp_region(x @ owner.weight, group) + owner.bias
+def _row_with_bias(owner: Any, group: Group, x: Tensor) -> Tensor:
+    term = F.linear(x, owner.weight) if isinstance(owner, nn.Linear) else x @ owner.weight
+    return reduce_from_tp_region(term, group) + owner.bias

@@ -97,7 +97,7 @@ class ZeroState:
             self._reducer()
             if self._master is not None:
                 self._view()
-            return self._reducer.squares()
+            return self._reducer.squares
         if self._stage == 1:
             self._reducer()
             self._view()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class NoDevice(ValueError):
@@ -27,7 +30,6 @@ class DeviceClock(Protocol):
 
     def wait(self) -> None:
         """Returns when the device has done all that was asked of it."""
-        ...
 
     def free_bytes(self) -> int:
         """Bytes of memory that the device has free."""
@@ -83,6 +85,16 @@ class CudaClock:
     def free_bytes(self) -> int:
         """Bytes of the device's memory that are free."""
         return torch.cuda.mem_get_info(self.device)[0]
+
+
+def timed(clock: DeviceClock, work: Callable[[], T]) -> tuple[T, float]:
+    """What `work` gives, and the seconds that the device took for it; it has done all else before and after."""
+    clock.wait()
+    start = clock.mark()
+    made = work()
+    end = clock.mark()
+    clock.wait()
+    return made, clock.between(start, end)
 
 
 def clock_of(device: str) -> DeviceClock:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from elasticd.runtime.data.loader import Batch
-from elasticd.runtime.engine.pipeline_stage import Loss
+from elasticd.runtime.engine.recipe import Loss
 from elasticd.runtime.model.model import Model, ModelError
 
 #: (samples, tokens of each) to a batch, as the model's embed takes it.
@@ -64,8 +64,7 @@ def loss_of(module: ModuleType, name: str) -> Loss | None:
 def batch_of(module: ModuleType, name: str, model: Model) -> MakeBatch:
     """The user's function; else token ids in the range of the embedding's rows, as inputs and targets."""
     if name:
-        made: MakeBatch = _function(module, name, "--batch: batch(samples, tokens) gives a batch")
-        return made
+        return _function(module, name, "--batch: batch(samples, tokens) gives a batch")
     rows = [m.num_embeddings for m in model.sections["embed"].modules() if isinstance(m, nn.Embedding)]
     if not rows:
         raise CannotLoad(

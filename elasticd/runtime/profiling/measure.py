@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,11 +20,12 @@ from elasticd_planner.spec.model import apportion
 from elasticd_planner.value import refuse
 from torch import Tensor
 
-from elasticd.runtime.engine.pipeline_stage import Loss
+from elasticd.runtime.engine.mixed_precision import converted
+from elasticd.runtime.engine.recipe import Loss
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.profiling.clocks import DeviceClock
+from elasticd.runtime.profiling.clocks import DeviceClock, timed
 from elasticd.runtime.profiling.loading import MakeBatch
-from elasticd.runtime.profiling.parts import Passes, ProfiledPart, Values, WholeModel, part_of, whole_model
+from elasticd.runtime.profiling.parts import Passes, ProfiledPart, Values, both_passes, part_of, whole_model
 from elasticd.wire.profiler import Request
 
 #: Rounds before those that count: allocations, autotuning, first gradients, optimizer state.
@@ -113,7 +115,9 @@ def measure(
         for width in sorted(set(request.widths))
     }
     batches = {
-        tokens: moved(make_batch(tokens // request.sample_tokens, request.sample_tokens), clock.device)
+        tokens: converted(
+            make_batch(tokens // request.sample_tokens, request.sample_tokens), lambda x: x.to(clock.device)
+        )
         for tokens in sorted(set(request.tokens))
     }
     points = [*_points(by_width, batches, clock)]
@@ -122,8 +126,8 @@ def measure(
     compared = sorted(batches)[len(batches) // 2]
     whole = None
     if not skipped:
-        made = whole_model(model, loss, Values(model, clock.device, keep=False))
-        whole = _whole_case(made, batches[compared], clock)
+        made = whole_model(model, Values(model, clock.device, keep=False))
+        whole = _case(clock, lambda: both_passes(made, batches[compared], loss))
     del values
     cases = [*(c for p in points for c in (p.plain, p.again) if c is not None), *(u.case for u in updates)]
     _rounds([*cases, *([whole] if whole is not None else [])], request.repeats, progress)
@@ -181,18 +185,12 @@ def _points(
 
 def _point(part: ProfiledPart, tokens: int, entering: Any, batch: Any, clock: DeviceClock) -> _Point:
     block = part.label.startswith("block")
-
-    def plain() -> Passes:
-        return part.passes(entering, batch, clock)
-
-    def again() -> Passes:
-        return part.passes(entering, batch, clock, recompute=True)
-
+    run = partial(part.passes, entering, batch, clock)
     return _Point(
         part=part,
         tokens=tokens,
-        plain=_Case(run=plain),
-        again=_Case(run=again) if block else None,
+        plain=_Case(run=run),
+        again=_Case(run=partial(run, recompute=True)) if block else None,
         kept=part.kept(entering, batch),
         kept_again=part.kept(entering, batch, recompute=True) if block else 0,
     )
@@ -202,23 +200,15 @@ def _updates(part: ProfiledPart, clock: DeviceClock) -> _Updates:
     parameters = list(part.module.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=0.0)
 
-    def run() -> Passes:
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        clock.wait()
-        start = clock.mark()
-        optimizer.step()
-        end = clock.mark()
-        clock.wait()
-        return Passes(clock.between(start, end), 0.0)
-
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    return _Updates(optimizer, size, _Case(run=run))
+    return _Updates(optimizer, size, _case(clock, optimizer.step))
 
 
-def _whole_case(whole: WholeModel, batch: Any, clock: DeviceClock) -> _Case:
-    return _Case(run=lambda: Passes(whole.seconds(batch, clock), 0.0))
+def _case(clock: DeviceClock, work: Callable[[], object]) -> _Case:
+    """A case without a backward pass of its own."""
+    return _Case(run=lambda: Passes(timed(clock, work)[1], 0.0))
 
 
 def _too_large(model: Model, request: Request, clock: DeviceClock) -> str:
@@ -229,14 +219,3 @@ def _too_large(model: Model, request: Request, clock: DeviceClock) -> str:
     if 2 * size > _MOST_MEMORY * free:
         return f"its parameters and gradients take {2 * size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
     return ""
-
-
-def moved(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on the device."""
-    if isinstance(batch, Tensor):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return {key: moved(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return [moved(value, device) for value in batch]
-    return batch

@@ -19,11 +19,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from elasticd.runtime.comm.groups import Group
-from elasticd.runtime.engine.pipeline_stage import Loss
+from elasticd.runtime.engine.recipe import Loss
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.parallel import tp_hooks
-from elasticd.runtime.profiling.clocks import DeviceClock
+from elasticd.runtime.profiling.clocks import DeviceClock, timed
 
 
 class Alone:
@@ -58,16 +58,11 @@ class Values:
                 continue
             value = self._whole.get(name)
             if value is None:
-                value = self._model.first_value(name, whole_of(self._model, name), seed=0)
+                value = self._model.first_value(name, Box.whole(self._model.parameter(name).shape), seed=0)
                 if self._keep:
                     self._whole[name] = value
             part = value[box.slices(Box.whole(tuple(value.shape)))].contiguous()
             parameter.data = part.to(self._device, copy=True)
-
-
-def whole_of(model: Model, name: str) -> Box:
-    """The box of all of a parameter, by its full name."""
-    return Box.whole(model.parameter(name).shape)
 
 
 @dataclass(frozen=True)
@@ -93,17 +88,10 @@ class ProfiledPart:
         """Times both passes over an activation [samples, tokens, width], or over a batch in the embedding.
         A head's loss is part of it where there is one; else some gradient is given, its making not timed."""
         entered = self._enter(entering)
-        clock.wait()
-        start = clock.mark()
-        out = self._forward(entered, batch, recompute=recompute)
-        end = clock.mark()
+        out, forward = timed(clock, lambda: self._forward(entered, batch, recompute=recompute))
         grad = None if self.loss is not None else torch.randn_like(out)
-        clock.wait()
-        again = clock.mark()
-        torch.autograd.backward(out, grad)
-        done = clock.mark()
-        clock.wait()
-        return Passes(clock.between(start, end), clock.between(again, done))
+        _, backward = timed(clock, lambda: torch.autograd.backward(out, grad))
+        return Passes(forward, backward)
 
     def kept(self, entering: Any, batch: Any, *, recompute: bool = False) -> int:
         """Bytes of the distinct storages that stay until backward, parameters left out. A section's input is
@@ -137,36 +125,24 @@ class ProfiledPart:
         return out if self.loss is None else self.loss(out, batch)[0]
 
 
-@dataclass(frozen=True)
-class WholeModel:
-    """All sections on one device."""
-
-    modules: dict[str, nn.Module]
-    loss: Loss | None
-
-    def seconds(self, batch: Any, clock: DeviceClock) -> float:
-        """Forward and backward of one micro-batch, block by block as a stage runs it."""
-        clock.wait()
-        start = clock.mark()
-        first, *rest = self.modules.values()
-        embedded = x = first(batch)
-        segments = []
-        for module in rest:
-            entered = x.detach().requires_grad_()
-            x = module(entered)
-            segments.append((entered, x))
-        grad = None
-        if self.loss is None:
-            grad = torch.ones_like(x)
-        else:
-            segments[-1] = (segments[-1][0], self.loss(x, batch)[0])
-        for entered, out in reversed(segments):
-            torch.autograd.backward(out, grad)
-            grad = entered.grad
-        torch.autograd.backward(embedded, grad)
-        end = clock.mark()
-        clock.wait()
-        return clock.between(start, end)
+def both_passes(sections: Mapping[str, nn.Module], batch: Any, loss: Loss | None) -> None:
+    """Forward and backward of one micro-batch through all sections, block by block as a stage runs it."""
+    first, *rest = sections.values()
+    embedded = x = first(batch)
+    segments = []
+    for module in rest:
+        entered = x.detach().requires_grad_()
+        x = module(entered)
+        segments.append((entered, x))
+    grad = None
+    if loss is None:
+        grad = torch.ones_like(x)
+    else:
+        segments[-1] = (segments[-1][0], loss(x, batch)[0])
+    for entered, out in reversed(segments):
+        torch.autograd.backward(out, grad)
+        grad = entered.grad
+    torch.autograd.backward(embedded, grad)
 
 
 def part_of(
@@ -192,8 +168,8 @@ def part_of(
     return ProfiledPart(label=label, width=len(shares), share=shares[0] / sum(shares), module=module, loss=loss)
 
 
-def whole_model(model: Model, loss: Loss | None, values: Values) -> WholeModel:
-    """All of the model on the device of `values`."""
+def whole_model(model: Model, values: Values) -> dict[str, nn.Module]:
+    """All sections of the model, by name, on the device of `values`."""
     local = local_model(model, Stage(start=0, stop=model.layers, devices=("n/0",), shares=(1,)), 0)
     values.fill(local, local.modules)
-    return WholeModel(local.modules, loss)
+    return local.modules

@@ -25,10 +25,9 @@ from elasticd_planner.value import StoredValue, Value
 from torch import Tensor
 
 from elasticd.codec.decoding import decode_stored, tag_of
-from elasticd.runtime.checkpoint.staging import Piece
+from elasticd.runtime.checkpoint.staging import Piece, padded, places
 from elasticd.runtime.snapshot.pinned_copy import HostMemory
 
-_ALIGNED = 64
 _END = struct.Struct("<Qq8s")
 _MAGIC = b"elasnap1"
 #: Version of the contents.
@@ -80,8 +79,8 @@ class _Written(msgspec.Struct, frozen=True, kw_only=True, tag=tag_of(Contents)):
 
 def size_of(held: Sequence[Piece], small: LocalState) -> int:
     """Bytes that a snapshot takes in a file, with room for small values that are written longer later."""
-    values = sum(_padded(piece.values.nbytes) for piece in held)
-    return _padded(values + _CHUNK * len(held) + 2 * len(small.schema().to_json()) + _PAGE)
+    *_, values = places(piece.values for piece in held)
+    return padded(values + _CHUNK * len(held) + 2 * len(small.schema().to_json()) + _PAGE)
 
 
 class MemoryFile:
@@ -129,24 +128,21 @@ class MemoryFile:
         shapes = tuple((tensor.dtype, tensor.shape) for tensor in values)
         if shapes == self._shapes:
             return
-        end = sum(_padded(tensor.nbytes) for tensor in values)
+        *starts, end = places(values)
         if end > self.room:
             raise BadSnapshot(f"{end} bytes of values do not fit into a memory file of {self.room}")
-        self._cut, at = [], 0
-        for tensor in values:
-            self._cut.append(_view(self._raw, at, tensor.dtype, tensor.shape))
-            at += _padded(tensor.nbytes)
+        self._cut = [_view(self._raw, at, *shape) for at, shape in zip(starts, shapes, strict=True)]
         self._shapes, self._end = shapes, end
 
     def _text(self, held: Sequence[Piece]) -> msgspec.Raw:
         key = self._shapes, tuple((piece.item, piece.plane, piece.box) for piece in held)
         if key != self._chunks[0]:
-            at, chunks = 0, []
-            for item, plane, box, values in held:
+            chunks = []
+            *starts, _ = places(piece.values for piece in held)
+            for at, (item, plane, box, values) in zip(starts, held, strict=True):
                 dtype = str(values.dtype).removeprefix("torch.")
                 chunk = SnapshotChunk(name=item.name, role=item.role, box=box, plane=plane, dtype=dtype, at=at)
                 chunks.append(chunk)
-                at += _padded(values.nbytes)
             self._chunks = key, msgspec.Raw(msgspec.json.encode(chunks))
         return self._chunks[1]
 
@@ -216,7 +212,3 @@ def _view(raw: Tensor, at: int, dtype: torch.dtype, shape: torch.Size) -> Tensor
     if not 0 <= at <= raw.numel() - size:
         raise ValueError(f"values at {at} lie beyond the end")
     return raw[at : at + size].view(dtype).reshape(shape)
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 from elasticd_migration.local_state import LocalState, NotElementWise
 from elasticd_planner.layout.layouts import Layouts
@@ -20,7 +19,7 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.codec.message import Message
 from elasticd.machines.worker import snapshotting
-from elasticd.runtime.checkpoint.staging import Piece, pieces, share, without_planes
+from elasticd.runtime.checkpoint.staging import Piece, pieces, shares, without_planes
 from elasticd.runtime.snapshot.memory_file import BadSnapshot, MemoryFile, size_of
 from elasticd.runtime.threads import DaemonThreads
 from elasticd.wire.snapshots import Held, Snapped
@@ -31,11 +30,8 @@ log = logging.getLogger(__name__)
 #: Seconds that the end of a process waits for the thread.
 _LEAVE = 5.0
 
-
-class Tell(Protocol):
-    """Sends a message to the agent, with a descriptor that stays the caller's."""
-
-    def __call__(self, message: Message, fd: int) -> None: ...
+#: Sends a message to the agent, with a descriptor that stays the caller's.
+Tell = Callable[[Message, int], None]
 
 
 class Snapper:
@@ -87,7 +83,7 @@ class Snapper:
         """A plan's first step was made, so that all of its state is there: files are made for this rank's share
         of it, beside training."""
         self._layouts = layouts
-        self._share = share(layouts, self._welcome().device)
+        self._share = shares(layouts)[self._welcome().device]
         local = state()
         need = size_of(pieces(local, self._share), without_planes(local, self._share))
         self._step(lambda old: snapshotting.sized(old, layouts.plan.number, need))
@@ -137,8 +133,7 @@ class Snapper:
     ) -> None:
         """`held` serves to describe what was copied; its values are of a later step by now."""
         try:
-            size = file.close(self._job, me.device, plan.number, step, held, small)
-            self.bytes = size
+            self.bytes = file.close(self._job, me.device, plan.number, step, held, small)
         except Exception as error:  # also what nobody thought of: the slot must come free
             self._give_up(error, plan.number, step)
             return
@@ -149,7 +144,7 @@ class Snapper:
             plan=plan.number,
             step=step,
             node=node_of(me.device),
-            size=size,
+            size=self.bytes,
         )
         first = plan.members[0] == me.device
         self._tell(Snapped(held=made, plan=plan if first else None), file.fd)

@@ -7,18 +7,9 @@ what a recovery goes on from.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from elasticd.runtime.engine.engine import Engine
 from elasticd.wire.worker import Copy, StateReport
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptCopy:
-    """A copy of the state, in the engine of its plan."""
-
-    engine: Engine
-    step: int  # updates applied to it
 
 
 class Copies:
@@ -30,14 +21,14 @@ class Copies:
 
     def __init__(self, let_go: Callable[[int, Engine], None]) -> None:
         self._let_go = let_go
-        self._kept: dict[int, KeptCopy] = {}
+        self._kept: dict[int, tuple[Engine, int]] = {}  # the engine of the plan, and the updates applied to it
 
     def __bool__(self) -> bool:
         return bool(self._kept)
 
     def keep(self, number: int, engine: Engine, step: int) -> None:
         """Adds the copy of plan `number`, after `step` updates."""
-        self._kept[number] = KeptCopy(engine=engine, step=step)
+        self._kept[number] = engine, step
 
     def get(self, number: int, engine: Engine | None, step: int) -> tuple[Engine | None, int]:
         """Returns the copy of a plan.
@@ -52,8 +43,7 @@ class Copies:
         """
         if engine is not None and engine.plan.number == number:
             return engine, step
-        kept = self._kept.get(number)
-        return (kept.engine, kept.step) if kept is not None else (None, -1)
+        return self._kept.get(number, (None, -1))
 
     def report(self, fence: int, engine: Engine | None, step: int) -> StateReport:
         """Returns what is held here, in answer to a fence; no collective and no update may be under way.
@@ -67,9 +57,9 @@ class Copies:
             step: Updates applied to it.
         """
         copies = [
-            Copy(number=number, step=kept.step, stale=kept.engine.stale)
-            for number, kept in list(self._kept.items())
-            if not (kept.engine.spent or kept.engine.torn)
+            Copy(number=number, step=updates, stale=kept.stale)
+            for number, (kept, updates) in list(self._kept.items())
+            if not (kept.spent or kept.torn)
         ]
         vote = None
         if engine is not None and not (engine.spent or engine.torn):
@@ -80,9 +70,9 @@ class Copies:
 
     def drop(self) -> None:
         """Drops all of them."""
-        for number, kept in list(self._kept.items()):
+        for number, (engine, _) in list(self._kept.items()):
             del self._kept[number]
-            self._let_go(number, kept.engine)
+            self._let_go(number, engine)
 
     def clear(self) -> None:
         """Forgets them, at the end of the process."""

@@ -24,7 +24,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.records import Proposal, Recovery
 from elasticd.runtime.checkpoint.loader import NoCheckpoint, Types, clear, start_from
 from elasticd.runtime.comm.groups import Group, PlanGroups
-from elasticd.runtime.engine.engine import Engine, first_state, make_engine
+from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.pipeline_stage import Pace
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.snapshot.restore import stood_in
@@ -44,10 +44,8 @@ class PreparedPlan:
     engine: Engine | None  # without state; None on a rank that is no member of the plan
     transition: PlanGroups  # the groups made for this switch
     group: Group  # the transition group
-    checkpoints: tuple[str, ...] = ()  # names of those that the job may start from, the newest first
-    recovery: Recovery | None = None  # what a recovery goes on from
+    proposal: Proposal  # of the plan
     snapshot: LocalState | None = None  # read here for lost ranks, where the recovery goes on from snapshots
-    in_place: bool = False  # whether the old copy is given up piece by piece, for lack of memory
     prepared_move: PreparedMove | None = (
         None  # the transfers, computed ahead where training goes on until the switch
     )
@@ -98,7 +96,7 @@ def prepare(
     layouts = Layouts(spec, plan)
     engine = None
     if device in plan.members:
-        engine = make_engine(recipe, layouts, plan_groups_of("groups"), pace)
+        engine = Engine(recipe, layouts, plan_groups_of("groups"), pace)
         engine.after_recovery = recovery is not None
     snapshot = None
     if old is not None and recovery is not None and recovery.snapshots:
@@ -112,10 +110,8 @@ def prepare(
         engine=engine,
         transition=transition,
         group=group,
-        checkpoints=proposal.checkpoints,
-        recovery=recovery,
+        proposal=proposal,
         snapshot=snapshot,
-        in_place=proposal.in_place,
         prepared_move=_prepare_move(source, layouts, group, training) if source and recovery is None else None,
     )
 
@@ -151,7 +147,7 @@ def _source(spec: ModelSpec, old: Plan, recovery: Recovery | None) -> Layouts:
     return Remains(spec, old, gone=gone, stale=recovery.stale)
 
 
-def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recipe, seed: int) -> MoveResult:
+def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recipe) -> MoveResult:
     """Fills the new engine from what all ranks hold. The old engine is untouched, but by a move in place, which
     leaves it spent.
 
@@ -160,7 +156,6 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
         engine: The engine here whose state the job goes on from (None: this rank only joins).
         step: Updates applied to it.
         recipe: What the job's script trains.
-        seed: Of first values.
 
     Returns:
         The step that the new state is of, and what the move cost.
@@ -168,7 +163,8 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
     Raises:
         SOUND, PeerLost, Cancelled: The move failed. After one of `SOUND` the transition group is usable.
     """
-    group, new, recovery = prepared.group, prepared.engine, prepared.recovery
+    group, new, proposal = prepared.group, prepared.engine, prepared.proposal
+    recovery = proposal.recovery
     where = group.plan_groups.stopwatch.where
     if prepared.snapshot is not None:
         engine = None  # it may be steps ahead
@@ -180,10 +176,10 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
     if prepared.old is None:
         assert new is not None
         folder = recipe.checkpointing.path
-        if prepared.checkpoints and folder is not None:
+        if proposal.checkpoints and folder is not None:
             types = Types(layouts=prepared.new, master=recipe.master)
             with during(where, READING):
-                found = start_from(folder, prepared.checkpoints, types, group, torch.device("cpu"))
+                found = start_from(folder, proposal.checkpoints, types, group)
             new.adopt(found.state)
             return MoveResult(step=found.step, checkpoint=found.name, began=began)
         if recovery is not None:
@@ -191,7 +187,7 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
         if folder is not None and group.rank == 0:
             clear(folder)
         with during(where, FIRST):
-            state = first_state(recipe.model, prepared.new, group.me, seed, recipe.master)
+            state = first_state(recipe.model, prepared.new, group.me, recipe.seed, recipe.master)
         new.adopt(state)
         return MoveResult(step=step, began=began)
     transport = _transport(group)
@@ -216,26 +212,26 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
 def _migrated(
     prepared: PreparedPlan, old: Layouts, engine: Engine | None, transport: ProcessGroupTransport
 ) -> Moved:
-    recovery, me = prepared.recovery, prepared.group.me
+    proposal, me = prepared.proposal, prepared.group.me
     try:
         if prepared.snapshot is not None:
             state = prepared.snapshot
         else:
             state = engine.state() if engine else LocalState()
-        if recovery is not None and me in recovery.stale:
+        if proposal.recovery is not None and me in proposal.recovery.stale:
             state = trimmed(state, old.held(me))
     except NotElementWise as error:
         agree(transport, Schema(refused=str(error)))  # raises it on every rank alike
         raise
     if engine is not None:
-        engine.spent = prepared.in_place
+        engine.spent = proposal.in_place
     try:
         return migrate(
             old,
             prepared.new,
             state,
             transport,
-            in_place=prepared.in_place,
+            in_place=proposal.in_place,
             prepared=prepared.prepared_move,
         )
     except (Disagreement, Lost):

@@ -27,7 +27,7 @@ from elasticd.runtime.exits import Drained, JobOver, JobStopped
 from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.move import SOUND, MoveResult, PreparedPlan, move, prepare
 from elasticd.runtime.telemetry.emulation import Pacer
-from elasticd.runtime.telemetry.main_thread import Nowhere, Where, during
+from elasticd.runtime.telemetry.main_thread import Where, during
 from elasticd.wire.main_thread import IDLE
 from elasticd.wire.worker import (
     Closed,
@@ -61,12 +61,11 @@ class Switcher:
         control: Control,
         store: BootstrapKeyValue,
         pacer: Pacer,
-        seed: int,
         where: Where | None = None,
     ) -> None:
         self.engine: Engine | None = None
         self.step = 0
-        self._recipe, self._seed, self._where = recipe, seed, where or Nowhere()
+        self._recipe, self._where = recipe, where or Where()
         self._control, self._store, self._pacer = control, store, pacer
         self._device, self._address = control.welcome.device, control.welcome.address
         self._state = sw.SwitchState()
@@ -343,7 +342,7 @@ class Switcher:
 
     def _moved(self, prepared: PreparedPlan) -> MoveResult:
         engine, step = self.engine, self.step
-        recovery = prepared.recovery
+        recovery = prepared.proposal.recovery
         if recovery is not None and prepared.old is not None and not recovery.snapshots:
             engine, step = self._copies.get(prepared.old.plan.number, engine, step)
             vote = recovery.vote
@@ -351,7 +350,7 @@ class Switcher:
                 engine.apply(vote)  # decided, and this rank had not heard it
                 self.missed(engine.plan.number, vote)
                 step = self.step
-        return move(prepared, engine, step, self._recipe, self._seed)
+        return move(prepared, engine, step, self._recipe)
 
     def _all_gather_ok(self, number: int, ok: bool) -> None:
         prepared = self._prepared.get(number)

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Protocol
 
-from elasticd.runtime.telemetry.main_thread import Nowhere, Where, place_of
+from elasticd.runtime.telemetry.cuda_timer import Spans
+from elasticd.runtime.telemetry.main_thread import Where
+from elasticd.wire.main_thread import LABELS, OTHER
 
 #: Communication that is a part of a section's computation, where a device does both behind its host's back.
 INSIDE = "tensor"
-
-
-class Marks(Protocol):
-    """A device's own times (`cuda_timer.Spans`)."""
-
-    def begin(self, kind: str) -> None:
-        """A communication of this kind begins in the device's queue."""
-
-    def end(self) -> None:
-        """The communication that began ends in the device's queue."""
 
 
 class Stopwatch:
@@ -29,8 +20,8 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.marks: Marks | None = None
-        self.where: Where = Nowhere()
+        self.marks: Spans | None = None
+        self.where = Where()
 
     def measure(self, label: str, rank: int | None = None) -> Measure:
         """A context whose time counts for `label`; `rank` of the plan is waited for, if it is one."""
@@ -58,7 +49,7 @@ class Measure:
     def __enter__(self) -> None:
         where = self._stopwatch.where
         self._place = where.place
-        where.at(place_of(self._label), self._rank)
+        where.at(LABELS.get(self._label, OTHER), self._rank)
         if self._marks is not None:
             self._marks.begin(self._label)
         self._start = perf_counter()

@@ -10,9 +10,8 @@ import signal
 from collections.abc import Iterator
 from functools import lru_cache
 from time import perf_counter
-from typing import Protocol
 
-from elasticd.wire.main_thread import CHANGE, COMPUTES, LABELS, MAGIC, OTHER, SCRIPT, STACK
+from elasticd.wire.main_thread import CHANGE, COMPUTES, MAGIC, SCRIPT, STACK
 
 #: What is left after a step of the weight that the slowest one before it has, and the longest stay at a place.
 _FADING = 0.9
@@ -20,22 +19,20 @@ _FADING = 0.9
 _MOST_CHANGES = CHANGE << 30
 
 
-class Where(Protocol):
-    """Told by the main thread alone. `place`: where it is."""
+class Where:
+    """Where the main thread is, told by it alone; here for nobody to read."""
 
-    place: int
+    place = SCRIPT
 
     def at(self, place: int, rank: int | None = None) -> None:
-        """It is there now; in a wait, for this rank."""
-        ...
+        """It is there now; in a wait, for this rank. The place is kept, so that `during` can restore it."""
+        self.place = place
 
     def begin(self, step: int, plan: int) -> None:
         """A step of a plan begins. How long one takes under another plan is not known from those before."""
-        ...
 
     def end(self, seconds: float | None) -> None:
         """It ended, and took so long (None: it failed)."""
-        ...
 
 
 @contextlib.contextmanager
@@ -61,28 +58,7 @@ def during_step(where: Where, step: int, plan: int) -> Iterator[None]:
         where.end(seconds)
 
 
-def place_of(label: str) -> int:
-    """The place that a label of communication means."""
-    return LABELS.get(label, OTHER)
-
-
-class Nowhere:
-    """Nobody reads it."""
-
-    place = SCRIPT
-
-    def at(self, place: int, rank: int | None = None) -> None:
-        """Keeps the place, so that `during` can restore it."""
-        self.place = place
-
-    def begin(self, step: int, plan: int) -> None:
-        """Does nothing."""
-
-    def end(self, seconds: float | None) -> None:
-        """Does nothing."""
-
-
-class Shared:
+class Shared(Where):
     """In a memory file. `fd`: the file, for the agent; `signal`: at which stacks are written into it, 0 where
     that cannot be had."""
 
