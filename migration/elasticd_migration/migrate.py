@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,12 +28,13 @@ import torch
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.box import Box
 
-from elasticd_migration.exchange import Exchange, checksum
+from elasticd_migration.exchange import Exchange
 from elasticd_migration.local_state import LocalState
 from elasticd_migration.reshard import Lost, renewed, reshard
 from elasticd_migration.rounds import ROUND_LIMIT, Round, schedule
 from elasticd_migration.schema import Disagreement, Plane, Schema, check_covers, merge
-from elasticd_migration.target_buffers import Incomplete, TargetBuffers
+from elasticd_migration.target_buffers import Incomplete as Incomplete
+from elasticd_migration.target_buffers import TargetBuffers
 from elasticd_migration.transport import Transport
 
 #: zlib's fastest: the names of tensors repeat each other, anything packs them.
@@ -149,7 +150,6 @@ def migrate(
     transport: Transport,
     *,
     limit: int = ROUND_LIMIT,
-    without: Collection[str] = (),
     device: torch.device | None = None,
     in_place: bool = False,
     prepared: PreparedMove | None = None,
@@ -158,22 +158,22 @@ def migrate(
 
     Every member of the transport calls it, with a leaver's or joiner's part empty. limit: bytes that a rank
     sends, and receives, in a round; besides both states a move takes at most four times as much memory.
-    without: devices whose copies are gone. device: where the new state is to lie. in_place: memory of the old
-    state is given back on the way, and `state` is of no use afterwards. prepared: what `prepare_move` gave for
-    these layouts; it is used if it still holds.
+    Where devices' copies are gone, `old` says so (`Remains`). device: where the new state is to lie. in_place:
+    memory of the old state is given back on the way, and `state` is of no use afterwards. prepared: what
+    `prepare_move` gave for these layouts; it is used if it still holds.
     Raises, on every rank alike, `Disagreement` or `Lost`; on the rank concerned `Corrupt` or `Incomplete`.
     """
     me = transport.members[transport.rank]
-    if me in {*without, *renewed(old.plan, new.plan)}:
+    if me in renewed(old.plan, new.plan):
         state = LocalState()  # what it may still hold is of another history
     with _without_collections():
         schema = agree(transport, state.schema())
         check_covers(schema, new.items)
         planes = schema.planes
-        if prepared is not None and not without and (prepared.planes, prepared.limit) == (planes, limit):
+        if prepared is not None and (prepared.planes, prepared.limit) == (planes, limit):
             rounds = prepared.rounds
         else:
-            transfers = reshard(old, new, schema.sizes, without=without)
+            transfers = reshard(old, new, schema.sizes)
             rounds = schedule(transfers, planes, limit=limit, me=me)
         return execute(
             rounds,
@@ -277,17 +277,3 @@ def _span(size: int, ranks: Sequence[int], rank: int) -> tuple[int, int]:
 
 def _digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
-
-
-__all__ = [
-    "Corrupt",
-    "Disagreement",
-    "Incomplete",
-    "Moved",
-    "PreparedMove",
-    "agree",
-    "checksum",
-    "execute",
-    "migrate",
-    "prepare_move",
-]

@@ -8,9 +8,10 @@ transfer lies in one box that its source holds and in one that its destination i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
 from elasticd_planner.layout.layouts import Item, Layouts, Role
 from elasticd_planner.layout.optimizer_sharding import union
 from elasticd_planner.spec.box import Box, TensorLayout, cells, lacking, subtract
@@ -52,22 +53,17 @@ class Lost(RuntimeError):
         )
 
 
-def reshard(
-    old: Layouts | None, new: Layouts, sizes: Mapping[Item, int], *, without: Collection[str] = ()
-) -> tuple[Transfer, ...]:
+def reshard(old: Layouts, new: Layouts, sizes: Mapping[Item, int]) -> tuple[Transfer, ...]:
     """What has to move so that the layout `old` becomes `new`, in the model's order.
 
+    old: without what is gone (`Remains`). A device that both plans bind, but to different incarnations of its
+    worker, is gone by itself.
     sizes: bytes of one element by item, over all planes that it has; state that no step made yet has none.
-    without: devices of `old` whose copies are gone. A device that both plans bind, but to different
-    incarnations of its worker, is one of them by itself.
-    Without `old` the job starts: nobody holds anything yet, the caller initialises, nothing moves.
     Sources: the receiver's node first; then such that no link is much busier than need be (`source_choice`).
 
     Raises `Lost` with all that nobody holds.
     """
-    if old is None:
-        return ()
-    wanted = list(_wanted(old, new, sizes, without))
+    wanted = list(_wanted(old, new, sizes))
     lost = {item: alike.lack.lost for alike in wanted if alike.lack.lost for item in alike.items}
     if lost:
         raise Lost(lost)
@@ -84,17 +80,19 @@ def reshard(
     return tuple(transfers)
 
 
-def bytes_lacking(
-    old: Layouts | None, new: Layouts, sizes: Mapping[Item, int], *, without: Collection[str] = ()
-) -> dict[str, int]:
+def bytes_lacking(old: Layouts, new: Layouts, sizes: Mapping[Item, int]) -> dict[str, int]:
     """Bytes that each device of `new` is to hold and does not hold; devices that lack nothing are left out.
 
-    Without `old` all is lacking. Counted by box differences alone, apart from `reshard`.
+    Counted by box differences alone, apart from `reshard`.
     """
     lacks: dict[str, int] = defaultdict(int)
-    for item, counts in _lacking(old, new, without):
+    known: dict[object, dict[str, int]] = {}
+    for item, key, before, after in _changed(old, new):
+        if key not in known:
+            boxes_by_device = lacking(before, after).items()
+            known[key] = {device: sum(box.size for box in boxes) for device, boxes in boxes_by_device}
         element = _element(sizes, item)
-        for device, count in counts.items():
+        for device, count in known[key].items():
             lacks[device] += count * element
     return {device: size for device, size in lacks.items() if size}
 
@@ -111,12 +109,6 @@ def renewed(old: Plan, new: Plan) -> frozenset[str]:
         for device, incarnation in new.binding.items()
         if old.binding.get(device, incarnation) != incarnation
     )
-
-
-def restrict(layout: TensorLayout, without: Collection[str]) -> TensorLayout:
-    """`layout` as far as it is held by others than `without`."""
-    held = tuple(holding for holding in layout.holdings if holding.device not in without)
-    return TensorLayout(name=layout.name, shape=layout.shape, dtype=layout.dtype, holdings=held)
 
 
 def span(box: Box) -> str:
@@ -179,14 +171,14 @@ def _together(part: _Part, box: Box, item: Item, old: Layouts, new: Layouts) -> 
 
 
 def _changed(
-    old: Layouts, new: Layouts, without: Collection[str]
+    old: Layouts, new: Layouts
 ) -> Iterator[tuple[Item, tuple[Hashable, Hashable], TensorLayout, TensorLayout]]:
     """Old and new layout of every item that is held differently, with the families that it is of: items of
     the same two have equal holdings before and after, are compared once, and cost nothing where those stay."""
     if set(old.items) != set(new.items):
         unlike = sorted(set(old.items) ^ set(new.items))
         raise ValueError(f"old and new layout describe different models: {unlike[0]} is in one of them only")
-    gone = {*without, *renewed(old.plan, new.plan)}
+    gone = renewed(old.plan, new.plan)
     known: dict[tuple[Hashable, Hashable], tuple[TensorLayout, TensorLayout] | None] = {}
     for item in new.items:
         key = old.family(item), new.family(item)
@@ -197,7 +189,9 @@ def _changed(
                     f"{item}: {before.shape} {before.dtype} in the old layout, "
                     f"{after.shape} {after.dtype} in the new"
                 )
-            before = restrict(before, gone) if gone else before
+            if gone:
+                held = tuple(holding for holding in before.holdings if holding.device not in gone)
+                before = msgspec.structs.replace(before, holdings=held)
             known[key] = None if before.holdings == after.holdings else (before, after)
         found = known[key]
         if found is not None:
@@ -233,13 +227,11 @@ class _Alike(NamedTuple):
     element: int
 
 
-def _wanted(
-    old: Layouts, new: Layouts, sizes: Mapping[Item, int], without: Collection[str]
-) -> Iterator[_Alike]:
+def _wanted(old: Layouts, new: Layouts, sizes: Mapping[Item, int]) -> Iterator[_Alike]:
     known: dict[object, _Lack] = {}
     same: dict[tuple[Hashable, Hashable], _Lack] = {}
     pending: _Alike | None = None
-    for item, key, before, after in _changed(old, new, without):
+    for item, key, before, after in _changed(old, new):
         element = _element(sizes, item)
         if not element:
             continue
@@ -255,27 +247,6 @@ def _wanted(
         pending = _Alike((item,), lack, element)
     if pending is not None:
         yield pending
-
-
-def _lacking(
-    old: Layouts | None, new: Layouts, without: Collection[str]
-) -> Iterator[tuple[Item, dict[str, int]]]:
-    """For each item the elements that each device lacks."""
-    known: dict[object, dict[str, int]] = {}
-    if old is None:
-        for item in new.items:
-            if new.family(item) not in known:
-                known[new.family(item)] = _counted(None, new.layout(item))
-            yield item, known[new.family(item)]
-        return
-    for item, key, before, after in _changed(old, new, without):
-        if key not in known:
-            known[key] = _counted(before, after)
-        yield item, known[key]
-
-
-def _counted(before: TensorLayout | None, after: TensorLayout) -> dict[str, int]:
-    return {device: sum(box.size for box in boxes) for device, boxes in lacking(before, after).items()}
 
 
 def _lack(before: TensorLayout, after: TensorLayout) -> _Lack:
@@ -308,13 +279,7 @@ def _parts(box: Box, shares: Sequence[Share]) -> Iterator[tuple[str, Box]]:
         given += share.size
         stop = box.start[dim] + (2 * shape[dim] * given + total) // (2 * total)
         if start < stop:
-            yield (
-                share.source,
-                Box(
-                    start=(*box.start[:dim], start, *box.start[dim + 1 :]),
-                    stop=(*box.stop[:dim], stop, *box.stop[dim + 1 :]),
-                ),
-            )
+            yield share.source, box.cropped(dim, start, stop)
         start = stop
 
 

@@ -8,7 +8,6 @@ and is divided only where that is too little. Pure, and the same on every rank.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from heapq import heappop, heapreplace
 from typing import NamedTuple
@@ -21,15 +20,6 @@ from elasticd_migration.flow_balance import Class, balance
 WHOLE_BELOW = 64 * 1024
 
 
-class Want(NamedTuple):
-    """`size` bytes that `destination` lacks and that each of `holders` has, in an order that is the same on
-    every rank; the destination is not one of them."""
-
-    destination: str
-    size: int
-    holders: tuple[str, ...]
-
-
 class Share(NamedTuple):
     """What one holder sends of a want: `size` bytes, behind those of the shares before it."""
 
@@ -37,34 +27,9 @@ class Share(NamedTuple):
     size: int
 
 
-class Loads(NamedTuple):
-    """Bytes over each link."""
-
-    out_of_device: dict[str, int]
-    out_of_node: dict[str, int]
-    into_node: dict[str, int]
-
-    @property
-    def busiest(self) -> int:
-        """Bytes over the link that carries the most."""
-        return max((most for link in self for most in link.values()), default=0)
-
-
-def choose(wants: Sequence[Want], *, whole_below: int = WHOLE_BELOW) -> list[tuple[Share, ...]]:
-    """The shares of each want; they add up to its size. Wants below `whole_below` bytes have one share.
-
-    Raises ValueError for a want that nobody holds."""
-    dealing = Dealing(whole_below)
-    member = [dealing.class_of(want.destination, want.holders) for want in wants]
-    for want, index in zip(wants, member, strict=True):
-        dealing.add(index, want.size)
-    dealing.balance()
-    return [dealing.shares(index, want.size) for want, index in zip(wants, member, strict=True)]
-
-
 class Dealing:
-    """`choose` for callers who know which wants are alike: first every class is found and every want's size is
-    added to its class, then `balance`, then the wants are dealt with in their order."""
+    """Chooses who sends each want: first every class is found and every want's size is added to its class, then
+    `balance`, then the wants are dealt with in their order. Wants below `whole_below` bytes have one share."""
 
     def __init__(self, whole_below: int = WHOLE_BELOW) -> None:
         self._whole_below = whole_below
@@ -75,10 +40,18 @@ class Dealing:
 
     def class_of(self, destination: str, holders: tuple[str, ...]) -> int:
         """The class of a want. Raises ValueError where nobody holds it."""
-        key = holders, node_of(destination)
-        index = self._known.get(key)
+        home = node_of(destination)
+        index = self._known.get((holders, home))
         if index is None:
-            index = self._known[key] = self._find(destination, *key)
+            if not holders:
+                raise ValueError(f"nobody holds what {destination} lacks")
+            near = tuple(device for device in holders if node_of(device) == home)
+            candidates = near or holders
+            index = self._index.setdefault((bool(near), candidates), len(self._classes))
+            if index == len(self._classes):
+                nodes = tuple(node_of(device) for device in candidates)
+                self._classes.append(Class(candidates=candidates, nodes=nodes, local=bool(near)))
+            self._known[holders, home] = index
         return index
 
     def add(self, index: int, size: int) -> None:
@@ -98,31 +71,6 @@ class Dealing:
     def shares(self, index: int, size: int) -> tuple[Share, ...]:
         """The next want of this class."""
         return self._cursors[index].take(size, self._whole_below)
-
-    def _find(self, destination: str, holders: tuple[str, ...], home: str) -> int:
-        if not holders:
-            raise ValueError(f"nobody holds what {destination} lacks")
-        near = tuple(device for device in holders if node_of(device) == home)
-        candidates = near or holders
-        index = self._index.setdefault((bool(near), candidates), len(self._classes))
-        if index == len(self._classes):
-            nodes = tuple(node_of(device) for device in candidates)
-            self._classes.append(Class(candidates=candidates, nodes=nodes, local=bool(near)))
-        return index
-
-
-def loads(wants: Sequence[Want], chosen: Sequence[Sequence[Share]]) -> Loads:
-    """What a choice puts on each link."""
-    found = Loads(defaultdict(int), defaultdict(int), defaultdict(int))
-    for want, shares in zip(wants, chosen, strict=True):
-        home = node_of(want.destination)
-        for share in shares:
-            found.out_of_device[share.source] += share.size
-            node = node_of(share.source)
-            if node != home:
-                found.out_of_node[node] += share.size
-                found.into_node[home] += share.size
-    return found
 
 
 class _Cursor:

@@ -18,7 +18,7 @@ gathered is the matter of the group's owner, who injects it.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -129,7 +129,7 @@ class ProcessGroupTransport(_Endpoint):
         group: ProcessGroup | None,
         members: Sequence[str],
         me: str,
-        gather: Callable[[torch.Tensor], Iterable[torch.Tensor]] | None = None,
+        gather: Callable[[torch.Tensor], Iterable[torch.Tensor]],
     ) -> None:
         super().__init__(members, me)
         if group is None and self.size > 1:
@@ -140,7 +140,7 @@ class ProcessGroupTransport(_Endpoint):
                 f"but {self.rank} of {self.size} by name"
             )
         self._group: Any = group
-        self._gather = gather or self._gather_plainly
+        self._gather = gather
 
     def send(self, destination: int, tensor: torch.Tensor, *, channel: int = 0) -> int:
         """Starts to send. The tensor must not change until its ticket was given to `drain`."""
@@ -172,11 +172,6 @@ class ProcessGroupTransport(_Endpoint):
             for row, more, length in zip(rows, rests, lengths, strict=True)
         ]
 
-    def _gather_plainly(self, tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-        out = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._group.allgather([out], [tensor]).wait()
-        return out
-
 
 def _fill(tensor: torch.Tensor, payload: bytes) -> None:
     """Bytes at the start of a tensor."""
@@ -194,30 +189,20 @@ class _Received:
         self._work.wait()
 
 
-class _Mailbox:
-    """Messages of one sender, receiver and channel by number, and how many were sent and asked for."""
-
-    def __init__(self) -> None:
-        self.sent = 0
-        self.posted = 0
-        self.waiting: dict[int, torch.Tensor] = {}
-
-    def put(self, raw: torch.Tensor) -> None:
-        self.waiting[self.sent] = raw
-        self.sent += 1
-
-    def post(self) -> int:
-        self.posted += 1
-        return self.posted - 1
+#: Sender, receiver and channel.
+_Box = tuple[int, int, int]
 
 
 class _Wire:
-    """Mailboxes and gatherings that the ends of a `MemoryTransport` share."""
+    """What the ends of a `MemoryTransport` share: messages by box and number, how many were sent into each box
+    and asked for, and gatherings."""
 
     def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
         self.changed = threading.Condition()
-        self.mail: dict[tuple[int, int, int], _Mailbox] = defaultdict(_Mailbox)
+        self.mail: dict[_Box, dict[int, torch.Tensor]] = defaultdict(dict)
+        self.sent: Counter[_Box] = Counter()
+        self.asked: Counter[_Box] = Counter()
         self.gatherings: dict[int, dict[int, bytes]] = defaultdict(dict)
         self.closed = ""
 
@@ -245,18 +230,20 @@ class MemoryTransport(_Endpoint):
 
     def send(self, destination: int, tensor: torch.Tensor, *, channel: int = 0) -> int:
         """Puts the tensor's own memory into the mail: what is read later is what it has then."""
-        raw = as_bytes(tensor)
-        with self._wire.changed:
-            self._wire.mail[self.rank, self._peer(destination), channel].put(raw)
-            self._wire.changed.notify_all()
+        raw, wire, box = as_bytes(tensor), self._wire, (self.rank, self._peer(destination), channel)
+        with wire.changed:
+            wire.mail[box][wire.sent[box]] = raw
+            wire.sent[box] += 1
+            wire.changed.notify_all()
         return self._keep(raw)
 
     def receive(self, source: int, tensor: torch.Tensor, *, channel: int = 0) -> Handle:
         """Takes the next number of the sender's mail on this channel; its `wait` copies."""
-        raw = as_bytes(tensor)
-        with self._wire.changed:
-            number = self._wire.mail[self._peer(source), self.rank, channel].post()
-        return _Mail(self._wire, (source, self.rank, channel), number, raw)
+        raw, wire, box = as_bytes(tensor), self._wire, (self._peer(source), self.rank, channel)
+        with wire.changed:
+            number = wire.asked[box]
+            wire.asked[box] += 1
+        return _Mail(wire, box, number, raw)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Waits until all ends of the wire have given their payload."""
@@ -280,13 +267,13 @@ class MemoryTransport(_Endpoint):
 class _Mail:
     """A receive from a mailbox: the message of one number."""
 
-    def __init__(self, wire: _Wire, box: tuple[int, int, int], number: int, buffer: torch.Tensor) -> None:
+    def __init__(self, wire: _Wire, box: _Box, number: int, buffer: torch.Tensor) -> None:
         self._wire, self._box, self._number, self._buffer = wire, box, number, buffer
 
     def wait(self) -> None:
         source, rank, channel = self._box
         with self._wire.changed:
-            waiting = self._wire.mail[self._box].waiting
+            waiting = self._wire.mail[self._box]
             what = f"rank {rank} from rank {source}, channel {channel}"
             self._wire.until(lambda: self._number in waiting, what)
             raw = waiting.pop(self._number)

@@ -6,14 +6,16 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 import torch
+from elasticd_migration.exchange import checksum
 from elasticd_migration.local_state import LocalState, install, own, restore_optimizer
-from elasticd_migration.migrate import Corrupt, Incomplete, Moved, agree, checksum, execute, migrate
+from elasticd_migration.migrate import Corrupt, Incomplete, Moved, agree, execute, migrate
 from elasticd_migration.reshard import Lost, bytes_lacking, reshard
 from elasticd_migration.rounds import Message, Round, schedule
 from elasticd_migration.schema import Disagreement, Schema
 from elasticd_migration.text_codec import from_text
 from elasticd_migration.transport import MemoryTransport
 from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.layout.surviving_layouts import Remains
 from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -254,9 +256,8 @@ def test_a_rank_that_cannot_take_part_tells_all_others_why() -> None:
 
 def test_lost_state_stops_every_rank_before_anything_is_sent() -> None:
     ends = MemoryTransport.connect(tuple(sorted({*members(BEFORE, AFTER)} - {"n0/1"})))
-    results = together(
-        ends, lambda end: migrate(OLD, NEW, held(OLD, end.members[end.rank]), end, without={"n0/1"})
-    )
+    left = Remains(SPEC, BEFORE, gone={"n0/1"})
+    results = together(ends, lambda end: migrate(left, NEW, held(OLD, end.members[end.rank]), end))
     assert all(isinstance(result, Lost) for result in results)
     assert all(end.bytes_sent == 0 for end in ends)
 

@@ -15,6 +15,7 @@ from elasticd_migration.reshard import (
     whole_bytes,
 )
 from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.layout.surviving_layouts import Remains
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
@@ -49,6 +50,7 @@ def test_every_device_gets_exactly_what_it_lacks_from_who_has_it(
     before: Plan, after: Plan, gone: frozenset[str]
 ) -> None:
     old, new = Layouts(SPEC, before), Layouts(SPEC, after)
+    left = Remains(SPEC, before, gone=gone)
     had, needed = masks(old, gone), masks(new)
     everything = {item: np.zeros(old.layout(item).shape, dtype=bool) for item in old.items}
     for (item, _), mask in had.items():
@@ -56,11 +58,11 @@ def test_every_device_gets_exactly_what_it_lacks_from_who_has_it(
     lost = {item for item, _ in needed if not everything[item].all()}
     if lost:
         with pytest.raises(Lost) as caught:
-            reshard(old, new, SIZES, without=gone)
+            reshard(left, new, SIZES)
         assert set(caught.value.boxes) <= lost
         return
-    transfers = reshard(old, new, SIZES, without=gone)
-    assert transfers == reshard(Layouts(SPEC, before), Layouts(SPEC, after), SIZES, without=gone)
+    transfers = reshard(left, new, SIZES)
+    assert transfers == reshard(Remains(SPEC, before, gone=gone), Layouts(SPEC, after), SIZES)
     received: dict[str, int] = defaultdict(int)
     end = dict(had)
     for item, transfer in each(transfers):
@@ -76,7 +78,7 @@ def test_every_device_gets_exactly_what_it_lacks_from_who_has_it(
         end[item, transfer.destination] = mask
         received[transfer.destination] += transfer.box.size * SIZES[item]
     assert all(end[key][mask].all() for key, mask in needed.items())
-    assert received == bytes_lacking(old, new, SIZES, without=gone)
+    assert received == bytes_lacking(left, new, SIZES)
 
 
 @settings(max_examples=examples(30))
@@ -134,20 +136,22 @@ def test_borders_of_holders_that_do_not_send_cut_nothing() -> None:
     assert {transfer.source for transfer in transfers} == {"n0/0"}
 
 
-def test_the_first_plan_moves_nothing_and_lacks_everything() -> None:
-    new = Layouts(SPEC, plan(1, [(LAYERS, [("n0/0", 1)])], [(LAYERS, [("n0/1", 1)])]))
-    assert reshard(None, new, SIZES) == ()
+def test_where_all_are_gone_the_same_plan_lacks_everything() -> None:
+    both = plan(1, [(LAYERS, [("n0/0", 1)])], [(LAYERS, [("n0/1", 1)])])
+    new = Layouts(SPEC, both)
     whole = whole_bytes(new, SIZES)
-    assert bytes_lacking(None, new, SIZES) == {"n0/0": whole, "n0/1": whole}
+    gone = Remains(SPEC, both, gone={"n0/0", "n0/1"})
+    assert bytes_lacking(gone, new, SIZES) == {"n0/0": whole, "n0/1": whole}
 
 
 def test_what_nobody_holds_is_named() -> None:
-    old = Layouts(SPEC, plan(1, [(1, [("n0/0", 1)]), (2, [("n0/1", 3), ("n0/2", 1)])]))
+    before = plan(1, [(1, [("n0/0", 1)]), (2, [("n0/1", 3), ("n0/2", 1)])])
+    old = Remains(SPEC, before, gone={"n0/2"})
     new = Layouts(SPEC, plan(2, [(LAYERS, [("n0/0", 1)])]))
     with pytest.raises(
         Lost, match=r"no live device holds blocks\.1\.q\.weight \[24:32, 0:48\].*checkpoint"
     ) as error:
-        reshard(old, new, SIZES, without={"n0/2"})
+        reshard(old, new, SIZES)
     assert error.value.boxes[Item("blocks.2.o.weight", "state")] == (Box(start=(0, 24), stop=(48, 32)),)
     assert not any("blocks.0." in name or "norm" in name for name, _ in error.value.boxes)
 

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 import pytest
-from elasticd_migration.source_choice import WHOLE_BELOW, Share, Want, choose, loads, node_of
+from elasticd_migration.source_choice import WHOLE_BELOW, Share
+from elasticd_planner.spec.cluster import node_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.migration.flows import least_busiest
+from tests.migration.flows import Want, choose, least_busiest, loads
 from tests.sizes import examples
 
 

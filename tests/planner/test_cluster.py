@@ -12,8 +12,8 @@ def test_devices_are_found_by_name_and_linked_by_node() -> None:
     two = cluster(2, 1)
     assert [device.name for device in two.devices] == ["n0/0", "n0/1", "n1/0"]
     assert two.device("n1/0").node == "n1"
-    assert two.link("n0/0", "n0/1") is two.inside
-    assert two.link("n0/0", "n1/0") is two.between
+    assert two.reach(("n0/0", "n0/1")) is two.inside
+    assert two.reach(("n0/0", "n1/0")) is two.between
     assert Link(bandwidth=100, latency=1).seconds(50) == 1.5
 
 

@@ -13,6 +13,7 @@ from elasticd_planner.cost.model import step_seconds
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.placement.state_movement import bytes_by_member, bytes_to_move, holders
 from elasticd_planner.placement.tp_rank_order import relax_shares, reorder_tp_ranks
+from elasticd_planner.problem import Problem
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,7 +50,11 @@ def on(made: Plan, pipelines: tuple[Pipeline, ...]) -> Plan:
 
 
 def lined(made: Plan, current: Plan, rates: dict[str, float]) -> Plan:
-    return on(made, reorder_tp_ranks(made.pipelines, CLUSTER, rates, MODEL, current))
+    return on(made, reorder_tp_ranks(made.pipelines, problem(current, rates)))
+
+
+def problem(current: Plan, rates: dict[str, float]) -> Problem:
+    return Problem(cluster=CLUSTER, profile=MODEL, rates=rates, current=current, global_batch=2, micro_batch=1)
 
 
 def orders(made: Plan, index: int, current: Plan, rates: dict[str, float]) -> list[Plan]:
@@ -117,7 +122,7 @@ def test_no_other_shares_that_keep_a_group_as_fast_lack_less(seed: int) -> None:
     names = NAMES[: rng.randint(2, 4)]
     old, new = (plan((1, [(LAYERS, names, shares(rng, len(names)))])) for _ in range(2))
     rates = {name: rng.choice([1.0, 1.5, 2.57]) for name in NAMES}
-    found = relax_shares(new.pipelines, CLUSTER, rates, MODEL, old)
+    found = relax_shares(new.pipelines, problem(old, rates))
 
     def slowest(units: tuple[int, ...]) -> float:
         return max(rates[name] * share for name, share in zip(names, units, strict=True))

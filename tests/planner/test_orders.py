@@ -58,7 +58,7 @@ def test_no_layers_beat_what_an_order_takes_at_least(
     groups = [group(*one) for one in drawn]
     layers = len(groups) + more
     listed = np.array(list(orders(tuple(range(len(groups))))))
-    found = Least.of(groups, CLUSTER, COST, layers, 1 / 3).seconds(listed, most)
+    found = Least(groups, CLUSTER, COST, layers, 1 / 3).seconds(listed, most)
     for row, order in enumerate(listed):
         for m in range(1, most + 1):
             assert found[row, m - 1] <= least([groups[i] for i in order], layers, m) * (1 + 1e-9)
@@ -66,7 +66,7 @@ def test_no_layers_beat_what_an_order_takes_at_least(
 
 def test_one_stage_takes_exactly_that() -> None:
     alone = [group(0, 1.5, 0.5, 1.0)]
-    found = Least.of(alone, CLUSTER, COST, 4, 1 / 3).seconds(np.array([[0]]), 3)
+    found = Least(alone, CLUSTER, COST, 4, 1 / 3).seconds(np.array([[0]]), 3)
     np.testing.assert_allclose(found, [[7.5, 15.0, 22.5]])
 
 

@@ -228,20 +228,6 @@ def test_the_same_problem_has_the_same_digest_in_every_process() -> None:
         assert done.stdout.strip() == mine.digest
 
 
-def test_a_search_that_is_stopped_answers_with_what_it_has() -> None:
-    asked = []
-
-    def stop() -> bool:
-        asked.append(True)
-        return len(asked) > 3
-
-    problem = golden("70b", THREE, pins=None)
-    planned = solve(problem, ideal=False, stop=stop)
-    check(problem, planned)
-    full = solve(problem, ideal=False)
-    assert planned.candidates < full.candidates
-
-
 def test_pinned_pipelines_that_cannot_be_are_refused_by_name() -> None:
     text = msgspec.to_builtins(golden("70b"))
     text["pins"] = {"tp": 8, "dp": 8}

@@ -11,7 +11,7 @@ from elasticd_planner.cost.model_profile import ModelProfile, derive
 from elasticd_planner.problem_files.convert import problem_of, task_of
 from elasticd_planner.problem_files.file_format import answer, load
 from elasticd_planner.problem_files.solve import figures, solve
-from elasticd_planner.problem_files.times import RecomputeEntry, StateEntry, TimesEntry, entry_of, profile_of
+from elasticd_planner.problem_files.times import TimedModel, entry_of, profile_of
 from elasticd_planner.spec.cluster import Link, node_of
 from elasticd_planner.spec.plan import StatePolicy
 from elasticd_planner.value import Invalid
@@ -150,17 +150,7 @@ def test_a_profile_goes_to_its_entry_and_back() -> None:
 
 
 def _profile(entry: dict[str, Any], tokens: float) -> ModelProfile:
-    return profile_of(
-        name=entry["name"],
-        layers=entry["layers"],
-        tokens=tokens,
-        times=msgspec.convert(entry["times"], TimesEntry, str_keys=True),
-        state=msgspec.convert(entry["state"], StateEntry),
-        recompute=msgspec.convert(entry["recompute"], RecomputeEntry),
-        units=entry["units"],
-        groups=entry["groups"],
-        uneven=entry["uneven_shares"],
-    )
+    return profile_of(msgspec.convert(entry, TimedModel, str_keys=True), tokens)
 
 
 def test_the_example_is_answered_in_seconds() -> None:

@@ -25,13 +25,11 @@ bound reaches the batch is found by bisection. For the steady figure (m max_j t_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 
 #: (A, k, devices left over): the most that k groups of the other devices reach in sum 1 / c.
 Paces = tuple[tuple[float, int, int], ...]
-
-#: Those worth having.
-Choices = Paces
 
 
 def by_slowest(rates: Sequence[float], widths: Sequence[int], block: Callable[[int, float], float]) -> Paces:
@@ -39,39 +37,28 @@ def by_slowest(rates: Sequence[float], widths: Sequence[int], block: Callable[[i
     rates are enough, since moving a faster device to a slower group helps nobody. Idle devices are the
     slowest."""
     ordered = sorted(rates)
-    count = len(ordered)
-    best = [[-math.inf] * (count + 1) for _ in range(count + 1)]
-    best[0][0] = 0.0
-    for stop in range(1, count + 1):
-        for width in widths:
-            if width <= stop:
-                gain = 1 / block(width, ordered[stop - 1])
-                for k in range(1, stop + 1):
-                    best[stop][k] = max(best[stop][k], best[stop - width][k - 1] + gain)
-    return _listed(best)
+    stops = range(1, len(ordered) + 1)
+    runs = ((stop, width) for stop in stops for width in widths if width <= stop)
+    return _reached(len(ordered), ((stop, w, 1 / block(w, ordered[stop - 1])) for stop, w in runs))
 
 
 def by_speed(rates: Sequence[float], paces: Mapping[int, float]) -> Paces:
     """Where 1 / c of a group of width w is at most `paces[w]` x the sum of its members' speeds 1 / rate: for a
     choice of widths the fastest devices go to the widths of the best pace (rearrangement)."""
-    speeds = sorted((1 / rate for rate in rates), reverse=True)
-    count = len(speeds)
-    total = [0.0]
-    for speed in speeds:
-        total.append(total[-1] + speed)
+    total = list(accumulate(sorted((1 / rate for rate in rates), reverse=True), initial=0.0))
+    widths = sorted(paces, key=lambda width: (-paces[width], width))
+    runs = ((stop, width) for width in widths for stop in range(width, len(total)))
+    return _reached(len(rates), ((stop, w, paces[w] * (total[stop] - total[stop - w])) for stop, w in runs))
+
+
+def _reached(count: int, groups: Iterable[tuple[int, int, float]]) -> Paces:
+    """What groups of `count` devices in a row reach. groups: (device after the last, width, 1 / c) of each that
+    may be made, in turn."""
     best = [[-math.inf] * (count + 1) for _ in range(count + 1)]
     best[0][0] = 0.0
-    for width in sorted(paces, key=lambda width: (-paces[width], width)):
-        for stop in range(width, count + 1):
-            gain = paces[width] * (total[stop] - total[stop - width])
-            for k in range(1, stop + 1):
-                best[stop][k] = max(best[stop][k], best[stop - width][k - 1] + gain)
-    return _listed(best)
-
-
-def _listed(best: Sequence[Sequence[float]]) -> Paces:
-    """best[u][k] as (A, k, left over), where k groups of u devices can be made."""
-    count = len(best) - 1
+    for stop, width, gain in groups:
+        for k in range(1, stop + 1):
+            best[stop][k] = max(best[stop][k], best[stop - width][k - 1] + gain)
     return tuple(
         (pace, k, count - used)
         for used, row in enumerate(best)
@@ -80,7 +67,7 @@ def _listed(best: Sequence[Sequence[float]]) -> Paces:
     )
 
 
-def hull(paces: Paces, hidden: float) -> Choices:
+def hull(paces: Paces, hidden: float) -> Paces:
     """Those that are best for some T: more groups, and fewer devices left over, only where they reach more.
     What is left over counts only where time is hidden."""
     kept: list[tuple[float, int, int]] = []
@@ -91,7 +78,7 @@ def hull(paces: Paces, hidden: float) -> Choices:
     return tuple(kept)
 
 
-def worth(choices: Choices, time: float, *, steady: bool, hidden: float = 0.0) -> float:
+def worth(choices: Paces, time: float, *, steady: bool, hidden: float = 0.0) -> float:
     """Micro-batches that a node adds at most; `time` is T / L."""
     if steady:
         return max(time * pace for pace, _, _ in choices)
@@ -99,7 +86,7 @@ def worth(choices: Choices, time: float, *, steady: bool, hidden: float = 0.0) -
 
 
 def least(
-    nodes: Sequence[tuple[Choices, int]],
+    nodes: Sequence[tuple[Paces, int]],
     layers: int,
     micro_batches: int,
     pipelines: int,

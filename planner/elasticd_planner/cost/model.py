@@ -40,64 +40,50 @@ class CostModel(Protocol):
 
     def recomputing(self, on: bool) -> CostModel:
         """The same cost for stages that make their activations again in the backward pass, or do not."""
-        ...
 
     def under(self, plan: Plan) -> CostModel:
         """The same cost with what is the plan's: its state policy, how many pipelines and members it has."""
-        ...
 
     def group(self, rates: Sequence[float], shares: Sequence[int], link: Link) -> GroupCost:
         """A TP group whose members have these rates and shares and talk over `link`."""
-        ...
 
     def boundary(self, link: Link) -> float:
         """Seconds that one micro-batch spends between two stages, there and back."""
-        ...
 
     @property
     def timing(self) -> Timing:
         """How long a pipeline takes with given stages and boundaries."""
-        ...
 
     def memory(
         self, layers: int, shares: Sequence[int], position: int, *, first: bool, last: bool, in_flight: int
     ) -> float:
         """Bytes that a member needs in a stage with `in_flight` micro-batches alive."""
-        ...
 
     def carried(self, copies: int, devices: int) -> float:
         """Bytes that each of `devices` needs which only carry so many copies of the optimizer's state."""
-        ...
 
     def after(self, pipelines: int, fewest: int, link: Link, depth: int | None = None) -> float:
         """Seconds of a step after its slowest pipeline: reduction between `pipelines`, of which the smallest
         has `fewest` devices in `depth` stages (None: no less than of any), update, and the fixed overhead."""
-        ...
 
     def bound(self, rates: Sequence[float], micro_batches: int) -> float:
         """Seconds that no plan on devices of these rates can beat."""
-        ...
 
     def widths(self, most: int) -> tuple[int, ...]:
         """The sizes that a TP group may have, up to `most`, ascending."""
-        ...
 
     def equal(self) -> CostModel:
         """The same cost with equal shares alone; itself where it has no others."""
-        ...
 
     def shares(self, rates: Sequence[float]) -> tuple[tuple[int, ...], ...]:
         """Shares worth trying for members of these rates: equal ones first."""
-        ...
 
     @property
     def exact_shares(self) -> bool:
         """Whether no other shares than those of `shares` make a group faster."""
-        ...
 
     def paces(self, rates: Sequence[float], link: Link) -> Paces:
         """A_0 ... A_n: the most that k groups of these devices, of one node, can reach in sum(1 / block)."""
-        ...
 
 
 #: What groups cost, by what that depends on: their rates, shares and link, and whether they recompute.

@@ -30,7 +30,7 @@ from typing import Protocol
 import numpy as np
 
 from elasticd_planner.cost.schedule_timeline import interleaved_seconds, one_f_one_b_curve, one_f_one_b_seconds
-from elasticd_planner.numeric import Floats
+from elasticd_planner.numeric import Floats, Ints
 from elasticd_planner.value import refuse
 
 #: The part of a stage's work that is its forward pass: two operations of six per element (Kaplan et al. 2020).
@@ -66,19 +66,15 @@ class Timing(Protocol):
     @property
     def hidden(self) -> float:
         """The largest part of a stage's work that may run while it waits for stages after it; 0: none."""
-        ...
 
     def seconds(self, times: Times, micro_batches: int) -> Floats:
         """Of pipelines with these stages: [...]."""
-        ...
 
     def curve(self, times: Times, most: int) -> Floats:
         """The same for 1 to `most` micro-batches: [most, ...]."""
-        ...
 
     def interleaved(self, times: Times, micro_batches: int, chunks: int) -> float:
         """Of one interleaved pipeline, each stage of so many chunks."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +88,12 @@ class Formula:
 
     def seconds(self, times: Times, micro_batches: int) -> Floats:
         """Seconds of a step by the formula: [...]."""
-        found: Floats = closed(times.charged, micro_batches)
-        return found
+        return closed(times.charged, micro_batches)
 
     def curve(self, times: Times, most: int) -> Floats:
         """Seconds of a step by the formula for 1 to `most` micro-batches: [most, ...]."""
-        stages = times.charged
-        counts = np.arange(most, dtype=np.float64).reshape((most,) + (1,) * (stages.ndim - 1))
-        found: Floats = counts * stages.max(-1) + stages.sum(-1)
-        return found
+        counts = np.arange(1, most + 1).reshape((most,) + (1,) * (times.forward.ndim - 1))
+        return closed(times.charged, counts)
 
     def interleaved(self, times: Times, micro_batches: int, chunks: int) -> float:
         """Raises Invalid: the formula says nothing of interleaved stages."""
@@ -126,7 +119,7 @@ class Schedule:
         return interleaved_seconds(times.forward, times.backward, times.boundary, micro_batches, chunks)
 
 
-def closed(stages: Sequence[float] | Floats, micro_batches: int) -> Floats:
+def closed(stages: Sequence[float] | Floats, micro_batches: int | Ints) -> Floats:
     """(m - 1) x the slowest stage + the sum of all: [..., stage] to [...]."""
     seconds = np.asarray(stages, dtype=np.float64)
     found: Floats = (micro_batches - 1) * seconds.max(-1) + seconds.sum(-1)

@@ -114,9 +114,7 @@ def one_f_one_b_curve(forward: Times, backward: Times, boundary: Times, most: in
     drain together."""
     if most < 1:
         refuse(f"timeline: micro_batches must be at least 1, not {most}")
-    rounds = _Rounds(forward, backward, boundary)
-    curve = rounds.every(most)
-    return curve.drained()
+    return _Rounds(forward, backward, boundary).every(most).drained()
 
 
 class _Rounds:

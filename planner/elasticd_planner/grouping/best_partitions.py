@@ -17,7 +17,7 @@ from itertools import product
 
 import numpy as np
 
-from elasticd_planner.numeric import EQUAL
+from elasticd_planner.numeric import EQUAL, Floats
 
 #: Sets of sizes that lead, of as many groups.
 LEADING = 2
@@ -41,6 +41,14 @@ def tractable(counts: Sequence[int], widths: Sequence[int]) -> bool:
     return math.prod(count + 1 for count in counts) * sizes <= LARGEST
 
 
+def add_groups(best: Floats, taken: Sequence[int], counts: Sequence[int], pace: float | Floats) -> None:
+    """Raises `best` [devices used by class, ...] in place to what any number of these groups more reaches."""
+    after = best[tuple(slice(n, None) for n in taken)]
+    before = best[tuple(slice(0, size - n) for n, size in zip(taken, best.shape, strict=False))]
+    for _ in range(min(have // n for have, n in zip(counts, taken, strict=False) if n)):
+        np.maximum(after, before + pace, out=after)
+
+
 class Leading:
     """The divisions of a node with so many devices by class. `paces`: 1 / c of each of the `groups`."""
 
@@ -54,10 +62,7 @@ class Leading:
         best = np.full((*(count + 1 for count in counts), *made), -np.inf)
         best.reshape(-1, math.prod(made))[:, 0] = 0.0
         for step, pace in zip(self._steps, self._paces, strict=True):
-            after = best[tuple(slice(n, None) for n in step)]
-            before = best[tuple(slice(0, size - n) for n, size in zip(step, best.shape, strict=True))]
-            for _ in range(min(have // n for have, n in zip(counts, step, strict=False) if n)):
-                np.maximum(after, before + pace, out=after)
+            add_groups(best, step, counts, pace)
         self._best = best
         whole = best[self.counts]
         #: The most by how many groups of each size there are.

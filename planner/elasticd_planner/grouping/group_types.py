@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elasticd_planner.cost.memory import most_layers
 from elasticd_planner.cost.model import CostModel
 from elasticd_planner.grouping.node_partitions import GroupType
 
@@ -75,15 +74,7 @@ class Columns:
         for first in (False, True):
             known = self._limits.setdefault((kind, first), [])
             known += (
-                most_layers(
-                    self.cost,
-                    kind.shares,
-                    kind.memory,
-                    self.rules.layers,
-                    first=first,
-                    last=behind == 0,
-                    in_flight=behind + 1,
-                )
+                kind.most_layers(self.cost, self.rules.layers, behind + 1, first=first)
                 for behind in range(len(known), self.deepest)
             )
             limits[first] = tuple(known[: self.deepest])

@@ -15,7 +15,8 @@ from typing import cast
 
 import numpy as np
 
-from elasticd_planner.cost.group_bound import Choices, Paces, hull
+from elasticd_planner.cost.group_bound import Paces, hull
+from elasticd_planner.cost.memory import most_layers
 from elasticd_planner.cost.model import CostModel, GroupCost
 from elasticd_planner.grouping.best_partitions import Leading, Taken, possible, tractable
 from elasticd_planner.numeric import Floats
@@ -58,6 +59,12 @@ class GroupType:
     def width(self) -> int:
         """Devices of the group."""
         return len(self.shares)
+
+    def most_layers(self, cost: CostModel, layers: int, in_flight: int, *, first: bool) -> int:
+        """The most layers, at most `layers`, that it holds as the `in_flight`-th stage from the end of a full
+        pipeline."""
+        last = in_flight == 1
+        return most_layers(cost, self.shares, self.memory, layers, first=first, last=last, in_flight=in_flight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,22 +158,18 @@ def kinds(cluster: Cluster, rates: Rates, cost: CostModel) -> tuple[NodeKind, ..
         lost = any(device.node in dead for device in devices)
         key = ((classes, of, near, link), lost)
         found.setdefault(key, []).append(tuple(tuple(names) for _, names in ordered))
-    made = []
-    for ((classes, of, near, link), lost), nodes in found.items():
-        listed = [rate for rate, _, count in classes for _ in range(count)]
-        paces = cost.paces(listed, near)
-        made.append(
-            NodeKind(
-                classes=classes,
-                nodes=tuple(nodes),
-                paces=paces,
-                near=near,
-                link=link,
-                islands=of,
-                lost=lost,
-            )
+    return tuple(
+        NodeKind(
+            classes=classes,
+            nodes=tuple(nodes),
+            paces=cost.paces([rate for rate, _, count in classes for _ in range(count)], near),
+            near=near,
+            link=link,
+            islands=of,
+            lost=lost,
         )
-    return tuple(made)
+        for ((classes, of, near, link), lost), nodes in found.items()
+    )
 
 
 def _islands(node: Node, devices: Sequence[Device], rates: Rates) -> dict[str, int]:
@@ -209,8 +212,7 @@ class Divider:
         self._divided: dict[Form, list[Division]] = {}
         self._listed: dict[Form, _Listed] = {}
         self._programmes: dict[Form, Leading] = {}
-        self._chosen: dict[tuple[Form, int | None], Choices] = {}
-        self._costs: dict[tuple[tuple[float, ...], tuple[int, ...], Link], GroupCost] = {}
+        self._chosen: dict[tuple[Form, int | None], Paces] = {}
 
     @property
     def size(self) -> int:
@@ -295,7 +297,7 @@ class Divider:
             len(self.cost.shares((1.0, 2.0, *(1.0,) * w)[:w])) == 1 for w in self.cost.widths(kind.devices)
         )
 
-    def choices(self, kind: NodeKind, *, size: int | None = None) -> Choices:
+    def choices(self, kind: NodeKind, *, size: int | None = None) -> Paces:
         """What the bound reads of a kind: the most that k groups reach in sum 1 / block. Where all groupings
         can be listed and shares are the best there are, it is what they reach; else what `paces` allows."""
         key = (kind.form, size if kind.normal else None)
@@ -303,7 +305,7 @@ class Divider:
             self._chosen[key] = self._choices(kind, size)
         return self._chosen[key]
 
-    def _choices(self, kind: NodeKind, size: int | None) -> Choices:
+    def _choices(self, kind: NodeKind, size: int | None) -> Paces:
         hidden = self.cost.timing.hidden
         if size is not None and kind.normal:
             made = self.divisions(kind, 1.0, steady=False, size=size)[0]
@@ -321,24 +323,23 @@ class Divider:
 
     def _groupings(self, kind: NodeKind) -> Iterator[Sequence[tuple[int, ...]]]:
         """Neighbours in the order of rates, the slowest idle; then any, where these are not enough."""
-        order = [i for i, (_, _, count) in enumerate(kind.classes) for _ in range(count)]
-        seen: set[tuple[tuple[int, ...], ...]] = set()
+        order = _members(kind.counts)
         widths = self.cost.widths(len(order))
-        for used in range(len(order), 0, -1):
-            for made in _neighbours(tuple(order[:used]), widths):
-                key = tuple(sorted(made))
-                if key not in seen:
-                    seen.add(key)
-                    yield made
-        if not kind.normal:
-            seen.add(())
-            yield ()
-        if len(kind.classes) > 1 and not self._neighbours_suffice(kind):
-            for made in _any(kind.counts, possible(kind.counts, widths)):
-                key = tuple(sorted(made))
-                if key not in seen:
-                    seen.add(key)
-                    yield made
+
+        def every() -> Iterator[tuple[tuple[int, ...], ...]]:
+            for used in range(len(order), 0, -1):
+                yield from _neighbours(order[:used], widths)
+            if not kind.normal:
+                yield ()
+            if len(kind.classes) > 1 and not self._neighbours_suffice(kind):
+                yield from _any(kind.counts, possible(kind.counts, widths))
+
+        seen: set[tuple[tuple[int, ...], ...]] = set()
+        for made in every():
+            key = tuple(sorted(made))
+            if key not in seen:
+                seen.add(key)
+                yield made
 
     def _made(self, kind: NodeKind, groups: Sequence[tuple[int, ...]]) -> Iterator[Division]:
         """The divisions of one grouping: with the fastest shares, and with others that need less memory."""
@@ -355,7 +356,7 @@ class Divider:
             rates = tuple(rate for rate, _ in classes)
             memory = tuple(memory for _, memory in classes)
             found: list[GroupType] = []
-            options = [(self._cost(rates, shares, link), shares) for shares in self.cost.shares(rates)]
+            options = [(self.cost.group(rates, shares, link), shares) for shares in self.cost.shares(rates)]
             for cost, shares in sorted(options, key=lambda option: (option[0].block, max(option[1]))):
                 largest = max(shares) / sum(shares)
                 slower = found and cost.block > found[0].block * SLOWER
@@ -363,12 +364,6 @@ class Divider:
                     found.append(GroupType(cost=cost, shares=shares, memory=memory))
             self._types[classes, link] = tuple(found)
         return self._types[classes, link]
-
-    def _cost(self, rates: tuple[float, ...], shares: tuple[int, ...], link: Link) -> GroupCost:
-        key = (rates, shares, link)
-        if key not in self._costs:
-            self._costs[key] = self.cost.group(rates, shares, link)
-        return self._costs[key]
 
 
 class _Listed:
@@ -422,11 +417,12 @@ def _remembered(cost: Hashable) -> Divider:
 
 def _equal(kind: NodeKind, size: int) -> list[tuple[int, ...]]:
     """Groups of one size: inside islands first, then of what these leave."""
-    order = [i for i, count in enumerate(kind.counts) for _ in range(count)]
+    order = _members(kind.counts)
     parts = [order]
     if kind.islands:
-        parts = [[i for i in order if kind.islands[i] == island] for island in sorted(set(kind.islands))]
-    runs = [tuple(part[at : at + size]) for part in parts for at in range(0, len(part) - size + 1, size)]
+        islands = sorted(set(kind.islands))
+        parts = [tuple(i for i in order if kind.islands[i] == island) for island in islands]
+    runs = [part[at : at + size] for part in parts for at in range(0, len(part) - size + 1, size)]
     left = [i for part in parts for i in part[len(part) - len(part) % size :]] if kind.islands else []
     return runs + [tuple(left[at : at + size]) for at in range(0, len(left) - size + 1, size)]
 
@@ -447,7 +443,7 @@ def _any(left: tuple[int, ...], takes: Sequence[tuple[int, ...]]) -> Iterator[tu
     yield ()
     for at, taken in enumerate(takes):
         rest = tuple(have - used for have, used in zip(left, taken, strict=True))
-        members = tuple(i for i, count in enumerate(taken) for _ in range(count))
+        members = _members(taken)
         after = [t for t in takes[at:] if all(n <= have for n, have in zip(t, rest, strict=True))]
         for others in _any(rest, after):
             yield (members, *others)

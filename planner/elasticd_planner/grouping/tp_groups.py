@@ -88,9 +88,7 @@ def span(alike: Iterable[Alike], cluster: Cluster) -> Link:
 def groups(alike: Sequence[Alike], cluster: Cluster, cost: CostModel) -> tuple[Group, ...]:
     """Every TP group that the devices of one node can form, narrow ones first."""
     found: list[Group] = []
-    links = {node.name: cluster.inner(node) for node in cluster.nodes}
     for node in dict.fromkeys(a.node for a in alike):
-        within, inside = links[node]
         here = [i for i, a in enumerate(alike) if a.node == node]
         widths = cost.widths(sum(len(alike[i].devices) for i in here))
         for taken in product(*(range(len(alike[i].devices) + 1) for i in here)):
@@ -99,11 +97,10 @@ def groups(alike: Sequence[Alike], cluster: Cluster, cost: CostModel) -> tuple[G
             of_class = [i for i, count in zip(here, taken, strict=True) for _ in range(count)]
             rates = [alike[i].rate for i in of_class]
             islands = {alike[i].island for i in of_class}
-            island = min(islands) if len(islands) == 1 else None
-            link = inside if island is None else within
+            link = span((alike[i] for i in of_class), cluster)
             counts = [0] * len(alike)
-            for i in of_class:
-                counts[i] += 1
+            for i, count in zip(here, taken, strict=True):
+                counts[i] = count
             for shares in cost.shares(rates):
                 members = tuple(zip(of_class, shares, strict=True))
                 found.append(
@@ -111,7 +108,7 @@ def groups(alike: Sequence[Alike], cluster: Cluster, cost: CostModel) -> tuple[G
                         members=members,
                         counts=tuple(counts),
                         node=node,
-                        island=island,
+                        island=min(islands) if len(islands) == 1 else None,
                         cost=cost.group(rates, shares, link),
                     )
                 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from elasticd_planner.layout.optimizer_sharding import Dealer, Part
@@ -33,11 +34,11 @@ _Holders = tuple[Holding, ...]
 
 
 class Layouts:
-    """The layouts of one module's tensors under one plan."""
+    """The layouts of a model's tensors under one plan."""
 
-    def __init__(self, spec: ModelSpec, plan: Plan, module: int = 0) -> None:
-        self.spec, self.plan, self.module = spec, plan, module
-        sections = _stages_by_section(spec, plan, module)
+    def __init__(self, spec: ModelSpec, plan: Plan) -> None:
+        self.spec, self.plan = spec, plan
+        sections = _stages_by_section(spec, plan)
         sets = {section: tuple((p, s) for p, s, _ in held) for section, held in sections.items()}
         numbers: dict[Hashable, int] = {}
         number = {section: numbers.setdefault(held, len(numbers)) for section, held in sets.items()}
@@ -82,16 +83,14 @@ class Layouts:
     def value(self, name: str) -> TensorLayout:
         """Who holds which box of a parameter's value: who computes with it, and who keeps its state. Frozen
         parameters and buffers have no state, and are kept where others have theirs."""
-        family = self._dealt_family(name)
-        return self._layout(name, family.parameter if family.value is None else family.value)
+        return self._layout(name, self._dealt_family(name).held("value"))
 
     def state(self, name: str) -> TensorLayout:
         """Who keeps which box of a trained parameter's master weight and optimizer state.
 
         Without ZeRO that is the parameter's layout; else see `optimizer_sharding`. A device may keep several
         boxes, each of which lies in one box that it holds of the value."""
-        family = self._dealt_family(name)
-        return self._layout(name, family.parameter if family.state is None else family.state)
+        return self._layout(name, self._dealt_family(name).held("state"))
 
     def layout(self, item: Item) -> TensorLayout:
         """Who holds which box of an item."""
@@ -103,14 +102,8 @@ class Layouts:
 
     def held(self, device: str) -> dict[Item, tuple[Box, ...]]:
         """All that one device holds: the boxes of each item, in order."""
-        found: dict[Item, tuple[Box, ...]] = {}
-        for name in self._family:
-            family = self._dealt_family(name)
-            for role in family.roles:
-                boxes = family.boxes(role, device)
-                if boxes:
-                    found[Item(name, role)] = boxes
-        return found
+        found = {item: self.boxes(item, device) for item in self.items}
+        return {item: boxes for item, boxes in found.items() if boxes}
 
     def parts(self, name: str) -> tuple[Part, ...]:
         """Under ZeRO: a parameter in disjoint parts with who computes with each and who keeps its state."""
@@ -131,7 +124,7 @@ class Layouts:
     def of(self, device: str) -> dict[str, Box]:
         """The box of every parameter that one device computes with."""
         place = self.plan.places.get(device)
-        if place is None or place.module != self.module:
+        if place is None or place.module:
             return {}
         stage = self.plan.stage(place)
         return {
@@ -153,7 +146,7 @@ class Layouts:
 
     def _dealt_family(self, name: str) -> _Family:
         if not self._dealt:
-            dealer = Dealer(self.plan, self.module)
+            dealer = Dealer(self.plan)
             for family in self._families.values():
                 family.deal(dealer)
             self._dealt = True
@@ -165,9 +158,9 @@ def sections_of(spec: ModelSpec, stage: Stage) -> tuple[str, ...]:
     return tuple(section for start, stop in stage.chunks for section in spec.sections(start, stop))
 
 
-def _stages_by_section(spec: ModelSpec, plan: Plan, module: int) -> dict[str, list[tuple[int, int, Stage]]]:
+def _stages_by_section(spec: ModelSpec, plan: Plan) -> dict[str, list[tuple[int, int, Stage]]]:
     found: dict[str, list[tuple[int, int, Stage]]] = defaultdict(list)
-    for p, pipeline in enumerate(plan.modules[module].pipelines):
+    for p, pipeline in enumerate(plan.pipelines):
         for s, stage in enumerate(pipeline.stages):
             for section in sections_of(spec, stage):
                 found[section].append((p, s, stage))
@@ -226,8 +219,6 @@ class _Family:
         self.state: _Holders | None = None
         self.value: _Holders | None = None
         self._places, self._stages = places, stages
-        self._parameter: _Holders | None = None
-        self._gradient: _Holders | None = None
         self._by_device: dict[Role, dict[str, tuple[Box, ...]]] = {}
 
     @property
@@ -236,25 +227,25 @@ class _Family:
             return ("buffer",)
         return ("value", "state") if self.kind == "trained" else ("value",)
 
-    @property
+    @cached_property
     def parameter(self) -> _Holders:
-        if self._parameter is None:
-            parts = [self._stages.held(p, s, stage, parameter) for p, s, stage, parameter in self._copies()]
-            flat = [holding for part in parts for holding in part]
-            tied = len(self._places) > 1  # a device may have both sections
-            self._parameter = tuple(dict.fromkeys(flat)) if tied else tuple(flat)
-        return self._parameter
+        parts = [self._stages.held(p, s, stage, parameter) for p, s, stage, parameter in self._copies()]
+        flat = [holding for part in parts for holding in part]
+        tied = len(self._places) > 1  # a device may have both sections
+        return tuple(dict.fromkeys(flat)) if tied else tuple(flat)
 
-    @property
+    @cached_property
     def gradient(self) -> _Holders:
-        if self._gradient is None:
-            found: dict[tuple[str, Box], Holding] = {}
-            for p, s, stage, parameter in self._copies():
-                for holding in self._stages.held(p, s, stage, parameter, terms=True):
-                    # A device that has it in two sections (tied, one stage) holds the sum of both terms.
-                    found.setdefault((holding.device, holding.box), holding)
-            self._gradient = tuple(found.values())
-        return self._gradient
+        found: dict[tuple[str, Box], Holding] = {}
+        for p, s, stage, parameter in self._copies():
+            for holding in self._stages.held(p, s, stage, parameter, terms=True):
+                # A device that has it in two sections (tied, one stage) holds the sum of both terms.
+                found.setdefault((holding.device, holding.box), holding)
+        return tuple(found.values())
+
+    def held(self, role: Role) -> _Holders:
+        dealt = self.state if role == "state" else self.value
+        return self.parameter if dealt is None else dealt
 
     def _copies(self) -> Iterator[tuple[int, int, Stage, Parameter]]:
         for stages, parameter in self._places:
@@ -278,9 +269,8 @@ class _Family:
 
     def boxes(self, role: Role, device: str) -> tuple[Box, ...]:
         if role not in self._by_device:
-            dealt = self.state if role == "state" else self.value
             by_device: dict[str, tuple[Box, ...]] = {}
-            for holding in self.parameter if dealt is None else dealt:
+            for holding in self.held(role):
                 by_device[holding.device] = (*by_device.get(holding.device, ()), holding.box)
             self._by_device[role] = by_device
         return self._by_device[role].get(device, ())

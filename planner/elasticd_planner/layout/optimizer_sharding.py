@@ -41,13 +41,13 @@ class Part(NamedTuple):
 
 
 class Dealer:
-    """Deals the state of one module's parameters, one after the other, over the members of a plan."""
+    """Deals the state of a model's parameters, one after the other, over the members of a plan."""
 
-    def __init__(self, plan: Plan, module: int = 0) -> None:
+    def __init__(self, plan: Plan) -> None:
         self._replicas = plan.state.replicas or 0
         self._rank = {device: i for i, device in enumerate(plan.members)}
         self._node = {device: node_of(device) for device in plan.members}
-        self._speed = speeds(plan, module)
+        self._speed = speeds(plan)
         self._load: dict[str, int] = dict.fromkeys(plan.members, 0)
         self._heaps: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
         for device, rank in self._rank.items():
@@ -92,13 +92,7 @@ class Dealer:
         start = cell.start[dim]
         for device, rows in zip(holders, divided(cell.shape[dim], weights), strict=True):
             if rows:
-                yield (
-                    Box(
-                        start=(*cell.start[:dim], start, *cell.start[dim + 1 :]),
-                        stop=(*cell.stop[:dim], start + rows, *cell.stop[dim + 1 :]),
-                    ),
-                    device,
-                )
+                yield cell.cropped(dim, start, start + rows), device
             start += rows
 
     def _keepers(self, first: str, holders: Sequence[str]) -> list[str]:
@@ -138,11 +132,11 @@ class Dealer:
         return heap[0]
 
 
-def speeds(plan: Plan, module: int = 0) -> dict[str, float]:
+def speeds(plan: Plan) -> dict[str, float]:
     """How fast the members are, as the plan has it: the layers that each does in a step, by its share of them.
     A carrier does none."""
     found = dict.fromkeys(plan.members, 0.0)
-    for pipeline in plan.modules[module].pipelines:
+    for pipeline in plan.pipelines:
         for stage in pipeline.stages:
             work = pipeline.micro_batches * stage.layers
             for share, device in zip(stage.shares, stage.devices, strict=True):

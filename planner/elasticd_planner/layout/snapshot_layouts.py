@@ -64,8 +64,3 @@ class StoodIn(Layouts):
     def boxes(self, item: Item, device: str) -> tuple[Box, ...]:
         """The boxes of an item that one device has read."""
         return self._held.get(device, {}).get(item, ())
-
-    def held(self, device: str) -> dict[Item, tuple[Box, ...]]:
-        """All that one device has read: the boxes of each item."""
-        mine = self._held.get(device, {})
-        return {item: mine[item] for item in self.items if mine.get(item)}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator
 
+import msgspec
+
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.box import Box, Holding, TensorLayout, subtract
 from elasticd_planner.spec.model import ModelSpec
@@ -32,9 +34,7 @@ class Remains(Layouts):
         if key not in self._left:
             whole = super().layout(item)
             holdings = tuple(self._kept(item, whole.holdings))
-            self._left[key] = TensorLayout(
-                name=whole.name, shape=whole.shape, dtype=whole.dtype, holdings=holdings
-            )
+            self._left[key] = msgspec.structs.replace(whole, holdings=holdings)
         return self._left[key]
 
     def boxes(self, item: Item, device: str) -> tuple[Box, ...]:
@@ -44,11 +44,6 @@ class Remains(Layouts):
         if device in self._stale and self._cut(item):
             return super().boxes(Item(item.name, "state"), device)
         return super().boxes(item, device)
-
-    def held(self, device: str) -> dict[Item, tuple[Box, ...]]:
-        """All that one device holds still: the boxes of each item."""
-        found = {item: self.boxes(item, device) for item in self.items}
-        return {item: boxes for item, boxes in found.items() if boxes}
 
     def lost(self) -> Iterator[tuple[Item, tuple[Box, ...]]]:
         """Of each item the boxes that nobody holds any more."""

@@ -106,15 +106,10 @@ def _devices(
 
 def _renamed(pipeline: Pipeline, names: dict[str, str]) -> Pipeline:
     stages = tuple(
-        Stage(
-            start=stage.start,
-            stop=stage.stop,
-            devices=tuple(names[device] for device in stage.devices),
-            shares=stage.shares,
-        )
+        msgspec.structs.replace(stage, devices=tuple(names[device] for device in stage.devices))
         for stage in pipeline.stages
     )
-    return Pipeline(stages=stages, micro_batches=pipeline.micro_batches)
+    return msgspec.structs.replace(pipeline, stages=stages)
 
 
 def rebalance_shares(

@@ -19,8 +19,9 @@ from elasticd_planner.cost.profile_cost import to_units
 from elasticd_planner.grouping.tp_groups import by_name
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import Held, Holders, holders, lacking
-from elasticd_planner.spec.cluster import Cluster, Rates, rate_of
-from elasticd_planner.spec.plan import Pipeline, Plan, Stage
+from elasticd_planner.problem import Problem
+from elasticd_planner.spec.cluster import rate_of
+from elasticd_planner.spec.plan import Pipeline, Stage
 
 #: What a plan's seconds and memory depend on of a member: its rate and its memory.
 Kind = tuple[float, int]
@@ -35,33 +36,27 @@ State = tuple[int, int, tuple[int, ...]]
 STATES = 4096
 
 
-def reorder_tp_ranks(
-    pipelines: Sequence[Pipeline], cluster: Cluster, rates: Rates, profile: ModelProfile, current: Plan | None
-) -> tuple[Pipeline, ...]:
-    """The same pipelines, the members of each group such that they lack the fewest bytes under `current`."""
-    if current is None:
-        return tuple(pipelines)
-    return _each(pipelines, cluster, rates, profile, current, _Group.reorder_tp_ranks)
+def reorder_tp_ranks(pipelines: Sequence[Pipeline], problem: Problem) -> tuple[Pipeline, ...]:
+    """The same pipelines, the members of each group such that they lack the fewest bytes under the problem's
+    current plan."""
+    return _each(pipelines, problem, _Group.reorder_tp_ranks)
 
 
-def relax_shares(
-    pipelines: Sequence[Pipeline], cluster: Cluster, rates: Rates, profile: ModelProfile, current: Plan
-) -> tuple[Pipeline, ...]:
+def relax_shares(pipelines: Sequence[Pipeline], problem: Problem) -> tuple[Pipeline, ...]:
     """The same members in the same order with other shares, such that no group's slowest member takes longer
-    and the fewest bytes are lacking under `current`. A member may hold more: its memory must be asked."""
-    return _each(pipelines, cluster, rates, profile, current, _Group.relax_shares)
+    and the fewest bytes are lacking under the problem's current plan. A member may hold more: its memory must
+    be asked."""
+    return _each(pipelines, problem, _Group.relax_shares)
 
 
 def _each(
-    pipelines: Sequence[Pipeline],
-    cluster: Cluster,
-    rates: Rates,
-    profile: ModelProfile,
-    current: Plan,
-    change: Callable[[_Group], Stage],
+    pipelines: Sequence[Pipeline], problem: Problem, change: Callable[[_Group], Stage]
 ) -> tuple[Pipeline, ...]:
-    before = holders(current, profile.share_units)
-    kinds = {device.name: (rate_of(rates, device.name), device.memory) for device in cluster.devices}
+    if problem.current is None:
+        return tuple(pipelines)
+    profile, rates = problem.profile, problem.rates
+    before = holders(problem.current, profile.share_units)
+    kinds = {device.name: (rate_of(rates, device.name), device.memory) for device in problem.cluster.devices}
     made = []
     for pipeline in pipelines:
         stages = (

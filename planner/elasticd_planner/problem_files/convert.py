@@ -13,8 +13,15 @@ from typing import Any
 from elasticd_planner.cost.table_cost import MIB, TableCost
 from elasticd_planner.placement.state_bytes import SectionBytes, StateBytes, weights_of
 from elasticd_planner.problem import Problem, SearchSpace
-from elasticd_planner.problem_files.file_format import NodeEntry, Objective, TableProblem
-from elasticd_planner.problem_files.times import profile_of
+from elasticd_planner.problem_files.file_format import (
+    InnerLinks,
+    LinkEntry,
+    LinksEntry,
+    NodeEntry,
+    Objective,
+    TableProblem,
+)
+from elasticd_planner.problem_files.times import TimedModel, profile_of
 from elasticd_planner.search import options
 from elasticd_planner.search.options import Setting
 from elasticd_planner.search.task import Task, UnitProblem
@@ -38,18 +45,17 @@ def problem_of(given: TableProblem) -> Problem:
     if model.times is None or batch.sequence is None:
         weights = state_bytes(given) or StateBytes(layer=SectionBytes(cut=MIB))  # unknown: layers count alike
         return UnitProblem(profile=weights.profile(model.layers), table=cost_of(given), **common)
-    profile = profile_of(
+    timed = TimedModel(
         name=model.name,
         layers=model.layers,
-        tokens=batch.sequence * batch.size,
         times=model.times,
-        state=model.state,
-        recompute=model.recompute,
         units=model.units,
         groups=model.groups,
-        uneven=model.uneven_shares,
+        uneven_shares=model.uneven_shares,
+        state=model.state,
+        recompute=model.recompute,
     )
-    return Problem(profile=profile, **common)
+    return Problem(profile=profile_of(timed, batch.sequence * batch.size), **common)
 
 
 def cost_of(given: TableProblem) -> TableCost:
@@ -69,23 +75,17 @@ def cost_of(given: TableProblem) -> TableCost:
 
 def cluster_of(given: TableProblem) -> Cluster:
     """The cluster of a problem file, its links where it names them."""
-    links = given.cluster.links
-    levels = {
-        level: entry.link
-        for level, entry in (
-            ("within", links.island if links else None),
-            ("inside", links.node if links else None),
-            ("between", links.network if links else None),
-        )
-        if entry is not None
-    }
+    links = given.cluster.links or LinksEntry()
+    levels = _links(within=links.island, inside=links.node, between=links.network)
     return Cluster(nodes=tuple(map(_node, given.cluster.nodes)), **levels)
 
 
+def _links(**levels: LinkEntry | None) -> dict[str, Link]:
+    return {level: entry.link for level, entry in levels.items() if entry is not None}
+
+
 def _node(entry: NodeEntry) -> Node:
-    own = entry.links
-    inside: Link | None = own.node.link if own and own.node else None
-    within: Link | None = own.island.link if own and own.island else None
+    own = entry.links or InnerLinks()
     return Node(
         name=entry.name,
         devices=tuple(
@@ -93,8 +93,7 @@ def _node(entry: NodeEntry) -> Node:
             for i in range(entry.devices)
         ),
         island=entry.island or 0,
-        inside=inside,
-        within=within,
+        **_links(inside=own.node, within=own.island),
     )
 
 

@@ -12,7 +12,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from elasticd_planner.problem_files.times import SHARE_UNITS, RecomputeEntry, StateEntry, TimesEntry
+from elasticd_planner.problem_files.times import (
+    SHARE_UNITS,
+    RecomputeEntry,
+    StateEntry,
+    TimesEntry,
+    all_positive,
+    none_negative,
+    positive,
+)
 from elasticd_planner.spec.cluster import LEAST_RATE, Link
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import FILE_VERSION, Invalid, StoredValue, Value, check_file_version, refuse
@@ -30,9 +38,8 @@ class LinkEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     latency_us: float = 0.0
 
     def __post_init__(self) -> None:
-        positive("gb_per_s", self.gb_per_s)
-        if not 0 <= self.latency_us < math.inf:
-            refuse(f"latency_us {self.latency_us} must not be negative")
+        all_positive(self, "gb_per_s")
+        none_negative(self, "latency_us")
 
     @property
     def link(self) -> Link:
@@ -47,11 +54,9 @@ class InnerLinks(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     node: LinkEntry | None = None
 
 
-class LinksEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LinksEntry(InnerLinks, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Links by level. Without `island` devices of an island talk as those of a node do."""
 
-    island: LinkEntry | None = None
-    node: LinkEntry | None = None
     network: LinkEntry | None = None
 
 
@@ -71,9 +76,7 @@ class NodeEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             refuse(f"island {self.island} is how many of the node's {self.devices} devices make an island")
         if not self.name or "/" in self.name:
             refuse(f"name {self.name!r} must not be empty and has no '/'")
-        positive("devices", self.devices)
-        positive("memory_mib", self.memory_mib)
-        positive("speed", self.speed)
+        all_positive(self, "devices", "memory_mib", "speed")
 
 
 class ClusterEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,9 +108,7 @@ class MemoryEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             refuse("layer_mib_by_stage is empty: it has an entry for the last stage at least")
         for size in self.layer_mib_by_stage:
             positive("layer_mib_by_stage", size)
-        for name in ("embedding_mib", "fixed_mib", "reserve_mib"):
-            if not 0 <= getattr(self, name) < math.inf:
-                refuse(f"{name} {getattr(self, name)} must not be negative")
+        none_negative(self, "embedding_mib", "fixed_mib", "reserve_mib")
 
 
 class ModelEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,14 +128,14 @@ class ModelEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     groups: int = 0
 
     def __post_init__(self) -> None:
-        positive("layers", self.layers)
+        all_positive(self, "layers")
         if self.times is not None:
             self._check_timed()
             return
         for name, default in (("state", None), ("recompute", None), ("units", SHARE_UNITS), ("groups", 0)):
             if getattr(self, name) != default:
                 refuse(f"{name} goes with times, which is missing")
-        positive("tp_full", self.tp_full)
+        all_positive(self, "tp_full")
         if not self.tp_slowdown:
             refuse("tp_slowdown is empty: it names the sizes that TP groups may have")
         for size, slowdown in self.tp_slowdown.items():
@@ -145,7 +146,7 @@ class ModelEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for name in ("tp_full", "tp_slowdown", "memory"):
             if getattr(self, name):
                 refuse(f"{name} does not go with times: figures are then seconds, memory is model.state's")
-        positive("units", self.units)
+        all_positive(self, "units")
         if not 0 <= self.groups <= self.units:
             refuse(f"groups {self.groups} are kv-heads that follow {self.units} units")
         widest = max(self.sizes, default=1)
@@ -167,15 +168,9 @@ class BatchEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sequence: float | None = None
 
     def __post_init__(self) -> None:
-        positive("global_batch", self.global_batch)
-        if self.sequence is not None:
-            positive("sequence", self.sequence)
-        if self.micro_batch is not None:
-            positive("micro_batch", self.micro_batch)
-            if self.global_batch % self.micro_batch:
-                refuse(
-                    f"global_batch {self.global_batch} does not divide into micro-batches of {self.micro_batch}"
-                )
+        all_positive(self, "global_batch", "sequence", "micro_batch")
+        if self.global_batch % self.size:
+            refuse(f"global_batch {self.global_batch} does not divide into micro-batches of {self.micro_batch}")
 
     @property
     def size(self) -> int:
@@ -203,13 +198,9 @@ class PinsEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.zero not in (None, 0, 1, 2):
             refuse(f"zero {self.zero} must be 0, 1 or 2")
-        if self.replicas is not None:
-            positive("replicas", self.replicas)
-            if self.zero == 0:
-                refuse(f"replicas {self.replicas} go with zero 1 or 2; with 0 every holder has its state")
-        for name in ("tp", "dp", "interleave"):
-            if getattr(self, name) is not None:
-                positive(name, getattr(self, name))
+        all_positive(self, "replicas", "tp", "dp", "interleave")
+        if self.replicas is not None and self.zero == 0:
+            refuse(f"replicas {self.replicas} go with zero 1 or 2; with 0 every holder has its state")
 
 
 class TableProblem(StoredValue, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="planning-problem"):
@@ -273,12 +264,6 @@ class TableProblem(StoredValue, frozen=True, kw_only=True, forbid_unknown_fields
 
 #: Pins of problems in seconds alone.
 TIMED_PINS = ("zero", "replicas", "recompute", "interleave")
-
-
-def positive(name: str, value: float) -> None:
-    """Raises Invalid for a value that is not positive and finite."""
-    if not 0 < value < math.inf:
-        refuse(f"{name} {value} must be positive")
 
 
 def load(text: bytes | str) -> TableProblem:

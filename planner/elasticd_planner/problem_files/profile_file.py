@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive
-from elasticd_planner.problem_files.times import RecomputeEntry, StateEntry, TimesEntry, profile_of
+from elasticd_planner.problem_files.times import TimedModel, profile_of
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import FILE_VERSION, Invalid, Value, check_file_version, refuse
 
@@ -13,23 +13,10 @@ from elasticd_planner.value import FILE_VERSION, Invalid, Value, check_file_vers
 _PARAMETERS = ("cut_bytes", "grouped_bytes", "whole_bytes")
 
 
-class _Model(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`model` of a problem file; the job's own shapes say how it can be cut."""
-
-    name: str
-    layers: int
-    times: TimesEntry
-    units: int = 0
-    groups: int = 0
-    uneven_shares: bool = True
-    state: StateEntry | None = None
-    recompute: RecomputeEntry | None = None
-
-
 class _File(Value, frozen=True, kw_only=True):
     """A profile, or a whole problem: whatever else there is of it."""
 
-    model: _Model
+    model: TimedModel
     version: int = FILE_VERSION
 
     def __post_init__(self) -> None:
@@ -54,16 +41,9 @@ def given_profile(text: bytes, spec: ModelSpec, sample_tokens: float, micro_batc
             f"it is of {model.name} with {model.layers} layers, and this job trains {base.name} with "
             f"{base.layers}: run `elasticd profile` on this model"
         )
-    found = profile_of(
-        name=model.name,
-        layers=model.layers,
-        tokens=base.tokens,
-        times=model.times,
-        state=model.state,
-        recompute=model.recompute,
-        units=base.share_units,
-        groups=base.groups,
-    )
+    # The job's own shapes say how it can be cut.
+    cut = msgspec.structs.replace(model, units=base.share_units, groups=base.groups, uneven_shares=True)
+    found = profile_of(cut, base.tokens)
     sections = {
         name: _section(name, base, found, model.state is not None) for name in ("embed", "block", "head")
     }

@@ -7,7 +7,6 @@ planner plans that (`search.planner`). Figures are computed from the plan alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import msgspec
 
@@ -35,23 +34,19 @@ def solve(
     problem: TableProblem,
     objective: Objective = "step",
     *,
-    number: int = 0,
     ideal: bool = True,
     like: Plan | None = None,
-    stop: Callable[[], bool] | None = None,
 ) -> Planned:
     """The best plan found, or the reason why there is none.
 
     Args:
         problem: the problem of a file.
         objective: what is minimised, "step" or "steady".
-        number: the number of the plan.
         ideal: whether the healthy problem is planned too, for the yardstick (NaN where it is not).
         like: the plan before a rate moved: plans with as many pipelines and TP groups of the same size are
             tried first, and no others where there is one.
-        stop: asked now and then whether to end with the best plan so far.
     """
-    return _solved(problem, objective, number=number, ideal=ideal, like=like, stop=stop)[0]
+    return _solved(problem, objective, ideal=ideal, like=like)[0]
 
 
 def solve_from_current(problem: TableProblem, objective: Objective, current: Plan) -> Near:
@@ -73,36 +68,30 @@ def _solved(
     problem: TableProblem,
     objective: Objective,
     *,
-    number: int = 0,
     ideal: bool = True,
     current: Plan | None = None,
     like: Plan | None = None,
-    stop: Callable[[], bool] | None = None,
 ) -> tuple[Planned, Answer]:
     given = msgspec.structs.replace(problem_of(problem), current=current)
-    answer = search(
-        given, number, stop=stop, steady=objective == "steady", like=form(like) if like is not None else None
-    )
-    unit = UNITS if problem.model.times is None else SECONDS
-    plan = answer.plan
-    if plan is None or plan.prediction is None:
-        refusal, tried = answer.refusal, answer.candidates
-        return Planned(plan=None, objective=objective, unit=unit, refusal=refusal, candidates=tried), answer
-    steady, step = figures(plan, task_of(problem, objective, plan))
-    value = plan.prediction.step_seconds
-    found = Figures(
-        steady=steady,
-        step=step,
-        bound=plan.prediction.bound_seconds,
-        gap=plan.prediction.gap,
-        ideal=_yardstick(problem, objective, value) if ideal else math.nan,
-    )
+    answer = search(given, steady=objective == "steady", like=form(like) if like is not None else None)
+    plan, found = answer.plan, None
+    if plan is not None and plan.prediction is not None:
+        steady, step = figures(plan, task_of(problem, objective, plan))
+        value = plan.prediction.step_seconds
+        found = Figures(
+            steady=steady,
+            step=step,
+            bound=plan.prediction.bound_seconds,
+            gap=plan.prediction.gap,
+            ideal=_yardstick(problem, objective, value) if ideal else math.nan,
+        )
     planned = Planned(
         plan=plan,
         figures=found,
         objective=objective,
-        unit=unit,
-        reason=plan.reason,
+        unit=UNITS if problem.model.times is None else SECONDS,
+        reason=plan.reason if plan is not None else "",
+        refusal=answer.refusal,
         candidates=answer.candidates,
     )
     return planned, answer

@@ -27,6 +27,19 @@ def none_negative(entry: Value, *names: str) -> None:
             refuse(f"{name} {getattr(entry, name)} must not be negative")
 
 
+def positive(name: str, value: float) -> None:
+    """Raises Invalid for a value that is not positive and finite."""
+    if not 0 < value < math.inf:
+        refuse(f"{name} {value} must be positive")
+
+
+def all_positive(entry: Value, *names: str) -> None:
+    """Raises Invalid where one of these fields that are given is not positive and finite."""
+    for name in names:
+        if getattr(entry, name) is not None:
+            positive(name, getattr(entry, name))
+
+
 class SectionTimes(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of a block, embed or head as a whole on a normal device: seconds forward and backward of a token, fixed
     seconds of a micro-batch, how much longer a part takes in a TP group of each size than that part of the
@@ -120,21 +133,24 @@ class RecomputeEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             refuse(f"slowdown {self.slowdown} must be at least 1")
 
 
-def profile_of(
-    *,
-    name: str,
-    layers: int,
-    tokens: float,
-    times: TimesEntry,
-    state: StateEntry | None = None,
-    recompute: RecomputeEntry | None = None,
-    units: int = SHARE_UNITS,
-    groups: int = 0,
-    uneven: bool = True,
-) -> ModelProfile:
-    """The profile of a model of the shared format with micro-batches of `tokens`. Sizes of TP groups are those
-    that `times.block.tp_slowdown` names, or any. Without `state` memory does not bind."""
-    held = state or StateEntry()
+class TimedModel(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`model` of the shared format with measured times. Shares are in so many whole `units`, kv-heads in
+    `groups`. Without `state` memory does not bind."""
+
+    name: str
+    layers: int
+    times: TimesEntry
+    units: int = SHARE_UNITS
+    groups: int = 0
+    uneven_shares: bool = True
+    state: StateEntry | None = None
+    recompute: RecomputeEntry | None = None
+
+
+def profile_of(model: TimedModel, tokens: float) -> ModelProfile:
+    """The profile of a model with micro-batches of `tokens`. Sizes of TP groups are those that
+    `times.block.tp_slowdown` names, or any."""
+    times, recompute, held = model.times, model.recompute, model.state or StateEntry()
 
     def section(which: str) -> SectionProfile:
         spent, kept = getattr(times, which), getattr(held, which)
@@ -148,16 +164,16 @@ def profile_of(
         )
 
     return ModelProfile(
-        name=name,
-        layers=layers,
-        share_units=units,
+        name=model.name,
+        layers=model.layers,
+        share_units=model.units,
         tokens=tokens,
         block=section("block"),
         embed=section("embed"),
         head=section("head"),
-        uneven=uneven,
+        uneven=model.uneven_shares,
         widths=tuple(sorted(times.block.tp_slowdown)),
-        groups=groups,
+        groups=model.groups,
         tied_bytes=held.tied_bytes,
         boundary_bytes=times.boundary_bytes,
         gradient_factor=held.gradient,

@@ -54,10 +54,6 @@ class Shape:
     terms: tuple[Terms, ...]
     seconds: Floats
 
-    def layers(self, layers: int, micro_batches: int) -> tuple[int, ...]:
-        """Layers by stage, the best by the formula. Raises ValueError where memory holds no such division."""
-        return split_layers(self.terms, layers, micro_batches)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
@@ -94,7 +90,7 @@ class Options:
         if self.timing is None:
             many = MANY if self.steady else micro_batches
             found = [
-                Option(shape=s, layers=s.layers(self.layers, many), seconds=float(s.seconds[at]))
+                Option(shape=s, layers=split_layers(s.terms, self.layers, many), seconds=float(s.seconds[at]))
                 for s in shapes
                 if s.seconds[at] <= limit
             ]
@@ -122,38 +118,23 @@ def slowest(curves: Sequence[Floats], given: Sequence[int]) -> float:
     return max(float(seconds[m - 1]) for seconds, m in zip(curves, given, strict=True))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Least:
-    """What groups cost, as arrays by their index; `hop`: boundaries between places (islands of nodes), there
-    and back."""
+    """What groups cost, as arrays by their index, for so many layers; `hop`: boundaries between places (islands
+    of nodes), there and back. `hidden`: the part of a pass that the schedule hides."""
 
-    block: Floats
-    embed: Floats
-    head: Floats
-    place: Ints
-    hop: Floats
-    layers: int
-    hidden: float
-
-    @classmethod
-    def of(
-        cls, groups: Sequence[Group], cluster: Cluster, cost: CostModel, layers: int, hidden: float
-    ) -> Least:
-        """The arrays of `groups`, for `layers` layers; `hidden`: the part of a pass that the schedule hides."""
+    def __init__(
+        self, groups: Sequence[Group], cluster: Cluster, cost: CostModel, layers: int, hidden: float
+    ) -> None:
         places: dict[tuple[str, int | None], Group] = {}
         for group in groups:
             places.setdefault((group.node, group.island), group)
         number = {place: i for i, place in enumerate(places)}
         hops = [[cost.boundary(hop(a, b, cluster)) for b in places.values()] for a in places.values()]
-        return cls(
-            block=np.array([group.cost.block for group in groups]),
-            embed=np.array([group.cost.embed for group in groups]),
-            head=np.array([group.cost.head for group in groups]),
-            place=np.array([number[group.node, group.island] for group in groups], dtype=np.int64),
-            hop=np.array(hops),
-            layers=layers,
-            hidden=hidden,
-        )
+        self.block = np.array([group.cost.block for group in groups])
+        self.embed = np.array([group.cost.embed for group in groups])
+        self.head = np.array([group.cost.head for group in groups])
+        self.place = np.array([number[group.node, group.island] for group in groups], dtype=np.int64)
+        self.hop, self.layers, self.hidden = np.array(hops), layers, hidden
 
     def seconds(self, listed: Ints, most: int) -> Floats:
         """Seconds that orders of groups, [order, stage], need at least for 1 ... `most` micro-batches:
@@ -225,7 +206,7 @@ class Exact:
         self._spare: dict[tuple[Counts, float], int] = {}
         #: What the schedule hides; the formula, and the steady figure, hide nothing.
         self.hidden = 0.0 if self.task.steady else cost.timing.hidden
-        self._least_of = Least.of(self.groups, cluster, cost, layers, self.hidden)
+        self._least_of = Least(self.groups, cluster, cost, layers, self.hidden)
         timing = cost.timing if self.hidden else None
         self._options = Options(layers=layers, timing=timing, steady=self.task.steady)
         self._least_hop = min(cost.boundary(link) for link in cluster.links)
@@ -248,7 +229,8 @@ class Exact:
                     break
                 self._add(chosen)
             if stages in (1, 2, depth):
-                more = list(self._combinations())
+                parts = sorted(self.curves, key=lambda counts: (-sum(counts), counts))
+                more = list(self._combine(parts, 0, (), self.full))
                 if self.hidden:
                     more = self._costed(more)
                 found = more if self.complete else [*found, *more]
@@ -320,7 +302,7 @@ class Exact:
             seconds = reached(terms, self.layers, self.micro_batches, self.cost.timing)
         self.above[counts] = np.minimum(self.above.get(counts, np.inf), seconds)
         if self.task.fixed_dp in (None, 1):
-            self._improve(float(seconds[-1]) + self._after((counts,)))
+            self.best = min(self.best, float(seconds[-1]) + self._after((counts,)))
 
     def _possible(self, chosen: tuple[int, ...], counts: Counts) -> Iterator[tuple[int, ...]]:
         """The orders of these groups that may be of use."""
@@ -365,7 +347,8 @@ class Exact:
     def _bar(self, counts: Counts) -> tuple[Floats, int]:
         """Seconds by micro-batches that a pipeline on these devices must not exceed, not to lose to a known
         one, and the least micro-batches that it must do: the other devices do the rest at best."""
-        least = max(1, self.micro_batches - self._capacity_of_others(counts))
+        others = tuple(b - a for a, b in zip(counts, self.full, strict=True))
+        least = max(1, self.micro_batches - self._capacity(others))
         bar = np.full(self.micro_batches, self._limit())
         known = self.above.get(counts)
         if known is not None:
@@ -375,9 +358,8 @@ class Exact:
     def _term(self, order: tuple[int, ...], position: int) -> tuple[int, Terms]:
         """The terms of a stage, with a number that equal terms share."""
         group, last = self.groups[order[position]], position == len(order) - 1
-        between = (
-            0.0 if last else self.cost.boundary(hop(group, self.groups[order[position + 1]], self.cluster))
-        )
+        after = None if last else self.groups[order[position + 1]]
+        between = self.cost.boundary(hop(group, after, self.cluster)) if after is not None else 0.0
         key = (order[position], between, position, len(order))
         if key not in self._terms:
             memory = [self.alike[index].memory for index, _ in group.members]
@@ -392,10 +374,6 @@ class Exact:
         return self._terms[key]
 
     # Combinations.
-
-    def _combinations(self) -> Iterator[Combination]:
-        parts = sorted(self.curves, key=lambda counts: (-sum(counts), counts))
-        yield from self._combine(parts, 0, (), self.full)
 
     def _combine(
         self, parts: Sequence[Counts], first: int, chosen: tuple[Counts, ...], left: Counts
@@ -432,7 +410,7 @@ class Exact:
         above = [self.above[part] for part in parts]
         known = split_micro_batches(above, self.micro_batches, least) if self.hidden else given
         if known is not None:
-            self._improve(slowest(above, known) + after)
+            self.best = min(self.best, slowest(above, known) + after)
         yield Combination(parts=parts, micro_batches=given, seconds=seconds, after=after)
 
     def _costed(self, combinations: Sequence[Combination]) -> list[Combination]:
@@ -445,7 +423,7 @@ class Exact:
                 break
             exact = self._exactly(combination, limit - combination.after)
             if exact is not None:
-                self._improve(exact.seconds)
+                self.best = min(self.best, exact.seconds)
                 found.append(exact)
         return found
 
@@ -489,10 +467,6 @@ class Exact:
             self.complete = False
         return not self.complete
 
-    def _improve(self, seconds: float) -> None:
-        if seconds < self.best:
-            self.best = seconds
-
     def _limit(self) -> float:
         """Seconds that a pipeline may take at most, with the least after it that can be."""
         return self.best * (1 + self.slack) - self._least_after
@@ -501,9 +475,6 @@ class Exact:
         used = {i for part in parts for i, n in enumerate(self._devices(part)) if n}
         link = span((self.alike[i] for i in sorted(used)), self.cluster)
         return self.cost.after(len(parts), min(sum(self._devices(part)) for part in parts), link)
-
-    def _capacity_of_others(self, counts: Counts) -> int:
-        return self._capacity(tuple(b - a for a, b in zip(counts, self.full, strict=True)))
 
     def _capacity(self, counts: Counts) -> int:
         """The most micro-batches that these devices can do in the time of the best plan, by the bound."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from elasticd_planner.cost.memory import fits, memory_by_device, pipeline_memory
-from elasticd_planner.cost.model import pipeline_seconds, steady_seconds, step_seconds
+from elasticd_planner.cost.model import pipeline_seconds
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.problem import Answer, Problem
@@ -45,22 +45,13 @@ def plain(plan: Plan) -> Plan:
 def chunked(pipeline: Pipeline, chunks: int) -> Iterator[Pipeline]:
     """A plain pipeline with its stages' layers in so many chunks, as even as they can be: what is left over in
     the first ones, or in the last. None where a stage has not so many layers, or nothing to take turns with."""
-    if len(pipeline.stages) == 1 or min(stage.layers for stage in pipeline.stages) < chunks:
+    layers = [stage.layers for stage in pipeline.stages]
+    if len(layers) == 1 or min(layers) < chunks:
         return
-    made = [_split_chunks(pipeline, chunks, last=False)]
-    if any(stage.layers % chunks for stage in pipeline.stages):
-        made.append(_split_chunks(pipeline, chunks, last=True))
-    yield from made
-
-
-def _split_chunks(pipeline: Pipeline, chunks: int, *, last: bool) -> Pipeline:
-    def size(layers: int, chunk: int) -> int:
-        more = chunk >= chunks - layers % chunks if last else chunk < layers % chunks
-        return layers // chunks + more
-
-    return pipeline.with_layers(
-        [size(stage.layers, chunk) for chunk in range(chunks) for stage in pipeline.stages]
-    )
+    first = [n // chunks + (chunk < n % chunks) for chunk in range(chunks) for n in layers]
+    last = [n // chunks + (chunk >= chunks - n % chunks) for chunk in range(chunks) for n in layers]
+    for sizes in (first, last) if first != last else (first,):
+        yield pipeline.with_layers(sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +94,9 @@ class Interleaving:
 
 def plain_problem(problem: Problem) -> Problem:
     """What is searched: the same problem, near the running plan without its interleaved stages."""
-    current = problem.current
-    if current is None or plain(current) is current:
+    if problem.current is None:
         return problem
-    return msgspec.structs.replace(problem, current=plain(current))
+    return msgspec.structs.replace(problem, current=plain(problem.current))
 
 
 def other_numbers(problem: Problem, found: Answer) -> Iterator[Problem]:
@@ -162,14 +152,14 @@ def _answer(problem: Problem, found: Answer, tolerance: float, *, steady: bool) 
     now = found.current_seconds
     if running and now is not None:
         assert current is not None
-        now = _seconds(current, _task(problem, current, steady=steady))
+        now = _task(problem, current, steady=steady).seconds(current)
     if found.plan is None or found.plan.prediction is None or most == 1 or steady:
         return msgspec.structs.replace(found, current_seconds=now)
     task = _task(problem, found.plan, steady=steady)
     options = [found.plan, Interleaving(task=task, most=most).plan(found.plan)]
     if running and current is not None and _is_chunked(found.plan, current, most):
         options.append(found.plan.replace(strategies=current.strategies))
-    seconds = [_seconds(option, task) for option in options]
+    seconds = [task.seconds(option) for option in options]
     near = min(seconds) * _slack(problem, tolerance)
     moves = [_moved(problem, option) for option in options]
     close = [at for at, spent in enumerate(seconds) if spent <= near]
@@ -200,11 +190,6 @@ def _task(problem: Problem, plan: Plan, *, steady: bool) -> Task:
     setting = current_setting(msgspec.structs.replace(problem, current=plan))
     assert setting is not None
     return task_of(setting.problem(problem), steady=steady)
-
-
-def _seconds(plan: Plan, task: Task) -> float:
-    measure = steady_seconds if task.steady else step_seconds
-    return measure(plan, task.cluster, task.rates, task.cost)
 
 
 def _least(problem: Problem) -> float:

@@ -7,11 +7,11 @@ that cannot beat the best plan so far is not tried at all. `node_pools` finds th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from elasticd_planner.cost.group_bound import Choices, least
+from elasticd_planner.cost.group_bound import Paces, least
 from elasticd_planner.cost.memory import least_need
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.grouping.group_types import Columns, Limits, Rules
@@ -56,10 +56,10 @@ DEEPEST = 64
 
 
 class LargeSearch:
-    """One search. `stop` is asked between combinations' evaluations whether to end with what there is."""
+    """One search."""
 
-    def __init__(self, task: Task, stop: Callable[[], bool] | None = None) -> None:
-        self.task, self.stop = task, stop or (lambda: False)
+    def __init__(self, task: Task) -> None:
+        self.task = task
         self.kinds = kinds(task.cluster, task.rates, task.cost)
         #: What the search counts between stages and between pipelines; the plan has the links that are there.
         self._link = task.cluster.reach(device.name for device in alive(task))
@@ -81,7 +81,7 @@ class LargeSearch:
         self._equal: list[Found] = []
         self._size: int | None = None
         self._brief = False
-        self._known: dict[int | None, list[tuple[Choices, int]]] = {}
+        self._known: dict[int | None, list[tuple[Paces, int]]] = {}
 
     # The bound.
 
@@ -102,7 +102,7 @@ class LargeSearch:
         )
         return max(found, task.layers / fastest) if fastest else math.inf
 
-    def _choices(self, size: int | None) -> list[tuple[Choices, int]]:
+    def _choices(self, size: int | None) -> list[tuple[Paces, int]]:
         """What `group_bound.least` reads: the choices of each kind and its nodes; with groups of normal devices
         of this size, if one is given."""
         if size not in self._known:
@@ -167,9 +167,7 @@ class LargeSearch:
         if task.fixed_dp is not None:
             return [task.fixed_dp]
         most = min(self._most_pipelines(), task.micro_batches)
-        if every:
-            return list(range(1, most + 1))
-        if most <= FEW_NUMBERS:
+        if every or most <= FEW_NUMBERS:
             return list(range(1, most + 1))
         nodes = sum(len(kind.nodes) for kind in self.kinds)
         slow = sum(len(kind.nodes) for kind in self.kinds if not kind.normal)
@@ -223,7 +221,7 @@ class LargeSearch:
         cost = self.task.cost.equal()
         if cost is self.task.cost:
             return
-        other = LargeSearch(replace(self.task, cost=cost), self.stop)
+        other = LargeSearch(replace(self.task, cost=cost))
         self._best = other.run(brief=self._brief)
         self._size, self.candidates = other._size, other.candidates
         self._equal = other.near()
@@ -274,7 +272,7 @@ class LargeSearch:
     def _exchange(self) -> None:
         """Improves the best plan by exchanging groups between its pipelines, where these are not many."""
         best = self._best
-        if best is None or self.stop() or not 1 < len(best.pipelines) <= PIPELINES:
+        if best is None or not 1 < len(best.pipelines) <= PIPELINES:
             return
         groups = [group for chained in best.pipelines for group in chained.groups]
         if len(groups) > GROUPS:
@@ -292,8 +290,6 @@ class LargeSearch:
         """Makes attempts in order, but for those that cannot beat the best plan so far."""
         for reach, pipelines, size in attempts:
             best = self._best
-            if best is not None and self.stop():
-                return
             if best is not None and reach >= best.seconds * (1 - CLOSE):
                 continue
             found = self._with(pipelines, size, best.seconds if best is not None else math.inf, budget)
@@ -390,7 +386,6 @@ class LargeSearch:
                 orders=ORDERS if budget >= BUDGET_ALONE else ORDERS_BRIEF,
                 fewest=fewest,
                 thorough=small,
-                stop=self.stop,
                 limits=self.limits,
             )
             found = pooled.solve(low, known * leeway - self._after(pipelines, fewest if small else None))

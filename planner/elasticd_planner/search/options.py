@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Protocol
 
 import msgspec
 
@@ -229,11 +228,9 @@ def roomy(task: Task, pipelines: int) -> bool:
     return layer * task.layers * pipelines <= room * (1 + EQUAL)
 
 
-class Evaluate(Protocol):
-    """Searches a setting (like a plan of this form, or thoroughly) and says its seconds, inf where there is
-    no plan, and the form of its plan."""
-
-    def __call__(self, setting: Setting, like: Form | None) -> tuple[float, Form | None]: ...
+#: Searches a setting (like a plan of this form, or thoroughly) and says its seconds, inf where there is no
+#: plan, and the form of its plan.
+Evaluate = Callable[[Setting, Form | None], tuple[float, Form | None]]
 
 
 def form(plan: Plan) -> Form:
@@ -247,11 +244,8 @@ class OptionOrder:
     """One search over settings. slack: how much worse than the best (as a fraction) a plan may be and still
     count."""
 
-    def __init__(
-        self, settings: Settings, evaluate: Evaluate, *, slack: float, stop: Callable[[], bool] | None
-    ) -> None:
+    def __init__(self, settings: Settings, evaluate: Evaluate, *, slack: float) -> None:
         self.settings, self._evaluate, self.slack = settings, evaluate, slack
-        self.stop = stop or (lambda: False)
         self._known: dict[Setting, float] = {}
         self.best: tuple[float, Setting] | None = None
         self.form: Form | None = None
@@ -289,7 +283,7 @@ class OptionOrder:
             near = [way for way in ranked if size <= 2 * way[0] <= 4 * size]
             for way in near:
                 self._policy(*way, state)
-        if self.best is not None and not self.stop():
+        if self.best is not None:
             setting = self.best[1]
             del self._known[setting]
             self._try(setting, None)
@@ -324,7 +318,7 @@ class OptionOrder:
         """Whether a setting of this bound need not be tried."""
         if not math.isfinite(bound):
             return True
-        return self.best is not None and (bound > self.best[0] * (1 + self.slack) * (1 + EQUAL) or self.stop())
+        return self.best is not None and bound > self.best[0] * (1 + self.slack) * (1 + EQUAL)
 
     def _try(self, setting: Setting, like: Form | None) -> float:
         if setting in self._known:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, product
@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from elasticd_planner.cost.memory import fits, memory_by_device
-from elasticd_planner.cost.model import CostModel, stage_times, steady_seconds, step_seconds
+from elasticd_planner.cost.model import stage_times
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.numeric import EQUAL, Floats
@@ -44,6 +44,7 @@ from elasticd_planner.search.task import (
     Task,
     UnitProblem,
     alive,
+    dealt,
 )
 from elasticd_planner.spec.cluster import node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
@@ -63,7 +64,6 @@ def plan(
     problem: Problem,
     number: int = 0,
     tolerance: float = TOLERANCE,
-    stop: Callable[[], bool] | None = None,
     *,
     steady: bool = False,
     like: Form | None = None,
@@ -78,17 +78,16 @@ def plan(
         number: the number of the new plan.
         tolerance: plans within this fraction of the best count as equal to it if there is a current plan; the
             one that moves the fewest bytes from the current plan is taken.
-        stop: asked now and then whether to end the search with the best plan so far.
         steady: minimise the steady figure, the step without the pipelines' fill and drain.
         like: the form of a good plan: plans of this form are searched first, and no others if there is one.
 
     Returns:
         The plan with its prediction and reason, or a refusal that says what does not fit and what would help.
     """
-    found = [_plain(interleave.plain_problem(problem), number, tolerance, stop, steady=steady, like=like)]
-    if not steady and not (stop is not None and stop()):
+    found = [_plain(interleave.plain_problem(problem), number, tolerance, steady=steady, like=like)]
+    if not steady:
         others = interleave.other_numbers(problem, found[0])
-        found += [_plain(other, number, tolerance, stop, steady=steady) for other in others]
+        found += [_plain(other, number, tolerance, steady=steady) for other in others]
     return interleave.best(problem, found, tolerance, steady=steady)
 
 
@@ -96,7 +95,6 @@ def _plain(
     problem: Problem,
     number: int,
     tolerance: float,
-    stop: Callable[[], bool] | None,
     *,
     steady: bool,
     like: Form | None = None,
@@ -121,7 +119,6 @@ def _plain(
             like=like,
             known=_least(made),
             left=left,
-            stop=stop,
         )
         planning, answer = planning.fitting()
         if answer.plan is None or answer.plan.prediction is None:
@@ -133,7 +130,7 @@ def _plain(
         made.append(_Made(answer=answer, seconds=seconds, moved=moved, place=listed))
         return seconds, form(answer.plan)
 
-    walk = OptionOrder(settings, evaluate, slack=slack, stop=stop)
+    walk = OptionOrder(settings, evaluate, slack=slack)
     if len(settings.listed) == 1:
         evaluate(settings.listed[0], like)
     elif len(alive(problem)) > EXACT_DEVICES or not walk.every(lambda: left[0] <= 0):
@@ -181,17 +178,6 @@ class Planner:
     like: Form | None = None
     known: float = math.inf
     left: list[int] = field(default_factory=lambda: [ENUMERATED])
-    stop: Callable[[], bool] | None = None
-
-    @property
-    def cost(self) -> CostModel:
-        """What layers, boundaries and reductions cost under the problem's setting."""
-        return self.task.cost
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of a step, over all pipelines."""
-        return self.problem.global_batch // self.problem.micro_batch
 
     def fitting(self) -> tuple[Planner, Answer]:
         """The answer, with recomputation off where memory allows; made again with fewer members to spread
@@ -221,31 +207,18 @@ class Planner:
     def answer(self) -> Answer:
         """The answer for few devices: of all plans, or of those that the search finds too, where there are too
         many to look at all."""
-        current = self.current()
-        known = self.seconds(current) if current is not None and self.fits(current) else math.inf
-        exact = Exact(
-            self.task,
-            slack=self.tolerance if current is not None else 0.0,
-            best=min(known, self.known),
-            budget=self.left[0],
-        )
+        current = self.current
+        known = self.task.seconds(current) if current is not None and self.fits(current) else math.inf
+        exact = Exact(self.task, slack=self.slack, best=min(known, self.known), budget=self.left[0])
         combinations = exact.run()
         self.left[0] -= exact.spent
-        now = self.now()
-        found = list(islice(self.candidates(exact, combinations, current), COMPARED))
+        found = list(islice(self.candidates(exact, combinations), COMPARED))
         if not exact.complete:
             searched = self.wide().plan
             found += [searched] if searched is not None else []
-        if not found:
-            return Answer(plan=None, refusal=self.refusal(), current_seconds=now, candidates=exact.candidates)
-        best = min(self.seconds(candidate) for candidate in found)
-        limit = best * (1 + (self.tolerance if current is not None else 0.0)) * (1 + EQUAL)
-        near = [candidate for candidate in found if self.seconds(candidate) <= limit]
-        chosen = min(near, key=self.distance) if current is not None else near[0]
         # A table's seconds are the formula's own, so that an enumeration of all plans proves its best.
-        proved = exact.best if exact.complete and isinstance(self.cost, TableCost) else None
-        plan = self.finished(chosen, proved)
-        return Answer(plan=plan, current_seconds=now, candidates=exact.candidates + len(found))
+        proved = exact.best if exact.complete and isinstance(self.task.cost, TableCost) else None
+        return self._answered(found, exact.candidates + len(found), proved)
 
     @cached_property
     def task(self) -> Task:
@@ -255,7 +228,7 @@ class Planner:
     @cached_property
     def search(self) -> LargeSearch:
         """The search for any number of devices, which has the lower bound too."""
-        return LargeSearch(self.task, self.stop)
+        return LargeSearch(self.task)
 
     def wide(self) -> Answer:
         """The answer for any number of devices."""
@@ -263,23 +236,23 @@ class Planner:
         found = search.run(self.like, brief=self.like is not None)
         finisher = Refiner(self.task)
         listed = [finisher.pipelines(one.pipelines) for one in search.near()] if found is not None else []
-        current, now = self.current(), self.now()
-        options = list(self._kept(current, finisher)) if current is not None else []
+        options = list(self._kept(self.current, finisher)) if self.current is not None else []
         for best in (pipelines for pipelines in listed if pipelines is not None):
             near = nearest(best, search.kinds, self.problem.profile, self.problem.current)
             options += [self.made(near)]
+        return self._answered(options, search.candidates)
+
+    def _answered(self, options: Sequence[Plan], candidates: int, proved: float | None = None) -> Answer:
+        """The best of these plans; of those that are near it the one that moves least from the current plan. Of
+        no plans, why there is none. `proved`: as in `finished`."""
+        now = self.now()
         if not options:
-            return Answer(
-                plan=None,
-                refusal=self.refusal(),
-                current_seconds=now,
-                candidates=search.candidates,
-            )
-        slack = self.tolerance if current is not None else 0.0
-        limit = min(map(self.seconds, options)) * (1 + slack) * (1 + EQUAL)
-        close = [option for option in options if self.seconds(option) <= limit]
-        chosen = min(close, key=self.distance) if current is not None else close[0]
-        return Answer(plan=self.finished(chosen), current_seconds=now, candidates=search.candidates)
+            refusal = explain_infeasible(self.task, micro_batch=self.problem.micro_batch)
+            return Answer(plan=None, refusal=refusal, current_seconds=now, candidates=candidates)
+        limit = min(map(self.task.seconds, options)) * (1 + self.slack) * (1 + EQUAL)
+        close = [option for option in options if self.task.seconds(option) <= limit]
+        chosen = min(close, key=self.distance) if self.current is not None else close[0]
+        return Answer(plan=self.finished(chosen, proved), current_seconds=now, candidates=candidates)
 
     def _kept(self, current: Plan, finisher: Refiner) -> Iterator[Plan]:
         """The current plan's groups in their places: as they are, or with shares by their rates; with other
@@ -300,11 +273,16 @@ class Planner:
             if other not in seen:
                 seen.append(other)
                 yield from plans(other, layers=part in WHOLE)
-                groups = other.pipelines
-                loose = self.made(relax_shares(groups, job.cluster, job.rates, job.profile, current))
+                loose = self.made(relax_shares(other.pipelines, job))
                 if job.profile.uneven and loose != other:
                     yield from plans(loose, layers=False)
 
+    @property
+    def slack(self) -> float:
+        """How much worse than the best, as a fraction, a plan may be that moves fewer bytes."""
+        return self.tolerance if self.current is not None else 0.0
+
+    @cached_property
     def current(self) -> Plan | None:
         """The current plan under this problem's setting, if it is one of this problem: its members alive,
         batch, layers and number of pipelines equal."""
@@ -326,7 +304,7 @@ class Planner:
         """Whether TP groups have allowed sizes, and on nodes of normal devices the pinned one."""
         stages = [stage for _, _, stage in plan.walk()]
         widths = {len(stage.devices) for stage in stages}
-        if not widths <= set(self.cost.widths(max(widths))):
+        if not widths <= set(self.task.cost.widths(max(widths))):
             return False
         slow = {node_of(name) for name, rate in self.problem.rates.items() if rate > 1}
         normal = {len(stage.devices) for stage in stages if not slow & set(map(node_of, stage.devices))}
@@ -335,21 +313,19 @@ class Planner:
     def now(self) -> float | None:
         """Seconds of the current plan as it is, if it is one of this problem, and fits."""
         plan = self.problem.current
-        if plan is None or self.current() is None or not self.fits(plan):
+        if plan is None or self.current is None or not self.fits(plan):
             return None
-        return self.seconds(plan)
+        return self.task.seconds(plan)
 
-    def candidates(
-        self, exact: Exact, combinations: Sequence[Combination], current: Plan | None
-    ) -> Iterator[Plan]:
+    def candidates(self, exact: Exact, combinations: Sequence[Combination]) -> Iterator[Plan]:
         """Plans near the best: first those made from the current one, which move the least."""
+        current = self.current
         if current is not None and self.fits(current):
             yield current
             split = self.split_again(current)
             if split is not None and self.fits(split):
                 yield split
-        slack = self.tolerance if current is not None else 0.0
-        limit = exact.best * (1 + slack) * (1 + EQUAL)
+        limit = exact.best * (1 + self.slack) * (1 + EQUAL)
         for combination in combinations:
             ranked = [
                 exact.options(part, m, limit - combination.after)
@@ -364,30 +340,23 @@ class Planner:
         curves, known = [], dict[tuple[bytes, ...], Floats]()
         pipelines = plan.pipelines
         for pipeline in pipelines:
-            times = stage_times(pipeline, self.problem.cluster, self.problem.rates, self.cost)
+            times = stage_times(pipeline, self.problem.cluster, self.problem.rates, self.task.cost)
             key = tuple(part.tobytes() for part in (times.forward, times.backward, times.boundary))
             if key not in known:  # most pipelines of a large job are alike
                 if self.steady:
-                    known[key] = times.charged.max() * np.arange(1, self.micro_batches + 1)
+                    known[key] = times.charged.max() * np.arange(1, self.task.micro_batches + 1)
                 else:
-                    known[key] = self.cost.timing.curve(times, self.micro_batches)
+                    known[key] = self.task.cost.timing.curve(times, self.task.micro_batches)
             curves.append(known[key])
         least = [len(pipeline.stages) for pipeline in pipelines] if self.task.deep else None
-        given = split_micro_batches(curves, self.micro_batches, least)
-        if given is None:
-            return None
-        return self.made(
-            [
-                msgspec.structs.replace(pipeline, micro_batches=count)
-                for pipeline, count in zip(pipelines, given, strict=True)
-            ]
-        )
+        given = split_micro_batches(curves, self.task.micro_batches, least)
+        return None if given is None else self.made(dealt(pipelines, given))
 
     def made(self, pipelines: Sequence[Pipeline], *, chosen: bool = False) -> Plan:
         """A plan of these pipelines. Where the setting is to recompute, all their stages do if none does,
         unless that was `chosen`."""
         job = self.problem
-        pipelines = reorder_tp_ranks(pipelines, job.cluster, job.rates, job.profile, job.current)
+        pipelines = reorder_tp_ranks(pipelines, job)
         used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
         if (
             self.problem.search_space.recompute
@@ -405,37 +374,28 @@ class Planner:
         )
         return with_carriers(plan) if plan.state.replicas else plan
 
-    def seconds(self, plan: Plan) -> float:
-        """What is minimised: seconds (or units) of a step, or the steady figure."""
-        measure = steady_seconds if self.steady else step_seconds
-        return measure(plan, self.problem.cluster, self.problem.rates, self.cost)
-
     def fits(self, plan: Plan) -> bool:
         """Whether every member's memory suffices."""
-        return fits(memory_by_device(plan, self.cost), self.problem.cluster)
+        return fits(memory_by_device(plan, self.task.cost), self.problem.cluster)
 
     def distance(self, plan: Plan) -> tuple[int, bool, float]:
         """What near-equal plans are compared by: bytes to move, then whether anything changes, then seconds."""
         current = self.problem.current
         moved = bytes_to_move(self.problem.profile, current, plan)
         same = current is not None and plan.pipelines == current.pipelines
-        return moved, not same, round(self.seconds(plan), 9)
+        return moved, not same, round(self.task.seconds(plan), 9)
 
     def finished(self, chosen: Plan, proved: float | None = None) -> Plan:
         """The chosen plan with its number, prediction and reason. `proved`: seconds that no plan beats, where
         an enumeration says so."""
         made = self.made(chosen.pipelines, chosen=True).replace(number=self.number)
-        seconds = self.seconds(made)
+        seconds = self.task.seconds(made)
         prediction = Prediction(
             step_seconds=seconds,
             bound_seconds=min(self.lower(seconds) if proved is None else proved, seconds),
-            memory=memory_by_device(made, self.cost),
+            memory=memory_by_device(made, self.task.cost),
         )
         return made.replace(prediction=prediction, reason=describe(made, self.problem.rates))
-
-    def refusal(self) -> str:
-        """Why the problem has no plan, and what would help."""
-        return explain_infeasible(self.task, micro_batch=self.problem.micro_batch)
 
     def lower(self, known: float) -> float:
         """Seconds that no plan of this setting can beat. `known`: those of a plan."""

@@ -17,7 +17,7 @@ from elasticd_planner.cost.model import stage_times
 from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.search.balance.layer_split import Terms, best_layers, split_layers
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
-from elasticd_planner.search.task import MANY, Task, pipeline_signature
+from elasticd_planner.search.task import MANY, Task, dealt, pipeline_signature
 from elasticd_planner.spec.cluster import rate_of
 from elasticd_planner.spec.plan import Pipeline, Stage
 
@@ -39,12 +39,7 @@ class Selective:
             made.append(_named(known[key], pipeline))
         curves = [self._curve(pipeline) for pipeline in made]
         counts = split_micro_batches(curves, self.task.micro_batches)
-        if counts is None:
-            return tuple(made)
-        return tuple(
-            msgspec.structs.replace(pipeline, micro_batches=count)
-            for pipeline, count in zip(made, counts, strict=True)
-        )
+        return tuple(made) if counts is None else dealt(made, counts)
 
     def _improved(self, pipeline: Pipeline) -> Pipeline:
         best, seconds = pipeline, self._seconds(pipeline)
@@ -88,21 +83,12 @@ class Selective:
             cost = task.cost.recomputing(stage.recompute)
             rates = [rate_of(task.rates, name) for name in stage.devices]
             group = cost.group(rates, stage.shares, task.cluster.reach(stage.devices))
-            last = position == depth - 1
-            hop = 0.0
-            if not last:
-                following = stages[position + 1].devices
-                hop = task.cost.boundary(task.cluster.reach((*stage.devices, *following)))
-            most = most_layers(
-                cost,
-                stage.shares,
-                [task.cluster.memory[name] for name in stage.devices],
-                task.layers,
-                first=position == 0,
-                last=last,
-                in_flight=min(micro_batches, depth - position),
-            )
-            terms.append(Terms.of(group, (most,) * depth, first=position == 0, last=last, hop=hop))
+            edges = {"first": position == 0, "last": position == depth - 1}
+            hop = 0.0 if edges["last"] else task.hop(stage, stages[position + 1])
+            memory = [task.cluster.memory[name] for name in stage.devices]
+            flying = min(micro_batches, depth - position)
+            most = most_layers(cost, stage.shares, memory, task.layers, **edges, in_flight=flying)
+            terms.append(Terms.of(group, (most,) * depth, **edges, hop=hop))
         return terms
 
     def _seconds(self, pipeline: Pipeline) -> float:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
-from elasticd_planner.cost.memory import most_layers
 from elasticd_planner.grouping.node_partitions import GroupType
 from elasticd_planner.numeric import EQUAL, Floats
 from elasticd_planner.search.balance.layer_split import Terms, fill, split_layers
@@ -73,12 +73,9 @@ class Refiner:
 
     def _placed(self, one: Ordered, micro_batches: int) -> Placed:
         """The formula's layers."""
-        task = self.task
-        if task.steady:  # the least largest stage; among those the shortest way through
-            layers = split_layers(one.terms, task.layers, MANY)
-        else:
-            layers = split_layers(one.terms, task.layers, max(micro_batches, len(one.order)))
-        return Placed(order=one.order, layers=layers)
+        # Steady: the least largest stage; among those the shortest way through.
+        count = MANY if self.task.steady else max(micro_batches, len(one.order))
+        return Placed(order=one.order, layers=split_layers(one.terms, self.task.layers, count))
 
     def _pipeline(self, chained: Chained, placed: Placed, micro_batches: int) -> Pipeline:
         groups = [chained.groups[index] for index in placed.order]
@@ -142,20 +139,14 @@ class Refiner:
                 yield guess
 
     def _board(self, chained: Chained) -> StageCosts:
-        cluster, cost = self.task.cluster, self.task.cost
-        kinds = [self.type_of(group) for group in chained.groups]
+        groups, kinds = chained.groups, [self.type_of(group) for group in chained.groups]
         depth = len(kinds)
         return StageCosts(
             block=np.array([kind.block for kind in kinds]),
             embed=np.array([kind.cost.embed for kind in kinds]),
             head=np.array([kind.cost.head for kind in kinds]),
             forward=np.array([kind.cost.forward for kind in kinds]),
-            hop=np.array(
-                [
-                    [cost.boundary(cluster.reach((*a.devices, *b.devices))) for b in chained.groups]
-                    for a in chained.groups
-                ]
-            ),
+            hop=np.array([[self.task.hop(a, b) for b in groups] for a in groups]),
             most=np.array([[self._most_layers(k, j == 0, depth - j) for j in range(depth)] for k in kinds]),
         )
 
@@ -213,10 +204,8 @@ class Refiner:
         for position, index in enumerate(order):
             group = chained.groups[index]
             kind = self.type_of(group)
-            first, last, hop = position == 0, position == depth - 1, 0.0
-            if not last:
-                following = chained.groups[order[position + 1]].devices
-                hop = task.cost.boundary(task.cluster.reach((*group.devices, *following)))
+            first, last = position == 0, position == depth - 1
+            hop = 0.0 if last else task.hop(group, chained.groups[order[position + 1]])
             most = self._most_layers(kind, first, depth - position)
             terms.append(Terms.of(kind.cost, (most,) * depth, first=first, last=last, hop=hop))
         return tuple(terms)
@@ -224,15 +213,7 @@ class Refiner:
     def _most_layers(self, kind: GroupType, first: bool, in_flight: int) -> int:
         key = (kind, first, in_flight)
         if key not in self._most:
-            self._most[key] = most_layers(
-                self.task.cost,
-                kind.shares,
-                kind.memory,
-                self.task.layers,
-                first=first,
-                last=in_flight == 1,
-                in_flight=in_flight,
-            )
+            self._most[key] = kind.most_layers(self.task.cost, self.task.layers, in_flight, first=first)
         return self._most[key]
 
     def type_of(self, group: NamedGroup) -> GroupType:
@@ -248,8 +229,7 @@ class Refiner:
 
 
 def _swaps(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    for i in range(len(order)):
-        for j in range(i + 1, len(order)):
-            swapped = list(order)
-            swapped[i], swapped[j] = swapped[j], swapped[i]
-            yield tuple(swapped)
+    for i, j in combinations(range(len(order)), 2):
+        swapped = list(order)
+        swapped[i], swapped[j] = swapped[j], swapped[i]
+        yield tuple(swapped)

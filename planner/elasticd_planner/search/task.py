@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from elasticd_planner.cost.model import CostModel
+import msgspec
+
+from elasticd_planner.cost.model import CostModel, steady_seconds, step_seconds
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.problem import Problem
 from elasticd_planner.spec.cluster import Cluster, Device, Rates, node_of, rate_of
-from elasticd_planner.spec.plan import Stage
+from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 
 #: The most devices for which every plan is enumerated.
 EXACT_DEVICES = 8
@@ -61,6 +63,15 @@ class Task:
         """Seconds that no plan can beat: all work over the speed of all usable devices."""
         return self.cost.bound([rate_of(self.rates, d.name) for d in alive(self)], self.micro_batches)
 
+    def seconds(self, plan: Plan) -> float:
+        """What is minimised: seconds (or units) of a step, or the steady figure."""
+        measure = steady_seconds if self.steady else step_seconds
+        return measure(plan, self.cluster, self.rates, self.cost)
+
+    def hop(self, a: NamedGroup, b: NamedGroup) -> float:
+        """Seconds that one micro-batch spends between two TP groups, there and back."""
+        return self.cost.boundary(self.cluster.reach((*a.devices, *b.devices)))
+
     @property
     def crosses_nodes(self) -> bool:
         """Whether no TP group fits in a node, so that groups must cross nodes."""
@@ -70,6 +81,12 @@ class Task:
 def alive(given: Problem | Task) -> tuple[Device, ...]:
     """The devices that can be used: those with a finite rate."""
     return tuple(d for d in given.cluster.devices if math.isfinite(rate_of(given.rates, d.name)))
+
+
+def dealt(pipelines: Sequence[Pipeline], counts: Sequence[int]) -> tuple[Pipeline, ...]:
+    """The same pipelines with so many micro-batches each."""
+    pairs = zip(pipelines, counts, strict=True)
+    return tuple(msgspec.structs.replace(pipeline, micro_batches=count) for pipeline, count in pairs)
 
 
 class NamedGroup(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 
@@ -80,26 +81,21 @@ def batch_plan(plan: Plan, step: int, samples: Sequence[int], lengths: BatchLeng
         refuse(f"step {step}: {len(samples)} samples for a global batch of {plan.global_batch}")
     if lengths is not None and len(lengths.tokens) != len(samples):
         refuse(f"step {step}: {len(lengths.tokens)} lengths for {len(samples)} samples")
-    deal = _in_order if lengths is None else _evenly
-    modules = tuple(deal(plan, module, samples, lengths) for module in plan.modules)
+    if lengths is None:
+        modules = tuple(_in_order(plan, module, samples) for module in plan.modules)
+    else:
+        modules = tuple(_evenly(plan, module, samples, lengths) for module in plan.modules)
     return BatchPlan(step=step, plan=plan.number, modules=modules)
 
 
-def _in_order(
-    plan: Plan, module: ModulePlan, samples: Sequence[int], _: object
-) -> tuple[tuple[MicroBatch, ...], ...]:
-    micro = [tuple(samples[i : i + plan.micro_batch]) for i in range(0, len(samples), plan.micro_batch)]
-    pipelines = []
-    for pipeline in module.pipelines:
-        pipelines.append(tuple(micro[: pipeline.micro_batches]))
-        micro = micro[pipeline.micro_batches :]
-    return tuple(pipelines)
+def _in_order(plan: Plan, module: ModulePlan, samples: Sequence[int]) -> tuple[tuple[MicroBatch, ...], ...]:
+    micro = (tuple(samples[i : i + plan.micro_batch]) for i in range(0, len(samples), plan.micro_batch))
+    return tuple(tuple(islice(micro, pipeline.micro_batches)) for pipeline in module.pipelines)
 
 
 def _evenly(
-    plan: Plan, module: ModulePlan, samples: Sequence[int], lengths: BatchLengths | None
+    plan: Plan, module: ModulePlan, samples: Sequence[int], lengths: BatchLengths
 ) -> tuple[tuple[MicroBatch, ...], ...]:
-    assert lengths is not None
     slots = [pipeline.micro_batches for pipeline in module.pipelines]
     cut = sample_packing.runs(lengths.tokens, sum(slots), plan.micro_batch, lengths.linear)
     costs = [sample_packing.cost(len(run), lengths.tokens[run[0]], lengths.linear) for run in cut]

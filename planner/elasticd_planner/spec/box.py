@@ -66,18 +66,19 @@ class Box(Value, frozen=True, kw_only=True, order=True):
         if common is None:
             return () if self.empty else (self,)
         rest: list[Box] = []
-        start, stop = list(self.start), list(self.stop)
-        for dim in range(len(start)):
-            for a, b in ((start[dim], common.start[dim]), (common.stop[dim], stop[dim])):
+        for dim in range(len(self.start)):
+            for a, b in ((self.start[dim], common.start[dim]), (common.stop[dim], self.stop[dim])):
                 if a < b:
-                    rest.append(
-                        Box(
-                            start=(*start[:dim], a, *start[dim + 1 :]),
-                            stop=(*stop[:dim], b, *stop[dim + 1 :]),
-                        )
-                    )
-            start[dim], stop[dim] = common.start[dim], common.stop[dim]
+                    start = (*common.start[:dim], a, *self.start[dim + 1 :])
+                    rest.append(Box(start=start, stop=(*common.stop[:dim], b, *self.stop[dim + 1 :])))
         return tuple(rest)
+
+    def cropped(self, dim: int, start: int, stop: int) -> Box:
+        """This box with the indices start <= i < stop in one dimension."""
+        return Box(
+            start=(*self.start[:dim], start, *self.start[dim + 1 :]),
+            stop=(*self.stop[:dim], stop, *self.stop[dim + 1 :]),
+        )
 
     def slices(self, within: Box) -> tuple[slice, ...]:
         """Where this box lies in an array that holds the box `within`."""

@@ -140,10 +140,6 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
         node = self._special.get(node_of(device))
         return None if node is None else (*self.inner(node), node.island_of(device))
 
-    def link(self, a: str, b: str) -> Link:
-        """The link between two devices, by their names."""
-        return self.reach((a, b))
-
     @cached_property
     def links(self) -> tuple[Link, ...]:
         """Every link that two devices may talk over, the cluster's own first."""

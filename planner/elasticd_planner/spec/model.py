@@ -194,7 +194,4 @@ def member_box(spec: ModelSpec, parameter: Parameter, shares: Sequence[int], pos
     dim, kind = parameter.cut.dim, parameter.cut.units
     size = parameter.shape[dim] // spec.units_of(kind).count
     units = unit_range(spec, kind, shares, position)
-    return Box(
-        start=(*whole.start[:dim], units.start * size, *whole.start[dim + 1 :]),
-        stop=(*whole.stop[:dim], units.stop * size, *whole.stop[dim + 1 :]),
-    )
+    return whole.cropped(dim, units.start * size, units.stop * size)

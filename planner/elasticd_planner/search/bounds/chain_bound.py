@@ -22,10 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
+from elasticd_planner.grouping.best_partitions import add_groups
 from elasticd_planner.numeric import EQUAL, Floats, Ints
 from elasticd_planner.search.bounds.analytic_centre import centre
 from elasticd_planner.search.bounds.cheapest_chain import LAST, Cases, Cheapest, CheapestChain, Limits, Pieces
@@ -53,15 +53,84 @@ PROGRAMME, CENTRE = 1e6, 5e5
 CENTRES = 200
 
 
-class Nodes(Protocol):
-    """Alike nodes, how many there are, and a best division of one at prices."""
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """Alike nodes. counts: devices by rate. groups: the devices of each group by rate, and its pieces (one for
+    each of its shares). runs: with equal shares the piece of each width and slowest device. fixed: the pieces
+    of a node that has one division."""
+
+    number: int
+    counts: tuple[int, ...] = ()
+    groups: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    runs: tuple[tuple[tuple[int, int], ...], ...] = ()
+    fixed: tuple[int, ...] = ()
 
     @property
-    def number(self) -> int:
-        """How many nodes there are."""
+    def devices(self) -> int:
+        """Groups of one node at most."""
+        return len(self.fixed) or len(self.runs) or sum(self.counts)
+
+    def most(self, values: Floats) -> Floats:
+        """The most that the groups of one node add: [piece, case] to [case]."""
+        if self.fixed:
+            return np.asarray(values[list(self.fixed)].sum(axis=0))
+        if self.runs:
+            best = [np.zeros(values.shape[1])]
+            for stop, ends in enumerate(self.runs, 1):
+                found = best[stop - 1]
+                for width, piece in ends:
+                    found = np.maximum(found, best[stop - width] + values[piece])
+                best.append(found)
+            return best[-1]
+        table = np.zeros((*(count + 1 for count in self.counts), values.shape[1]))
+        for taken, pieces in self.groups:
+            add_groups(table, taken, self.counts, values[list(pieces)].max(axis=0))
+        return np.asarray(table[self.counts])
 
     def chosen(self, prices: Floats) -> tuple[float, Ints]:
-        """The worth of a best division of one node at `prices` [piece], and its groups by piece."""
+        """The most that the groups of one node add, and how many groups of each piece do."""
+        counts = np.zeros(len(prices), dtype=np.int64)
+        if self.fixed:
+            np.add.at(counts, list(self.fixed), 1)
+            return float(prices @ counts), counts
+        if self.runs:
+            return self._run(prices, counts), counts
+        table = np.zeros(tuple(count + 1 for count in self.counts))
+        values = []
+        for taken, pieces in self.groups:
+            piece = max(pieces, key=lambda piece: float(prices[piece]))
+            values.append((taken, piece, float(prices[piece])))
+            add_groups(table, taken, self.counts, values[-1][2])
+        left, least = self.counts, EQUAL * float(table[self.counts])
+        while table[left] > least:
+            for taken, piece, value in values:
+                rest = tuple(have - n for have, n in zip(left, taken, strict=True))
+                if min(rest) >= 0 and table[rest] + value >= table[left] - least:
+                    counts[piece] += 1
+                    left = rest
+                    break
+            else:
+                break
+        return float(table[self.counts]), counts
+
+    def _run(self, prices: Floats, counts: Ints) -> float:
+        """Counts the groups of the best runs; what they add."""
+        best: list[float] = [0.0]
+        ended: list[tuple[int, int] | None] = [None]
+        for stop, ends in enumerate(self.runs, 1):
+            worth, chosen = best[stop - 1], None
+            for width, piece in ends:
+                if best[stop - width] + float(prices[piece]) > worth:
+                    worth, chosen = best[stop - width] + float(prices[piece]), (width, piece)
+            best.append(worth)
+            ended.append(chosen)
+        at = len(self.runs)
+        while at:
+            end = ended[at]
+            if end is not None:
+                counts[end[1]] += 1
+            at -= end[0] if end is not None else 1
+        return best[-1]
 
 
 @dataclass(kw_only=True)

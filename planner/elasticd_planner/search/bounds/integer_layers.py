@@ -20,10 +20,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
-from elasticd_planner.cost.memory import most_layers
 from elasticd_planner.grouping.node_partitions import Divider, GroupType, NodeKind
 from elasticd_planner.numeric import EQUAL, Floats, Ints
 from elasticd_planner.search.task import Task
@@ -143,16 +143,5 @@ def least_whole(task: Task, nodes: Sequence[Nodes], pipelines: int, low: float) 
 
 def _room(task: Task, kind: GroupType, deepest: int) -> int:
     """The most layers that a group holds at any position."""
-    return max(
-        most_layers(
-            task.cost,
-            kind.shares,
-            kind.memory,
-            task.layers,
-            first=first,
-            last=behind == 0,
-            in_flight=behind + 1,
-        )
-        for behind in range(deepest)
-        for first in (False, True)
-    )
+    places = product(range(1, deepest + 1), (False, True))
+    return max(kind.most_layers(task.cost, task.layers, at, first=first) for at, first in places)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import combinations_with_replacement, islice, product
 
@@ -29,7 +28,7 @@ import numpy as np
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.grouping.node_partitions import NodeKind
 from elasticd_planner.numeric import EQUAL, Floats, Ints
-from elasticd_planner.search.bounds.chain_bound import Budget, ChainBound
+from elasticd_planner.search.bounds.chain_bound import Budget, ChainBound, Nodes
 from elasticd_planner.search.bounds.cheapest_chain import Limits, Pieces
 from elasticd_planner.search.task import Task
 
@@ -67,94 +66,6 @@ AT_ONCE = 1 << 19
 Level = tuple[Floats, Floats]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Node:
-    """Alike nodes. counts: devices by rate. groups: the devices of each group by rate, and its pieces (one for
-    each of its shares). runs: with equal shares the piece of each width and slowest device. fixed: the pieces
-    of a node that has one division."""
-
-    number: int
-    counts: tuple[int, ...] = ()
-    groups: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
-    runs: tuple[tuple[tuple[int, int], ...], ...] = ()
-    fixed: tuple[int, ...] = ()
-
-    @property
-    def devices(self) -> int:
-        """Groups of one node at most."""
-        return len(self.fixed) or len(self.runs) or sum(self.counts)
-
-    def most(self, values: Floats) -> Floats:
-        """The most that the groups of one node add: [piece, case] to [case]."""
-        if self.fixed:
-            return np.asarray(values[list(self.fixed)].sum(axis=0))
-        if self.runs:
-            best = [np.zeros(values.shape[1])]
-            for stop, ends in enumerate(self.runs, 1):
-                found = best[stop - 1]
-                for width, piece in ends:
-                    found = np.maximum(found, best[stop - width] + values[piece])
-                best.append(found)
-            return best[-1]
-        table = np.zeros((*(count + 1 for count in self.counts), values.shape[1]))
-        for taken, pieces in self.groups:
-            value = values[list(pieces)].max(axis=0)
-            after = table[tuple(slice(n, None) for n in taken)]
-            before = table[tuple(slice(0, have + 1 - n) for have, n in zip(self.counts, taken, strict=True))]
-            copies = min(have // n for have, n in zip(self.counts, taken, strict=True) if n)
-            for _ in range(copies):
-                np.maximum(after, before + value, out=after)
-        return np.asarray(table[self.counts])
-
-    def chosen(self, prices: Floats) -> tuple[float, Ints]:
-        """The most that the groups of one node add, and how many groups of each piece do."""
-        counts = np.zeros(len(prices), dtype=np.int64)
-        if self.fixed:
-            np.add.at(counts, list(self.fixed), 1)
-            return float(prices @ counts), counts
-        if self.runs:
-            self._run(prices, counts)
-            return float(self.most(prices[:, None])[0]), counts
-        table = np.zeros(tuple(count + 1 for count in self.counts))
-        values = []
-        for taken, pieces in self.groups:
-            piece = max(pieces, key=lambda piece: float(prices[piece]))
-            values.append((taken, piece, float(prices[piece])))
-            after = table[tuple(slice(n, None) for n in taken)]
-            before = table[tuple(slice(0, have + 1 - n) for have, n in zip(self.counts, taken, strict=True))]
-            for _ in range(min(have // n for have, n in zip(self.counts, taken, strict=True) if n)):
-                np.maximum(after, before + values[-1][2], out=after)
-        left, least = self.counts, EQUAL * float(table[self.counts])
-        while table[left] > least:
-            for taken, piece, value in values:
-                rest = tuple(have - n for have, n in zip(left, taken, strict=True))
-                if min(rest) >= 0 and table[rest] + value >= table[left] - least:
-                    counts[piece] += 1
-                    left = rest
-                    break
-            else:
-                break
-        return float(table[self.counts]), counts
-
-    def _run(self, prices: Floats, counts: Ints) -> None:
-        """Counts the groups of the best runs."""
-        best: list[float] = [0.0]
-        ended: list[tuple[int, int] | None] = [None]
-        for stop, ends in enumerate(self.runs, 1):
-            worth, chosen = best[stop - 1], None
-            for width, piece in ends:
-                if best[stop - width] + float(prices[piece]) > worth:
-                    worth, chosen = best[stop - width] + float(prices[piece]), (width, piece)
-            best.append(worth)
-            ended.append(chosen)
-        at = len(self.runs)
-        while at:
-            end = ended[at]
-            if end is not None:
-                counts[end[1]] += 1
-            at -= end[0] if end is not None else 1
-
-
 class TableBound:
     """The bounds of one task whose cost is a table's."""
 
@@ -170,23 +81,25 @@ class TableBound:
         self._budget = Budget(left=WHOLE)
         self._parts = np.array([part for _, part, _ in pieces])
         self._memory = np.array([memory for _, _, memory in pieces], dtype=np.float64)
+        # Of stages that are not the first, and of first ones.
+        self._rooms, self._first_rooms = (self._held(first=first) for first in (False, True))
 
     # Nodes.
 
-    def _node(self, kind: NodeKind) -> _Node:
+    def _node(self, kind: NodeKind) -> Nodes:
         rates, memory = kind.rates, max(memory for _, memory, _ in kind.classes)
         widths = self.cost.widths(len(rates))
         number, size = len(kind.nodes), self.task.fixed_tp
         if size is not None and kind.normal:
             ends = range(size - 1, len(rates), size)
-            return _Node(number=number, fixed=tuple(self._equal(size, rates[end], memory) for end in ends))
+            return Nodes(number=number, fixed=tuple(self._equal(size, rates[end], memory) for end in ends))
         classes = sorted(set(rates))
         if not self.cost.uneven or len(classes) == 1:
             runs = tuple(
                 tuple((width, self._equal(width, rates[stop - 1], memory)) for width in widths if width <= stop)
                 for stop in range(1, len(rates) + 1)
             )
-            return _Node(number=number, runs=runs)
+            return Nodes(number=number, runs=runs)
         counts = tuple(rates.count(rate) for rate in classes)
         groups = []
         for taken in product(*(range(count + 1) for count in counts)):
@@ -194,7 +107,7 @@ class TableBound:
                 members = tuple(rate for rate, n in zip(classes, taken, strict=True) for _ in range(n))
                 pieces = tuple(self._place(block, part, memory) for block, part in paced(self.cost, members))
                 groups.append((taken, pieces))
-        return _Node(number=number, counts=counts, groups=tuple(groups))
+        return Nodes(number=number, counts=counts, groups=tuple(groups))
 
     def _equal(self, width: int, slowest: float, memory: int) -> int:
         return self._place(dict(self.cost.slowdown)[width] * slowest, 1 / width, memory)
@@ -368,18 +281,9 @@ class TableBound:
         whole: Floats = np.minimum(np.floor(found), layers)
         return whole
 
-    @cached_property
-    def _rooms(self) -> Ints:
-        """The most layers that memory holds: [piece, position from the end], of stages that are not the first.
-        The last column stands for all positions further to the front."""
-        return self._held(first=False)
-
-    @cached_property
-    def _first_rooms(self) -> Ints:
-        """The same of first stages."""
-        return self._held(first=True)
-
     def _held(self, *, first: bool) -> Ints:
+        """The most layers that memory holds: [piece, position from the end]. The last column stands for all
+        positions further to the front."""
         cost, layers = self.cost, self.task.layers
         deepest = len(cost.layer_bytes) + 1
         found = np.full((len(self.blocks), deepest), layers, dtype=np.int64)

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 
-from elasticd_planner.cost.memory import most_layers
 from elasticd_planner.cost.model import GroupCost
 from elasticd_planner.grouping.group_types import Column, Columns
 from elasticd_planner.grouping.node_partitions import Division, GroupType, NodeKind
@@ -99,6 +99,8 @@ class NodePool:
         self._divisions = [
             (index, division) for index, (_, listed, _) in enumerate(self.nodes) for division in listed
         ]
+        borders = accumulate((len(listed) for _, listed, _ in self.nodes), initial=0)
+        self._of_kind = [range(a, b) for a, b in pairwise(borders)]
         self._columns_of: dict[int, tuple[tuple[int, int], ...]] = {}
         self._inverse = np.array(
             [1 / kind.block for _, division in self._divisions for kind in division.types or NOTHING]
@@ -191,12 +193,7 @@ class NodePool:
         """The whole layers that each division holds, if pipelines are alike and take `time` x L: each group in
         the middle of one, charged for the way through it."""
         rules, inverse = self.rules, self._inverse
-        gains = np.add.reduceat(np.maximum(inverse * time - 1, 0.0), self._starts)
-        depth, start = 0, 0
-        sizes = np.array([len(division.types) for _, division in self._divisions])
-        for _, listed, count in self.nodes:
-            depth += count * int(sizes[start + int(gains[start : start + len(listed)].argmax())])
-            start += len(listed)
+        depth = self._groups(np.add.reduceat(np.maximum(inverse * time - 1, 0.0), self._starts))
         turns = rules.most if rules.steady else max(1, rules.most - self.pipelines + depth)
         cap = time * rules.layers * self.pipelines / turns
         price = 0.0 if rules.steady else rules.layers * self.pipelines / turns
@@ -212,32 +209,29 @@ class NodePool:
             for kind in division.types or NOTHING:
                 key = (kind.shares, kind.memory)
                 if key not in known:
-                    known[key] = most_layers(
-                        self.columns.cost, *key, self.rules.layers, first=False, last=False, in_flight=MIDDLE
-                    )
+                    known[key] = kind.most_layers(self.columns.cost, self.rules.layers, MIDDLE, first=False)
                 found.append(known[key])
         return np.array(found, dtype=np.int64)
 
     def _price(self, time: float) -> float:
         """The largest charge at which the best combination has more groups than there are micro-batches, of
         which each stage asks for one; 0 where it never has."""
-        sizes = np.array([len(division.types) for _, division in self._divisions])
         low, high = 0.0, float(self._inverse.max(initial=0.0)) * time
         for _ in range(16):
-            middle, groups, start = (low + high) / 2, 0, 0
-            gains = self._priced(time, middle)
-            for _, listed, count in self.nodes:
-                groups += count * int(sizes[start + int(gains[start : start + len(listed)].argmax())])
-                start += len(listed)
-            low, high = (low, middle) if groups <= self.rules.most else (middle, high)
+            middle = (low + high) / 2
+            few = self._groups(self._priced(time, middle)) <= self.rules.most
+            low, high = (low, middle) if few else (middle, high)
         return low
 
+    def _groups(self, gains: Floats) -> int:
+        """How many groups there are in the divisions that add the most."""
+        best = [own[int(gains[own.start : own.stop].argmax())] for own in self._of_kind]
+        counts = (count for _, _, count in self.nodes)
+        return sum(n * len(self._divisions[at][1].types) for n, at in zip(counts, best, strict=True))
+
     def _ranked(self, gains: Floats) -> Iterator[DivisionUses]:
-        start = 0
-        options = []
-        for _, listed, count in self.nodes:
-            options.append(choices(range(start, start + len(listed)), count, gains))
-            start += len(listed)
+        counts = (count for _, _, count in self.nodes)
+        options = [choices(own, count, gains) for own, count in zip(self._of_kind, counts, strict=True)]
         for chosen in products(options):
             yield tuple(use for entry in chosen for use in entry)
 

@@ -60,12 +60,11 @@ class NodePools:
         orders: int,
         fewest: int,
         thorough: bool,
-        stop: Callable[[], bool],
         limits: Limits | None = None,
     ) -> None:
         self.budget, self.orders = budget, orders
         rules = replace(rules, each=max(1, rules.most - pipelines + 1), fewest=fewest)
-        self.task, self.kinds, self.stop = task, tuple(kinds), stop
+        self.task, self.kinds = task, tuple(kinds)
         compositions = compose(self.kinds, pipelines)
         self.alone = len(compositions) == 1
         deepest = max(
@@ -73,7 +72,6 @@ class NodePools:
             for composition, _ in compositions
         )
         self.columns = Columns(self.task.cost, rules, deepest, limits)
-        self.order = compositions
         self.pools: dict[tuple[Composition, int], NodePool] = {}
         for composition, number in compositions:
             if (composition, number) not in self.pools:
@@ -111,50 +109,46 @@ class NodePools:
                 best, high, which = found, found.seconds, index
                 patience = pool.evaluated + PATIENCE
             pool.forget(index)
+
+        def again(among: Iterable[int], most: int) -> None:
+            """The best combination and those that came nearest to it."""
+            nonlocal best, high, which
+            near = sorted(among, key=lambda index: (index != which, -pool.taken.get(index, 0), index))
+            for index in near[:most]:
+                if not self._done(low, high):
+                    found = self._one(key, index, low, high)
+                    if found is not None:
+                        best, high, which = found, found.seconds, index
+                    pool.forget(index)
+
         pool.widest = pool.most_shapes
-        for index in self._nearest(pool, pool.merged, which)[:REFINED]:
-            if self._done(low, high):
-                break
-            found = self._one(key, index, low, high)
-            if found is not None:
-                best, high, which = found, found.seconds, index
-            pool.forget(index)
-        if pool.every_order:
-            return best
-        pool.every_order = True
-        for index in self._nearest(pool, pool.binding, which)[: self.orders]:
-            if self._done(low, high):
-                break
-            found = self._one(key, index, low, high)
-            if found is not None:
-                best, high = found, found.seconds
-            pool.forget(index)
+        again(pool.merged, REFINED)
+        if not pool.every_order:
+            pool.every_order = True
+            again(pool.binding, self.orders)
         return best
 
-    def _nearest(self, pool: NodePool, among: Iterable[int], which: int | None) -> list[int]:
-        """The best combination and those that came nearest to it."""
-        return sorted(among, key=lambda index: (index != which, -pool.taken.get(index, 0), index))
-
     def _done(self, low: float, high: float) -> bool:
-        """Whether a plan is as good as can be, or time is up."""
-        return math.isfinite(high) and (high <= low * (1 + CLOSE) or self.stop())
+        """Whether a plan is as good as can be."""
+        return math.isfinite(high) and high <= low * (1 + CLOSE)
 
     def _ended(self, pool: NodePool, low: float, high: float) -> bool:
-        """Whether no other combination can be better, or time is up."""
-        if not math.isfinite(high):
-            return False
-        return high <= low * (1 + CLOSE) or pool.exhausted(high, self.task.micro_batches) or self.stop()
+        """Whether no other combination can be better."""
+        return math.isfinite(high) and (self._done(low, high) or pool.exhausted(high, self.task.micro_batches))
 
     def _one(self, key: tuple[Composition, int], index: int, low: float, high: float) -> Found | None:
         """The best plan of one combination, if it is better than `high`."""
-        pool, found = self.pools[key], None
-        if not math.isfinite(high):
-            found = self._first(key, index, low)
-        elif pool.able(index, high * (1 - CLOSE), self.task.micro_batches):
-            found = self._found(high * (1 - CLOSE), {key: index})
+        known = math.isfinite(high)
+        found = self._within(key, index, high * (1 - CLOSE)) if known else self._first(key, index, low)
         if found is not None:
-            found = self._lowered(key, index, low, found)
+            low = self.pools[key].lowest(index, low, found.seconds, self.task.micro_batches)
+            found = _bisected(low, found, lambda limit: self._within(key, index, limit))
         return found if found is not None and found.seconds < high else None
+
+    def _within(self, key: tuple[Composition, int], index: int, limit: float) -> Found | None:
+        """A plan of one combination within `limit`."""
+        able = self.pools[key].able(index, limit, self.task.micro_batches)
+        return self._found(limit, {key: index}) if able else None
 
     def _first(self, key: tuple[Composition, int], index: int, low: float) -> Found | None:
         """A plan of one combination, however slow."""
@@ -162,26 +156,11 @@ class NodePools:
         if not self.pools[key].able(index, low * EVER, self.task.micro_batches):
             return None
         while step < EVER:
-            if self.pools[key].able(index, low * (1 + step), self.task.micro_batches):
-                return self._found(low * (1 + step), {key: index})
+            found = self._within(key, index, low * (1 + step))
+            if found is not None:
+                return found
             step *= 2
         return None
-
-    def _lowered(self, key: tuple[Composition, int], index: int, low: float, best: Found) -> Found:
-        """The best plan of one combination, by bisection."""
-        low = self.pools[key].lowest(index, low, best.seconds, self.task.micro_batches)
-        while best.seconds > low * (1 + CLOSE):
-            middle = (low + best.seconds) / 2
-            found = None
-            if self.pools[key].able(index, middle, self.task.micro_batches):
-                found = self._found(middle, {key: index})
-            if found is None:
-                low = middle
-            elif found.seconds < best.seconds:
-                best = found
-            else:
-                break
-        return best
 
     def _together(self, low: float, known: float) -> Found | None:
         """Pools: the time is bisected, each says how much it can do in it."""
@@ -197,16 +176,7 @@ class NodePools:
                 if step > 40:
                     return None
                 low, step = low * (1 + step), step * 2
-        while best.seconds > low * (1 + CLOSE) and not self.stop():
-            middle = (low + best.seconds) / 2
-            found = self._at(middle)
-            if found is None:
-                low = middle
-            elif found.seconds < best.seconds:
-                best = found
-            else:
-                break
-        return best
+        return _bisected(low, best, self._at)
 
     def _at(self, limit: float) -> Found | None:
         """A plan within `limit` by pools, or None."""
@@ -264,6 +234,20 @@ class NodePools:
         return made
 
 
+def _bisected(low: float, best: Found, plan_within: Callable[[float], Found | None]) -> Found:
+    """The best plan between a bound and a known plan, by bisection of the time."""
+    while best.seconds > low * (1 + CLOSE):
+        middle = (low + best.seconds) / 2
+        found = plan_within(middle)
+        if found is None:
+            low = middle
+        elif found.seconds < best.seconds:
+            best = found
+        else:
+            break
+    return best
+
+
 def compose(listed: Sequence[NodeKind], pipelines: int) -> list[tuple[Composition, int]]:
     """Pools: nodes by kind, and how many pipelines. One pool while that is small."""
     whole = tuple(len(kind.nodes) for kind in listed)
@@ -272,7 +256,6 @@ def compose(listed: Sequence[NodeKind], pipelines: int) -> list[tuple[Compositio
         return [(whole, pipelines)]
     count = min(pipelines // 2, sum(whole))
     sizes = [pipelines // count + (1 if p < pipelines % count else 0) for p in range(count)]
-    nodes = sum(whole)
     nodes = sum(whole)
     quota = [nodes // pipelines * size for size in sizes]
     across = max(1, min(count, -(-len(slow) // 2)))
