@@ -53,7 +53,7 @@ def again(recorded: str, config: str | None, as_json: bool) -> None:
 
 
 def _read(recorded: str) -> list[Line]:
-    from elasticd.recording import RecordingError, read
+    from elasticd.recording import read
 
     path = Path(recorded)
     try:
@@ -61,8 +61,6 @@ def _read(recorded: str) -> list[Line]:
             return read(text, recorded)
     except (OSError, EOFError, zlib.error) as error:
         raise click.ClickException(f"cannot read the recording {recorded}: {error}") from error
-    except RecordingError as error:
-        raise click.ClickException(str(error)) from None
 
 
 def show(found: Replayed, console: Console) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from elasticd.chaos.faults import Fault
+from elasticd.config.tree import ConfigError
 from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
 from elasticd.simulator.scenarios.random_faults import DAY, RandomFaults, draw
-from elasticd.simulator.scenarios.scenario import ScenarioError, load, parse
+from elasticd.simulator.scenarios.scenario import load, parse
 from tests.simulation.scenes import SLOW, SMALL
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "examples" / "scenarios").glob("*.toml"))
@@ -72,13 +73,13 @@ BAD = [
 def test_a_wrong_scenario_is_refused_by_key_and_value(old: str, new: str, wrong: str) -> None:
     text = (SMALL + SLOW).replace(old, new, 1)
     assert text != SMALL + SLOW
-    with pytest.raises(ScenarioError, match=wrong) as refused:
+    with pytest.raises(ConfigError, match=wrong) as refused:
         parse(text, "bad.toml")
     assert str(refused.value).startswith("bad.toml")
 
 
 def test_a_file_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ScenarioError, match=r"cannot read the scenario nowhere\.toml"):
+    with pytest.raises(ConfigError, match=r"cannot read the scenario nowhere\.toml"):
         load("nowhere.toml")
 
 
