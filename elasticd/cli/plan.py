@@ -17,6 +17,7 @@ from rich.text import Text
 from elasticd.cli.moves import answered, moves_of, shown
 from elasticd.cli.options import cluster_options, json_option, write_json
 from elasticd.cli.picture import named, picture
+from elasticd.cli.status import rates_of
 from elasticd.client import reach
 
 
@@ -155,7 +156,6 @@ def _limit(pipelines: tuple[Pipeline, ...], times: list[Any], rates: Any) -> str
 def _running(config: str | None, coordinator: str | None, as_json: bool, console: Console) -> None:
     with reach(config, coordinator) as api:
         found = api.status()
-    rates = {device.name: device.rate for node in found.nodes for device in node.devices}
     planned = [job for job in found.jobs if job.plan is not None]
     if as_json:
         write_json({job.job: job.plan for job in planned})
@@ -165,4 +165,4 @@ def _running(config: str | None, coordinator: str | None, as_json: bool, console
     for job in planned:
         assert job.plan is not None
         console.print(Text.assemble(("job ", "dim"), (job.job, "bold"), f"   plan {job.plan.number}"))
-        console.print(picture(job.plan, rates))
+        console.print(picture(job.plan, rates_of(found)))

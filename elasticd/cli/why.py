@@ -13,26 +13,26 @@ from rich.text import Text
 
 from elasticd.cli.history import job_named
 from elasticd.cli.logs import line
-from elasticd.cli.options import cluster_options, json_option, write_json
+from elasticd.cli.options import asking, json_option, write_json
 from elasticd.cli.picture import picture
 from elasticd.cli.status import exception
-from elasticd.client import CannotReach, ClusterStatus, DeviceStatus, JobStatus, NodeStatus, reach
+from elasticd.client import Api, CannotReach
+from elasticd.coordinator.api_types import ClusterStatus, DeviceStatus, JobStatus, NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import Gain, StepRecord, gain_of
 from elasticd.records import HistoryRecord
 
 
 @click.command()
-@cluster_options
+@asking
 @json_option("The plan or the device, what was measured, and the events about it.")
 @click.option("--job", metavar="JOB", help="The job (default: the only one).")
 @click.argument("what", required=False)
-def why(config: str | None, coordinator: str | None, as_json: bool, job: str | None, what: str | None) -> None:
+def why(api: Api, as_json: bool, job: str | None, what: str | None) -> None:
     """Explain a plan by its number, a device by its name, or, without either, the plan in force."""
-    with reach(config, coordinator) as api:
-        name = job_named(api, job)
-        status, told, records = api.status(), api.events(), api.history(name)
-        steps = api.steps(name).steps
+    name = job_named(api, job)
+    status, told, records = api.status(), api.events(), api.history(name)
+    steps = api.steps(name).steps
     told = tuple(event for event in told if event.job in ("", name))
     if what is not None and not what.isdigit():
         if as_json:
