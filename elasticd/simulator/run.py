@@ -86,9 +86,7 @@ class Simulation:
         self.worker_group = WorkerGroup(
             self.engine,
             self.truth,
-            times,
-            steps=scenario.steps,
-            samples=model.global_batch,
+            scenario,
             limit=self._limit,
             trained=self._trained,
             starved=lambda device: self.script.starve(device),
@@ -104,18 +102,14 @@ class Simulation:
             between=scenario.cluster.between,
         )
         self.leader = self._elected()
-        self.operator = Operator(
-            scenario, self.engine, self.truth, self.worker_group, self.nodes, self.trained, self._happened
-        )
+        self.operator = Operator(scenario, self.worker_group, self.nodes, self.trained, self._happened)
         self.script = Script(
-            scenario.faults,
-            times.patience,
-            self.engine,
-            self.truth,
+            scenario,
             self.worker_group,
             self._node,
             self.operator,
-            self,
+            lambda: self.leader,
+            self.take_over,
             self._happened,
         )
 

@@ -7,7 +7,7 @@ all agents, and a worker's work is done by the worker group, which knows what al
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -36,7 +36,8 @@ from elasticd.machines.agent.state import (
     Stop,
 )
 from elasticd.records import DoneRecord, Fence, JobSpec, Keys, NodeRecord, PlanRecord, Proposal, decode
-from elasticd.simulator.cluster.worker import EffectRunner, SimulatedWorker, SimulationError
+from elasticd.simulator.cluster.worker import SimulatedWorker, SimulationError
+from elasticd.simulator.cluster.workers import WorkerGroup
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent, WatchItem
 from elasticd.wire.coordinator import ToClient, ToLeader
@@ -52,7 +53,7 @@ class Node:
     def __init__(
         self,
         shape: NodeShape,
-        worker_group: EffectRunner,
+        worker_group: WorkerGroup,
         tell: Callable[[str, ToLeader], None],
         refused: Callable[[str, str], None],
     ) -> None:
@@ -80,6 +81,20 @@ class Node:
             emulated=True,
         )
         return AgentState(record=record)
+
+    def _reboot(self, factors: Mapping[str, float]) -> None:
+        """Another agent, which knows what is in the store, and how slow devices are to be."""
+        was = self.state
+        self._missed.clear()
+        self.state = replace(
+            self._booted(),
+            epoch=was.epoch,
+            proposals=was.proposals,
+            plans=was.plans,
+            fences=was.fences,
+            done=was.done,
+            factors=factors,
+        )
 
     def emit(self, event: Event) -> None:
         """One event after the other: what an effect emits waits until the effects before it are done."""
@@ -126,31 +141,13 @@ class Node:
         self._torchrun, self.asks = "", False
         for worker in gone:
             self._worker_group.died(worker, told=False)
-        self._missed.clear()
-        was = self.state
-        self.state = replace(
-            self._booted(),
-            epoch=was.epoch,
-            proposals=was.proposals,
-            plans=was.plans,
-            fences=was.fences,
-            done=was.done,
-        )
+        self._reboot({})
 
     def restart(self) -> None:
         """Its agent dies and another is started: the workers live, come back to it, and say again what holds.
         torchrun asks again where it waits for an answer."""
         was = self.state
-        self._missed.clear()
-        self.state = replace(
-            self._booted(),
-            epoch=was.epoch,
-            proposals=was.proposals,
-            plans=was.plans,
-            fences=was.fences,
-            done=was.done,
-            factors=was.factors,
-        )
+        self._reboot(was.factors)
         for client in was.clients.values():
             body = client.opening
             if isinstance(body, Hello):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from elasticd_planner.spec.cluster import node_of
 
@@ -11,23 +11,12 @@ from elasticd.machines.worker import switch as sw
 from elasticd.records import Proposal
 from elasticd.wire.worker import Copy, FromWorker, Propose, StateReport, ToWorker
 
+if TYPE_CHECKING:
+    from elasticd.simulator.cluster.workers import WorkerGroup
+
 
 class SimulationError(RuntimeError):
     """An error of this program, or of a machine that it plays."""
-
-
-class EffectRunner(Protocol):
-    """What workers do together: it carries out the effects of their machines."""
-
-    step: int  # updates that the job has applied
-
-    def run(self, worker: SimulatedWorker, effect: sw.SwitchEffect) -> None:
-        """Carries out one effect of this worker's switch machine. Raises SimulationError for a type that it
-        does not know."""
-        ...
-
-    def died(self, worker: SimulatedWorker, *, told: bool) -> None:
-        """The process is gone. `told`: its peers' connections to it close at once, since its node lives."""
 
 
 class SimulatedWorker:
@@ -45,7 +34,7 @@ class SimulatedWorker:
         self,
         device: str,
         client: str,
-        worker_group: EffectRunner,
+        worker_group: WorkerGroup,
         *,
         emit: Callable[[SimulatedWorker, FromWorker], None],
         renew: Callable[[SimulatedWorker], None],
