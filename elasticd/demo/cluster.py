@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
 
 from elasticd.demo.scenario import JOB, DemoError, DemoScenario, training_script
-from elasticd.store.server import EtcdServerError
 from elasticd.system.child_processes import Child, Processes
 from elasticd.testing.cluster import Cluster
 
@@ -22,12 +20,6 @@ class DemoCluster(Cluster):
         self._scenario, self._script = scenario, str(training_script())
         self.ledger, self.plain_ledger = folder / LEDGER, folder / PLAIN_LEDGER
         self.torchruns: list[Child] = []
-
-    def __enter__(self) -> Self:
-        try:
-            return super().__enter__()
-        except EtcdServerError as error:
-            raise DemoError(str(error)) from error
 
     def start_job(self) -> None:
         """One torchrun for each node."""

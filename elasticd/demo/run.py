@@ -9,15 +9,16 @@ from pathlib import Path
 from elasticd_planner.value import Value
 from rich.console import Console
 
-from elasticd.client import JobStatus
+from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord, Pacing
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo import story
 from elasticd.demo.cluster import LEDGER, PLAIN_LEDGER, DemoCluster
 from elasticd.demo.progress import DemoProgress
 from elasticd.demo.record import DemoRecord, read_ledger
-from elasticd.demo.scenario import JOB, DemoError, DemoScenario, check_installed
+from elasticd.demo.scenario import JOB, DemoError, DemoScenario
 from elasticd.demo.story import Action, DemoPhase, Seen, Story
+from elasticd.extras import need
 from elasticd.system.child_processes import Child, Processes
 
 #: Seconds between two looks at the coordinator.
@@ -81,8 +82,10 @@ class Folders(Value, frozen=True, kw_only=True):
 
 
 def run(scenario: DemoScenario, folders: Folders, console: Console) -> DemoRecord:
-    """The whole run. Raises DemoError or ProcessError where it fails, Interrupted where the user ends it."""
-    check_installed()
+    """The whole run. Raises DemoError, EtcdServerError, ExtraMissing or ProcessError where it fails,
+    Interrupted where the user ends it."""
+    for package in ("matplotlib", "torch"):  # the extra that has the first brings both
+        need(package, "the demo")
     folders.prepare()
     processes = Processes(folders.logs)
     with (
@@ -122,13 +125,10 @@ def _follow(
 
 
 def _act(action: Action, scenario: DemoScenario, cluster: DemoCluster, progress: DemoProgress) -> None:
-    device = scenario.slow_device
-    if action is Action.SLOW:
-        progress.say(f"$ elasticd chaos slow {device} {scenario.factor:g}")
-        cluster.chaos("slow", device, f"{scenario.factor:g}")
-    else:
-        progress.say(f"$ elasticd chaos recover {device}")
-        cluster.chaos("recover", device)
+    factor = [f"{scenario.factor:g}"] if action is Action.SLOW else []
+    command = (action.value, scenario.slow_device, *factor)
+    progress.say(f"$ elasticd chaos {' '.join(command)}")
+    cluster.chaos(*command)
 
 
 def _gather(
