@@ -51,12 +51,8 @@ class RoundBroken(RendezvousConnectionError):
     """A node was lost between its joining and the start of the workers: the round is made anew."""
 
 
-class JobClosed(RendezvousClosedError, SystemExit):
+class JobClosed(RendezvousRefusal, RendezvousClosedError):
     """Another torchrun ended the job. Uncaught it ends this one with a message and no traceback."""
-
-    def __init__(self, reason: str) -> None:
-        self.code = f"elasticd: {reason}"
-        super().__init__(self.code)
 
 
 def restart_handler(parameters: RendezvousParameters, agent_seconds: float) -> RestartHandler:
