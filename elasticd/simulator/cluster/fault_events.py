@@ -49,7 +49,7 @@ class Script:
         """What is dead from the beginning never was there."""
         while self._by_step and not self._by_step[0].step and self._by_step[0].kind == "kill":
             fault = self._by_step.pop(0)
-            self._truth.kill(fault.devices(self._truth.names))
+            self._truth.strike(fault)
             self._told(fault)
 
     def begin(self) -> None:
@@ -103,18 +103,14 @@ class Script:
         ending = fault.ending(self._engine.now())
         if ending is not None:
             self._end_later(ending)
+        self._truth.strike(fault)
         match fault.kind:
-            case "slow" | "recover":
-                factor = fault.factor if fault.kind == "slow" else 1.0
-                self._truth.slow(fault.devices(self._truth.names), factor)
             case "kill":
                 self._kill(fault)
             case "join":
                 self._join(fault)
             case "partition":
                 self._partition(self._nodes[fault.node], fault.lasts)
-            case "shift":
-                self._truth.shift(fault.tokens)
             case "takeover":
                 self._take_over()
             case "freeze":
@@ -131,7 +127,7 @@ class Script:
                 self._unlink(self._nodes[fault.node])
             case "heal":
                 self._heal(self._nodes[fault.node])
-            case _:
+            case "restart":
                 self._restart(self._nodes[fault.node])
 
     def _end_later(self, ending: Fault) -> None:
@@ -180,7 +176,6 @@ class Script:
     def _kill(self, fault: Fault) -> None:
         """A device takes its process with it, and torchrun ends the others on its node. A machine is just
         gone: its peers wait, until a fence or their patience ends that."""
-        self._truth.kill(fault.devices(self._truth.names))
         node = self._nodes[fault.node or node_of(fault.device)]
         self._operator.harmed = True
         if not fault.node:
@@ -195,7 +190,6 @@ class Script:
         self._nodes[node_of(device)].end(f"{device} is out of memory")
 
     def _join(self, fault: Fault) -> None:
-        self._truth.join(fault.devices(self._truth.names))
         node = self._nodes[fault.node or node_of(fault.device)]
         self._relink(node)
         self._operator.more_nodes(node)

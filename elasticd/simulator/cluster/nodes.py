@@ -63,7 +63,6 @@ class Node:
         self._shape, self._worker_group, self._tell, self._refused = shape, worker_group, tell, refused
         self._events: deque[Event] = deque()
         self._missed: list[Event] = []
-        self._hello: Callable[[int, int], Hello] | None = None
         self._torchrun = ""
         self.asks = False
         self._size = 0
@@ -115,11 +114,7 @@ class Node:
     def torchrun(self, spec: JobSpec, pid: int, most: int) -> None:
         """A torchrun on this node asks to take part in a job of `most` nodes at most; its workers start once it
         has heard that it does."""
-
-        def hello(size: int, rank: int) -> Hello:
-            return Hello(job=spec.job, local_rank=rank, world_size=size, pid=pid + 1 + rank, spec=spec)
-
-        self._hello, self._pid = hello, pid
+        self._spec, self._pid = spec, pid
         self._torchrun = f"t{self.name}-{pid}"
         self.asks = True
         join = Join(job=spec.job, min_nodes=1, max_nodes=most, pid=pid)
@@ -218,10 +213,10 @@ class Node:
             self._open(worker, rank)
 
     def _open(self, worker: SimulatedWorker, rank: int) -> None:
-        assert self._hello is not None
-        body = self._hello(self._size, rank)
-        incarnation = f"i{body.pid}.{worker.incarnations}-{worker.device}"
-        self.emit(Opened(client=worker.client, body=body, pid=body.pid, incarnation=incarnation))
+        spec, pid = self._spec, self._pid + 1 + rank
+        body = Hello(job=spec.job, local_rank=rank, world_size=self._size, pid=pid, spec=spec)
+        incarnation = f"i{pid}.{worker.incarnations}-{worker.device}"
+        self.emit(Opened(client=worker.client, body=body, pid=pid, incarnation=incarnation))
 
     def _said(self, worker: SimulatedWorker, body: FromWorker) -> None:
         self.emit(Said(client=worker.client, body=body))

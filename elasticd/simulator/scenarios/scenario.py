@@ -219,11 +219,9 @@ def _training(body: Mapping[str, Any], where: str) -> Training:
     batch = {key: value for key, value in body.items() if key not in shape_keys and key != "preset"}
     shapes = {key: value for key, value in body.items() if key in shape_keys}
     preset = body.get("preset")
-    if preset is None:
-        made = with_keys(Shapes, shapes, where)
-        return with_keys(Training, {"name": "model", **batch, "shapes": made}, where)
-    if preset not in PRESETS:
+    if preset is not None and preset not in PRESETS:
         raise ConfigError(f"{where} preset = {preset!r} must be one of {', '.join(PRESETS)}")
-    if shapes:
+    if preset is not None and shapes:
         raise ConfigError(f"{where} preset = {preset!r} has shapes of its own: leave out {', '.join(shapes)}")
-    return with_keys(Training, {"name": preset, **batch, "shapes": PRESETS[preset]}, where)
+    made = with_keys(Shapes, shapes, where) if preset is None else PRESETS[preset]
+    return with_keys(Training, {"name": preset or "model", **batch, "shapes": made}, where)
