@@ -200,7 +200,7 @@ class RankStore(Store):
 
     The ranks of a node are computed from that (the workers of the nodes before it come first, as torch counts
     them), so that no node waits for node 0 to assign them. torch's own `multi_get` and `multi_set` call `get`
-    and `set` key by key; no call here depends on torch's `timeout`.
+    and `set` key by key; no call here depends on torch's `timeout`. torchrun neither deletes nor counts keys.
     """
 
     def __init__(self, agent: AgentCalls, joined: Joined) -> None:
@@ -262,14 +262,6 @@ class RankStore(Store):
         """Reads each key as `get`, with the waits and errors of `get`. `timeout` is not used."""
         for key in keys:
             self.get(key)
-
-    def delete_key(self, key: str) -> bool:
-        """Whether the key was there. The leader's store keeps what was sent to it."""
-        return self._values.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        """The number of keys in this process, those read from the leader's store among them."""
-        return len(self._values)
 
     def _assigned(self, node: int) -> bytes:
         """[first rank, world size, first rank in the role, role's size], as torch's own agents write it."""
