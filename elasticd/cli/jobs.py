@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import click
 from rich.console import Console
@@ -39,20 +39,15 @@ def jobs(api: Api, as_json: bool) -> None:
 def listed(found: ClusterStatus) -> Table:
     """One line for each job, those in restart mode last."""
     table = plain_table("job", "phase", ">step", ">loss", ">tokens/s", ">plan", ">devices", "", whole=2)
-    for row in _rows(found):
-        table.add_row(*row)
-    return table
-
-
-def _rows(found: ClusterStatus) -> Iterator[tuple[str, ...]]:
     for job in found.jobs:
         loss = "-" if job.loss is None else f"{job.loss:.4f}"
         speed = "-" if job.tokens_per_second is None else f"{job.tokens_per_second:,.0f}"
         plan = ("-", "-") if job.plan is None else (str(job.plan.number), str(len(job.plan.members)))
-        yield (job.job, job.phase, str(job.step), loss, speed, *plan, in_one_line(job.reason))
+        table.add_row(job.job, job.phase, str(job.step), loss, speed, *plan, in_one_line(job.reason))
     for restarting in found.restarts:
         count = str(len(restarting.devices))
-        yield (restarting.job, "restart mode", str(restarting.step), "-", "-", "-", count, "")
+        table.add_row(restarting.job, "restart mode", str(restarting.step), "-", "-", "-", count, "")
+    return table
 
 
 @click.command()

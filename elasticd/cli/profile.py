@@ -190,27 +190,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def profile_text(samples: Samples, measured: MeasuredProfile) -> str:
-    """The profile as the JSON of a file."""
+    """The profile as the JSON of a file. Beside the model it has on what it was measured, the errors of each
+    section, and the whole model."""
     from elasticd_planner.problem_files.times import entry_of
 
-    answer = {
-        "type": "profile",
-        "version": FILE_VERSION,
-        "model": entry_of(measured.profile),
-        "fit": fit_of(samples, measured),
-    }
-    return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n"
-
-
-def fit_of(samples: Samples, measured: MeasuredProfile) -> dict[str, Any]:
-    """On what it was measured, the errors of each section, and the whole model, as JSON values."""
-    found = {
+    fit = {
         **{name: getattr(samples, name) for name in ("device", "threads", "torch", "repeats", "sample_tokens")},
         "sections": measured.fits,
         "whole_seconds": samples.whole.seconds if samples.whole is not None else None,
         "predicted_seconds": measured.predicted,
     }
-    return dict(msgspec.to_builtins(found, str_keys=True))
+    answer = {"type": "profile", "version": FILE_VERSION, "model": entry_of(measured.profile), "fit": fit}
+    return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n"
 
 
 # -- for people ------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 import click
@@ -34,20 +34,21 @@ def why(api: Api, as_json: bool, job: str | None, what: str | None) -> None:
     status, told, records = api.status(), api.events(), api.history(name)
     steps = api.steps(name).steps
     told = tuple(event for event in told if event.job in ("", name))
+    answer: dict[str, object]
+    shown: Iterable[RenderableType]
     if what is not None and not what.isdigit():
-        if as_json:
-            write_json({"job": name, **device_told(what, name, status, told, records)})
-        else:
-            Console(highlight=False, markup=False).print(Group(*device(what, name, status, told, records)))
-        return
-    record, current = _meant(status, records, name, what), status.job(name)
-    raised = current.exception if current is not None and what is None else None
-    reason = current.reason if current is not None and what is None else ""
-    if as_json:
-        write_json({"job": name, "reason": reason, "exception": raised, **plan_told(record, told, steps)})
+        about = (what, name, status, told, records)
+        answer, shown = device_told(*about), device(*about)
     else:
-        shown = Group(*now(reason), *exception(raised), *plan(record, told, steps))
-        Console(highlight=False, markup=False).print(shown)
+        record, current = _meant(status, records, name, what), status.job(name)
+        raised = current.exception if current is not None and what is None else None
+        reason = current.reason if current is not None and what is None else ""
+        answer = {"reason": reason, "exception": raised, **plan_told(record, told, steps)}
+        shown = (*now(reason), *exception(raised), *plan(record, told, steps))
+    if as_json:
+        write_json({"job": name, **answer})
+    else:
+        Console(highlight=False, markup=False).print(Group(*shown))
 
 
 def _meant(
