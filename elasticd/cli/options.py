@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 import msgspec
@@ -57,7 +57,7 @@ def plain_table(*columns: str, whole: int = 0) -> Table:
     What is in the first `whole` columns is never broken into lines."""
     table = Table(box=None, header_style="dim", pad_edge=False)
     for place, head in enumerate(columns):
-        justify = "right" if head.startswith(">") else "left"
+        justify: Literal["left", "right"] = "right" if head.startswith(">") else "left"
         table.add_column(head.removeprefix(">"), justify=justify, no_wrap=place < whole)
     return table
 
