@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import os
 import platform
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Literal, TypeVar
@@ -64,8 +63,7 @@ def plain_table(*columns: str, whole: int = 0) -> Table:
 
 def write_json(value: Any) -> None:
     """One line of JSON."""
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
-    sys.stdout.flush()
+    click.echo(msgspec.json.encode(value))
 
 
 def asker() -> str:

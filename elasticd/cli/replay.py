@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import sys
 import zlib
 from pathlib import Path
 from textwrap import shorten
@@ -43,7 +42,7 @@ def again(recorded: str, config: str | None, as_json: bool) -> None:
     except msgspec.DecodeError as error:
         raise click.ClickException(f"{recorded} was made by another release of elasticd: {error}") from None
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
+        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=1))
     else:
         show(found, Console(highlight=False, markup=False))
     if config is None and found.differs is not None:

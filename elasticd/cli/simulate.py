@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -76,7 +75,7 @@ def simulate(
     with Console(stderr=True).status(f"simulating {given.name}") as status:  # silent where nobody looks
         outcome = play(given, lambda part: status.update(f"simulating {given.name}: {part:.0%}"))
     if as_json:
-        sys.stdout.write(outcome.to_json().decode() + "\n")
+        click.echo(outcome.to_json())
     else:
         show(outcome, Console(highlight=False))
     if plot_to is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import click
@@ -31,7 +30,7 @@ from elasticd.coordinator.api_types import (
 def status(api: Api, as_json: bool) -> None:
     """Show the leader, the nodes, and each job with its plan and why it has it."""
     if as_json:
-        sys.stdout.write(api.status_json().decode() + "\n")
+        click.echo(api.status_json())
         return
     found = api.status()
     reasons = {job.job: why(api, job) for job in found.jobs}

@@ -207,7 +207,12 @@ class Node:
         for rank, device in enumerate(self._shape.devices):
             name = device.name
             worker = SimulatedWorker(
-                name, f"w{name}-{self._pid}", self._worker_group, emit=self._said, renew=self._renew
+                name,
+                f"w{name}-{self._pid}",
+                run=self._worker_group.run,
+                steps=lambda: self._worker_group.step,
+                emit=self._said,
+                renew=self._renew,
             )
             self.workers[worker.client] = worker
             self._open(worker, rank)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
+
+from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Proposal
@@ -14,9 +16,6 @@ from elasticd.simulator.devices.transfer_time import Move, move
 from elasticd.simulator.engine import EventEngine
 from elasticd.simulator.scenarios.scenario import Times
 from elasticd.wire.worker import Prepared, Switched
-
-if TYPE_CHECKING:
-    from elasticd.simulator.cluster.workers import WorkerGroup
 
 
 @dataclass(kw_only=True)
@@ -33,10 +32,31 @@ class Transition:
     step: int = 0  # updates applied to the state that moves
 
 
+class GroupHost(Protocol):
+    """The job's workers by device, and how long what they do together takes."""
+
+    workers: dict[str, SimulatedWorker]
+    step: int
+    plan: Plan | None
+
+    def together(self, seconds: float, members: Sequence[SimulatedWorker], done: Callable[[], None]) -> None:
+        """Calls `done` after `seconds`, once all `members` can be reached. It never calls it after one of them
+        died or left the collective."""
+        ...
+
+    def swapped(self, transition: Transition) -> None:
+        """All said ok: the new plan is in force."""
+
+    def train(self) -> None:
+        """Begins the next step if all members of the plan in force are at work. Called after each all-gather of
+        ok, whether or not the members swapped."""
+        ...
+
+
 class Transitions:
     """Transition groups by their plan's number; one is forgotten after its all-gather of ok."""
 
-    def __init__(self, engine: EventEngine, truth: Truth, times: Times, worker_group: WorkerGroup) -> None:
+    def __init__(self, engine: EventEngine, truth: Truth, times: Times, worker_group: GroupHost) -> None:
         self._engine, self._truth, self._times, self._worker_group = engine, truth, times, worker_group
         self._open: dict[int, Transition] = {}
 

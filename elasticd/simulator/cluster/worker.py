@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Proposal
 from elasticd.wire.worker import Copy, FromWorker, Propose, StateReport, ToWorker
-
-if TYPE_CHECKING:
-    from elasticd.simulator.cluster.workers import WorkerGroup
 
 
 class SimulationError(RuntimeError):
@@ -25,7 +21,8 @@ class SimulatedWorker:
     Args:
         device: Its device's name.
         client: Its name as a client of its agent.
-        worker_group: What it does together with the job's other workers.
+        run: Carries out an effect of its switch machine.
+        steps: How many updates the job has applied.
         emit: Takes a message to its agent.
         renew: Makes it known to its agent as another incarnation.
     """
@@ -34,13 +31,14 @@ class SimulatedWorker:
         self,
         device: str,
         client: str,
-        worker_group: WorkerGroup,
         *,
+        run: Callable[[SimulatedWorker, sw.SwitchEffect], None],
+        steps: Callable[[], int],
         emit: Callable[[SimulatedWorker, FromWorker], None],
         renew: Callable[[SimulatedWorker], None],
     ) -> None:
         self.device, self.client = device, client
-        self._worker_group, self._emit, self._renew = worker_group, emit, renew
+        self._run, self._steps, self._emit, self._renew = run, steps, emit, renew
         self.state = sw.SwitchState()
         self.proposal: Proposal | None = None  # the one that it read last
         self.plan, self.step = 0, 0  # in force here (0: it stands by), after so many updates
@@ -102,9 +100,9 @@ class SimulatedWorker:
         if self.frozen:
             self.later(lambda: self.feed(event))
             return
-        self.state, effects = sw.step(self.state, event, self._worker_group.step)
+        self.state, effects = sw.step(self.state, event, self._steps())
         for effect in effects:
-            self._worker_group.run(self, effect)
+            self._run(self, effect)
 
     def say(self, body: FromWorker) -> None:
         """Sends a message to its agent, unless the process has ended."""
