@@ -11,7 +11,8 @@ from typing import Any
 from _results import Row, row
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.client import Api, JobStatus
+from elasticd.client import Api
+from elasticd.coordinator.api_types import JobStatus
 from elasticd.testing.waiting import until
 from tests.integration import train_shifting
 from tests.integration.cluster import JOB, Cluster

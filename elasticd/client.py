@@ -5,7 +5,6 @@ from __future__ import annotations
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -17,19 +16,7 @@ from elasticd.codec.safe_text import for_terminal, json_for_terminal
 from elasticd.config.credentials import Credentials, credentials
 from elasticd.config.security import SecuritySection
 from elasticd.config.tree import Config, load
-from elasticd.coordinator.api_types import ClusterStatus as ClusterStatus
-from elasticd.coordinator.api_types import DeviceStatus as DeviceStatus
-from elasticd.coordinator.api_types import Events, History, Stopping
-from elasticd.coordinator.api_types import ExceptionStatus as ExceptionStatus
-from elasticd.coordinator.api_types import JobStatus as JobStatus
-from elasticd.coordinator.api_types import LeaderStatus as LeaderStatus
-from elasticd.coordinator.api_types import LinkStatus as LinkStatus
-from elasticd.coordinator.api_types import MemberStatus as MemberStatus
-from elasticd.coordinator.api_types import NodeStatus as NodeStatus
-from elasticd.coordinator.api_types import Pace as Pace
-from elasticd.coordinator.api_types import RestartStatus as RestartStatus
-from elasticd.coordinator.api_types import Settings as Settings
-from elasticd.coordinator.api_types import Steps as Steps
+from elasticd.coordinator.api_types import ClusterStatus, Events, History, Settings, Steps, Stopping
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.local_cluster import settings as settings_of
 from elasticd.records import HistoryRecord, Keys
@@ -68,9 +55,7 @@ class Api:
     def __enter__(self) -> Api:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

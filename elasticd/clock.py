@@ -50,6 +50,25 @@ class WallClock:
         return timer
 
 
+class Due:
+    """A call that is due later, on a clock that runs by itself; `key`: its time, its priority, its place among
+    the calls that were asked for."""
+
+    __slots__ = ("callback", "cancelled", "key")
+
+    def __init__(self, key: tuple[float, int, int], callback: Callable[[], None]) -> None:
+        self.key = key
+        self.callback = callback
+        self.cancelled = False
+
+    def __lt__(self, other: Due) -> bool:
+        return self.key < other.key
+
+    def cancel(self) -> None:
+        """The clock passes over the call when its time comes. Harmless after the call was made."""
+        self.cancelled = True
+
+
 class VirtualClock:
     """A clock that stands still until it is advanced; calls that fall due run in order of time.
 
@@ -57,24 +76,24 @@ class VirtualClock:
     read the clock and schedule further calls; calls due at the same time run in the order they were made.
     """
 
-    def __init__(self, start: float = 0.0) -> None:
-        self._now = start
-        self._due: list[_VirtualTimer] = []
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._due: list[Due] = []
         self._counter = itertools.count()
         self._lock = threading.Lock()
 
     def now(self) -> float:
-        """As `Clock.now`: `start` until the first `advance`. While a due call runs, it is the time at which the
-        call was due."""
+        """As `Clock.now`: 0 until the first call. While a due call runs, it is the time at which the call was
+        due."""
         return self._now
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
-        """As `Clock.call_at`. The call runs inside `advance`; one whose time is past runs in the next
-        `advance`."""
+    def call_at(self, when: float, callback: Callable[[], None], priority: int = 0) -> Due:
+        """As `Clock.call_at`; one whose time is past runs next. Of calls due at one time, those with a lower
+        `priority` come first."""
         with self._lock:
-            timer = _VirtualTimer(max(when, self._now), next(self._counter), callback)
-            heapq.heappush(self._due, timer)
-        return timer
+            due = Due((max(when, self._now), priority, next(self._counter)), callback)
+            heapq.heappush(self._due, due)
+        return due
 
     def advance(self, seconds: float) -> None:
         """Move on by `seconds`, running whatever falls due on the way at its own time.
@@ -84,32 +103,17 @@ class VirtualClock:
         if seconds < 0:
             raise ValueError(f"a clock cannot go back: advance({seconds}) was asked for")
         target = self._now + seconds
-        while (timer := self._take_due(target)) is not None:
-            timer.callback()
+        while (due := self._take_due(target)) is not None:
+            due.callback()
         with self._lock:
             self._now = max(self._now, target)
 
-    def _take_due(self, target: float) -> _VirtualTimer | None:
+    def _take_due(self, target: float) -> Due | None:
+        """The next call that is due by `target`, at whose time it is now."""
         with self._lock:
-            while self._due and self._due[0].when <= target:
-                timer = heapq.heappop(self._due)
-                if not timer.cancelled:
-                    self._now = max(self._now, timer.when)
-                    return timer
+            while self._due and self._due[0].key[0] <= target:
+                due = heapq.heappop(self._due)
+                if not due.cancelled:
+                    self._now = max(self._now, due.key[0])
+                    return due
         return None
-
-
-class _VirtualTimer:
-    __slots__ = ("callback", "cancelled", "order", "when")
-
-    def __init__(self, when: float, order: int, callback: Callable[[], None]) -> None:
-        self.when = when
-        self.order = order
-        self.callback = callback
-        self.cancelled = False
-
-    def __lt__(self, other: _VirtualTimer) -> bool:
-        return (self.when, self.order) < (other.when, other.order)
-
-    def cancel(self) -> None:
-        self.cancelled = True

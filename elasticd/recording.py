@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 from elasticd_planner.detection.device_rates import as_mapping
-from elasticd_planner.value import StoredValue
+from elasticd_planner.value import Invalid, StoredValue
 
 from elasticd.codec.decoding import decoded, decoded_as, stored_refusal, tag_of
 from elasticd.machines.coordinator.machine import CoordinatorState
@@ -59,7 +59,7 @@ GONE = frozenset({"samples-reread"})
 _KINDS = {event: kind for kind, event in EVENTS.items()}
 
 
-class RecordingError(ValueError):
+class RecordingError(Invalid):
     """A recording that cannot be read: why, and which line."""
 
 

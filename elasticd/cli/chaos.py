@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import click
 
+from elasticd.chaos.client import Chaos, slowdown
 from elasticd.chaos.client import chaos as at
-from elasticd.chaos.client import slowdown
-from elasticd.cli.options import cluster_options
+from elasticd.cli.options import asking, cluster_options
+from elasticd.client import Api
 
 
 @click.group()
@@ -18,54 +19,48 @@ def chaos() -> None:
 
 
 @chaos.command()
-@cluster_options
+@asking
 @click.argument("device")
-@click.argument("factor", type=float)
-def slow(config: str | None, coordinator: str | None, device: str, factor: float) -> None:
+@click.argument("factor", type=float, callback=lambda context, argument, factor: slowdown(factor))
+def slow(api: Api, device: str, factor: float) -> None:
     """Slow DEVICE (as alpha/1) down: FACTOR times the time for the same work."""
-    slowdown(factor)
-    with at(config, coordinator) as cluster:
-        cluster.slow(device, factor)
+    Chaos(api).slow(device, factor)
     click.echo(f"{device} now takes {factor:g} times as long for the same work")
 
 
 @chaos.command()
-@cluster_options
+@asking
 @click.argument("device")
-def recover(config: str | None, coordinator: str | None, device: str) -> None:
+def recover(api: Api, device: str) -> None:
     """Let DEVICE (as alpha/1) run at its normal speed again."""
-    with at(config, coordinator) as cluster:
-        cluster.recover(device)
+    Chaos(api).recover(device)
     click.echo(f"{device} runs at its normal speed again")
 
 
 @chaos.command()
-@cluster_options
+@asking
 @click.argument("device")
-def kill(config: str | None, coordinator: str | None, device: str) -> None:
+def kill(api: Api, device: str) -> None:
     """Kill the worker of DEVICE (as alpha/1), by SIGKILL."""
-    with at(config, coordinator) as cluster:
-        cluster.kill(device)
+    Chaos(api).kill(device)
     click.echo(f"the worker of {device} is to be killed by its agent")
 
 
 @chaos.command()
-@cluster_options
+@asking
 @click.argument("device")
-def freeze(config: str | None, coordinator: str | None, device: str) -> None:
+def freeze(api: Api, device: str) -> None:
     """Let the worker of DEVICE (as alpha/1) stand still, by SIGSTOP."""
-    with at(config, coordinator) as cluster:
-        cluster.freeze(device)
+    Chaos(api).freeze(device)
     click.echo(f"the worker of {device} is to be frozen by its agent; elasticd chaos thaw {device} ends that")
 
 
 @chaos.command()
-@cluster_options
+@asking
 @click.argument("device")
-def thaw(config: str | None, coordinator: str | None, device: str) -> None:
+def thaw(api: Api, device: str) -> None:
     """Let the frozen worker of DEVICE (as alpha/1) go on."""
-    with at(config, coordinator) as cluster:
-        cluster.thaw(device)
+    Chaos(api).thaw(device)
     click.echo(f"the worker of {device} is to go on")
 
 
@@ -93,34 +88,27 @@ def cut(
     """
     if one_way and data is None:
         raise click.UsageError("--one-way is about the data network: name the other node by --data")
-    with at(config, coordinator) as cluster:
-        if data is not None:
-            cluster.cut_data(node, data, seconds, one_way=one_way)
-        else:
-            cluster.cut(node, seconds)
-    if data is not None:
-        ending = f"for {seconds:g} s" if seconds else f"until elasticd chaos heal {node} --data {data}"
-        what = (
-            f"what node {node} sends to node {data}"
-            if one_way
-            else f"what nodes {node} and {data} send to each other"
-        )
-        click.echo(f"{what} on the data network is to be lost, {ending}")
-        return
     ending = f"for {seconds:g} s" if seconds else f"until elasticd chaos heal {node}"
-    click.echo(f"node {node} is to be cut off from leader and store, {ending}")
+    with at(config, coordinator) as cluster:
+        if data is None:
+            cluster.cut(node, seconds)
+            click.echo(f"node {node} is to be cut off from leader and store, {ending}")
+            return
+        cluster.cut_data(node, data, seconds, one_way=one_way)
+    lost = f"node {node} sends to node {data}" if one_way else f"nodes {node} and {data} send to each other"
+    ending += "" if seconds else f" --data {data}"
+    click.echo(f"what {lost} on the data network is to be lost, {ending}")
 
 
 @chaos.command()
-@cluster_options
+@asking
 @click.option("--data", metavar="OTHER", help="Heal the data network between NODE and this node instead.")
 @click.argument("node")
-def heal(config: str | None, coordinator: str | None, data: str | None, node: str) -> None:
+def heal(api: Api, data: str | None, node: str) -> None:
     """Let the agent of NODE (as alpha) reach leader and etcd again."""
-    with at(config, coordinator) as cluster:
-        if data is not None:
-            cluster.heal_data(node, data)
-            click.echo(f"nodes {node} and {data} are to reach each other on the data network again")
-            return
-        cluster.heal(node)
+    if data is not None:
+        Chaos(api).heal_data(node, data)
+        click.echo(f"nodes {node} and {data} are to reach each other on the data network again")
+        return
+    Chaos(api).heal(node)
     click.echo(f"node {node} is to reach leader and store again")

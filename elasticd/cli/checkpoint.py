@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from elasticd.checkpoints.checksums import Damaged
@@ -15,7 +14,7 @@ from elasticd.checkpoints.export import CannotExport
 from elasticd.checkpoints.export import export as write
 from elasticd.checkpoints.folder import Found, damages, is_name, look, scan
 from elasticd.checkpoints.manifest import MANIFEST
-from elasticd.cli.options import json_option, write_json
+from elasticd.cli.options import json_option, plain_table, write_json
 
 
 @click.group()
@@ -39,11 +38,7 @@ def list_(folder: Path, as_json: bool) -> None:
     if not found:
         console.print(f"no checkpoint in {folder}")
         return
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("checkpoint", no_wrap=True, overflow="fold")
-    for column in ("step", "plan", "devices", "size"):
-        table.add_column(column, justify="right")
-    table.add_column("written")
+    table = plain_table("checkpoint", ">step", ">plan", ">devices", ">size", "written", whole=1)
     for item in found:
         table.add_row(*_row(item))
     console.print(table)

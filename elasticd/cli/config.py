@@ -8,8 +8,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from elasticd.cli.options import asker, cluster_options, json_option, write_json
-from elasticd.client import CannotReach, reach
+from elasticd.cli.options import asker, asking, json_option, write_json
+from elasticd.client import Api, CannotReach
 from elasticd.coordinator.live_config import key_now
 
 PAUSED = "policy.paused"
@@ -21,13 +21,12 @@ def config() -> None:
 
 
 @config.command()
-@cluster_options
+@asking
 @json_option("The value, or all by their keys.")
 @click.argument("key", required=False)
-def get(config: str | None, coordinator: str | None, as_json: bool, key: str | None) -> None:
+def get(api: Api, as_json: bool, key: str | None) -> None:
     """Show the value of KEY, or all."""
-    with reach(config, coordinator) as api:
-        found = api.settings()
+    found = api.settings()
     key = key and key_now(key)
     if key is not None and key not in found.values:
         raise CannotReach(f"there is no key {key!r}; there are: {', '.join(sorted(found.values))}")
@@ -44,31 +43,30 @@ def get(config: str | None, coordinator: str | None, as_json: bool, key: str | N
 
 
 @config.command("set")
-@cluster_options
+@asking
 @click.argument("key")
 @click.argument("value")
-def set_(config: str | None, coordinator: str | None, key: str, value: str) -> None:
+def set_(api: Api, key: str, value: str) -> None:
     """Change KEY, as policy.horizon_steps, to VALUE, at once and for every later leader."""
-    _change(config, coordinator, {key: value})
+    api.change({key: value}, by=asker())
     click.echo(f"{key} = {value}")
 
 
 @config.command()
-@cluster_options
+@asking
 @click.argument("key")
-def unset(config: str | None, coordinator: str | None, key: str) -> None:
+def unset(api: Api, key: str) -> None:
     """Let KEY be as in the coordinator's file again."""
-    _change(config, coordinator, {key: None})
+    api.change({key: None}, by=asker())
     click.echo(f"{key} is as in the file again")
 
 
 @config.command()
-@cluster_options
+@asking
 @json_option("All changes, the oldest first.")
-def history(config: str | None, coordinator: str | None, as_json: bool) -> None:
+def history(api: Api, as_json: bool) -> None:
     """Show every change: when, by whom, and what differed from the file from then on."""
-    with reach(config, coordinator) as api:
-        found = api.settings()
+    found = api.settings()
     if as_json:
         write_json(found.history)
         return
@@ -79,24 +77,19 @@ def history(config: str | None, coordinator: str | None, as_json: bool) -> None:
 
 
 @click.command()
-@cluster_options
-def pause(config: str | None, coordinator: str | None) -> None:
+@asking
+def pause(api: Api) -> None:
     """Let running plans stay as they are, until `elasticd resume`; faults and drains are still answered."""
-    _change(config, coordinator, {PAUSED: True})
+    api.change({PAUSED: True}, by=asker())
     click.echo("replanning is paused; 'elasticd resume' ends that")
 
 
 @click.command()
-@cluster_options
-def resume(config: str | None, coordinator: str | None) -> None:
+@asking
+def resume(api: Api) -> None:
     """Let plans be replaced by better ones again."""
-    _change(config, coordinator, {PAUSED: None})
+    api.change({PAUSED: None}, by=asker())
     click.echo("replanning goes on")
-
-
-def _change(config: str | None, coordinator: str | None, values: dict[str, str | bool | None]) -> None:
-    with reach(config, coordinator) as api:
-        api.change(values, by=asker())
 
 
 def _text(value: object) -> str:

@@ -26,6 +26,7 @@ def demo(out: str, steps: int | None) -> None:
     from elasticd.demo.run import Folders, run
     from elasticd.demo.scenario import DemoError, DemoScenario
     from elasticd.demo.show import show
+    from elasticd.store.server import EtcdServerError
     from elasticd.system.child_processes import Interrupted, ProcessError
 
     console = Console(highlight=False)
@@ -36,7 +37,7 @@ def demo(out: str, steps: int | None) -> None:
     except Interrupted:
         console.print("interrupted: every process that the demo started was ended")
         sys.exit(INTERRUPTED)
-    except (CannotReach, DemoError, ProcessError) as error:
+    except (CannotReach, DemoError, EtcdServerError, ProcessError) as error:
         raise click.ClickException(f"{error}\nlogs: {folders.logs}") from None
     (folders.out / "record.json").write_bytes(msgspec.json.encode(record))
     sys.exit(show(record, folders.out, console))

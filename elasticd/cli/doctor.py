@@ -6,11 +6,12 @@ import email.utils
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -24,7 +25,7 @@ from rich.text import Text
 
 from elasticd.cli.options import config_option, json_option, write_json
 from elasticd.client import Api, CannotReach, leader_url
-from elasticd.config.credentials import Credentials, credentials
+from elasticd.config.credentials import credentials
 from elasticd.config.tree import CONFIG_VARIABLE, Config, ConfigError
 from elasticd.local_cluster import running, settings, taken
 from elasticd.store.compat import EtcdClientMissing
@@ -41,14 +42,25 @@ SKEW = 2.0
 _TORCH = "import torch; print(torch.__version__, torch.cuda.device_count(), torch.distributed.is_available())"
 
 
+Verdict = Literal["ok", "note", "missing"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """One check: whether it is well, what was found, and what to do where it is not."""
 
     what: str
-    verdict: Literal["ok", "note", "missing"]
+    verdict: Verdict
     found: str
     remedy: str = ""
+
+
+class Flaw(Exception):
+    """What a check found that is not well, and what to do about it."""
+
+    def __init__(self, verdict: Verdict, found: str, remedy: str = "") -> None:
+        super().__init__(found)
+        self.verdict, self.found, self.remedy = verdict, found, remedy
 
 
 @click.command()
@@ -80,23 +92,34 @@ def doctor(config: str | None, as_json: bool) -> None:
 
 def examined(path: str | None) -> Iterator[Finding]:
     """The findings, one after the other; what builds on something missing is left out."""
-    yield _python()
-    yield _versions()
-    yield _torch()
-    yield _handler()
+    yield Finding(what="Python", verdict="ok", found=f"{platform.python_version()} at {sys.executable}")
+    yield Finding(what="elasticd", verdict="ok", found=__version__)
+    yield _checked("torch", _torch)
+    yield _checked("torchrun", _handler)
     try:
         config = settings(path)
     except ConfigError as error:
         yield Finding(what="configuration", verdict="missing", found=str(error), remedy="correct that file")
         return
     yield Finding(what="configuration", verdict="ok", found=_named(path))
-    yield _etcd_program()
-    etcd = _etcd(config)
+    yield _checked("etcd program", _etcd_program)
+    etcd = _checked("etcd", _etcd, config)
     yield etcd
     if etcd.verdict != "missing":
-        yield from _coordinator(config)
-    yield _port(config)
-    yield _agent(config)
+        coordinator = _checked("coordinator", _coordinator, config)
+        yield coordinator
+        if coordinator.verdict == "ok":
+            yield _checked("clocks", _clock, config)
+    yield _checked("port", _port, config)
+    yield _checked("agent", _agent, config)
+
+
+def _checked(what: str, check: Callable[..., str], *given: Config) -> Finding:
+    """What a check says where all is well, or its flaw."""
+    try:
+        return Finding(what=what, verdict="ok", found=check(*given))
+    except Flaw as flaw:
+        return Finding(what=what, verdict=flaw.verdict, found=flaw.found, remedy=flaw.remedy)
 
 
 def _named(path: str | None) -> str:
@@ -108,90 +131,56 @@ def _named(path: str | None) -> str:
     return f"none: the defaults hold (or set {CONFIG_VARIABLE})"
 
 
-def _python() -> Finding:
-    version = ".".join(map(str, sys.version_info[:3]))
-    return Finding(what="Python", verdict="ok", found=f"{version} at {sys.executable}")
-
-
-def _versions() -> Finding:
-    found = __version__
-    return Finding(what="elasticd", verdict="ok", found=found)
-
-
-def _torch() -> Finding:
+def _torch() -> str:
     """Asked of a process of its own: importing it takes seconds, and this program stays free of it."""
     if importlib.util.find_spec("torch") is None:
-        return Finding(
-            what="torch",
-            verdict="note",
-            found="not in this environment",
-            remedy="a node that trains needs it: pip install 'elasticd[train]'",
+        raise Flaw(
+            "note", "not in this environment", "a node that trains needs it: pip install 'elasticd[train]'"
         )
     asked = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True)
     if asked.returncode != 0:
         said = asked.stderr.strip().splitlines()[-1:] or ["it says nothing"]
-        return Finding(
-            what="torch", verdict="missing", found=said[0], remedy="install torch anew in this environment"
-        )
+        raise Flaw("missing", said[0], "install torch anew in this environment")
     version, gpus, distributed = asked.stdout.split()
     if distributed != "True":
-        return Finding(
-            what="torch",
-            verdict="missing",
-            found=f"{version} without torch.distributed",
-            remedy="install a build of torch that has torch.distributed",
-        )
-    return Finding(what="torch", verdict="ok", found=f"{version}, {gpus} GPUs")
+        remedy = "install a build of torch that has torch.distributed"
+        raise Flaw("missing", f"{version} without torch.distributed", remedy)
+    return f"{version}, {gpus} GPUs"
 
 
-def _handler() -> Finding:
-    points = importlib.metadata.entry_points(group="torchrun.handlers", name="elasticd")
-    if not points:
-        return Finding(
-            what="torchrun",
-            verdict="missing",
-            found="its entry point 'elasticd' is not registered",
-            remedy="install elasticd with pip into the environment of torchrun, not by PYTHONPATH",
-        )
-    return Finding(what="torchrun", verdict="ok", found="finds --rdzv-backend=elasticd")
+def _handler() -> str:
+    if not importlib.metadata.entry_points(group="torchrun.handlers", name="elasticd"):
+        remedy = "install elasticd with pip into the environment of torchrun, not by PYTHONPATH"
+        raise Flaw("missing", "its entry point 'elasticd' is not registered", remedy)
+    return "finds --rdzv-backend=elasticd"
 
 
-def _etcd_program() -> Finding:
+def _etcd_program() -> str:
     try:
-        return Finding(what="etcd program", verdict="ok", found=find_etcd())
+        return find_etcd()
     except EtcdServerError as error:
-        return Finding(
-            what="etcd program",
-            verdict="note",
-            found="none here, as 'elasticd up' and 'elasticd demo' need",
-            remedy=str(error),
-        )
+        raise Flaw("note", "none here, as 'elasticd up' and 'elasticd demo' need", str(error)) from error
 
 
-def _etcd(config: Config) -> Finding:
+def _etcd(config: Config) -> str:
     endpoints = ", ".join(config.etcd.endpoints)
     try:
         store = EtcdStore(etcd_options(config))
     except (ConfigError, EtcdClientMissing) as error:
-        return Finding(what="etcd", verdict="missing", found=f"it cannot be asked: {error}")
+        raise Flaw("missing", f"it cannot be asked: {error}") from error
     try:
         identity = store.identity()
     except StoreError as error:
-        return Finding(
-            what="etcd",
-            verdict="missing",
-            found=f"none answers at {endpoints} ({error})",
-            remedy="start one there, or set endpoints in section [etcd]; on one machine: elasticd up",
-        )
+        remedy = "start one there, or set endpoints in section [etcd]; on one machine: elasticd up"
+        raise Flaw("missing", f"none answers at {endpoints} ({error})", remedy) from error
     finally:
         store.close()
     releases = _releases(config)
     named = ", ".join(sorted(set(releases))) or "release not told"
     found = f"{endpoints}, {named}, revision {identity.revision}"
-    known = [said for said in map(objection, releases) if said]
-    if known:
-        return Finding(what="etcd", verdict="note", found=found, remedy=known[0])
-    return Finding(what="etcd", verdict="ok", found=found)
+    if known := next(filter(None, map(objection, releases)), ""):
+        raise Flaw("note", found, known)
+    return found
 
 
 def _releases(config: Config) -> list[str]:
@@ -205,64 +194,46 @@ def _releases(config: Config) -> list[str]:
     return found
 
 
-def _coordinator(config: Config) -> Iterator[Finding]:
+def _coordinator(config: Config) -> str:
     try:
         url = leader_url(config)
-        known = credentials(config.security)
-        with Api(url, known) as api:
+        with Api(url, credentials(config.security)) as api:
             status = api.status()
     except CannotReach as error:
-        yield Finding(
-            what="coordinator", verdict="missing", found=str(error), remedy="start one: elasticd coordinator"
-        )
-        return
+        raise Flaw("missing", str(error), "start one: elasticd coordinator") from error
     except ConfigError as error:
-        yield Finding(what="coordinator", verdict="missing", found=f"it cannot be asked: {error}")
-        return
-    yield Finding(
-        what="coordinator",
-        verdict="ok",
-        found=f"{status.leader.name} leads at {url}; nodes: {len(status.nodes)}, jobs: {len(status.jobs)}",
-    )
-    yield _clock(url, known)
+        raise Flaw("missing", f"it cannot be asked: {error}") from error
+    return f"{status.leader.name} leads at {url}; nodes: {len(status.nodes)}, jobs: {len(status.jobs)}"
 
 
-def _clock(url: str, known: Credentials) -> Finding:
+def _clock(config: Config) -> str:
     try:
-        answer = httpx2.get(f"{url}/livez", trust_env=False, verify=known.verifying())
+        known = credentials(config.security)
+        answer = httpx2.get(f"{leader_url(config)}/livez", trust_env=False, verify=known.verifying())
         said = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
-    except (httpx2.HTTPError, KeyError, ValueError) as error:
-        return Finding(what="clocks", verdict="note", found=f"the coordinator did not say its time: {error!r}")
+    except (CannotReach, httpx2.HTTPError, KeyError, ValueError) as error:
+        raise Flaw("note", f"the coordinator did not say its time: {error!r}") from error
     skew = abs(time.time() - said - 0.5)  # the header has whole seconds
     if skew > SKEW:
-        return Finding(
-            what="clocks",
-            verdict="note",
-            found=f"this machine's and the coordinator's differ by {skew:.0f} s",
-            remedy="nothing decides by them, but logs are hard to read: run an NTP client",
-        )
-    return Finding(what="clocks", verdict="ok", found=f"within {SKEW:g} s of the coordinator's")
+        remedy = "nothing decides by them, but logs are hard to read: run an NTP client"
+        raise Flaw("note", f"this machine's and the coordinator's differ by {skew:.0f} s", remedy)
+    return f"within {SKEW:g} s of the coordinator's"
 
 
-def _port(config: Config) -> Finding:
+def _port(config: Config) -> str:
     """Whether a coordinator could be started here, unless one runs already."""
     host, port = config.coordinator.host, config.coordinator.port
     if why := taken(host, port):
-        found = f"{host}:{port} cannot be bound ({why}): a coordinator runs here, perhaps"
-        return Finding(what="port", verdict="note", found=found)
-    return Finding(what="port", verdict="ok", found=f"{host}:{port} is free for a coordinator")
+        raise Flaw("note", f"{host}:{port} cannot be bound ({why}): a coordinator runs here, perhaps")
+    return f"{host}:{port} is free for a coordinator"
 
 
-def _agent(config: Config) -> Finding:
+def _agent(config: Config) -> str:
     path = config.agent.socket or default_path()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as tried:
         try:
             tried.connect(path)
         except OSError as error:
-            return Finding(
-                what="agent",
-                verdict="missing",
-                found=f"none serves at {path} ({error.strerror})",
-                remedy="start one: elasticd-agent; or name its socket by --rdzv-endpoint or $ELASTICD_SOCKET",
-            )
-    return Finding(what="agent", verdict="ok", found=f"serves at {path}")
+            remedy = "start one: elasticd-agent; or name its socket by --rdzv-endpoint or $ELASTICD_SOCKET"
+            raise Flaw("missing", f"none serves at {path} ({error.strerror})", remedy) from error
+    return f"serves at {path}"

@@ -6,14 +6,14 @@ import time
 
 import click
 
-from elasticd.cli.options import cluster_options
-from elasticd.client import Api, CannotReach, reach
+from elasticd.cli.options import asking
+from elasticd.client import Api, CannotReach
 
 _POLL = 0.5
 
 
 @click.command()
-@cluster_options
+@asking
 @click.option("--undo", is_flag=True, help="Let plans use the node again.")
 @click.option(
     "--wait",
@@ -24,20 +24,19 @@ _POLL = 0.5
     help="How long to wait until no plan uses the node; 0: not at all.",
 )
 @click.argument("node")
-def drain(config: str | None, coordinator: str | None, undo: bool, wait: float, node: str) -> None:
+def drain(api: Api, undo: bool, wait: float, node: str) -> None:
     """Let all jobs leave NODE, and wait until they have.
 
     Nothing stalls: the next plans are made without its devices, and its state moves in the midst of training.
     Then its torchruns and its agent can be stopped. An agent that is started anew has its node used again.
     """
-    with reach(config, coordinator) as api:
-        api.drain(node, on=not undo)
-        if undo:
-            click.echo(f"plans may use node {node} again")
-            return
-        deadline = time.monotonic() + wait
-        while (left := _left(api, node)) and time.monotonic() < deadline:
-            time.sleep(_POLL)
+    api.drain(node, on=not undo)
+    if undo:
+        click.echo(f"plans may use node {node} again")
+        return
+    deadline = time.monotonic() + wait
+    while (left := _left(api, node)) and time.monotonic() < deadline:
+        time.sleep(_POLL)
     if left and wait:
         raise click.ClickException(
             f"plans still use {left} devices of node {node}, which goes on to be drained: 'elasticd status' "

@@ -8,20 +8,19 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from elasticd.cli.options import cluster_options, json_option, plain_table, write_json
-from elasticd.client import Api, CannotReach, reach
+from elasticd.cli.options import asking, json_option, plain_table, write_json
+from elasticd.client import Api, CannotReach
 from elasticd.records import HistoryRecord
 
 
 @click.command()
-@cluster_options
+@asking
 @json_option("The whole records, each with the problem that it answers.")
 @click.option("--last", type=click.IntRange(min=1), default=20, show_default=True, help="How many plans.")
 @click.argument("job", required=False)
-def history(config: str | None, coordinator: str | None, as_json: bool, last: int, job: str | None) -> None:
+def history(api: Api, as_json: bool, last: int, job: str | None) -> None:
     """Show the plans of JOB, the newest last. Without JOB that of the only job."""
-    with reach(config, coordinator) as api:
-        found = api.history(job_named(api, job))[-last:]
+    found = api.history(job_named(api, job))[-last:]
     if as_json:
         write_json(found)
         return

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from elasticd.cli.options import asker, cluster_options, json_option, write_json
-from elasticd.client import Api, CannotReach, ClusterStatus, JobStatus, reach
+from elasticd.cli.options import asker, asking, json_option, plain_table, write_json
+from elasticd.client import Api, CannotReach
 from elasticd.codec.safe_text import in_one_line
+from elasticd.coordinator.api_types import ClusterStatus, JobStatus
 
 #: Phases after which nothing follows.
 OVER = ("done", "stopped")
@@ -21,12 +22,11 @@ _POLL = 0.5
 
 
 @click.command()
-@cluster_options
+@asking
 @json_option("The status of each job.")
-def jobs(config: str | None, coordinator: str | None, as_json: bool) -> None:
+def jobs(api: Api, as_json: bool) -> None:
     """Show each job in a line: its phase, step, loss, speed and plan."""
-    with reach(config, coordinator) as api:
-        found = api.status()
+    found = api.status()
     if as_json:
         write_json({"jobs": found.jobs, "restarts": found.restarts})
         return
@@ -38,30 +38,20 @@ def jobs(config: str | None, coordinator: str | None, as_json: bool) -> None:
 
 def listed(found: ClusterStatus) -> Table:
     """One line for each job, those in restart mode last."""
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for name in ("job", "phase"):
-        table.add_column(name, no_wrap=True)
-    for name in ("step", "loss", "tokens/s", "plan", "devices"):
-        table.add_column(name, justify="right")
-    table.add_column("")
-    for row in _rows(found):
-        table.add_row(*row)
-    return table
-
-
-def _rows(found: ClusterStatus) -> Iterator[tuple[str, ...]]:
+    table = plain_table("job", "phase", ">step", ">loss", ">tokens/s", ">plan", ">devices", "", whole=2)
     for job in found.jobs:
         loss = "-" if job.loss is None else f"{job.loss:.4f}"
         speed = "-" if job.tokens_per_second is None else f"{job.tokens_per_second:,.0f}"
         plan = ("-", "-") if job.plan is None else (str(job.plan.number), str(len(job.plan.members)))
-        yield (job.job, job.phase, str(job.step), loss, speed, *plan, in_one_line(job.reason))
+        table.add_row(job.job, job.phase, str(job.step), loss, speed, *plan, in_one_line(job.reason))
     for restarting in found.restarts:
         count = str(len(restarting.devices))
-        yield (restarting.job, "restart mode", str(restarting.step), "-", "-", "-", count, "")
+        table.add_row(restarting.job, "restart mode", str(restarting.step), "-", "-", "-", count, "")
+    return table
 
 
 @click.command()
-@cluster_options
+@asking
 @click.option("--now", is_flag=True, help="End it at once, without a last checkpoint.")
 @click.option(
     "--wait",
@@ -72,31 +62,29 @@ def _rows(found: ClusterStatus) -> Iterator[tuple[str, ...]]:
     help="Longest time for the last checkpoint; the job ends then in any case.",
 )
 @click.argument("job")
-def stop(config: str | None, coordinator: str | None, now: bool, wait: float, job: str) -> None:
+def stop(api: Api, now: bool, wait: float, job: str) -> None:
     """End JOB, and wait until it has ended.
 
     Its workers get SIGTERM from their agents. They make a last checkpoint, if the job has a folder for it, and
     leave. A job cannot be continued under the same name; its checkpoints can be, under another one.
     """
-    with reach(config, coordinator) as api:
-        if unheard := api.stop(job, 0.0 if now else wait, by=asker()):
-            click.echo(_unheard(unheard, job, wait), err=True)
-        found = _ended(api, job, _MARGIN + (0.0 if now else wait))
+    if unheard := api.stop(job, 0.0 if now else wait, by=asker()):
+        click.echo(_unheard(unheard, job, wait), err=True)
+    found = _ended(api, job, _MARGIN + (0.0 if now else wait))
     click.echo(f"job {job} is {found.phase}: {found.reason or f'at step {found.step}'}")
 
 
 @click.command()
-@cluster_options
+@asking
 @click.argument("job")
-def forget(config: str | None, coordinator: str | None, job: str) -> None:
+def forget(api: Api, job: str) -> None:
     """Delete all that the cluster keeps of JOB, which is over.
 
     That is its plans and their history, and its snapshots in the agents' memory. Checkpoints on disk stay. The
     name can be used again. Without this command a job is forgotten a week after its end (keep_days in section
     [coordinator]).
     """
-    with reach(config, coordinator) as api:
-        api.forget(job, by=asker())
+    api.forget(job, by=asker())
     click.echo(f"job {job} is forgotten")
 
 

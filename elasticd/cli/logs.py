@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -82,8 +81,7 @@ def _wanted(events: Iterable[EventRecord], kinds: tuple[str, ...], job: str | No
 
 
 def _write(event: EventRecord, as_json: bool) -> None:
-    sys.stdout.write((msgspec.json.encode(event).decode() if as_json else line(event)) + "\n")
-    sys.stdout.flush()
+    click.echo(msgspec.json.encode(event) if as_json else line(event))
 
 
 def line(event: EventRecord) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import getpass
 import os
 import platform
-import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
 import click
 import msgspec
 from rich.table import Table
+
+from elasticd.client import reach
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,23 +34,36 @@ def cluster_options(function: F) -> F:
     return config_option(option(function))
 
 
+def asking(command: Callable[..., None]) -> Callable[..., None]:
+    """`cluster_options` for a `command` that asks the coordinator that they name: it gets that as `api`."""
+
+    @cluster_options
+    @wraps(command)
+    def asked(config: str | None, coordinator: str | None, **given: Any) -> None:
+        with reach(config, coordinator) as api:
+            command(api, **given)
+
+    return asked
+
+
 def json_option(what: str) -> Callable[[F], F]:
     """`--json`, as the argument `as_json`; `what` the JSON is, in a sentence."""
     return click.option("--json", "as_json", is_flag=True, help=f"For programs: {what[0].lower()}{what[1:]}")
 
 
-def plain_table(*columns: str) -> Table:
-    """A table without lines, by the heads of its columns; one that begins with ">" is aligned to the right."""
+def plain_table(*columns: str, whole: int = 0) -> Table:
+    """A table without lines, by the heads of its columns; one that begins with ">" is aligned to the right.
+    What is in the first `whole` columns is never broken into lines."""
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for head in columns:
-        table.add_column(head.removeprefix(">"), justify="right" if head.startswith(">") else "left")
+    for place, head in enumerate(columns):
+        justify: Literal["left", "right"] = "right" if head.startswith(">") else "left"
+        table.add_column(head.removeprefix(">"), justify=justify, no_wrap=place < whole)
     return table
 
 
 def write_json(value: Any) -> None:
     """One line of JSON."""
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
-    sys.stdout.flush()
+    click.echo(msgspec.json.encode(value))
 
 
 def asker() -> str:

@@ -50,15 +50,19 @@ def picture(plan: Plan, rates: Mapping[str, float], times: StageTimes | None = N
 
 
 def _loads(plan: Plan, times: StageTimes | None) -> Loads:
-    pipelines = plan.pipelines
     if times is None:
-        return [[None] * len(pipeline.stages) for pipeline in pipelines]
-    busy = [
+        return [[None] * len(pipeline.stages) for pipeline in plan.pipelines]
+    found = busy(plan, times)
+    most = max(seconds for row in found for seconds in row)
+    return [[seconds / most if most else None for seconds in row] for row in found]
+
+
+def busy(plan: Plan, times: StageTimes) -> list[list[float]]:
+    """By pipeline and stage, the time that it takes for all its micro-batches."""
+    return [
         [seconds * pipeline.micro_batches for seconds in row]
-        for pipeline, row in zip(pipelines, times, strict=True)
+        for pipeline, row in zip(plan.pipelines, times, strict=True)
     ]
-    most = max(seconds for row in busy for seconds in row)
-    return [[seconds / most if most else None for seconds in row] for row in busy]
 
 
 class _Pipelines:
@@ -80,10 +84,10 @@ class _Pipelines:
         for index in range(max(len(pipeline.stages) for pipeline in self._shown)):
             table.add_column(f"stage {index}", no_wrap=True)
         for index, pipeline in enumerate(self._shown):
-            cells = [
-                cell(stage, self._rates, load)
-                for stage, load in zip(pipeline.stages, self._loads[index], strict=True)
-            ]
+            cells = []
+            for stage, load in zip(pipeline.stages, self._loads[index], strict=True):
+                loads = [bar(load)] if load is not None else []
+                cells.append(Text("\n").join([layers(stage), *members(stage, self._rates), *loads]))
             table.add_row(str(index), str(pipeline.micro_batches), *cells)
         return table
 
@@ -105,14 +109,6 @@ class _Pipelines:
                 table.add_row(str(place), layers(stage), shown, Text(", ").join(members(stage, self._rates)))
             parts += [table, ""]
         return Group("", *parts)
-
-
-def cell(stage: Stage, rates: Mapping[str, float], load: float | None) -> Text:
-    """One stage: layers, devices with the rates of slow ones and their shares where those differ, load."""
-    lines = [layers(stage), *members(stage, rates)]
-    if load is not None:
-        lines.append(bar(load))
-    return Text("\n").join(lines)
 
 
 def layers(stage: Stage) -> Text:

@@ -10,13 +10,14 @@ from typing import Any
 
 import click
 import msgspec
-from elasticd_planner.spec.plan import Pipeline
+from elasticd_planner.spec.plan import Plan
 from rich.console import Console
 from rich.text import Text
 
 from elasticd.cli.moves import answered, moves_of, shown
 from elasticd.cli.options import cluster_options, json_option, write_json
-from elasticd.cli.picture import named, picture
+from elasticd.cli.picture import StageTimes, busy, named, picture
+from elasticd.cli.status import rates_of
 from elasticd.client import reach
 
 
@@ -106,14 +107,13 @@ def _solve(
         write_json(found)
         return
     task = convert.task_of(given, objective, planned.plan)
-    pipelines = planned.plan.pipelines
-    times = [stage_seconds(pipeline, task.cluster, task.rates, task.cost) for pipeline in pipelines]
+    times = [stage_seconds(line, task.cluster, task.rates, task.cost) for line in planned.plan.pipelines]
     console.print(picture(planned.plan, task.rates, times))
     for line in _figures(planned.figures, objective, planned.unit, seconds):
         console.print(line)
     if near is not None:
         console.print(_nearness(near, planned.unit))
-    console.print(Text.assemble(("limited by ", "dim"), _limit(pipelines, times, task.rates)))
+    console.print(Text.assemble(("limited by ", "dim"), _limit(planned.plan, times, task.rates)))
 
 
 def _nearness(near: Any, unit: str) -> Text:
@@ -140,22 +140,17 @@ def _figures(figures: Any, objective: str, unit: str, seconds: float) -> Iterato
     yield Text.assemble(("planned in ", "dim"), f"{seconds:.2f} s")
 
 
-def _limit(pipelines: tuple[Pipeline, ...], times: list[Any], rates: Any) -> str:
+def _limit(plan: Plan, times: StageTimes, rates: Any) -> str:
     """The stage that is busy the longest."""
-    loads = [
-        (seconds * pipeline.micro_batches, p, s)
-        for p, pipeline in enumerate(pipelines)
-        for s, seconds in enumerate(times[p])
-    ]
+    loads = [(load, p, s) for p, row in enumerate(busy(plan, times)) for s, load in enumerate(row)]
     _, p, s = max(loads, key=lambda load: load[0])
-    stage = pipelines[p].stages[s]
+    stage = plan.pipelines[p].stages[s]
     return f"pipeline {p}, stage {s}: {stage.layers} layers on {named(stage.devices, rates)}"
 
 
 def _running(config: str | None, coordinator: str | None, as_json: bool, console: Console) -> None:
     with reach(config, coordinator) as api:
         found = api.status()
-    rates = {device.name: device.rate for node in found.nodes for device in node.devices}
     planned = [job for job in found.jobs if job.plan is not None]
     if as_json:
         write_json({job.job: job.plan for job in planned})
@@ -165,4 +160,4 @@ def _running(config: str | None, coordinator: str | None, as_json: bool, console
     for job in planned:
         assert job.plan is not None
         console.print(Text.assemble(("job ", "dim"), (job.job, "bold"), f"   plan {job.plan.number}"))
-        console.print(picture(job.plan, rates))
+        console.print(picture(job.plan, rates_of(found)))

@@ -93,18 +93,13 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
 @click.option("--out", metavar="PROFILE.json", help="Write the profile there.")
 def profile(
     target: str,
-    widths: tuple[int, ...],
     tokens: tuple[int, ...] | None,
     sample_tokens: int,
-    repeats: int,
-    device: str,
     threads: int | None,
-    loss: str,
-    batch: str,
-    collectives: bool,
     no_whole: bool,
     as_json: bool,
     out: str | None,
+    **asked: Any,
 ) -> None:
     """Measure a model's sections on this device, fit, and print the error of the fit.
 
@@ -117,16 +112,11 @@ def profile(
         _write(out, "", "a")  # before the minutes that measuring takes
     request = Request(
         target=target,
-        widths=widths,
         tokens=tokens or tuple(sample_tokens * count for count in _SAMPLES),
         sample_tokens=sample_tokens,
-        repeats=repeats,
         threads=threads or _threads(),
-        device=device,
-        loss=loss,
-        batch=batch,
-        collectives=collectives,
         whole=not no_whole,
+        **asked,  # the other options have the names of the request's fields
     )
     with Console(stderr=True).status(f"measuring {target}") as status:  # silent where nobody looks
         samples = measure(request, lambda part: status.update(f"measuring {target}: {part:.0%}"))
@@ -200,27 +190,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def profile_text(samples: Samples, measured: MeasuredProfile) -> str:
-    """The profile as the JSON of a file."""
+    """The profile as the JSON of a file. Beside the model it has on what it was measured, the errors of each
+    section, and the whole model."""
     from elasticd_planner.problem_files.times import entry_of
 
-    answer = {
-        "type": "profile",
-        "version": FILE_VERSION,
-        "model": entry_of(measured.profile),
-        "fit": fit_of(samples, measured),
-    }
-    return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n"
-
-
-def fit_of(samples: Samples, measured: MeasuredProfile) -> dict[str, Any]:
-    """On what it was measured, the errors of each section, and the whole model, as JSON values."""
-    found = {
+    fit = {
         **{name: getattr(samples, name) for name in ("device", "threads", "torch", "repeats", "sample_tokens")},
         "sections": measured.fits,
         "whole_seconds": samples.whole.seconds if samples.whole is not None else None,
         "predicted_seconds": measured.predicted,
     }
-    return dict(msgspec.to_builtins(found, str_keys=True))
+    answer = {"type": "profile", "version": FILE_VERSION, "model": entry_of(measured.profile), "fit": fit}
+    return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n"
 
 
 # -- for people ------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import sys
 import zlib
 from pathlib import Path
 from textwrap import shorten
@@ -43,7 +42,7 @@ def again(recorded: str, config: str | None, as_json: bool) -> None:
     except msgspec.DecodeError as error:
         raise click.ClickException(f"{recorded} was made by another release of elasticd: {error}") from None
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
+        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=1))
     else:
         show(found, Console(highlight=False, markup=False))
     if config is None and found.differs is not None:
@@ -53,7 +52,7 @@ def again(recorded: str, config: str | None, as_json: bool) -> None:
 
 
 def _read(recorded: str) -> list[Line]:
-    from elasticd.recording import RecordingError, read
+    from elasticd.recording import read
 
     path = Path(recorded)
     try:
@@ -61,8 +60,6 @@ def _read(recorded: str) -> list[Line]:
             return read(text, recorded)
     except (OSError, EOFError, zlib.error) as error:
         raise click.ClickException(f"cannot read the recording {recorded}: {error}") from error
-    except RecordingError as error:
-        raise click.ClickException(str(error)) from None
 
 
 def show(found: Replayed, console: Console) -> None:

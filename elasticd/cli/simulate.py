@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -68,25 +67,19 @@ def simulate(
         raise click.UsageError("name a SCENARIO.toml, or a recording with --recorded")
     if config is not None:
         raise click.UsageError("--config goes with --recorded: a scenario has [detect] and [policy] of its own")
-    from elasticd.simulator.results.plot import CannotPlot, plot
+    from elasticd.simulator.results.plot import plot
     from elasticd.simulator.run import simulate as play
-    from elasticd.simulator.scenarios.scenario import ScenarioError, load
+    from elasticd.simulator.scenarios.scenario import load
 
-    try:
-        given = load(scenario, seed)
-    except ScenarioError as error:
-        raise click.ClickException(str(error)) from None
+    given = load(scenario, seed)
     with Console(stderr=True).status(f"simulating {given.name}") as status:  # silent where nobody looks
         outcome = play(given, lambda part: status.update(f"simulating {given.name}: {part:.0%}"))
     if as_json:
-        sys.stdout.write(outcome.to_json().decode() + "\n")
+        click.echo(outcome.to_json())
     else:
         show(outcome, Console(highlight=False))
     if plot_to is not None:
-        try:
-            plot(outcome, Path(plot_to))
-        except CannotPlot as error:
-            raise click.ClickException(str(error)) from None
+        plot(outcome, Path(plot_to))
     if outcome.stopped:
         raise click.ClickException(f"the simulated job stopped: {outcome.stopped}")
 
@@ -171,10 +164,7 @@ def stretches(outcome: Outcome) -> Table:
 
 def totals(outcome: Outcome) -> Table:
     """All runs of the scenario beside each other."""
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for column in ("seconds", "steps", "tokens/s", "of the bound"):
-        table.add_column(column, justify="right")
+    table = plain_table("", ">seconds", ">steps", ">tokens/s", ">of the bound", whole=1)
     best = next((run.tokens_per_second for run in outcome.totals if run.name == "bound"), 0.0)
     for run in outcome.totals:
         table.add_row(

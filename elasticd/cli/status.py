@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import click
 from elasticd_planner.detection.slowness_history import SlownessKind
 from elasticd_planner.search.infeasible import readable
-from elasticd_planner.spec.plan import Plan, Stage
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from elasticd.cli.options import cluster_options, json_option, plain_table
-from elasticd.client import (
-    Api,
+from elasticd.cli.options import asking, json_option, plain_table
+from elasticd.cli.picture import picture
+from elasticd.client import Api
+from elasticd.coordinator.api_types import (
     ClusterStatus,
     DeviceStatus,
     ExceptionStatus,
     JobStatus,
     NodeStatus,
     RestartStatus,
-    reach,
 )
 
 
 @click.command()
-@cluster_options
+@asking
 @json_option("The coordinator's own answer.")
-def status(config: str | None, coordinator: str | None, as_json: bool) -> None:
+def status(api: Api, as_json: bool) -> None:
     """Show the leader, the nodes, and each job with its plan and why it has it."""
-    with reach(config, coordinator) as api:
-        if as_json:
-            sys.stdout.write(api.status_json().decode() + "\n")
-            return
-        found = api.status()
-        reasons = {job.job: why(api, job) for job in found.jobs}
+    if as_json:
+        click.echo(api.status_json())
+        return
+    found = api.status()
+    reasons = {job.job: why(api, job) for job in found.jobs}
     Console(highlight=False, markup=False).print(screen(found, reasons))
 
 
@@ -63,12 +60,17 @@ def screen(found: ClusterStatus, reasons: dict[str, str]) -> RenderableType:
         return Group(head, Text("no agent is connected: start one on each node with 'elasticd-agent'"))
     parts: list[RenderableType] = [head, nodes(found.nodes)]
     for job in found.jobs:
-        parts += ["", *_job(job, reasons.get(job.job, ""))]
+        parts += ["", *_job(job, reasons.get(job.job, ""), rates_of(found))]
     for restarting in found.restarts:
         parts += ["", *_restarting(restarting)]
     if not found.jobs and not found.restarts:
         parts.append(Text("no job: start one with torchrun --rdzv-backend=elasticd --rdzv-id=NAME ..."))
     return Group(*parts)
+
+
+def rates_of(found: ClusterStatus) -> dict[str, float]:
+    """How many times slower than normal each device is."""
+    return {device.name: device.rate for node in found.nodes for device in node.devices}
 
 
 def paused(found: ClusterStatus) -> Iterator[Text]:
@@ -106,7 +108,7 @@ def slowness(device: DeviceStatus) -> str:
     return f"{found.kind.word}: {found.reason}"
 
 
-def _job(job: JobStatus, reason: str) -> Iterator[RenderableType]:
+def _job(job: JobStatus, reason: str, rates: Mapping[str, float]) -> Iterator[RenderableType]:
     yield Text.assemble(
         ("job ", "dim"), (job.job, "bold"), f"  {job.phase}", f"  {job.reason}" if job.reason else ""
     )
@@ -123,7 +125,7 @@ def _job(job: JobStatus, reason: str) -> Iterator[RenderableType]:
         expected = f", {predicted.step_seconds:.3f} s a step expected" if predicted is not None else ""
         proposed = f", plan {job.proposal} is proposed" if job.proposal is not None else ""
         yield Text(f"  plan {job.plan.number}{expected}{proposed}")
-        yield plan_table(job.plan)
+        yield picture(job.plan, rates)
         if reason:
             yield Text(f"  why: {reason}")
     if job.members:
@@ -148,33 +150,10 @@ def _restarting(job: RestartStatus) -> Iterator[RenderableType]:
     yield Text.assemble(
         ("  step ", "dim"), str(job.step), ("   seconds a step ", "dim"), f"{job.step_seconds:.3f}"
     )
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 2))
-    for column in ("device", "own seconds", "to the others"):
-        table.add_column(column)
+    table = plain_table("device", "own seconds", "to the others")
     for device, pace in sorted(job.devices.items(), key=lambda item: -item[1].ratio):
         style = "red" if pace.ratio >= 1.25 else "green"
         table.add_row(device, f"{pace.seconds:.3f}", Text(f"{pace.ratio:.2f}x", style=style))
     yield table
     for torchrun, reason in sorted(job.out.items()):
         yield Text(f"  out: {torchrun}: {reason}")
-
-
-def plan_table(plan: Plan) -> Table:
-    """Pipelines down, stages across."""
-    pipelines = plan.pipelines
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 2))
-    table.add_column("pipeline")
-    table.add_column("micro-batches", justify="right")
-    for index in range(max(len(pipeline.stages) for pipeline in pipelines)):
-        table.add_column(f"stage {index}")
-    for index, pipeline in enumerate(pipelines):
-        table.add_row(str(index), str(pipeline.micro_batches), *map(stage_text, pipeline.stages))
-    if plan.idle:
-        table.add_row("idle", "", ", ".join(plan.idle))
-    return table
-
-
-def stage_text(stage: Stage) -> str:
-    """A stage in a few words: its layers, its devices, their shares where they differ."""
-    shares = f" (shares {':'.join(map(str, stage.shares))})" if len(set(stage.shares)) > 1 else ""
-    return f"layers {stage.named} on {' + '.join(stage.devices)}{shares}"

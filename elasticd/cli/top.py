@@ -15,8 +15,9 @@ from rich.text import Text
 from elasticd.cli.logs import line
 from elasticd.cli.options import cluster_options, json_option, plain_table, write_json
 from elasticd.cli.picture import picture
-from elasticd.cli.status import paused
-from elasticd.client import Api, CannotReach, ClusterStatus, JobStatus, NodeStatus, reach
+from elasticd.cli.status import paused, rates_of
+from elasticd.client import Api, CannotReach, reach
+from elasticd.coordinator.api_types import ClusterStatus, JobStatus, NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
 
@@ -74,10 +75,9 @@ def drawn(status: ClusterStatus, steps: Steps, events: Sequence[EventRecord]) ->
         ("elasticd ", "bold"), status.cluster, ("   leader ", "dim"), f"{status.leader.name}",
         ("   ", ""), time.strftime("%H:%M:%S"),
     )  # fmt: skip
-    rates = {device.name: device.rate for node in status.nodes for device in node.devices}
     parts: list[RenderableType] = [head, *paused(status), "", devices(status.nodes)]
     for job in status.jobs:
-        parts += ["", *_job(job, steps.get(job.job, ()), rates)]
+        parts += ["", *_job(job, steps.get(job.job, ()), rates_of(status))]
     if events:
         parts += ["", *(Text(line(event), style="dim") for event in events)]
     return Group(*parts)

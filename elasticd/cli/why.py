@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 import click
@@ -13,41 +13,42 @@ from rich.text import Text
 
 from elasticd.cli.history import job_named
 from elasticd.cli.logs import line
-from elasticd.cli.options import cluster_options, json_option, write_json
+from elasticd.cli.options import asking, json_option, write_json
 from elasticd.cli.picture import picture
 from elasticd.cli.status import exception
-from elasticd.client import CannotReach, ClusterStatus, DeviceStatus, JobStatus, NodeStatus, reach
+from elasticd.client import Api, CannotReach
+from elasticd.coordinator.api_types import ClusterStatus, DeviceStatus, JobStatus, NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import Gain, StepRecord, gain_of
 from elasticd.records import HistoryRecord
 
 
 @click.command()
-@cluster_options
+@asking
 @json_option("The plan or the device, what was measured, and the events about it.")
 @click.option("--job", metavar="JOB", help="The job (default: the only one).")
 @click.argument("what", required=False)
-def why(config: str | None, coordinator: str | None, as_json: bool, job: str | None, what: str | None) -> None:
+def why(api: Api, as_json: bool, job: str | None, what: str | None) -> None:
     """Explain a plan by its number, a device by its name, or, without either, the plan in force."""
-    with reach(config, coordinator) as api:
-        name = job_named(api, job)
-        status, told, records = api.status(), api.events(), api.history(name)
-        steps = api.steps(name).steps
+    name = job_named(api, job)
+    status, told, records = api.status(), api.events(), api.history(name)
+    steps = api.steps(name).steps
     told = tuple(event for event in told if event.job in ("", name))
+    answer: dict[str, object]
+    shown: Iterable[RenderableType]
     if what is not None and not what.isdigit():
-        if as_json:
-            write_json({"job": name, **device_told(what, name, status, told, records)})
-        else:
-            Console(highlight=False, markup=False).print(Group(*device(what, name, status, told, records)))
-        return
-    record, current = _meant(status, records, name, what), status.job(name)
-    raised = current.exception if current is not None and what is None else None
-    reason = current.reason if current is not None and what is None else ""
-    if as_json:
-        write_json({"job": name, "reason": reason, "exception": raised, **plan_told(record, told, steps)})
+        about = (what, name, status, told, records)
+        answer, shown = device_told(*about), device(*about)
     else:
-        shown = Group(*now(reason), *exception(raised), *plan(record, told, steps))
-        Console(highlight=False, markup=False).print(shown)
+        record, current = _meant(status, records, name, what), status.job(name)
+        raised = current.exception if current is not None and what is None else None
+        reason = current.reason if current is not None and what is None else ""
+        answer = {"reason": reason, "exception": raised, **plan_told(record, told, steps)}
+        shown = (*now(reason), *exception(raised), *plan(record, told, steps))
+    if as_json:
+        write_json({"job": name, **answer})
+    else:
+        Console(highlight=False, markup=False).print(Group(*shown))
 
 
 def _meant(

@@ -265,32 +265,34 @@ def load(path: str | Path | None = None) -> Config:
     chosen = path if path is not None else os.environ.get(CONFIG_VARIABLE) or None
     if chosen is None:
         return Config()
-    try:
-        text = Path(chosen).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise ConfigError(
-            f"cannot read the configuration {chosen} (named by {named_by}): {said}; name a readable TOML file"
-        ) from error
-    return parse(text, str(chosen))
+    return parse(text_of(chosen, f"the configuration {chosen} (named by {named_by})"), str(chosen))
 
 
 def parse(text: str, source: str) -> Config:
     """The configuration in TOML `text`; `source` names it in messages. Raises ConfigError."""
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no TOMLDecodeError
-        raise ConfigError(f"{source} is not TOML: {error}") from error
     sections: dict[str, Any] = {}
-    for name, body in table.items():
+    for name, body in toml(text, source).items():
         if name not in _SECTIONS:
             raise ConfigError(f"{source}: there is no section [{name}]{_suggest(name, _SECTIONS)}")
-        if not isinstance(body, dict):
-            raise ConfigError(
-                f"{source}: {name} = {body!r} must be a section: write [{name}] and keys below it"
-            )
         sections[name] = section(name, _SECTIONS[name](), body, source)
     return Config(**sections)
+
+
+def text_of(path: str | Path, what: str) -> str:
+    """The text of a TOML file that the user named; `what` is the file in messages. Raises ConfigError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise ConfigError(f"cannot read {what}: {said}; name a readable TOML file") from error
+
+
+def toml(text: str, source: str) -> dict[str, Any]:
+    """What is in TOML `text`; `source` names it in messages. Raises ConfigError."""
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no TOMLDecodeError
+        raise ConfigError(f"{source} is not TOML: {error}") from error
 
 
 def with_overrides(config: Config, options: Mapping[str, Any]) -> Config:
@@ -331,14 +333,23 @@ def reloaded(config: Config, reread: Callable[[], Config] | None, sections: Iter
     return msgspec.structs.replace(config, **here)
 
 
-def section(name: str, base: S, body: Mapping[str, Any], source: str, *, strict: bool = True) -> S:
-    """`base` with the keys of `body`, each checked. A key's name in earlier releases is taken too, and logged.
+def section(name: str, base: S, body: Any, source: str, *, strict: bool = True) -> S:
+    """`base` with the keys of `body`, as `with_keys`. Raises ConfigError, also where `body` is no table."""
+    if not isinstance(body, Mapping):
+        raise ConfigError(f"{source}: {name} = {body!r} must be a section: write [{name}] and keys below it")
+    return with_keys(base, body, f"{source}: [{name}]", strict=strict)
+
+
+def with_keys(base: S | type[S], body: Mapping[str, Any], where: str, *, strict: bool = True) -> S:
+    """`base`, or a new value of that type, with the keys of `body`, each checked. A key's name in earlier
+    releases is taken too, and logged.
 
     Args:
+        where: The table in messages, as "cluster.toml: [agent]".
         strict: False reads text as a number where a number is due.
 
     Raises:
-        ConfigError: a key or a value is wrong.
+        ConfigError: a key or a value is wrong, or one is missing.
     """
     fields = {field.name: field for field in msgspec.structs.fields(base)}
     renamed = {field.encode_name: field.name for field in fields.values()}
@@ -346,28 +357,28 @@ def section(name: str, base: S, body: Mapping[str, Any], source: str, *, strict:
     for given_key, value in body.items():
         key = renamed.get(given_key, given_key)
         if key != given_key:
-            _log.warning("%s: [%s] %s is called %s now: change its name", source, name, given_key, key)
+            _log.warning("%s %s is called %s now: change its name", where, given_key, key)
             if key in body:
-                raise ConfigError(f"{source}: [{name}] {given_key} and {key} are one key: give {key} alone")
+                raise ConfigError(f"{where} {given_key} and {key} are one key: give {key} alone")
         if key not in fields:
             # What somebody took for the place of a token or a password is not said aloud.
-            given = "" if name in ("security", "etcd") else f" (= {value!r})"
-            raise ConfigError(f"{source}: [{name}] has no key {key!r}{given}{_suggest(key, fields)}")
-        where = f"{source}: [{name}] {key} = {value!r}"
-        if fields[key].type is LinkSection:
-            values[key] = _link(value, getattr(base, key), f"{name}.{key}", source, where)
+            given = "" if isinstance(base, SecuritySection | EtcdSection) else f" (= {value!r})"
+            raise ConfigError(f"{where} has no key {key!r}{given}{_suggest(key, fields)}")
+        said = f"{where} {key} = {value!r}"
+        if fields[key].type is not LinkSection:
+            values[key] = _convert(value, fields[key].type, said, key, strict)
+        elif isinstance(value, Mapping):
+            values[key] = with_keys(getattr(base, key), value, f"{where.removesuffix(']')}.{key}]")
         else:
-            values[key] = _convert(value, fields[key].type, where, key, strict)
+            raise ConfigError(f"{said}: write a table, as {{ bandwidth = '25 GB/s', latency = 2e-5 }}")
+    new = isinstance(base, type)
+    missing = [field.name for field in fields.values() if new and field.required and field.name not in values]
+    if missing:
+        raise ConfigError(f"{where} needs {' and '.join(missing)}")
     try:
-        return msgspec.structs.replace(base, **values)
+        return base(**values) if isinstance(base, type) else msgspec.structs.replace(base, **values)
     except ValueError as error:
-        raise ConfigError(f"{source}: [{name}]: {error}") from error
-
-
-def _link(value: Any, base: LinkSection, name: str, source: str, where: str) -> LinkSection:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: write a table, as {{ bandwidth = '25 GB/s', latency = 2e-5 }}")
-    return section(name, base, value, source)
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def size(text: str) -> int:

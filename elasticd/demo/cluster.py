@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
 
 from elasticd.demo.scenario import JOB, DemoError, DemoScenario, training_script
-from elasticd.store.server import EtcdServerError
 from elasticd.system.child_processes import Child, Processes
 from elasticd.testing.cluster import Cluster
 
-CHAOS_SECONDS = 60.0
+CHAOS_SECONDS = END_SECONDS = 60.0
 LEDGER, PLAIN_LEDGER = "ledger.jsonl", "plain.jsonl"
 
 
@@ -19,26 +17,18 @@ class DemoCluster(Cluster):
 
     def __init__(self, scenario: DemoScenario, processes: Processes, folder: Path, sockets: Path) -> None:
         super().__init__(scenario.nodes, processes, folder, sockets, scenario.configuration)
-        self._scenario, self._script = scenario, str(training_script())
+        self.scenario, self._script = scenario, str(training_script())
         self.ledger, self.plain_ledger = folder / LEDGER, folder / PLAIN_LEDGER
         self.torchruns: list[Child] = []
 
-    def __enter__(self) -> Self:
-        try:
-            return super().__enter__()
-        except EtcdServerError as error:
-            raise DemoError(str(error)) from error
-
     def start_job(self) -> None:
         """One torchrun for each node."""
-        script = (self._script, *self._scenario.training, "--ledger", str(self.ledger))
-        self.torchruns = [
-            self.start_torchrun(node, JOB, self._scenario.devices, *script) for node in self.nodes
-        ]
+        script = (self._script, *self.scenario.training, "--ledger", str(self.ledger))
+        self.torchruns = [self.start_torchrun(node, JOB, self.scenario.devices, *script) for node in self.nodes]
 
     def start_plain(self) -> Child:
         """The reference: plain torch in one process, with what the job leaves of the cores."""
-        options = (*self._scenario.training, "--plain", "--ledger", str(self.plain_ledger))
+        options = (*self.scenario.training, "--plain", "--ledger", str(self.plain_ledger))
         return self.python("plain", self._script, *options, idle=True)
 
     def chaos(self, *arguments: str) -> None:
@@ -47,6 +37,6 @@ class DemoCluster(Cluster):
         if self.wait(child, CHAOS_SECONDS) != 0:
             raise DemoError(f"elasticd chaos {' '.join(arguments)} failed:\n{child.said()}")
 
-    def wait_for_torchruns(self, seconds: float = 60.0) -> dict[str, int]:
+    def wait_for_torchruns(self) -> dict[str, int]:
         """Their exit codes by name: all end by themselves when the job is over."""
-        return {child.name: self.wait(child, seconds) for child in self.torchruns}
+        return {child.name: self.wait(child, END_SECONDS) for child in self.torchruns}

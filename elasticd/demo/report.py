@@ -7,6 +7,7 @@ slowdown came. Times between events are by the leader's clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from statistics import median
 
@@ -178,26 +179,23 @@ def _speeds(
     record: DemoRecord, numbers: tuple[int, int, int], slowed_at: float, recovered_at: float
 ) -> tuple[Speed, ...]:
     healthy, replanned, final = numbers
+    steps = record.steps
+    slowed = [step for step in steps if step.plan == healthy and step.time - step.seconds >= slowed_at]
     phases = (
-        ("healthy", healthy, [s for s in _steady(record.steps, healthy) if s.time <= slowed_at]),
-        (
-            "slowed, before the replan",
-            healthy,
-            [s for s in record.steps if s.plan == healthy and s.time - s.seconds >= slowed_at],
-        ),
-        (
-            "after the replan",
-            replanned,
-            [s for s in _steady(record.steps, replanned) if slowed_at < s.time <= recovered_at],
-        ),
-        ("recovered", final, [s for s in _steady(record.steps, final) if s.time > recovered_at]),
+        ("healthy", healthy, _steady(steps, healthy, until=slowed_at)),
+        ("slowed, before the replan", healthy, slowed),
+        ("after the replan", replanned, _steady(steps, replanned, slowed_at, recovered_at)),
+        ("recovered", final, _steady(steps, final, recovered_at)),
     )
-    return tuple(_speed(record, name, number, steps) for name, number, steps in phases)
+    return tuple(_speed(record, name, number, ran) for name, number, ran in phases)
 
 
-def _steady(steps: Iterable[StepRecord], number: int) -> list[StepRecord]:
-    """The steps of a plan without its first two."""
-    return [step for step in steps if step.plan == number][LEFT_OUT:]
+def _steady(
+    steps: Iterable[StepRecord], number: int, after: float = -math.inf, until: float = math.inf
+) -> list[StepRecord]:
+    """The steps of a plan without its first two, of those that ended in this time."""
+    ran = [step for step in steps if step.plan == number][LEFT_OUT:]
+    return [step for step in ran if after < step.time <= until]
 
 
 def _speed(record: DemoRecord, phase: str, number: int, steps: Sequence[StepRecord]) -> Speed:

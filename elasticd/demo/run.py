@@ -9,15 +9,16 @@ from pathlib import Path
 from elasticd_planner.value import Value
 from rich.console import Console
 
-from elasticd.client import JobStatus
+from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord, Pacing
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo import story
 from elasticd.demo.cluster import LEDGER, PLAIN_LEDGER, DemoCluster
 from elasticd.demo.progress import DemoProgress
 from elasticd.demo.record import DemoRecord, read_ledger
-from elasticd.demo.scenario import JOB, DemoError, DemoScenario, check_installed
+from elasticd.demo.scenario import JOB, DemoError, DemoScenario
 from elasticd.demo.story import Action, DemoPhase, Seen, Story
+from elasticd.extras import need
 from elasticd.system.child_processes import Child, Processes
 
 #: Seconds between two looks at the coordinator.
@@ -81,8 +82,10 @@ class Folders(Value, frozen=True, kw_only=True):
 
 
 def run(scenario: DemoScenario, folders: Folders, console: Console) -> DemoRecord:
-    """The whole run. Raises DemoError or ProcessError where it fails, Interrupted where the user ends it."""
-    check_installed()
+    """The whole run. Raises DemoError, EtcdServerError, ExtraMissing or ProcessError where it fails,
+    Interrupted where the user ends it."""
+    for package in ("matplotlib", "torch"):  # the extra that has the first brings both
+        need(package, "the demo")
     folders.prepare()
     processes = Processes(folders.logs)
     with (
@@ -95,50 +98,38 @@ def run(scenario: DemoScenario, folders: Folders, console: Console) -> DemoRecor
         with DemoCluster(scenario, processes, folders.logs, Path(sockets)) as cluster:
             progress.say("starting two torchruns with two workers each; their devices are emulated")
             cluster.start_job()
-            return _follow(scenario, cluster, processes, progress)
+            return _follow(cluster, processes, progress)
 
 
-def _follow(
-    scenario: DemoScenario, cluster: DemoCluster, processes: Processes, progress: DemoProgress
-) -> DemoRecord:
+def _follow(cluster: DemoCluster, processes: Processes, progress: DemoProgress) -> DemoRecord:
     """Looks, lets the story decide, and does what it says, until it is over."""
     seen, state = _Seen(cluster), Story()
     plain: Child | None = None
     while state.phase not in story.OVER:
         before = state.phase
-        state, action = story.step(state, seen.look(), scenario, time.monotonic())
+        state, action = story.step(state, seen.look(), cluster.scenario, time.monotonic())
         progress.show(seen.job, state.phase, seen.events)
         if state.phase is DemoPhase.HEALTHY and before is not DemoPhase.HEALTHY:
             plain = cluster.start_plain()
         if action is not None:
-            _act(action, scenario, cluster, progress)
+            _act(action, cluster, progress)
         cluster.tend()
         if state.phase not in story.OVER:
             processes.pause(_LOOK)
     if state.phase is DemoPhase.FAILED:
         raise DemoError(state.reason)
     assert plain is not None
-    return _gather(scenario, cluster, processes, progress, seen, plain)
+    return _gather(cluster, progress, seen, plain)
 
 
-def _act(action: Action, scenario: DemoScenario, cluster: DemoCluster, progress: DemoProgress) -> None:
-    device = scenario.slow_device
-    if action is Action.SLOW:
-        progress.say(f"$ elasticd chaos slow {device} {scenario.factor:g}")
-        cluster.chaos("slow", device, f"{scenario.factor:g}")
-    else:
-        progress.say(f"$ elasticd chaos recover {device}")
-        cluster.chaos("recover", device)
+def _act(action: Action, cluster: DemoCluster, progress: DemoProgress) -> None:
+    factor = [f"{cluster.scenario.factor:g}"] if action is Action.SLOW else []
+    command = (action.value, cluster.scenario.slow_device, *factor)
+    progress.say(f"$ elasticd chaos {' '.join(command)}")
+    cluster.chaos(*command)
 
 
-def _gather(
-    scenario: DemoScenario,
-    cluster: DemoCluster,
-    processes: Processes,
-    progress: DemoProgress,
-    seen: _Seen,
-    plain: Child,
-) -> DemoRecord:
+def _gather(cluster: DemoCluster, progress: DemoProgress, seen: _Seen, plain: Child) -> DemoRecord:
     """The record, once every torchrun has ended by itself and the reference is done."""
     seen.look()
     assert seen.job is not None
@@ -147,10 +138,10 @@ def _gather(
         said = "\n".join(child.said() for child in cluster.torchruns if child.name in failed)
         raise DemoError(f"{', '.join(failed)} did not end cleanly after the job:\n{said}")
     progress.say("the job is done; waiting for the same training by plain torch in one process")
-    if processes.wait(plain, _PLAIN_SECONDS) != 0:
+    if cluster.wait(plain, _PLAIN_SECONDS) != 0:
         raise DemoError(f"the reference (plain torch) failed:\n{plain.said()}")
     return DemoRecord(
-        scenario=scenario,
+        scenario=cluster.scenario,
         events=tuple(seen.events),
         steps=tuple(seen.steps),
         history=cluster.api().history(JOB),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from elasticd_planner.value import Value, refuse
@@ -91,13 +89,3 @@ def training_script() -> Path:
         f"examples/train_lm.py is neither beside {package} nor in it: run the demo from a clone of the "
         "repository, or install elasticd again"
     )
-
-
-def check_installed() -> None:
-    """Raises DemoError where a package is missing that the demo needs beyond the command line's own."""
-    missing = [name for name in ("torch", "matplotlib") if find_spec(name) is None]
-    if missing:
-        raise DemoError(
-            f"the demo needs {' and '.join(missing)}, which {sys.executable} does not have: "
-            "pip install 'elasticd[demo]'"
-        )

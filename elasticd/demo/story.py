@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import msgspec
 from elasticd_planner.value import Value
 
-from elasticd.client import JobStatus
+from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.scenario import DemoScenario

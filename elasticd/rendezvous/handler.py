@@ -27,11 +27,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         )
     if why := name_refusal("--rdzv-id", parameters.run_id):
         raise RendezvousRefusal(why)
-    wait = str(parameters.get("agent_timeout", AGENT_SECONDS))
-    try:
-        seconds = float(wait)
-    except ValueError:
-        raise RendezvousRefusal(f"--rdzv-conf agent_timeout={wait} must be a number of seconds, as 5") from None
+    seconds = _number(parameters, "agent_timeout", AGENT_SECONDS)
     failure_message.install()
     # By it the agent knows the workers, if this process is killed and leaves them behind.
     os.environ[process_mark.VARIABLE] = process_mark.mark(os.getpid()) or ""
@@ -39,5 +35,17 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         # Here, not above: it takes private names of torch's, which the live mode can do without.
         from elasticd.rendezvous.restart_mode import restart_handler
 
-        return restart_handler(parameters, seconds)
+        grace, settle = _number(parameters, "agent_grace", 5.0), _number(parameters, "settle", 1.0)
+        return restart_handler(parameters, seconds, grace=grace, settle=settle)
     return Handler(parameters, seconds)
+
+
+def _number(parameters: RendezvousParameters, key: str, default: float) -> float:
+    text = str(parameters.get(key, default))
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if value < 0:
+        raise RendezvousRefusal(f"--rdzv-conf {key}={text} must be a number of seconds, as {default:g}")
+    return value

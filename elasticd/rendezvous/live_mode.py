@@ -199,7 +199,8 @@ class RankStore(Store):
     """torchrun's own store: private to this process, but for `role_info`, which the leader keeps for all.
 
     The ranks of a node are computed from that (the workers of the nodes before it come first, as torch counts
-    them), so that no node waits for node 0 to assign them.
+    them), so that no node waits for node 0 to assign them. torch's own `multi_get` and `multi_set` call `get`
+    and `set` key by key; no call here depends on torch's `timeout`. torchrun neither deletes nor counts keys.
     """
 
     def __init__(self, agent: AgentCalls, joined: Joined) -> None:
@@ -208,7 +209,6 @@ class RankStore(Store):
         self._joined = joined
         self._values: dict[str, bytes] = {EXIT_BARRIER: b"1"}
         self._own = b""
-        self._timeout = timedelta(seconds=_STORE_SECONDS)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Keeps the value in this process. A value under `ROLE_INFO` goes to the leader's store too; if that
@@ -247,15 +247,6 @@ class RankStore(Store):
         except (RuntimeError, OSError):
             return self._own
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """As `get`, one key after the other: the waits add up."""
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[Any]) -> None:
-        """As `set`, one key after the other. Raises ValueError where the lists differ in length."""
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
     def add(self, key: str, amount: int) -> int:
         """The counter's new value; an absent one counts from 0. No other torchrun adds to it."""
         total = int(self._values.get(key, b"0")) + amount
@@ -271,23 +262,6 @@ class RankStore(Store):
         """Reads each key as `get`, with the waits and errors of `get`. `timeout` is not used."""
         for key in keys:
             self.get(key)
-
-    def delete_key(self, key: str) -> bool:
-        """Whether the key was there. The leader's store keeps what was sent to it."""
-        return self._values.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        """The number of keys in this process, those read from the leader's store among them."""
-        return len(self._values)
-
-    @property
-    def timeout(self) -> timedelta:
-        """What `set_timeout` set last. No call of this store depends on it."""
-        return self._timeout
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Kept for `timeout` alone: how long a call waits is fixed."""
-        self._timeout = timeout
 
     def _assigned(self, node: int) -> bytes:
         """[first rank, world size, first rank in the role, role's size], as torch's own agents write it."""

@@ -51,24 +51,21 @@ class RoundBroken(RendezvousConnectionError):
     """A node was lost between its joining and the start of the workers: the round is made anew."""
 
 
-class JobClosed(RendezvousClosedError, SystemExit):
+class JobClosed(RendezvousRefusal, RendezvousClosedError):
     """Another torchrun ended the job. Uncaught it ends this one with a message and no traceback."""
 
-    def __init__(self, reason: str) -> None:
-        self.code = f"elasticd: {reason}"
-        super().__init__(self.code)
 
-
-def restart_handler(parameters: RendezvousParameters, agent_seconds: float) -> RestartHandler:
-    """The handler for torchrun's options. Raises RendezvousRefusal for those that cannot work, or without an
-    agent."""
+def restart_handler(
+    parameters: RendezvousParameters, agent_seconds: float, *, grace: float, settle: float
+) -> RestartHandler:
+    """The handler for torchrun's options; seconds are those of `Asking` and `Backend`. Raises RendezvousRefusal
+    for options that cannot work, or without an agent."""
     try:
         timeout = RendezvousTimeout(
             *(_seconds(parameters, f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat"))
         )
     except ValueError as error:
         raise RendezvousRefusal(f"--rdzv-conf: {error}") from None
-    grace, settle = _number(parameters, "agent_grace", 5.0), _number(parameters, "settle", 1.0)
     path = parameters.endpoint or unix_socket.default_path()
     # The workers, which torchrun starts from this process, are to find the same agent.
     os.environ[unix_socket.SOCKET_VARIABLE] = path
@@ -233,8 +230,6 @@ class RestartHandler(DynamicRendezvousHandler):
                     raise RoundBroken(f"{', '.join(lost) or 'a node'} did not come to the round's store")
                 time.sleep(_POLL_SECONDS)
         except RuntimeError as error:
-            if isinstance(error, RoundBroken):
-                raise
             raise RoundBroken(f"the round's store was lost ({error})") from None
 
     def _linger(self) -> None:
@@ -251,14 +246,3 @@ class RestartHandler(DynamicRendezvousHandler):
 def _seconds(parameters: RendezvousParameters, key: str) -> timedelta | None:
     value = parameters.get_as_int(key)
     return None if value is None else timedelta(seconds=value)
-
-
-def _number(parameters: RendezvousParameters, key: str, default: float) -> float:
-    text = str(parameters.get(key, default))
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if value < 0:
-        raise RendezvousRefusal(f"--rdzv-conf {key}={text} must be a number of seconds, as {default:g}")
-    return value

@@ -10,7 +10,7 @@ the devices until a plan is proposed: after that nobody knows what they would ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from elasticd_planner.detection.stragglers import DetectSettings
@@ -25,7 +25,6 @@ from elasticd.machines.job.state.events import (
     Configured,
     CoordinatorNote,
     CoordinatorTick,
-    Effect,
     Event,
     Planned,
     RequestPlan,
@@ -165,18 +164,15 @@ class _Again:
         for note in recording.notes(effects):
             if note.kind not in _HEARD:
                 self.decisions.append(_decision(note, at - self._start))
-        self._follow(effects, at)
+        for effect in effects:
+            if isinstance(effect, RequestPlan):
+                self._ask(effect.job, effect.token, effect.problem, at)
         proposed = any(
             job.proposal is not None and before.get(name) is not job.proposal
             for name, job in self.state.jobs.items()
         )
         if self._other and proposed:
             self.ended = "a plan is proposed: from here on nobody knows what the workers would have measured"
-
-    def _follow(self, effects: Iterable[Effect], at: float) -> None:
-        for effect in effects:
-            if isinstance(effect, RequestPlan):
-                self._ask(effect.job, effect.token, effect.problem, at)
 
     def _ask(self, job: str, token: int, problem: Problem, at: float) -> None:
         self._asked[job, token] = problem

@@ -79,16 +79,13 @@ class Simulation:
         self.trained = Trained()
         self.server = MemoryServer(self.engine)
         self._quiet, self._told_at = 0, 0.0
-        self._planning_seconds, self._plans = 0.0, 0
         self._down_seconds = 0.0
         self._out_of_time = False
-        self._leaders = 0
+        self._leaders: list[SimulatedLeader] = []
         self.worker_group = WorkerGroup(
             self.engine,
             self.truth,
-            times,
-            steps=scenario.steps,
-            samples=model.global_batch,
+            scenario,
             limit=self._limit,
             trained=self._trained,
             starved=lambda device: self.script.starve(device),
@@ -104,18 +101,14 @@ class Simulation:
             between=scenario.cluster.between,
         )
         self.leader = self._elected()
-        self.operator = Operator(
-            scenario, self.engine, self.truth, self.worker_group, self.nodes, self.trained, self._happened
-        )
+        self.operator = Operator(scenario, self.worker_group, self.nodes, self.trained, self._happened)
         self.script = Script(
-            scenario.faults,
-            times.patience,
-            self.engine,
-            self.truth,
+            scenario,
             self.worker_group,
             self._node,
             self.operator,
-            self,
+            lambda: self.leader,
+            self.take_over,
             self._happened,
         )
 
@@ -195,8 +188,8 @@ class Simulation:
             tokens_per_second=rounded(trained.tokens / seconds) if seconds else 0.0,
             switches=worker_group.switches,
             pause_seconds=rounded(worker_group.pause_seconds),
-            plans=self._plans + self.leader.plans,
-            planning_seconds=rounded(self._planning_seconds + self.leader.planning_seconds),
+            plans=sum(leader.plans for leader in self._leaders),
+            planning_seconds=rounded(sum(leader.planning_seconds for leader in self._leaders)),
             bytes_moved=worker_group.bytes_moved,
             recoveries=worker_group.recoveries,
             recovery_seconds=rounded(worker_group.recovery_seconds),
@@ -249,17 +242,18 @@ class Simulation:
     # -- the leader ----------------------------------------------------------------------------------------
 
     def _elected(self) -> SimulatedLeader:
-        self._leaders += 1
-        return SimulatedLeader(
+        leader = SimulatedLeader(
             self.engine,
             self.server,
             KEYS,
             self.settings,
             self.planner,
-            name=f"c{self._leaders}",
+            name=f"c{len(self._leaders) + 1}",
             send=self._down,
             tell=self._tell,
         )
+        self._leaders.append(leader)
+        return leader
 
     def take_over(self) -> None:
         """The leader dies; another begins when its lease has run out, and the agents return to that one."""
@@ -267,8 +261,6 @@ class Simulation:
         if not old.alive:
             return  # the next one is on its way
         old.die()
-        self._planning_seconds += old.planning_seconds
-        self._plans += old.plans
         for node in self.nodes:
             node.link(False)
 

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 import psutil
 
+from elasticd.system.end_signals import noted
 from elasticd.system.parent_death_signal import ending_with_us
 
 _SET_CHILD_SUBREAPER = 36
@@ -67,7 +66,7 @@ class Processes:
         self._logs = logs
         self._children: list[Child] = []
         self._ours = set(_descendants())
-        self._interrupted = False
+        self._told: list[int] = []
 
     def __enter__(self) -> Processes:
         if ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -108,7 +107,7 @@ class Processes:
 
     def check(self) -> None:
         """Raises Interrupted once the user asked to end."""
-        if self._interrupted:
+        if self._told:
             raise Interrupted
 
     def pause(self, seconds: float = _POLL) -> None:
@@ -147,18 +146,8 @@ class Processes:
     def interruptible(self) -> Iterator[None]:
         """Ctrl-C, SIGTERM and a closed terminal are noted, and raised where we look (`check`, `pause`): never
         between the start of a process and our knowing of it, nor while we clean up."""
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self._interrupted = True  # no lock here: this runs in the midst of anything
-
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, note) for number in numbers}
-        try:
+        with noted() as self._told:
             yield
-        finally:
-            for number, handler in before.items():
-                # Once asked to end we do, and an impatient user's next Ctrl-C must not break the clean-up off.
-                signal.signal(number, signal.SIG_IGN if self._interrupted else handler)
 
     def end(self) -> None:
         """Ends all that we started, the last first."""

@@ -105,11 +105,8 @@ class JsonLines(logging.Formatter):
 
 def set_up(section: LogSection, always: Mapping[str, Any]) -> None:
     """All that this process logs goes to its standard error as `section` says. Once, at its start."""
-    formatter: logging.Formatter = TextLines(_TEXT)
-    if _is_json(section.format):
-        formatter = JsonLines(always)
     handler = logging.StreamHandler()
-    handler.setFormatter(formatter)
+    handler.setFormatter(JsonLines(always) if _is_json(section.format) else TextLines(_TEXT))
     logging.basicConfig(level=section.level.upper(), handlers=[handler])
     logging.getLogger("websockets").setLevel(logging.WARNING)
 

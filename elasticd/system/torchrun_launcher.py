@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FrameType
 
+from elasticd.system.end_signals import noted
 from elasticd.system.parent_death_signal import ending_with_us
 from elasticd.wire.unix_socket import SLOT_VARIABLE, default_path
 
@@ -53,7 +51,7 @@ class Launch:
 def launch(what: Launch) -> int:
     """Runs until all torchruns have ended; the exit code. A signal that asks us to end goes on to them."""
     children: dict[int, subprocess.Popen[bytes]] = {}
-    with _signals() as told:
+    with noted() as told:
         try:
             for index, slot in enumerate(slots(what)):
                 children[slot] = _start(what, environment(what, index, os.environ))
@@ -147,20 +145,3 @@ def _end(children: Mapping[int, subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects the signals that ask us to end, instead of ending."""
-    told: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        told.append(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield told
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

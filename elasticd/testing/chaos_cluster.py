@@ -8,7 +8,8 @@ from pathlib import Path
 from elasticd_planner.value import Value
 
 from elasticd.chaos.client import Chaos
-from elasticd.client import CannotReach, JobStatus
+from elasticd.client import CannotReach
+from elasticd.coordinator.api_types import JobStatus
 from elasticd.system.child_processes import Child, Processes
 from elasticd.testing.cluster import Cluster
 

@@ -15,7 +15,8 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import refuse
 
 from elasticd.chaos.faults import Fault
-from elasticd.client import CannotReach, JobStatus
+from elasticd.client import CannotReach
+from elasticd.coordinator.api_types import JobStatus
 from elasticd.machines.job.copies.holdings import lost_boxes
 from elasticd.records import Fence, JobSpec, decode
 from elasticd.system.child_processes import ProcessError

@@ -10,7 +10,14 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Prediction, S
 from rich.console import Console
 
 from elasticd.cli.status import screen
-from elasticd.client import ClusterStatus, DeviceStatus, JobStatus, LeaderStatus, MemberStatus, NodeStatus
+from elasticd.coordinator.api_types import (
+    ClusterStatus,
+    DeviceStatus,
+    JobStatus,
+    LeaderStatus,
+    MemberStatus,
+    NodeStatus,
+)
 
 PLAN = Plan(
     number=7,
@@ -79,9 +86,11 @@ def shown(status: ClusterStatus, reasons: dict[str, str]) -> str:
         "node unreachable, emulated, chaos: 3x slower",
         "step 41   loss 2.5000   tokens/s 1,234",
         "plan 7, 1.250 s a step expected, plan 8 is proposed",
-        "layers 0-2 on a/0 + a/1 (shares 6:2)",
-        "layers 3-4 on b/0",
-        "b/1",
+        "0-2 (3)",
+        "a/0 75.0%",
+        "a/1 3x 25.0%",
+        "3-4 (2)",
+        "idle b/1",
         "why: it was slow",
         "a/0 pid 99",
     ],

@@ -7,7 +7,14 @@ import io
 from rich.console import Console
 
 from elasticd.cli.status import screen
-from elasticd.client import ClusterStatus, DeviceStatus, LeaderStatus, NodeStatus, Pace, RestartStatus
+from elasticd.coordinator.api_types import (
+    ClusterStatus,
+    DeviceStatus,
+    LeaderStatus,
+    NodeStatus,
+    Pace,
+    RestartStatus,
+)
 
 
 def test_straggler_comes_first_and_an_excluded_torchrun_with_its_reason() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.client import JobStatus
+from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.story import OVER, PATIENCE, TRANSITIONS, Action, DemoPhase, Seen, Story, step

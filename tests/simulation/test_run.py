@@ -14,6 +14,7 @@ from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.policy.stability import FREE, first_wait
 
 from elasticd.chaos.faults import Fault
+from elasticd.codec.decoding import decode_stored
 from elasticd.simulator.results.result import Outcome
 from elasticd.simulator.run import simulate
 from elasticd.simulator.scenarios.scenario import parse
@@ -74,7 +75,7 @@ def test_the_same_seed_gives_the_same_bytes_in_another_process(outcome: Outcome,
     env = {**os.environ, "PYTHONHASHSEED": "77"}
     done = subprocess.run(command, capture_output=True, env=env, timeout=60, check=True)
     assert done.stdout.strip() == outcome.to_json().strip()
-    assert Outcome.from_json(done.stdout) == outcome
+    assert decode_stored(done.stdout, Outcome) == outcome
 
 
 def test_another_seed_gives_another_timeline_and_the_same_story(outcome: Outcome) -> None:

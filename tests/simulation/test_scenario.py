@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from elasticd.chaos.faults import Fault
+from elasticd.config.tree import ConfigError
 from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
 from elasticd.simulator.scenarios.random_faults import DAY, RandomFaults, draw
-from elasticd.simulator.scenarios.scenario import ScenarioError, load, parse
+from elasticd.simulator.scenarios.scenario import load, parse
 from tests.simulation.scenes import SLOW, SMALL
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "examples" / "scenarios").glob("*.toml"))
@@ -29,7 +30,8 @@ BAD = [
     ("steps = 90", "", "give either steps or hours"),
     ("steps = 90", "steps = 0", "steps must be at least 1"),
     ("steps = 90", 'steps = "many"', "steps = 'many': expected `?int"),
-    ("seed = 3", "sede = 3", "has no key 'sede' \\(= 3\\)"),
+    ("seed = 3", "sede = 3", "has no key 'sede' \\(= 3\\): did you mean 'seed'\\?"),
+    ("seed = 3", "seed = 3\ntimes = 3", "times = 3 must be a section: write \\[times\\] and keys below it"),
     ("nodes = 2", "nodes = 0", "nodes = 0 and devices = 2 must be at least 1"),
     ("nodes = 2", "", "\\[cluster\\] needs nodes"),
     ("nodes = 2", "nodes = 2\ncores = 3", "\\[cluster\\] has no key 'cores' \\(= 3\\)"),
@@ -60,7 +62,7 @@ BAD = [
     ("[[fault]]\nkind", "[fault]\nkind", "is not TOML|fault must be a list"),
     ("[model]", "[detect]\nslow = 1.0\n[model]", "\\[detect\\].*must be at least 1 and below slow"),
     ("[model]", "[policy]\ninterleave = 2\n[model]", "interleave = 2: the simulator plays plain stages"),
-    ("[model]", "[times]\nplaning = 1.0\n[model]", "\\[times\\] has no key 'planing' \\(= 1.0\\)"),
+    ("[model]", "[times]\nplaning = 1.0\n[model]", "no key 'planing' \\(= 1.0\\): did you mean 'planning'\\?"),
     ("[model]", "[times]\nnoise = -1.0\n[model]", "noise = -1.0 must be between"),
     ("[model]", "[restart]\ncheckpoint_steps = 0\n[model]", "checkpoint_steps at least 1"),
     ("[model]", "[random]\nslow_per_device_day = 1.0\n[model]", "\\[random\\] needs hours"),
@@ -72,13 +74,13 @@ BAD = [
 def test_a_wrong_scenario_is_refused_by_key_and_value(old: str, new: str, wrong: str) -> None:
     text = (SMALL + SLOW).replace(old, new, 1)
     assert text != SMALL + SLOW
-    with pytest.raises(ScenarioError, match=wrong) as refused:
+    with pytest.raises(ConfigError, match=wrong) as refused:
         parse(text, "bad.toml")
     assert str(refused.value).startswith("bad.toml")
 
 
 def test_a_file_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ScenarioError, match=r"cannot read the scenario nowhere\.toml"):
+    with pytest.raises(ConfigError, match=r"cannot read the scenario nowhere\.toml"):
         load("nowhere.toml")
 
 

@@ -5,8 +5,7 @@ What the machines make of it is theirs: a death reaches the coordinator as its a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable
 
 from elasticd_planner.spec.cluster import node_of
 
@@ -16,43 +15,32 @@ from elasticd.simulator.cluster.leader import SimulatedLeader
 from elasticd.simulator.cluster.nodes import Node
 from elasticd.simulator.cluster.worker import SimulatedWorker
 from elasticd.simulator.cluster.workers import WorkerGroup
-from elasticd.simulator.devices.device_model import Truth
-from elasticd.simulator.engine import FAULT, EventEngine
-
-
-class CurrentLeader(Protocol):
-    """Who leads now; a takeover replaces it."""
-
-    @property
-    def leader(self) -> SimulatedLeader:
-        """The coordinator that leads, or the last one where none is alive."""
-        ...
-
-    def take_over(self) -> None:
-        """Ends the leader now. The next one begins once the lease of the old one's key has run out."""
-        ...
+from elasticd.simulator.engine import FAULT
+from elasticd.simulator.scenarios.scenario import Scenario
 
 
 class Script:
-    """Faults by step and by time. `struck` is told each as it happens; `tell` puts a line on the timeline."""
+    """Faults by step and by time. `leader` is the one that leads, or the last one where none is alive;
+    `take_over` ends it; `tell` puts a line on the timeline."""
 
     def __init__(
         self,
-        faults: Iterable[Fault],
-        patience: float,
-        engine: EventEngine,
-        truth: Truth,
+        scenario: Scenario,
         worker_group: WorkerGroup,
         nodes: dict[str, Node],
         operator: Operator,
-        leading: CurrentLeader,
+        leader: Callable[[], SimulatedLeader],
+        take_over: Callable[[], None],
         tell: Callable[[str, str, dict[str, object]], None],
     ) -> None:
-        listed = list(faults)
-        self._by_step = sorted((f for f in listed if f.step is not None), key=lambda f: f.step or 0)
-        self._by_time = sorted((f for f in listed if f.seconds is not None), key=lambda f: f.seconds or 0.0)
-        self._patience, self._engine, self._truth, self._worker_group = patience, engine, truth, worker_group
-        self._nodes, self._operator, self._leading, self._tell = nodes, operator, leading, tell
+        self._by_step = sorted((f for f in scenario.faults if f.step is not None), key=lambda f: f.step or 0)
+        self._by_time = sorted(
+            (f for f in scenario.faults if f.seconds is not None), key=lambda f: f.seconds or 0.0
+        )
+        self._engine, self._truth, self._worker_group = worker_group.engine, worker_group.truth, worker_group
+        self._patience = scenario.times.patience
+        self._nodes, self._operator, self._tell = nodes, operator, tell
+        self._leader, self._take_over = leader, take_over
         self._unlinked: set[str] = set()
         self._healing: list[float] = []
         self._joining: list[float] = []
@@ -61,7 +49,7 @@ class Script:
         """What is dead from the beginning never was there."""
         while self._by_step and not self._by_step[0].step and self._by_step[0].kind == "kill":
             fault = self._by_step.pop(0)
-            self._truth.kill(fault.devices(self._truth.names))
+            self._truth.strike(fault)
             self._told(fault)
 
     def begin(self) -> None:
@@ -115,26 +103,20 @@ class Script:
         ending = fault.ending(self._engine.now())
         if ending is not None:
             self._end_later(ending)
+        self._truth.strike(fault)
         match fault.kind:
-            case "slow" | "recover":
-                factor = fault.factor if fault.kind == "slow" else 1.0
-                self._truth.slow(fault.devices(self._truth.names), factor)
             case "kill":
                 self._kill(fault)
             case "join":
                 self._join(fault)
             case "partition":
                 self._partition(self._nodes[fault.node], fault.lasts)
-            case "shift":
-                self._truth.shift(fault.tokens)
             case "takeover":
-                self._leading.take_over()
+                self._take_over()
             case "freeze":
                 for worker in self._workers(fault):
                     worker.freeze()
-                    self._worker_group.lose(
-                        worker.device, self._patience, f"gave no word for {self._patience:g} s"
-                    )
+                    self._silent(worker)
             case "thaw":
                 for worker in self._workers(fault):
                     worker.thaw()
@@ -145,7 +127,7 @@ class Script:
                 self._unlink(self._nodes[fault.node])
             case "heal":
                 self._heal(self._nodes[fault.node])
-            case _:
+            case "restart":
                 self._restart(self._nodes[fault.node])
 
     def _end_later(self, ending: Fault) -> None:
@@ -162,6 +144,10 @@ class Script:
         """Of the device; nobody where nothing runs there."""
         node = self._nodes[node_of(fault.device)]
         return [worker for worker in node.workers.values() if worker.device == fault.device]
+
+    def _silent(self, worker: SimulatedWorker) -> None:
+        """Its peers' patience with it begins."""
+        self._worker_group.lose(worker.device, self._patience, f"gave no word for {self._patience:g} s")
 
     def _heal(self, node: Node) -> None:
         self._unlinked.discard(node.name)
@@ -182,15 +168,14 @@ class Script:
 
     def _unlink(self, node: Node) -> None:
         node.link(False)
-        self._leading.leader.lost(node.name)
+        self._leader().lost(node.name)
 
     def _relink(self, node: Node) -> None:
-        node.link(self._leading.leader.alive and self.linked(node))
+        node.link(self._leader().alive and self.linked(node))
 
     def _kill(self, fault: Fault) -> None:
         """A device takes its process with it, and torchrun ends the others on its node. A machine is just
         gone: its peers wait, until a fence or their patience ends that."""
-        self._truth.kill(fault.devices(self._truth.names))
         node = self._nodes[fault.node or node_of(fault.device)]
         self._operator.harmed = True
         if not fault.node:
@@ -205,12 +190,9 @@ class Script:
         self._nodes[node_of(device)].end(f"{device} is out of memory")
 
     def _join(self, fault: Fault) -> None:
-        self._truth.join(fault.devices(self._truth.names))
         node = self._nodes[fault.node or node_of(fault.device)]
         self._relink(node)
-        if node in self._operator.whole():
-            self._operator.join(node)
-            self._operator.more_nodes()
+        self._operator.more_nodes(node)
 
     def _partition(self, node: Node, lasts: float) -> None:
         """Nobody reaches the node: neither the leader and the store nor its peers."""
@@ -219,9 +201,8 @@ class Script:
         node.apart = self._operator.harmed = True
         self._worker_group.cut.add(node.name)
         self._unlink(node)
-        why = f"gave no word for {self._patience:g} s"
         for worker in node.workers.values():
-            self._worker_group.lose(worker.device, self._patience, why)
+            self._silent(worker)
 
         def heal() -> None:
             self._healing.remove(until)
@@ -231,8 +212,6 @@ class Script:
                 self._relink(node)
                 node.back()
             self._worker_group.reached()
-            if node in self._operator.whole():
-                self._operator.join(node)
-                self._operator.more_nodes()
+            self._operator.more_nodes(node)
 
         self._engine.call_at(until, heal, FAULT)

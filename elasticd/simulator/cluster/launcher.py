@@ -14,8 +14,6 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd.records import JobSpec
 from elasticd.simulator.cluster.nodes import Node
 from elasticd.simulator.cluster.workers import WorkerGroup
-from elasticd.simulator.devices.device_model import Truth
-from elasticd.simulator.engine import EventEngine
 from elasticd.simulator.results.progress import Trained
 from elasticd.simulator.scenarios.scenario import Scenario
 
@@ -26,14 +24,12 @@ class Operator:
     def __init__(
         self,
         scenario: Scenario,
-        engine: EventEngine,
-        truth: Truth,
         worker_group: WorkerGroup,
         nodes: Sequence[Node],
         trained: Trained,
         tell: Callable[[str, str, dict[str, object]], None],
     ) -> None:
-        self._scenario, self._engine, self._truth, self._worker_group = scenario, engine, truth, worker_group
+        self._scenario, self._worker_group = scenario, worker_group
         self._nodes, self._trained, self._tell = nodes, trained, tell
         self.job = "job"
         self.restarts = 0
@@ -51,13 +47,13 @@ class Operator:
             global_batch=model.global_batch,
             micro_batch=model.micro_batch,
             samples=1 << 40,
-            sample_tokens=float(self._truth.tokens),
+            sample_tokens=float(self._worker_group.truth.tokens),
             seed=self._scenario.seed,
         )
 
     def whole(self) -> list[Node]:
         """The nodes on which torchrun can be started: all devices live, and somebody reaches them."""
-        broken = {node_of(name) for name in self._truth.dead} | self._worker_group.cut
+        broken = {node_of(name) for name in self._worker_group.truth.dead} | self._worker_group.cut
         return [node for node in self._nodes if node.name not in broken]
 
     def start(self) -> None:
@@ -69,10 +65,14 @@ class Operator:
         for node in nodes:
             node.torchrun(spec, self._pid(), len(self._nodes))
 
-    def join(self, node: Node) -> None:
-        """A torchrun on a node that came while the job runs elsewhere: its workers stand by, and the next plan
-        may use them."""
-        if not self.pending and not self.needs_nodes and not node.runs:
+    def more_nodes(self, node: Node) -> None:
+        """A node is there that was not. If the job was waiting for one it is started again. If the job runs
+        elsewhere a torchrun is started on the node: its workers stand by, and the next plan may use them."""
+        if node not in self.whole():
+            return
+        if self.needs_nodes:
+            self._again_later()
+        elif not self.pending and not node.runs:
             node.torchrun(self.spec(), self._pid(), len(self._nodes))
 
     def _pid(self) -> int:
@@ -86,14 +86,9 @@ class Operator:
         else:
             self.needs_nodes = True
 
-    def more_nodes(self) -> None:
-        """A node is there that was not: perhaps it is what the job was waiting for."""
-        if self.needs_nodes:
-            self._again_later()
-
     def _again_later(self) -> None:
         self.needs_nodes, self.pending = False, True
-        self._engine.after(self._scenario.restart.seconds, self._again)
+        self._worker_group.engine.after(self._scenario.restart.seconds, self._again)
 
     def _again(self) -> None:
         self.pending, self.harmed = False, False

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from elasticd_planner.problem import Problem
 from elasticd_planner.spec.plan import Plan
 
+from elasticd.clock import Due
 from elasticd.coordinator.store_transactions import Ledger, Sweep
 from elasticd.coordinator.store_writer import stored
 from elasticd.machines.coordinator import machine
@@ -30,7 +31,7 @@ from elasticd.machines.job.state.events import (
 )
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobSettings, JobState, NodeState, Worker
 from elasticd.records import Keys
-from elasticd.simulator.engine import LATE, Due, EventEngine
+from elasticd.simulator.engine import LATE, EventEngine
 from elasticd.simulator.planning import Planner
 from elasticd.store.leader import campaign
 from elasticd.store.memory import MemoryServer, MemoryStore

@@ -7,7 +7,7 @@ all agents, and a worker's work is done by the worker group, which knows what al
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -36,7 +36,8 @@ from elasticd.machines.agent.state import (
     Stop,
 )
 from elasticd.records import DoneRecord, Fence, JobSpec, Keys, NodeRecord, PlanRecord, decode, decode_proposal
-from elasticd.simulator.cluster.worker import EffectRunner, SimulatedWorker, SimulationError
+from elasticd.simulator.cluster.worker import SimulatedWorker, SimulationError
+from elasticd.simulator.cluster.workers import WorkerGroup
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent, WatchItem
 from elasticd.wire.coordinator import ToClient, ToLeader
@@ -52,7 +53,7 @@ class Node:
     def __init__(
         self,
         shape: NodeShape,
-        worker_group: EffectRunner,
+        worker_group: WorkerGroup,
         tell: Callable[[str, ToLeader], None],
         refused: Callable[[str, str], None],
     ) -> None:
@@ -62,7 +63,6 @@ class Node:
         self._shape, self._worker_group, self._tell, self._refused = shape, worker_group, tell, refused
         self._events: deque[Event] = deque()
         self._missed: list[Event] = []
-        self._hello: Callable[[int, int], Hello] | None = None
         self._torchrun = ""
         self.asks = False
         self._size = 0
@@ -80,6 +80,20 @@ class Node:
             emulated=True,
         )
         return AgentState(record=record)
+
+    def _reboot(self, factors: Mapping[str, float]) -> None:
+        """Another agent, which knows what is in the store, and how slow devices are to be."""
+        was = self.state
+        self._missed.clear()
+        self.state = replace(
+            self._booted(),
+            epoch=was.epoch,
+            proposals=was.proposals,
+            plans=was.plans,
+            fences=was.fences,
+            done=was.done,
+            factors=factors,
+        )
 
     def emit(self, event: Event) -> None:
         """One event after the other: what an effect emits waits until the effects before it are done."""
@@ -100,11 +114,7 @@ class Node:
     def torchrun(self, spec: JobSpec, pid: int, most: int) -> None:
         """A torchrun on this node asks to take part in a job of `most` nodes at most; its workers start once it
         has heard that it does."""
-
-        def hello(size: int, rank: int) -> Hello:
-            return Hello(job=spec.job, local_rank=rank, world_size=size, pid=pid + 1 + rank, spec=spec)
-
-        self._hello, self._pid = hello, pid
+        self._spec, self._pid = spec, pid
         self._torchrun = f"t{self.name}-{pid}"
         self.asks = True
         join = Join(job=spec.job, min_nodes=1, max_nodes=most, pid=pid)
@@ -126,31 +136,13 @@ class Node:
         self._torchrun, self.asks = "", False
         for worker in gone:
             self._worker_group.died(worker, told=False)
-        self._missed.clear()
-        was = self.state
-        self.state = replace(
-            self._booted(),
-            epoch=was.epoch,
-            proposals=was.proposals,
-            plans=was.plans,
-            fences=was.fences,
-            done=was.done,
-        )
+        self._reboot({})
 
     def restart(self) -> None:
         """Its agent dies and another is started: the workers live, come back to it, and say again what holds.
         torchrun asks again where it waits for an answer."""
         was = self.state
-        self._missed.clear()
-        self.state = replace(
-            self._booted(),
-            epoch=was.epoch,
-            proposals=was.proposals,
-            plans=was.plans,
-            fences=was.fences,
-            done=was.done,
-            factors=was.factors,
-        )
+        self._reboot(was.factors)
         for client in was.clients.values():
             body = client.opening
             if isinstance(body, Hello):
@@ -215,16 +207,21 @@ class Node:
         for rank, device in enumerate(self._shape.devices):
             name = device.name
             worker = SimulatedWorker(
-                name, f"w{name}-{self._pid}", self._worker_group, emit=self._said, renew=self._renew
+                name,
+                f"w{name}-{self._pid}",
+                run=self._worker_group.run,
+                steps=lambda: self._worker_group.step,
+                emit=self._said,
+                renew=self._renew,
             )
             self.workers[worker.client] = worker
             self._open(worker, rank)
 
     def _open(self, worker: SimulatedWorker, rank: int) -> None:
-        assert self._hello is not None
-        body = self._hello(self._size, rank)
-        incarnation = f"i{body.pid}.{worker.incarnations}-{worker.device}"
-        self.emit(Opened(client=worker.client, body=body, pid=body.pid, incarnation=incarnation))
+        spec, pid = self._spec, self._pid + 1 + rank
+        body = Hello(job=spec.job, local_rank=rank, world_size=self._size, pid=pid, spec=spec)
+        incarnation = f"i{pid}.{worker.incarnations}-{worker.device}"
+        self.emit(Opened(client=worker.client, body=body, pid=pid, incarnation=incarnation))
 
     def _said(self, worker: SimulatedWorker, body: FromWorker) -> None:
         self.emit(Said(client=worker.client, body=body))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol
 
 from elasticd_planner.spec.cluster import node_of
 
@@ -17,27 +16,14 @@ class SimulationError(RuntimeError):
     """An error of this program, or of a machine that it plays."""
 
 
-class EffectRunner(Protocol):
-    """What workers do together: it carries out the effects of their machines."""
-
-    step: int  # updates that the job has applied
-
-    def run(self, worker: SimulatedWorker, effect: sw.SwitchEffect) -> None:
-        """Carries out one effect of this worker's switch machine. Raises SimulationError for a type that it
-        does not know."""
-        ...
-
-    def died(self, worker: SimulatedWorker, *, told: bool) -> None:
-        """The process is gone. `told`: its peers' connections to it close at once, since its node lives."""
-
-
 class SimulatedWorker:
     """One training process. While it is frozen, what it would do waits in order until it is thawed.
 
     Args:
         device: Its device's name.
         client: Its name as a client of its agent.
-        worker_group: What it does together with the job's other workers.
+        run: Carries out an effect of its switch machine.
+        steps: How many updates the job has applied.
         emit: Takes a message to its agent.
         renew: Makes it known to its agent as another incarnation.
     """
@@ -46,13 +32,14 @@ class SimulatedWorker:
         self,
         device: str,
         client: str,
-        worker_group: EffectRunner,
         *,
+        run: Callable[[SimulatedWorker, sw.SwitchEffect], None],
+        steps: Callable[[], int],
         emit: Callable[[SimulatedWorker, FromWorker], None],
         renew: Callable[[SimulatedWorker], None],
     ) -> None:
         self.device, self.client = device, client
-        self._worker_group, self._emit, self._renew = worker_group, emit, renew
+        self._run, self._steps, self._emit, self._renew = run, steps, emit, renew
         self.state = sw.SwitchState()
         self.proposal: Proposal | None = None  # the one that it read last
         self.plan, self.step = 0, 0  # in force here (0: it stands by), after so many updates
@@ -114,9 +101,9 @@ class SimulatedWorker:
         if self.frozen:
             self.later(lambda: self.feed(event))
             return
-        self.state, effects = sw.step(self.state, event, self._worker_group.step)
+        self.state, effects = sw.step(self.state, event, self._steps())
         for effect in effects:
-            self._worker_group.run(self, effect)
+            self._run(self, effect)
 
     def say(self, body: FromWorker) -> None:
         """Sends a message to its agent, unless the process has ended."""

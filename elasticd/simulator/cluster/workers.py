@@ -19,7 +19,7 @@ from elasticd.simulator.cluster.transition_groups import Transition, Transitions
 from elasticd.simulator.cluster.worker import SimulatedWorker, SimulationError
 from elasticd.simulator.devices.device_model import StepTimes, Truth
 from elasticd.simulator.engine import EventEngine
-from elasticd.simulator.scenarios.scenario import Times
+from elasticd.simulator.scenarios.scenario import Scenario
 from elasticd.wire.worker import Finished, PeersLost, Report
 
 
@@ -44,9 +44,8 @@ class WorkerGroup:
     Args:
         engine: The virtual clock and its events.
         truth: How fast devices and links are.
-        times: Seconds that a message, a preparation and the like take.
-        steps: How many steps the job trains (None: until the scenario ends).
-        samples: Samples of a step.
+        scenario: How many steps the job trains, of how many samples; seconds that a message, a preparation and
+            the like take.
         limit: By the seconds of a step: how many may be counted without playing them (0: play the next one).
         trained: Called after a number of steps.
         starved: Called with the reason when the plan in force does not fit the devices' memory.
@@ -57,17 +56,15 @@ class WorkerGroup:
         self,
         engine: EventEngine,
         truth: Truth,
-        times: Times,
+        scenario: Scenario,
         *,
-        steps: int | None,
-        samples: int,
         limit: Callable[[float], int],
         trained: Told,
         starved: Callable[[str], None],
         recovered: Callable[[int, float], None],
     ) -> None:
-        self._engine, self._truth, self._times = engine, truth, times
-        self._steps, self._samples = steps, samples
+        self.engine, self.truth, self._times = engine, truth, scenario.times
+        self._steps, self._samples = scenario.steps, scenario.model.global_batch
         self._limit, self._trained, self._starved, self._recovered = limit, trained, starved, recovered
         self.pause_seconds = self.recovery_seconds = 0.0
         self.bytes_moved = 0
@@ -83,9 +80,9 @@ class WorkerGroup:
         self.workers: dict[str, SimulatedWorker] = {}
         self.plan: Plan | None = None
         self.over_at: float | None = None
-        self._last = self._engine.now()
+        self._last = self.engine.now()
         self._waiting: list[Callable[[], None]] = []
-        self._transitions = Transitions(self._engine, self._truth, self._times, self)
+        self._transitions = Transitions(self.engine, self.truth, self._times, self)
 
     def together(self, seconds: float, members: Sequence[SimulatedWorker], done: Callable[[], None]) -> None:
         """Calls `done` after `seconds`, as soon as all `members` can be reached: they do something together. It
@@ -101,18 +98,19 @@ class WorkerGroup:
             else:
                 done()
 
-        self._engine.after(seconds, due)
+        self.engine.after(seconds, due)
 
     def reached(self) -> None:
         """A node can be reached again, or a worker was thawed: collectives that waited for it complete."""
         waiting, self._waiting = self._waiting, []
         for due in waiting:
-            self._engine.after(self._times.message, due)
+            self.engine.after(self._times.message, due)
 
     # -- what the machines ask for ---------------------------------------------------------------------------
 
     def run(self, worker: SimulatedWorker, effect: sw.SwitchEffect) -> None:
-        """As `EffectRunner.run`. A worker belongs to the group from its first effect on."""
+        """Carries out one effect of this worker's switch machine. A worker belongs to the group from its first
+        effect on. Raises SimulationError for a type of effect that the group does not know."""
         self.workers[worker.device] = worker
         match effect:
             case sw.Prepare(number=number):
@@ -145,7 +143,7 @@ class WorkerGroup:
 
     def swapped(self, transition: Transition) -> None:
         """All said ok: the new plan is in force."""
-        proposal, now = transition.proposal, self._engine.now()
+        proposal, now = transition.proposal, self.engine.now()
         if transition.step != self.step:
             raise SimulationError(f"plan {proposal.number} goes on from {transition.step}, not {self.step}")
         self.plan = proposal.plan
@@ -170,12 +168,13 @@ class WorkerGroup:
     def end(self) -> None:
         """No step begins or counts any more."""
         if self.over_at is None:
-            self.over_at = self._engine.now()
+            self.over_at = self.engine.now()
 
     # -- faults ------------------------------------------------------------------------------------------------
 
     def died(self, worker: SimulatedWorker, *, told: bool) -> None:
-        """A process ended: its peers find its connections closed; if its node is gone, they time out."""
+        """A process ended. Its peers find its connections closed (`told`); if its node is gone, they time
+        out."""
         if not worker.alive:
             return
         worker.alive = False
@@ -195,7 +194,7 @@ class WorkerGroup:
                 if self.life == life and other.alive and other.era == era:
                     self._bereave(other, device, f"{device} {why}")
 
-        self._engine.after(seconds, fail)
+        self.engine.after(seconds, fail)
 
     def _bereave(self, worker: SimulatedWorker, device: str, why: str) -> None:
         """A collective with `device` fails here."""
@@ -230,7 +229,7 @@ class WorkerGroup:
                 worker.feed(sw.MoveFailed(number=number, reason=why))
             worker.feed(sw.Rested())
 
-        self._engine.after(self._times.message, rest)
+        self.engine.after(self._times.message, rest)
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -238,12 +237,12 @@ class WorkerGroup:
         """Begins the next step, or as many as need not be played, if all members of the plan are at work."""
         if self.over or self.plan is None:
             return
-        plan, truth = self.plan, self._truth
+        plan, truth = self.plan, self.truth
         members = [worker for name in plan.members if (worker := self.workers.get(name)) and worker.at_work]
         if len(members) < len(plan.members):
             return
         tokens = truth.tokens * self._samples
-        began = Began(now=self._engine.now(), speeds=truth.speeds, profile=truth.profile, tokens=tokens)
+        began = Began(now=self.engine.now(), speeds=truth.speeds, profile=truth.profile, tokens=tokens)
         full = truth.overfull(plan)
         if full:
             self._starved(full)
@@ -261,14 +260,14 @@ class WorkerGroup:
         """Returns the members' reports of a step; the first one adds the step's tokens."""
         return [
             Report(measurement=measured, loss=None, tokens=None if index else tokens)
-            for index, measured in enumerate(self._truth.measurements(plan, step, times))
+            for index, measured in enumerate(self.truth.measurements(plan, step, times))
         ]
 
     def _counted(self, began: Began, steps: int, plan: Plan, members: list[SimulatedWorker]) -> None:
         """Counts steps that were not played: no proposal was open, so that the last vote stands for all. The
         first member's report of the last one says how far they are."""
         last = self.step + steps - 1
-        reports = self._reports(plan, last, self._truth.step(plan, last), began.tokens)
+        reports = self._reports(plan, last, self.truth.step(plan, last), began.tokens)
         self._passed(began, steps, members, reports[:1])
 
     def _passed(
@@ -280,7 +279,7 @@ class WorkerGroup:
         for worker in members:
             worker.feed(sw.Voting())
         self.step += steps
-        self._last = self._engine.now()
+        self._last = self.engine.now()
         for worker in members:
             worker.step = self.step
         for worker, report in zip(members, reports, strict=False):

@@ -22,6 +22,7 @@ from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Plan
 
+from elasticd.chaos.faults import Fault
 from elasticd.simulator.devices.plan_arrays import Compiled, compiled
 
 Floats = npt.NDArray[np.float64]
@@ -110,6 +111,19 @@ class Truth:
         """A sample has so many tokens from now on, in the mean."""
         self.tokens = tokens
         self.profile = self._of(tokens)
+
+    def strike(self, fault: Fault) -> None:
+        """What a fault does to the devices themselves, or to the samples; other kinds do nothing here."""
+        names = fault.devices(self.names)
+        match fault.kind:
+            case "slow" | "recover":
+                self.slow(names, fault.factor)  # 1.0 of a device that recovers
+            case "kill":
+                self.kill(names)
+            case "join":
+                self.join(names)
+            case "shift":
+                self.shift(fault.tokens)
 
     def overfull(self, plan: Plan) -> str:
         """A member that needs more memory than it has, or the empty string. It can only be one once samples

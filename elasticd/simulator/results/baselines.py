@@ -79,7 +79,7 @@ class Given:
         made = truth_of(self.scenario)
         for fault in self.scenario.faults:
             if fault.kind == "kill" and fault.step == 0:
-                made.kill(fault.devices(made.names))
+                made.strike(fault)
         return made
 
 
@@ -156,20 +156,9 @@ class Run(ABC):
 
     def _strike(self, fault: Fault) -> bool:
         """Whether it is one that this run may ever notice."""
-        names = fault.devices(self.truth.names)
-        match fault.kind:
-            case "slow" | "recover":
-                self.truth.slow(names, fault.factor if fault.kind == "slow" else 1.0)
-            case "kill":
-                self.truth.kill(names)
-            case "join":
-                self.truth.join(names)
-            case "shift":
-                self.truth.shift(fault.tokens)
-            case "partition":
-                pass
-            case _:
-                return False
+        if fault.kind not in ("slow", "recover", "kill", "join", "shift", "partition"):
+            return False
+        self.truth.strike(fault)
         self.changed(fault)
         return True
 

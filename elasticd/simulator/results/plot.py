@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from elasticd_planner.value import Invalid
+
+from elasticd.extras import need
 from elasticd.simulator.results.result import Happening, Outcome
 
 #: What the plot marks, and how.
@@ -23,18 +26,17 @@ _MOST_MARKS = 40
 _APART = 0.018
 
 
-class CannotPlot(ValueError):
+class CannotPlot(Invalid):
     """No plot can be made; the message says why and what to do."""
 
 
 def plot(outcome: Outcome, path: Path) -> None:
-    """Writes an SVG or PNG, by the path's suffix. Raises CannotPlot."""
+    """Writes an SVG or PNG, by the path's suffix. Raises CannotPlot, and ExtraMissing without matplotlib."""
     if path.suffix.lower() not in (".svg", ".png"):
         raise CannotPlot(f"cannot plot to {path}: name a file that ends in .svg or .png")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise CannotPlot("a plot needs matplotlib: pip install 'elasticd[demo]'") from error
+    need("matplotlib", "a plot")
+    import matplotlib
+
     matplotlib.use("Agg")  # no display is needed, and none is looked for
     from matplotlib import pyplot
 

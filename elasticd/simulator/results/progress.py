@@ -14,11 +14,7 @@ class Trained:
 
     def add(self, steps: float, tokens: int) -> None:
         """`steps` of `tokens` each."""
-        if self._parts and self._parts[-1][1] == tokens:
-            steps_before, _ = self._parts.pop()
-            self._parts.append((steps_before + steps, tokens))
-        else:
-            self._parts.append((steps, tokens))
+        self._parts.append((steps, tokens))
         self.steps += steps
         self.tokens += steps * tokens
 

@@ -7,8 +7,6 @@ from typing import Any
 import msgspec
 from elasticd_planner.value import StoredValue, Value
 
-from elasticd.codec.decoding import decode_stored
-
 VERSION = 3
 
 
@@ -85,11 +83,6 @@ class Outcome(StoredValue, frozen=True, kw_only=True, tag="simulation-outcome"):
     def to_json(self) -> bytes:
         """The same bytes for the same scenario and seed."""
         return msgspec.json.format(msgspec.json.encode(self, order="sorted"), indent=1)
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Outcome:
-        """Raises `msgspec.DecodeError`."""
-        return decode_stored(text, cls)
 
 
 def rounded(seconds: float) -> float:

@@ -40,27 +40,21 @@ class RandomFaults(Value, frozen=True, kw_only=True):
 def draw(settings: RandomFaults, devices: Sequence[str], until: float, seed: int) -> tuple[Fault, ...]:
     """Each device becomes slow, and dies, by Poisson processes of its own; it recovers before it may be slow
     again, and is repaired before it may die again. One that comes back is as fast as any."""
-    rng = np.random.default_rng([seed, 1])
     scales = (math.log(settings.least), math.log(settings.most))
+    kinds = (
+        ("slow", "recover", settings.slow_per_device_day, settings.hours),
+        ("kill", "join", settings.stop_per_device_day, settings.repair_hours),
+    )
     faults: list[Fault] = []
-    if settings.slow_per_device_day:
-        for device in devices:
-            at = float(rng.exponential(DAY / settings.slow_per_device_day))
+    for number, (begins, ends, per_day, hours) in enumerate(kinds, start=1):
+        rng = np.random.default_rng([seed, number])  # what is slow does not depend on what dies
+        for device in devices if per_day else ():
+            at = float(rng.exponential(DAY / per_day))
             while at < until:
-                factor = round(math.exp(float(rng.uniform(*scales))), 2)
-                faults.append(Fault(kind="slow", device=device, factor=factor, seconds=round(at, 3)))
-                at += float(rng.exponential(settings.hours * 3600))
+                factor = round(math.exp(float(rng.uniform(*scales))), 2) if begins == "slow" else 1.0
+                faults.append(Fault(kind=begins, device=device, factor=factor, seconds=round(at, 3)))
+                at += float(rng.exponential(hours * 3600))
                 if at < until:
-                    faults.append(Fault(kind="recover", device=device, seconds=round(at, 3)))
-                at += float(rng.exponential(DAY / settings.slow_per_device_day))
-    if settings.stop_per_device_day:
-        rng = np.random.default_rng([seed, 2])  # what is slow does not depend on what dies
-        for device in devices:
-            at = float(rng.exponential(DAY / settings.stop_per_device_day))
-            while at < until:
-                faults.append(Fault(kind="kill", device=device, seconds=round(at, 3)))
-                at += float(rng.exponential(settings.repair_hours * 3600))
-                if at < until:
-                    faults.append(Fault(kind="join", device=device, seconds=round(at, 3)))
-                at += float(rng.exponential(DAY / settings.stop_per_device_day))
+                    faults.append(Fault(kind=ends, device=device, seconds=round(at, 3)))
+                at += float(rng.exponential(DAY / per_day))
     return tuple(sorted(faults, key=lambda fault: (fault.seconds or 0.0, fault.device)))

@@ -12,10 +12,9 @@ docs/simulator.md says what each key means. Whatever is wrong is refused with th
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile, derive
@@ -26,15 +25,9 @@ from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import Value, refuse
 
 from elasticd.chaos.faults import KINDS, REAL, Fault
-from elasticd.config.tree import ConfigError, section, size
+from elasticd.config.tree import ConfigError, section, text_of, toml, with_keys
 from elasticd.simulator.scenarios.model_shapes import PRESETS, Shapes, model_spec
 from elasticd.simulator.scenarios.random_faults import RandomFaults, draw
-
-T = TypeVar("T", bound=msgspec.Struct)
-
-
-class ScenarioError(ValueError):
-    """The scenario is wrong: the message names file, key and value, and what would be right."""
 
 
 class ClusterShape(Value, frozen=True, kw_only=True):
@@ -173,32 +166,16 @@ class Scenario(Value, frozen=True, kw_only=True):
 
 
 def load(path: str | Path, seed: int | None = None) -> Scenario:
-    """The scenario in a file, its own seed unless one is given. Raises ScenarioError."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
-        raise ScenarioError(f"cannot read the scenario {path}: {said}; name a TOML file") from error
-    return parse(text, str(path), seed)
+    """The scenario in a file, its own seed unless one is given. Raises ConfigError."""
+    return parse(text_of(path, f"the scenario {path}"), str(path), seed)
 
 
 def parse(text: str, source: str, seed: int | None = None) -> Scenario:
-    """The scenario in TOML `text`; `source` names it in messages. Raises ScenarioError."""
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no TOMLDecodeError
-        raise ScenarioError(f"{source} is not TOML: {error}") from error
+    """The scenario in TOML `text`; `source` names it in messages. Raises ConfigError."""
+    rest = toml(text, source)
     if seed is not None:
-        table["seed"] = seed
-    try:
-        return _scenario(table, source)
-    except ConfigError as error:
-        raise ScenarioError(str(error)) from error
-
-
-def _scenario(table: Mapping[str, Any], source: str) -> Scenario:
-    rest = dict(table)
-    cluster = _read(ClusterShape, _table(rest, "cluster", source), f"{source}: [cluster]")
+        rest["seed"] = seed
+    cluster = with_keys(ClusterShape, _table(rest, "cluster", source), f"{source}: [cluster]")
     # What moves goes over all nodes' links at once; [policy] may say otherwise.
     policy = PolicySettings(bandwidth=cluster.between.bandwidth * cluster.nodes)
     values: dict[str, Any] = {
@@ -213,18 +190,18 @@ def _scenario(table: Mapping[str, Any], source: str) -> Scenario:
     drawn = section("random", RandomFaults(), rest.pop("random", {}), source)
     given = rest.pop("fault", [])
     if not isinstance(given, list):
-        raise ScenarioError(f"{source}: fault must be a list: write [[fault]] above each one")
-    faults = [_read(Fault, body, f"{source}: fault {n}") for n, body in enumerate(given, start=1)]
-    made = _read(Scenario, {**rest, **values, "faults": tuple(faults)}, source)
+        raise ConfigError(f"{source}: fault must be a list: write [[fault]] above each one")
+    faults = [with_keys(Fault, body, f"{source}: fault {n}") for n, body in enumerate(given, start=1)]
+    made = with_keys(Scenario, {**rest, **values, "faults": tuple(faults)}, source)
     if made.policy.interleave > 1:
         said = (
             f"{source}: [policy] interleave = {made.policy.interleave}: the simulator plays plain stages alone"
         )
-        raise ScenarioError(f"{said}; leave it out")
+        raise ConfigError(f"{said}; leave it out")
     if not drawn.any:
         return made
     if made.seconds is None:
-        raise ScenarioError(f"{source}: [random] needs hours: steps do not say how long it runs")
+        raise ConfigError(f"{source}: [random] needs hours: steps do not say how long it runs")
     names = [device.name for device in made.cluster.cluster().devices]
     return msgspec.structs.replace(made, faults=(*made.faults, *draw(drawn, names, made.seconds, made.seed)))
 
@@ -232,7 +209,7 @@ def _scenario(table: Mapping[str, Any], source: str) -> Scenario:
 def _table(rest: dict[str, Any], name: str, source: str) -> Mapping[str, Any]:
     body = rest.pop(name, None)
     if not isinstance(body, dict):
-        raise ScenarioError(f"{source}: the section [{name}] is missing: see docs/simulator.md")
+        raise ConfigError(f"{source}: the section [{name}] is missing: see docs/simulator.md")
     return body
 
 
@@ -242,38 +219,9 @@ def _training(body: Mapping[str, Any], where: str) -> Training:
     batch = {key: value for key, value in body.items() if key not in shape_keys and key != "preset"}
     shapes = {key: value for key, value in body.items() if key in shape_keys}
     preset = body.get("preset")
-    if preset is None:
-        made = _read(Shapes, shapes, where)
-        return _read(Training, {"name": "model", **batch, "shapes": made}, where)
-    if preset not in PRESETS:
-        raise ScenarioError(f"{where} preset = {preset!r} must be one of {', '.join(PRESETS)}")
-    if shapes:
-        raise ScenarioError(f"{where} preset = {preset!r} has shapes of its own: leave out {', '.join(shapes)}")
-    return _read(Training, {"name": preset, **batch, "shapes": PRESETS[preset]}, where)
-
-
-def _read(kind: type[T], body: Mapping[str, Any], where: str) -> T:
-    """A value from a table, key by key. Raises ScenarioError."""
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
-    values: dict[str, Any] = {}
-    for key, value in body.items():
-        if key not in fields:
-            raise ScenarioError(f"{where} has no key {key!r} (= {value!r}); it may be {', '.join(fields)}")
-        values[key] = _converted(value, fields[key].type, f"{where} {key} = {value!r}", key)
-    missing = [name for name, field in fields.items() if field.required and name not in values]
-    if missing:
-        raise ScenarioError(f"{where} needs {' and '.join(missing)}")
-    try:
-        return kind(**values)
-    except ValueError as error:
-        raise ScenarioError(f"{where}: {error}") from error
-
-
-def _converted(value: Any, kind: Any, where: str, key: str) -> Any:
-    try:
-        if key == "memory" and isinstance(value, str):
-            return size(value)
-        return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, ValueError) as error:
-        said = str(error).replace(" | null", "").replace("`", "")
-        raise ScenarioError(f"{where}: {said[:1].lower()}{said[1:]}") from error
+    if preset is not None and preset not in PRESETS:
+        raise ConfigError(f"{where} preset = {preset!r} must be one of {', '.join(PRESETS)}")
+    if preset is not None and shapes:
+        raise ConfigError(f"{where} preset = {preset!r} has shapes of its own: leave out {', '.join(shapes)}")
+    made = with_keys(Shapes, shapes, where) if preset is None else PRESETS[preset]
+    return with_keys(Training, {"name": preset or "model", **batch, "shapes": made}, where)
