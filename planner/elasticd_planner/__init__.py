@@ -6,7 +6,6 @@ loaded when they are first used: whoever imports a module of the planner does no
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,18 +16,6 @@ if TYPE_CHECKING:
     from elasticd_planner.spec.box import Box
     from elasticd_planner.spec.cluster import Cluster
     from elasticd_planner.spec.plan import Pipeline, Plan, Stage
-
-#: The modules of the public names.
-_PLACES = {
-    "Box": "spec.box",
-    "Cluster": "spec.cluster",
-    "Layouts": "layout.layouts",
-    "ModelProfile": "cost.model_profile",
-    "Pipeline": "spec.plan",
-    "Plan": "spec.plan",
-    "Problem": "problem",
-    "Stage": "spec.plan",
-}
 
 __all__ = ["Box", "Cluster", "Layouts", "ModelProfile", "Pipeline", "Plan", "Problem", "Stage", "plan"]
 
@@ -58,7 +45,16 @@ def plan(problem: Problem | TableProblem | str | bytes, objective: Objective = "
 
 
 def __getattr__(name: str) -> Any:
-    """A public name is loaded when it is first asked for."""
-    if name not in _PLACES:
+    """All public names are loaded with the first of them that is asked for."""
+    if name not in __all__:
         raise AttributeError(f"module 'elasticd_planner' has no attribute {name!r}")
-    return getattr(import_module(f"elasticd_planner.{_PLACES[name]}"), name)
+    from elasticd_planner.cost.model_profile import ModelProfile
+    from elasticd_planner.layout.layouts import Layouts
+    from elasticd_planner.problem import Problem
+    from elasticd_planner.spec.box import Box
+    from elasticd_planner.spec.cluster import Cluster
+    from elasticd_planner.spec.plan import Pipeline, Plan, Stage
+
+    values = (Box, Cluster, Layouts, ModelProfile, Pipeline, Plan, Problem, Stage)
+    globals().update({value.__name__: value for value in values})
+    return globals()[name]
