@@ -24,7 +24,9 @@ class Program:
 
     def start(self, body: str, *arguments: str) -> Forked:
         told = "'child', os.getppid(), os.getsid(0) == os.getpid(), sys.argv[1:], 'torch' in sys.modules"
-        self.script.write_text(f"import os, sys, time\nprint({told}, flush=True)\n{body}\n")
+        # One write for each line: the program prints into the same file, and `print` writes word by word.
+        say = "def say(*words):\n    os.write(1, (' '.join(map(str, words)) + '\\n').encode())"
+        self.script.write_text(f"import os, sys, time\n{say}\nsay({told})\n{body}\n")
         environment = {**os.environ, "PYTHONPATH": str(forkserver.ROOT)}
         self.forked = forkserver.start(
             "tests.nursed", str(self.script), *arguments, environment=environment, output=self.printed
@@ -67,9 +69,7 @@ def test_a_child_that_is_to_end_with_its_program_is_told_when_that_is_killed(
     body = (
         "import signal\nsignal.signal(15, lambda *_: (open(sys.argv[0] + '.told', 'w').close(), os._exit(0)))"
     )
-    forked = program.start(
-        f"{body}\nprint('up', 1, flush=True)\ntime.sleep(600)", *([str(tmp_path)] if other else [])
-    )
+    forked = program.start(f"{body}\nsay('up')\ntime.sleep(600)", *([str(tmp_path)] if other else []))
     program.said("up")
     child = psutil.Process(int(program.said("pid")))
     names = sorted(one.name() for one in psutil.Process(forked.pid).children())
@@ -80,7 +80,7 @@ def test_a_child_that_is_to_end_with_its_program_is_told_when_that_is_killed(
 
 
 def test_signals_to_all_of_a_tree_leave_the_nursery_to_its_program(program: Program) -> None:
-    forked = program.start("print('up', 1, flush=True)\ntime.sleep(600)")
+    forked = program.start("say('up')\ntime.sleep(600)")
     program.said("up")
     child = psutil.Process(int(program.said("pid")))
     tree = psutil.Process(forked.pid).children()
