@@ -462,7 +462,7 @@ def no_groups(trained: elasticd.Job) -> bool:
     inside = [
         thread.name for thread in threading.enumerate() if thread.name.startswith(("park-", "elasticd-prep"))
     ]
-    return not inside and trained._switcher._groups_by_plan._by_plan == {}
+    return not inside and trained._switcher._groups_by_plan._numbers == {}
 
 
 def test_an_exception_in_the_midst_of_an_update_ends_the_process_at_once(tmp_path: Path) -> None:
