@@ -39,13 +39,14 @@ from elasticd_planner.cost.model_profile import derive
 from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.profiling.fit import STEPS, fit
 from elasticd_planner.spec.cluster import Cluster
+from elasticd_planner.spec.step_measurements import NONE_REPORTED
 from rich.console import Console
 
 from elasticd.coordinator.leader import Leading
 from elasticd.coordinator.store_writer import stored
 from elasticd.machines.coordinator.machine import takeover
 from elasticd.machines.job.state.events import CoordinatorTick
-from elasticd.machines.job.state.job_state import NOTHING, JobSettings
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.records import Keys
 from elasticd.store.memory import MemoryStore
 from elasticd.store.server import EtcdServer
@@ -181,7 +182,7 @@ def one_fit(agents: int, devices: int) -> Row:
     for step in steps:
         reports = [to_leader(one.at(step, 0.0)) for node in job.nodes for one in job.reports(node)]
         bodies = [up.body for up in reports if isinstance(up, FromClient)]
-        found = NOTHING
+        found = NONE_REPORTED
         for body in bodies:
             if isinstance(body, Report):
                 found = found.after(body.measurement)

@@ -4,9 +4,16 @@ import msgspec
 import pytest
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.detection.device_rates import as_mapping
-from elasticd_planner.detection.expected_work import expectation
 from elasticd_planner.detection.fleet_baseline import fleet_cost
-from elasticd_planner.detection.stragglers import Change, DetectSettings, RateState, forget, observe, rounded
+from elasticd_planner.detection.stragglers import (
+    Change,
+    DetectSettings,
+    RateState,
+    expectation,
+    forget,
+    observe,
+    rounded,
+)
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Invalid

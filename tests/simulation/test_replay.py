@@ -14,14 +14,14 @@ from click.testing import CliRunner
 from elasticd_planner.detection.device_rates import DeviceRate, Devices
 from elasticd_planner.detection.stragglers import RateState
 from elasticd_planner.spec.measurement import Measurement
-from elasticd_planner.spec.step_measurements import Step
+from elasticd_planner.spec.step_measurements import NONE_REPORTED, Step
 
 from elasticd import recording
 from elasticd.cli.app import elasticd
 from elasticd.config.credentials import Credentials
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import AgentUp, Event
-from elasticd.machines.job.state.job_state import NOTHING, JobPhase, fresh
+from elasticd.machines.job.state.job_state import JobPhase, fresh
 from elasticd.recording import Line, RecordingError
 from elasticd.simulator.cluster.leader import SimulatedLeader
 from elasticd.simulator.planning import Planner
@@ -205,7 +205,7 @@ def test_a_recording_has_what_was_measured_of_a_large_job() -> None:
     job = msgspec.structs.replace(
         fresh("job", JobPhase.RUNNING, 0.0),
         rates=RateState(devices=Devices.of({"a/0": DeviceRate(rate=1.5, residuals=(0.4,), spikes=(2,))})),
-        gathered={4: NOTHING.after(measured)},
+        gathered={4: NONE_REPORTED.after(measured)},
         last_steps=(Step.of([measured]),),
         sampled=(Step.of([measured]),),
     )

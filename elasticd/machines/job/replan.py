@@ -7,8 +7,7 @@ from collections import Counter
 
 import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile, derive, suited
-from elasticd_planner.detection.expected_work import expectation
-from elasticd_planner.detection.stragglers import observe
+from elasticd_planner.detection.stragglers import expectation, observe
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.policy.policy import Decision, decide, measured_price
 from elasticd_planner.policy.stability import payoff_horizon, settled
@@ -16,7 +15,7 @@ from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.profiling.fit import fit
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
 from elasticd_planner.spec.plan import Plan
-from elasticd_planner.spec.step_measurements import Step
+from elasticd_planner.spec.step_measurements import NONE_REPORTED, Step
 from elasticd_planner.value import Invalid
 
 from elasticd.machines.job.copies.rollback import waits
@@ -27,7 +26,6 @@ from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.measurements import all_reduce_probes, data_lengths, idle_probes
 from elasticd.machines.job.state.events import Planned, RequestPlan
 from elasticd.machines.job.state.job_state import (
-    NOTHING,
     Asked,
     Basis,
     Deferred,
@@ -79,7 +77,7 @@ def measured(turn: Turn, worker: Worker, report: Report) -> None:
         return
     if measurement.step not in job.gathered:
         _fit(turn, plan)
-    step = job.gathered.get(measurement.step, NOTHING).after(measurement)
+    step = job.gathered.get(measurement.step, NONE_REPORTED).after(measurement)
     gathered = {
         number: found
         for number, found in {**job.gathered, measurement.step: step}.items()

@@ -27,6 +27,7 @@ from statistics import median
 import msgspec
 import numpy as np
 
+from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.detection.device_rates import COUNT, RATE, Devices, replaced, without
 from elasticd_planner.detection.device_rates import DeviceRate as DeviceRate
 from elasticd_planner.detection.fleet_baseline import (
@@ -45,6 +46,7 @@ from elasticd_planner.detection.slowness_history import Slowness, classify
 from elasticd_planner.numeric import Floats, middle
 from elasticd_planner.spec.cluster import NORMAL
 from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.plan import Plan, seats_of
 from elasticd_planner.spec.step_measurements import STARTS, Step
 from elasticd_planner.value import Value
 
@@ -109,7 +111,7 @@ def observe(
 
     Args:
         measured: of all members, or of those that reported.
-        work: the work of each device in any unit; None: tokens x layers x share (see `expected_work`).
+        work: the work of each device in any unit; None: tokens x layers x share (see `expectation`).
 
     Returns:
         The state after the step, and the slowdowns that changed.
@@ -286,3 +288,26 @@ def _middle_change(table: Floats, residuals: Floats) -> float | None:
     if not known.any():
         return None
     return middle(np.sort(np.abs((residuals - table[-1])[known])))
+
+
+def expectation(profile: ModelProfile, plan: Plan) -> Callable[[Step], Floats]:
+    """The function `work` of `observe` for the members of `plan`.
+
+    The work of a device [devices] is tokens x layers x share. From the profile come two corrections: a share in
+    a wide TP group takes longer than that part of the whole, and each pass of a block has a fixed time. How the
+    cost of a token grows with the length of its sequence is learned by `observe`.
+    """
+    block = profile.block
+    if not block.slowdown and not block.fixed_seconds:
+        return lambda step: step.column("block_work")
+    seats, fixed = plan.seats, block.fixed_seconds / block.seconds
+    # The last ones are of a device that does not compute under this plan.
+    slowdown = np.append(block.factors(seats.width)[seats.group], 1.0)
+    each = np.append(fixed * seats.layers[seats.group], 0.0)
+
+    def work(step: Step) -> Floats:
+        seat = seats_of(plan, step.devices)
+        found: Floats = step.column("block_work") * slowdown[seat] + each[seat] * step.column("micro_batches")
+        return found
+
+    return work

@@ -7,10 +7,12 @@ comes, all that is left to do is to join the rows.
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from elasticd_planner.numeric import Floats
@@ -113,3 +115,44 @@ class Step(Value, frozen=True, kw_only=True):
             return [tuple(row) for row in self.table[:, : len(STARTS)].tolist()]
         size = 8 * len(self.columns)
         return [_START.unpack_from(self.numbers, at) for at in range(0, len(self.numbers), size)]
+
+
+#: Of the reports of a step: of 8,000 devices a hundred are in each.
+BUCKETS = 79
+
+
+class Reported(Value, frozen=True, kw_only=True):
+    """What some members reported of a step, by bucket and device.
+
+    In buckets, since a report makes another of these values, and is not to copy what thousands of others said.
+    Each report is packed at once, so that the last one finds little left to do.
+    """
+
+    #: packed reports, by a hash of the device and by device
+    buckets: dict[int, dict[str, Row]] = msgspec.field(default_factory=dict)
+    columns: tuple[str, ...] = COLUMNS  # names of the values of a row
+
+    def after(self, measurement: Measurement) -> Reported:
+        """With one more; a later word of a device takes the place of its earlier one."""
+        if self.columns != COLUMNS:  # a recording of another release has these
+            return NONE_REPORTED.after(measurement)
+        bucket = zlib.crc32(measurement.device.encode()) % BUCKETS
+        before = self.buckets.get(bucket, {})
+        held = {**before, measurement.device: row_of(measurement)}
+        return Reported(buckets={**self.buckets, bucket: held})
+
+    @property
+    def count(self) -> int:
+        """The devices that have reported. Not a field: a recording of another release would bring one that its
+        other fields do not bear out here."""
+        return sum(map(len, self.buckets.values()))
+
+    def whole(self, plan: int, step: int, devices: tuple[str, ...]) -> Step:
+        """The step, once all of these devices have reported it."""
+        rows: dict[str, Row] = {}
+        for held in self.buckets.values():
+            rows |= held
+        return Step.gathered(plan, step, devices, [*map(rows.__getitem__, devices)])
+
+
+NONE_REPORTED = Reported()

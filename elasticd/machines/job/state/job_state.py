@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import enum
 import math
-import zlib
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -45,10 +44,9 @@ from elasticd_planner.policy.stability import Stability
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiling.fit import STEPS
 from elasticd_planner.spec.cluster import Device, Link, node_of
-from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import Lengths
-from elasticd_planner.spec.step_measurements import COLUMNS, Row, Step, row_of
+from elasticd_planner.spec.step_measurements import Reported, Step
 from elasticd_planner.value import Value, refuse
 
 from elasticd.machines.job.state.data_network import Network
@@ -266,47 +264,6 @@ class JobProgress(Value, frozen=True, kw_only=True):
     slowest: float = 0.0  # seconds of the slowest of late; what is long past counts less
     loss: float | None = None  # mean per token
     tokens_per_second: float | None = None  # of the step, over all ranks
-
-
-#: Of the reports of a step: of 8,000 devices a hundred are in each.
-BUCKETS = 79
-
-
-class Reported(Value, frozen=True, kw_only=True):
-    """What some members reported of a step, by bucket and device.
-
-    In buckets, since a report makes another of these values, and is not to copy what thousands of others said.
-    Each report is packed at once, so that the last one finds little left to do.
-    """
-
-    #: packed reports, by a hash of the device and by device
-    buckets: dict[int, dict[str, Row]] = msgspec.field(default_factory=dict)
-    columns: tuple[str, ...] = COLUMNS  # names of the values of a row
-
-    def after(self, measurement: Measurement) -> Reported:
-        """With one more; a later word of a device takes the place of its earlier one."""
-        if self.columns != COLUMNS:  # a recording of another release has these
-            return NOTHING.after(measurement)
-        bucket = zlib.crc32(measurement.device.encode()) % BUCKETS
-        before = self.buckets.get(bucket, {})
-        held = {**before, measurement.device: row_of(measurement)}
-        return Reported(buckets={**self.buckets, bucket: held})
-
-    @property
-    def count(self) -> int:
-        """The devices that have reported. Not a field: a recording of another release would bring one that its
-        other fields do not bear out here."""
-        return sum(map(len, self.buckets.values()))
-
-    def whole(self, plan: int, step: int, devices: tuple[str, ...]) -> Step:
-        """The step, once all of these devices have reported it."""
-        rows: dict[str, Row] = {}
-        for held in self.buckets.values():
-            rows |= held
-        return Step.gathered(plan, step, devices, [*map(rows.__getitem__, devices)])
-
-
-NOTHING = Reported()
 
 
 class JobState(Value, frozen=True, kw_only=True):

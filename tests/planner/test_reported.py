@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from elasticd_planner.spec.measurement import Measurement
-from elasticd_planner.spec.step_measurements import Step, row_of
-
-from elasticd.machines.job.state.job_state import NOTHING, Reported
+from elasticd_planner.spec.step_measurements import NONE_REPORTED, Reported, Step, row_of
 
 
 def measured(device: str, seconds: float = 1.0) -> Measurement:
@@ -18,7 +16,7 @@ def whole(found: Reported, *devices: str) -> Step:
 
 
 def test_each_device_counts_once_and_its_last_word_holds() -> None:
-    found = NOTHING
+    found = NONE_REPORTED
     for device in ("a/0", "b/0", "a/1", "a/0"):
         found = found.after(measured(device))
     found = found.after(measured("b/0", 2.0))
@@ -29,17 +27,19 @@ def test_each_device_counts_once_and_its_last_word_holds() -> None:
 
 
 def test_a_report_changes_no_value_that_was_there_before() -> None:
-    before = NOTHING.after(measured("a/0"))
+    before = NONE_REPORTED.after(measured("a/0"))
     before.after(measured("a/1"))
     assert [device for held in before.buckets.values() for device in held] == ["a/0"]
-    assert NOTHING.count == 0
+    assert NONE_REPORTED.count == 0
 
 
 def test_rows_of_another_release_are_not_mixed_with_ones_of_this() -> None:
     other = Reported(buckets={0: {"a/0": row_of(measured("a/0"))}}, columns=("block_work",))
-    assert other.after(measured("a/1")) == NOTHING.after(measured("a/1"))
+    assert other.after(measured("a/1")) == NONE_REPORTED.after(measured("a/1"))
 
 
 def test_what_release_0_1_was_gathering_is_nothing_here() -> None:
     recorded = b'{"count": 1, "nodes": {"a": {"a/0": {"job": "job"}}}}'
-    assert msgspec.json.decode(recorded, type=Reported).after(measured("a/1")) == NOTHING.after(measured("a/1"))
+    assert msgspec.json.decode(recorded, type=Reported).after(measured("a/1")) == NONE_REPORTED.after(
+        measured("a/1")
+    )
