@@ -52,11 +52,7 @@ class Pulses:
         late = 0.0 if self._before is None else max(0.0, now - self._before - 2 * BEAT)
         self._before = now
         clients = {name: pid for name, pid in clients.items() if pid > 0}  # 0: of another process namespace
-        self._asked = {
-            name: replace(asked, since=asked.since + late, idle_since=asked.idle_since + late)
-            for name, asked in self._asked.items()
-            if name in clients
-        }
+        self._asked = {name: self._later(asked, late) for name, asked in self._asked.items() if name in clients}
         ask = tuple(name for name in clients if name not in self._asked)
         frozen = {}
         for name, asked in self._asked.items():
@@ -70,6 +66,10 @@ class Pulses:
         """Whether it had been found frozen."""
         asked = self._asked.pop(client, None)
         return asked is not None and asked.frozen
+
+    @staticmethod
+    def _later(asked: _Asked, seconds: float) -> _Asked:
+        return replace(asked, since=asked.since + seconds, idle_since=asked.idle_since + seconds)
 
     def _judged(self, asked: _Asked, pid: int, now: float, *, spared: bool) -> tuple[str, _Asked]:
         silent = now - asked.since

@@ -71,7 +71,7 @@ class Layouts:
         """Full names of the parameters that have a gradient."""
         return tuple(name for name, family in self._family.items() if family.kind == "trained")
 
-    @property
+    @cached_property
     def items(self) -> tuple[Item, ...]:
         """All that is held, in the model's order."""
         return tuple(Item(name, role) for name, family in self._family.items() for role in family.roles)
