@@ -115,7 +115,7 @@ def test_a_play_that_goes_wrong_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         turn.set(highest=0)
         original(turn, gone, why)
 
-    for module in ("losses", "recovery"):
+    for module in ("lost_workers", "recovery"):
         monkeypatch.setattr(f"elasticd.machines.job.{module}.fault", forgetful)
     result = play(scenario(SCRIPT, cluster(3, 1), seed=1))
     assert any("is not above" in one for one in result.wrong), result

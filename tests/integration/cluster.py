@@ -252,7 +252,7 @@ class Cluster:
 
     def pace(self, device: str, factor: float) -> None:
         async def pace() -> None:
-            self.coordinator.leading.pace("slow", device, factor)
+            self.coordinator.leading.pace(device, factor)
 
         self.call(pace())
 
