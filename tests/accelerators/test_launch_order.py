@@ -102,8 +102,8 @@ def drawn(draw: st.DrawFn) -> dict[str, list[Launch | Join]]:
 def ends(logs: Mapping[str, Log]) -> set[bool]:
     """Whether everything has run at the end, for each possible run: one step at a time, by any part.
 
-    Each rank has a compute stream, which passes the entries of its log in order, and launches, which begin. (A late
-    host is a late stream.) A state is a set of steps, as bits.
+    Each rank has a compute stream, which passes the entries of its log in order, and launches, which begin. (A
+    late host is a late stream.) A state is a set of steps, as bits.
     """
     steps: dict[tuple[object, ...], int] = {}
 
