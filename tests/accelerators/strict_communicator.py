@@ -488,10 +488,9 @@ class Communicator:
         head = f"{kind}\n{text}\n{content.numel()}".encode()
         if len(head) > _ROOM:
             head = f"{kind}\n{text[: _ROOM - 60]}\n{content.numel()}".encode()
+        said = torch.frombuffer(bytearray(head.ljust(_ROOM)), dtype=torch.uint8)
         try:
-            self._gloo.send(
-                [torch.frombuffer(bytearray(head.ljust(_ROOM)), dtype=torch.uint8)], rank, _HEAD
-            ).wait()
+            self._gloo.send([said], rank, _HEAD).wait()
             if content.numel():
                 self._gloo.send([content], rank, _BODY).wait()
         except RuntimeError:
