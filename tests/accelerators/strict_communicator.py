@@ -346,6 +346,8 @@ class Communicator:
         run: Callable[[], None],
     ) -> Work:
         with self.log.launching():
+            if self._dead:
+                raise Aborted(f"{operations[0].name}: the communicator was aborted")
             work = Work(self, operations[0].name, reads, writes)
             if self._stream is not None:
                 self._stream.wait_stream(torch.accelerator.current_stream(self.device))
@@ -355,9 +357,11 @@ class Communicator:
                 for tensor in writes:
                     _claim(tensor, writes=True)
             with self._news:
-                if self._dead:
-                    raise Aborted(f"{operations[0].name}: the communicator was aborted")
                 self._open = [each for each in self._open if not each.over.is_set()] + [work]
+                if self._dead:  # meanwhile
+                    for tensor in writes:
+                        _spoil(tensor)
+                    work.over.set()
             self.log.entries.append(Launch(self.name, tuple(operations)))
             self._launched.put((work, run))
         return work

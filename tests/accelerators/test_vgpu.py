@@ -12,6 +12,7 @@ import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ class Attends(nn.Module):
         return logits
 
 
-def trained(device: str, **options: bool) -> tuple[list[float], list[torch.Tensor]]:
+def trained(device: str, **options: Any) -> tuple[list[float], list[torch.Tensor]]:
     """Losses and weights of three steps."""
     torch.manual_seed(0)
     model = Attends().double().to(device)
@@ -58,9 +59,9 @@ def trained(device: str, **options: bool) -> tuple[list[float], list[torch.Tenso
 @vgpu.alone
 def test_a_model_trains_as_on_the_cpu_with_each_kind_of_optimizer() -> None:
     losses, weights = trained("cpu")
-    # What is capturable divides in another order.
+    # What is capturable corrects its bias in float32.
     for options in ({}, {"foreach": True}, {"fused": True}, {"capturable": True}):
-        close = 1e-6 if "capturable" in options else 1e-10
+        close = 1e-5 if "capturable" in options else 1e-10
         found, values = trained("vgpu:1", **options)
         assert found == pytest.approx(losses, abs=close), options
         for mine, his in zip(weights, values, strict=True):
@@ -77,7 +78,7 @@ def test_a_kernel_takes_tensors_and_generators_of_its_own_device_alone() -> None
     for several in (torch.cat, torch.stack):
         with pytest.raises(RuntimeError, match="expected all tensors to be on vgpu:0, but found one"):
             several([here, host])
-    with pytest.raises(RuntimeError, match="expected all tensors"):
+    with pytest.raises(RuntimeError, match=r"[Ee]xpected all tensors"):
         torch.zeros(()).add_(here.sum())
     assert (here + torch.tensor(2.0)).tolist() == [3, 3, 3], "a number of the CPU is none of its tensors"
     assert here[torch.tensor([0, 2])].tolist() == [1, 1], "nor are indices"
@@ -261,7 +262,7 @@ def test_waits_of_the_host_and_launches_are_counted() -> None:
     x, pinned = torch.ones(4, 4, device="vgpu"), torch.ones(4, 4).pin_memory()
     mask, index = x > 0, torch.tensor([1, 2], device="vgpu")
     heads = x.reshape(1, 1, 4, 4)
-    assert spent(lambda: x.t()[1:].unflatten(0, (3, 1)).detach()) == (0, 0)
+    assert spent(lambda: x.t()[1:].reshape(3, 1, 4).transpose(0, 2).detach()) == (0, 0)
     assert spent(lambda: x @ x) == (0, 1)
     assert spent(lambda: x.sum().item()) == (1, 2)
     assert spent(lambda: x.nonzero()) == (1, 1)
@@ -336,7 +337,7 @@ def test_tensors_are_copied_pickled_viewed_and_exchanged() -> None:
     view.add_(10)
     assert tensor.tolist() == [[0, 11, 12], [3, 14, 15]]
     storage = tensor.to("vgpu").untyped_storage()
-    assert torch.empty(0, device="vgpu").set_(storage).tolist() == [0, 11, 12, 3, 14, 15]  # type: ignore[call-overload]
+    assert torch.empty(0, device="vgpu").set_(storage).tolist() == [0, 11, 12, 3, 14, 15]
     bits = tensor.view(torch.int32)
     assert bits.view(torch.float32).data_ptr() == tensor.data_ptr()
     assert torch.cat([tensor, tensor]).shape == (4, 3)

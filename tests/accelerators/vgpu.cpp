@@ -601,8 +601,7 @@ class Launch {
     Tensor open(const Tensor& tensor) {
         auto& storage = opened(tensor);
         auto alias = at::detail::make_tensor<c10::TensorImpl>(
-            c10::TensorImpl::VIEW, c10::Storage(storage.host), c10::DispatchKeySet(c10::DispatchKey::CPU),
-            tensor.dtype());
+            c10::Storage(storage.host), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
         alias.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset());
         alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
         return alias;
@@ -614,8 +613,8 @@ class Launch {
             if (view.storage().unsafeGetStorageImpl() != each.host.unsafeGetStorageImpl()) {
                 continue;
             }
-            auto result = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW,
-                                                                   c10::Storage(each.device), kKeys, view.dtype());
+            auto result =
+                at::detail::make_tensor<c10::TensorImpl>(c10::Storage(each.device), kKeys, view.dtype());
             result.unsafeGetTensorImpl()->set_storage_offset(view.storage_offset());
             result.unsafeGetTensorImpl()->set_sizes_and_strides(view.sizes(), view.strides());
             return result;
@@ -687,7 +686,7 @@ Tensor bits_of(const Tensor& tensor) {
     const auto item = tensor.itemsize();
     const auto type = item == 1 ? at::kChar : item == 2 ? at::kShort : item == 4 ? at::kInt : at::kLong;
     auto bits = at::detail::make_tensor<c10::TensorImpl>(
-        c10::TensorImpl::VIEW, c10::Storage(tensor.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU),
+        c10::Storage(tensor.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU),
         at::scalarTypeToTypeMeta(type));
     auto sizes = tensor.sizes().vec();
     auto strides = tensor.strides().vec();
@@ -891,11 +890,11 @@ enum class Kind {
 
 struct Operator {
     Kind kind = Kind::kernel;
-    bool indexes = false;           // an index may lie on the CPU, or be a mask
-    bool waits_for_indices = false; // the kernel itself turns such an index into one of the device
-    bool takes_numbers = false;     // its lists may hold numbers of the CPU
-    bool draws_unkeyed = false;     // it draws random numbers and takes no generator
-    std::vector<bool> writes;       // of each argument
+    bool indexes = false;            // an index may lie on the CPU, or be a mask
+    bool waits_for_indices = false;  // the kernel itself turns such an index into one of the device
+    bool takes_numbers = false;      // its lists may hold numbers of the CPU
+    bool draws_unkeyed = false;      // it draws random numbers and takes no generator
+    std::vector<bool> writes;        // of each argument
     std::vector<bool> is_generator;
 
     explicit Operator(const c10::OperatorHandle& handle) {
@@ -920,7 +919,7 @@ struct Operator {
         }
         // aten::index turns them before it comes here, by operators of their own.
         waits_for_indices = name == "aten::_index_put_impl_";
-        indexes = waits_for_indices || name == "aten::index" || name == "aten::index_put" || name == "aten::index_put_";
+        indexes = waits_for_indices || name == "aten::index";
         takes_numbers = name.rfind("aten::_foreach_", 0) == 0;
         draws_unkeyed = handle.hasTag(at::Tag::nondeterministic_seeded) && !takes_generator;
         const bool depends = handle.hasTag(at::Tag::data_dependent_output) ||
@@ -1177,7 +1176,8 @@ void resize_bytes(const c10::Storage& storage, size_t bytes) {
     auto memory = device_memory.allocate(bytes);
     if (kept > 0) {
         auto as_bytes = [&](c10::Storage of) {
-            auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(of), kKeys, caffe2::TypeMeta::Make<uint8_t>());
+            const auto type = caffe2::TypeMeta::Make<uint8_t>();
+            auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(of), kKeys, type);
             tensor.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(kept)});
             return tensor;
         };
