@@ -348,6 +348,19 @@ def test_tensors_are_copied_pickled_viewed_and_exchanged() -> None:
 
 
 @vgpu.alone
+def test_torch_distributed_works_beside_it_by_copies_on_the_host() -> None:
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    tensor = torch.arange(3.0, device="vgpu")
+    host = tensor.cpu()
+    torch.distributed.all_reduce(host)
+    tensor.copy_(host + 1)
+    assert tensor.tolist() == [1, 2, 3]
+    with pytest.raises((RuntimeError, ValueError)):
+        torch.distributed.all_reduce(tensor)
+    torch.distributed.destroy_process_group()
+
+
+@vgpu.alone
 def test_there_are_eight_devices_and_each_thread_has_its_own_current_one() -> None:
     assert torch.accelerator.device_count() == vgpu.DEVICES
     assert str(torch.accelerator.current_accelerator()) == "vgpu"

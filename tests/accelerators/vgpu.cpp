@@ -1,22 +1,24 @@
 // "vgpu": a torch device of host memory that breaks where a GPU breaks.
 //
-// Theory of operation. Kernels are those of the CPU, and they run when they are launched. So a program that a GPU
-// would run correctly gets the CPU's numbers, and a program that has one of these faults fails here in every run,
-// not by luck:
+// Theory of operation. Kernels are those of the CPU, and they run when they are launched. So a program that a
+// GPU would run correctly gets the CPU's numbers, and a program that has one of these faults fails here in
+// every run, not by luck:
 //
-// - A tensor's data_ptr is an address at which there is no memory: reading it on the host is a segmentation fault.
-//   Only kernels know where the memory is. No address is used twice, and new memory is filled with 0xff.
-// - A kernel's tensors must lie on one device; of the CPU's it takes numbers alone (tensors without dimensions).
+// - A tensor's data_ptr is an address at which there is no memory: reading it on the host is a segmentation
+//   fault. Only kernels know where the memory is. No address is used twice, and new memory is filled with 0xff.
+// - A kernel's tensors must lie on one device; of the CPU's it takes numbers alone (tensors without
+//   dimensions).
 // - Random numbers come from the device's own generator and differ from the CPU's for the same seed.
-// - A "lane" is one stream of one device. Each lane has a vector clock: of each lane the launches that are known to
-//   come before. Events and synchronizations join clocks. An access to memory that conflicts with an earlier access
-//   of which the clock knows nothing is a race, and raises. (Ranges of bytes are compared; the range of a strided
-//   view is all from its first byte to its last.)
-// - The host has a clock, too: the launches that it knows to be over. What a non_blocking copy to the host brings is
-//   0xff until the host knows that the copy is over; then the copy is "delivered". If the host changed the source of
-//   a non_blocking copy from pinned memory before that, an error is noted.
+// - A "lane" is one stream of one device. Each lane has a vector clock: of each lane the launches that are
+//   known to come before. Events and synchronizations join clocks. An access to memory that conflicts with an
+//   earlier access of which the clock knows nothing is a race, and raises. (Ranges of bytes are compared; the
+//   range of a strided view is all from its first byte to its last.)
+// - The host has a clock, too: the launches that it knows to be over. What a non_blocking copy to the host
+//   brings is 0xff until the host knows that the copy is over; then the copy is "delivered". If the host
+//   changed the source of a non_blocking copy from pinned memory before that, an error is noted.
 // - Memory that is freed while a lane may use it is noted as an error, as nothing can be raised there.
-// - A device has a limit of bytes, beyond which torch.OutOfMemoryError is raised, and torch's memory statistics.
+// - A device has a limit of bytes, beyond which torch.OutOfMemoryError is raised, and torch's memory
+//   statistics.
 // - The host's waits and the launches of kernels are counted.
 //
 // What it does not show: time, overlap, the numerics of a GPU, the split of cached memory, CUDA graphs.
@@ -127,7 +129,8 @@ struct Block {
     std::set<int> recorded;        // lanes of record_stream
 };
 
-// A non_blocking copy between the device and the host's memory [begin, end) that the host does not know to be over.
+// A non_blocking copy between the device and the host's memory [begin, end) that the host does not know to be
+// over.
 struct Pending {
     int lane;
     int64_t launch;
@@ -224,7 +227,8 @@ std::pair<const char*, const char*> range_of(const Tensor& tensor) {
     return {begin, begin + at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize())};
 }
 
-// Raises where an access conflicts with an earlier one that `clock` does not include; else notes it. With the lock.
+// Raises where an access conflicts with an earlier one that `clock` does not include; else notes it. With the
+// lock.
 void access(Block& block, const Access& made, const Clock& clock) {
     for (const auto& other : block.accesses) {
         const bool apart = other.end <= made.begin || made.end <= other.begin;
@@ -236,8 +240,8 @@ void access(Block& block, const Access& made, const Clock& clock) {
                     made.writes ? " writes" : " reads", " what ", *other.kernel, " on ", name_of(other.lane),
                     other.writes ? " writes" : " reads", ", and no event orders them: let the stream wait");
     }
-    // An earlier access is forgotten where whatever conflicts with it later conflicts with this one, too; or where
-    // the host knows that it is over, as the host's later launches come after it.
+    // An earlier access is forgotten where whatever conflicts with it later conflicts with this one, too; or
+    // where the host knows that it is over, as the host's later launches come after it.
     std::erase_if(block.accesses, [&](const Access& other) {
         const bool inside = made.begin <= other.begin && other.end <= made.end;
         const bool stronger = made.writes || !other.writes;
@@ -415,7 +419,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
             if (reserved + size > device.limit) {
                 ++memory.num_ooms;
                 TORCH_CHECK_WITH(OutOfMemoryError, false, "vgpu out of memory: tried to allocate ", bytes,
-                                 " bytes on vgpu:", int(index), "; ", reserved, " of ", device.limit, " are in use");
+                                 " bytes on vgpu:", int(index), "; ", reserved, " of ", device.limit,
+                                 " are in use");
             }
             memory.reserved_bytes[kAll].increase(size);
             memory.segment[kAll].increase(1);
@@ -451,8 +456,8 @@ struct DeviceMemory final : c10::DeviceAllocator {
         return begin;
     }
 
-    // What is allocated next for the block's lane may lie in this memory, and comes after what that lane and the
-    // host know to be over.
+    // What is allocated next for the block's lane may lie in this memory, and comes after what that lane and
+    // the host know to be over.
     static void note_early_free(const Block& block) {
         for (const auto& use : block.accesses) {
             const bool ordered = use.lane == block.lane || block.recorded.count(use.lane) != 0 ||
@@ -550,7 +555,8 @@ bool is_pinned(const void* address) {
 
 // As cudaHostRegister does: memory that others own is pinned from now on.
 void register_host(const Tensor& memory) {
-    TORCH_CHECK(memory.is_cpu() && memory.is_contiguous() && memory.nbytes() > 0, "register contiguous host memory");
+    const bool fits = memory.is_cpu() && memory.is_contiguous() && memory.nbytes() > 0;
+    TORCH_CHECK(fits, "register contiguous host memory");
     const auto [begin, end] = range_of(memory);
     Locked locked(state_lock);
     TORCH_CHECK(block_at(begin) == nullptr, "this memory is pinned already");
@@ -559,8 +565,8 @@ void register_host(const Tensor& memory) {
 }
 
 void unregister_host(const Tensor& memory) {
-    const auto* begin = range_of(memory).first;
-    deliver([begin](const Pending& each) { return each.begin <= begin && begin < each.end; });
+    const auto [begin, end] = range_of(memory);
+    deliver([begin, end](const Pending& each) { return each.begin < end && begin < each.end; });
     Locked locked(state_lock);
     auto found = state.blocks.find(begin);
     TORCH_CHECK(found != state.blocks.end() && found->second.on_host, "this memory is not pinned");
@@ -577,10 +583,11 @@ class Launch {
     Launch(const Launch&) = delete;
     Launch& operator=(const Launch&) = delete;
 
-    // The kernel reads or writes this memory: raises where that is a race. Host memory counts where it is pinned.
+    // The kernel reads or writes this memory: raises where that is a race. Host memory counts where it is
+    // pinned.
     void touch(const Tensor& tensor, bool writes, DeviceIndex device) {
         Locked locked(state_lock);
-        begin(device);
+        start(device);
         if (tensor.numel() == 0) {
             return;
         }
@@ -589,7 +596,9 @@ class Launch {
         if (found == nullptr) {
             return;
         }
-        const Access made{size_t(first - found->first), size_t(last - found->first), lane_, number_, writes, kernel_};
+        const auto begin = static_cast<size_t>(first - found->first);
+        const auto end = static_cast<size_t>(last - found->first);
+        const Access made{begin, end, lane_, number_, writes, kernel_};
         access(found->second, made, state.clocks[lane_]);
     }
 
@@ -636,8 +645,9 @@ class Launch {
         c10::Storage host;
     };
 
-    // Puts the kernel behind what was launched before it on its stream, and behind what the host knows to be over.
-    void begin(DeviceIndex device) {
+    // Puts the kernel behind what was launched before it on its stream, and behind what the host knows to be
+    // over.
+    void start(DeviceIndex device) {
         if (lane_ >= 0) {
             return;
         }
@@ -721,7 +731,8 @@ void add_pending(const Launch& launch, const Tensor& host, std::function<void()>
     state.pending.push_back(Pending{launch.lane(), launch.number(), first, last, std::move(deliver)});
 }
 
-// The end of a copy between host and device: the host waits for it unless it is non_blocking and of pinned memory.
+// The end of a copy between host and device: the host waits for it unless it is non_blocking and of pinned
+// memory.
 void end_copy(const Launch& launch, bool non_blocking, bool pinned) {
     if (!non_blocking) {
         synchronize_lane(launch.lane());
@@ -939,7 +950,8 @@ const Operator& operator_of(const c10::OperatorHandle& handle) {
     return known.try_emplace(&handle.schema(), handle).first->second;
 }
 
-// Runs one operator by the CPU's kernel: its tensors become views on the CPU, what comes out goes to the device.
+// Runs one operator by the CPU's kernel: its tensors become views on the CPU, what comes out goes to the
+// device.
 class Call {
    public:
     Call(const c10::OperatorHandle& handle, torch::jit::Stack* stack)
@@ -1489,13 +1501,15 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
 };
 
-// Says what a segmentation fault in the arena means, and leaves the rest to whoever was there before (faulthandler).
+// Says what a segmentation fault in the arena means, and leaves the rest to whoever was there before
+// (faulthandler).
 struct sigaction handler_before;
 
 void explain_fault(int number, siginfo_t* info, void*) {
     const auto* address = static_cast<const char*>(info->si_addr);
     if (state.arena != nullptr && address >= state.arena && address < state.arena + kArenaBytes) {
-        constexpr char message[] = "vgpu: the host used memory of the device (a data_ptr): copy it to the CPU first\n";
+        constexpr char message[] =
+            "vgpu: the host used memory of the device (a data_ptr): copy it to the CPU first\n";
         [[maybe_unused]] auto written = write(STDERR_FILENO, message, sizeof message - 1);
     }
     sigaction(number, &handler_before, nullptr);  // the instruction is run again, and faults again
