@@ -80,16 +80,16 @@ def drawn(draw: st.DrawFn) -> dict[str, list[Launch | Join]]:
     """Logs of two or three ranks that launch all their operations, each in an order of its own."""
     ranks = RANKS[: draw(st.integers(2, 3))]
     operations = []
-    for number in range(draw(st.integers(1, 3))):
+    for number in range(draw(st.integers(2, 3))):
         members = draw(st.sets(st.sampled_from(ranks), min_size=2).map(sorted))
-        operations.append((draw(st.sampled_from("12")), Operation(str(number), tuple(members))))
+        operations.append((draw(st.sampled_from("1112")), Operation(str(number), tuple(members))))
     logs: dict[str, list[Launch | Join]] = {}
     for rank in ranks:
         order = draw(st.permutations([each for each in operations if rank in each[1].members]))
         log: list[Launch | Join] = []
         for communicator, operation in order:
             last = log[-1] if log else None
-            if isinstance(last, Launch) and last.communicator == communicator and draw(st.booleans()):
+            if isinstance(last, Launch) and last.communicator == communicator and draw(st.integers(0, 3)) == 0:
                 log[-1] = Launch(communicator, (*last.operations, operation))
             else:
                 log.append(Launch(communicator, (operation,)))

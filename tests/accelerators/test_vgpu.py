@@ -349,7 +349,8 @@ def test_tensors_are_copied_pickled_viewed_and_exchanged() -> None:
 
 @vgpu.alone
 def test_torch_distributed_works_beside_it_by_copies_on_the_host() -> None:
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     tensor = torch.arange(3.0, device="vgpu")
     host = tensor.cpu()
     torch.distributed.all_reduce(host)
