@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
 
 from elasticd.runtime.engine import warmup
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.profiling.parts import whole_of
 
 WIDTH = 8
 
@@ -53,7 +53,7 @@ def model_of(make: Callable[[], nn.Module]) -> Model:
 
 def values(model: Model) -> dict[str, Tensor]:
     names = [f"{section}.{each.name}" for section in model.sections for each in model.spec.section(section)]
-    return {name: model.first_value(name, whole_of(model, name), 0) for name in names}
+    return {name: model.first_value(name, Box.whole(model.parameter(name).shape), 0) for name in names}
 
 
 def test_one_block_is_passed_there_and_back_and_nothing_stays() -> None:
