@@ -168,6 +168,18 @@ def test_a_scale_of_the_loss_that_leaves_no_finite_gradient_is_named() -> None:
         said({}, precision=much)
 
 
+def beyond(output: Tensor, batch: Any) -> tuple[Tensor, int]:
+    total, count = next_token_loss(output, batch)
+    return total + torch.inf, count
+
+
+def test_a_loss_that_is_infinite_on_every_layout_alike_is_no_difference() -> None:
+    """As a sum in half precision is beyond 65504; its gradient is finite."""
+    lines: list[str] = []
+    assert compared(replace(subject({}), loss=beyond), lines.append), lines
+    assert lines[0].endswith("one process has a loss of inf")
+
+
 class Counting(Block):
     """Computes something else each time that it runs."""
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from elasticd_planner.cost.memory import memory_by_device
 from elasticd_planner.cost.model_profile import ModelProfile, derive
+from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem_files.convert import problem_of, task_of
 from elasticd_planner.problem_files.file_format import answer, load
 from elasticd_planner.problem_files.solve import figures, solve
@@ -190,3 +191,13 @@ def test_both_objectives_are_planned_for() -> None:
     assert steady.figures.steady <= step.figures.steady * (1 + 1e-9)
     assert step.figures.step <= steady.figures.step * (1 + 1e-9)
     assert steady.figures.bound <= steady.figures.steady * (1 + 1e-9)
+
+
+def test_measured_collectives_need_no_bytes_between_stages() -> None:
+    """What a slower link takes is then its latency, or what was measured on the near one."""
+    times = {"2": {"seconds": 1e-5}}
+    given = load(changed(("model.times.boundary_bytes", None), ("model.times.collectives", times)))
+    near, far = Link(bandwidth=1e11, latency=0.0), Link(bandwidth=1e9, latency=0.0)
+    cost = ProfileCost(problem_of(given).profile, near=near)
+    assert cost.collective(2, near) == cost.collective(2, far) == 1e-5
+    assert cost.collective(2, Link(bandwidth=1e9, latency=1e-4)) == pytest.approx(2e-4)

@@ -131,8 +131,7 @@ def _step(recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, seen: Membe
             after = parameter.detach()
             grain = torch.finfo(after.dtype).eps * torch.maximum(after.abs(), first[name].abs())
             seen.updates[name] = Moved(box, after - first[name], grain)
-    loss = outcome.vote.loss
-    return float("nan") if loss is None else loss, outcome.vote.apply
+    return outcome.loss, outcome.vote.apply
 
 
 def _cut(engine: Engine, terms: dict[str, Tensor], name: str, box: Box) -> Tensor:

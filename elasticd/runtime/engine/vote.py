@@ -52,6 +52,7 @@ class StepOutcome(Value, frozen=True, kw_only=True):
     """What the vote decided, the same on every rank."""
 
     vote: Vote  # the part of the outcome from which another rank can make the same update
+    loss: float  # mean per target, also where it is not finite; NaN: the batch has no target
     prepared: tuple[int, ...]  # of each rank, as in its record
     saving: tuple[int, ...]  # of each rank, as in its record
     snapshot: tuple[bool, ...]  # of each rank, as in its record
@@ -78,9 +79,10 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> StepOut
         raise LedgerError(f"step {step}: ranks {wrong} did not see the samples of the batch plan")
     count, squares = _total(every.targets), _total(every.squares)
     unread = next((rank for rank, index in enumerate(every.failed) if index), None)
+    loss = _total(every.loss) / count if count else math.nan
     vote = Vote(
         step=step,
-        loss=_finite(_total(every.loss) / count) if count else None,
+        loss=_finite(loss),
         norm=_finite(math.sqrt(squares) / (count or 1)),
         count=count,
         tokens=sum(every.tokens),
@@ -88,6 +90,7 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> StepOut
     )
     return StepOutcome(
         vote=vote,
+        loss=loss,
         prepared=every.prepared,
         saving=every.saving,
         snapshot=every.snapshot,

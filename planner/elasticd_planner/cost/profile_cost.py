@@ -99,7 +99,8 @@ class ProfileCost:
         known = (fixed or 0.0) + (each or 0.0) * model.tokens
         if self.near is None or link == self.near:
             return known
-        return known * max(1.0, ring / self._ring(width, self.near))
+        near = self._ring(width, self.near)  # 0 where neither bytes nor a latency are given
+        return known * max(1.0, ring / near) if near else max(known, ring)
 
     def _ring(self, width: int, link: Link) -> float:
         size = self.profile.boundary_bytes * self.profile.tokens
