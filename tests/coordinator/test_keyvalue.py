@@ -178,6 +178,6 @@ def test_it_holds_what_a_plain_table_would_and_counts_its_bytes(done: list[tuple
                 plain[key] = str(int(plain.get(key, b"0")) + number).encode()
                 assert (await store.call(call("add", key, str(number).encode()))).number == int(plain[key])
             assert len(store._values) == len(plain)
-            assert room.used == sum(len(each) + len(value) for each, value in plain.items())
+            assert room.used == store._bytes == sum(len(each) + len(value) for each, value in plain.items())
 
     asyncio.run(body())

@@ -335,6 +335,20 @@ def test_an_evicted_rank_drops_its_state_only_at_rest() -> None:
     assert state == SwitchState(seen=2, fence=2)
 
 
+def test_a_fenced_rank_does_not_go_back_to_a_proposal_that_it_put_off_before_a_newer_one() -> None:
+    state = SwitchState(phase=SwitchPhase.FENCED, number=1, trains=True, fenced=True, fence=2, seen=2)
+    effects: tuple[sw.SwitchEffect, ...] = ()
+    for event in (
+        *(sw.Proposed(number=3, joins=True), Prepared(number=3), sw.StateMoved(number=3)),
+        *(sw.Proposed(number=4, joins=True), sw.Gathered(number=3, oks=(True, False))),
+        *(sw.Proposed(number=5, joins=True), Prepared(number=5), sw.StateMoved(number=5)),
+        sw.Gathered(number=5, oks=(True, True)),
+    ):
+        state, effects = sw.step(state, event, 7)
+    assert (state.phase, state.number, state.seen) == (SwitchPhase.TRAINING, 5, 5)
+    assert effects == (sw.Swap(number=5, member=True),)
+
+
 def test_the_end_may_come_between_two_steps() -> None:
     """The main thread has not heard of it when it takes its number for the vote, and hears its outcome."""
     state, effects = sw.step(SwitchState(trains=True), Shutdown(reason="over"))

@@ -284,9 +284,10 @@ def step(state: SwitchState, event: SwitchEvent, updates: int = 0) -> _Step:
         handler = ignore if state.phase is SwitchPhase.STOPPING else stale
     state, effects = handler(to(state, step=updates), event)
     if state.later and state.phase in (SwitchPhase.TRAINING, SwitchPhase.STANDBY):
-        later = Proposed(number=state.later, joins=state.later_joins)
-        state, more = proposed(to(state, later=0), later)
-        effects = (*effects, *more)
+        later, state = Proposed(number=state.later, joins=state.later_joins), to(state, later=0)
+        if later.number > state.seen:  # else a fenced rank, which does not take it up, went on to a newer one
+            state, more = proposed(state, later)
+            effects = (*effects, *more)
     if state.draining and state.phase is SwitchPhase.STANDBY and not state.holds_old:
         return to(state, phase=SwitchPhase.STOPPED), (*effects, LeaveJob())
     return state, effects
