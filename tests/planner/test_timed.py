@@ -13,6 +13,8 @@ from elasticd_planner.problem_files.convert import problem_of, task_of
 from elasticd_planner.problem_files.file_format import answer, load
 from elasticd_planner.problem_files.solve import figures, solve
 from elasticd_planner.problem_files.times import TimedModel, entry_of, profile_of
+from elasticd_planner.search import options
+from elasticd_planner.search.large import LargeSearch
 from elasticd_planner.spec.cluster import Link, node_of
 from elasticd_planner.spec.plan import StatePolicy
 from elasticd_planner.value import Invalid
@@ -201,3 +203,11 @@ def test_measured_collectives_need_no_bytes_between_stages() -> None:
     cost = ProfileCost(problem_of(given).profile, near=near)
     assert cost.collective(2, near) == cost.collective(2, far) == 1e-5
     assert cost.collective(2, Link(bandwidth=1e9, latency=1e-4)) == pytest.approx(2e-4)
+
+
+def test_a_plan_with_more_pipelines_than_there_are_micro_batches_is_no_pattern() -> None:
+    """Of one setting's plan the form is tried under another, with larger micro-batches."""
+    given = problem_of(load(changed(("batch.global_batch", 1), ("batch.micro_batch", 1))))
+    found = LargeSearch(options.task_of(given)).run((2, 8), brief=True)
+    assert found is not None
+    assert len(found.pipelines) == 1

@@ -200,7 +200,7 @@ class LargeSearch:
         number of pipelines and the size of groups of a plan known to be good; where some plan is like it, no
         others are tried. `brief`: nothing is tried thoroughly."""
         self._brief = brief
-        if like is not None:
+        if like is not None and like[0] <= self.task.micro_batches:
             self._try([(0.0, like[0], self.task.fixed_tp or like[1])], BUDGET_BRIEF)
             if self._best is not None:
                 return self._best
