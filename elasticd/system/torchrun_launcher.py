@@ -1,7 +1,7 @@
-"""Starts one torchrun for each device of this node and waits for them all; none outlives this process.
+"""Starts one torchrun for each device of this node, with its GPU and its threads, and waits for them all.
 
-Each torchrun starts one worker. torchrun itself sets what several workers of one node need only where it starts
-several, so it is set here:
+No torchrun outlives this process. Each starts one worker. torchrun itself sets what several workers of one node
+need only where it starts several, so it is set here:
 
 - Threads: `OMP_NUM_THREADS=1` where there are several workers and the user chose nothing, as torchrun does.
   Otherwise each worker would take as many threads as there are cores, and they would wait for each other.

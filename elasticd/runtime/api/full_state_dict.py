@@ -1,7 +1,7 @@
 """The state dict: tensors by name, those of this device or all of them on the plan's first rank.
 
-The full state dict is a migration to a plan of one device. So it needs no case for any layout, and every piece
-is verified.
+`Job.state_dict` gives it to the user. The full state dict is a migration to a plan of one device. So it needs
+no case for any layout, and every piece is verified.
 """
 
 from __future__ import annotations

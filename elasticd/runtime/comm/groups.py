@@ -1,11 +1,11 @@
 """Process groups made by their members alone, and every private torch API that this takes.
 
 `PlanGroups` are the groups of one plan (or of one transition) on one gloo device of their own, so that shutting
-its sockets spares the groups of other plans. Their bootstrap store is any `BootstrapKeyValue`. `shut` frees the
-threads that are blocked in one of them: a thread that polls a collective sees the mark `dead` and raises
-`Cancelled`, and a thread that waits for a message is woken by its shut socket. The old groups are parked then:
-dropped in a daemon thread, because destroying one that still holds a payload can block. Small collectives are
-exchanges of messages, which take less time than gloo's own.
+its sockets spares the groups of other plans. NCCL is not used yet. Their bootstrap store is any
+`BootstrapKeyValue`. `shut` frees the threads that are blocked in one of them: a thread that polls a collective
+sees the mark `dead` and raises `Cancelled`, and a thread that waits for a message is woken by its shut socket.
+The old groups are parked then: dropped in a daemon thread, because destroying one that still holds a payload
+can block. Small collectives are exchanges of messages, which take less time than gloo's own.
 
 Facts about gloo that shape this file: abort has no effect on a blocked operation; a work's `is_completed`
 tells the truth for collectives, not for isend and irecv; irecv is woken by a shut socket, unless a part of its

@@ -1,6 +1,8 @@
-"""The notice that this process is to end: SIGTERM, which a spot node, a scheduler or torchrun sends before they
-kill. It is heard at once, whatever the main thread waits in: the interpreter's signal handler, which runs on
-no thread in particular, writes a byte that a thread of ours reads.
+"""SIGTERM, by which a spot node, a scheduler or torchrun says that it will end this process: the worker drains.
+
+The signal is heard at once, whatever the main thread waits in: the interpreter's signal handler, which runs on
+no thread in particular, writes a byte that a thread of ours reads. What the job makes of it is
+`elasticd.machines.job.lifecycle.drain`.
 """
 
 from __future__ import annotations
