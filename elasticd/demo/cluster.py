@@ -31,6 +31,10 @@ class DemoCluster(Cluster):
         options = (*self.scenario.training, "--plain", "--ledger", str(self.plain_ledger))
         return self.python("plain", self._script, *options, idle=True)
 
+    def hurry(self, child: Child) -> None:
+        """Lets the reference compete for the cores."""
+        self._processes.hurry(child)
+
     def chaos(self, *arguments: str) -> None:
         """`elasticd chaos ...`, as a user would call it."""
         child = self.python(f"chaos-{arguments[0]}", "-m", "elasticd", "chaos", *arguments, *self.named)

@@ -105,6 +105,12 @@ class Processes:
                 os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
         return child
 
+    @staticmethod
+    def hurry(child: Child) -> None:
+        """Lets a child that was started `idle` compete for the cores from now on, where this is allowed."""
+        with suppress(OSError):
+            os.sched_setscheduler(child.process.pid, os.SCHED_OTHER, os.sched_param(0))
+
     def check(self) -> None:
         """Raises Interrupted once the user asked to end."""
         if self._told:
