@@ -149,8 +149,8 @@ class Records:
             elif node:
                 self._node_read(node, self._decoded(item, NodeRecord))
             elif part == "proposal":
-                shelf = self._shelf.of(key)
-                proposal = decode_proposal(item.value, shelf) if item is not None else None
+                parts = self._shelf.of(key)
+                proposal = decode_proposal(item.value, parts) if item is not None else None
                 self._emit(ProposalRead(job=job, proposal=proposal, revision=at))
             elif part == "plan":
                 self._emit(PlanRead(job=job, record=self._decoded(item, PlanRecord), revision=at))
