@@ -186,11 +186,10 @@ class Trained:
                 gone, before = [], self.binding(api)
                 for _ in range(min(each, count - seen.injected)):
                     gone.append(node := next(turn))
-                    self._one(api, node, kill, knows, seen, moving)
+                    mark, since = self._one(api, node, kill, knows, seen, moving)
                 for node in gone if revive is not None else ():
                     assert revive is not None
                     revive(node)
-                mark, since = last_id(api), time.monotonic()
                 self.whole(api, before, (f"{node}/0" for node in gone))
                 self.fleet.advanced(CALM, pause=SELDOM)
                 self._rejoined(api, mark, since, seen)
@@ -204,17 +203,20 @@ class Trained:
         knows: Callable[[EventRecord, str], bool],
         seen: Seen,
         moving: bool,
-    ) -> None:
+    ) -> tuple[int, float]:
+        """The id of the event by which the survivors' plan was recorded, and when that was: what is recorded
+        later is a device that comes back, perhaps before the survivors' steps have been looked at."""
         mark, since = last_id(api), time.monotonic()
         killed = kill(node)
         known = wait_event(api, mark, lambda event: knows(event, f"{node}/0"), self.fleet)
         recorded = wait_event(api, known.id, lambda event: event.kind == "recorded", self.fleet)
+        left = recorded.id, time.monotonic()
         self.fleet.advanced(CALM, pause=SELDOM)
         self.injections += 1
         number, events = recorded.data["number"], api.events(mark)
         moved = bytes_moved(events, number)
         if moving and not moved:
-            return
+            return left
         seen.injected += 1
         fences = [event.data["gone"] for event in events if event.kind == "fenced"]
         seen.right += all(gone == [f"{node}/0"] for gone in fences)
@@ -224,6 +226,7 @@ class Trained:
             seen.normal.append(normal)
         seen.moved_bytes.append(moved)
         seen.reasons.append(str((job_by(api).get("plan") or {}).get("reason", "")))
+        return left
 
     def _rejoined(self, api: Api, mark: int, since: float, seen: Seen) -> None:
         """The last plan recorded since: some may have come before it, where two came back one by one."""
