@@ -311,6 +311,8 @@ class FaultPlayer:
         job = self._cluster.job()
         assert job is not None
         pid = self._pid(job, fault.device)
+        if not pid:
+            return False  # it died just now, or a new leader has not met it
         chaos = self._cluster.chaos()
         (chaos.kill if fault.kind == "kill" else chaos.freeze)(fault.device)
         now = time.monotonic()
