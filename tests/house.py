@@ -1,4 +1,4 @@
-"""The house rules that ruff and import-linter cannot say: purity, a docstring a file, one class a name.
+"""The house rules that ruff and import-linter cannot say: purity, CUDA in one file, docstrings, class names.
 
 `python -m tests.house` prints each breach on a line and ends with 1 where there is one; `make lint` runs it.
 The rules about who may import whom are contracts of import-linter, in pyproject.toml.
@@ -35,6 +35,8 @@ PURE_STDLIB = {
 # fmt: on
 # Of numpy.random what draws by a key; the rest draws from the machine or a hidden state.
 KEYED_RANDOM = {"Generator", "Philox", "PCG64", "SeedSequence", "default_rng"}
+# The only module that tells one type of device from another.
+ACCELERATOR = "elasticd.runtime.accelerator"
 IMPURE_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 
 
@@ -82,6 +84,8 @@ def violations(module: str, source: str) -> list[str]:
         (node.lineno, "imports a module by its name in quotes: write `import`")
         for node in _hidden_imports(tree)
     ]
+    if module != ACCELERATOR:
+        found += [(line, f"{what}: ask {ACCELERATOR}, which knows all devices") for line, what in _cuda(tree)]
     if is_pure(module):
         for item in imports(tree):
             found += [(item.line, f"imports {item.target}: {why}") for why in _forbidden_to_pure(module, item)]
@@ -96,6 +100,22 @@ def _hidden_imports(tree: ast.AST) -> Iterator[ast.Call]:
             called = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
             if called in ("import_module", "__import__"):
                 yield node
+
+
+def _cuda(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """What torch has for one type of device alone, the first of each line."""
+    found: dict[int, str] = {}
+    for item in imports(tree):
+        if within(item.target, "torch.cuda"):
+            found.setdefault(item.line, item.target)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            found.setdefault(node.lineno, ".cuda()")
+        if isinstance(node, ast.Attribute) and node.attr == "is_cuda":
+            found.setdefault(node.lineno, "is_cuda")
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
+            found.setdefault(node.lineno, "torch.cuda")
+    yield from sorted(found.items())
 
 
 def _forbidden_to_pure(module: str, item: Import) -> Iterator[str]:

@@ -259,6 +259,21 @@ def test_file_without_a_docstring_is_found_in_every_folder(tmp_path: Path) -> No
     assert found == {*bare, "tests/empty/__init__.py"}
 
 
+def test_cuda_is_in_one_file() -> None:
+    for source in (
+        "import torch\ndef f(x):\n    return x.is_cuda",
+        "import torch\nif True:\n    torch.cuda.synchronize()",
+        "import torch\nx = 1\nfrom torch.cuda import Event",
+        "import torch\nx = 1\nimport torch.cuda",
+        "import torch\ndef f(x):\n    return x.cuda()",
+    ):
+        (found,) = violations("elasticd.runtime.engine.engine", source)
+        assert found.startswith("elasticd.runtime.engine.engine:3: "), found
+        assert "ask elasticd.runtime.accelerator" in found
+        assert violations("elasticd.runtime.accelerator", source) == []
+    assert violations("elasticd.cli.run", "import torch\nx = torch.accelerator\ny = cuda.cuda") == []
+
+
 def test_public_class_name_of_two_files_of_one_package_is_found() -> None:
     sources = {
         "elasticd.config.tree": "class Line: ...\nclass _Own: ...\nclass Once: ...",

@@ -20,7 +20,7 @@ UNSET = "(unset)"
 def environment() -> dict[str, str]:
     """Of a torchrun: ours, without what was set for elasticd and etcd."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("ELASTICD_", "ETCD_"))}
-    return {**ours, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(forkserver.ROOT)}
+    return {**ours, "ELASTICD_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(forkserver.ROOT)}
 
 
 class Torchrun:

@@ -8,9 +8,9 @@ import importlib.util
 import os
 import platform
 import socket
-import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,13 +34,12 @@ from elasticd.store.etcd import EtcdStore
 from elasticd.store.etcd_release import objection
 from elasticd.store.protocol import StoreError
 from elasticd.store.server import EtcdServerError, find_etcd
+from elasticd.system.torch_build import CannotTell, torch_build
 from elasticd.version import __version__
 from elasticd.wire.unix_socket import default_path
 
 #: Seconds by which this clock and the coordinator's may differ: events are read side by side.
 SKEW = 2.0
-_TORCH = "import torch; print(torch.__version__, torch.cuda.device_count(), torch.distributed.is_available())"
-
 
 Verdict = Literal["ok", "note", "missing"]
 
@@ -132,20 +131,22 @@ def _named(path: str | None) -> str:
 
 
 def _torch() -> str:
-    """Asked of a process of its own: importing it takes seconds, and this program stays free of it."""
     if importlib.util.find_spec("torch") is None:
         raise Flaw(
             "note", "not in this environment", "a node that trains needs it: pip install 'elasticd[train]'"
         )
-    asked = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True)
-    if asked.returncode != 0:
-        said = asked.stderr.strip().splitlines()[-1:] or ["it says nothing"]
-        raise Flaw("missing", said[0], "install torch anew in this environment")
-    version, gpus, distributed = asked.stdout.split()
-    if distributed != "True":
+    try:
+        build = torch_build()
+    except CannotTell as error:
+        raise Flaw("missing", str(error), "install torch anew in this environment") from error
+    if not build.distributed:
         remedy = "install a build of torch that has torch.distributed"
-        raise Flaw("missing", f"{version} without torch.distributed", remedy)
-    return f"{version}, {gpus} GPUs"
+        raise Flaw("missing", f"{build.version} without torch.distributed", remedy)
+    if build.refusal:
+        raise Flaw("missing", f"{build.version}: no worker can train here", build.refusal)
+    names = ", ".join(f"{count} x {name}" for name, count in Counter(build.devices).items())
+    on = "the CPU" if build.computes_on == "cpu" else names
+    return f"{build.version}: workers compute on {on}, tensors travel over gloo"
 
 
 def _handler() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import click
@@ -14,8 +13,6 @@ from elasticd.wire.unix_socket import SOCKET_VARIABLE
 
 #: How often torchrun starts a device's worker again.
 MAX_RESTARTS = 10
-#: One of these is there where a driver of GPUs that torch calls CUDA is: NVIDIA's (two), AMD's, Windows'.
-DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -114,12 +111,16 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _gpus(devices: int | None) -> tuple[str, ...]:
-    """The GPUs of `devices` workers (None: one for each GPU), by CUDA's names; none for workers on the CPU.
+    """The GPUs of `devices` workers (None: one for each GPU), by CUDA's names. There are none where torch sees
+    none, or where ELASTICD_DEVICE names the device: workers take what it says, or are refused with the remedy.
 
-    Raises ClickException where the user named GPUs, and fewer than `devices`: two workers would share one.
+    Raises ClickException where there are fewer than `devices`: two workers would share one.
     """
     from elasticd.system.torchrun_launcher import GPUS_VARIABLE, visible
 
+    asked = os.environ.get("ELASTICD_DEVICE", "")
+    if devices is not None and (asked == "cpu" or ":" in asked):
+        return ()
     named = visible(os.environ)
     found = named if named is not None else tuple(map(str, range(_counted())))
     if devices is None and not found:
@@ -131,19 +132,19 @@ def _gpus(devices: int | None) -> tuple[str, ...]:
             f"--devices {devices} needs as many GPUs, and {GPUS_VARIABLE}={os.environ[GPUS_VARIABLE]} names "
             f"{len(found)}: ask for {len(found)} at most, or set it to nothing to train on the CPU"
         )
-    click.echo(
-        f"elasticd: this node has fewer GPUs ({len(found)}) than workers ({devices}): the workers see none",
-        err=True,
+    raise click.ClickException(
+        f"--devices {devices} needs as many GPUs, and this node has {len(found)}: ask for {len(found)} at "
+        "most, or set ELASTICD_DEVICE=cpu to train on the CPU"
     )
-    return ()
 
 
 def _counted() -> int:
-    """How many GPUs torch sees. Asked of the interpreter that the workers will run in, which takes seconds:
-    this program stays free of torch. Without a driver there are none."""
-    if not any(map(os.path.exists, DRIVERS)):
+    """How many GPUs the workers' torch sees. Without a driver there are none, and nobody is asked."""
+    from elasticd.system.torch_build import CannotTell, driver_is_there, torch_build
+
+    if not driver_is_there():
         return 0
-    asked = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True
-    )
-    return int(asked.stdout) if asked.returncode == 0 else 0
+    try:
+        return len(torch_build().devices)
+    except CannotTell:
+        return 0

@@ -19,6 +19,7 @@ from elasticd.coordinator.api_types import (
     DeviceStatus,
     ExceptionStatus,
     JobStatus,
+    MemberStatus,
     NodeStatus,
     RestartStatus,
 )
@@ -129,8 +130,14 @@ def _job(job: JobStatus, reason: str, rates: Mapping[str, float]) -> Iterator[Re
         if reason:
             yield Text(f"  why: {reason}")
     if job.members:
-        pids = ", ".join(f"{member.device} pid {member.pid}" for member in job.members)
-        yield Text.assemble(("  workers ", "dim"), pids)
+        yield Text.assemble(("  workers ", "dim"), ", ".join(map(worker, job.members)))
+
+
+def worker(member: MemberStatus) -> str:
+    """One process: what it drives, and what that is."""
+    found = member.computes_on
+    on = f" on {found.text} over {found.transport}" if found is not None else ""
+    return f"{member.device} pid {member.pid}{on}"
 
 
 def exception(raised: ExceptionStatus | None) -> Iterator[Text]:

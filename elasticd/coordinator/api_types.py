@@ -18,6 +18,7 @@ from elasticd.coordinator.events.event_log import EventRecord, Pacing
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.records import ConfigRecord, HistoryRecord
 from elasticd.wire.node_health import Health
+from elasticd.wire.worker import WorkerDevice
 
 
 class DeviceStatus(Value, frozen=True, kw_only=True):
@@ -50,6 +51,7 @@ class MemberStatus(Value, frozen=True, kw_only=True):
     device: str  # "node/local rank"
     incarnation: str  # id of this start of the worker's process
     pid: int  # process id
+    computes_on: WorkerDevice | None = None  # and over what its tensors travel (None: it did not say)
 
 
 class ExceptionStatus(Value, frozen=True, kw_only=True):

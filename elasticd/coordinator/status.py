@@ -123,7 +123,12 @@ def _job(job: JobState, at: float, limit: float) -> JobStatus:
         tokens_per_second=job.progress.tokens_per_second,
         exception=_exception(job),
         members=tuple(
-            MemberStatus(device=worker.device, incarnation=worker.incarnation, pid=worker.pid)
+            MemberStatus(
+                device=worker.device,
+                incarnation=worker.incarnation,
+                pid=worker.pid,
+                computes_on=worker.computes_on,
+            )
             for _, worker in sorted(job.workers.items())
         ),
     )

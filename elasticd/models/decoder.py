@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -71,11 +72,25 @@ class RMSNorm(nn.Module):
 def rotate(x: Tensor, base: float) -> Tensor:
     """Rotary position embedding (Su et al., 2021) of x: [batch, heads, tokens, head size]."""
     tokens, size = x.shape[-2:]
-    inverse = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    angles = torch.outer(torch.arange(tokens, dtype=torch.float64), inverse)
-    cos, sin = (f(angles).to(device=x.device, dtype=x.dtype) for f in (torch.cos, torch.sin))
+    room = 1 << max(0, tokens - 1).bit_length()  # few tables, whatever the lengths
+    # Tensors that only stand for others (torch.compile's, torch.export's) are not kept.
+    kept = type(x) is Tensor and not torch.compiler.is_compiling()
+    tables = (_tables if kept else _tables.__wrapped__)(room, size, base, x.dtype, x.device)
+    cos, sin = (table[:tokens] for table in tables)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+@lru_cache(maxsize=64)
+def _tables(
+    tokens: int, size: int, base: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angle of each position and pair of elements: [tokens, size / 2], made on the host
+    in double precision."""
+    with torch.inference_mode(False), torch.no_grad():
+        inverse = base ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
+        angles = torch.outer(torch.arange(tokens, dtype=torch.float64, device="cpu"), inverse)
+        return angles.cos().to(device=device, dtype=dtype), angles.sin().to(device=device, dtype=dtype)
 
 
 class Attention(nn.Module):
@@ -210,12 +225,13 @@ def initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
     if len(shape) == 1:
         return torch.ones(shape)
     scale = 0.02 if name.startswith("embed.") else 1 / math.sqrt(shape[1])
-    return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") * scale
 
 
-def next_token_loss(output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+def next_token_loss(output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, int | Tensor]:
     """Cross entropy of logits [batch, tokens, vocabulary] against batch["targets"], summed over the targets
-    that are not `IGNORED`, and how many those are."""
+    that are not `IGNORED`, and how many those are: a tensor on an accelerator, which nobody waits for."""
     targets = batch["targets"]
     total = F.cross_entropy(output.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    return total, int((targets != IGNORED).sum())
+    count = (targets != IGNORED).sum()
+    return total, int(count) if count.device.type == "cpu" else count

@@ -12,7 +12,6 @@ need only where it starts several, so it is set here:
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from elasticd.system import torch_build
 from elasticd.system.end_signals import noted
 from elasticd.system.parent_death_signal import ending_with_us
 from elasticd.wire.unix_socket import SLOT_VARIABLE, default_path
@@ -76,14 +76,9 @@ def _start(what: Launch, environment: Mapping[str, str]) -> subprocess.Popen[byt
 
 
 def visible(ours: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The GPUs that this process may use; None where nothing limits them. CUDA ignores an entry that is no GPU,
-    and all behind it: so `-1` or an empty text hides every GPU."""
+    """The GPUs that this process may use; None where nothing limits them."""
     said = ours.get(GPUS_VARIABLE)
-    if said is None:
-        return None
-    names = [name.strip() for name in said.split(",")]
-    kept = itertools.takewhile(lambda name: name.isdigit() or name.startswith(("GPU-", "MIG-")), names)
-    return tuple(kept)
+    return None if said is None else torch_build.visible(said)
 
 
 def slots(what: Launch) -> tuple[int, ...]:
@@ -98,9 +93,7 @@ def slots(what: Launch) -> tuple[int, ...]:
 def environment(what: Launch, index: int, ours: Mapping[str, str]) -> dict[str, str]:
     """Of the torchrun of this node's worker `index`, which hands it to its worker."""
     found = {**ours, SLOT_VARIABLE: str(slots(what)[index])}
-    if not what.gpus:
-        found[GPUS_VARIABLE] = ""  # also where there are some, but fewer than workers
-    else:
+    if what.gpus:
         # The agent's order is NVML's. CUDA's own default puts the fastest GPU first.
         found = {_ORDER_VARIABLE: "PCI_BUS_ID", **found, GPUS_VARIABLE: what.gpus[index]}
     if what.devices > 1:

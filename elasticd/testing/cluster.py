@@ -25,7 +25,7 @@ from elasticd.testing.network_namespaces import Namespaces, namespaces
 PATIENCE = 120.0
 _LOOK = 0.1
 #: One thread each: there are more processes than cores.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "ELASTICD_DEVICE": "cpu"}
 T = TypeVar("T")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 #: Seconds that a condition has: a busy machine takes half a minute to start a worker.
-PATIENCE = 180.0
+PATIENCE = 400.0
 #: Seconds between two looks at most.
 _LONGEST_PAUSE = 1.0
 

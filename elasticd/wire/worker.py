@@ -11,6 +11,7 @@ import re
 
 import msgspec
 from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.value import Value, refuse
 
 from elasticd.codec.decoding import MessageReader, decoder_of, tag_of
 from elasticd.codec.message import WIRE_VERSION, Message
@@ -32,6 +33,30 @@ MOST_PASSED, MOST_NESTED = 64 << 10, 64
 # -- worker to agent ---------------------------------------------------------------------------------------
 
 
+#: Characters of each word of a worker's device.
+MOST_NAME = 200
+
+
+class WorkerDevice(Value, frozen=True, kw_only=True):
+    """What a worker computes on, and how its tensors reach other workers."""
+
+    name: str  # as torch names it in the worker, as "cuda:0" or "cpu"
+    model: str = ""  # as people name it, as "NVIDIA H100 80GB HBM3"
+    identity: str = ""  # the same for all processes that compute on it ("": it has none)
+    shared: bool = False  # other workers may compute on it, too, because the user asked for that
+    transport: str = "gloo"  # the library that carries tensors to other workers
+
+    def __post_init__(self) -> None:
+        for said in (self.name, self.model, self.identity, self.transport):
+            if len(said) > MOST_NAME or not said.isprintable():
+                refuse(f"a worker's device has words of at most {MOST_NAME} printable characters")
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return self.name if self.model in ("", self.name) else f"{self.name} ({self.model})"
+
+
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """A worker's first message."""
 
@@ -46,6 +71,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     rehearses: bool = False  # it answers a `Rehearse`
     closes: bool = False  # it takes part in a last checkpoint that another member of a recovered plan asks for
     release: str = ""  # of the sender's elasticd
+    computes_on: WorkerDevice | None = None  # None: a worker of release 0.1
 
 
 class Report(Message, frozen=True, kw_only=True, tag="report"):

@@ -8,7 +8,7 @@ can move it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeGuard
 
@@ -91,8 +91,9 @@ class LocalState:
     def schema(self) -> Schema:
         """What the tensors are, for ranks that hold other parts of them."""
         tensors: dict[Role, dict[str, TensorSchema]] = {}
+        read = _read(value for tensor in self.tensors.values() for value in tensor.scalars.values())
         for item, tensor in self.tensors.items():
-            tensors.setdefault(item.role, {})[item.name] = _describe(tensor)
+            tensors.setdefault(item.role, {})[item.name] = _describe(tensor, read)
         return Schema(tensors=tensors, groups=self.groups, extras=dict(self.extras))
 
 
@@ -192,12 +193,15 @@ def collect(
     for name, box, parameter in owned:
         if box.empty:
             continue
-        kept = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        # As it is now: the optimizer may step meanwhile, and put other tensors there.
+        kept = dict(optimizer.state.get(parameter, {})) if optimizer is not None else {}
         if masters:
             kept = {**kept, MASTER: parameter.detach()}
         parts.setdefault(name, []).append((box, kept))
+    kept_values = (value for held in parts.values() for _, kept in held for value in kept.values())
+    read = _read(value for value in kept_values if _single(value))
     for name, held in parts.items():
-        tensors[Item(name, "state")] = _state(name, held, type(optimizer).__name__)
+        tensors[Item(name, "state")] = _state(name, held, type(optimizer).__name__, read)
     try:
         return LocalState(
             tensors=tensors,
@@ -224,13 +228,27 @@ def install(state: LocalState, values: Values, *, buffers: Values | None = None)
         held.grad = None
 
 
+#: Settings of torch's optimizers that choose a kernel for the device at hand.
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
 def restore_optimizer(state: LocalState, owned: Sequence[Owned], optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer that was made anew for `owned` the state and the settings that are carried.
 
     `state` must not be restored a second time: its planes are adopted. A group takes the settings that its
-    parameters had.
+    parameters had, but for those that say how a step is computed, not what (`_HOW`).
     Raises ValueError where the parameters of one group had different settings, or state is missing.
     """
+    _take_settings(state, owned, optimizer)
+    # As torch's own optimizers: these count their steps on the device, others on the host.
+    counted = {
+        id(parameter): parameter.device
+        if group.get("fused") or group.get("capturable")
+        else torch.device("cpu")
+        for group in optimizer.param_groups
+        if "capturable" in group
+        for parameter in group["params"]
+    }
     for name, box, parameter in owned:
         tensor = state.tensors.get(Item(name, "state"))
         if tensor is None or box.empty:
@@ -240,11 +258,17 @@ def restore_optimizer(state: LocalState, owned: Sequence[Owned], optimizer: torc
             raise ValueError(f"state of {name}: {box} is not in what is to be installed")
         planes = {key: plane for key, plane in shard.planes.items() if key != MASTER}
         if planes or tensor.scalars:
+            place = counted.get(id(parameter))
             scalars = {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
+                key: value.to((place if key == "step" else None) or value.device, copy=True)
+                if isinstance(value, torch.Tensor)
+                else value
                 for key, value in tensor.scalars.items()
             }
             optimizer.state[parameter] = {**scalars, **planes}
+
+
+def _take_settings(state: LocalState, owned: Sequence[Owned], optimizer: torch.optim.Optimizer) -> None:
     names = {id(part.parameter): part.name for part in owned}
     settings = {name: group.settings for group in state.groups for name in group.names}
     for index, group in enumerate(optimizer.param_groups):
@@ -256,14 +280,17 @@ def restore_optimizer(state: LocalState, owned: Sequence[Owned], optimizer: torc
                 "let the optimizer's function group parameters by name alone"
             )
         for text in found:
-            group.update(from_text(text, group["params"][0].device if group["params"] else None))
+            carried = from_text(text, group["params"][0].device if group["params"] else None)
+            group.update({key: value for key, value in carried.items() if key not in _HOW or key not in group})
 
 
 def _value(parts: Sequence[tuple[Box, torch.Tensor]]) -> LocalTensor:
     return LocalTensor(shards=tuple(Shard(box=box, planes={VALUE: held.detach()}) for box, held in parts))
 
 
-def _state(name: str, parts: Sequence[tuple[Box, Mapping[str, object]]], optimizer: str) -> LocalTensor:
+def _state(
+    name: str, parts: Sequence[tuple[Box, Mapping[str, object]]], optimizer: str, read: Mapping[int, bytes]
+) -> LocalTensor:
     """The state of one parameter's owned boxes; all have the same scalars, since they took the same steps."""
     shards: list[Shard] = []
     scalars: list[dict[str, Number]] = []
@@ -283,7 +310,7 @@ def _state(name: str, parts: Sequence[tuple[Box, Mapping[str, object]]], optimiz
                 )
         shards.append(Shard(box=box, planes=planes))
         scalars.append(single)
-    described = {tuple(_scalar(key, value) for key, value in sorted(each.items())) for each in scalars}
+    described = {tuple(_scalar(key, value, read) for key, value in sorted(each.items())) for each in scalars}
     if len(described) > 1:
         raise NotElementWise(f"{optimizer} keeps different numbers for parts of {name}: {scalars[0]}")
     return LocalTensor(shards=tuple(shards), scalars=scalars[0])
@@ -326,7 +353,8 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def restore(scalar: Scalar, device: torch.device) -> Number:
-    """The value that `Scalar` describes, bit by bit and always new; `device` is its parameter's."""
+    """The value that `Scalar` describes, bit by bit and always new; `device` is its parameter's. One that lay
+    beside its parameter does so again, whatever type of device that is now."""
     if scalar.kind == "none":
         return None
     if scalar.kind == "bool":
@@ -336,7 +364,7 @@ def restore(scalar: Scalar, device: torch.device) -> Number:
     if scalar.kind == "float":
         return float.fromhex(scalar.text)
     raw = torch.frombuffer(bytearray.fromhex(scalar.text), dtype=torch.uint8)
-    place = device if scalar.device == device.type else torch.device(scalar.device)
+    place = torch.device("cpu") if scalar.device == "cpu" else device
     return raw.view(torch_dtype(scalar.dtype)).reshape(()).to(place)
 
 
@@ -350,24 +378,36 @@ def _words(value: object) -> str:
     return f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _describe(tensor: LocalTensor) -> TensorSchema:
+def _read(values: Iterable[Number]) -> dict[int, bytes]:
+    """The bytes of single tensors, by `id`: all of one type on one device are read in one copy."""
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            alike.setdefault((value.dtype, value.device), []).append(value)
+    found: dict[int, bytes] = {}
+    for kept in alike.values():
+        rows = torch.stack([value.detach().reshape(1) for value in kept]).cpu().view(torch.uint8)
+        found |= {id(value): bytes(row) for value, row in zip(kept, rows.tolist(), strict=True)}
+    return found
+
+
+def _describe(tensor: LocalTensor, read: Mapping[int, bytes]) -> TensorSchema:
     first = tensor.shards[0].planes if tensor.shards else {}
     return TensorSchema(
         planes=tuple(
             Plane(name=name, dtype=str(plane.dtype).removeprefix("torch."), itemsize=plane.element_size())
             for name, plane in sorted(first.items())
         ),
-        scalars=tuple(_scalar(name, value) for name, value in sorted(tensor.scalars.items())),
+        scalars=tuple(_scalar(name, value, read) for name, value in sorted(tensor.scalars.items())),
     )
 
 
-def _scalar(name: str, value: Number) -> Scalar:
+def _scalar(name: str, value: Number, read: Mapping[int, bytes]) -> Scalar:
     if isinstance(value, torch.Tensor):
-        raw = bytes(value.detach().reshape(1).view(torch.uint8).tolist())
         return Scalar(
             name=name,
             kind="tensor",
-            text=raw.hex(),
+            text=read[id(value)].hex(),
             dtype=str(value.dtype).removeprefix("torch."),
             device=value.device.type,
         )

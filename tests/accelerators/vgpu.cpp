@@ -37,6 +37,8 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
@@ -1235,6 +1237,53 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, Maybe<b
     return {input.mul(mask).mul_(p < 1.0 ? 1 / (1 - p) : 0.0), mask};
 }
 
+const std::string kConvolution = "aten::convolution";
+
+// What a kernel of the CPU has made becomes memory of the device.
+Tensor made(Launch& launch, const Tensor& result, const Tensor& like) {
+    if (!result.defined()) {
+        return result;
+    }
+    auto out = at::empty(result.sizes(), like.options());
+    launch.touch(out, true);
+    launch.open(out).copy_(result);
+    return out;
+}
+
+// Convolutions have no fallback: torch asks a device for its own.
+Tensor convolution(const Tensor& input, const Tensor& weight, const Maybe<Tensor>& bias, at::IntArrayRef stride,
+                   at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+                   at::IntArrayRef output_padding, int64_t groups) {
+    c10::DeviceGuard on(input.device());
+    Launch launch(&kConvolution);
+    Maybe<Tensor> added;
+    for (const auto& each : {input, weight}) {
+        launch.touch(each, false);
+    }
+    if (bias.has_value() && bias->defined()) {
+        launch.touch(*bias, false);
+        added = launch.open(*bias);
+    }
+    return made(launch, at::convolution(launch.open(input), launch.open(weight), added, stride, padding, dilation,
+                                        transposed, output_padding, groups), input);
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& grad, const Tensor& input, const Tensor& weight, at::IntArrayRef stride, at::IntArrayRef padding,
+    at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups,
+    std::array<bool, 3> wanted) {
+    c10::DeviceGuard on(input.device());
+    Launch launch(&kConvolution);
+    for (const auto& each : {grad, input, weight}) {
+        launch.touch(each, false);
+    }
+    const std::array<int64_t, 1> outputs = {grad.size(1)};
+    const auto [to_input, to_weight, to_bias] =
+        at::convolution_backward(launch.open(grad), launch.open(input), launch.open(weight), outputs, stride,
+                                 padding, dilation, transposed, output_padding, groups, wanted);
+    return {made(launch, to_input, input), made(launch, to_weight, weight), made(launch, to_bias, weight)};
+}
+
 // Whether attention is one kernel, as on a GPU. Elsewhere it is made of its parts.
 int64_t choose_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Maybe<Tensor>& mask,
                          double dropout, bool, Maybe<double>, bool) {
@@ -1546,6 +1595,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, c10::Storage)>(&at::native::set_));
     library.impl("set_.source_Storage_storage_offset", TORCH_FN(at::native::set_storage_cpu_));
     library.impl("native_dropout", &native_dropout);
+    library.impl("convolution_overrideable", &convolution);
+    library.impl("convolution_backward_overrideable", &convolution_backward);
     library.impl("record_stream", &record_stream);
     // One kernel for a list of tensors, as on a GPU; else torch launches one for each of them.
     for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {

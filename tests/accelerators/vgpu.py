@@ -23,6 +23,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ParamSpec
@@ -31,6 +32,7 @@ import pytest
 import torch
 from torch.utils import backend_registration
 
+from elasticd.runtime import accelerator
 from tests.runtime import gang
 
 NAME, DEVICES = "vgpu", 8
@@ -113,6 +115,7 @@ def load() -> None:
     path = library()
     backend_registration.rename_privateuse1_backend(NAME)
     torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+    accelerator.KINDS[NAME] = replace(accelerator.KINDS["cuda"], register=_registered)
     torch._register_device_module(NAME, _module())  # type: ignore[no-untyped-call]
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
 
@@ -179,6 +182,11 @@ def register_host(memory: torch.Tensor) -> None:
 def unregister_host(memory: torch.Tensor) -> None:
     """Ends what `register_host` began. Call it before the memory is freed."""
     torch.ops.vgpu.unregister_host(memory)
+
+
+def _registered(memory: torch.Tensor) -> Callable[[], object]:
+    register_host(memory)
+    return functools.partial(unregister_host, memory)
 
 
 @contextmanager

@@ -92,7 +92,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     ((EXAMPLE, "--tokens", "300,600"), "300 tokens are no whole samples of 256"),
     ((EXAMPLE, "--tokens", "256"), "two token counts at least"),
     ((EXAMPLE, "--loss", "los", *QUICK), "has no 'los'"),
-    ((EXAMPLE, "--device", "tpu"), "neither cpu nor cuda"),
+    ((EXAMPLE, "--device", "tpu"), "device 'tpu': this torch"),
     ((EXAMPLE, "--out", "/nowhere/at/all.json"), "there is no folder /nowhere/at"),
 ]
 

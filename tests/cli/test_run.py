@@ -50,9 +50,10 @@ def test_each_torchrun_has_one_gpu_and_is_the_device_of_the_node_that_this_gpu_i
     assert environment(job(named), 1, {})[GPUS_VARIABLE] == "GPU-bb"
 
 
-def test_workers_on_the_cpu_see_no_gpu_that_the_user_hid() -> None:
+def test_what_the_user_hid_stays_hidden_and_nothing_else_is() -> None:
+    """A worker that finds no GPU where one should be says so: we must not hide them for it."""
     for ours in ({}, {GPUS_VARIABLE: ""}, {GPUS_VARIABLE: "-1"}):
-        assert environment(job(()), 1, ours)[GPUS_VARIABLE] == ""
+        assert environment(job(()), 1, ours).get(GPUS_VARIABLE) == ours.get(GPUS_VARIABLE)
 
 
 def test_several_workers_have_a_thread_each_unless_the_user_chose_a_number_or_there_is_one() -> None:
@@ -77,7 +78,7 @@ def test_visible_gpus_are_those_that_cuda_would_see(said: str | None, gpus: tupl
     assert visible({} if said is None else {GPUS_VARIABLE: said}) == gpus
 
 
-def test_more_workers_than_gpus_see_none_unless_the_user_named_them(
+def test_more_workers_than_gpus_are_refused_unless_the_user_names_their_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[Launch] = []
@@ -89,10 +90,16 @@ def test_more_workers_than_gpus_see_none_unless_the_user_named_them(
     assert result.exit_code == 1
     assert "--devices 3 needs as many GPUs, and CUDA_VISIBLE_DEVICES=4,6 names 2" in result.output
     result = CliRunner(env={GPUS_VARIABLE: None}).invoke(elasticd, command)
-    assert "fewer GPUs (2) than workers (3): the workers see none" in result.output
+    assert result.exit_code == 1
+    assert (
+        "needs as many GPUs, and this node has 2: ask for 2 at most, or set ELASTICD_DEVICE=cpu"
+        in result.output
+    )
+    for asked in ("cpu", "cuda:0"):
+        CliRunner(env={GPUS_VARIABLE: None, "ELASTICD_DEVICE": asked}).invoke(elasticd, command)
     command[4] = "2"
     CliRunner(env={GPUS_VARIABLE: None}).invoke(elasticd, command)
-    assert [(what.devices, what.gpus) for what in launched] == [(3, ()), (2, ("0", "1"))]
+    assert [(what.devices, what.gpus) for what in launched] == [(3, ()), (3, ()), (2, ("0", "1"))]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from elasticd.coordinator.api_types import (
     MemberStatus,
     NodeStatus,
 )
+from elasticd.wire.worker import WorkerDevice
 
 PLAN = Plan(
     number=7,
@@ -66,7 +67,15 @@ STATUS = ClusterStatus(
             step=41,
             loss=2.5,
             tokens_per_second=1234.5,
-            members=(MemberStatus(device="a/0", incarnation="x", pid=99),),
+            members=(
+                MemberStatus(device="a/0", incarnation="x", pid=99),
+                MemberStatus(
+                    device="a/1",
+                    incarnation="y",
+                    pid=98,
+                    computes_on=WorkerDevice(name="cuda:1", model="NVIDIA H100"),
+                ),
+            ),
         ),
     ),
 )
@@ -81,6 +90,7 @@ def shown(status: ClusterStatus, reasons: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     "wanted",
     [
+        "a/0 pid 99, a/1 pid 98 on cuda:1 (NVIDIA H100) over gloo",
         "leader one at http://127.0.0.1:7471",
         "3.00x",
         "node unreachable, emulated, chaos: 3x slower",

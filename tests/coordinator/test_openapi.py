@@ -81,7 +81,7 @@ def fuzzed(leader: Leader, known: Endpoint, token: str, mode: GenerationMode) ->
     def holds(case: schemathesis.Case) -> None:
         nonlocal calls
         calls += 1
-        case.call_and_validate(headers=headers, excluded_checks=UNASKED)
+        case.call_and_validate(headers=headers, timeout=300, excluded_checks=UNASKED)
 
     holds()
     return calls

@@ -214,6 +214,7 @@ class Cluster:
         node, _, index = device.rpartition("/")
         environment = dict(
             os.environ,
+            ELASTICD_DEVICE="cpu",
             OMP_NUM_THREADS="1",
             PYTHONPATH=str(ROOT),
             ELASTICD_SOCKET=self.socket(node),

@@ -53,7 +53,7 @@ def test_demo_tells_its_story_and_every_figure_holds(tmp_path: Path) -> None:
     assert "speed of its devices is emulated" in said
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "moment",
     sizes.beside(

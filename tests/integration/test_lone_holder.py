@@ -14,7 +14,7 @@ from tests.etcds import SharedEtcd
 from tests.integration import train
 from tests.integration.fleet import Fleet, exact
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 #: Bytes of a device that cannot hold the whole model with its optimizer's state: two make one pipeline.
 MEMORY = 900_000

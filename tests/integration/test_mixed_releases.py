@@ -20,7 +20,7 @@ from tests.etcds import SharedEtcd
 from tests.integration.fleet import Fleet, exact
 from tests.releases import kept
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NODES = ("a", "b")
 FOREVER = 1_000_000

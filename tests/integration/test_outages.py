@@ -24,7 +24,7 @@ from tests.integration import train
 from tests.integration.fleet import Fleet, exact
 from tests.integration.trio import NAMES, Relay, Trio
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 #: Seconds that all of etcd is down: a minute is what is promised, and makes no difference but the wait.
 DOWN_SECONDS = float(os.environ.get("ELASTICD_TEST_OUTAGE", "10"))

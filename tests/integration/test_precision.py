@@ -36,7 +36,7 @@ PLANS = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_job_in_float16_that_recomputes_switches_in_place_and_learns_like_one_process() -> None:
     with Cluster({"a": 2, "b": 2}, plans=PLANS, settings=SETTINGS) as cluster:
         parallelism = {"zero": 1, "replicas": 2, "precision": "fp16", "recompute": "plan"}
@@ -51,7 +51,7 @@ def test_a_job_in_float16_that_recomputes_switches_in_place_and_learns_like_one_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_worker_killed_in_float16_costs_its_device_and_no_step() -> None:
     """Master weights and the scale are gone on from where replicas of the optimizer's state have them."""
     plans = {key: plan.replace(state=StatePolicy(zero=1, replicas=2)) for key, plan in faults.PLANS.items()}

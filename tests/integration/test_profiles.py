@@ -13,8 +13,8 @@ from elasticd_planner.profiling.sample_profile import measured_profile
 
 from elasticd.models import Decoder
 from elasticd.records import JobSpec, Keys, decode
+from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.data.loader import sample_tokens
-from elasticd.runtime.profiling.clocks import CpuClock
 from elasticd.runtime.profiling.loading import batch_of
 from elasticd.runtime.profiling.measure import measure
 from elasticd.store.memory import MemoryStore
@@ -30,7 +30,7 @@ def test_the_first_plan_of_a_job_counts_with_what_was_measured() -> None:
     with torch.device("meta"):
         model = Decoder(CONFIG).describe()
     request = Request(target="-", widths=(1,), tokens=(8, 1024), sample_tokens=8, repeats=3, threads=1)
-    made = measure(model, request, CpuClock(), batch_of(torch, "", model), None, lambda part: None)
+    made = measure(model, request, CPU, batch_of(torch, "", model), None, lambda part: None)
     text = msgspec.json.encode({"model": entry_of(measured_profile(made).profile)})
     expected = given_profile(text, model.spec, sample_tokens(Text()), MICRO)
     with Cluster({"a": 1, "b": 1}) as cluster:

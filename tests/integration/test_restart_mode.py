@@ -20,7 +20,7 @@ from tests.torchruns import end
 SCRIPTS = DDP, FSDP2 = EXAMPLES / "ddp.py", EXAMPLES / "fsdp2.py"
 WATCHED = Path(__file__).with_name("watched.py")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.full  # the test of a job that is run again under its name does the same, twice

@@ -16,7 +16,7 @@ from tests.etcds import SharedEtcd
 from tests.integration import train
 from tests.integration.fleet import Fleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 FOREVER = 1_000_000
 NODES = ("a", "b", "c")

@@ -36,7 +36,7 @@ def with_carriers(cluster: Cluster) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(800)
+@pytest.mark.timeout(1200)
 def test_state_policies_switch_in_place_and_training_stays_that_of_one_process() -> None:
     with Cluster({"a": 3, "b": 2}, plans=PLANS, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT, job={"parallelism": {"zero": 1, "replicas": 2}})

@@ -24,6 +24,7 @@ from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.data.loader import pad
 from elasticd.runtime.switch import move as moves
 from elasticd.runtime.switch.switcher import Switcher
+from tests.accelerators import vgpu
 
 CONFIG = DecoderConfig(vocabulary=40, width=32, layers=3, heads=8, kv_heads=2, hidden=44, dtype=torch.float64)
 #: Samples of a step and of a micro-batch.
@@ -183,6 +184,8 @@ def arguments(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     options = json.loads(os.environ["OPTIONS"])
+    if "vgpu" in options:
+        vgpu.load()
     out = Path(options["out"])
     body = options["fail"] if options.get("fail", ("", 0, ""))[0] == "body" else None
     if "die_at" in options:
@@ -215,9 +218,11 @@ def main() -> None:
                 raise ValueError("the body of the loop is bad")
             if body is not None and body[1] in step.samples:
                 raise ValueError(f"sample {body[1]} is bad, at {hex(id(step))}")
-    weights = {name: (box.start, box.stop, value) for name, (box, value) in job.parameters().items()}
+    weights = {name: (box.start, box.stop, value.cpu()) for name, (box, value) in job.parameters().items()}
     if weights:
         torch.save(weights, out / f"weights-{job.device.replace('/', ':')}")
+    if "vgpu" in options:
+        assert not (noted := vgpu.settled_errors()), noted
 
 
 class Plain:

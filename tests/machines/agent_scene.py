@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from elasticd_planner.spec.cluster import Device
 from elasticd_planner.spec.measurement import Measurement
@@ -64,7 +66,7 @@ def aborted(open_: Proposal, epoch: int = 5) -> Proposal:
     return msgspec.structs.replace(open_, status="aborted", reason="why", epoch=epoch)
 
 
-def hello(rank: int, client: str | None = None, job: str = JOB, **changes: int | str) -> Opened:
+def hello(rank: int, client: str | None = None, job: str = JOB, **changes: Any) -> Opened:
     body = Hello(job=job, local_rank=rank, world_size=2, pid=changes.pop("claims", 100 + rank), spec=SPEC)
     body = msgspec.structs.replace(body, **changes)
     return Opened(client=client or f"w{rank}", body=body, pid=100 + rank, incarnation=f"i{client or rank}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from elasticd_planner.value import Invalid
 
 from elasticd.codec.message import WIRE_VERSION
 from elasticd.machines.agent import machine
@@ -48,6 +49,7 @@ from elasticd.wire.worker import (
     StoreAnswer,
     StoreCall,
     Welcome,
+    WorkerDevice,
 )
 from tests.machines.agent_scene import (
     JOB,
@@ -93,6 +95,38 @@ def test_client_that_cannot_be_served_is_told_why(event: Opened, reason: str) ->
     assert isinstance(dismissed, Dismiss)
     assert reason in dismissed.reason
     assert not state.clients
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "refused"),
+    [
+        (("GPU-a", False), ("GPU-a", False), True),
+        (("GPU-a", True), ("GPU-a", False), True),
+        (("GPU-a", False), ("GPU-a", True), True),
+        (("GPU-a", True), ("GPU-a", True), False),
+        (("GPU-a", False), ("GPU-b", False), False),
+        (("", False), ("", False), False),
+    ],
+)
+def test_two_workers_compute_on_one_gpu_only_if_both_were_asked_to(
+    one: tuple[str, bool], other: tuple[str, bool], refused: bool
+) -> None:
+    def on(rank: int, identity: str, shared: bool) -> Opened:
+        return hello(
+            rank,
+            computes_on=WorkerDevice(name="cuda:0", model="H100", identity=identity, shared=shared),
+        )
+
+    _, effects = run(on(0, *one), on(1, *other))
+    reasons = [effect.reason for effect in effects if isinstance(effect, Dismiss)]
+    assert bool(reasons) == refused
+    assert all("process 101 computes on cuda:0 (H100), as process 100 does" in reason for reason in reasons)
+
+
+def test_the_device_of_a_worker_is_named_in_a_few_words() -> None:
+    for words in ("x" * 201, "two\nlines", "\x1b[2J"):
+        with pytest.raises(Invalid, match="at most 200 printable characters"):
+            WorkerDevice(name=words)
 
 
 def test_device_belongs_to_one_worker_until_its_process_ends() -> None:

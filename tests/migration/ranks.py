@@ -166,7 +166,7 @@ def assert_same_bits(found: LocalState, expected: LocalState) -> None:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    raw = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
+    raw = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*raw)
 
 

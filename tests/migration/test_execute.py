@@ -65,7 +65,7 @@ def installed(state: LocalState, layouts: Layouts, device: str) -> Training:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @settings(max_examples=sizes.number(full=300, quick=20))
 @given(plans(1), plans(2), st.sampled_from([2_000, 20_000, 1 << 26]))
 def test_a_move_equals_the_reference_and_sends_exactly_what_is_lacking(

@@ -240,3 +240,25 @@ def test_merging_unlike_states_names_both_holders() -> None:
         merge([stepped_once, other], ["a/0", "b/0"])
     with pytest.raises(Disagreement, match="scheduler: a/0 has 1, b/0 has 2"):
         merge([Schema(extras={"scheduler": "1"}), Schema(extras={"scheduler": "2"})], ["a/0", "b/0"])
+
+
+def test_a_state_is_collected_while_the_optimizer_puts_other_numbers_there() -> None:
+    """The preparing thread collects beside training."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+    class Stepping(dict[str, object]):
+        """Another number at each look."""
+
+        def values(self) -> Any:
+            self["step"] = torch.tensor(float(len(self)))
+            return super().values()
+
+        def items(self) -> Any:
+            self["step"] = torch.tensor(float(len(self)))
+            return super().items()
+
+    optimizer.state[parameter] = Stepping(step=torch.tensor(1.0), moment=torch.zeros(3))
+    box = Box.whole((3,))
+    state = collect({"w": [(box, parameter)]}, [Owned("w", box, parameter)], optimizer)
+    assert state.schema().tensors["state"]["w"].scalars[0].name == "step"

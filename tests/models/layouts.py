@@ -105,7 +105,7 @@ def under(training: Training, plan: Plan, *, threads: bool = True) -> Run:
         engine = Engine(recipe, layouts, plan_groups, unpaced)
         engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
         losses = [engine.step(i, lambda: 0, lambda: 0).outcome.vote.loss for i in range(training.steps)]
-        return losses, {name: (box, p.detach()) for name, (box, p) in engine.local.parameters.items()}
+        return losses, {name: (box, p.detach().cpu()) for name, (box, p) in engine.local.parameters.items()}
 
     if threads:
         results = run_threads(plan.members, worker)

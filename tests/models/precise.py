@@ -107,7 +107,7 @@ def whole_planes(layouts: Layouts, states: Mapping[str, LocalState], plane: str)
             for shard in tensor.shards if item.role != "buffer" else ():
                 if plane not in shard.planes:
                     continue
-                value, shape = shard.planes[plane], layouts.layout(item).shape
+                value, shape = shard.planes[plane].cpu(), layouts.layout(item).shape
                 whole = found.setdefault(item.name, torch.full(shape, torch.nan, dtype=value.dtype))
                 held = whole[shard.box.slices(Box.whole(shape))]
                 assert torch.equal(held[~held.isnan()], value[~held.isnan()]), f"holders of {item} differ"

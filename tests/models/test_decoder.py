@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from elasticd_planner.spec.box import Box
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
+from elasticd.models.decoder import rotate
 from tests.models.layouts import SEED, Training, alone, furthest, layouts_of, under
 from tests.models.texts import Text
 
@@ -26,3 +28,22 @@ def test_trains_like_one_process(name: str) -> None:
     expected, found = alone(training, whole), under(training, PLANS[name])
     assert found[0] == pytest.approx(expected[0], abs=1e-12)
     assert furthest(found, expected, names) < (1e-12, "")
+
+
+def test_positions_are_right_after_a_forward_pass_of_tensors_that_stand_for_others() -> None:
+    x = torch.randn(2, 4, 9, 8)
+    with FakeTensorMode():
+        rotate(torch.empty(2, 4, 9, 8), 10000.0)
+    torch.export.export(Rotated(), (x,), strict=False)
+    angles = torch.outer(torch.arange(9.0, dtype=torch.float64), 10000.0 ** (-torch.arange(4) / 4))
+    turned = torch.view_as_complex(torch.stack(x.double().chunk(2, -1), -1)) * torch.polar(
+        torch.ones(9, 4).double(), angles
+    )
+    torch.testing.assert_close(
+        rotate(x, 10000.0).double(), torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-5
+    )
+
+
+class Rotated(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rotate(x, 10000.0)

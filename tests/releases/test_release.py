@@ -20,6 +20,7 @@ from elasticd.machines.agent import machine
 from elasticd.machines.agent.state import AgentState, AgentTell, LinkUp
 from elasticd.rendezvous.agent_requests import Asking
 from elasticd.rendezvous.live_mode import Handler, RendezvousOver
+from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.api import hello as first_message
 from elasticd.runtime.api import watch
 from elasticd.version import __version__
@@ -55,7 +56,7 @@ def test_every_hello_says_the_release(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(unix_socket.TORCHRUN_VARIABLE, "t")
     monkeypatch.setenv(unix_socket.ROUND_VARIABLE, "0,1,1")
-    assert first_message.hello(spec("j"), None).release == __version__
+    assert first_message.hello(spec("j"), None, CPU).release == __version__
     place = watch._place()
     assert place is not None
     assert place.release == __version__

@@ -68,7 +68,7 @@ def worker(device: str, store: Any, old: Plan, new: Plan) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_training_goes_on_as_in_one_process_and_the_old_state_is_given_up() -> None:
     old, new = OLD, NEW.replace(number=3, state=StatePolicy(zero=1, replicas=2))
     names = tuple(dict.fromkeys((*old.members, *new.members)))

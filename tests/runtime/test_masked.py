@@ -71,4 +71,28 @@ def test_micro_batches_without_targets_train_like_one_process() -> None:
         assert made == pytest.approx(losses, abs=1e-10)
         for name, (box, value) in parameters.items():
             expected = weights[name][box.slices(Box.whole(weights[name].shape))]
-            assert float((value.detach() - expected).abs().max()) < 1e-10, name
+            assert float((value.detach().cpu() - expected).abs().max()) < 1e-10, name
+
+
+def weighted(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Its count is a sum of weights, below one."""
+    total, count = next_token_loss(output, batch)
+    return 0.01 * total, torch.tensor(0.01 * float(count))
+
+
+def test_a_count_may_be_a_fraction() -> None:
+    def member(loss: Any) -> Any:
+        def trained(plan_groups: MemoryPlanGroups) -> list[Any]:
+            recipe = replace(make_recipe(), loss=loss)
+            layouts = Layouts(recipe.model.spec, TWO_STAGES)
+            engine = Engine(recipe, layouts, plan_groups, unpaced)  # type: ignore[arg-type]
+            engine.adopt(first_state(recipe.model, layouts, plan_groups.me, SEED))
+            return [engine.step(step, lambda: 0, lambda: 0).outcome.vote.loss for step in range(STEPS)]
+
+        return trained
+
+    for losses in zip(
+        *(run_threads(TWO_STAGES.members, member(loss)).values() for loss in (weighted, next_token_loss)),
+        strict=True,
+    ):
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)

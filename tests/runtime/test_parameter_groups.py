@@ -106,7 +106,7 @@ def test_groups_settings_and_the_average_survive_a_switch(zero: int) -> None:
             found["losses"].append(engine.step(step, lambda: 0).outcome.vote.loss)
         for name, box, parameter in engine.zero.owned:
             if not box.empty:
-                found["kept"][name, box] = engine.optimizer.state[parameter][AVERAGE]
+                found["kept"][name, box] = engine.optimizer.state[parameter][AVERAGE].cpu()
         return found
 
     results = run_threads(members, worker)

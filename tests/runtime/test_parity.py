@@ -14,6 +14,7 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads
 from elasticd.runtime.comm.in_memory import unpaced as unpaced
@@ -89,7 +90,7 @@ PLANS = {
 }
 
 
-def make_recipe() -> Recipe:
+def make_recipe(accelerator: Accelerator = CPU) -> Recipe:
     with torch.device("meta"):
         model = Decoder(CONFIG).describe()
     return Recipe(
@@ -100,6 +101,7 @@ def make_recipe() -> Recipe:
         global_batch=BATCH,
         seed=SEED,
         clip=CLIP,
+        accelerator=accelerator,
     )
 
 
@@ -108,12 +110,12 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     return trained(device, plan, PlanGroups("plan/1", device, "127.0.0.1", store))
 
 
-def trained(device: str, plan: Plan, plan_groups: PlanGroups) -> dict[str, Any]:
+def trained(device: str, plan: Plan, plan_groups: PlanGroups, accelerator: Accelerator = CPU) -> dict[str, Any]:
     """What one member has after training under this plan."""
-    recipe = make_recipe()
+    recipe = make_recipe(accelerator)
     layouts = Layouts(recipe.model.spec, plan)
     engine = Engine(recipe, layouts, plan_groups, unpaced)
-    engine.adopt(first_state(recipe.model, layouts, device, SEED))
+    engine.adopt(first_state(recipe.model, layouts, device, SEED, accelerator=accelerator))
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
     assert engine.runner is not None
     place = plan.places[device]
@@ -122,7 +124,8 @@ def trained(device: str, plan: Plan, plan_groups: PlanGroups) -> dict[str, Any]:
         "losses": [d.outcome.vote.loss for d in done],
         "norms": [d.outcome.vote.norm for d in done],
         "weights": {
-            n: (box.start, box.stop, p.detach().numpy()) for n, (box, p) in engine.local.parameters.items()
+            n: (box.start, box.stop, p.detach().cpu().numpy())
+            for n, (box, p) in engine.local.parameters.items()
         },
         "alive": engine.runner.most_alive,
         "promised": most_alive(
@@ -182,8 +185,12 @@ def check(plan: Plan, results: Mapping[str, dict[str, Any]]) -> None:
         assert result["losses"] == pytest.approx(losses, abs=1e-10)
         assert result["norms"] == pytest.approx(norms, abs=1e-9)
         assert result["alive"] == result["promised"], f"{device}: live activations as 1F1B promises"
-        for parameter, (start, stop, value) in result["weights"].items():
-            box = Box(start=start, stop=stop)
-            expected = weights[parameter][box.slices(Box.whole(weights[parameter].shape))]
-            worst = float((torch.from_numpy(value) - expected).abs().max())
-            assert worst < 1e-10, f"{device} {parameter}: {worst}"
+        for held in result["weights"].items():
+            assert apart(weights, held) < 1e-10, f"{device} {held[0]}: {apart(weights, held)}"
+
+
+def apart(weights: Mapping[str, torch.Tensor], held: tuple[str, tuple[Any, Any, Any]]) -> float:
+    """The largest difference of a box of a parameter from that of one process."""
+    name, (start, stop, value) = held
+    expected = weights[name][Box(start=start, stop=stop).slices(Box.whole(weights[name].shape))]
+    return float((torch.from_numpy(value) - expected).abs().max())

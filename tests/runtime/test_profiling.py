@@ -13,15 +13,14 @@ from elasticd_planner.value import Invalid
 from torch import Tensor, nn
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
+from elasticd.runtime.accelerator import CPU, NoDevice, placed
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.profiling.clocks import CpuClock, NoDevice, clock_of
 from elasticd.runtime.profiling.loading import CannotLoad, batch_of, load, loss_of
 from elasticd.runtime.profiling.measure import measure
 from elasticd.runtime.profiling.parts import ProfiledPart, Values, both_passes, part_of, whole_model
 from elasticd.wire.profiler import Request
 
 CONFIG = DecoderConfig(vocabulary=32, width=32, layers=3, heads=4, kv_heads=2, hidden=48)
-CPU = torch.device("cpu")
 
 
 def decoder() -> Model:
@@ -55,7 +54,7 @@ def test_a_part_holds_the_first_members_slices_with_their_first_values() -> None
 def test_a_part_passes_alone_in_the_shapes_of_the_whole(section: str, shares: tuple[int, ...]) -> None:
     held, batch = part(section, shares, loss=section == "head"), ids()
     entering = batch if section == "embed" else torch.randn(2, 16, 32)
-    passes = held.passes(entering, batch, CpuClock())
+    passes = held.passes(entering, batch, CPU)
     assert passes.forward > 0
     assert passes.backward > 0
     assert all(parameter.grad is not None for parameter in held.module.parameters())
@@ -90,7 +89,7 @@ def test_recomputation_gives_the_same_gradients() -> None:
     for recompute in (False, True):
         held.module.zero_grad()
         torch.manual_seed(0)  # the gradient that is given
-        held.passes(x, None, CpuClock(), recompute=recompute)
+        held.passes(x, None, CPU, recompute=recompute)
         grads.append([parameter.grad.clone() for parameter in held.module.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
@@ -129,7 +128,7 @@ def request(**changes: object) -> Request:
 def test_everything_is_measured_and_fitted() -> None:
     model = decoder()
     parts: list[float] = []
-    made = measure(model, request(), CpuClock(), batch_of_ids, next_token_loss, parts.append)
+    made = measure(model, request(), CPU, batch_of_ids, next_token_loss, parts.append)
     points = {(t.section, t.width, t.tokens) for t in made.timings}
     expected = {(s, w, t) for s in ("embed", "block", "head") for w in (1, 2) for t in (32, 256, 2048)}
     assert points == expected
@@ -152,7 +151,7 @@ def batch_of_ids(samples: int, tokens: int) -> dict[str, Tensor]:
 
 def test_more_members_than_units_are_refused() -> None:
     with pytest.raises(Invalid, match="width 5 is more than the 4 units"):
-        measure(decoder(), request(widths=(5,)), CpuClock(), batch_of_ids, None, lambda part: None)
+        measure(decoder(), request(widths=(5,)), CPU, batch_of_ids, None, lambda part: None)
 
 
 def test_tokens_that_are_no_whole_samples_are_refused() -> None:
@@ -161,11 +160,8 @@ def test_tokens_that_are_no_whole_samples_are_refused() -> None:
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(NoDevice, match="neither cpu nor cuda"):
-        clock_of("tpu")
-    if not torch.cuda.is_available():
-        with pytest.raises(NoDevice, match="finds no CUDA device"):
-            clock_of("cuda")
+    with pytest.raises(NoDevice, match="device 'tpu'"):
+        placed("tpu", {})
 
 
 USER = """

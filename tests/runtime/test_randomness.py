@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.model.rng import Drawing, Dropout, kept
 
 
@@ -19,14 +20,14 @@ from elasticd.runtime.model.rng import Drawing, Dropout, kept
 def test_a_slice_of_a_mask_is_the_mask_of_the_slice(
     key: int, start: tuple[int, int], size: tuple[int, int]
 ) -> None:
-    whole = kept([key], (14, 14), (0, 0), 0.5, "cpu")
-    part = kept([key], size, start, 0.5, "cpu")
+    whole = kept([key], (14, 14), (0, 0), 0.5, CPU.device)
+    part = kept([key], size, start, 0.5, CPU.device)
     assert torch.equal(part, whole[:, start[0] : start[0] + size[0], start[1] : start[1] + size[1]])
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_as_many_are_dropped_as_asked_for_and_neighbours_are_independent(p: float) -> None:
-    mask = kept(range(64), (64, 64), (0, 0), p, "cpu").double()
+    mask = kept(range(64), (64, 64), (0, 0), p, CPU.device).double()
     assert float(mask.mean()) == pytest.approx(1 - p, abs=0.004)
     centred = mask - mask.mean()
     for dim in range(3):

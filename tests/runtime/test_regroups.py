@@ -198,7 +198,7 @@ def regroup(name: str, store: Any, course: Course) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     "course", sizes.beside([(SHORT,)], [(SHORT,), (LONG,)]), ids=lambda course: str(course[0])
 )

@@ -37,7 +37,7 @@ from tests.runtime.test_parity import (
 STEPS = sizes.number(full=4, quick=3)
 
 #: Several trainings follow each other in the same processes.
-pytestmark = pytest.mark.timeout(450)
+pytestmark = pytest.mark.timeout(900)
 
 POLICIES = {
     "zero 1, r = 1": StatePolicy(zero=1, replicas=1),
@@ -130,7 +130,11 @@ def train(device: str, plan_groups: PlanGroups, plan: Plan, frozen: bool) -> dic
         "norms": [d.outcome.vote.norm for d in done],
         "held": {
             (item.name, item.role): [
-                (shard.box.start, shard.box.stop, {k: p.detach().numpy() for k, p in shard.planes.items()})
+                (
+                    shard.box.start,
+                    shard.box.stop,
+                    {k: p.detach().cpu().numpy() for k, p in shard.planes.items()},
+                )
                 for shard in tensor.shards
             ]
             for item, tensor in state.tensors.items()

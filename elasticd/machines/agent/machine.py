@@ -116,6 +116,7 @@ from elasticd.wire.worker import (
     StoreCall,
     ToWorker,
     Welcome,
+    WorkerDevice,
 )
 
 #: Reports kept while the link is away; the oldest go first.
@@ -257,6 +258,23 @@ def refusal(state: AgentState, event: Opened) -> str:
             f"device {other.device} is driven by process {other.opening.pid} of job {other.job!r}: a device "
             "belongs to one job at a time; end that job first, or use another node"
         )
+    return _shares(state, body, body.computes_on) if body.computes_on is not None else ""
+
+
+def _shares(state: AgentState, body: Hello, on: WorkerDevice) -> str:
+    """Why this worker must not compute on a device that another one computes on; empty where both may."""
+    for client in state.clients.values():
+        other = client.opening
+        if not isinstance(other, Hello) or other.computes_on is None:
+            continue
+        if other.pid == body.pid or other.local_rank == body.local_rank:
+            continue  # it is the same worker, or the one before it
+        if on.identity == other.computes_on.identity != "" and not (on.shared and other.computes_on.shared):
+            return (
+                f"process {body.pid} computes on {on.text}, as process {other.pid} does: start the job with "
+                "'elasticd run', which gives each worker a device of its own, or name the device in "
+                "ELASTICD_DEVICE, as cuda:0, to have workers share it"
+            )
     return ""
 
 

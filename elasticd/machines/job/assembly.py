@@ -290,7 +290,16 @@ def _said_again(turn: Turn, node: str, up: FromClient, body: Hello) -> bool:
     known = turn.job.worker(up.device, up.incarnation)
     if known is None:
         return False
-    turn.worker(known, node=node, client=up.client, pid=body.pid, orphan=False, frozen="", halted=None)
+    turn.worker(
+        known,
+        node=node,
+        client=up.client,
+        pid=body.pid,
+        orphan=False,
+        frozen="",
+        halted=None,
+        computes_on=body.computes_on,
+    )
     return True
 
 
@@ -305,6 +314,7 @@ def _new_worker(turn: Turn, node: str, up: FromClient, body: Hello) -> Worker:
         probe_by=turn.now + turn.settings.probe_seconds if body.probes else None,
         rehearses=body.rehearses,
         closes=body.closes,
+        computes_on=body.computes_on,
     )
 
 

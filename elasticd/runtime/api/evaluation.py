@@ -19,6 +19,7 @@ from elasticd_planner.spec.batch import BatchLengths, MicroBatch, batch_plan
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
+from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.ema import averaged
 from elasticd.runtime.data.loader import Batch, Collate, Loader, length_of
 from elasticd.runtime.data.prefetch import Dataset, SampleError, SampleReader
@@ -106,18 +107,30 @@ class Evaluation:
 
 
 class _Sums:
-    """Takes the place of the loss in forward passes, and adds up the loss and all measures."""
+    """Takes the place of the loss in forward passes, and keeps what the loss and all measures give."""
 
     def __init__(self, measures: Mapping[str, Loss]) -> None:
         self._measures = measures
-        self.values = torch.zeros(len(measures), 2, dtype=torch.float64)
+        self._given: list[Tensor | float] = []
 
     def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, int]:
-        for row, measure in enumerate(self._measures.values()):
+        for measure in self._measures.values():
             total, count = measure(output, batch)
-            self.values[row, 0] += float(total)
-            self.values[row, 1] += float(count)
+            self._given += (_now(total), _now(count))
         return torch.zeros(()), 0
+
+    def values(self, accelerator: Accelerator) -> Tensor:
+        """The sum and count of each measure: [measures, 2], in double precision, on the host."""
+        numbers = torch.tensor(accelerator.read(*self._given), dtype=torch.float64)
+        rows = len(self._measures)
+        return numbers.view(len(numbers) // (2 * rows), rows, 2).sum(0)
+
+
+def _now(number: Tensor | float) -> Tensor | float:
+    """What a measure gave, as it is now: it may give the same tensor again, changed."""
+    if isinstance(number, Tensor) and number.device.type != "cpu":
+        return number.detach().double().reshape(()).clone()
+    return float(number)
 
 
 def evaluate(
@@ -205,10 +218,11 @@ def _round(
             loader.prepare([index for micro in mine for index in micro])
         passed = engine.runner.forward(mine, loader, sums)
         seen, failure = passed.samples, passed.failure
-        if place.position:  # all members of a TP group have the same output: only the first counts it
-            sums.values.zero_()
+    values = sums.values(engine.accelerator)
+    if engine.runner is not None and place.position:
+        values.zero_()  # all members of a TP group have the same output: only the first counts it
     head = torch.frombuffer(bytearray(_HEAD.pack(seen, failure.index + 1 if failure else 0)), dtype=torch.uint8)
-    record = torch.cat([head, sums.values.reshape(-1).view(torch.uint8)])
+    record = torch.cat([head, values.reshape(-1).view(torch.uint8)])
     records = engine.everyone.all_gather(record)
     engine.everyone.received()
     heads = [_HEAD.unpack(each[: _HEAD.size].numpy().tobytes()) for each in records]

@@ -9,13 +9,14 @@ from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.value import Invalid
 
 from elasticd.records import JobSpec
+from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.checkpoint.loader import offered
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.optimizer_check import refuse_others
 from elasticd.version import __version__
 from elasticd.wire.unix_socket import SLOT_VARIABLE
-from elasticd.wire.worker import Hello
+from elasticd.wire.worker import MOST_NAME, Hello, WorkerDevice
 
 
 def check_optimizer(recipe: Recipe) -> None:
@@ -71,12 +72,13 @@ def _profile(recipe: Recipe) -> ModelProfile | None:
         raise ValueError(f"profile {path}: {error}") from None
 
 
-def hello(spec: JobSpec, folder: Path | None) -> Hello:
+def hello(spec: JobSpec, folder: Path | None, accelerator: Accelerator) -> Hello:
     """This worker's first message.
 
     Args:
         spec: the record of its job.
         folder: where the job keeps checkpoints; None: it keeps none.
+        accelerator: what it computes on.
 
     Raises:
         ValueError: torchrun did not start this process.
@@ -93,6 +95,12 @@ def hello(spec: JobSpec, folder: Path | None) -> Hello:
         rehearses=True,
         closes=True,
         release=__version__,
+        computes_on=WorkerDevice(
+            name=str(accelerator.device),
+            model=accelerator.name[:MOST_NAME],
+            identity=accelerator.identity,
+            shared=accelerator.shared,
+        ),
     )
 
 

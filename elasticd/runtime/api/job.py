@@ -8,10 +8,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, Unpack
 
+import torch
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
+from elasticd.runtime.accelerator import Accelerator, placed
 from elasticd.runtime.api import full_state_dict
 from elasticd.runtime.api.between_steps import BetweenSteps, Run
 from elasticd.runtime.api.deprecated import DEFAULTS, OldKeywords, OptionGroups, with_old_keywords
@@ -141,6 +143,8 @@ class Job(RankInfo):
                 data=data, parallelism=parallelism, checkpointing=checkpointing, evaluation=evaluation
             )
             groups = with_old_keywords(groups, old)
+            accelerator = self._accelerator_of(groups.parallelism.device)
+            accelerator.use()
             self._recipe = Recipe(
                 model=model,
                 loss=loss,
@@ -157,6 +161,7 @@ class Job(RankInfo):
                 snapshots=Snapshots(
                     job=os.environ.get(_NAME, ""), fetch=lambda held: self._control.fetch(held)
                 ),
+                accelerator=accelerator,
             )
             check_optimizer(self._recipe)
             self._held_out = groups.evaluation.sets
@@ -172,14 +177,27 @@ class Job(RankInfo):
         if remedy := parent_death.without_restarts(os.environ):
             log.warning(remedy)
         spec, options = job_spec(self._recipe, name), self._recipe.checkpointing
-        self._control = Control(default_path(), hello(spec, options.path))
+        self._control = Control(default_path(), hello(spec, options.path, self._recipe.accelerator))
         control, saves, snaps = self._control, options.path is not None, options.snapshot_every
-        self._saver = Saver(options, spec, self.device, control.send, lambda: control.lost) if saves else None
-        self._snapper = (
-            Snapper(snaps, name, lambda: control.welcome, lambda message, fd: control.send(message, fd=fd))
-            if snaps is not None
-            else None
-        )
+        accelerator = self._recipe.accelerator
+        self._saver = self._snapper = None
+        if saves:
+            self._saver = Saver(
+                options,
+                spec,
+                self.device,
+                control.send,
+                lambda: control.lost,
+                accelerator=accelerator,
+            )
+        if snaps is not None:
+            self._snapper = Snapper(
+                snaps,
+                name,
+                lambda: control.welcome,
+                lambda message, fd: control.send(message, fd=fd),
+                accelerator,
+            )
 
     def _start(self, grace: float) -> None:
         """Makes the loop and all that serves the agent's messages, and begins to receive them."""
@@ -202,12 +220,15 @@ class Job(RankInfo):
             saver=self._saver,
             snapper=self._snapper,
         )
-        self._prober = Prober(self._idle, pacer.product, self._control.send)
+        self._prober = Prober(self._idle, pacer.product, self._control.send, recipe.accelerator)
         device, address = self._control.welcome.device, self._control.welcome.address
         make_groups = plan_groups_of(device, address, AgentKeyValue(self._control))
-        self._rehearser = Rehearser(device, make_groups, self._idle, pacer.product, self._control.send)
+        self._rehearser = Rehearser(
+            device, make_groups, self._idle, pacer.product, self._control.send, recipe.accelerator
+        )
         logs.for_worker(self._about)
         self._control.start(self._hear)
+        log.info("%s computes on %s, over gloo", self.device, recipe.accelerator.text)
         self._show()
         self._failed = False
         self._uncaught = Uncaught(self._fail_later)
@@ -215,6 +236,14 @@ class Job(RankInfo):
         self._grace = grace
         self._notice = PreemptionNotice(grace, self._drain)
         self._notice.install()
+
+    def _accelerator_of(self, asked: str | None) -> Accelerator:
+        return placed(asked, os.environ)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """What this worker computes on, as "cuda:0" or "cpu". (`device` is its name in the cluster.)"""
+        return self._recipe.accelerator.device
 
     def _idle(self) -> bool:
         return self._switcher.engine is None
@@ -338,7 +367,7 @@ class Job(RankInfo):
             raise RuntimeError("a Job's steps are taken once: ask for all of them in one call of steps()")
         self._taken = True
         self._uncaught.install()
-        warm(self._recipe.model)
+        warm(self._recipe.model, self._recipe.accelerator)
         try:
             try:
                 yield from self._with_callbacks(self._loop.run(total))

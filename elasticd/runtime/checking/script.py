@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.api.job import Job
 from elasticd.runtime.data.stream import Stream, first_samples
 from elasticd.runtime.engine.recipe import Recipe
@@ -45,7 +46,9 @@ def recipe_of(script: str, arguments: Sequence[str]) -> Recipe:
     def give(job: Job) -> None:
         raise _Given(job._recipe)
 
-    connect, path, argv = Job._connect, list(sys.path), sys.argv
+    connect, chosen, path, argv = Job._connect, Job._accelerator_of, list(sys.path), sys.argv
+    # On the CPU, whatever there is: the ranks are threads here, and of one device one thread passes backward.
+    Job._accelerator_of = lambda self, asked: CPU  # type: ignore[method-assign]
     Job._connect = give  # type: ignore[assignment,method-assign]
     sys.argv, sys.path[0:0] = [script, *arguments], [str(Path(script).parent.resolve())]
     try:
@@ -66,5 +69,6 @@ def recipe_of(script: str, arguments: Sequence[str]) -> Recipe:
             f"({place.filename}, line {place.lineno})"
         ) from error
     finally:
-        Job._connect, sys.argv, sys.path[:] = connect, argv, path  # type: ignore[method-assign]
+        Job._connect, Job._accelerator_of = connect, chosen  # type: ignore[method-assign]
+        sys.argv, sys.path[:] = argv, path
     raise CannotCheck(f"{script} ended without making an elasticd.Job")

@@ -30,6 +30,7 @@ from elasticd.checkpoints.manifest import (
 )
 from elasticd.checkpoints.reader import CheckpointReader, Wanted
 from elasticd.records import JobSpec
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.groups import Group
 
 log = logging.getLogger(__name__)
@@ -101,13 +102,15 @@ def start_from(
     names: Iterable[str],
     types: Types,
     group: Group,
+    accelerator: Accelerator = CPU,
 ) -> Loaded:
     """The first of the named checkpoints that all members of `group` can read; each calls this, and gets what
-    it is to hold under the layouts of `types`. Raises `NoCheckpoint` on all alike, or what the group raises.
+    it is to hold under the layouts of `types`, on its accelerator. Raises `NoCheckpoint` on all alike, or what
+    the group raises.
     """
     told: list[str] = []
     for name in names:
-        loaded, why = _tried(folder, name, types.layouts.held(group.me), types)
+        loaded, why = _tried(folder, name, types.layouts.held(group.me), types, accelerator)
         oks = group.all_gather(torch.tensor([int(loaded is not None)]))
         if loaded is not None and all(int(ok) for ok in oks):
             if group.rank == 0:
@@ -130,13 +133,13 @@ def clear(folder: Path) -> None:
 
 
 def _tried(
-    folder: Path, name: str, held: Mapping[Item, Sequence[Box]], types: Types
+    folder: Path, name: str, held: Mapping[Item, Sequence[Box]], types: Types, accelerator: Accelerator
 ) -> tuple[Loaded | None, str]:
     found = folders.look(folder / name)
     if found.damage or found.manifest is None:
         return None, found.damage
     try:
-        state = load(found.path, found.manifest, held, types)
+        state = load(found.path, found.manifest, held, types, accelerator.device)
     except (Damaged, OSError, ValueError) as error:
         return None, str(error)
     return Loaded(name=name, step=found.manifest.origin.step, state=state), ""
@@ -156,16 +159,17 @@ def load(
     manifest: Manifest,
     held: Mapping[Item, Sequence[Box]],
     types: Types | None = None,
+    place: torch.device = CPU.device,
 ) -> LocalState:
-    """The boxes that one rank is to hold, on the host, in the types of its job (None: as they were saved).
-    State that no step had made when it was written is left out.
+    """The boxes that one rank is to hold, on the device `place`, in the types of its job (None: as they were
+    saved). State that no step had made when it was written is left out.
 
     Raises `Damaged`, which names the file.
     """
-    reader, cpu = CheckpointReader(path, manifest), torch.device("cpu")
+    reader = CheckpointReader(path, manifest)
     wanted: list[Wanted] = []
     tensors: dict[Item, LocalTensor] = {}
-    rounded: list[tuple[dict[str, torch.Tensor], _Source]] = []
+    read: list[tuple[dict[str, torch.Tensor], _Source]] = []
     for item, boxes in held.items():
         sources = _sources(manifest, item, types)
         entry = _entry(manifest, item) if item.role == "state" else reader.entry(item)
@@ -176,19 +180,18 @@ def load(
             planes: dict[str, torch.Tensor] = {}
             for source in sources:
                 planes[source.name] = torch.empty(box.shape, dtype=torch_dtype(source.plane.dtype))
-                if source.dtype != planes[source.name].dtype:
-                    rounded.append((planes, source))
+                read.append((planes, source))
                 if not box.empty:
                     flat = planes[source.name].reshape(-1).view(torch.uint8).numpy()
                     wanted.append(Wanted(source.item, source.plane.name, box, flat))
             shards.append((box, planes))
         tensors[item] = LocalTensor(
             shards=tuple(Shard(box=box, planes=planes) for box, planes in shards),
-            scalars={scalar.name: restore(scalar, cpu) for scalar in entry.scalars} if entry else {},
+            scalars={scalar.name: restore(scalar, place) for scalar in entry.scalars} if entry else {},
         )
     reader.read(wanted)
-    for planes, source in rounded:
-        planes[source.name] = planes[source.name].to(source.dtype)
+    for planes, source in read:
+        planes[source.name] = planes[source.name].to(place).to(source.dtype)
     return LocalState(tensors=tensors, groups=manifest.groups, extras=manifest.extras)
 
 

@@ -25,6 +25,7 @@ from elasticd.codec.message import Message
 from elasticd.machines.worker import checkpointing
 from elasticd.machines.worker.checkpointing import Status
 from elasticd.records import JobSpec
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.staging import Staging, pieces, shares, without_planes
 from elasticd.runtime.checkpoint.writer import Task, origin_of, path_of, write_part, write_whole
@@ -58,6 +59,7 @@ class Saver:
         tell: Callable[[Message], None],
         lost: Callable[[], bool] = lambda: False,
         disk: Disk | None = None,
+        accelerator: Accelerator = CPU,
     ) -> None:
         if options.path is None:
             raise ValueError("checkpointing: there is no folder to save to")
@@ -69,7 +71,7 @@ class Saver:
         self._published: set[str] = set()
         self._given_up: set[int] = set()
         self._task: Task | None = None
-        self._staging = Staging()
+        self._staging = Staging(accelerator)
         self._share: tuple[int, dict[Item, tuple[Box, ...]]] | None = None
         self._writer = DaemonThreads("checkpoint")
         self._ending = False

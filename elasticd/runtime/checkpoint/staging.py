@@ -13,6 +13,8 @@ from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.box import Box
 from torch import Tensor
 
+from elasticd.runtime.accelerator import CPU, Accelerator
+
 #: Bytes to which each piece begins in the buffer.
 _ALIGNED = 64
 
@@ -79,9 +81,12 @@ def places(tensors: Iterable[Tensor]) -> list[int]:
 
 
 class Staging:
-    """One buffer on the host, as large as the largest share so far, used for one checkpoint after another."""
+    """One buffer on the host, as large as the largest share so far, used for one checkpoint after another.
 
-    def __init__(self) -> None:
+    It is pinned where values come from an accelerator."""
+
+    def __init__(self, accelerator: Accelerator = CPU) -> None:
+        self._accelerator = accelerator
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._cut: list[Tensor] = []
         self._shapes: tuple[tuple[torch.dtype, torch.Size], ...] = ()
@@ -90,21 +95,18 @@ class Staging:
         """Copies; it returns when all bytes are on the host. The copies last until the next call, each in a
         storage of its own."""
         self._prepare([piece.values for piece in held])
-        for piece, to in zip(held, self._cut, strict=True):
-            to.copy_(piece.values, non_blocking=True)
-        for device in {piece.values.device for piece in held if piece.values.is_cuda}:
-            torch.cuda.synchronize(device)
+        self._accelerator.to_host(zip(self._cut, (piece.values for piece in held), strict=True))
         return [Piece(item, plane, box, to) for (item, plane, box, _), to in zip(held, self._cut, strict=True)]
 
     def _prepare(self, tensors: Sequence[Tensor]) -> None:
         shapes = tuple((tensor.dtype, tensor.shape) for tensor in tensors)
-        pin = any(tensor.is_cuda for tensor in tensors)
-        if shapes == self._shapes and (self._buffer.is_pinned() or not pin):
+        if shapes == self._shapes:
             return
         *starts, total = places(tensors)
         self._cut = []
-        if total > self._buffer.numel() or (pin and not self._buffer.is_pinned()):
+        if total > self._buffer.numel():
             self._buffer = torch.empty(0, dtype=torch.uint8)  # let the old one go first
+            pin = not self._accelerator.immediate
             self._buffer = torch.empty(total, dtype=torch.uint8, pin_memory=pin)
         raw = self._buffer.numpy().data
         for start, tensor in zip(starts, tensors, strict=True):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.groups import BootstrapKeyValue, Group, PlanGroups
 from elasticd.runtime.telemetry.device_probe import SIZE
 from elasticd.wire.worker import Rehearse, Rehearsed
@@ -25,7 +26,9 @@ PATIENCE = 2.0
 log = logging.getLogger(__name__)
 
 
-def all_reduce_seconds(group: Group, size: int, paced: Callable[[float], None]) -> float:
+def all_reduce_seconds(
+    group: Group, size: int, paced: Callable[[float], None], accelerator: Accelerator = CPU
+) -> float:
     """Seconds of one all-reduce. Every member of the group calls this, and gets the same.
 
     Args:
@@ -33,6 +36,7 @@ def all_reduce_seconds(group: Group, size: int, paced: Callable[[float], None]) 
         size: bytes of the tensor.
         paced: called after each matrix product with the time on `time.perf_counter` at which it began. On an
             emulated device it sleeps.
+        accelerator: where the tensor lies, as a step's do.
 
     Returns:
         The median over the all-reduces of the shortest time that a member saw.
@@ -41,14 +45,17 @@ def all_reduce_seconds(group: Group, size: int, paced: Callable[[float], None]) 
         PeerLost: a member is gone.
         Cancelled: the plan's groups were shut meanwhile.
     """
-    left, right = torch.ones(2, SIZE, SIZE)
-    out = torch.empty(SIZE, SIZE)
+    accelerator.use()
+    left, right = torch.ones(2, SIZE, SIZE, device=accelerator.device)
+    out = torch.empty_like(left)
     mine = torch.zeros(REPEATS, dtype=torch.float64)
     for turn in range(WARM + REPEATS):
         start = time.perf_counter()
         torch.mm(left, right, out=out)
+        accelerator.wait()
         paced(start)
-        tensor = torch.zeros(max(1, size // 4))
+        tensor = torch.zeros(max(1, size // 4), device=accelerator.device)
+        accelerator.wait()
         start = time.perf_counter()
         group.all_reduce(tensor)
         if turn >= WARM:
@@ -67,9 +74,10 @@ class Rehearser:
         idle: Callable[[], bool],
         paced: Callable[[float], None],
         send: Callable[[Rehearsed], None],
+        accelerator: Accelerator = CPU,
     ) -> None:
         self._device, self._make_groups, self._idle = device, make_groups, idle
-        self._paced, self._send = paced, send
+        self._paced, self._send, self._accelerator = paced, send, accelerator
         self._running = threading.Lock()
 
     def ask(self, order: Rehearse) -> None:
@@ -98,7 +106,7 @@ class Rehearser:
             members = order.members[:width]
             if self._device in members:
                 group = plan_groups.group(members, "tensor")
-                found[width] = all_reduce_seconds(group, order.size, self._paced)
+                found[width] = all_reduce_seconds(group, order.size, self._paced, self._accelerator)
         return found
 
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from elasticd_planner.spec.cluster import node_of
@@ -114,8 +114,23 @@ class _BootstrapStore(Store):
             self.get(key)
 
 
+class _Begun(NamedTuple):
+    """A collective or message that is under way: gloo's work, and where it goes on a device beside the host."""
+
+    work: Any
+    here: Tensor
+    there: Tensor | None = None
+
+    def land(self) -> None:
+        """What came to the host goes on to the device."""
+        if self.there is not None:
+            self.there.copy_(self.here)
+
+
 class Group:
-    """One group of a plan; ranks count within `members`. All times go to the stopwatch of its `PlanGroups`."""
+    """One group of a plan; ranks count within `members`. All times go to the stopwatch of its `PlanGroups`.
+
+    Gloo moves memory of the host: tensors of an accelerator are copied there and back."""
 
     def __init__(self, plan_groups: PlanGroups, members: tuple[str, ...], me: str, label: str) -> None:
         self.plan_groups, self.members, self.me, self.label = plan_groups, members, me, label
@@ -164,6 +179,8 @@ class Group:
         """
         if self.size == 1:
             return tensor
+        if tensor.device.type != "cpu":
+            return self.all_reduce(tensor.cpu()).to(tensor.device)
         with self.plan_groups.stopwatch.measure(self.label):
             if not self._at_once(tensor):
                 self.wait(self.backend.allreduce([tensor]))
@@ -177,7 +194,7 @@ class Group:
         return total
 
     def _at_once(self, tensor: Tensor) -> bool:
-        return tensor.nbytes <= self._limit and not tensor.is_cuda
+        return tensor.nbytes <= self._limit
 
     def _exchange(self, mine: Tensor, terms: Sequence[Tensor]) -> None:
         """Every member sends a small tensor to all others, and receives theirs into `terms`, by rank.
@@ -204,13 +221,16 @@ class Group:
 
         All members start the collectives of a group in the same order.
         """
+        here = tensor.cpu()  # the same where it lies there
         with self._told():
-            return self.backend.allreduce([tensor])
+            work = self.backend.allreduce([here])
+        return _Begun(work, here, tensor if here is not tensor else None)
 
     def finish(self, work: Any) -> None:
         """Waits for a collective that `begin_all_reduce` started. Raises as `all_reduce`."""
         with self.plan_groups.stopwatch.measure(self.label):
-            self.wait(work)
+            self.wait(work.work)
+        work.land()
 
     def all_gather(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """Every member's tensor, stacked by rank. Raises as `all_reduce`.
@@ -224,6 +244,8 @@ class Group:
         if self.size == 1:
             out[0] = tensor
             return out
+        if tensor.device.type != "cpu":
+            return out.copy_(self.all_gather(tensor.cpu()))
         with self.plan_groups.stopwatch.measure(self.label):
             if self._at_once(tensor):
                 out[self.rank] = tensor
@@ -244,9 +266,10 @@ class Group:
         Returns:
             A number for `arrived`. After `received` all messages have arrived.
         """
+        here = tensor.cpu()
         with self.plan_groups.stopwatch.measure(label), self._told():
             self._count += 1
-            self._sent[self._count] = (self.backend.send([tensor], to, tag), tensor)
+            self._sent[self._count] = (self.backend.send([here], to, tag), here)
         return self._count
 
     def post(self, tensor: Tensor, source: int, tag: int) -> Any:
@@ -257,8 +280,10 @@ class Group:
             source: the rank that sends it.
             tag: its number.
         """
+        here = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
         with self._told():
-            return self.backend.recv([tensor], source, tag)
+            work = self.backend.recv([here], source, tag)
+        return _Begun(work, here, tensor if here is not tensor else None)
 
     def take(self, work: Any, label: str = "boundary", source: int | None = None) -> None:
         """Waits until a posted message is here. Raises as `receive`.
@@ -269,7 +294,8 @@ class Group:
             source: the rank that sends it, for the report of where the main thread is.
         """
         with self.plan_groups.stopwatch.measure(label, source), self._told():
-            work.wait()
+            work.work.wait()
+        work.land()
 
     def receive(self, tensor: Tensor, source: int, tag: int, label: str = "boundary") -> Tensor:
         """Receives into a tensor that is at least as large as what comes, and waits for it.

@@ -40,8 +40,9 @@ class MemoryWorld:
 
     def give(self, members: Members, number: int, rank: int, tensor: Tensor) -> None:
         """Hands in a copy of one rank's tensor for the collective `number` of these members."""
+        copied = _copied(tensor)
         with self._changed:
-            self._given.setdefault((members, number), {})[rank] = tensor.detach().clone()
+            self._given.setdefault((members, number), {})[rank] = copied
             self._changed.notify_all()
 
     def taken(self, members: Members, number: int) -> list[Tensor]:
@@ -63,10 +64,9 @@ class MemoryWorld:
 
     def post(self, members: Members, source: int, to: int, tag: int, tensor: Tensor) -> None:
         """Puts a copy of a message into the mail from rank `source` to rank `to`."""
+        copied = _copied(tensor)
         with self._changed:
-            self._mail[members, source, to, tag].append(
-                tensor.detach().clone(memory_format=torch.contiguous_format)
-            )
+            self._mail[members, source, to, tag].append(copied)
             self._changed.notify_all()
 
     def fetch(self, members: Members, source: int, to: int, tag: int) -> Tensor:
@@ -85,6 +85,11 @@ class MemoryWorld:
                 raise PeerLost(f"nothing came among {', '.join(members)} for {self._patience:.0f} s")
             if not there():
                 raise PeerLost(f"another member of {', '.join(members)} failed")
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy on the host, which threads of other devices can read."""
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 class MemoryGroup(Group):
@@ -116,7 +121,8 @@ class MemoryGroup(Group):
         """Every member's tensor, stacked by rank: [size, *shape]; in `out`, if it is given."""
         number, _ = self.begin_all_reduce(tensor)
         with self.plan_groups.stopwatch.measure(self.label):
-            return torch.stack(self.plan_groups.world.taken(self.members, number), out=out)
+            stacked = torch.stack(self.plan_groups.world.taken(self.members, number)).to(tensor.device)
+            return stacked if out is None else out.copy_(stacked)
 
     def send(self, tensor: Tensor, to: int, tag: int, label: str = "boundary") -> int:
         """Posts a copy, so that nobody need keep the tensor. Returns 0, which `arrived` does not know."""
@@ -140,7 +146,7 @@ class MemoryGroup(Group):
             raw, room = _bytes(came), _bytes(tensor)
             if raw.numel() > room.numel():
                 raise RuntimeError(f"{raw.numel()} bytes came where {room.numel()} were to be received")
-            room[: raw.numel()] = raw
+            room[: raw.numel()].copy_(raw)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.records import Vote
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hashes
@@ -46,7 +47,7 @@ from elasticd.runtime.model.model import Model
 from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer
 from elasticd.runtime.parallel.zero import ZeroState
-from elasticd.runtime.telemetry.cuda_timer import spans_of
+from elasticd.runtime.telemetry.device_timer import spans_of
 from elasticd.runtime.telemetry.main_thread import during, during_step
 from elasticd.runtime.telemetry.step_times import Telemetry
 from elasticd.wire.main_thread import LOADER, OPTIMIZER, SCHEDULER, UPDATE
@@ -90,18 +91,25 @@ def connect(plan_groups: PlanGroups, layouts: Layouts) -> Groups:
     )
 
 
-def build(model: Model, plan: Plan, device: str) -> LocalModel:
+def build(model: Model, plan: Plan, device: str, accelerator: Accelerator) -> LocalModel:
     """The local modules of a device, without values. A device that only carries state has none."""
     if device not in plan.places:
         return LocalModel(modules={}, parameters={}, buffers={})
     place = plan.places[device]
-    return local_model(model, plan.stage(place), place.position)
+    return local_model(model, plan.stage(place), place.position, accelerator)
 
 
 def first_state(
-    model: Model, layouts: Layouts, device: str, seed: int, master: torch.dtype | None = None
+    model: Model,
+    layouts: Layouts,
+    device: str,
+    seed: int,
+    master: torch.dtype | None = None,
+    accelerator: Accelerator = CPU,
 ) -> LocalState:
     """The state of a device before the first step: parameters, buffers and master weights, no optimizer state.
+
+    Values are drawn on the host, so that they are the same on every type of device.
 
     Args:
         model: the model.
@@ -109,11 +117,13 @@ def first_state(
         device: this device.
         seed: keys the values that the model does not have by itself.
         master: the type of master weights; None: there are none.
+        accelerator: where the values are to lie.
     """
 
     def first(item: Item, box: Box) -> Shard:
         plane, dtype = (MASTER, master) if item.role == "state" else (VALUE, None)
-        return Shard(box=box, planes={plane: model.first_value(item.name, box, seed, dtype)})
+        value = model.first_value(item.name, box, seed, dtype)
+        return Shard(box=box, planes={plane: value.to(accelerator.device)})
 
     return LocalState(
         tensors={
@@ -128,6 +138,7 @@ class Engine:
     """Trains one plan on one device, once `adopt` gave it its state and an optimizer."""
 
     rank: int  #: of this device under the plan
+    accelerator: Accelerator  #: where it trains
     everyone: Group  #: all members of the plan
     linear: int  #: see `elasticd_planner.spec.sample_packing.linear_of`
     runner: StageRunner | None  #: its passes; None: the device only carries replicas of state
@@ -143,7 +154,8 @@ class Engine:
     def __init__(self, recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, pace: Pace) -> None:
         """Makes the groups and modules of one member of a plan. It has no state until `adopt`."""
         groups = connect(plan_groups, layouts)
-        local = build(recipe.model, layouts.plan, plan_groups.me)
+        accelerator = self.accelerator = recipe.accelerator
+        local = build(recipe.model, layouts.plan, plan_groups.me, accelerator)
         self.plan, self.device, self.local, self.plan_groups = layouts.plan, plan_groups.me, local, plan_groups
         self.layouts, self.rank = layouts, layouts.plan.rank(plan_groups.me)
         self.everyone, self.linear = groups.everyone, linear_of(recipe.model.spec)
@@ -152,8 +164,12 @@ class Engine:
         self.scaler = LossScaler(precision.scale) if precision is not None and precision.scale else None
         if precision is not None:
             precision.add_up(parameter for _, parameter in local.parameters.values())
-        parameters = (parameter for _, parameter in local.parameters.values())
-        self._telemetry = Telemetry(self.device, plan_groups.stopwatch, spans=spans_of(parameters))
+        self._telemetry = Telemetry(
+            self.device,
+            plan_groups.stopwatch,
+            memory=accelerator.used_bytes,
+            spans=spans_of(accelerator),
+        )
         self.reducer = GradientReducer(
             self.device,
             groups.reductions,
@@ -163,7 +179,9 @@ class Engine:
             keep_all=self.plan.state.zero < 2,
             stopwatch=plan_groups.stopwatch,
         )
-        self.zero = ZeroState(layouts, self.device, local, groups.everyone, self.reducer, recipe.master)
+        self.zero = ZeroState(
+            layouts, self.device, local, groups.everyone, self.reducer, recipe.master, accelerator
+        )
         self._vote = StepVote(groups.everyone)
         self._constants = Constants(local.modules)
         self._carried: dict[str, str] = {}
@@ -281,8 +299,11 @@ class Engine:
         """
         where = self.plan_groups.stopwatch.where
         with during_step(where, step, self.plan.number):
+            self.accelerator.use()  # whatever the user's code has made of it since
             batch, passed = self._passes(step)
-            squares = self.zero.reduce() / self.scale**2
+            # The one wait for the device in a step: all its gradients are reduced then.
+            loss, count, squares = self.accelerator.read(passed.loss, passed.count, self.zero.reduce())
+            squares /= self.scale**2
             self.reduced = step
             record = RankRecord(
                 step=step,
@@ -292,8 +313,8 @@ class Engine:
                 finite=math.isfinite(squares),
                 tokens=passed.tokens,
                 squares=squares,
-                loss=passed.loss,
-                targets=passed.count,
+                loss=loss,
+                targets=count,
                 samples=passed.samples,
                 failed=passed.failure.index + 1 if passed.failure is not None else 0,
                 draining=draining(),
@@ -366,9 +387,9 @@ class Engine:
             scale = 1.0 / vote.count / self.scale
             if self._recipe.clip is not None and vote.norm is not None:
                 scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))
-            for part in self.zero.owned:
-                if part.parameter.grad is not None:
-                    part.parameter.grad.mul_(scale)
+            gradients = [part.parameter.grad for part in self.zero.owned if part.parameter.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, scale)
             self.optimizer.step()
             self.zero.round()
         if self.scaler is not None and vote.count:  # without a target nothing was scaled

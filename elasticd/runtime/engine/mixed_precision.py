@@ -13,8 +13,10 @@ alike.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -119,12 +121,28 @@ class Precision:
 
 
 def converted(batch: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """A batch with each tensor in it converted. If none is changed it is the same object, of whatever class."""
+    """A batch with each tensor in it converted: in mappings, lists, tuples and dataclasses, which keep their
+    classes. If none is changed it is the same object."""
     if isinstance(batch, Tensor):
         return convert(batch)
     if isinstance(batch, Mapping):
         made = {key: converted(value, convert) for key, value in batch.items()}
-        return batch if all(made[key] is batch[key] for key in made) else made
+        if all(made[key] is batch[key] for key in made):
+            return batch
+        if type(batch) is dict or not isinstance(batch, MutableMapping):
+            return made
+        mapping = copy.copy(batch)
+        mapping.update(made)
+        return mapping
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = {each.name: getattr(batch, each.name) for each in dataclasses.fields(batch)}
+        changed = {name: converted(value, convert) for name, value in fields.items()}
+        if all(changed[name] is fields[name] for name in fields):
+            return batch
+        like = copy.copy(batch)
+        for name, value in changed.items():
+            object.__setattr__(like, name, value)  # it may be frozen
+        return like
     if isinstance(batch, tuple | list):
         parts = [converted(value, convert) for value in batch]
         if all(one is other for one, other in zip(parts, batch, strict=True)):

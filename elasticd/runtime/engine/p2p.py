@@ -21,6 +21,7 @@ import torch
 from elasticd_planner.cost.schedule import Pass
 from torch import Tensor
 
+from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.engine.activation_header import empty_header, pack_header, unpack_header
 
@@ -48,6 +49,7 @@ class _Neighbour:
         source: int,
         destinations: Sequence[int],
         dtype: torch.dtype,
+        accelerator: Accelerator,
         *,
         implies_all_received: bool,
         channel: Channel,
@@ -58,17 +60,22 @@ class _Neighbour:
             source: the rank that sends to this device.
             destinations: the ranks that this device sends to.
             dtype: the type of the model, `Model.dtype`.
+            accelerator: where activations and gradients lie. Headers stay on the host.
             implies_all_received: a message from `source` proves that every member of its stage has received
                 what `source` must have received before it, because the members communicate in every block.
             channel: the boundary.
         """
         self._group, self._source, self._destinations = group, source, tuple(destinations)
         self._dtype, self._implies_all_received, self._channel = dtype, implies_all_received, channel
+        self._accelerator = accelerator
         #: Bytes of the largest activation that crossed the boundary in earlier steps; and until now. The same
         #: on both ends.
         self._room = self._largest = 0
         self._posted: dict[int, Any] = {}
         self._sent: dict[int, list[int]] = {}
+
+    def _payload(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._accelerator.device)
 
     def end_step(self) -> None:
         """All messages of the step have arrived."""
@@ -105,7 +112,7 @@ class PrevStage(_Neighbour):
             return
         header = empty_header(samples)
         works = [self._group.post(header, self._source, self._channel.tag(index, _HEADER))]
-        payload = torch.empty(self._room, dtype=torch.uint8)
+        payload = self._payload(self._room)
         if self._room:
             works.append(self._group.post(payload, self._source, self._channel.tag(index, _PAYLOAD)))
         self._posted[index] = header, works, payload
@@ -123,7 +130,7 @@ class PrevStage(_Neighbour):
         size = torch.Size(shape).numel() * dtype.itemsize
         self._largest = max(self._largest, size)
         if size > raw.numel():
-            full = torch.empty(size, dtype=torch.uint8)
+            full = self._payload(size)
             full[: raw.numel()] = raw
             self._group.receive(full[raw.numel() :], self._source, self._channel.tag(index, _REST))
             raw = full

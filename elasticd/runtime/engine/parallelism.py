@@ -39,6 +39,10 @@ class ParallelismOptions:
     #: A file that `elasticd profile` wrote for this model: the first plan is made from the seconds in it. None:
     #: seconds are estimated from FLOPs until the job has measured its own.
     profile: str | os.PathLike[str] | None = None
+    #: What each worker computes on: "cpu"; a type of device as "cuda", of which the worker's local rank is the
+    #: index; or a device as "cuda:0", which several workers may then share. None: $ELASTICD_DEVICE says, else
+    #: the devices that torch was built for.
+    device: str | None = None
 
     def __post_init__(self) -> None:
         self.state  # noqa: B018  it refuses wrong values of zero and replicas

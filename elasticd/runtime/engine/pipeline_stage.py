@@ -19,11 +19,13 @@ from elasticd_planner.spec.batch import MicroBatch
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor, nn
 
+from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import hash_samples
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
+from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.p2p import Channel, NextStage, PrevStage
 from elasticd.runtime.engine.recipe import Loss, Recipe
 from elasticd.runtime.model.local_model import LocalModel
@@ -49,7 +51,7 @@ class _MicroBatchState:
     ids: Sequence[int]  #: of its samples, as they came with the activation
     segments: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)  #: section, its input, its output
     loss: Tensor | None = None  #: sum over targets; None: not the last stage
-    targets: int = 0
+    targets: float | Tensor = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,9 @@ class _Chunk:
         return {name: module for name, module in self.modules.items() if name.startswith("blocks.")}
 
 
-def _chunks(model: Model, plan: Plan, modules: Mapping[str, nn.Module], everyone: Group) -> list[_Chunk]:
+def _chunks(
+    model: Model, plan: Plan, modules: Mapping[str, nn.Module], everyone: Group, accelerator: Accelerator
+) -> list[_Chunk]:
     """The chunks of this device's stage in their order, each with its connections to the adjacent stages."""
     place = plan.places[everyone.me]
     pipeline, stage = plan.pipeline(place), plan.stage(place)
@@ -76,7 +80,9 @@ def _chunks(model: Model, plan: Plan, modules: Mapping[str, nn.Module], everyone
         to = [rank for j, rank in enumerate(ranks) if j % len(stage.devices) == place.position]
         proven = model.spec.collectives > 0 or len(ranks) == 1  # else members do not communicate in every block
         source, channel = ranks[place.position % len(ranks)], Channel(chunk, pipeline.chunks)
-        return kind(everyone, source, to, model.dtype, implies_all_received=proven, channel=channel)
+        return kind(
+            everyone, source, to, model.dtype, accelerator, implies_all_received=proven, channel=channel
+        )
 
     chunks = []
     for number, (start, stop) in enumerate(stage.chunks):
@@ -86,6 +92,19 @@ def _chunks(model: Model, plan: Plan, modules: Mapping[str, nn.Module], everyone
         names = ["embed"] * (before is None) + names + ["head"] * (after is None)
         chunks.append(_Chunk(modules={name: modules[name] for name in names}, before=before, after=after))
     return chunks
+
+
+def _total(values: Sequence[float | Tensor]) -> float | Tensor:
+    """The sum in double precision; on the device, if the values lie there."""
+    there = [each for each in values if isinstance(each, Tensor) and each.device.type != "cpu"]
+    if there and len(there) == len(values):
+        return torch.stack(there).double().sum()
+    return float(sum(map(float, values)))
+
+
+def _none(counted: float | Tensor) -> bool:
+    """Whether a micro-batch has no target, as far as the host knows: it does not wait for a device's count."""
+    return not isinstance(counted, Tensor) and not counted
 
 
 def all_forward(stages: int, stage: int, micro_batches: int, chunks: int) -> Iterator[Pass]:
@@ -99,8 +118,8 @@ def all_forward(stages: int, stage: int, micro_batches: int, chunks: int) -> Ite
 class Passed:
     """The forward and backward passes of a step on one rank."""
 
-    loss: float  #: sum over targets; 0 on ranks that compute no loss
-    count: float  #: targets; 0 on ranks that compute no loss
+    loss: float | Tensor  #: sum over targets, perhaps still on the device; 0 on ranks that compute no loss
+    count: float | Tensor  #: targets, likewise; 0 on ranks that compute no loss
     tokens: int  #: counted where the pipeline begins, else 0
     samples: int  #: hash of the sample ids that were seen
     failure: SampleError | None = None  #: a sample that could not be read here; another one stood in for it
@@ -142,13 +161,14 @@ class StageRunner:
         self._telemetry, self._stopwatch, self._pace = telemetry, everyone.plan_groups.stopwatch, pace
         self._on_section_done = on_section_done
         self._schedule, self._precision, self._scale = recipe.schedule, recipe.precision, 1.0
+        self._accelerator = recipe.accelerator
         place = plan.places[everyone.me]
         stage = plan.stage(place)
         self._stage, self._position = place.stage, place.position
         self._stages = len(plan.pipeline(place).stages)
         self._share, self._layers = stage.fraction(place.position), stage.layers
         self._recomputed = recomputed_blocks(stage, recipe.recomputed, local.modules)
-        self._chunks = _chunks(recipe.model, plan, local.modules, everyone)
+        self._chunks = _chunks(recipe.model, plan, local.modules, everyone, recipe.accelerator)
         self.reads = any(chunk.before is None or chunk.after is None for chunk in self._chunks)
         self.most_alive = 0
 
@@ -167,7 +187,8 @@ class StageRunner:
         received: list[int] = []
         unexpected_ids: list[int] = []
         losses: list[Tensor] = []
-        tokens = targets = 0
+        counts: list[float | Tensor] = []
+        tokens = 0
         self._loader.take()
         for chunk in self._chunks:
             if chunk.before is not None:
@@ -189,7 +210,7 @@ class StageRunner:
                     unexpected_ids.extend(state.ids)  # so that the vote reports them
                 if state.loss is not None and self._position == 0:
                     losses.append(state.loss.detach())
-                    targets += counted
+                    counts.append(counted)
             else:
                 self._backward(index, alive.pop((number, index)), chunk, last=position == last[number])
         for chunk in self._chunks:
@@ -201,8 +222,8 @@ class StageRunner:
         seen = received if self._stage else asked
         counts_tokens = self._stage == 0 and self._position == 0
         return Passed(
-            loss=sum(map(float, losses)),
-            count=float(targets),
+            loss=_total(losses),
+            count=_total(counts),
             tokens=tokens if counts_tokens else 0,
             samples=hash_samples((*seen, *unexpected_ids)),
             failure=failure,
@@ -239,15 +260,16 @@ class StageRunner:
         elif kind == "backward" and chunk.after is not None and (number, index) in alive:
             chunk.after.post(index, alive[number, index].segments[-1][2])
 
-    def _forward(self, index: int, micro: MicroBatch, chunk: _Chunk) -> tuple[_MicroBatchState, int]:
+    def _forward(self, index: int, micro: MicroBatch, chunk: _Chunk) -> tuple[_MicroBatchState, float | Tensor]:
         telemetry = self._telemetry
         ids: Sequence[int] = micro
         batch = None
         if chunk.before is None or chunk.after is None:
             with self._stopwatch.measure("input"):
                 batch = self._loader.batch(micro)
-        if chunk.before is None:
-            telemetry.named(batch)
+            if chunk.before is None:
+                telemetry.named(batch)
+            batch = converted(batch, self._accelerator.put)
         self._drawing.samples = ids
         if chunk.before is not None:
             x, ids = chunk.before.activation(index, len(micro))
@@ -267,15 +289,17 @@ class StageRunner:
             x = self._segment(state, section, module, x)
             start = self._end_pace("forward", state.tokens, start, communicated)
         telemetry.passed("forward")
-        counted = 0
+        counted: float | Tensor = 0
         if chunk.after is None:
             logits = self._segment(state, "head", chunk.modules["head"], x)
             logits = self._precision.leaving(logits) if self._precision else logits
             self._stopwatch.where.at(LOSS)
             with self._drawing.keyed("loss"):  # every member of the last stage computes it
                 state.loss, counted = self._loss(logits, batch)
+            if isinstance(counted, Tensor) and counted.device.type == "cpu":
+                counted = counted.item()
             state.targets = counted
-            if not counted:  # a loss that was made of a mean is NaN here
+            if _none(counted):  # a loss that was made of a mean is NaN here
                 state.loss = torch.zeros_like(state.loss)
             telemetry.passed("head")
         else:
@@ -301,10 +325,10 @@ class StageRunner:
             section, entered, out = rest.pop()
             telemetry.mark()
             self._drawing.forget(section)  # torch.utils.checkpoint inside may pass forward again
-            if state.targets:
-                torch.autograd.backward(state.loss, torch.full_like(state.loss, self._scale))
-            else:  # no sample of it has a target: nothing is added to any gradient
+            if _none(state.targets):  # no sample of it has a target: nothing is added to any gradient
                 torch.autograd.backward(out, torch.zeros_like(out))
+            else:
+                torch.autograd.backward(state.loss, torch.full_like(state.loss, self._scale))
             telemetry.passed("head")
             grad = entered.grad
             if last:

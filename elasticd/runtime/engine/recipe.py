@@ -13,6 +13,7 @@ from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.sample_packing import linear_of
 from torch import Tensor
 
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.data.loader import length_of, sample_tokens
 from elasticd.runtime.data.options import DataOptions
@@ -26,8 +27,9 @@ from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.optimizer_check import MakeOptimizer
 from elasticd.runtime.snapshot.restore import Snapshots
 
-#: (output, batch) -> (sum of the losses, count of targets)
-Loss = Callable[[Tensor, Any], tuple[Tensor, int]]
+#: (output, batch) -> (sum of the losses, count of targets). On an accelerator the host waits for no count that
+#: is a tensor there; the sum must then be 0, not NaN, where the count is 0.
+Loss = Callable[[Tensor, Any], tuple[Tensor, float | Tensor]]
 #: (stages, stage, micro-batches, chunks) -> the passes of that stage in order. Backward passes through one
 #: chunk go by ascending index of the micro-batch.
 Schedule = Callable[[int, int, int, int], Iterator[Pass]]
@@ -56,6 +58,7 @@ class Recipe:
     parallelism: ParallelismOptions = field(default_factory=ParallelismOptions)
     checkpointing: CheckpointingOptions = field(default_factory=CheckpointingOptions)
     snapshots: Snapshots = field(default_factory=Snapshots)  #: those that this node's agent keeps
+    accelerator: Accelerator = CPU  #: where this process computes
     schedule: Schedule = passes  #: of a stage: 1F1B
     source: Feed | None = None  #: gives the samples of each step; None: `dataset` does, by `seed`
 

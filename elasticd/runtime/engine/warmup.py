@@ -14,8 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from elasticd_planner.spec.plan import Stage
 
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.rng import kept_states
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ MOST_BYTES = 64 << 20
 _TOKENS = 8
 
 
-def warm(model: Model) -> None:
+def warm(model: Model, accelerator: Accelerator = CPU) -> None:
     """Runs one forward and one backward pass of a block whose parameters are zero, and drops the results.
 
     A block that cannot run so, for example because it demands sequences of a certain length, is left out.
@@ -35,8 +37,8 @@ def warm(model: Model) -> None:
     if sum(parameter.nbytes for parameter in model.sections[f"blocks.{layer}"].parameters()) > MOST_BYTES:
         return
     try:
-        with torch.random.fork_rng(devices=[]), _uncompiled():
-            _pass(model, layer)
+        with kept_states(), _uncompiled():
+            _pass(model, layer, accelerator)
     except Exception as error:  # the user's module; if it matters, the job's own step will raise it
         log.debug("no pass can be made beforehand: %s", error, exc_info=True)
 
@@ -46,14 +48,15 @@ def _uncompiled() -> AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def _pass(model: Model, layer: int) -> None:
+def _pass(model: Model, layer: int, accelerator: Accelerator) -> None:
     section = f"blocks.{layer}"
     stage = Stage(start=layer, stop=layer + 1, devices=("alone/0",), shares=(1,))
-    local = local_model(model, stage, 0)
+    local = local_model(model, stage, 0, accelerator)
     held = {name: parameter for name, (_, parameter) in local.parameters.items()} | local.buffers
     for name, values in held.items():
         if name.startswith(f"{section}."):
             values.detach().zero_()
-    entered = torch.zeros(1, _TOKENS, model.width, dtype=model.dtype, requires_grad=True)
+    shape, place = (1, _TOKENS, model.width), accelerator.device
+    entered = torch.zeros(shape, dtype=model.dtype, device=place, requires_grad=True)
     out = local.modules[section](entered)
     torch.autograd.backward(out, torch.ones_like(out))

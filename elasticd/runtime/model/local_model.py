@@ -15,6 +15,7 @@ from elasticd_planner.spec.model import member_box, unit_range
 from elasticd_planner.spec.plan import Stage
 from torch import Tensor, nn
 
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.rng import Drawing, Dropout
 from elasticd.runtime.model.tp_rules import Sharded, attribute_holders, listed, sides_of
@@ -31,13 +32,14 @@ class LocalModel:
     drawing: Drawing = field(default_factory=Drawing)  #: keys the modules' random draws
 
 
-def local_model(model: Model, stage: Stage, position: int) -> LocalModel:
+def local_model(model: Model, stage: Stage, position: int, accelerator: Accelerator = CPU) -> LocalModel:
     """Makes the modules of one device, without values.
 
     Args:
         model: the full model.
         stage: the device's stage.
         position: its rank in the stage's TP group.
+        accelerator: where its tensors lie.
 
     Returns:
         Modules whose parameters are to be filled. A section raises ModelError when it gives no single tensor.
@@ -50,7 +52,7 @@ def local_model(model: Model, stage: Stage, position: int) -> LocalModel:
             box = member_box(model.spec, rule, stage.shares, position)
             path, _, leaf = rule.name.rpartition(".")
             owner = module.get_submodule(path)
-            empty = torch.empty(box.shape, dtype=getattr(torch, rule.dtype))
+            empty = torch.empty(box.shape, dtype=getattr(torch, rule.dtype), device=accelerator.device)
             if rule.kind == "buffer":
                 _share(module, owner.get_buffer(leaf), local.buffers.setdefault(name, empty))
                 continue
@@ -62,6 +64,7 @@ def local_model(model: Model, stage: Stage, position: int) -> LocalModel:
                 setattr(owner, leaf, held)
             else:
                 _fuse(owner, leaf, held, fused)
+        _settle(module, accelerator.device)
         _tell_units(model, section, module, stage, position)
         _prepare(model, section, module, stage, position, local.drawing)
         local.modules[section] = module
@@ -74,6 +77,13 @@ def _share(module: nn.Module, old: Tensor, new: Tensor) -> None:
         for name, buffer in list(submodule.named_buffers(recurse=False, remove_duplicate=False)):
             if buffer is old:
                 setattr(submodule, name, new)
+
+
+def _settle(module: nn.Module, device: torch.device) -> None:
+    """Buffers outside of the state dict come along, with the values that the user's model gave them."""
+    for buffer in dict(module.named_buffers()).values():
+        if buffer.device != device and not buffer.is_meta:
+            _share(module, buffer, buffer.to(device))
 
 
 def _fuse(owner: nn.Module, leaf: str, held: nn.Parameter, dim: int) -> None:

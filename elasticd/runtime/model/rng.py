@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from elasticd.runtime.accelerator import generators, put
+
 #: Held around a generator's states, which ranks in threads of one process share. torch 2.13's `get_state` keeps
 #: the generator's mutex while it makes a tensor; if Python collects garbage then, another thread may get the
 #: interpreter's lock and wait for that mutex with it, for ever.
@@ -99,30 +101,30 @@ class Drawing:
         """
         ids = "all" if self.samples is None else ",".join(map(str, self.samples))
         seed = _key(self.seed, self.step, ids, place, 0) & (2**62 - 1)
-        with STATES:
-            saved = [(generator, generator.get_state()) for generator in generators()]
-            for generator, _ in saved:
-                generator.manual_seed(seed)
-            seeded = [generator.get_state() for generator, _ in saved]
-        try:
-            yield
-        finally:
+        with kept_states() as used:
             with STATES:
-                for (generator, state), first in zip(saved, seeded, strict=True):
-                    if not torch.equal(generator.get_state(), first):
+                for generator in used:
+                    generator.manual_seed(seed)
+                seeded = [generator.get_state() for generator in used]
+            try:
+                yield
+            finally:
+                with STATES:
+                    if not all(map(torch.equal, seeded, [generator.get_state() for generator in used])):
                         self.drew.add(place)
-                    generator.set_state(state)
 
 
-def generators() -> list[torch.Generator]:
-    """The default generators: the CPU's, and that of the current device of an accelerator that is in use."""
-    found = [torch.default_generator]
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None:
-        module = torch.get_device_module(accelerator)
-        if made := getattr(module, "default_generators", ()):  # there are none before its first use
-            found.append(made[module.current_device()])
-    return found
+@contextmanager
+def kept_states() -> Iterator[list[torch.Generator]]:
+    """The default generators, whose states are restored at the end."""
+    with STATES:
+        saved = [(generator, generator.get_state()) for generator in generators()]
+    try:
+        yield [generator for generator, _ in saved]
+    finally:
+        with STATES:
+            for generator, state in saved:
+                generator.set_state(state)
 
 
 def _key(*parts: object) -> int:
@@ -136,7 +138,9 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def kept(keys: Sequence[int], shape: Sequence[int], start: Sequence[int], p: float, device: object) -> Tensor:
+def kept(
+    keys: Sequence[int], shape: Sequence[int], start: Sequence[int], p: float, device: torch.device
+) -> Tensor:
     """A dropout mask, true with probability 1 - p (SplitMix64, Steele, Lea and Flood, 2014).
 
     Args:
@@ -149,7 +153,7 @@ def kept(keys: Sequence[int], shape: Sequence[int], start: Sequence[int], p: flo
     Returns:
         [samples, *shape], bool.
     """
-    state = torch.tensor(keys, dtype=torch.int64).to(device=device)  # type: ignore[call-overload]
+    state = put(torch.tensor(keys, dtype=torch.int64), device)
     for size, first in zip(shape, start, strict=True):
         index = torch.arange(first + 1, first + size + 1, dtype=torch.int64, device=state.device)
         state = _mixed(state.unsqueeze(-1) + index * _GOLDEN)

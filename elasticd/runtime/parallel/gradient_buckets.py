@@ -31,12 +31,13 @@ class Bucket:
     devices: tuple[str, ...]  #: that reduce it
     pieces: tuple[Piece, ...]  #: in the order in which they lie in the buffer
     counter: str  #: the device that adds the squares of this bucket to the norm; devices take turns
+    place: torch.device  #: that its buffer lies on
 
     @cached_property
     def firsts(self) -> torch.Tensor:
-        """The index of each piece's first element in the flat buffer: [pieces], int64."""
+        """The index of each piece's first element in the flat buffer: [pieces], int64, beside it."""
         sizes = [piece.box.size for piece in self.pieces]
-        return torch.tensor([0, *accumulate(sizes[:-1])])
+        return torch.tensor([0, *accumulate(sizes[:-1])], device=self.place)
 
 
 def buckets(reduction: Reduction, parameters: Parameters) -> tuple[Bucket, ...]:
@@ -48,7 +49,12 @@ def buckets(reduction: Reduction, parameters: Parameters) -> tuple[Bucket, ...]:
     """
     devices = reduction.devices
     return tuple(
-        Bucket(devices=devices, pieces=tuple(pieces), counter=devices[i % len(devices)])
+        Bucket(
+            devices=devices,
+            pieces=tuple(pieces),
+            counter=devices[i % len(devices)],
+            place=parameters[pieces[0].name][1].device,
+        )
         for i, pieces in enumerate(_cut(reduction, parameters))
     )
 

@@ -29,14 +29,16 @@ from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.parallel.gradient_buckets import Bucket, Parameters, buckets, gradient_dtype
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
 
-#: Elements whose squares are added at once, so that rounding stays small: on a CPU, and beside it.
-_CHUNK, _CHUNK_BESIDE = 1 << 15, 1 << 20
+#: Elements whose squares are added at once on the CPU, so that rounding stays small.
+_CHUNK = 1 << 15
 
 
 class GradientReducer:
     """Runs the gradient reductions that one device takes part in."""
 
-    squares: float  #: of the gradients that this device counts, their sum; each piece counts on one device
+    #: Of the gradients that this device counts, their sum, perhaps still on the accelerator; each piece counts
+    #: on one device.
+    squares: float | Tensor
     most_bytes: int  #: largest sum of local gradients, buffers and kept gradients in the last step of ZeRO 2
 
     def __init__(
@@ -231,21 +233,22 @@ def _sums(bucket: Bucket, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
             yield piece, part.view(piece.box.shape)
 
 
-def sum_of_squares(gradients: Iterable[Tensor]) -> float:
-    """The sum of squares of all elements.
+def sum_of_squares(gradients: Iterable[Tensor]) -> float | Tensor:
+    """The sum of squares of all elements; that of gradients on an accelerator is still there, [].
 
-    Squares are summed by chunks in the gradients' own precision, single precision at least; chunks are summed
-    in double precision. If that overflows, all is summed in double precision.
+    On the CPU squares are summed by chunks in the gradients' own precision, single precision at least; chunks
+    are summed in double precision. If that overflows, all is summed in double precision. On an accelerator all
+    is, by one kernel for all gradients, since it takes no longer than to read them.
     """
-    listed = [gradient.reshape(-1) for gradient in gradients]
+    listed = [gradient.reshape(-1) for gradient in gradients if gradient.numel()]
+    if listed and listed[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(listed, 2, dtype=torch.float64)).square().sum()
     total = sum(_squares(each, torch.promote_types(each.dtype, torch.float32)) for each in listed)
     return total if math.isfinite(total) else sum(_squares(each, torch.float64) for each in listed)
 
 
 def _squares(flat: Tensor, dtype: torch.dtype) -> float:
-    if not flat.numel():
-        return 0.0
-    wide = (part.to(dtype) for part in flat.split(_CHUNK if flat.device.type == "cpu" else _CHUNK_BESIDE))
+    wide = (part.to(dtype) for part in flat.split(_CHUNK))
     return float(torch.stack([torch.dot(part, part) for part in wide]).double().sum())
 
 

@@ -24,6 +24,7 @@ from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
 
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.model.local_model import LocalModel
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, no_terms, sum_of_squares
@@ -49,6 +50,7 @@ class ZeroState:
         everyone: Group,
         reducer: GradientReducer,
         master: torch.dtype | None = None,
+        accelerator: Accelerator = CPU,
     ) -> None:
         """
         Args:
@@ -59,11 +61,12 @@ class ZeroState:
             reducer: sums the gradients of the local parameters.
             master: the type of master weights. Then the master weights are owned, and values are their rounded
                 copies. None: there are none, and values themselves are owned.
+            accelerator: where all this lies.
         """
         self._layouts, self._device, self._everyone, self._reducer = layouts, device, everyone, reducer
         self._stage, self._master = layouts.plan.state.zero, master
-        self.values = _values(layouts, device, local)
-        self.buffers = _buffers(layouts, device, local)
+        self.values = _values(layouts, device, local, accelerator)
+        self.buffers = _buffers(layouts, device, local, accelerator)
         self.owned = []
         self._boxes: dict[str, list[Owned]] = {}
         self._away = gradients_away(layouts, device)
@@ -85,13 +88,14 @@ class ZeroState:
                 self._boxes.setdefault(part.name, []).append(part)
         return self.owned
 
-    def reduce(self) -> float:
+    def reduce(self) -> float | Tensor:
         """Gives each owned box its gradient, summed over all devices that hold a term of it.
 
         All members call it together, after the step's backward passes.
 
         Returns:
-            The sum of squares of the elements that this device counts: each element counts on one device.
+            The sum of squares of the elements that this device counts, perhaps still on the accelerator: each
+            element counts on one device.
         """
         if not self._stage:
             self._reducer()
@@ -112,9 +116,9 @@ class ZeroState:
 
     def round(self) -> None:
         """Sets values to their master weights, rounded, after the optimizer's step."""
-        for name, box, parameter in self.owned if self._master is not None else ():
-            if not box.empty:
-                self._value(name, box).copy_(parameter.detach())
+        if self._master is not None and (held := [part for part in self.owned if not part.box.empty]):
+            values = [self._value(name, box) for name, box, _ in held]
+            torch._foreach_copy_(values, [part.parameter.detach() for part in held])
 
     def all_gather_params(self) -> None:
         """Sends the new values, after the optimizer's step, to the devices that compute with them.
@@ -199,7 +203,7 @@ class ZeroState:
         for delivery in deliveries:
             if delivery.source != self._device:
                 for alike in _by_dtype([incoming(name, box) for name, box in delivery.pieces]):
-                    flat = torch.empty(sum(piece.numel() for piece in alike), dtype=alike[0].dtype)
+                    flat = alike[0].new_empty(sum(piece.numel() for piece in alike))
                     self._everyone.receive(flat.view(torch.uint8), rank(delivery.source), tag, "reduce")
                     for piece, part in zip(alike, flat.split([p.numel() for p in alike]), strict=True):
                         piece.copy_(part.view(piece.shape))
@@ -212,19 +216,21 @@ def _by_dtype(pieces: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
-def _buffers(layouts: Layouts, device: str, local: LocalModel) -> dict[str, list[tuple[Box, Tensor]]]:
+def _buffers(
+    layouts: Layouts, device: str, local: LocalModel, accelerator: Accelerator
+) -> dict[str, list[tuple[Box, Tensor]]]:
     """The local modules' buffers, and room for those that are kept for others."""
     found: dict[str, list[tuple[Box, Tensor]]] = {}
     for (name, role), boxes in layouts.held(device).items():
         if role == "buffer":
             dtype = torch_dtype(layouts.value(name).dtype)
-            kept = [torch.empty(box.shape, dtype=dtype) for box in boxes]
+            kept = [torch.empty(box.shape, dtype=dtype, device=accelerator.device) for box in boxes]
             mine = local.buffers.get(name)
             found[name] = list(zip(boxes, kept if mine is None else [mine], strict=True))
     return found
 
 
-def _values(layouts: Layouts, device: str, local: LocalModel) -> Values:
+def _values(layouts: Layouts, device: str, local: LocalModel, accelerator: Accelerator) -> Values:
     """The local parameters, and room for the boxes that are kept for others."""
     found: Values = {}
     for (name, role), boxes in layouts.held(device).items():
@@ -236,6 +242,6 @@ def _values(layouts: Layouts, device: str, local: LocalModel) -> Values:
             if mine is not None and mine[0] == box:
                 found.setdefault(name, []).append(mine)
             else:
-                kept = nn.Parameter(torch.empty(box.shape, dtype=dtype), requires_grad=False)
-                found.setdefault(name, []).append((box, kept))
+                empty = torch.empty(box.shape, dtype=dtype, device=accelerator.device)
+                found.setdefault(name, []).append((box, nn.Parameter(empty, requires_grad=False)))
     return found

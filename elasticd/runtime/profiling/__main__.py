@@ -13,9 +13,9 @@ import torch
 from elasticd_planner.value import Invalid
 
 from elasticd.codec.decoding import decoder_of
+from elasticd.runtime.accelerator import NoDevice, placed
 from elasticd.runtime.model.model import ModelError
 from elasticd.runtime.profiling import collectives
-from elasticd.runtime.profiling.clocks import NoDevice, clock_of
 from elasticd.runtime.profiling.loading import CannotLoad, batch_of, load, loss_of, told
 from elasticd.runtime.profiling.measure import measure
 from elasticd.runtime.profiling.parent_pipe import end_at_eof
@@ -30,11 +30,12 @@ def run(request: Request, answer: BinaryIO) -> Done | Failed:
 
     try:
         torch.set_num_threads(request.threads)
-        clock = clock_of(request.device)
+        accelerator = placed(request.device, {})
+        accelerator.use()
         module, model = load(request.target)
         make_batch, loss = batch_of(module, request.batch, model), loss_of(module, request.loss)
         among = collectives.measure(model, request) if request.collectives else ()
-        return Done(samples=measure(model, request, clock, make_batch, loss, progress, among))
+        return Done(samples=measure(model, request, accelerator, make_batch, loss, progress, among))
     except (CannotLoad, Invalid, ModelError, NoDevice, collectives.CannotMeasure) as error:
         return Failed(reason=str(error))
     except Exception as error:

@@ -20,12 +20,20 @@ from elasticd_planner.spec.model import apportion
 from elasticd_planner.value import refuse
 from torch import Tensor
 
+from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.recipe import Loss
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.profiling.clocks import DeviceClock, timed
 from elasticd.runtime.profiling.loading import MakeBatch
-from elasticd.runtime.profiling.parts import Passes, ProfiledPart, Values, both_passes, part_of, whole_model
+from elasticd.runtime.profiling.parts import (
+    Passes,
+    ProfiledPart,
+    Values,
+    both_passes,
+    part_of,
+    timed,
+    whole_model,
+)
 from elasticd.wire.profiler import Request
 
 #: Rounds before those that count: allocations, autotuning, first gradients, optimizer state.
@@ -99,7 +107,7 @@ class _Updates:
 def measure(
     model: Model,
     request: Request,
-    clock: DeviceClock,
+    accelerator: Accelerator,
     make_batch: MakeBatch,
     loss: Loss | None,
     progress: Callable[[float], None],
@@ -109,32 +117,30 @@ def measure(
     units = derive(model.spec, request.sample_tokens, 1).share_units
     if max(request.widths) > units:
         refuse(f"width {max(request.widths)} is more than the {units} units that {model.name} is cut in")
-    values = Values(model, clock.device)
+    values = Values(model, accelerator)
     by_width = {
         width: [*_parts(model, apportion(units, (1,) * width), values, loss)]
         for width in sorted(set(request.widths))
     }
     batches = {
-        tokens: converted(
-            make_batch(tokens // request.sample_tokens, request.sample_tokens), lambda x: x.to(clock.device)
-        )
+        tokens: converted(make_batch(tokens // request.sample_tokens, request.sample_tokens), accelerator.put)
         for tokens in sorted(set(request.tokens))
     }
-    points = [*_points(by_width, batches, clock)]
-    updates = [_updates(parts[1], clock) for parts in by_width.values()]  # the first kind of block
-    skipped = _too_large(model, request, clock)
+    points = [*_points(by_width, batches, accelerator)]
+    updates = [_updates(parts[1], accelerator) for parts in by_width.values()]  # the first kind of block
+    skipped = _too_large(model, request, accelerator)
     compared = sorted(batches)[len(batches) // 2]
     whole = None
     if not skipped:
-        made = whole_model(model, Values(model, clock.device, keep=False))
-        whole = _case(clock, lambda: both_passes(made, batches[compared], loss))
+        made = whole_model(model, Values(model, accelerator, keep=False))
+        whole = _case(accelerator, lambda: both_passes(made, batches[compared], loss))
     del values
     cases = [*(c for p in points for c in (p.plain, p.again) if c is not None), *(u.case for u in updates)]
     _rounds([*cases, *([whole] if whole is not None else [])], request.repeats, progress)
     return Samples(
         model=model.spec,
         sample_tokens=request.sample_tokens,
-        device=clock.name,
+        device=accelerator.name,
         threads=torch.get_num_threads(),
         torch=str(torch.__version__),
         repeats=request.repeats,
@@ -169,7 +175,7 @@ def _parts(model: Model, shares: tuple[int, ...], values: Values, loss: Loss | N
 
 
 def _points(
-    by_width: dict[int, list[ProfiledPart]], batches: Mapping[int, Any], clock: DeviceClock
+    by_width: dict[int, list[ProfiledPart]], batches: Mapping[int, Any], accelerator: Accelerator
 ) -> Iterator[_Point]:
     """Blocks and heads are fed what the narrowest group's embedding makes of the batch."""
     embed = by_width[min(by_width)][0].module
@@ -180,12 +186,12 @@ def _points(
             refuse(f"a batch of {tokens} tokens gave an activation of shape {tuple(activation.shape)}")
         for parts in by_width.values():
             for part in parts:
-                yield _point(part, tokens, batch if part.label == "embed" else activation, batch, clock)
+                yield _point(part, tokens, batch if part.label == "embed" else activation, batch, accelerator)
 
 
-def _point(part: ProfiledPart, tokens: int, entering: Any, batch: Any, clock: DeviceClock) -> _Point:
+def _point(part: ProfiledPart, tokens: int, entering: Any, batch: Any, accelerator: Accelerator) -> _Point:
     block = part.label.startswith("block")
-    run = partial(part.passes, entering, batch, clock)
+    run = partial(part.passes, entering, batch, accelerator)
     return _Point(
         part=part,
         tokens=tokens,
@@ -196,26 +202,26 @@ def _point(part: ProfiledPart, tokens: int, entering: Any, batch: Any, clock: De
     )
 
 
-def _updates(part: ProfiledPart, clock: DeviceClock) -> _Updates:
+def _updates(part: ProfiledPart, accelerator: Accelerator) -> _Updates:
     parameters = list(part.module.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=0.0)
 
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    return _Updates(optimizer, size, _case(clock, optimizer.step))
+    return _Updates(optimizer, size, _case(accelerator, optimizer.step))
 
 
-def _case(clock: DeviceClock, work: Callable[[], object]) -> _Case:
+def _case(accelerator: Accelerator, work: Callable[[], object]) -> _Case:
     """A case without a backward pass of its own."""
-    return _Case(run=lambda: Passes(timed(clock, work)[1], 0.0))
+    return _Case(run=lambda: Passes(timed(accelerator, work)[1], 0.0))
 
 
-def _too_large(model: Model, request: Request, clock: DeviceClock) -> str:
+def _too_large(model: Model, request: Request, accelerator: Accelerator) -> str:
     """Why the whole model is not compared; empty where it is."""
     if not request.whole:
         return "not asked for"
-    size, free = derive(model.spec, request.sample_tokens, 1).parameter_bytes, clock.free_bytes()
+    size, free = derive(model.spec, request.sample_tokens, 1).parameter_bytes, accelerator.free_bytes()
     if 2 * size > _MOST_MEMORY * free:
         return f"its parameters and gradients take {2 * size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
     return ""

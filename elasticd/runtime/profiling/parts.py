@@ -7,9 +7,9 @@ that communication makes here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from elasticd_planner.spec.box import Box
@@ -18,12 +18,25 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.engine.recipe import Loss
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.parallel import tp_hooks
-from elasticd.runtime.profiling.clocks import DeviceClock, timed
+
+T = TypeVar("T")
+
+
+def timed(accelerator: Accelerator, work: Callable[[], T]) -> tuple[T, float]:
+    """What `work` gives, and the seconds that the device took for it; it has done all else before and after."""
+    start, end = (accelerator.event(timing=True) for _ in range(2))
+    accelerator.wait()
+    start.record()
+    made = work()
+    end.record()
+    accelerator.wait()
+    return made, start.elapsed_time(end) / 1e3
 
 
 class Alone:
@@ -46,8 +59,8 @@ class Alone:
 class Values:
     """The first values of parameters; with `keep` each is drawn once, whatever is cut from it."""
 
-    def __init__(self, model: Model, device: torch.device, *, keep: bool = True) -> None:
-        self._model, self._device, self._keep = model, device, keep
+    def __init__(self, model: Model, accelerator: Accelerator, *, keep: bool = True) -> None:
+        self._model, self.accelerator, self._keep = model, accelerator, keep
         self._whole: dict[str, Tensor] = {}
 
     def fill(self, local: LocalModel, modules: Mapping[str, nn.Module]) -> None:
@@ -62,7 +75,7 @@ class Values:
                 if self._keep:
                     self._whole[name] = value
             part = value[box.slices(Box.whole(tuple(value.shape)))].contiguous()
-            parameter.data = part.to(self._device, copy=True)
+            parameter.data = part.to(self.accelerator.device, copy=True)
 
 
 @dataclass(frozen=True)
@@ -84,13 +97,13 @@ class ProfiledPart:
     module: nn.Module
     loss: Loss | None = None
 
-    def passes(self, entering: Any, batch: Any, clock: DeviceClock, *, recompute: bool = False) -> Passes:
+    def passes(self, entering: Any, batch: Any, accelerator: Accelerator, *, recompute: bool = False) -> Passes:
         """Times both passes over an activation [samples, tokens, width], or over a batch in the embedding.
         A head's loss is part of it where there is one; else some gradient is given, its making not timed."""
         entered = self._enter(entering)
-        out, forward = timed(clock, lambda: self._forward(entered, batch, recompute=recompute))
+        out, forward = timed(accelerator, lambda: self._forward(entered, batch, recompute=recompute))
         grad = None if self.loss is not None else torch.randn_like(out)
-        _, backward = timed(clock, lambda: torch.autograd.backward(out, grad))
+        _, backward = timed(accelerator, lambda: torch.autograd.backward(out, grad))
         return Passes(forward, backward)
 
     def kept(self, entering: Any, batch: Any, *, recompute: bool = False) -> int:
@@ -159,7 +172,8 @@ def part_of(
     layer = {"embed": 0, "head": last}.get(section)
     layer = int(section.removeprefix("blocks.")) if layer is None else layer
     devices = tuple(f"n/{i}" for i in range(len(shares)))
-    local = local_model(model, Stage(start=layer, stop=layer + 1, devices=devices, shares=shares), 0)
+    stage = Stage(start=layer, stop=layer + 1, devices=devices, shares=shares)
+    local = local_model(model, stage, 0, values.accelerator)
     module = local.modules[section]
     values.fill(local, {section: module})
     if len(shares) > 1:
@@ -170,6 +184,7 @@ def part_of(
 
 def whole_model(model: Model, values: Values) -> dict[str, nn.Module]:
     """All sections of the model, by name, on the device of `values`."""
-    local = local_model(model, Stage(start=0, stop=model.layers, devices=("n/0",), shares=(1,)), 0)
+    stage = Stage(start=0, stop=model.layers, devices=("n/0",), shares=(1,))
+    local = local_model(model, stage, 0, values.accelerator)
     values.fill(local, local.modules)
     return local.modules

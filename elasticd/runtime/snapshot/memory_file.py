@@ -25,8 +25,8 @@ from elasticd_planner.value import StoredValue, Value
 from torch import Tensor
 
 from elasticd.codec.decoding import decode_stored, tag_of
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.checkpoint.staging import Piece, padded, places
-from elasticd.runtime.snapshot.pinned_copy import HostMemory
 
 _END = struct.Struct("<Qq8s")
 _MAGIC = b"elasnap1"
@@ -88,16 +88,25 @@ class MemoryFile:
 
     One thread at a time copies and closes. The file lives as long as somebody has a descriptor of it."""
 
-    def __init__(self, room: int) -> None:
-        """Raises OSError where the machine has not so much memory for files."""
-        self.room = room
+    def __init__(self, room: int, accelerator: Accelerator = CPU) -> None:
+        """
+        Args:
+            room: bytes.
+            accelerator: where values come from; the memory is pinned for it.
+
+        Raises:
+            OSError: the machine has not so much memory for files.
+        """
+        self.room, self._accelerator = room, accelerator
         self.fd = os.memfd_create("elasticd-snapshot", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
         os.posix_fallocate(self.fd, 0, room)
         self._map = mmap.mmap(self.fd, room)
         self._raw = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._host = HostMemory(self._raw)
         self._raw[::_PAGE].zero_()  # maps its pages; torch lets other threads run meanwhile, mmap would not
+        if (unpin := accelerator.pin(self._raw)) is not None:
+            # At the end of the process the driver may be gone already, and takes it back by itself.
+            weakref.finalize(self, unpin).atexit = False
         self._cut: list[Tensor] = []
         self._shapes: tuple[tuple[torch.dtype, torch.Size], ...] = ()
         self._chunks: tuple[object, msgspec.Raw] = (None, msgspec.Raw())
@@ -106,7 +115,7 @@ class MemoryFile:
     def copy(self, held: Sequence[Piece]) -> None:
         """Copies the values; it returns when all bytes are here. Raises BadSnapshot where there is no room."""
         self._prepare([piece.values for piece in held])
-        self._host.copy(zip(self._cut, (piece.values for piece in held), strict=True))
+        self._accelerator.to_host(zip(self._cut, (piece.values for piece in held), strict=True))
 
     def close(
         self, job: str, device: str, plan: int, step: int, held: Sequence[Piece], small: LocalState
@@ -147,18 +156,24 @@ class MemoryFile:
         return self._chunks[1]
 
 
-def read(fd: int, size: int) -> tuple[Contents, LocalState]:
+def read(fd: int, size: int, place: torch.device = CPU.device) -> tuple[Contents, LocalState]:
     """The snapshot of `size` bytes in a memory file, in memory of its own: the file is not needed any more.
 
-    Raises `BadSnapshot`.
+    Args:
+        fd: of the file.
+        size: of the snapshot in it.
+        place: the device that its values are to lie on.
+
+    Raises:
+        BadSnapshot: it is none, or not whole.
     """
     if not _END.size <= size <= os.fstat(fd).st_size:
         raise BadSnapshot(f"a memory file of {os.fstat(fd).st_size} bytes came where {size} were announced")
     memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return _read(torch.frombuffer(memory, dtype=torch.uint8), size - _END.size)
+    return _read(torch.frombuffer(memory, dtype=torch.uint8), size - _END.size, place)
 
 
-def _read(raw: Tensor, body: int) -> tuple[Contents, LocalState]:
+def _read(raw: Tensor, body: int, place: torch.device) -> tuple[Contents, LocalState]:
     length, total, magic = _END.unpack(bytes(raw[body:].tolist()))
     if magic != _MAGIC or length > body:
         raise BadSnapshot("a memory file came that is no snapshot")
@@ -166,23 +181,23 @@ def _read(raw: Tensor, body: int) -> tuple[Contents, LocalState]:
         raise BadSnapshot("a snapshot is not what was copied (its sum is another)")
     try:
         contents = decode_stored(raw[body - length : body].numpy().tobytes(), Contents)
-        return contents, _state(raw, contents)
+        return contents, _state(raw, contents, place)
     except ValueError as error:  # msgspec's errors are
         raise BadSnapshot(f"a snapshot cannot be read: {error}") from None
 
 
-def _state(raw: Tensor, contents: Contents) -> LocalState:
+def _state(raw: Tensor, contents: Contents, place: torch.device) -> LocalState:
     boxes: dict[Item, dict[Box, dict[str, Tensor]]] = {}
     for chunk in contents.chunks:
-        values = _view(raw, chunk.at, torch_dtype(chunk.dtype), torch.Size(chunk.box.shape)).clone()
+        values = _view(raw, chunk.at, torch_dtype(chunk.dtype), torch.Size(chunk.box.shape))
+        values = values.to(place, copy=True)
         boxes.setdefault(Item(chunk.name, chunk.role), {}).setdefault(chunk.box, {})[chunk.plane] = values
-    cpu = torch.device("cpu")
     small = contents.small
     items = {Item(name, role): told for role, named in small.tensors.items() for name, told in named.items()}
     tensors = {
         item: LocalTensor(
             shards=tuple(Shard(box=box, planes=planes) for box, planes in boxes.get(item, {}).items()),
-            scalars={scalar.name: restore(scalar, cpu) for scalar in told.scalars},
+            scalars={scalar.name: restore(scalar, place) for scalar in told.scalars},
         )
         for item, told in items.items()
     }

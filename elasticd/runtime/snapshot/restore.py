@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from elasticd_migration.local_state import LocalState
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.snapshot_layouts import StoodIn
@@ -14,6 +15,7 @@ from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.records import Recovery
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.checkpoint.staging import shares
 from elasticd.runtime.snapshot.memory_file import BadSnapshot, joined, read
 from elasticd.wire.snapshots import Held
@@ -33,14 +35,15 @@ class Snapshots:
     job: str = ""
     fetch: Fetch = _nothing
 
-    def state(self, old: Plan, recovery: Recovery, device: str) -> LocalState:
-        """The shares of all for whom `device` stands in, in memory of its own.
+    def state(self, old: Plan, recovery: Recovery, device: str, accelerator: Accelerator = CPU) -> LocalState:
+        """The shares of all for whom `device` stands in, in memory of its own on its accelerator.
 
         Raises BadSnapshot, or what `fetch` raises."""
         members = [member for member in old.members if recovery.snapshots.get(member) == device]
-        return joined({member: self._one(old, recovery.step, member) for member in members})
+        place = accelerator.device
+        return joined({member: self._one(old, recovery.step, member, place) for member in members})
 
-    def _one(self, old: Plan, step: int, member: str) -> LocalState:
+    def _one(self, old: Plan, step: int, member: str, place: torch.device) -> LocalState:
         wanted = Held(
             job=self.job,
             device=member,
@@ -52,7 +55,7 @@ class Snapshots:
         )
         held, fd = self.fetch(wanted)
         try:
-            contents, state = read(fd, held.size)
+            contents, state = read(fd, held.size, place)
         finally:
             os.close(fd)
         found = contents.job, contents.device, contents.plan, contents.step

@@ -19,6 +19,7 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.codec.message import Message
 from elasticd.machines.worker import snapshotting
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.checkpoint.staging import Piece, pieces, shares, without_planes
 from elasticd.runtime.snapshot.memory_file import BadSnapshot, MemoryFile, size_of
 from elasticd.runtime.threads import DaemonThreads
@@ -41,7 +42,15 @@ class Snapper:
     called by the control thread, `end` by whoever ends the process.
     """
 
-    def __init__(self, every: int, job: str, welcome: Callable[[], Welcome], tell: Tell) -> None:
+    def __init__(
+        self,
+        every: int,
+        job: str,
+        welcome: Callable[[], Welcome],
+        tell: Tell,
+        accelerator: Accelerator = CPU,
+    ) -> None:
+        self._accelerator = accelerator
         self.copy_seconds = 0.0  # what the last snapshot held its step up
         self.bytes = 0  # of the last one
         self._job, self._welcome, self._tell = job, welcome, tell
@@ -120,7 +129,8 @@ class Snapper:
 
     def _make(self, make: snapshotting.Make) -> None:
         try:
-            file = MemoryFile(make.size)
+            self._accelerator.use()  # this thread is another than the training's
+            file = MemoryFile(make.size, self._accelerator)
         except (OSError, MemoryError) as error:
             log.warning("no snapshots: there is no memory for files of %d MiB: %s", make.size >> 20, error)
             return  # the slot stays without; no rank copies

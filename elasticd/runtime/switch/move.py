@@ -22,6 +22,7 @@ from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.records import Proposal, Recovery
+from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.checkpoint.loader import NoCheckpoint, Types, clear, start_from
 from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.engine.engine import Engine, first_state
@@ -90,6 +91,7 @@ def prepare(
     Raises:
         ValueError: the plan is of a 0.1 leader whose chaos shifted the data.
     """
+    recipe.accelerator.use()  # this thread is another than the training's
     spec, plan, old, recovery = recipe.model.spec, proposal.plan, proposal.old, proposal.recovery
     if plan.sequence:
         raise ValueError("the plan has samples read in other sequences (chaos shift of release 0.1)")
@@ -100,7 +102,7 @@ def prepare(
         engine.after_recovery = recovery is not None
     snapshot = None
     if old is not None and recovery is not None and recovery.snapshots:
-        snapshot = recipe.snapshots.state(old, recovery, device)
+        snapshot = recipe.snapshots.state(old, recovery, device, recipe.accelerator)
     transition = plan_groups_of("transition")
     group = transition.group(_members(old, plan, recovery), "transition")
     source = _source(spec, old, recovery) if old else None
@@ -179,7 +181,7 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
         if proposal.checkpoints and folder is not None:
             types = Types(layouts=prepared.new, master=recipe.master)
             with during(where, READING):
-                found = start_from(folder, proposal.checkpoints, types, group)
+                found = start_from(folder, proposal.checkpoints, types, group, recipe.accelerator)
             new.adopt(found.state)
             return MoveResult(step=found.step, checkpoint=found.name, began=began)
         if recovery is not None:
@@ -187,7 +189,9 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
         if folder is not None and group.rank == 0:
             clear(folder)
         with during(where, FIRST):
-            state = first_state(recipe.model, prepared.new, group.me, recipe.seed, recipe.master)
+            state = first_state(
+                recipe.model, prepared.new, group.me, recipe.seed, recipe.master, recipe.accelerator
+            )
         new.adopt(state)
         return MoveResult(step=step, began=began)
     transport = _transport(group)
@@ -195,7 +199,7 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
         transport
     )  # whose last messages may still be on their way until all ranks have said ok
     with during(where, MOVING):
-        moved = _migrated(prepared, prepared.old, engine, transport)
+        moved = _migrated(prepared, prepared.old, engine, transport, recipe.accelerator)
     if new is not None:
         new.adopt(moved.state)
     sizes = moved.schema.sizes
@@ -210,7 +214,11 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
 
 
 def _migrated(
-    prepared: PreparedPlan, old: Layouts, engine: Engine | None, transport: ProcessGroupTransport
+    prepared: PreparedPlan,
+    old: Layouts,
+    engine: Engine | None,
+    transport: ProcessGroupTransport,
+    accelerator: Accelerator,
 ) -> Moved:
     proposal, me = prepared.proposal, prepared.group.me
     try:
@@ -232,6 +240,7 @@ def _migrated(
             state,
             transport,
             in_place=proposal.in_place,
+            device=accelerator.device,
             prepared=prepared.prepared_move,
         )
     except (Disagreement, Lost):

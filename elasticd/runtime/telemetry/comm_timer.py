@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from elasticd.runtime.telemetry.cuda_timer import Spans
+from elasticd.runtime.telemetry.device_timer import Spans
 from elasticd.runtime.telemetry.main_thread import Where
 from elasticd.wire.main_thread import LABELS, OTHER
 

@@ -5,36 +5,19 @@ The host's clock tells where the host computes. For a device that computes behin
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.sequence_lengths import bucket
 
+from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.telemetry.comm_timer import INSIDE, Stopwatch
-from elasticd.runtime.telemetry.cuda_timer import Spans
+from elasticd.runtime.telemetry.device_timer import Spans
 
-#: Bytes of a page of memory.
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 #: What a block's computation is told apart in.
 PASSES = ("blocks", "forward", "backward", "recompute")
-
-
-def resident() -> int:
-    """Bytes of memory that this process has now; 0 where the system does not say."""
-    try:
-        return int(os.pread(_statm(os.getpid()), 128, 0).split()[1]) * _PAGE
-    except OSError:
-        return 0
-
-
-@lru_cache(maxsize=1)
-def _statm(pid: int) -> int:
-    """Open as long as the process lives: it is read in every step."""
-    return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 class Telemetry:
@@ -46,7 +29,7 @@ class Telemetry:
         self,
         device: str,
         stopwatch: Stopwatch,
-        memory: Callable[[], int] = resident,
+        memory: Callable[[], int] = CPU.used_bytes,
         spans: Spans | None = None,
     ) -> None:
         self._device, self._stopwatch, self._memory, self._spans = device, stopwatch, memory, spans

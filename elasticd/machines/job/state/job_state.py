@@ -54,7 +54,7 @@ from elasticd.machines.job.state.snapshot_sets import SnapshotSets
 from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint, Thrown
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
-from elasticd.wire.worker import Raised, Saved, StateReport
+from elasticd.wire.worker import Raised, Saved, StateReport, WorkerDevice
 
 
 class JobPhase(enum.Enum):
@@ -196,6 +196,7 @@ class Worker(Value, frozen=True, kw_only=True):
     judged: bool = False  # it is clear what follows from `raised`
     halted: Halted | None = None  # where its main thread stands still (None: it moves)
     halted_at: float = 0.0  # since when it stands still at least; else since when it moves again
+    computes_on: WorkerDevice | None = None  # as it said (None: it did not)
 
     @property
     def left(self) -> bool:

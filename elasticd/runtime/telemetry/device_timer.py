@@ -9,28 +9,14 @@ optimizer's) is read a step later and counts there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
 
-import torch
-from torch import Tensor
+from elasticd.runtime.accelerator import Accelerator, Event
 
 #: Sections that may wait to be read: older ones are not counted.
 MOST = 1 << 16
-
-
-class Event(Protocol):
-    """As torch.cuda.Event with timing is."""
-
-    def record(self) -> None:
-        """Enters the event into the current stream."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
-
-    def elapsed_time(self, later: Any, /) -> float:
-        """Milliseconds from this event to a later one; the device must have passed both."""
 
 
 @dataclass(slots=True)
@@ -109,8 +95,6 @@ class Spans:
         return self._free.pop() if self._free else self._make()
 
 
-def spans_of(tensors: Iterable[Tensor]) -> Spans | None:
-    """For a device that these lie on; None for processors, whose work is done when a call returns."""
-    if any(tensor.is_cuda for tensor in tensors):
-        return Spans(lambda: torch.cuda.Event(enable_timing=True))
-    return None
+def spans_of(accelerator: Accelerator) -> Spans | None:
+    """Those of a device; None for processors, whose work is done when a call returns."""
+    return None if accelerator.immediate else Spans(partial(accelerator.event, timing=True))

@@ -1,0 +1,70 @@
+"""What the torch of this environment computes on, asked of a process of its own: importing torch takes seconds,
+and the programs that ask stay free of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import takewhile
+
+import msgspec
+from elasticd_planner.value import Value
+
+#: One of these is there where a driver of GPUs that torch calls CUDA is: NVIDIA's (three, one of them of Linux
+#: under Windows), AMD's.
+DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1", "/dev/kfd")
+#: The module that answers, in the interpreter that workers run in.
+_ANSWERS = "elasticd.runtime.accelerator"
+#: Begins the line of the answer.
+ANSWER = "torch-build "
+#: Seconds for it: torch is imported in some, on a busy machine in many.
+PATIENCE = 120.0
+
+
+class TorchBuild(Value, frozen=True, kw_only=True):
+    """A build of torch, on this machine."""
+
+    version: str  # of torch
+    devices: tuple[str, ...]  # the devices beside the CPU that it finds, as people name them
+    distributed: bool  # it has torch.distributed
+    computes_on: str  # what a worker computes on whose script does not say ("": on nothing, see `refusal`)
+    refusal: str = ""  # why a worker is refused, with the remedy
+
+
+class CannotTell(RuntimeError):
+    """Torch cannot be imported; its last words are in the message."""
+
+
+def visible(said: str) -> tuple[str, ...]:
+    """The GPUs of a list of visible ones. CUDA ignores an entry that is no GPU, and all behind it: so `-1` or
+    an empty text hides every GPU."""
+    names = (name.strip() for name in said.split(","))
+    return tuple(takewhile(lambda name: name.isdigit() or name.startswith(("GPU-", "MIG-")), names))
+
+
+def driver_is_there() -> bool:
+    """Whether this machine has a driver of GPUs."""
+    return any(map(os.path.exists, DRIVERS))
+
+
+def torch_build() -> TorchBuild:
+    """What workers of this node would compute on.
+
+    Raises:
+        CannotTell: torch cannot be imported.
+    """
+    command = [sys.executable, "-m", _ANSWERS]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        raise CannotTell(f"it did not answer within {PATIENCE:g} s: does the GPU's driver hang?") from None
+    if asked.returncode != 0:
+        raise CannotTell((asked.stderr.strip().splitlines() or ["it says nothing"])[-1])
+    for line in asked.stdout.splitlines():  # torch, too, may print
+        if line.startswith(ANSWER):
+            try:
+                return msgspec.json.decode(line.removeprefix(ANSWER), type=TorchBuild)
+            except msgspec.MsgspecError as error:
+                raise CannotTell(str(error)) from None
+    raise CannotTell("it says nothing")
