@@ -18,24 +18,24 @@ from elasticd.runtime.model.local_model import repeats
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.tp_rules import Column, Row, sides_of
 from elasticd.runtime.model.validation import ModelError
-from elasticd.runtime.parallel.tensor_parallel import (
-    copy_to_tp_region,
-    gather_from_tp_region,
-    reduce_from_tp_region,
-    scatter_to_tp_region,
+from elasticd.runtime.parallel.redistribute import (
+    Redistribution,
+    slices,
+    terms,
     vocab_parallel_embedding,
+    whole,
 )
 
 
 class _Entering:
-    """A hook that passes the inputs of Column modules through `copy_to_tp_region`.
+    """A hook through which the inputs of Column modules pass: whole, and used by each member in its own way.
 
     Each tensor passes once in a forward pass of the section, so that its gradient is all-reduced once, however
     many modules take it.
     """
 
     def __init__(self, group: Group) -> None:
-        self._group = group
+        self._enters = Redistribution(group, whole(group), whole(group), add=True)
         self._entered: dict[int, tuple[Tensor, Tensor]] = {}
 
     def clear(self, *_: object) -> None:
@@ -52,7 +52,7 @@ class _Entering:
     def _enter(self, x: Tensor) -> Tensor:
         found = self._entered.get(id(x))
         if found is None:
-            found = self._entered[id(x)] = (x, copy_to_tp_region(x, self._group))
+            found = self._entered[id(x)] = (x, self._enters(x))
         return found[1]
 
 
@@ -87,6 +87,7 @@ class _Hooks:
 
     def __init__(self, model: Model, section: str, shares: tuple[int, ...], group: Group) -> None:
         self._model, self._section, self._shares, self._group = model, section, shares, group
+        self._leaves = Redistribution(group, terms(group), whole(group))
         self.entering = _Entering(group)
 
     def column(self, path: str, owner: nn.Module, rule: Column) -> None:
@@ -103,26 +104,26 @@ class _Hooks:
             count = len(unit_range(self._model.spec, rule.units, self._shares, group.rank))
             owner.register_forward_hook(partial(_repeat, count, repeated))
         if rule.gather:
-            widths = self._widths(path, rule.units)
-            owner.register_forward_hook(lambda _, args, output: gather_from_tp_region(output, group, widths))
+            cut = slices(group, self._widths(path, rule.units))
+            gathers = Redistribution(group, cut, whole(group, cut.shape[0]))
+            owner.register_forward_hook(lambda _, args, output: gathers(output))
 
     def row(self, path: str, owner: nn.Module, rule: Row) -> None:
         """Of a module, `path` in the section, whose inputs are cut."""
-        spec, group = self._model.spec, self._group
+        spec, group, leaves = self._model.spec, self._group, self._leaves
         if isinstance(owner, nn.Embedding):
             cut = next(p for p in spec.section(self._section) if p.name == f"{path}.weight".lstrip("."))
             box = member_box(spec, cut, self._shares, group.rank)
-            vocab_parallel_embedding(owner, group, box.start[0], box.stop[0])
+            vocab_parallel_embedding(owner, leaves, box.start[0], box.stop[0])
             return
         if rule.split:
-            widths = self._widths(path, rule.units)
-            owner.register_forward_pre_hook(
-                lambda _, args: (scatter_to_tp_region(args[0], group, widths), *args[1:])
-            )
+            cut_input = slices(group, self._widths(path, rule.units))
+            scatters = Redistribution(group, whole(group, cut_input.shape[0]), cut_input)
+            owner.register_forward_pre_hook(lambda _, args: (scatters(args[0]), *args[1:]))
         if getattr(owner, "bias", None) is None:
-            owner.register_forward_hook(lambda _, args, output: reduce_from_tp_region(output, group))
+            owner.register_forward_hook(lambda _, args, output: leaves(output))
         elif type(owner) is nn.Linear or sides_of(owner) == (1, 0):
-            owner.forward = partial(_row_with_bias, owner, group)
+            owner.forward = partial(_row_with_bias, owner, leaves)
         else:
             where = f"{self._section}.{path}".rstrip(".")
             raise ModelError(
@@ -148,6 +149,6 @@ def _repeat(count: int, repeated: list[int], module: nn.Module, args: object, ou
     return units[..., repeated, :].flatten(-2)
 
 
-def _row_with_bias(owner: Any, group: Group, x: Tensor) -> Tensor:
+def _row_with_bias(owner: Any, leaves: Redistribution, x: Tensor) -> Tensor:
     term = F.linear(x, owner.weight) if isinstance(owner, nn.Linear) else x @ owner.weight
-    return reduce_from_tp_region(term, group) + owner.bias
+    return leaves(term) + owner.bias

@@ -42,10 +42,10 @@ def timed(accelerator: Accelerator, work: Callable[[], T]) -> tuple[T, float]:
 class Alone:
     """The group of a member whose peers are left out."""
 
-    rank = 0
+    rank, me = 0, "alone/0"
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.members = size, tuple(f"alone/{rank}" for rank in range(size))
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The tensor itself, as if all other members had zeros."""

@@ -7,11 +7,12 @@ replicas of it by devices that hold nothing else of the parameter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
-from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.layout.optimizer_sharding import Part
-from elasticd_planner.spec.box import Box, cells
+from elasticd_planner.layout.resolve import Communication, resolve
+from elasticd_planner.spec.box import Box
 from elasticd_planner.value import Value
 
 
@@ -40,14 +41,15 @@ def reductions(layouts: Layouts) -> tuple[Reduction, ...]:
     """The reductions of a plan's gradients, in one order for all ranks; a set of one device needs no wire."""
     rank = {device: i for i, device in enumerate(layouts.plan.members)}
     pieces: dict[tuple[str, ...], list[Piece]] = defaultdict(list)
+    known: dict[Hashable, tuple[Communication, ...]] = {}  # parameters that are held alike
     for name in layouts.trained:
-        for cell, held in cells(layouts.gradient(name).holdings):
-            terms: dict[str, list[str]] = defaultdict(list)
-            for holding in held:
-                terms[str(holding.partial)].append(holding.device)
-            devices = tuple(sorted({holding.device for holding in held}, key=rank.__getitem__))
-            counting = sorted({min(of, key=rank.__getitem__) for of in terms.values()}, key=rank.__getitem__)
-            pieces[devices].append(Piece(name=name, box=cell, counting=tuple(counting)))
+        family = layouts.family(Item(name, "value"))
+        if family not in known:
+            source, target = layouts.gradient(name), layouts.parameter(name)
+            known[family] = resolve(source, target, layouts.plan.members, agree=True)
+        for each in known[family]:
+            cut = [Piece(name=name, box=cell.box, counting=cell.sources) for cell in each.cells]
+            pieces[each.devices] += cut
     order = sorted(pieces, key=lambda devices: [rank[device] for device in devices])
     return tuple(Reduction(devices=devices, pieces=tuple(pieces[devices])) for devices in order)
 

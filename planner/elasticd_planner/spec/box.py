@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 
 from elasticd_planner.value import Value, refuse
 
@@ -96,20 +96,42 @@ def subtract(box: Box, others: Iterable[Box]) -> tuple[Box, ...]:
     return rest
 
 
-def cut(boxes: Sequence[Box]) -> Iterator[Box]:
+def cut(boxes: Iterable[Box]) -> Iterator[Box]:
     """The cells of the grid that all borders of `boxes` draw, of which at least one box covers each.
 
     Every box is a disjoint union of cells, and no border of a box runs through a cell.
     """
-    distinct = sorted(set(boxes))
+    for cell, _ in covered(boxes):
+        yield cell
+
+
+def covered(boxes: Iterable[Box]) -> Iterator[tuple[Box, Sequence[Box]]]:
+    """The cells of `cut`, each with the boxes that contain it."""
+    distinct = sorted({box for box in boxes if not box.empty})
     if not distinct:
         return
     dims = range(len(distinct[0].start))
-    borders = [sorted({edge for box in distinct for edge in (box.start[d], box.stop[d])}) for d in dims]
-    for corner in product(*(pairwise(edges) for edges in borders)):
-        cell = Box(start=tuple(a for a, _ in corner), stop=tuple(b for _, b in corner))
-        if not cell.empty and any(box.contains(cell) for box in distinct):
-            yield cell
+    edges = [sorted({edge for box in distinct for edge in (box.start[d], box.stop[d])}) for d in dims]
+    for start, stop, around in _slabs(distinct, edges):
+        yield Box(start=start, stop=stop), around
+
+
+def _slabs(
+    boxes: Sequence[Box], edges: Sequence[Sequence[int]], dim: int = 0
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Sequence[Box]]]:
+    """Slab by slab of a dimension, each cut in the next ones: starts, stops, and the boxes around."""
+    if dim == len(edges):
+        yield (), (), boxes
+        return
+    index = {edge: i for i, edge in enumerate(edges[dim])}
+    inside: list[list[Box]] = [[] for _ in edges[dim]]
+    for box in boxes:
+        for i in range(index[box.start[dim]], index[box.stop[dim]]):
+            inside[i].append(box)
+    for (start, stop), around in zip(pairwise(edges[dim]), inside, strict=False):
+        if around:
+            for starts, stops, found in _slabs(around, edges, dim + 1):
+                yield (start, *starts), (stop, *stops), found
 
 
 class Holding(Value, frozen=True, kw_only=True):
@@ -138,11 +160,10 @@ def cells(holdings: Iterable[Holding], within: Box | None = None) -> Iterator[tu
     by_box: dict[Box, list[int]] = defaultdict(list)  # replicas hold the same boxes
     for index, holding in enumerate(held):
         box = holding.box if within is None else within.overlap(holding.box)
-        if box is not None and not box.empty:
+        if box is not None:
             by_box[box].append(index)
-    for cell in cut(tuple(by_box)):
-        around = sorted(index for box, indices in by_box.items() if box.contains(cell) for index in indices)
-        yield cell, tuple(held[index] for index in around)
+    for cell, around in covered(by_box):
+        yield cell, tuple(held[index] for index in sorted(index for box in around for index in by_box[box]))
 
 
 class TensorLayout(Value, frozen=True, kw_only=True):

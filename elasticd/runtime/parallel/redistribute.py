@@ -1,0 +1,186 @@
+"""Tensors of a TP group from one layout to another, and their gradients back, as one autograd function.
+
+The collectives follow from the layouts (`elasticd_planner.layout.resolve`). With Megatron's names (Shoeybi et
+al., Megatron-LM, 2019), of tensors that are cut along one dimension or not at all:
+
+| from | to | forward | backward | Megatron |
+|---|---|---|---|---|
+| whole | whole, each member uses it in its own way | – | all-reduce | `copy_to_tensor_model_parallel_region` |
+| terms of a sum | whole | all-reduce | – | `reduce_from_tensor_model_parallel_region` |
+| slices | whole | all-gather | slice | `gather_from_tensor_model_parallel_region` |
+| whole | slices | slice | all-gather | `scatter_to_tensor_model_parallel_region` |
+| slices | whole, each member uses it in its own way | all-gather | reduce-scatter | sequence parallelism |
+| terms of a sum | slices | reduce-scatter | all-gather | sequence parallelism |
+
+Members may have unequal slices, and empty ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from elasticd_planner.layout.resolve import Cell, Communication, dual, resolve
+from elasticd_planner.spec.box import Box, Holding, TensorLayout
+from torch import Tensor, nn
+
+from elasticd.runtime.comm.groups import Group
+
+
+def whole(group: Group, length: int = 1) -> TensorLayout:
+    """All members have all of it; `length` matters where it becomes slices, or has been some."""
+    return _layout(group, length, [(0, length)] * group.size)
+
+
+def terms(group: Group, length: int = 1) -> TensorLayout:
+    """Each member has a term of the sum, of the full length."""
+    return _layout(group, length, [(0, length)] * group.size, terms=True)
+
+
+def slices(group: Group, widths: Sequence[int]) -> TensorLayout:
+    """Members have consecutive slices, of these widths by rank."""
+    return _layout(group, sum(widths), list(pairwise(accumulate(widths, initial=0))))
+
+
+def _layout(
+    group: Group, length: int, ranges: Sequence[tuple[int, int]], *, terms: bool = False
+) -> TensorLayout:
+    """Along the one dimension that may be cut; of the others everybody has all."""
+    holdings = tuple(
+        Holding(device=device, box=Box(start=(start,), stop=(stop,)), partial=device if terms else None)
+        for device, (start, stop) in zip(group.members, ranges, strict=True)
+    )
+    return TensorLayout(name="activation", shape=(length,), dtype="any", holdings=holdings)
+
+
+class Redistribution:
+    """Takes a member's part of a tensor in one layout, and gives its part in another."""
+
+    def __init__(
+        self, group: Group, source: TensorLayout, target: TensorLayout, *, dim: int = -1, add: bool = False
+    ) -> None:
+        """
+        Args:
+            group: its members have the tensor.
+            source: how they have it.
+            target: how they are to have it.
+            dim: the dimension that the layouts are of; they leave the others whole.
+            add: members with one value of the target use it in ways of their own, so that its gradient is the
+                sum of theirs; else they compute the same with it.
+        """
+        self.forward = _Program(group, source, target, dim)
+        self.backward = _Program(group, dual(target, add=add), dual(source), dim)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """
+        Args:
+            x: this member's part in the source's layout.
+
+        Returns:
+            Its part in the target's, differentiable.
+        """
+        moved: Tensor = _Redistribute.apply(x, self)
+        return moved
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, way: Redistribution) -> Tensor:
+        ctx.way = way
+        return way.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.way.backward(grad), None
+
+
+class _Program:
+    """What one member does to get from one layout to another."""
+
+    def __init__(self, group: Group, source: TensorLayout, target: TensorLayout, dim: int) -> None:
+        self._group, self._dim = group, dim
+        (self._from,), (self._to,) = source.of(group.me), target.of(group.me)
+        self._steps = resolve(source, target, group.members, of=group.me)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        parts: dict[int, Tensor] = {}
+        for step in self._steps:
+            parts |= getattr(self, f"_{step.operation}")(step, x)
+        if not parts:  # a member without units
+            return x.narrow(self._dim, 0, 0)
+        found = [parts[start] for start in sorted(parts)]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=self._dim)
+
+    def _keep(self, step: Communication, x: Tensor) -> dict[int, Tensor]:
+        if self._from == self._to:
+            return {self._to.start[0]: x.view_as(x)}
+        return {cell.box.start[0]: self._part(x, cell.box).contiguous() for cell in step.cells}
+
+    def _all_reduce(self, step: Communication, x: Tensor) -> dict[int, Tensor]:
+        return self._placed(step.cells, self._group.all_reduce(self._joined(step.cells, x)))
+
+    def _reduce_scatter(self, step: Communication, x: Tensor) -> dict[int, Tensor]:
+        """Gloo cannot scatter sums unevenly: all get them all, and each takes its own."""
+        sums = self._placed(step.cells, self._group.all_reduce(self._joined(step.cells, x)))
+        mine = [cell for cell in step.cells if self._group.me in cell.needers]
+        return {cell.box.start[0]: sums[cell.box.start[0]].contiguous() for cell in mine}
+
+    def _all_gather(self, step: Communication, x: Tensor) -> dict[int, Tensor]:
+        """Padded to the widest, since all members send as much."""
+        by_member = {
+            device: [cell for cell in step.cells if cell.sources == (device,)] for device in step.devices
+        }
+        widths = {device: sum(cell.box.size for cell in cells) for device, cells in by_member.items()}
+        mine = [self._part(x, cell.box) for cell in by_member[self._group.me]]
+        shape = list(x.shape)
+        shape[self._dim] = max(widths.values()) - widths[self._group.me]
+        if shape[self._dim]:
+            mine.append(x.new_zeros(shape))
+        padded = mine[0].contiguous() if len(mine) == 1 else torch.cat(mine, self._dim)
+        parts: dict[int, Tensor] = {}
+        for device, came in zip(step.devices, self._group.all_gather(padded), strict=True):
+            if widths[device]:
+                parts |= self._placed(by_member[device], came.narrow(self._dim, 0, widths[device]))
+        return parts
+
+    def _part(self, x: Tensor, box: Box) -> Tensor:
+        return x.narrow(self._dim, box.start[0] - self._from.start[0], box.size)
+
+    def _joined(self, cells: Sequence[Cell], x: Tensor) -> Tensor:
+        """What this member has of some cells, in memory of its own."""
+        if len(cells) == 1 and cells[0].box == self._from:
+            return x.contiguous().clone()
+        return torch.cat([self._part(x, cell.box) for cell in cells], self._dim)
+
+    def _placed(self, cells: Sequence[Cell], joined: Tensor) -> dict[int, Tensor]:
+        parts = joined.split([cell.box.size for cell in cells], self._dim) if len(cells) > 1 else [joined]
+        return {cell.box.start[0]: part for cell, part in zip(cells, parts, strict=True)}
+
+
+def vocab_parallel_embedding(module: nn.Embedding, leave: Redistribution, start: int, stop: int) -> None:
+    """Makes an embedding look up the rows that this member holds. Ids of other members' rows give zeros here.
+
+    Args:
+        module: the embedding, with the local rows [stop - start, width]. Hooks are registered on it, and its
+            `padding_idx` is counted from `start`.
+        leave: makes the members' terms of the output whole.
+        start: the first row of the full embedding that is here.
+        stop: the row after the last one.
+    """
+    here: list[Tensor] = []
+    if module.padding_idx is not None:
+        held = start <= module.padding_idx < stop
+        module.padding_idx = module.padding_idx - start if held else None
+
+    def shift(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        ids = args[0]
+        here[:] = [(ids >= start) & (ids < stop)]
+        return ((ids - start).clamp(0, stop - start - 1), *args[1:])
+
+    def add(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return leave(output * here[0].unsqueeze(-1))
+
+    module.register_forward_pre_hook(shift)
+    module.register_forward_hook(add)

@@ -1,0 +1,91 @@
+"""Tensors of a TP group from one layout to another and their gradients back, against whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from elasticd_planner.spec.box import TensorLayout
+from torch import Tensor
+
+from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.comm.in_memory import run_threads
+from elasticd.runtime.parallel.redistribute import Redistribution, slices, terms, whole
+
+MEMBERS = ("a/0", "a/1", "a/2")
+SHAPE = (2, 7, 12)
+
+
+def layout(kind: str, group: Group, widths: Sequence[int]) -> TensorLayout:
+    length = sum(widths)
+    return {"whole": whole(group, length), "terms": terms(group, length), "slices": slices(group, widths)}[kind]
+
+
+def parts(kind: str, values: Sequence[Tensor], dim: int, widths: Sequence[int]) -> list[Tensor]:
+    """Each member's part of a tensor: of the value, the sum of all; of terms its own."""
+    if kind == "terms":
+        return list(values)
+    total = torch.stack(list(values)).sum(0)
+    return [total] * len(values) if kind == "whole" else list(total.split(list(widths), dim))
+
+
+@pytest.mark.parametrize("widths", [(4, 4, 4), (7, 5, 0), (0, 1, 11)])
+@pytest.mark.parametrize("dim", [-1, 1])
+@pytest.mark.parametrize(
+    ("source", "target", "add"),
+    [
+        ("whole", "whole", True),
+        ("terms", "whole", False),
+        ("slices", "whole", False),
+        ("whole", "slices", False),
+        ("slices", "whole", True),
+        ("terms", "slices", False),
+    ],
+)
+def test_parts_and_gradients_are_those_of_the_whole_tensor(
+    source: str, target: str, add: bool, dim: int, widths: tuple[int, ...]
+) -> None:
+    shape = [2, 7, 7]
+    shape[dim] = sum(widths)
+    generator = torch.Generator().manual_seed(sum(widths[:2]))
+    x = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in MEMBERS]
+    g = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in MEMBERS]
+    given, expected = parts(source, x, dim, widths), parts(target, x, dim, widths)
+    # With `add` each member's gradient is its own; else all that have a value have the same gradient of it.
+    coming = g if add else parts(target if target == "slices" else "whole", g, dim, widths)
+    back = parts("slices" if source == "slices" else "whole", g, dim, widths)
+
+    def worker(groups: Any) -> tuple[Tensor, Tensor]:
+        group = groups.group(MEMBERS, "tensor")
+        way = Redistribution(
+            group, layout(source, group, widths), layout(target, group, widths), dim=dim, add=add
+        )
+        mine = given[group.rank].clone().requires_grad_()
+        out = way(mine)
+        out.backward(coming[group.rank])
+        assert mine.grad is not None
+        return out.detach(), mine.grad
+
+    found = run_threads(MEMBERS, worker)
+    for rank, member in enumerate(MEMBERS):
+        out, grad = found[member]
+        torch.testing.assert_close(out, expected[rank], rtol=0, atol=1e-12)
+        torch.testing.assert_close(grad, back[rank], rtol=0, atol=1e-12)
+
+
+def test_a_parts_memory_is_its_own() -> None:
+    """What a module does to its input in place must not reach the tensor before it."""
+
+    def worker(groups: Any) -> tuple[Tensor, Tensor]:
+        group = groups.group(MEMBERS, "tensor")
+        term = torch.ones(SHAPE)
+        Redistribution(group, terms(group), whole(group))(term).mul_(5)
+        full = torch.ones(SHAPE)
+        Redistribution(group, whole(group, 12), slices(group, (6, 4, 2)))(full).mul_(5)
+        return term, full
+
+    for term, full in run_threads(MEMBERS, worker).values():
+        assert torch.equal(term, torch.ones(SHAPE))
+        assert torch.equal(full, torch.ones(SHAPE))
