@@ -1,6 +1,7 @@
 """A device that is not the CPU: exactness, races and foreign memory, what a step costs beside a plain loop.
 
-make bench NAME=accelerators
+make bench NAME=accelerators                            # the suites take most of it
+make bench NAME=accelerators ARGS='--only layouts step'  # parts; the results keep the others as they are
 
 The device is vgpu (tests/accelerators): host memory that breaks where a GPU breaks. It says nothing of speed.
 The last rows are of the CPU: a step now, over one of the commit before there were accelerators.
@@ -8,9 +9,11 @@ The last rows are of the CPU: a step now, over one of the commit before there we
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +21,9 @@ from typing import Any
 
 import msgspec
 from _pairs import Ratio, ratio
-from _results import Row, finish, row
+from _parts import Parts
+from _results import RESULTS, Row, row, table
+from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -125,14 +130,28 @@ def _asked(process: subprocess.Popen[bytes], steps: int) -> float:
     return msgspec.json.decode(line, type=float)
 
 
-def rows() -> Iterator[Row]:
-    """All, the CPU's step last."""
+#: By the name that `--only` takes.
+PARTS = {"layouts": layout_rows, "cost": cost_rows, "step": step_rows, "suites": suite_rows}
+
+
+def main() -> int:
+    """Measures the parts that were asked for; 1 where a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", default=list(PARTS))
+    asked = parser.parse_args().only
     vgpu.library()
-    yield from layout_rows()
-    yield from suite_rows()
-    yield from cost_rows()
-    yield from step_rows()
+    parts = Parts(RESULTS / "accelerators.json", tuple(PARTS))
+    missed: list[str] = []
+    for name in asked:
+        start = time.monotonic()
+        rows = list(PARTS[name]())
+        parts.put(name, rows, time.monotonic() - start)
+        missed += [each.name for each in rows if each.met is False]
+    Console().print(table("accelerators", parts.rows))
+    if missed:
+        print(f"goals missed: {', '.join(missed)}")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(finish("accelerators", list(rows())))
+    sys.exit(main())
