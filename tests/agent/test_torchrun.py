@@ -125,7 +125,7 @@ def test_workers_of_elasticd_run_have_a_thread_each_and_drive_the_devices_that_t
     nodes = cluster(2)
     options = ("run", "--job", "job", "--devices", "2", "--socket", nodes.path("alpha"))
     script = (str(nodes.script), nodes.path("alpha"), str(nodes.folder / "out"))
-    chosen = {"OMP_NUM_THREADS": UNSET, "CUDA_VISIBLE_DEVICES": "1,0"}
+    chosen = {"OMP_NUM_THREADS": UNSET, "CUDA_VISIBLE_DEVICES": "1,0", "ELASTICD_DEVICE": UNSET}
     run = Torchrun(nodes.folder, *options, *script, program="elasticd", **chosen)
     nodes.register(run)
     code, said = run.ended()
