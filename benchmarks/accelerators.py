@@ -55,7 +55,8 @@ def layout_rows() -> Iterator[Row]:
 
 
 def suite_rows() -> Iterator[Row]:
-    """The suites, whose tests compare with one process to 1e-10 and note every fault of order and memory."""
+    """The suites, all sizes and seeds: their tests compare with one process to 1e-10, and note every fault of
+    order and memory."""
     for name in suites.SUITES:
         ran = suites.run(name)
         if ran.failed:

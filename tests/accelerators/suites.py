@@ -27,6 +27,8 @@ SUITES = {
     "evaluation and averages": ("tests/runtime/test_evaluation.py",),
     "checkpoints and snapshots": ("tests/runtime/test_snapshots.py", "tests/runtime/test_memory_file.py"),
     "moves in place": ("tests/runtime/test_in_place.py",),
+    # From the host to the device; one of its tests installs into parameters of the host.
+    "moves": ("tests/migration/test_execute.py", "-k", "not training_goes_on_from_the_moved_state"),
 }
 
 
