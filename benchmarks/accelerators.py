@@ -43,7 +43,7 @@ def layout_rows() -> Iterator[Row]:
     """Each layout of the suite in processes of its own, over gloo."""
     _, _, weights = test_parity.reference()
     noted = 0
-    for name, plan in test_parity.PLANS.items():
+    for name, plan in test_training.PLANS.items():
         results = gang.run(str(Path(test_training.__file__)), "worker", plan.members, plan, seconds=600)
         noted += sum(len(result["noted"]) for result in results.values())
         held = [each for result in results.values() for each in result["weights"].items()]
