@@ -116,9 +116,10 @@ def _gpus(devices: int | None) -> tuple[str, ...]:
 
     Raises ClickException where there are fewer than `devices`: two workers would share one.
     """
+    from elasticd.system.torch_build import DEVICE_VARIABLE
     from elasticd.system.torchrun_launcher import GPUS_VARIABLE, visible
 
-    asked = os.environ.get("ELASTICD_DEVICE", "")
+    asked = os.environ.get(DEVICE_VARIABLE, "")
     if devices is not None and (asked == "cpu" or ":" in asked):
         return ()
     named = visible(os.environ)
@@ -134,7 +135,7 @@ def _gpus(devices: int | None) -> tuple[str, ...]:
         )
     raise click.ClickException(
         f"--devices {devices} needs as many GPUs, and this node has {len(found)}: ask for {len(found)} at "
-        "most, or set ELASTICD_DEVICE=cpu to train on the CPU"
+        f"most, or set {DEVICE_VARIABLE}=cpu to train on the CPU"
     )
 
 

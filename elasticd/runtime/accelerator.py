@@ -23,13 +23,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from elasticd.system.torch_build import ANSWER, TorchBuild, driver_is_there, visible
+from elasticd.system.torch_build import ANSWER, DEVICE_VARIABLE, TorchBuild, driver_is_there, visible
 from elasticd.wire.unix_socket import SLOT_VARIABLE
 
 log = logging.getLogger(__name__)
 
-#: The device that workers are to compute on, where the script does not say: "cpu", "cuda" or "cuda:1".
-DEVICE_VARIABLE = "ELASTICD_DEVICE"
 #: What torch's build for a GPU may see, NVIDIA's and AMD's: a list that begins with no GPU hides all.
 _HIDING = ("CUDA_VISIBLE_DEVICES",)
 _HIDING_OF_AMD = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", *_HIDING)

@@ -11,6 +11,8 @@ from itertools import takewhile
 import msgspec
 from elasticd_planner.value import Value
 
+#: The device that workers are to compute on, where the script does not say: "cpu", "cuda" or "cuda:1".
+DEVICE_VARIABLE = "ELASTICD_DEVICE"
 #: One of these is there where a driver of GPUs that torch calls CUDA is: NVIDIA's (three, one of them of Linux
 #: under Windows), AMD's.
 DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1", "/dev/kfd")

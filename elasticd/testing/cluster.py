@@ -19,13 +19,14 @@ from elasticd.store.protocol import WatchEvent, WatchItem
 from elasticd.store.server import EtcdServer
 from elasticd.store.session import EtcdOptions
 from elasticd.system.child_processes import Child, ProcessError, Processes
+from elasticd.system.torch_build import DEVICE_VARIABLE
 from elasticd.testing.network_namespaces import Namespaces, namespaces
 
 #: Seconds that anything may take that must happen: a start, an election, the return of a node.
 PATIENCE = 120.0
 _LOOK = 0.1
 #: One thread each: there are more processes than cores.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "ELASTICD_DEVICE": "cpu"}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", DEVICE_VARIABLE: "cpu"}
 T = TypeVar("T")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from elasticd_planner.spec.box import TensorLayout
@@ -89,3 +90,17 @@ def test_a_parts_memory_is_its_own() -> None:
     for term, full in run_threads(MEMBERS, worker).values():
         assert torch.equal(term, torch.ones(SHAPE))
         assert torch.equal(full, torch.ones(SHAPE))
+
+
+def test_replicas_of_one_term_are_refused_since_they_would_be_added_twice() -> None:
+    def worker(groups: Any) -> None:
+        group = groups.group(MEMBERS, "tensor")
+        values = whole(group)
+        held = [
+            msgspec.structs.replace(holding, partial=term)
+            for holding, term in zip(values.holdings, ("s", "t", "t"), strict=True)
+        ]
+        with pytest.raises(ValueError, match="all_reduce over a/0, a/1, a/2 is not carried out here"):
+            Redistribution(group, msgspec.structs.replace(values, holdings=tuple(held)), values)
+
+    run_threads(MEMBERS, worker)

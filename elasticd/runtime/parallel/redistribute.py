@@ -103,6 +103,12 @@ class _Program:
         self._group, self._dim = group, dim
         (self._from,), (self._to,) = source.of(group.me), target.of(group.me)
         self._steps = resolve(source, target, group.members, of=group.me)
+        for step in self._steps:
+            replicas = step.operation == "all_reduce" and any(
+                cell.sources != step.devices for cell in step.cells
+            )
+            if replicas or not hasattr(self, f"_{step.operation}"):
+                raise ValueError(f"{step.operation} over {', '.join(step.devices)} is not carried out here")
 
     def __call__(self, x: Tensor) -> Tensor:
         parts: dict[int, Tensor] = {}
