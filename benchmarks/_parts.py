@@ -7,13 +7,16 @@ how many of the rows, in their order, are its own.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-from _results import Row, machine, stamped, unmeasured, versions
+from _results import RESULTS, Row, machine, stamped, table, unmeasured, versions
+from rich.console import Console
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,3 +94,28 @@ class Parts:
         beside = self._path.with_suffix(".new")
         beside.write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n")
         beside.replace(self._path)
+
+
+def measured(name: str, purpose: str | None, made: Mapping[str, Callable[[], Iterable[Row]]]) -> int:
+    """The command of a benchmark of parts: measures all of them, or those after `--only`, into NAME.json.
+
+    Args:
+        name: of the benchmark.
+        purpose: what `--help` says of it.
+        made: what makes the rows of each part, by the name that `--only` takes.
+
+    Returns:
+        1 where a goal is missed, else 0.
+    """
+    parser = argparse.ArgumentParser(description=purpose, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(made), metavar="PART", default=list(made))
+    parts = Parts(RESULTS / f"{name}.json", tuple(made))
+    missed: list[str] = []
+    for part in parser.parse_args().only:
+        start = time.monotonic()
+        rows = parts.put(part, list(made[part]()), time.monotonic() - start)
+        missed += [each.name for each in rows if each.met is False]
+    Console().print(table(name, parts.rows))
+    if missed:
+        print(f"goals missed: {', '.join(missed)}")
+    return 1 if missed else 0

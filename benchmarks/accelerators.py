@@ -9,21 +9,14 @@ The last rows are of the CPU: a step now, over one of the commit before there we
 
 from __future__ import annotations
 
-import argparse
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import msgspec
-from _pairs import Ratio, ratio
-from _parts import Parts
-from _results import RESULTS, Row, row, table
-from rich.console import Console
+from _parts import measured
+from _results import Row, row
+from _step_before import ALONE, step_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
@@ -33,10 +26,8 @@ from tests.runtime import gang, test_parity  # noqa: E402
 
 #: The last commit whose tensors were on the CPU whatever the machine has.
 BASE = "aac28d2"
-#: Goals: difference of a weight from one process, waits of the host, and ratios of launches and of CPU steps.
-APART, WAITS, LAUNCHES, STEP = 1e-10, 2, 1.03, 1.03
-#: Pairs of the CPU's step go on until half the interval is as narrow as this, or there are so many.
-NARROW, MOST_PAIRS, STEPS_OF_A_PAIR = 0.01, 400, 10
+#: Goals: difference of a weight from one process, waits of the host, and the ratio of launches.
+APART, WAITS, LAUNCHES = 1e-10, 2, 1.03
 
 
 def layout_rows() -> Iterator[Row]:
@@ -78,81 +69,15 @@ def cost_rows() -> Iterator[Row]:
     yield row("launches over the plain loop's", over, "x", goal=f"<= {LAUNCHES}", met=over <= LAUNCHES)
 
 
-def step_rows() -> Iterator[Row]:
-    """The CPU's path: a step now over one of the base commit, in turns, in two processes that stay."""
-    with base() as tree:
-        found = paired(tree)
-    name = f"a step on the CPU over that of {BASE}"
-    yield row(name, found.value, "x", noise=found.noise)
-    top = f"{name}: upper end of the 95 % interval ({found.pairs} pairs)"
-    yield row(top, found.high, "x", goal=f"<= {STEP}", met=found.high <= STEP)
-
-
-@contextmanager
-def base() -> Iterator[Path]:
-    """The tree of the base commit."""
-    with tempfile.TemporaryDirectory(prefix="eb-base-") as folder:
-        archive = subprocess.run(["git", "archive", BASE], cwd=ROOT, check=True, capture_output=True).stdout
-        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
-        yield Path(folder)
-
-
-def paired(tree: Path) -> Ratio:
-    """Until the interval is narrow."""
-    ours, theirs = list[float](), list[float]()
-    sides: list[tuple[subprocess.Popen[bytes], list[float]]] = []
-    try:
-        sides = [(_side(ROOT), ours), (_side(tree), theirs)]
-        for process, _ in sides:
-            _asked(process, 3 * STEPS_OF_A_PAIR)
-        while len(ours) < MOST_PAIRS:
-            for process, seconds in sides if len(ours) % 2 else sides[::-1]:
-                seconds.append(_asked(process, STEPS_OF_A_PAIR))
-            if len(ours) >= 30 and ratio(ours, theirs).noise <= NARROW:
-                break
-        return ratio(ours, theirs)
-    finally:
-        for process, _ in sides:
-            process.kill()
-            process.wait()
-
-
-def _side(tree: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(ROOT / "benchmarks/_step_side.py"), str(tree)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tree)
-
-
-def _asked(process: subprocess.Popen[bytes], steps: int) -> float:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(f"{steps}\n".encode())
-    process.stdin.flush()
-    line: Any = process.stdout.readline()
-    return msgspec.json.decode(line, type=float)
-
-
 #: By the name that `--only` takes.
-PARTS = {"layouts": layout_rows, "cost": cost_rows, "step": step_rows, "suites": suite_rows}
-
-
-def main() -> int:
-    """Measures the parts that were asked for; 1 where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", default=list(PARTS))
-    asked = parser.parse_args().only
-    vgpu.library()
-    parts = Parts(RESULTS / "accelerators.json", tuple(PARTS))
-    missed: list[str] = []
-    for name in asked:
-        start = time.monotonic()
-        rows = list(PARTS[name]())
-        parts.put(name, rows, time.monotonic() - start)
-        missed += [each.name for each in rows if each.met is False]
-    Console().print(table("accelerators", parts.rows))
-    if missed:
-        print(f"goals missed: {', '.join(missed)}")
-    return 1 if missed else 0
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {
+    "layouts": layout_rows,
+    "cost": cost_rows,
+    "step": partial(step_rows, BASE, ALONE),
+    "suites": suite_rows,
+}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    vgpu.library()
+    sys.exit(measured("accelerators", __doc__, PARTS))

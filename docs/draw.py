@@ -1,7 +1,7 @@
 """Writes what the documentation takes from the program: diagrams, the map of the tree and the reference pages.
 
-python docs/draw.py           writes docs/map.md, docs/reference/, and between the marks of README.md and
-                              docs/architecture.md
+python docs/draw.py           writes docs/map.md, docs/reference/, docs/layouts/, and between the marks of
+                              README.md, docs/architecture.md and docs/layouts.md
 python docs/draw.py --check   exits with 1 when one of them is stale
 """
 
@@ -11,6 +11,7 @@ import ast
 import enum
 import inspect
 import io
+import itertools
 import json
 import re
 import sys
@@ -19,10 +20,13 @@ import tokenize
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from elasticd_planner.value import Value
+from layout_pictures import EXAMPLES, picture, steps_as_text
 
 from elasticd.config.tree import Config
 from elasticd.coordinator.live_config import SECTIONS as LIVE
@@ -166,14 +170,17 @@ def line_comments(source: str) -> dict[int, str]:
 
 
 def field_notes(kind: type) -> dict[str, tuple[str, str]]:
-    """Unit and meaning of each field of a class, from the comment above it or behind it: `# [unit] Meaning.`
+    """Unit and meaning of each field of a class and of the one that it extends, from the comment above it or
+    behind it: `# [unit] Meaning.`
 
     Raises:
         SystemExit: a field has no comment.
     """
     source = textwrap.dedent(inspect.getsource(kind))
     comments, lines = line_comments(source), source.splitlines()
-    notes: dict[str, tuple[str, str]] = {}
+    base = kind.__base__
+    extended = base is not None and base not in (Value, msgspec.Struct) and issubclass(base, Value)
+    notes: dict[str, tuple[str, str]] = field_notes(base) if base is not None and extended else {}
     (body,) = ast.parse(source).body
     for node in body.body if isinstance(body, ast.ClassDef) else ():
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
@@ -197,7 +204,8 @@ def type_name(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return " or ".join(f'"{value}"' for value in typing.get_args(kind))
     if typing.get_origin(kind) is tuple:
-        return f"list of {type_name(typing.get_args(kind)[0])}s"
+        of = type_name(typing.get_args(kind)[0])
+        return f"list of {of.replace('list of', 'lists of', 1) if of.startswith('list of') else of + 's'}"
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return " or ".join(f'"{value.value}"' for value in kind)
     return {str: "string", int: "integer", float: "number", bool: "true or false"}.get(kind, str(kind))
@@ -223,6 +231,11 @@ def keys(kind: type[msgspec.Struct], prefix: str = "", base: Any = None) -> Iter
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             for row in keys(field.type, f"{prefix}{field.name}.", default):
                 yield [*row[:-1], f"{meaning.rstrip('.')}: {row[-1][0].lower()}{row[-1][1:]}"]
+            continue
+        of = typing.get_args(field.type)[0] if typing.get_origin(field.type) is tuple else None
+        if isinstance(of, type) and issubclass(of, msgspec.Struct):
+            yield [f"`{prefix}{field.name}`", "list of tables", "", unit, meaning]
+            yield from keys(of, f"{prefix}{field.name}[].")
             continue
         if field.encode_name != field.name:
             meaning += f" Before release 0.2: `{field.encode_name}`."
@@ -342,6 +355,32 @@ def gain() -> str:
     return "\n".join([*bars, "", f"The switch held training up for {pause:.0f} ms."])
 
 
+def figures(name: str, *others: str) -> str:
+    """The rows of a benchmark of parts as they are committed, but for those of the parts `others`."""
+    found = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    rows = iter(found["rows"])
+    by_part = {part["part"]: list(itertools.islice(rows, part["rows"])) for part in found["parts"]}
+    shown = (_figure(row) for part, mine in by_part.items() if part not in others for row in mine)
+    return table(["figure", "value", "goal", "kind"], shown)
+
+
+def _figure(row: Mapping[str, Any]) -> list[str]:
+    value = row["value"]
+    said = "–" if value is None else f"{value:.3g}" if isinstance(value, float) else f"{value}"
+    met = " (missed)" if row["met"] is False else ""
+    return [row["name"], f"{said} {row['unit']}".strip(), f"{row['goal'] or ''}{met}", row["kind"]]
+
+
+# -- layouts -------------------------------------------------------------------------------------------------
+
+
+def layout_example(name: str) -> str:
+    """A picture of two layouts, and the steps between them as text."""
+    example = EXAMPLES[name]
+    words = f"{' '.join(example.before)}; {' '.join(example.after)}"
+    return f"![{words}](layouts/{name}.svg)\n\n{steps_as_text(example)}\n"
+
+
 # -- writing --------------------------------------------------------------------------------------------
 
 #: What is drawn between marks, by the mark's name.
@@ -351,6 +390,8 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "job": job,
     "switch": lambda: _events(switch.TABLE, switch.SwitchPhase),
     "agent": lambda: _events(machine.TABLE, machine.AgentPhase),
+    "layout figures": partial(figures, "layouts", "lines"),
+    **{f"layout {name}": partial(layout_example, name) for name in EXAMPLES},
 }
 
 
@@ -369,6 +410,10 @@ def drawn(page: Path, *names: str) -> str:
 PAGES: dict[str, Callable[[], str]] = {
     "../README.md": lambda: drawn(ROOT / "README.md", "gain"),
     "architecture.md": lambda: drawn(DOCS / "architecture.md", "map", "job", "switch", "agent"),
+    "layouts.md": lambda: drawn(
+        DOCS / "layouts.md", "layout figures", *(f"layout {name}" for name in EXAMPLES)
+    ),
+    **{f"layouts/{name}.svg": partial(picture, example) for name, example in EXAMPLES.items()},
     "map.md": map_page,
     "reference/configuration.md": configuration_page,
     "reference/metrics.md": metrics_page,

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from elasticd_planner.spec.cluster import Link
+from elasticd_planner.spec.cluster import Level, Link
 
 from elasticd.config import tree
 from elasticd.config.tree import Config, ConfigError
+from elasticd.coordinator.daemon import settings_of
 
 
 def test_defaults_hold_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +87,16 @@ def test_file_that_is_not_there_is_named_with_who_named_it(
         ("[planner.between]\nbandwidth = '25 parsecs/s'", ["'25 parsecs' is not a size"]),
         ("[planner.between]\nbandwidth = '25 GB'", ["bandwidth = '25 GB'", "expected float"]),
         ("[planner.between]\nlatency = -1e-5", ["latency = -1e-05", "seconds of one hop", "as 2e-5"]),
+        ("[planner]\nlevels = 3", ["[planner] levels = 3", "write a table [[planner.levels]]"]),
+        ("[[planner.levels]]\nname = 'rack'", ["[planner.levels]", "needs nodes"]),
+        ("[[planner.levels]]\nname = 'rack'\nnodez = []", ["no key 'nodez'", "did you mean 'nodes'"]),
+        ("[[planner.levels]]\nname = 'rack'\nnodes = [['a', 'a']]", ["[planner.levels]", "a is named twice"]),
+        ("[[planner.levels]]\nname = 'node'\nnodes = []", ["[planner.levels]", "level 'node'"]),
+        (
+            "[[planner.levels]]\nname = 'rack'\nnodes = [['a', 'b']]\n"
+            "[[planner.levels]]\nname = 'pod'\nnodes = [['a']]",
+            ["[planner]", "a, b", "rack", "pod"],
+        ),
         ("[cluster\n", ["f.toml is not TOML", "line 1"]),
     ],
 )
@@ -127,6 +138,16 @@ bandwidth = 25e9
     assert read.inside.link == Link(bandwidth=2e11, latency=1e-5)
     assert read.between.link == Link(bandwidth=2.5e10)
     assert Config().planner.inside.link == Link(), "the defaults are the planner's own"
+
+
+def test_levels_of_links_reach_the_leaders_planner() -> None:
+    text = (
+        "[[planner.levels]]\nname = 'rack'\nbandwidth = '50 GB/s'\nlatency = 5e-6\nnodes = [['a', 'b'], ['c']]"
+    )
+    settings = settings_of(tree.parse(text, "f.toml"))
+    link = Link(bandwidth=50e9, latency=5e-6)
+    assert settings.levels == (Level(name="rack", link=link, groups=(("a", "b"), ("c",))),)
+    assert settings_of(Config()).levels == ()
 
 
 def test_emulated_times_are_known_to_no_section_of_the_planners() -> None:

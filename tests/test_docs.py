@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import doctest
+import itertools
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import click
+import pytest
 
 from elasticd.cli.app import elasticd
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("planner/elasticd_planner", "migration/elasticd_migration", "elasticd", "agent/elasticd_agent")
+#: How much of a text in a picture is to the left of its place.
+BEFORE = {"start": 0.0, "middle": 0.5, "end": 1.0}
 
 
 def test_what_is_drawn_from_the_program_is_as_the_program_is_now() -> None:
@@ -64,3 +70,34 @@ def test_commands_and_options_that_pages_show_exist() -> None:
                 assert named <= options, f"{page.name}: {line}"
             seen += 1
     assert seen > 40
+
+
+def test_examples_that_pages_show_run_as_they_are() -> None:
+    """Lines that begin with >>>, with what follows them."""
+    tried = 0
+    for page in (ROOT / "docs").rglob("*.md"):
+        result = doctest.testfile(str(page), module_relative=False)
+        assert result.failed == 0, page.name
+        tried += result.attempted
+    assert tried > 5
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs/layouts").glob("*.svg")), ids=lambda path: path.stem)
+def test_words_of_a_picture_are_inside_of_it_and_apart(picture: Path) -> None:
+    root = ElementTree.parse(picture).getroot()
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    areas = []
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        size, words = float(text.attrib["font-size"]), text.text or ""
+        wide = 0.62 * size * len(words)  # wider than the fonts that pages are read in
+        left = float(text.attrib["x"]) - wide * BEFORE[text.attrib["text-anchor"]]
+        base = float(text.attrib["y"])
+        areas.append((words, left, left + wide, base - 0.8 * size, base + 0.25 * size))
+    assert len(areas) > 5
+    for words, left, right, top, bottom in areas:
+        assert left >= 0, words
+        assert right <= width, words
+        assert top >= 0, words
+        assert bottom <= height, words
+    for (one, a, b, c, d), (other, e, f, g, h) in itertools.combinations(areas, 2):
+        assert b <= e or f <= a or d <= g or h <= c, f"{one} lies on {other}"

@@ -22,11 +22,13 @@ class _StageView(msgspec.Struct):
     layers: tuple[int, int]
     recompute: bool = False
     later: tuple[tuple[int, int], ...] = ()
+    lanes: tuple[int, ...] = ()
 
 
 class _PipelineView(msgspec.Struct):
     micro_batches: int
     stages: list[_StageView]
+    rows: tuple[int, ...] = ()
 
 
 class _ModuleView(msgspec.Struct):
@@ -88,10 +90,12 @@ def _plan(view: _PlanView) -> Plan:
                     shares=tuple(max(1, round(share * PARTS)) for share in stage.shares),
                     recompute=stage.recompute,
                     later=stage.later,
+                    lanes=stage.lanes,
                 )
                 for stage in pipeline.stages
             ),
             micro_batches=pipeline.micro_batches,
+            rows=pipeline.rows,
         )
         for pipeline in module.pipelines
     )

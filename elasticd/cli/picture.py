@@ -1,6 +1,7 @@
 """A plan as a picture in the terminal: pipelines down, stages across, in each cell devices, layers and load.
 
-Where the stages do not fit beside each other each has a line of its own.
+Each lane of a pipeline has a row of its own. Where the stages do not fit beside each other each stage has a
+line.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ from rich.text import Text
 
 #: Cells of a load bar.
 BAR = 5
-#: Pipelines that are shown; the rest is counted.
+#: Lanes that are shown; the rest is counted. A pipeline of one lane counts as a lane.
 SHOWN = 32
 
-#: By pipeline, the time that each stage spends on one micro-batch, in whatever unit the plan was made.
+#: By lane, the time that each stage spends on one micro-batch, in whatever unit the plan was made.
 StageTimes = Sequence[Sequence[float]]
 
-#: By pipeline and stage, its busy time over that of the busiest; None where times are not known.
+#: By lane and stage, its busy time over that of the busiest; None where times are not known.
 Loads = Sequence[Sequence[float | None]]
 
 
 def picture(plan: Plan, rates: Mapping[str, float], times: StageTimes | None = None) -> RenderableType:
     """The plan's pipelines and what stands idle. With `times`, each stage shows how busy it is of the time
     that the busiest stage of the plan takes for its micro-batches."""
-    pipelines = plan.pipelines
     parts: list[RenderableType] = [_Pipelines(plan, rates, _loads(plan, times))]
-    if len(pipelines) > SHOWN:
-        parts.append(Text(f"and {len(pipelines) - SHOWN} more pipelines"))
+    more = len(plan.by_lane) - SHOWN
+    if more > 0:
+        parts.append(Text(f"and {more} more {'lanes' if plan.by_lane != plan.pipelines else 'pipelines'}"))
     state = plan.state
     if state.zero:
         count = state.replicas or 1
@@ -51,17 +52,25 @@ def picture(plan: Plan, rates: Mapping[str, float], times: StageTimes | None = N
 
 def _loads(plan: Plan, times: StageTimes | None) -> Loads:
     if times is None:
-        return [[None] * len(pipeline.stages) for pipeline in plan.pipelines]
+        return [[None] * len(lane.stages) for lane in plan.by_lane]
     found = busy(plan, times)
     most = max(seconds for row in found for seconds in row)
     return [[seconds / most if most else None for seconds in row] for row in found]
 
 
 def busy(plan: Plan, times: StageTimes) -> list[list[float]]:
-    """By pipeline and stage, the time that it takes for all its micro-batches."""
+    """By lane and stage, the time that it takes for all its micro-batches."""
     return [
-        [seconds * pipeline.micro_batches for seconds in row]
-        for pipeline, row in zip(plan.pipelines, times, strict=True)
+        [seconds * lane.micro_batches for seconds in row] for lane, row in zip(plan.by_lane, times, strict=True)
+    ]
+
+
+def lane_names(plan: Plan) -> list[str]:
+    """The lanes as people name them: "0" of pipeline 0 with one lane, "0, lane 1" where it has several."""
+    return [
+        f"{index}, lane {lane}" if pipeline.rows else str(index)
+        for index, pipeline in enumerate(plan.pipelines)
+        for lane in range(len(pipeline.micro_batches_by_lane))
     ]
 
 
@@ -69,7 +78,7 @@ class _Pipelines:
     """Stages beside each other where the terminal is wide enough, else below each other."""
 
     def __init__(self, plan: Plan, rates: Mapping[str, float], loads: Loads) -> None:
-        self._shown = plan.pipelines[:SHOWN]
+        self._shown = list(zip(lane_names(plan), plan.by_lane, strict=True))[:SHOWN]
         self._rates, self._loads = rates, loads
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -81,30 +90,29 @@ class _Pipelines:
         table = Table(box=SIMPLE_HEAD, show_lines=True, padding=(0, 2, 0, 0), header_style="dim")
         table.add_column("pipeline", no_wrap=True)
         table.add_column("micro-\nbatches", justify="right", no_wrap=True)
-        for index in range(max(len(pipeline.stages) for pipeline in self._shown)):
+        for index in range(max(len(lane.stages) for _, lane in self._shown)):
             table.add_column(f"stage {index}", no_wrap=True)
-        for index, pipeline in enumerate(self._shown):
+        for (name, lane), row in zip(self._shown, self._loads, strict=False):
             cells = []
-            for stage, load in zip(pipeline.stages, self._loads[index], strict=True):
+            for stage, load in zip(lane.stages, row, strict=True):
                 loads = [bar(load)] if load is not None else []
                 cells.append(Text("\n").join([layers(stage), *members(stage, self._rates), *loads]))
-            table.add_row(str(index), str(pipeline.micro_batches), *cells)
+            table.add_row(name, str(lane.micro_batches), *cells)
         return table
 
     def _down(self) -> Group:
-        stages = [stage for pipeline in self._shown for stage in pipeline.stages]
+        stages = [stage for _, lane in self._shown for stage in lane.stages]
         widest = max(layers(stage).cell_len for stage in stages)
         parts: list[RenderableType] = []
-        for index, pipeline in enumerate(self._shown):
-            count = f"{pipeline.micro_batches} micro-batch{'es' if pipeline.micro_batches > 1 else ''}"
-            parts.append(Text.assemble(("pipeline ", "dim"), (str(index), "bold"), (f", {count}", "dim")))
+        for (name, lane), row in zip(self._shown, self._loads, strict=False):
+            count = f"{lane.micro_batches} micro-batch{'es' if lane.micro_batches > 1 else ''}"
+            parts.append(Text.assemble(("pipeline ", "dim"), (name, "bold"), (f", {count}", "dim")))
             table = Table.grid(padding=(0, 2, 0, 0))
             table.add_column(justify="right", width=4, no_wrap=True, style="dim")
             table.add_column(width=widest, no_wrap=True)
             table.add_column(width=BAR + 5, no_wrap=True)
             table.add_column(overflow="fold")
-            for place, stage in enumerate(pipeline.stages):
-                load = self._loads[index][place]
+            for place, (stage, load) in enumerate(zip(lane.stages, row, strict=True)):
                 shown = bar(load) if load is not None else ""
                 table.add_row(str(place), layers(stage), shown, Text(", ").join(members(stage, self._rates)))
             parts += [table, ""]
@@ -112,10 +120,12 @@ class _Pipelines:
 
 
 def layers(stage: Stage) -> Text:
-    """Which, how many, and whether they make their activations again."""
+    """Which, how many, and whether they make their activations again and have sequence parallelism."""
     text = Text.assemble((stage.named, "bold"), f" ({stage.layers})")
     if stage.recompute:
         text.append(" recompute", style="yellow")
+    if stage.sequence_parallel:
+        text.append(" sequence parallel", style="yellow")
     return text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from elasticd.cli.moves import answered, moves_of, shown
 from elasticd.cli.options import cluster_options, json_option, write_json
-from elasticd.cli.picture import StageTimes, busy, named, picture
+from elasticd.cli.picture import StageTimes, busy, lane_names, named, picture
 from elasticd.cli.status import rates_of
 from elasticd.client import reach
 
@@ -42,6 +42,12 @@ from elasticd.client import reach
     metavar="N",
     help="Let stages have up to N chunks of layers, where that takes less time (pins.interleave).",
 )
+@click.option(
+    "--lanes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Let pipelines have up to N lanes, where pipelines of equal borders can be joined (pins.lanes).",
+)
 @click.option("--diff", nargs=2, metavar="OLD NEW", help="What moves between two answers written with --json.")
 @cluster_options
 def plan(
@@ -50,6 +56,7 @@ def plan(
     as_json: bool,
     current: str | None,
     interleave: int | None,
+    lanes: int | None,
     diff: tuple[str, str] | None,
     config: str | None,
     coordinator: str | None,
@@ -66,9 +73,10 @@ def plan(
         else:
             console.print(shown(old, new))
     elif problem is not None:
-        _solve(_text(problem), objective, as_json, current, interleave, console)
-    elif current is not None or interleave is not None:
-        option = "--current" if current is not None else "--interleave"
+        pins = {"interleave": interleave, "lanes": lanes}
+        _solve(_text(problem), objective, as_json, current, pins, console)
+    elif (current, interleave, lanes) != (None, None, None):
+        option = "--current" if current is not None else "--interleave" if interleave is not None else "--lanes"
         raise click.UsageError(f"{option} goes with a problem: name the file of one")
     else:
         _running(config, coordinator, as_json, console)
@@ -82,15 +90,20 @@ def _text(path: str) -> bytes:
 
 
 def _solve(
-    text: bytes, objective: Any, as_json: bool, current: str | None, interleave: int | None, console: Console
+    text: bytes,
+    objective: Any,
+    as_json: bool,
+    current: str | None,
+    pins: Mapping[str, int | None],
+    console: Console,
 ) -> None:
     from elasticd_planner.cost.model import stage_seconds
     from elasticd_planner.problem_files import convert, file_format, solve
 
     given = file_format.load(text)
-    if interleave is not None:
-        pins = msgspec.structs.replace(given.pins, interleave=interleave)
-        given = msgspec.structs.replace(given, pins=pins)
+    asked = {name: value for name, value in pins.items() if value is not None}
+    if asked:
+        given = msgspec.structs.replace(given, pins=msgspec.structs.replace(given.pins, **asked))
     start = time.perf_counter()
     near = None
     if current is not None:
@@ -107,7 +120,7 @@ def _solve(
         write_json(found)
         return
     task = convert.task_of(given, objective, planned.plan)
-    times = [stage_seconds(line, task.cluster, task.rates, task.cost) for line in planned.plan.pipelines]
+    times = [stage_seconds(line, task.cluster, task.rates, task.cost) for line in planned.plan.by_lane]
     console.print(picture(planned.plan, task.rates, times))
     for line in _figures(planned.figures, objective, planned.unit, seconds):
         console.print(line)
@@ -144,8 +157,8 @@ def _limit(plan: Plan, times: StageTimes, rates: Any) -> str:
     """The stage that is busy the longest."""
     loads = [(load, p, s) for p, row in enumerate(busy(plan, times)) for s, load in enumerate(row)]
     _, p, s = max(loads, key=lambda load: load[0])
-    stage = plan.pipelines[p].stages[s]
-    return f"pipeline {p}, stage {s}: {stage.layers} layers on {named(stage.devices, rates)}"
+    stage = plan.by_lane[p].stages[s]
+    return f"pipeline {lane_names(plan)[p]}, stage {s}: {stage.layers} layers on {named(stage.devices, rates)}"
 
 
 def _running(config: str | None, coordinator: str | None, as_json: bool, console: Console) -> None:

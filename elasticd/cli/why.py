@@ -213,8 +213,9 @@ def _use(made: Plan, name: str) -> str:
     """What a plan does with a device, in a few words."""
     if place := made.places.get(name):
         stage, count = made.stage(place), made.pipeline(place).micro_batches
+        lane = f", lane {place.lane}" if made.pipelines[place.pipeline].rows else ""
         return (
-            f"pipeline {place.pipeline}, layers {stage.named}, {stage.shares[place.position]} of "
+            f"pipeline {place.pipeline}{lane}, layers {stage.named}, {stage.shares[place.position]} of "
             f"{sum(stage.shares)} shares, {count} micro-batch{'es' * (count > 1)} a step"
         )
     return "state alone" if name in made.carriers else "idle" if name in made.idle else "no part of it"

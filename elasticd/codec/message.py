@@ -24,7 +24,7 @@ from elasticd.codec.decoding import version_refusal
 WIRE_VERSION = 1
 #: Version of what the ranks of a job exchange with each other (votes, sections of a migration, their headers),
 #: which all of them share, since these bytes carry no version.
-PEERS_VERSION = 1
+PEERS_VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=explicit_tag):

@@ -22,7 +22,7 @@ import msgspec
 from elasticd_planner.cost.model_profile import GUESSED_FLOPS
 from elasticd_planner.detection.stragglers import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
-from elasticd_planner.spec.cluster import Link
+from elasticd_planner.spec.cluster import Level, Link, check_levels
 from elasticd_planner.value import Value, refuse
 
 from elasticd.config.security import SecuritySection
@@ -187,6 +187,24 @@ class LinkSection(Value, frozen=True, kw_only=True):
         return Link(bandwidth=self.bandwidth, latency=self.latency)
 
 
+class LevelSection(LinkSection, frozen=True, kw_only=True):
+    """A level of links between node and network: a rack, a rail group, a pod."""
+
+    # What the level is called, as "rack".
+    name: str
+    # The nodes of each of its groups, by name: two nodes of one group talk over this link.
+    nodes: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Level(name=self.name, link=self.link, groups=self.nodes)  # refuses what is no level
+
+    @property
+    def level(self) -> Level:
+        """The level as the planner's value."""
+        return Level(name=self.name, link=self.link, groups=self.nodes)
+
+
 class PlannerSection(Value, frozen=True, kw_only=True):
     """Speeds of devices and links that the planner assumes until they are measured."""
 
@@ -196,8 +214,11 @@ class PlannerSection(Value, frozen=True, kw_only=True):
     inside: LinkSection = LinkSection()
     # The link between two devices of different nodes.
     between: LinkSection = LinkSection()
+    # Levels of links that join some of the nodes, as the nodes of a rack; the nearest first.
+    levels: tuple[LevelSection, ...] = ()
 
     def __post_init__(self) -> None:
+        check_levels([section.level for section in self.levels])
         if not 0 < self.flops < math.inf:
             refuse(
                 f"flops = {self.flops} must be the operations a second that a normal device reaches, as 1.5e14"
@@ -365,7 +386,9 @@ def with_keys(base: S | type[S], body: Mapping[str, Any], where: str, *, strict:
             given = "" if isinstance(base, SecuritySection | EtcdSection) else f" (= {value!r})"
             raise ConfigError(f"{where} has no key {key!r}{given}{_suggest(key, fields)}")
         said = f"{where} {key} = {value!r}"
-        if fields[key].type is not LinkSection:
+        if fields[key].type == tuple[LevelSection, ...]:
+            values[key] = _levels(value, said, where)
+        elif fields[key].type is not LinkSection:
             values[key] = _convert(value, fields[key].type, said, key, strict)
         elif isinstance(value, Mapping):
             values[key] = with_keys(getattr(base, key), value, f"{where.removesuffix(']')}.{key}]")
@@ -379,6 +402,13 @@ def with_keys(base: S | type[S], body: Mapping[str, Any], where: str, *, strict:
         return base(**values) if isinstance(base, type) else msgspec.structs.replace(base, **values)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _levels(value: Any, said: str, where: str) -> tuple[LevelSection, ...]:
+    """The tables of [[planner.levels]]."""
+    if not isinstance(value, list) or not all(isinstance(body, Mapping) for body in value):
+        raise ConfigError(f"{said}: write a table [[planner.levels]] for each level")
+    return tuple(with_keys(LevelSection, body, f"{where.removesuffix(']')}.levels]") for body in value)
 
 
 def size(text: str) -> int:

@@ -334,6 +334,7 @@ def settings_of(config: Config) -> JobSettings:
         flops=config.planner.flops,
         inside=config.planner.inside.link,
         between=config.planner.between.link,
+        levels=tuple(section.level for section in config.planner.levels),
     )
 
 

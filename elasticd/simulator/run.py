@@ -99,6 +99,7 @@ class Simulation:
             flops=scenario.cluster.assumed,
             inside=scenario.cluster.inside,
             between=scenario.cluster.between,
+            levels=scenario.cluster.levels,
         )
         self.leader = self._elected()
         self.operator = Operator(scenario, self.worker_group, self.nodes, self.trained, self._happened)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
 from elasticd_planner.layout.layouts import Item, Layouts, Role
 from elasticd_planner.layout.optimizer_sharding import union
-from elasticd_planner.spec.box import Box, TensorLayout, cells, lacking, subtract
+from elasticd_planner.layout.resolve import Uncovered, demands
+from elasticd_planner.spec.box import Box, Holding, TensorLayout, lacking
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value, refuse
 
@@ -250,19 +252,16 @@ def _wanted(old: Layouts, new: Layouts, sizes: Mapping[Item, int]) -> Iterator[_
 
 
 def _lack(before: TensorLayout, after: TensorLayout) -> _Lack:
-    found: dict[Box, list[tuple[Box, int, tuple[str, ...]]]] = {}  # replicas lack the same boxes
-    lost: dict[Box, None] = {}
-    missing: list[_Cell] = []
-    for destination, boxes in lacking(before, after).items():
-        for box in boxes:
-            if box not in found:
-                found[box] = [
-                    (cell, cell.size, tuple(dict.fromkeys(holding.device for holding in held)))
-                    for cell, held in cells(before.holdings, box)
-                ]
-                lost.update(dict.fromkeys(subtract(box, sorted({holding.box for holding in before.holdings}))))
-            missing += [_Cell(destination, cell, size, holders) for cell, size, holders in found[box]]
-    return _Lack(tuple(missing), tuple(lost))
+    lacks = lacking(before, after)
+    wanted = tuple(Holding(device=device, box=box) for device, boxes in lacks.items() for box in boxes)
+    by_destination: dict[str, list[_Cell]] = {device: [] for device in lacks}
+    try:
+        for box, (holders,), needers in demands(before, msgspec.structs.replace(after, holdings=wanted)):
+            for destination in needers:
+                by_destination[destination].append(_Cell(destination, box, box.size, holders))
+    except Uncovered as error:
+        return _Lack((), error.boxes)
+    return _Lack(tuple(chain.from_iterable(by_destination.values())), ())
 
 
 def _parts(box: Box, shares: Sequence[Share]) -> Iterator[tuple[str, Box]]:

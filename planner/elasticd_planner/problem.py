@@ -21,7 +21,10 @@ class SearchSpace(Value, frozen=True, kw_only=True):
     states: tuple[StatePolicy, ...] = (StatePolicy(),)  # in the order of preference
     # Whether stages may recompute activations in the backward pass where memory demands it, or must ("always").
     recompute: bool | Literal["always"] = False
+    # Whether TP groups may have slices of the tokens between cut modules where memory demands it, or must.
+    sequence_parallel: bool | Literal["always"] = False
     interleave: int = 1  # the most chunks of layers of a stage, where that takes less time
+    lanes: int = 1  # the most lanes of a pipeline, where pipelines of equal borders can be joined
     # The TP size on nodes whose devices are all normal, and the number of pipelines; None: searched.
     fixed_tp: int | None = msgspec.field(default=None, name="tp")
     fixed_dp: int | None = msgspec.field(default=None, name="dp")
@@ -33,6 +36,8 @@ class SearchSpace(Value, frozen=True, kw_only=True):
             refuse(f"search space: sizes of micro-batches must be positive, not {self.micro_batches}")
         if self.interleave < 1:
             refuse(f"search space: interleave {self.interleave} must be at least 1: chunks of a stage")
+        if self.lanes < 1:
+            refuse(f"search space: lanes {self.lanes} must be at least 1: lanes of a pipeline")
         if any(size is not None and size < 1 for size in (self.fixed_tp, self.fixed_dp)):
             refuse(
                 f"search space: fixed_tp {self.fixed_tp} and fixed_dp {self.fixed_dp} must be positive or None"

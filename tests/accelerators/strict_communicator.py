@@ -28,9 +28,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from elasticd_planner.layout.launch_order import Join, Launch, Operation
 from torch import Tensor
-
-from tests.accelerators.launch_order import Join, Launch, Operation
 
 T = TypeVar("T")
 

@@ -18,6 +18,7 @@ SUITES = {
     "micro-batches without targets": ("tests/runtime/test_masked.py",),
     "groups and averages": ("tests/runtime/test_parameter_groups.py",),
     "interleaved pipelines": ("tests/runtime/test_interleaved.py",),
+    "lanes": ("tests/runtime/test_lanes.py",),
     "ZeRO": ("tests/runtime/test_zero.py",),
     "precision": ("tests/models/test_precision.py", "tests/runtime/test_precision.py"),
     # Two of its tests make the CPU's generators those of all devices.

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from elasticd_planner.layout.launch_order import Join, Launch, Log, deadlock
 
 from elasticd.runtime.comm.groups import PlanGroups
 from tests.accelerators import vgpu
-from tests.accelerators.launch_order import Join, Launch, Log, deadlock
 from tests.accelerators.strict_communicator import (
     Aborted,
     Communicator,

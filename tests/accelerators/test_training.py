@@ -1,17 +1,22 @@
-"""The product on a device that is not the CPU: what trains there trains as one process on the CPU."""
+"""The product on a device that is not the CPU, under the rules of NCCL: what trains there trains as one process
+on the CPU, and launches what the plan says."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from elasticd_planner.layout.launch_order import deadlock
+from elasticd_planner.layout.launches import launches
+from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.plan import Plan, StatePolicy
 
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import PlanGroups
 from tests import sizes
 from tests.accelerators import vgpu
-from tests.runtime import gang, test_parity
+from tests.accelerators.strict_data_plane import StrictCommunicators, connected, told
+from tests.runtime import gang, test_lanes, test_parity
 
 #: A pipeline of interleaved chunks with unequal tensor parallelism; and pipelines of unlike depth.
 HERE = ("interleaved and uneven beside a plain pipeline", "pipelines of 2 and 3 stages")
@@ -20,7 +25,16 @@ SHARDED = {
     f"{name}, zero {zero}": test_parity.PLANS[name].replace(state=StatePolicy(zero=zero, replicas=2))
     for zero, name in zip((1, 2), HERE, strict=True)
 }
-PLANS = test_parity.PLANS | SHARDED
+#: Lanes of unlike width, and lanes beside other pipelines with their state apart.
+LANES = {
+    f"{name}, zero {zero}": test_lanes.PLANS[name].replace(state=test_lanes.POLICIES[f"zero {zero}"])
+    for zero, name in (
+        (0, "2 + 1, uneven, in two stages"),
+        (1, "two pipelines of lanes, micro-batches of two"),
+        (2, "three lanes of unlike width beside a deeper pipeline"),
+    )
+}
+PLANS = test_parity.PLANS | SHARDED | LANES
 
 
 def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
@@ -29,18 +43,33 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     accelerator = Accelerator(f"vgpu:{plan.rank(device)}")
     accelerator.use()
     groups = PlanGroups("plan/1", device, "127.0.0.1", store)
+    made: list[StrictCommunicators] = []
+    connect = connected(store, accelerator.device, made)
     with vgpu.counting(plan.rank(device)) as spent:
-        made = test_parity.trained(device, plan, groups, accelerator)
-    return made | {"launches": spent.launches, "noted": vgpu.settled_errors()}
+        found = test_parity.trained(device, plan, groups, accelerator, connect)
+    log = made[0].log.entries
+    return found | {"launches": spent.launches, "noted": vgpu.settled_errors(), "log": log}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sizes.beside(HERE, PLANS))
+@pytest.mark.parametrize("name", sizes.beside((*HERE, "2 + 1, uneven, in two stages, zero 0"), PLANS))
 def test_a_layout_on_the_device_trains_like_one_process_on_the_cpu(name: str) -> None:
     vgpu.needed()
-    plan = PLANS[name]
+    check(PLANS[name])
+
+
+def check(plan: Plan) -> None:
+    """Trains under a plan, in a process for each device, and looks at all that is promised."""
     results = gang.run(__file__, "worker", plan.members, plan)
     test_parity.check(plan, results)
     for device, result in results.items():
         assert result["launches"] > 100, f"{device} computed on the CPU"
         assert not result["noted"], device
+    assert deadlock({device: result["log"] for device, result in results.items()}) is None
+    recipe = test_parity.make_recipe()
+    predicted = [
+        launches(Layouts(recipe.model.spec, plan), recipe.feed.batch(plan, step), recipe.schedule)
+        for step in range(test_parity.STEPS)
+    ]
+    for device, result in results.items():
+        assert told(result["log"]) == [at for step in predicted for at in told(step[device])], device

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 from elasticd_planner.detection.slowness_history import Slowness, SlownessKind
+from elasticd_planner.placement.state_movement import strategy
 from elasticd_planner.problem import Problem
 from elasticd_planner.spec.cluster import Device, Node
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 from rich.console import Console, RenderableType
 
 from elasticd.cli import history, jobs, logs, top, why
@@ -103,6 +104,17 @@ def test_why_a_device_tells_rate_use_and_what_plans_counted_with() -> None:
     text = shown(*why.device("a/1", "j", STATUS, EVENTS, records))
     assert "takes 3.00x the normal time; its node cannot be reached" in text
     assert "pipeline 0, layers 0-2, 2 of 8 shares, 4 micro-batches a step" in text
+    stages = (
+        Stage(start=0, stop=3, devices=("b/0", "a/0", "a/1"), shares=(1, 6, 2), lanes=(1, 2)),
+        Stage(start=3, stop=5, devices=("b/1", "b/2"), shares=(1, 1), lanes=(1, 1)),
+    )
+    lanes = strategy((Pipeline(stages=stages, micro_batches=4, rows=(3, 1)),))
+    (job,) = STATUS.jobs
+    plan = PLAN.replace(strategies=(lanes,), idle=())
+    status = msgspec.structs.replace(STATUS, jobs=(msgspec.structs.replace(job, plan=plan),))
+    assert "pipeline 0, lane 1, layers 0-2, 2 of 8 shares, 1 micro-batch a step" in shown(
+        *why.device("a/1", "j", status, EVENTS, records)
+    )
     assert text.count("counted with") == 2
     assert "plan 7 counted with 3.00x" in text
     assert "a/1 is slow" in text

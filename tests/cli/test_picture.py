@@ -92,3 +92,22 @@ def test_without_times_there_is_no_load() -> None:
 def test_neighbours_are_shortened_and_slow_ones_named() -> None:
     names = ("n0/0", "n0/1", "n0/2", "n0/7", "n1/0", "n1/1", "n1/4")
     assert named(names, {"n0/2": 2.57}) == "n0/0-1 + n0/2 2.57x + n0/7 + n1/0-1,4"
+
+
+def test_each_lane_has_a_row_of_its_own() -> None:
+    stages = (
+        Stage(start=0, stop=50, devices=("n0/0", "n0/1", "n1/0"), shares=(3, 1, 1), lanes=(2, 1)),
+        Stage(start=50, stop=80, devices=("n0/2", "n1/1"), shares=(1, 1), lanes=(1, 1)),
+    )
+    lanes = Pipeline(stages=stages, micro_batches=48, rows=(31, 17))
+    other = Pipeline(stages=(stage(0, 80, node(2)),), micro_batches=16)
+    plan = PLAN.replace(strategies=(strategy((lanes, other), "model"),), idle=(), state=StatePolicy())
+    for width in (60, 120):
+        console = Console(file=io.StringIO(), width=width, highlight=False)
+        console.print(picture(plan, {}, [[1.0, 0.5], [1.0, 1.0], [1.0]]))
+        assert isinstance(console.file, io.StringIO)
+        text = console.file.getvalue()
+        rows = [line for line in text.splitlines() if "lane" in line or "16" in line]
+        assert [words in row for words, row in zip(("31", "17", "16"), rows, strict=True)] == [True] * 3
+        for words in ("0, lane 0", "0, lane 1", "n0/0 75.0%", "n1/0", "55%"):
+            assert words in " ".join(text.split()), words

@@ -142,3 +142,44 @@ def test_interleaved_stages_are_refused_where_nothing_says_what_they_take(tmp_pa
     assert result.exit_code == 1
     assert "pins.interleave goes with model.times" in result.output
     assert "--interleave goes with a problem" in run("--interleave", "2").output
+
+
+def test_pipelines_are_joined_as_lanes_where_one_asks_and_the_answer_is_read_back(tmp_path: Path) -> None:
+    problem = written(tmp_path / "p.json", **{**TIMED, "pins": {"dp": 4, "zero": 0}})
+    plain, joined = run(problem, "--json"), run(problem, "--json", "--lanes", "2")
+    assert joined.exit_code == 0, joined.output
+    (tmp_path / "old").write_text(plain.output)
+    (tmp_path / "new").write_text(joined.output)
+    assert "lanes" not in plain.output
+    first = json.loads(joined.output)["plan"]["modules"][0]["pipelines"][0]
+    assert first["rows"] == [2, 2]
+    assert [(stage["lanes"], stage["shares"]) for stage in first["stages"]] == [([1, 1], [1.0, 1.0])]
+    steps = [json.loads(text)["figures"]["step"] for text in (plain.output, joined.output)]
+    assert steps[0] == steps[1]
+    shown = run(problem, "--lanes", "2").output
+    for words in ("0, lane 0", "1, lane 1", "limited by pipeline 0, lane 0, stage 0: 8 layers on n0/0"):
+        assert words in shown
+    assert "in all 0.00 of 32 layers" in run("--diff", str(tmp_path / "old"), str(tmp_path / "new")).output
+    stays = json.loads(run(problem, "--lanes", "2", "--json", "--current", str(tmp_path / "new")).output)
+    assert stays["current"]["moved_bytes"] == 0
+    assert stays["plan"]["modules"] == json.loads(joined.output)["plan"]["modules"]
+
+
+def test_lanes_are_joined_in_units_too_and_go_with_a_problem(tmp_path: Path) -> None:
+    result = run(written(tmp_path / "p.json", rates={}), "--lanes", "3")
+    assert result.exit_code == 0, result.output
+    assert "0, lane 2" in result.output
+    assert "--lanes goes with a problem" in run("--lanes", "2").output
+    wrong = run(written(tmp_path / "p.json", pins={"lanes": 0}))
+    assert wrong.exit_code == 1
+    assert "lanes 0 must be positive" in wrong.output
+
+
+def test_an_answer_whose_lanes_do_not_add_up_is_refused(tmp_path: Path) -> None:
+    problem = written(tmp_path / "p.json", **{**TIMED, "pins": {"dp": 4, "zero": 0}})
+    answer = json.loads(run(problem, "--json", "--lanes", "2").output)
+    answer["plan"]["modules"][0]["pipelines"][0]["rows"] = [3, 2]
+    (tmp_path / "x").write_text(json.dumps(answer))
+    result = run(problem, "--current", str(tmp_path / "x"))
+    assert result.exit_code == 1
+    assert "rows (3, 2) must say how many of its 4 micro-batches each of 2 lanes has" in result.output

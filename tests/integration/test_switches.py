@@ -21,14 +21,18 @@ SCRIPT = Path(train.__file__)
 SETTINGS = JobSettings(retry_seconds=0.5)
 
 
-def stage(start: int, stop: int, *members: tuple[str, int]) -> Stage:
-    return Stage(
-        start=start, stop=stop, devices=tuple(d for d, _ in members), shares=tuple(s for _, s in members)
+def stage(start: int, stop: int, *members: tuple[str, int], lanes: tuple[int, ...] = ()) -> Stage:
+    devices, shares = (tuple(each) for each in zip(*members, strict=True))
+    return Stage(start=start, stop=stop, devices=devices, shares=shares, lanes=lanes)
+
+
+def plan_of(*pipelines: tuple[int | tuple[int, ...], list[Stage]], idle: tuple[str, ...] = ()) -> Plan:
+    """Pipelines as (micro-batches, or those of each lane; stages)."""
+    rows = [count if isinstance(count, tuple) else (count,) for count, _ in pipelines]
+    made = tuple(
+        Pipeline(stages=tuple(stages), micro_batches=sum(own), rows=own)
+        for own, (_, stages) in zip(rows, pipelines, strict=True)
     )
-
-
-def plan_of(*pipelines: tuple[int, list[Stage]], idle: tuple[str, ...] = ()) -> Plan:
-    made = tuple(Pipeline(stages=tuple(stages), micro_batches=m) for m, stages in pipelines)
     strategy = Strategy(modules=(ModulePlan(module="model", pipelines=made),))
     return Plan(number=0, strategies=(strategy,), micro_batch=train.MICRO, global_batch=train.BATCH, idle=idle)
 
@@ -43,10 +47,15 @@ PLANS = {
     "a/1": plan_of(
         (3, [stage(0, 1, ("a/0", 6), ("a/1", 2)), stage(1, 3, ("b/0", 1), ("b/1", 1))]), idle=("a/2",)
     ),
-    # a/2 joins again, everything else moves too
+    # a/2 joins again, everything else moves too: one pipeline of two lanes
     "b/0": plan_of(
-        (2, [stage(0, 3, ("a/0", 3), ("a/1", 3), ("a/2", 2))]),
-        (1, [stage(0, 1, ("b/0", 1)), stage(1, 3, ("b/1", 1))]),
+        (
+            (2, 1),
+            [
+                stage(0, 1, ("a/0", 5), ("a/1", 3), ("b/0", 1), lanes=(2, 1)),
+                stage(1, 3, ("a/2", 1), ("b/1", 1), lanes=(1, 1)),
+            ],
+        ),
     ),
 }
 

@@ -1,4 +1,5 @@
-"""Whether stages may be interleaved is the policy's to say: a running job is planned anew when that changes."""
+"""Whether stages may be interleaved and pipelines have lanes is the policy's to say: a running job is planned
+anew when that changes."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World
 
 
-def allowed(world: World, chunks: int) -> None:
+def allowed(world: World, chunks: int, lanes: int = 1) -> None:
     settings = world.state.settings
-    policy = msgspec.structs.replace(settings.policy, interleave=chunks)
+    policy = msgspec.structs.replace(settings.policy, interleave=chunks, lanes=lanes)
     world.say(Configured(detect=settings.detect, policy=policy, changes="by a test"))
     world.settle()
 
@@ -48,3 +49,16 @@ def test_a_recovery_is_planned_without_and_the_job_anew_once_it_runs() -> None:
     assert world.planning.problem.search_space.interleave == 3
     world.settle()
     assert recovered(world)
+
+
+def test_a_running_job_is_planned_anew_when_its_pipelines_may_have_lanes() -> None:
+    world = running()
+    world.train(12)
+    world.planner_waits = True
+    allowed(world, 1, lanes=2)
+    world.train(2)
+    assert world.planning is not None
+    assert world.planning.problem.search_space.lanes == 2
+    world.planner_waits = False
+    world.settle()
+    assert world.phase is JobPhase.RUNNING

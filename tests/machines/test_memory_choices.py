@@ -10,8 +10,9 @@ from elasticd.records import JobSpec, decode, encode
 from tests.machines import cast, world
 from tests.machines.world import World
 
-#: Bytes of a device: enough, and so few that no plan fits unless blocks make their activations again.
-ENOUGH, TIGHT = 12_000_000, 1_800_000
+#: Bytes of a device: enough, so few that no plan fits unless blocks make their activations again, and enough
+#: where TP groups have slices of the tokens.
+ENOUGH, TIGHT, SCARCE = 12_000_000, 1_800_000, 2_400_000
 
 
 def started(monkeypatch: Any, memory: int = ENOUGH, **said: Any) -> World:
@@ -38,6 +39,20 @@ def test_a_plan_recomputes_only_where_memory_demands_it(monkeypatch: Any) -> Non
     assert refused.plan() is None
     assert 'ParallelismOptions(recompute="plan")' in refused.job.reason
     assert True in recomputing(started(monkeypatch, TIGHT, recompute=True))
+
+
+def test_a_job_may_ask_for_sequence_parallelism_everywhere_or_where_memory_demands_it(
+    monkeypatch: Any,
+) -> None:
+    def groups(memory: int, said: bool | str) -> list[tuple[int, bool]]:
+        plan = started(monkeypatch, memory, sequence_parallel=said).plan()
+        stages = [] if plan is None else [stage for _, _, stage in plan.walk()]
+        return [(len(stage.devices), stage.sequence_parallel) for stage in stages]
+
+    assert groups(ENOUGH, True) == groups(ENOUGH, "always") == [(1, False)] * 4
+    assert groups(SCARCE, False) == []
+    assert groups(SCARCE, True) == [(2, True), (2, False)]
+    assert groups(SCARCE, "always") == [(2, True), (2, True)]
 
 
 def test_blocks_and_numbers_of_the_users_choice_are_counted_once(monkeypatch: Any) -> None:

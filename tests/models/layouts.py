@@ -32,10 +32,15 @@ def stage(start: int, stop: int, *members: tuple[str, int]) -> Stage:
     )
 
 
-def plan_of(*pipelines: tuple[int, Sequence[Stage]], micro_batch: int = 1) -> Plan:
-    made = tuple(Pipeline(stages=tuple(stages), micro_batches=m) for m, stages in pipelines)
+def plan_of(*pipelines: tuple[int | tuple[int, ...], Sequence[Stage]], micro_batch: int = 1) -> Plan:
+    """Pipelines as (micro-batches, or those of each lane; stages)."""
+    rows = [count if isinstance(count, tuple) else (count,) for count, _ in pipelines]
+    made = tuple(
+        Pipeline(stages=tuple(stages), micro_batches=sum(own), rows=own)
+        for own, (_, stages) in zip(rows, pipelines, strict=True)
+    )
     strategy = Strategy(modules=(ModulePlan(module="model", pipelines=made),))
-    batch = micro_batch * sum(m for m, _ in pipelines)
+    batch = micro_batch * sum(map(sum, rows))
     return Plan(number=1, strategies=(strategy,), micro_batch=micro_batch, global_batch=batch)
 
 

@@ -6,6 +6,7 @@ import copy
 from functools import cache
 from itertools import pairwise
 
+import msgspec
 import pytest
 import torch
 from elasticd_planner.spec.plan import Plan, Stage, StatePolicy
@@ -25,11 +26,12 @@ LAYERS, MOST = 4, 6
 
 @st.composite
 def plans(draw: st.DrawFn, layers: int = LAYERS) -> Plan:
-    """One to three pipelines of any stages, interleaved or not, with TP groups of any shares, on at most so
-    many devices; stages that make activations again, state kept by any policy."""
+    """One to three pipelines of any stages, interleaved or not, with TP groups of any shares, some in two
+    lanes, on at most so many devices; stages that make activations again or have sequence parallelism, state
+    kept by any policy."""
     micro_batch = draw(st.sampled_from([1, 2]))
     total = BATCH // micro_batch
-    pipelines: list[tuple[int, list[Stage]]] = []
+    pipelines: list[tuple[int | tuple[int, ...], list[Stage]]] = []
     used, left = 0, total
     count = draw(st.integers(1, 3))
     for pipeline in range(count):
@@ -50,16 +52,28 @@ def plans(draw: st.DrawFn, layers: int = LAYERS) -> Plan:
                     devices=_names(used, len(shares)),
                     shares=tuple(shares),
                     recompute=draw(st.booleans()),
+                    sequence_parallel=draw(st.booleans()),
                 )
             )
             used += len(shares)
         last = pipeline == count - 1
         passes = left if last else draw(st.integers(1, left - (count - pipeline - 1)))
         left -= passes
-        pipelines.append((passes, stages))
+        if passes > 1 and min(len(stage.devices) for stage in stages) > 1 and draw(st.booleans()):
+            first = draw(st.integers(1, passes - 1))
+            pipelines.append(((first, passes - first), [_two_lanes(draw, stage) for stage in stages]))
+        else:
+            pipelines.append((passes, stages))
     zero = draw(st.sampled_from([0, 1, 2]))
     state = StatePolicy(zero=zero, replicas=draw(st.integers(1, 2)) if zero else None)
     return plan_of(*pipelines, micro_batch=micro_batch).replace(state=state)
+
+
+def _two_lanes(draw: st.DrawFn, stage: Stage) -> Stage:
+    """Its devices in two TP groups."""
+    count = len(stage.devices)
+    width = draw(st.integers(1, count - 1))
+    return msgspec.structs.replace(stage, lanes=(width, count - width))
 
 
 def _names(first: int, count: int) -> tuple[str, ...]:

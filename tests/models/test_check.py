@@ -24,6 +24,7 @@ from elasticd.runtime.model.optimizer_check import MakeOptimizer
 from examples.train_gpt2 import Embed, Head
 from tests import forkserver
 from tests.models.texts import Text
+from tests.runtime import bundled
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH, HEADS, KV = 24, 6, 2
@@ -115,7 +116,7 @@ def said(
 def test_good_rules_pass_on_every_layout() -> None:
     good, text = said({})
     assert good, text
-    assert text.count("ok ") == 8
+    assert text.count("ok ") == 9
     for tried in (
         "TP 2 with shares 2:1",
         "wider than the units that follow",
@@ -156,7 +157,7 @@ PRECISIONS = {
 def test_layouts_are_compared_in_the_jobs_precision(name: str) -> None:
     good, text = said({}, precision=PRECISIONS[name])
     assert good, text
-    assert text.count("ok ") == 8
+    assert text.count("ok ") == 9
     good, text = said({"blocks.*.norm2.*": PartialGrad()}, precision=PRECISIONS[name])
     assert not good, "rounding is not taken for the reason"
     assert "blocks.1.norm2.weight: the rule 'blocks.*.norm2.*': PartialGrad() adds what is the same" in text
@@ -262,8 +263,50 @@ def test_draws_that_are_no_module_are_named() -> None:
 
 
 def test_a_block_with_two_outputs_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"blocks.0 gave a tuple of 2: one activation tensor passes"):
+    with pytest.raises(ValueError, match=r"blocks.0 gave a tuple of 2: a section gives one tensor"):
         said({}, Pair)
+
+
+def checked(blocks: dict[int, type[bundled.Block]], **options: Any) -> tuple[bool, str]:
+    lines: list[str] = []
+    return compared(bundled.make_recipe(blocks=blocks, **options), lines.append), "\n".join(lines)
+
+
+@pytest.mark.parametrize("precision", [None, PRECISIONS["bf16"]])
+def test_sections_that_give_named_tensors_are_checked(precision: Precision | None) -> None:
+    good, text = checked({}, precision=precision)
+    assert good, text
+    assert text.count("ok ") == 8
+    for tried in ("2 stages of 5 and 1 layers, over gloo", "recomputation in all", "interleaved: 2 stages"):
+        assert f"ok    {tried}" in text
+
+
+class Lonely(bundled.Block):
+    """Gives what this device alone has: its own heads' part of the queries."""
+
+    def forward(self, bundle: bundled.Named) -> bundled.Named:
+        norm = self.q(bundle["hidden"]).square().sum(-1, keepdim=True)
+        return {**super().forward(bundle), "norm": norm}
+
+
+def test_a_wrong_named_tensor_is_named() -> None:
+    good, text = checked({4: Lonely})
+    assert not good
+    assert "blocks.4: its output 'norm' differs from one process's by " in text
+
+
+class Counted(bundled.Block):
+    """Changes what rides along, where it is."""
+
+    def forward(self, bundle: bundled.Named) -> bundled.Named:
+        bundle["positions"] += 1
+        return super().forward(bundle)
+
+
+def test_a_block_that_changes_what_rides_along_in_place_is_found_by_recomputation() -> None:
+    good, text = checked({1: Counted})
+    assert not good
+    assert "WRONG recomputation in all blocks" in text
 
 
 @pytest.mark.slow

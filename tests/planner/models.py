@@ -71,10 +71,15 @@ def plan(*pipelines: tuple[int, list[tuple[int, list[str], list[int]]]], **rest:
             parts.append(Stage(start=start, stop=start + layers, devices=tuple(devices), shares=tuple(shares)))
             start += layers
         made.append(Pipeline(stages=tuple(parts), micro_batches=micro_batches))
-    total = sum(micro_batches for micro_batches, _ in pipelines)
+    return planned(*made, **rest)
+
+
+def planned(*made: Pipeline, **rest: object) -> Plan:
+    """A plan of these pipelines, with micro-batches of one sample."""
+    total = sum(pipeline.micro_batches for pipeline in made)
     return Plan(
         number=int(str(rest.pop("number", 1))),
-        strategies=(Strategy(modules=(ModulePlan(module="model", pipelines=tuple(made)),)),),
+        strategies=(Strategy(modules=(ModulePlan(module="model", pipelines=made),)),),
         micro_batch=1,
         global_batch=total,
         **rest,  # type: ignore[arg-type]
@@ -83,24 +88,25 @@ def plan(*pipelines: tuple[int, list[tuple[int, list[str], list[int]]]], **rest:
 
 @st.composite
 def plans(draw: st.DrawFn, layers: int = LAYERS) -> Plan:
-    """Any plan of SPEC on up to nine devices: unequal stages, widths to four, unequal shares."""
+    """Any plan of SPEC on up to nine devices: unequal stages, widths to four, unequal shares, up to three
+    lanes."""
     devices = draw(st.permutations([f"n{n}/{i}" for n in range(3) for i in range(3)]))
     pipelines = []
     for _ in range(draw(st.integers(1, 3))):
         cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=2)))
+        lanes = draw(st.sampled_from([1, 1, 2, 3]))
         stages = []
         for start, stop in zip([0, *cuts], [*cuts, layers], strict=True):
-            width = draw(st.integers(1, 4))
-            members, devices = devices[:width], devices[width:]
-            if not members:
+            widths = tuple(draw(st.integers(1, 4 if lanes == 1 else 2)) for _ in range(lanes))
+            members, devices = tuple(devices[: sum(widths)]), devices[sum(widths) :]
+            if len(members) < sum(widths):
                 break
-            shares = [draw(st.integers(1, 9)) for _ in members]
-            stages.append((stop - start, members, shares))
-        if sum(n for n, _, _ in stages) == layers:
-            pipelines.append((draw(st.integers(1, 4)), stages))
-    if not pipelines:
-        pipelines = [(2, [(layers, ["n0/0"], [1])])]
-    return plan(*pipelines)
+            shares = tuple(draw(st.integers(1, 9)) for _ in members)
+            stages.append(Stage(start=start, stop=stop, devices=members, shares=shares, lanes=widths))
+        else:
+            rows = tuple(draw(st.integers(1, 4)) for _ in range(lanes))
+            pipelines.append(Pipeline(stages=tuple(stages), micro_batches=sum(rows), rows=rows))
+    return planned(*pipelines) if pipelines else plan((2, [(layers, ["n0/0"], [1])]))
 
 
 def profile(**changes: object) -> ModelProfile:

@@ -49,17 +49,26 @@ def _carriers(problem: Problem, plan: Plan, state: StatePolicy) -> tuple[str, ..
 
 
 def _flagged(pipelines: tuple[Pipeline, ...], problem: Problem) -> Iterator[tuple[Pipeline, ...]]:
-    choices = {False: (False,), True: (False, True), "always": (True,)}[problem.search_space.recompute]
-    places = [stage for pipeline in pipelines for stage in pipeline.stages]
-    for flags in product(choices, repeat=len(places)):
+    may = {False: (False,), True: (False, True), "always": (True,)}
+    space = problem.search_space
+    choices = [
+        product(may[space.recompute], may[space.sequence_parallel] if len(stage.devices) > 1 else (False,))
+        for pipeline in pipelines
+        for stage in pipeline.stages
+    ]
+    for flags in product(*choices):
         left = list(flags)
         yield tuple(
             Pipeline(
-                stages=tuple(msgspec.structs.replace(s, recompute=left.pop(0)) for s in pipeline.stages),
+                stages=tuple(_with(stage, *left.pop(0)) for stage in pipeline.stages),
                 micro_batches=pipeline.micro_batches,
             )
             for pipeline in pipelines
         )
+
+
+def _with(stage: Stage, recompute: bool, sequence_parallel: bool) -> Stage:
+    return msgspec.structs.replace(stage, recompute=recompute, sequence_parallel=sequence_parallel)
 
 
 def link(problem: Problem, devices: tuple[str, ...]) -> Link:
@@ -83,7 +92,8 @@ def seconds(plan: Plan, problem: Problem) -> float:
         work, forward, hops = [], [], []
         for index, stage in enumerate(pipeline.stages):
             again = model.recompute_factor if stage.recompute else 1.0
-            block = _section(model.block, stage, plan, problem, again, 1.5 if stage.recompute else 1.0)
+            once = (1.5 if stage.recompute else 1.0) + (0.25 if stage.sequence_parallel else 0.0)
+            block = _section(model.block, stage, plan, problem, again, once)
             spent = stage.layers * block
             if index == 0:
                 spent += _section(model.embed, stage, plan, problem)
@@ -158,15 +168,20 @@ def memory(plan: Plan, problem: Problem) -> dict[str, int]:
                 def held(section: SectionProfile, share: float = share) -> float:
                     return section.cut_bytes * share + section.whole_bytes
 
-                def kept(section: SectionProfile, share: float = share) -> float:
-                    return (section.cut_activation * share + section.whole_activation) * tokens(plan, problem)
+                def kept(section: SectionProfile, share: float = share, whole: float = 1.0) -> float:
+                    per_token = section.cut_activation * share + section.whole_activation * whole
+                    return per_token * tokens(plan, problem)
 
                 parameters = stage.layers * held(model.block)
-                activations = stage.layers * kept(model.block)
+                whole = share if stage.sequence_parallel else 1.0
+                activations = stage.layers * kept(model.block, whole=whole)
                 once = 0.0
                 if stage.recompute:
-                    activations = stage.layers * model.block.recomputed_activation * tokens(plan, problem)
-                    once = kept(model.block)
+                    each = model.block.recomputed_activation * whole
+                    activations = stage.layers * each * tokens(plan, problem)
+                    once = kept(model.block, whole=whole)
+                if stage.sequence_parallel:
+                    once += model.boundary_bytes * tokens(plan, problem)
                 for section, here in ((model.embed, index == 0), (model.head, index == depth - 1)):
                     parameters += held(section) if here else 0.0
                     activations += kept(section) if here else 0.0

@@ -1,13 +1,21 @@
 """Samples of a step: without replacement, a function of seed and step, each in one micro-batch."""
 
 import pytest
-from elasticd_planner.spec.batch import Sampler, batch_plan
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.batch import (
+    BatchLengths,
+    BatchPlan,
+    BatchRow,
+    Sampler,
+    SequencePiece,
+    batch_plan,
+    short_batch_plan,
+)
+from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planner.models import plan, plans
+from tests.planner.models import plan, planned, plans
 from tests.sizes import examples
 
 
@@ -35,13 +43,77 @@ def test_each_sample_is_in_one_micro_batch_of_the_planned_size(made: Plan) -> No
     batch = batch_plan(made, 3, samples)
     assert batch.samples() == samples
     assert (batch.step, batch.plan) == (3, made.number)
-    for pipeline, micro in zip(made.pipelines, batch.modules[0], strict=True):
-        assert [len(part) for part in micro] == [made.micro_batch] * pipeline.micro_batches
+    for place in made.places.values():
+        count = made.pipeline(place).micro_batches
+        assert [len(micro) for micro in batch.of(place)] == [made.micro_batch] * count
+
+
+@settings(max_examples=examples(60))
+@given(plans(), st.integers(1, 3), st.data())
+def test_whatever_the_lengths_each_sample_is_dealt_once_and_lanes_have_no_gaps(
+    made: Plan, micro_batch: int, data: st.DataObject
+) -> None:
+    made = made.replace(micro_batch=micro_batch, global_batch=made.global_batch * micro_batch)
+    samples = tuple(data.draw(st.permutations(range(made.global_batch))))
+    tokens = tuple(data.draw(st.integers(0, 50)) for _ in samples)
+    length = dict(zip(samples, tokens, strict=True))
+    for batch in (
+        batch_plan(made, 0, samples),
+        batch_plan(made, 0, samples, BatchLengths(tokens=tokens, linear=30)),
+    ):
+        assert sorted(batch.samples()) == sorted(samples)
+        for pipeline, rows in zip(made.pipelines, batch.modules[0], strict=True):
+            assert len(rows) == max(pipeline.micro_batches_by_lane)
+            for lane, count in enumerate(pipeline.micro_batches_by_lane):
+                assert [bool(row.lanes[lane]) for row in rows] == [i < count for i in range(len(rows))]
+            for piece in (piece for row in rows for lane in row.lanes for piece in lane):
+                assert piece.length in (0, length[piece.sample])
+                assert (piece.start, piece.stop) == (0, -(-piece.length // 2)), "each sample is whole"
+    few = data.draw(st.integers(0, made.global_batch))
+    rest = short_batch_plan(made, 0, samples[:few])
+    assert sorted(rest.samples()) == sorted(samples[:few])
+    for place in made.places.values():
+        assert len(rest.of(place)) <= made.pipeline(place).micro_batches
+        assert all(len(micro) <= micro_batch for micro in rest.of(place))
 
 
 def test_micro_batches_of_several_samples_stay_together() -> None:
     made = plan((1, [(1, ["n0/0"], [1])]), (2, [(1, ["n0/1"], [1])])).replace(micro_batch=2, global_batch=6)
-    assert batch_plan(made, 0, range(6)).modules == ((((0, 1),), ((2, 3), (4, 5))),)
+    batch = batch_plan(made, 0, range(6))
+    assert [batch.of(place) for place in made.places.values()] == [((0, 1),), ((2, 3), (4, 5))]
+
+
+def lanes(*rows: int) -> Plan:
+    """One stage, a device for each lane."""
+    devices = tuple(f"n0/{i}" for i in range(len(rows)))
+    ones = (1,) * len(rows)
+    stage = Stage(start=0, stop=1, devices=devices, shares=ones, lanes=ones)
+    return planned(Pipeline(stages=(stage,), micro_batches=sum(rows), rows=rows))
+
+
+def test_rows_are_dealt_in_order_and_short_lanes_have_none_in_the_last_ones() -> None:
+    made = lanes(1, 3)
+    batch = batch_plan(made, 0, range(4))
+    assert [batch.of(place) for place in made.places.values()] == [((0,),), ((1,), (2,), (3,))]
+    assert [[bool(lane) for lane in row.lanes] for row in batch.modules[0][0]] == [
+        [True, True],
+        [False, True],
+        [False, True],
+    ]
+
+
+def test_a_gap_in_a_lane_and_a_row_without_all_lanes_are_refused() -> None:
+    one, none = (SequencePiece.whole(0),), ()
+    rows = (BatchRow(lanes=(one, none)), BatchRow(lanes=(one, one)))
+    with pytest.raises(Invalid, match="step 4: the rows of a lane must have no gap"):
+        BatchPlan(step=4, plan=1, modules=((rows,),))
+    with pytest.raises(Invalid, match="must name all its lanes"):
+        BatchPlan(step=4, plan=1, modules=(((BatchRow(lanes=(one,)), *rows),),))
+
+
+def test_a_round_takes_no_more_than_a_step() -> None:
+    with pytest.raises(Invalid, match="3 samples for a global batch of 2"):
+        short_batch_plan(lanes(1, 1), 0, range(3))
 
 
 def test_a_batch_of_another_size_and_an_empty_dataset_are_refused() -> None:

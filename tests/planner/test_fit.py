@@ -13,6 +13,7 @@ from elasticd_planner.problem import Problem
 from elasticd_planner.profiling import fit as fitting
 from elasticd_planner.profiling.fit import STEPS, fit, remeasured
 from elasticd_planner.search.recompute import flagged
+from elasticd_planner.search.sequence_parallel import sliced
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import ModulePlan, Plan, Stage, Strategy
 from elasticd_planner.spec.step_measurements import Step
@@ -184,6 +185,16 @@ def test_blocks_that_make_their_activations_again_teach_how_long_that_takes() ->
     assert fitted.recompute_factor == pytest.approx(1 + workers.AGAIN)
     assert plain.recompute_factor == profile().recompute_factor
     assert fitted.block.seconds == pytest.approx(workers.BLOCK)
+    assert fitted.collective_seconds == {2: pytest.approx(workers.COLLECTIVE)}
+
+
+def test_all_reduces_are_told_from_gathers_of_sequence_parallelism() -> None:
+    """A block of such a group has a quarter more of collectives."""
+    pipelines = sliced(TWO_BY_TWO.pipelines, on=True)
+    made = TWO_BY_TWO.replace(
+        strategies=(Strategy(modules=(ModulePlan(module="model", pipelines=pipelines),)),)
+    )
+    fitted = fit(profile(), made, steps(made), CLUSTER)
     assert fitted.collective_seconds == {2: pytest.approx(workers.COLLECTIVE)}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.cost.model_profile import ModelProfile, derive
 from elasticd_planner.problem_files.profile_file import given_profile
 from elasticd_planner.problem_files.times import entry_of
 from elasticd_planner.profiling.sample_profile import measured_profile
@@ -18,8 +18,8 @@ from tests.planner.models import SPEC
 MEASURED = measured_profile(samples()).profile
 
 
-def file(**changes: Any) -> bytes:
-    model = {**entry_of(MEASURED), **changes}
+def file(profile: ModelProfile = MEASURED, **changes: Any) -> bytes:
+    model = {**entry_of(profile), **changes}
     return msgspec.json.encode({"model": {key: value for key, value in model.items() if value is not None}})
 
 
@@ -30,6 +30,13 @@ def test_a_job_gets_what_was_measured_for_its_own_micro_batches() -> None:
     assert found.widths == ()
     expected = msgspec.structs.replace(MEASURED, tokens=32.0)
     assert found == expected
+
+
+def test_a_job_gets_what_was_measured_of_named_tensors_and_no_older_release_reads_past_it() -> None:
+    measured = msgspec.structs.replace(MEASURED, bundle_bytes=96.5)
+    assert given_profile(file(measured), SPEC, 16, 2).bundle_bytes == 96.5
+    assert b"bundle_bytes" in file(measured)
+    assert b"bundle_bytes" not in file(), "its reader refuses keys that it does not know"
 
 
 def test_seconds_alone_are_enough() -> None:

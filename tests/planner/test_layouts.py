@@ -13,12 +13,12 @@ from tests.sizes import examples
 
 @settings(max_examples=examples(40))
 @given(plans())
-def test_every_pipeline_covers_every_parameter(made: Plan) -> None:
+def test_every_lane_covers_every_parameter(made: Plan) -> None:
     layouts = Layouts(SPEC, made)
     for name in layouts.names:
         layout = layouts.parameter(name)
-        for pipeline in made.pipelines:
-            members = {device for stage in pipeline.stages for device in stage.devices}
+        for lane in made.by_lane:
+            members = {device for stage in lane.stages for device in stage.devices}
             covered = np.zeros(layout.shape, dtype=bool)
             for holding in layout.holdings:
                 if holding.device in members:

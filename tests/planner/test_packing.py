@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from itertools import combinations, pairwise
 
 import pytest
-from elasticd_planner.spec.batch import BatchLengths, batch_plan
+from elasticd_planner.spec.batch import BatchLengths, BatchPlan, MicroBatch, batch_plan
 from elasticd_planner.spec.model import ModelSpec, Parameter
+from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sample_packing import cost, dealt, linear_of, runs
 from elasticd_planner.value import Invalid
 from hypothesis import given
@@ -75,15 +77,22 @@ def test_each_pipeline_gets_its_number_of_micro_batches(weights: list[int], data
 def test_short_samples_share_a_micro_batch_and_a_long_one_has_its_own() -> None:
     made = plan((1, [(1, ["n0/0"], [1])]), (1, [(1, ["n1/0"], [1])])).replace(micro_batch=4, global_batch=8)
     lengths = BatchLengths(tokens=(10, 10, 10, 70, 10, 10, 10, 10), linear=1000)
-    (pipelines,) = batch_plan(made, 0, range(100, 108), lengths).modules
-    assert pipelines == (((103,),), ((100, 101, 102, 104, 105, 106, 107),))
+    assert dealt_to(made, batch_plan(made, 0, range(100, 108), lengths)) == [
+        ((103,),),
+        ((100, 101, 102, 104, 105, 106, 107),),
+    ]
+
+
+def dealt_to(made: Plan, batch: BatchPlan) -> list[tuple[MicroBatch, ...]]:
+    """What the members get, in rank order."""
+    return [batch.of(place) for place in made.places.values()]
 
 
 def test_pipelines_of_unequal_speed_get_work_as_planned() -> None:
     """Three micro-batches to one: the work goes as three to one, though samples are of all lengths."""
     made = plan((3, [(1, ["n0/0"], [1])]), (1, [(1, ["n1/0"], [1])])).replace(micro_batch=16, global_batch=64)
     tokens = tuple(50 + (i * 37) % 400 for i in range(64))
-    (pipelines,) = batch_plan(made, 0, range(64), BatchLengths(tokens=tokens, linear=3000)).modules
+    pipelines = dealt_to(made, batch_plan(made, 0, range(64), BatchLengths(tokens=tokens, linear=3000)))
     work = [sum(cost(len(m), max(tokens[i] for i in m), 3000) for m in pipeline) for pipeline in pipelines]
     assert work[0] / work[1] == pytest.approx(3.0, rel=0.1)
 
@@ -105,3 +114,15 @@ def test_what_a_token_costs_follows_from_the_blocks_matrices() -> None:
         name="m", embed=(), kinds=(kind,), layers=(0, 0), head=(), units=(), ties=(), width=8, dtype="float32"
     )
     assert linear_of(spec) == 32
+
+
+def test_so_many_micro_batches_of_one_sample_take_little_time() -> None:
+    """The time grows about as the batch does: by eight for eight times the samples, not by eight cubed."""
+
+    def seconds(count: int) -> float:
+        lengths = [5 + 37 * index % 300 for index in range(count)]
+        begin = time.thread_time()
+        assert len(runs(lengths, count, 1, 1000)) == count
+        return time.thread_time() - begin
+
+    assert min(seconds(512) for _ in range(3)) < 64 * min(seconds(64) for _ in range(3))

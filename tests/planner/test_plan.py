@@ -2,11 +2,20 @@
 
 import msgspec
 import pytest
-from elasticd_planner.spec.plan import ModulePlan, Pipeline, Place, Plan, Prediction, Stage, StatePolicy
+from elasticd_planner.spec.plan import (
+    ModulePlan,
+    Pipeline,
+    Place,
+    Plan,
+    Prediction,
+    Stage,
+    StatePolicy,
+    Strategy,
+)
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 
-from tests.planner.models import plan, plans
+from tests.planner.models import plan, planned, plans
 from tests.sizes import examples
 
 SIMPLE = plan(
@@ -14,6 +23,17 @@ SIMPLE = plan(
     (3, [(3, ["n1/1"], [1])]),
     idle=("n2/0",),
 )
+
+
+def group(width: int, lanes: tuple[int, ...] = ()) -> Stage:
+    """One layer on a node's first devices."""
+    devices = tuple(f"n0/{i}" for i in range(width))
+    return Stage(start=0, stop=1, devices=devices, shares=(1,) * width, lanes=lanes)
+
+
+def lanes(rows: tuple[int, ...], micro_batches: int) -> Pipeline:
+    """Two lanes of one device."""
+    return Pipeline(stages=(group(2, lanes=(1, 1)),), micro_batches=micro_batches, rows=rows)
 
 
 @settings(max_examples=examples(50))
@@ -83,7 +103,31 @@ def test_digest_does_not_depend_on_the_order_in_which_bindings_were_made() -> No
         (lambda: SIMPLE.replace(global_batch=9), "takes 8 samples a step, the global batch is 9"),
         (lambda: SIMPLE.replace(strategies=()), "exactly one strategy"),
         (lambda: SIMPLE.replace(binding={"n0/0": "x"}), "binding must name exactly the members"),
-        (lambda: SIMPLE.replace(version=3), "version 3 .* reads versions 1 to 2"),
+        (lambda: SIMPLE.replace(version=4), "version 4 .* reads versions 1 to 3"),
+        (lambda: group(3, lanes=(2, 2)), r"lanes of \(2, 2\) devices must have one each and be 3 in all"),
+        (lambda: group(3, lanes=(3, 0)), r"lanes of \(3, 0\) devices must have one each"),
+        (lambda: lanes((1, 1), micro_batches=4), r"rows \(1, 1\) must say how many of its 4 micro-batches"),
+        (lambda: lanes((4, 0), micro_batches=4), "each of 2 lanes has, at least 1"),
+        (lambda: lanes((), micro_batches=4), r"rows \(\) must say .* each of 2 lanes"),
+        (
+            lambda: lanes((1,), micro_batches=1),
+            "2 lanes need a micro-batch each, .* batch is 1: give it fewer lanes",
+        ),
+        (
+            lambda: Pipeline(stages=(group(1),), micro_batches=3, rows=(2, 1)),
+            r"rows \(2, 1\) must say .* each of 1 lane has",
+        ),
+        (
+            lambda: Pipeline(
+                stages=(
+                    group(2, lanes=(1, 1)),
+                    Stage(start=1, stop=2, devices=("n1/0",), shares=(1,)),
+                ),
+                micro_batches=2,
+                rows=(1, 1),
+            ),
+            "all stages need the same number of lanes, not 2, 1",
+        ),
         (lambda: StatePolicy(zero=1), "needs replicas"),
         (lambda: StatePolicy(zero=3, replicas=1), "must be 0, 1 or 2"),
         (lambda: StatePolicy(replicas=2), "go with zero 1 or 2"),
@@ -92,6 +136,62 @@ def test_digest_does_not_depend_on_the_order_in_which_bindings_were_made() -> No
 def test_a_wrong_plan_is_refused_by_name(make: object, message: str) -> None:
     with pytest.raises(Invalid, match=message):
         make()  # type: ignore[operator]
+
+
+#: Two lanes, one of them with tensor parallelism on the first stage, before a pipeline of one device.
+LANES = planned(
+    Pipeline(
+        stages=(
+            Stage(start=0, stop=2, devices=("n0/0", "n0/1", "n1/0"), shares=(3, 1, 5), lanes=(2, 1)),
+            Stage(start=2, stop=3, devices=("n0/2", "n1/1"), shares=(1, 1), lanes=(1, 1)),
+        ),
+        micro_batches=5,
+        rows=(3, 2),
+    ),
+    Pipeline(stages=(Stage(start=0, stop=3, devices=("n2/0",), shares=(1,)),), micro_batches=1),
+)
+
+
+def test_a_lane_is_seen_as_a_pipeline_of_its_own() -> None:
+    assert LANES.members == ("n0/0", "n0/1", "n0/2", "n1/0", "n1/1", "n2/0"), "lane by lane"
+    assert LANES.places["n1/1"] == Place(module=0, pipeline=0, stage=1, position=0, lane=1)
+    tensor = LANES.places["n0/1"]
+    assert LANES.stage(tensor).devices == ("n0/0", "n0/1")
+    assert LANES.stage(tensor).fraction(tensor.position) == 0.25
+    assert [LANES.pipelines[0].stages[0].fraction(i) for i in range(3)] == [0.75, 0.25, 1.0]
+    assert [LANES.pipeline(place).micro_batches for place in LANES.places.values()] == [3, 3, 3, 2, 2, 1]
+    assert [stage.devices for _, _, stage in LANES.walk()] == [
+        ("n0/0", "n0/1"),
+        ("n0/2",),
+        ("n1/0",),
+        ("n1/1",),
+        ("n2/0",),
+    ]
+    assert LANES.tp_widths == {2}
+    assert LANES.seats.lane.tolist() == [0, 0, 1, 1, 2]
+    assert LANES.seats.part.tolist() == [0.75, 0.25, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_single_lane_is_written_as_before() -> None:
+    """Whoever says it as lanes gets the same plan, bytes and digest."""
+    stages = tuple(msgspec.structs.replace(stage, lanes=stage.widths) for stage in SIMPLE.pipelines[0].stages)
+    first = Pipeline(stages=stages, micro_batches=5, rows=(5,))
+    said = planned(first, SIMPLE.pipelines[1], idle=("n2/0",))
+    assert said.to_json() == SIMPLE.to_json()
+    assert b"lanes" not in said.to_json()
+    assert b"rows" not in said.to_json()
+    assert (said.version, said.digest) == (1, DIGEST)
+
+
+def test_lanes_have_a_version_that_older_releases_refuse() -> None:
+    assert LANES.version == 3
+    assert Plan.from_json(LANES.to_json()) == LANES
+    apart = planned(*LANES.by_lane)
+    assert apart.version == 1
+    assert apart.digest != LANES.digest
+    tree = msgspec.json.decode(LANES.to_json())
+    assert tree["version"] == 3
+    assert tree["strategies"][0]["modules"][0]["pipelines"][0]["rows"] == [3, 2]
 
 
 def test_json_that_breaks_an_invariant_names_the_place() -> None:
@@ -104,3 +204,28 @@ def test_json_that_breaks_an_invariant_names_the_place() -> None:
 def test_the_gap_says_how_far_from_optimal_a_plan_can_be() -> None:
     assert Prediction(step_seconds=1.1, bound_seconds=1.0).gap == pytest.approx(0.1)
     assert Prediction(step_seconds=1.1, bound_seconds=0.0).gap == 0.0
+
+
+def test_a_device_has_at_most_one_place_in_each_module() -> None:
+    pipeline = SIMPLE.pipelines[0]
+    others = Pipeline(
+        stages=(Stage(start=0, stop=1, devices=("n9/0", pipeline.stages[0].devices[0]), shares=(1, 1)),),
+        micro_batches=SIMPLE.global_batch // SIMPLE.micro_batch,
+    )
+    vision = ModulePlan(module="vision", pipelines=(others,))
+    both = SIMPLE.replace(strategies=(Strategy(modules=(*SIMPLE.modules, vision)),))
+    shared = pipeline.stages[0].devices[0]
+    assert both.places_of(shared) == (Place(0, 0, 0, 0), Place(1, 0, 0, 1))
+    assert both.places[shared] == Place(0, 0, 0, 0)
+    assert both.places_of("n9/0") == (Place(1, 0, 0, 0),)
+    assert both.members == (*SIMPLE.members, "n9/0")
+    assert both.version == 3
+    assert Plan.from_json(both.to_json()) == both
+    assert both.places_of("n7/7") == ()
+    with pytest.raises(Invalid, match="in several modules, and has no one seat"):
+        _ = both.seats
+    twice = msgspec.structs.replace(
+        others, stages=(msgspec.structs.replace(others.stages[0], devices=(shared,) * 2),)
+    )
+    with pytest.raises(Invalid, match=f"device {shared} is placed twice"):
+        SIMPLE.replace(strategies=(Strategy(modules=(ModulePlan(module="vision", pipelines=(twice,)),)),))

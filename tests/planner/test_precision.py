@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from elasticd_planner.cost.model_profile import Numbers, derive, suited
@@ -52,7 +54,7 @@ def test_activations_and_what_passes_between_stages_take_half() -> None:
 @pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
 def test_blocks_of_the_users_choice_cost_that_part_of_recomputation(part: float) -> None:
     cost, plain = ProfileCost(suited(WHOLE, None, part)), ProfileCost(WHOLE)
-    again = plain.recomputing(True)
+    again = replace(plain, recompute=True)
 
     def between(one: float, other: float) -> float:
         return one + part * (other - one)

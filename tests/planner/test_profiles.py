@@ -2,9 +2,10 @@
 
 import msgspec
 import pytest
-from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive, item_size
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.model import item_size
 from elasticd_planner.value import Invalid
 
 from tests.planner.models import LAYERS, SPEC, plan, profile, replica_bytes

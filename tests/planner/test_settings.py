@@ -5,6 +5,7 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -38,9 +39,10 @@ STATES = (
 )
 
 
-def small(rng: random.Random, *, recompute: bool = False) -> Problem:
+def small(rng: random.Random, *, recompute: bool = False, sequence_parallel: bool = False) -> Problem:
     """Two to four devices of two speeds and two memory sizes, islands now and then, memory that often binds."""
     sizes = rng.choice([(1,), (2,), (2, 1)] if recompute else [(2,), (3,), (2, 1), (2, 2), (4,)])
+    sizes = rng.choice([(2,), (3,), (2, 1)]) if sequence_parallel else sizes
     layers = rng.choice([2, 3])
     block = SectionProfile(
         seconds=1e-3,
@@ -49,7 +51,7 @@ def small(rng: random.Random, *, recompute: bool = False) -> Problem:
         cut_bytes=1000,
         whole_bytes=rng.choice([0, 40]),
         cut_activation=rng.choice([0.0, 40.0]),
-        whole_activation=rng.choice([0.0, 20.0]),
+        whole_activation=rng.choice([100.0, 200.0]) if sequence_parallel else rng.choice([0.0, 20.0]),
         recomputed_activation=4.0,
         collectives=rng.choice([0, 4]),
     )
@@ -61,7 +63,7 @@ def small(rng: random.Random, *, recompute: bool = False) -> Problem:
         block=block,
         embed=SectionProfile(cut_bytes=300),
         head=SectionProfile(seconds=2e-4, cut_bytes=300),
-        boundary_bytes=100.0,
+        boundary_bytes=50.0 if sequence_parallel else 100.0,
         optimizer_seconds=rng.choice([0.0, 1e-6]),
     )
     whole = replica_bytes(model) / sum(sizes) * rng.choice([1.1, 1.4, 2.0, 4.0]) + rng.choice([0, 2000, 8000])
@@ -90,6 +92,7 @@ def small(rng: random.Random, *, recompute: bool = False) -> Problem:
             micro_batches=rng.choice([(), (1, 2), (1, 2, 4)]),
             states=rng.choice([STATES, STATES[:2], STATES[1:2], STATES[2:]]),
             recompute=recompute,
+            sequence_parallel=sequence_parallel,
         ),
     )
 
@@ -173,10 +176,33 @@ def test_recomputation_is_where_memory_demands_it_and_the_bound_holds(seed: int)
                 assert not setting_brute.fits(_without(made, p, s), problem)
 
 
-def _without(made: Plan, p: int, s: int) -> Plan:
+@settings(max_examples=examples(15))
+@given(st.integers(0, 10**6), st.booleans())
+def test_sequence_parallelism_is_where_memory_demands_it(seed: int, recompute: bool) -> None:
+    problem = small(random.Random(seed), recompute=recompute, sequence_parallel=True)
+    least = setting_brute.best(problem)
+    answer = plan(problem)
+    if answer.plan is None:
+        assert math.isinf(least)
+        return
+    made = found(answer)
+    assert made.prediction is not None
+    assert made.prediction.step_seconds == pytest.approx(setting_brute.seconds(made, problem))
+    assert made.prediction.memory == setting_brute.memory(made, problem)
+    assert setting_brute.fits(made, problem)
+    assert least * (1 - 1e-9) <= made.prediction.step_seconds <= least * 1.35
+    assert made.prediction.bound_seconds <= least * (1 + 1e-9)
+    for p, pipeline in enumerate(made.pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            if stage.sequence_parallel:
+                assert len(stage.devices) > 1
+                assert not setting_brute.fits(_without(made, p, s, "sequence_parallel"), problem)
+
+
+def _without(made: Plan, p: int, s: int, flag: str = "recompute") -> Plan:
     module = made.modules[0]
     pipeline = module.pipelines[p]
-    stage = msgspec.structs.replace(pipeline.stages[s], recompute=False)
+    stage = msgspec.structs.replace(pipeline.stages[s], **{flag: False})
     stages = (*pipeline.stages[:s], stage, *pipeline.stages[s + 1 :])
     changed = msgspec.structs.replace(pipeline, stages=stages)
     pipelines = (*module.pipelines[:p], changed, *module.pipelines[p + 1 :])
@@ -247,6 +273,37 @@ def test_recomputation_is_chosen_only_where_nothing_fits_without() -> None:
     made = found(plan(uniform(1, tight, search_space=free)))
     assert all(stage.recompute for p in made.pipelines for stage in p.stages)
     assert "recomputing" in made.reason
+
+
+def test_sequence_parallelism_is_chosen_only_where_nothing_fits_without() -> None:
+    def job(memory: float, **search_space: Any) -> Problem:
+        made = uniform(1, memory, search_space=SearchSpace(**search_space))
+        block = msgspec.structs.replace(made.profile.block, whole_activation=20.0, collectives=4)
+        profile = msgspec.structs.replace(made.profile, widths=(2,), block=block)
+        two = tuple(Device(name=f"n0/{i}", memory=int(memory)) for i in range(2))
+        cluster = msgspec.structs.replace(made.cluster, nodes=(Node(name="n0", devices=two),))
+        return msgspec.structs.replace(made, profile=profile, cluster=cluster)
+
+    roomy = found(plan(job(1e6, sequence_parallel=True)))
+    assert roomy.version == 1
+    # Half of the parameters and all that belongs to them, half of all activations, and one gathered tensor.
+    tight = 4 * 1000 * 4 / 2 + 4 * 10 * (10 + 20) / 2 + 10 * 10
+    assert plan(job(tight)).plan is None
+    made = found(plan(job(tight, sequence_parallel=True)))
+    assert all(stage.sequence_parallel for _, _, stage in made.walk())
+    assert "sequence parallel" in made.reason
+    assert made.version == 3
+    refused = plan(job(tight - 1024, sequence_parallel=True))
+    assert "needs 1.0 KiB more" in refused.refusal
+    assert "sequence parallelism" in refused.refusal
+    for current in (None, roomy):
+        always = found(plan(msgspec.structs.replace(job(1e6, sequence_parallel="always"), current=current)))
+        assert all(stage.sequence_parallel for _, _, stage in always.walk())
+    assert always.prediction is not None
+    assert roomy.prediction is not None
+    assert always.prediction.step_seconds >= roomy.prediction.step_seconds
+    back = found(plan(msgspec.structs.replace(job(1e6), current=made)))
+    assert not any(stage.sequence_parallel for _, _, stage in back.walk())
 
 
 def test_what_fits_under_no_setting_is_refused_with_the_smallest_shortfall() -> None:

@@ -29,7 +29,7 @@ def measure(
         tokens = TOKENS * pipeline.micro_batches
         for stage in pipeline.stages:
             first, last = stage.start == 0, stage.stop == pipeline.layers
-            collectives = (6 if stage.recompute else 4) * stage.layers + first + last
+            collectives = ((6 if stage.recompute else 4) + stage.sliced) * stage.layers + first + last
             speed = {
                 device: rates.get(device, 1.0) * wild.get(device, 1.0) * (1 + noise * rng.standard_normal())
                 for device in stage.devices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 from tests import forkserver
 from tests.file_key_value import FileKeyValue
 
+#: Environment variable: seconds after which a worker says where it hangs, and exits.
+LIMIT = "GANG_SECONDS"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -31,6 +34,7 @@ def run(
         payload = Path(folder) / ".payload"
         payload.write_bytes(pickle.dumps(args))
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+        environment[LIMIT] = str(max(1.0, seconds - 10))
         said = {name: Path(folder) / f".said-{name.replace('/', ':')}" for name in names}
         workers = {
             name: forkserver.start(
@@ -42,6 +46,7 @@ def run(
         try:
             results, errors = {}, []
             for name, worker in workers.items():
+                # One that hangs says where, and exits, some seconds before the deadline.
                 if code := worker.wait(max(1.0, deadline - time.monotonic())):
                     errors.append(f"{name} exited with {code}:\n{said[name].read_text()[-3000:]}")
                 elif name not in dying:
@@ -59,6 +64,7 @@ def run(
 def main() -> None:
     import importlib.util
 
+    faulthandler.dump_traceback_later(float(os.environ[LIMIT]), exit=True)
     module, function, name, folder = sys.argv[1:]
     spec = importlib.util.spec_from_file_location("gang_target", module)
     assert spec is not None

@@ -1,4 +1,4 @@
-"""A rank's view of the data: padding, the header that travels, and what the dataset was asked for."""
+"""A rank's view of the data: padding, and what the dataset was asked for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from elasticd_planner.spec.batch import batch_plan
 from torch.utils.data import default_collate
 
 from elasticd.runtime.data.loader import Loader, Unlike, length_of, pad, sample_tokens
 from elasticd.runtime.data.prefetch import SampleError, SampleReader
 from elasticd.runtime.data.sample_ledger import expected_hashes, hash_samples
-from elasticd.runtime.engine.activation_header import empty_header, pack_header, unpack_header
 from tests.runtime.test_parity import plan_of, stage
 
 
@@ -104,27 +104,6 @@ def test_what_makes_no_batch_is_refused_by_key_shape_and_sample(samples: Any, pl
     assert refused.value.place == place
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
-def test_a_header_carries_type_shape_and_ids(dtype: torch.dtype, own: torch.dtype) -> None:
-    header = pack_header(torch.empty(2, 7, 16, dtype=dtype), (5, 9), own)
-    assert empty_header(2).shape == header.shape
-    assert unpack_header(header, own) == (dtype, (2, 7, 16), (5, 9))
-
-
-def test_what_cannot_pass_between_stages_is_refused() -> None:
-    with pytest.raises(ValueError, match="4 dimensions, not 5"):
-        pack_header(torch.empty(1, 1, 1, 1, 1), (5,), torch.float32)
-    with pytest.raises(ValueError, match=r"not of torch\.int64"):
-        pack_header(torch.ones(1, 2, dtype=torch.int64), (5,), torch.float32)
-
-
-def test_ranks_of_the_release_before_read_the_header_of_a_model_of_one_type() -> None:
-    """They know the count of dimensions, four sizes, and the ids."""
-    header = pack_header(torch.empty(2, 7, 16, dtype=torch.bfloat16), (5, 9), torch.bfloat16)
-    assert header.tolist() == [3, 2, 7, 16, 0, 5, 9]
-
-
 def loader(dataset: object, threads: int = 0) -> Loader:
     return Loader(SampleReader(dataset, threads), pad)  # type: ignore[arg-type]
 
@@ -166,10 +145,14 @@ def test_where_nothing_of_a_micro_batch_can_be_read_one_of_the_first_samples_sta
         loader(Holed(*range(16))).batch((3,))
 
 
-def test_the_expected_hash_of_a_rank_is_that_of_its_pipelines_micro_batches_in_order() -> None:
-    plan = plan_of((5, [stage(0, 6, ("a/0", 1))]), (3, [stage(0, 6, ("b/0", 1), ("b/1", 1))]))
-    hashes = expected_hashes(plan, [[((3, 1), (2, 0)), ((5, 4),)]])
-    assert hashes == [hash_samples([3, 1, 2, 0]), *[hash_samples([5, 4])] * 2]
+def test_the_expected_hash_of_a_rank_is_that_of_its_lanes_micro_batches_in_order() -> None:
+    plan = plan_of(
+        ((2, 1), [stage(0, 6, ("a/0", 1), ("b/0", 1), ("b/1", 1), lanes=(1, 2))]),
+        (1, [stage(0, 6, ("c/0", 1))]),
+        micro_batch=2,
+    )
+    hashes = expected_hashes(plan, batch_plan(plan, 0, (3, 1, 5, 4, 2, 0, 6, 7)))
+    assert hashes == [hash_samples([3, 1, 2, 0]), *[hash_samples([5, 4])] * 2, hash_samples([6, 7])]
 
 
 def test_the_mean_length_of_samples() -> None:

@@ -71,7 +71,7 @@ def test_samples_dealt_by_their_lengths_train_alike(alone: list[float], readers:
     """Micro-batches of unequal numbers of samples, over pipelines of unequal shape."""
     data = DataOptions(length=lambda index: 5 + index % 9, readers=readers)
     recipe = replace(make_recipe(), data=data)
-    sizes = {len(micro) for pipeline in batch(recipe, UNEQUAL).modules[0] for micro in pipeline}
+    sizes = {len(micro) for place in UNEQUAL.places.values() for micro in batch(recipe, UNEQUAL).of(place)}
     assert len(sizes) > 1
     assert losses(recipe, UNEQUAL) == pytest.approx(alone, abs=1e-12)
 

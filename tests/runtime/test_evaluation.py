@@ -22,8 +22,10 @@ from elasticd.runtime.engine.mixed_precision import Precision
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
+from tests.models.test_sequence_parallel import sliced
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, Torn, engine_on
 from tests.runtime.test_interleaved import PLANS as INTERLEAVED
+from tests.runtime.test_lanes import PLANS as LANES
 from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe
 
 DECAY, STEPS = 0.75, sizes.number(full=3, quick=2)
@@ -32,6 +34,8 @@ PLANS = {
     "unequal pipelines and groups": UNEQUAL,
     "zero 2": UNEQUAL.replace(state=StatePolicy(zero=2, replicas=1)),
     "interleaved": INTERLEAVED["three stages, two chunks, unequal groups"],
+    "lanes": LANES["2 + 1, uneven, in two stages"],
+    "sequence parallel": sliced(UNEQUAL),
 }
 
 
@@ -123,7 +127,7 @@ def expected() -> dict[str, list[tuple[float, float]]]:
     return plain()
 
 
-@pytest.mark.parametrize("name", sizes.beside(["zero 2", "interleaved"], PLANS))
+@pytest.mark.parametrize("name", sizes.beside(["zero 2", "interleaved", "lanes", "sequence parallel"], PLANS))
 def test_every_plan_gives_the_mean_over_the_whole_set_of_weights_and_of_their_average(
     name: str, expected: dict[str, list[tuple[float, float]]]
 ) -> None:
@@ -176,12 +180,11 @@ def test_a_set_of_known_lengths_is_dealt_by_them_and_gives_the_same(
 def test_every_sample_is_dealt_once(name: str, size: int) -> None:
     plan = PLANS[name]
     dealt = list(rounds(plan, [{}] * size, 1))
-    assert sorted(i for each in dealt for pipeline in each for micro in pipeline for i in micro) == [
-        *range(size)
-    ]
+    assert sorted(i for each in dealt for i in each.samples()) == [*range(size)]
     for each in dealt:
-        for pipeline, micro in zip(plan.pipelines, each, strict=True):
-            assert len(micro) <= pipeline.micro_batches
+        for place in plan.places.values():
+            micro = each.of(place)
+            assert len(micro) <= plan.pipeline(place).micro_batches
             assert all(len(samples) <= plan.micro_batch for samples in micro)
 
 

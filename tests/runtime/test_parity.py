@@ -15,6 +15,7 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strate
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.accelerator import CPU, Accelerator
+from elasticd.runtime.comm.communicators import Connect, GlooCommunicators
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads
 from elasticd.runtime.comm.in_memory import unpaced as unpaced
@@ -43,13 +44,18 @@ class Text:
         return {"inputs": ids[:-1], "targets": ids[1:]}
 
 
-def stage(start: int, stop: int, *members: tuple[str, int], later: tuple[tuple[int, int], ...] = ()) -> Stage:
+def stage(start: int, stop: int, *members: tuple[str, int], **said: Any) -> Stage:
     devices, shares = (tuple(each) for each in zip(*members, strict=True))
-    return Stage(start=start, stop=stop, devices=devices, shares=shares, later=later)
+    return Stage(start=start, stop=stop, devices=devices, shares=shares, **said)
 
 
-def plan_of(*pipelines: tuple[int, list[Stage]], micro_batch: int = 1) -> Plan:
-    made = tuple(Pipeline(stages=tuple(stages), micro_batches=m) for m, stages in pipelines)
+def plan_of(*pipelines: tuple[int | tuple[int, ...], list[Stage]], micro_batch: int = 1) -> Plan:
+    """Pipelines as (micro-batches, or those of each lane; stages)."""
+    rows = [count if isinstance(count, tuple) else (count,) for count, _ in pipelines]
+    made = tuple(
+        Pipeline(stages=tuple(stages), micro_batches=sum(own), rows=own)
+        for own, (_, stages) in zip(rows, pipelines, strict=True)
+    )
     strategy = Strategy(modules=(ModulePlan(module="model", pipelines=made),))
     return Plan(number=1, strategies=(strategy,), micro_batch=micro_batch, global_batch=BATCH)
 
@@ -87,10 +93,20 @@ PLANS = {
         ),
         (3, [stage(0, 4, ("c/0", 1)), stage(4, 6, ("c/1", 1))]),
     ),
+    "sequence parallel, interleaved, beside a group without": plan_of(
+        (
+            5,
+            [
+                stage(0, 2, ("a/0", 5), ("a/1", 3), later=((3, 4),), sequence_parallel=True),
+                stage(2, 3, ("b/0", 1), ("b/1", 1), later=((4, 6),), sequence_parallel=True, recompute=True),
+            ],
+        ),
+        (3, [stage(0, 6, ("c/0", 1), ("c/1", 1))]),
+    ),
 }
 
 
-def make_recipe(accelerator: Accelerator = CPU) -> Recipe:
+def make_recipe(accelerator: Accelerator = CPU, connect: Connect = GlooCommunicators) -> Recipe:
     with torch.device("meta"):
         model = Decoder(CONFIG).describe()
     return Recipe(
@@ -102,6 +118,7 @@ def make_recipe(accelerator: Accelerator = CPU) -> Recipe:
         seed=SEED,
         clip=CLIP,
         accelerator=accelerator,
+        connect=connect,
     )
 
 
@@ -110,13 +127,20 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     return trained(device, plan, PlanGroups("plan/1", device, "127.0.0.1", store))
 
 
-def trained(device: str, plan: Plan, plan_groups: PlanGroups, accelerator: Accelerator = CPU) -> dict[str, Any]:
+def trained(
+    device: str,
+    plan: Plan,
+    plan_groups: PlanGroups,
+    accelerator: Accelerator = CPU,
+    connect: Connect = GlooCommunicators,
+) -> dict[str, Any]:
     """What one member has after training under this plan."""
-    recipe = make_recipe(accelerator)
+    recipe = make_recipe(accelerator, connect)
     layouts = Layouts(recipe.model.spec, plan)
     engine = Engine(recipe, layouts, plan_groups, unpaced)
     engine.adopt(first_state(recipe.model, layouts, device, SEED, accelerator=accelerator))
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
+    engine.settle()  # nobody ends before others have what it sent
     assert engine.runner is not None
     place = plan.places[device]
     pipeline = plan.pipeline(place)
@@ -161,7 +185,7 @@ OVER_GLOO = ("interleaved and uneven beside a plain pipeline",)
 
 
 #: test_zero.py has the other layouts in threads, too.
-IN_THREADS = ("tp3+tp1 beside tp2", *OVER_GLOO, "tp1 to tp3 and back")
+IN_THREADS = ("tp3+tp1 beside tp2", *OVER_GLOO, "tp1 to tp3 and back", *list(PLANS)[-1:])
 
 
 @pytest.mark.parametrize("name", sizes.beside(IN_THREADS, PLANS))

@@ -5,20 +5,24 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.profiling.sample_profile import measured_profile
+from elasticd_planner.spec.cluster import Link
 from elasticd_planner.value import Invalid
 from torch import Tensor, nn
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.accelerator import CPU, NoDevice, placed
-from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.model import Model, split_name
 from elasticd.runtime.profiling.loading import CannotLoad, batch_of, load, loss_of
 from elasticd.runtime.profiling.measure import measure
 from elasticd.runtime.profiling.parts import ProfiledPart, Values, both_passes, part_of, whole_model
 from elasticd.wire.profiler import Request
+from tests.runtime import bundled
 
 CONFIG = DecoderConfig(vocabulary=32, width=32, layers=3, heads=4, kv_heads=2, hidden=48)
 
@@ -147,6 +151,49 @@ def test_everything_is_measured_and_fitted() -> None:
 
 def batch_of_ids(samples: int, tokens: int) -> dict[str, Tensor]:
     return ids(samples, tokens)
+
+
+def test_sections_that_give_named_tensors_are_measured() -> None:
+    tokens = 40
+    made = measure(
+        bundled.make_recipe().model,
+        request(widths=(1, 2), tokens=(20, tokens), sample_tokens=10),
+        CPU,
+        batch_of_bundles,
+        bundled.loss,
+        lambda part: None,
+    )
+    assert {t.section for t in made.timings} == {"embed", "block.0", "block.1", "head"}
+    assert made.whole is not None
+    positions, hidden, gates, real = 8 * tokens, 8 * tokens * bundled.WIDTH, 8 * tokens * 3, tokens
+    table, busy = 8 * 64 * bundled.WIDTH, 8 * 2
+    there, back = positions + 2 * hidden + real + table + gates + busy, 2 * hidden + gates
+    assert made.bundle_bytes == pytest.approx((there + back) / 2 / tokens)
+    found = measured_profile(made).profile
+    assert found.bundle_bytes == made.bundle_bytes
+    link = Link(bandwidth=1e6, latency=0.0)
+    seconds = ProfileCost(profile=msgspec.structs.replace(found, tokens=tokens)).boundary(link)
+    assert seconds == pytest.approx((there + back) / 1e6)
+
+
+def batch_of_bundles(samples: int, tokens: int) -> dict[str, Tensor]:
+    drawn = torch.randint(0, bundled.VOCABULARY, (samples, tokens), generator=torch.Generator().manual_seed(1))
+    return {"inputs": drawn, "targets": drawn.roll(-1, 1)}
+
+
+def test_the_whole_model_of_named_tensors_makes_the_gradients_of_plain_torch() -> None:
+    model, batch = bundled.make_recipe().model, batch_of_bundles(2, 10)
+    sections = whole_model(model, Values(model, CPU))
+    both_passes(sections, batch, bundled.loss)
+    plain = bundled.Whole()
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            section, rest = split_name(name)
+            parameter.copy_(sections[section].get_parameter(rest))
+    bundled.loss(plain(batch), batch)[0].backward()
+    for name, parameter in plain.named_parameters():
+        section, rest = split_name(name)
+        torch.testing.assert_close(sections[section].get_parameter(rest).grad, parameter.grad, msg=name)
 
 
 def test_more_members_than_units_are_refused() -> None:

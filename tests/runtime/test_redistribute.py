@@ -32,7 +32,7 @@ def parts(kind: str, values: Sequence[Tensor], dim: int, widths: Sequence[int]) 
     return [total] * len(values) if kind == "whole" else list(total.split(list(widths), dim))
 
 
-@pytest.mark.parametrize("widths", [(4, 4, 4), (7, 5, 0), (0, 1, 11)])
+@pytest.mark.parametrize("widths", [(4, 4, 4), (7, 5, 0), (0, 1, 11), (0, 12, 0)])
 @pytest.mark.parametrize("dim", [-1, 1])
 @pytest.mark.parametrize(
     ("source", "target", "add"),
@@ -90,6 +90,22 @@ def test_a_parts_memory_is_its_own() -> None:
     for term, full in run_threads(MEMBERS, worker).values():
         assert torch.equal(term, torch.ones(SHAPE))
         assert torch.equal(full, torch.ones(SHAPE))
+
+
+def test_a_part_keeps_no_memory_of_the_whole() -> None:
+    """Of one sample a slice of the tokens is contiguous where it is."""
+
+    def worker(groups: Any) -> list[int]:
+        group, x = groups.group(MEMBERS, "tensor"), torch.ones(1, 12, 2, dtype=torch.float64)
+        found = []
+        for widths in ((6, 4, 2), (0, 8, 4)):
+            for source in (whole(group, 12), terms(group, 12)):
+                part = Redistribution(group, source, slices(group, widths), dim=1)(x)
+                found.append(part.untyped_storage().nbytes() // 16)
+        return found
+
+    found = run_threads(MEMBERS, worker)
+    assert [found[member] for member in MEMBERS] == [[6, 6, 0, 0], [4, 4, 8, 8], [2, 2, 4, 4]]
 
 
 def test_replicas_of_one_term_are_refused_since_they_would_be_added_twice() -> None:

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_planner.layout.gradient_reduction import Piece, Reduction
+from elasticd_planner.layout.gradient_buckets import Bucket
+from elasticd_planner.layout.gradient_reduction import Piece
+from elasticd_planner.layout.launches import Channel
 from elasticd_planner.spec.box import Box
 from torch import nn
 
+from elasticd.runtime.comm.communicators import Pair, Team
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
-from elasticd.runtime.parallel import gradient_buckets
-from elasticd.runtime.parallel.gradient_buckets import Parameters
-from elasticd.runtime.parallel.gradient_reduction import GradientReducer, sum_of_squares
+from elasticd.runtime.parallel.gradient_reduction import GradientReducer, Parameters, sum_of_squares
 
 BOTH = ("a/0", "b/0")
 SECTIONS = ("embed", "blocks.0", "head")
@@ -29,9 +30,31 @@ def made(tied: bool = False) -> tuple[Parameters, dict[str, nn.Module]]:
     return {f"{name}.weight": (box, modules[name].weight) for name in names}, modules  # type: ignore[misc]
 
 
-def reduction(parameters: Parameters, counting: tuple[str, ...] = BOTH) -> Reduction:
-    pieces = tuple(Piece(name=name, box=box, counting=counting) for name, (box, _) in parameters.items())
-    return Reduction(devices=BOTH, pieces=pieces)
+def queue(parameters: Parameters, counting: tuple[str, ...] = BOTH) -> tuple[Bucket, ...]:
+    """A bucket for each parameter, the last one first."""
+    return tuple(
+        Bucket(
+            devices=BOTH,
+            pieces=(Piece(name=name, box=box, counting=counting),),
+            dtype="float32",
+            counter=BOTH[number % 2],
+        )
+        for number, (name, (box, _)) in enumerate(reversed(parameters.items()))
+    )
+
+
+class Reducing:
+    """Communicators of which the reducer uses one."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+
+    def team(self, channel: Channel) -> Team:
+        assert channel == Channel("reduce", BOTH)
+        return self._team
+
+    def pair(self, channel: Channel) -> Pair:
+        raise AssertionError(channel)
 
 
 def train(
@@ -49,8 +72,9 @@ def train(
     group.begin_all_reduce = count  # type: ignore[method-assign]
     reducer = GradientReducer(
         plan_groups.me,
-        (reduction(parameters, counting),),
-        {BOTH: group},  # type: ignore[dict-item]
+        (),
+        queue(parameters, counting),
+        Reducing(group),
         parameters,
         modules,
     )
@@ -65,11 +89,6 @@ def train(
     reducer()
     grads = {name: float(p.grad[0, 0]) for name, (_, p) in parameters.items() if p.grad is not None}
     return {"after": after, "grads": grads, "squares": reducer.squares}
-
-
-@pytest.fixture(autouse=True)
-def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_buckets, "BUCKET", 1)
 
 
 def test_each_bucket_is_sent_as_soon_as_its_section_is_done() -> None:
@@ -92,19 +111,6 @@ def test_a_replica_of_the_same_term_is_not_counted_twice() -> None:
     found = run_threads(BOTH, lambda plan_groups: train(plan_groups, counting=("b/0",)))
     for result in found.values():
         assert result["grads"] == {"embed.weight": 200.0, "blocks.0.weight": 20.0, "head.weight": 2.0}
-
-
-def test_buckets_are_bounded_of_one_type_and_the_same_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters, _ = made()
-    head = parameters["head.weight"][1]
-    head.data = head.data.double()
-    monkeypatch.setattr(gradient_buckets, "BUCKET", 1000)
-    found = gradient_buckets.buckets(reduction(parameters), parameters)
-    assert [[piece.name for piece in bucket.pieces] for bucket in found] == [
-        ["head.weight"],
-        ["blocks.0.weight", "embed.weight"],
-    ]
-    assert [bucket.counter for bucket in found] == ["a/0", "b/0"]
 
 
 def test_squares_are_exact_to_the_gradients_precision_and_do_not_overflow() -> None:

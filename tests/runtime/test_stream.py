@@ -24,6 +24,7 @@ from elasticd.runtime.data.stream import Stream, Streamed, _Handed, _packed, _un
 from elasticd.runtime.engine.engine import DATA, Engine
 from elasticd.runtime.engine.recipe import Recipe
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, engine_on
+from tests.runtime.test_lanes import PLANS as LANES
 from tests.runtime.test_parity import BATCH, SEED, Text, make_recipe
 
 STEPS = 6
@@ -106,7 +107,15 @@ def alone() -> list[float]:
     return run_threads(one.members, worker)["a/0"]
 
 
-@pytest.mark.parametrize("plan", [TWO_STAGES, UNEQUAL, UNEQUAL.replace(state=StatePolicy(zero=2, replicas=1))])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        TWO_STAGES,
+        UNEQUAL,
+        UNEQUAL.replace(state=StatePolicy(zero=2, replicas=1)),
+        LANES["2 + 1, uneven, in two stages"],
+    ],
+)
 def test_a_stream_trains_like_its_samples_in_order_and_one_rank_reads_each_once(
     plan: Plan, alone: list[float]
 ) -> None:

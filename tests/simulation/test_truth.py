@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from elasticd_planner.placement.state_movement import bytes_to_move
+from elasticd_planner.spec.cluster import Level
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.simulator.devices.device_model import FORWARD, Truth
@@ -41,6 +43,23 @@ UNEVEN = plan(
     Pipeline(stages=(stage(0, 12, "n1/1"),), micro_batches=2),
 )
 EVEN = plan(Pipeline(stages=(stage(0, 6, "n0/0", "n0/1"), stage(6, 12, "n1/0", "n1/1")), micro_batches=8))
+
+
+def test_lanes_take_what_pipelines_of_their_own_do() -> None:
+    stages = (Stage(start=0, stop=12, devices=("n0/0", "n1/0", "n1/1"), shares=(5, 3, 8), lanes=(2, 1)),)
+    lanes = plan(Pipeline(stages=stages, micro_batches=8, rows=(6, 2)))
+    apart = plan(*lanes.by_lane, number=2)
+    for made in (lanes, apart):
+        assert made.members == ("n0/0", "n1/0", "n1/1")
+    here = truth()
+    here.slow(["n1/1"], 3.0)
+    assert here.step(lanes, 0).seconds == here.step(apart, 0).seconds
+    told = [
+        [msgspec.structs.replace(each, plan=0) for each in here.measurements(made, 0, here.step(made, 0))]
+        for made in (lanes, apart)
+    ]
+    assert told[0] == told[1]
+    assert [each.micro_batches for each in told[0]] == [6, 6, 2]
 
 
 def test_a_step_is_the_schedule_played_event_by_event_and_the_reduction() -> None:
@@ -131,3 +150,22 @@ def test_a_move_counts_the_bytes_that_the_planner_counts() -> None:
     assert found.seconds >= max(found.lacking.values()) / CLUSTER.inside.bandwidth
     assert move(PROFILE, CLUSTER, EVEN, EVEN).total == 0
     assert move(PROFILE, CLUSTER, None, EVEN).seconds == 0.0, "the first plan is filled from the seed"
+
+
+def test_a_move_takes_what_each_level_of_links_takes() -> None:
+    text = SMALL.replace(
+        "[cluster]\n",
+        """[cluster]
+levels = [{ name = "rack", link = { bandwidth = 1e12, latency = 0.0 }, groups = [["n0"], ["n1"]] }]
+""",
+    )
+    assert text != SMALL
+    here = parse(text, "racks.toml").cluster.cluster()
+    assert here.reach(["n0/0", "n1/0"]) == here.between, "one node in each rack"
+    # A node's link is quick; what racks exchange takes as long as before.
+    assert move(PROFILE, here, EVEN, UNEVEN).seconds == move(PROFILE, CLUSTER, EVEN, UNEVEN).seconds
+    together = msgspec.structs.replace(
+        here, levels=(Level(name="rack", link=here.levels[0].link, groups=(("n0", "n1"),)),)
+    )
+    found = move(PROFILE, together, EVEN, UNEVEN)
+    assert found.seconds == max(found.lacking.values()) / here.inside.bandwidth, "nothing leaves the rack"

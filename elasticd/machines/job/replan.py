@@ -118,7 +118,8 @@ def _fit(turn: Turn, plan: Plan) -> None:
         return
     turn.set(sampled=(), first_step=None)
     # All that a fit asks of the cluster is its links.
-    links = Cluster(nodes=(), inside=turn.settings.inside, between=turn.settings.between)
+    settings = turn.settings
+    links = Cluster(nodes=(), inside=settings.inside, between=settings.between, levels=settings.levels)
     try:
         profile = fit(profile, plan, sampled, links, turn.job.rates.rates)
     except Invalid as error:  # what the workers measured makes no sense
@@ -213,7 +214,8 @@ def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile) -> Ba
     rates = turn.job.rates.rates
     names = {device.name for device in devices} if rates else set()
     slow = {name: rate for name, rate in rates.items() if name in names}
-    return Basis(devices=devices, rates=slow, profile=profile, interleave=chunks)
+    lanes = turn.settings.policy.lanes
+    return Basis(devices=devices, rates=slow, profile=profile, interleave=chunks, lanes=lanes)
 
 
 def _problem(turn: Turn, basis: Basis, spec: JobSpec) -> Problem:
@@ -224,7 +226,13 @@ def _problem(turn: Turn, basis: Basis, spec: JobSpec) -> Problem:
         micro_batch=spec.micro_batch,
         rates=basis.rates,
         current=turn.job.plan,
-        search_space=SearchSpace(states=(spec.state,), interleave=basis.interleave, recompute=spec.recompute),
+        search_space=SearchSpace(
+            states=(spec.state,),
+            interleave=basis.interleave,
+            lanes=basis.lanes,
+            recompute=spec.recompute,
+            sequence_parallel=spec.sequence_parallel,
+        ),
     )
 
 
@@ -369,4 +377,5 @@ def _cluster(turn: Turn, devices: tuple[Device, ...]) -> Cluster:
         nodes=tuple(Node(name=name, devices=tuple(held)) for name, held in nodes.items()),
         inside=turn.settings.inside,
         between=turn.settings.between,
+        levels=turn.settings.levels,
     )

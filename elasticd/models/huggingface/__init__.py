@@ -24,6 +24,8 @@ from elasticd.runtime.model.validation import ModelError
 
 __all__ = ["from_hf", "refuse_at_sight", "their_name"]
 
+#: Modules of layers that are called with samples and tokens in one dimension, by type of model.
+_FLATTENED = {"opt": "blocks.0.layer.fc1"}
 #: Classes of modules that send a token to some of several experts, by the last words of their names.
 _EXPERTS = re.compile(r"Expert|Mo[eE](Block)?$|MoA$")
 
@@ -47,7 +49,7 @@ def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> M
     if proof.anatomy.unused:
         idle = ", ".join(proof.anatomy.unused)
         warnings.warn(f"elasticd: {name} does not train {idle}, which its forward does not call", stacklevel=2)
-    return Model(
+    described = Model(
         name=name,
         embed=sections.embed,
         blocks=sections.blocks,
@@ -59,6 +61,20 @@ def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> M
         proved=str(proof)
         + "".join(f"; whole in a TP group: {name} ({why})" for name, why in cuts.whole.items()),
     )
+    flat = _FLATTENED.get(model.config.model_type)
+    described.mixing = (flat, "has samples and tokens in one dimension") if flat else _mixing(described)
+    return described
+
+
+def _mixing(model: Model) -> tuple[str, str] | None:
+    """A module beside the cut ones that is no norm: an attention that is not cut, which takes all tokens, looks
+    like a feed-forward that is not."""
+    for section in (f"blocks.{layer}" for layer in range(model.layers)):
+        for path, module in model.sections[section].named_modules():
+            whole = path not in model.owners(section) and any(True for _ in module.parameters(recurse=False))
+            if whole and "norm" not in type(module).__name__.lower():
+                return f"{section}.{path}", "is whole on every member, and may take several tokens"
+    return None
 
 
 def their_name(model: Model, name: str) -> str:

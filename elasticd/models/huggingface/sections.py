@@ -125,6 +125,8 @@ class Section(nn.Module):
     ends at a layer, before its own end."""
 
     ends = True
+    #: Tokens of the samples, where a block is called with a slice of them: all but its layer is made for all.
+    sequence_tokens: int | None = None
 
     def __init__(
         self, model: Any, anatomy: Anatomy, held: Mapping[str, nn.Module], layers: Sequence[nn.Module]
@@ -185,8 +187,10 @@ class Section(nn.Module):
         for outer in self._outer:
             outer.training = self.training
         if x is not None:
-            ids = torch.full(x.shape[:2], self._id, dtype=torch.long, device=x.device)
-            zeros.like = x.new_zeros(x.shape)
+            samples, tokens, *width = x.shape
+            tokens = self.sequence_tokens or tokens
+            ids = torch.full((samples, tokens), self._id, dtype=torch.long, device=x.device)
+            zeros.like = x.new_zeros((samples, tokens, *width))
         try:
             output = shell(input_ids=ids, **self._arguments)
         except _Reached as reached:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
-from elasticd_planner.spec.batch import BatchLengths, MicroBatch, batch_plan
+from elasticd_planner.spec.batch import BatchLengths, BatchPlan, batch_plan, short_batch_plan
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
@@ -113,7 +114,7 @@ class _Sums:
         self._measures = measures
         self._given: list[Tensor | float] = []
 
-    def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, int]:
+    def __call__(self, output: Any, batch: Batch) -> tuple[Tensor, int]:
         for measure in self._measures.values():
             total, count = measure(output, batch)
             self._given += (_now(total), _now(count))
@@ -175,8 +176,8 @@ def evaluate(
     )
 
 
-def rounds(plan: Plan, dataset: Dataset, linear: int) -> Iterator[tuple[tuple[MicroBatch, ...], ...]]:
-    """The micro-batches of each pipeline, round by round.
+def rounds(plan: Plan, dataset: Dataset, linear: int) -> Iterator[BatchPlan]:
+    """The micro-batches of each lane, round by round.
 
     A round has the samples of a step, the last one fewer. Samples of known length are packed by it, as in
     training.
@@ -188,32 +189,17 @@ def rounds(plan: Plan, dataset: Dataset, linear: int) -> Iterator[tuple[tuple[Mi
             lengths = None
             if length is not None:
                 lengths = BatchLengths(tokens=tuple(map(length, samples)), linear=linear)
-            yield batch_plan(plan, 0, samples, lengths).modules[0]
+            yield batch_plan(plan, 0, samples, lengths)
         else:
-            yield tuple(_rest(plan, samples))
+            yield short_batch_plan(plan, 0, samples)
 
 
-def _rest(plan: Plan, samples: Sequence[int]) -> Iterator[tuple[MicroBatch, ...]]:
-    """The last round: the pipelines take a micro-batch each in turn."""
-    size = plan.micro_batch
-    micro = [tuple(samples[at : at + size]) for at in range(0, len(samples), size)]
-    slots = [pipeline.micro_batches for pipeline in plan.pipelines]
-    dealt: list[list[MicroBatch]] = [[] for _ in slots]
-    while micro:
-        for mine, slot in zip(dealt, slots, strict=True):
-            if micro and len(mine) < slot:
-                mine.append(micro.pop(0))
-    yield from map(tuple, dealt)
-
-
-def _round(
-    engine: Engine, dealt: tuple[tuple[MicroBatch, ...], ...], loader: Loader, measures: Mapping[str, Loss]
-) -> list[Tensor]:
+def _round(engine: Engine, dealt: BatchPlan, loader: Loader, measures: Mapping[str, Loss]) -> list[Tensor]:
     """Evaluates a round. Returns the sums and counts of each rank, [measures, 2]."""
     sums, seen, failure = _Sums(measures), NO_SAMPLES, None
     if engine.runner is not None:
         place = engine.plan.places[engine.device]
-        mine = dealt[place.pipeline]
+        mine = dealt.of(place)
         if engine.runner.reads:
             loader.prepare([index for micro in mine for index in micro])
         passed = engine.runner.forward(mine, loader, sums)
@@ -224,14 +210,14 @@ def _round(
     head = torch.frombuffer(bytearray(_HEAD.pack(seen, failure.index + 1 if failure else 0)), dtype=torch.uint8)
     record = torch.cat([head, values.reshape(-1).view(torch.uint8)])
     records = engine.everyone.all_gather(record)
-    engine.everyone.received()
+    engine.communicators.received()
     heads = [_HEAD.unpack(each[: _HEAD.size].numpy().tobytes()) for each in records]
     for rank, (_, failed) in enumerate(heads):
         if failed:
             if failure is not None and failure.index == failed - 1:
                 raise failure
             raise SampleError(failed - 1, f"see the output of {engine.plan.members[rank]}")
-    if [seen for seen, _ in heads] != expected_hashes(engine.plan, [dealt] * len(engine.plan.modules)):
+    if [seen for seen, _ in heads] != expected_hashes(engine.plan, dealt):
         raise LedgerError("an evaluation did not see the samples of its set")
     return [each[_HEAD.size :].clone().view(torch.float64).view(-1, 2) for each in records]
 

@@ -54,6 +54,7 @@ def job_spec(recipe: Recipe, job: str) -> JobSpec:
         numbers=recipe.precision.numbers if recipe.precision is not None else None,
         recompute=may_recompute,
         recomputed=recomputed,
+        sequence_parallel=recipe.parallelism.may_slice,
         shifts=hasattr(recipe.dataset, "at_length"),
     )
 

@@ -43,8 +43,13 @@ class RankInfo:
 
     @property
     def pipeline(self) -> int | None:
-        """The index of this device's pipeline, that is its data-parallel rank."""
+        """The index of this device's pipeline, that is its data-parallel rank where pipelines have one lane."""
         return self._place.pipeline if self._place else None
+
+    @property
+    def lane(self) -> int | None:
+        """The index of this device's lane in its pipeline: 0 where the pipeline has one lane."""
+        return self._place.lane if self._place else None
 
     @property
     def stage(self) -> int | None:
@@ -70,7 +75,7 @@ class RankInfo:
 
     @property
     def tp_rank(self) -> int | None:
-        """The rank of this device in its stage's TP group."""
+        """The rank of this device in its TP group."""
         return self._place.position if self._place else None
 
     @property

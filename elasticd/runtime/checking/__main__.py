@@ -20,6 +20,7 @@ from elasticd.runtime.checking.trial import Trial, tried
 from elasticd.runtime.checking.verdict import findings
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.parallel.sequence_parallel import refuse_model
 
 #: Samples of the step: of two replicas the second has two micro-batches.
 _SAMPLES = 3
@@ -46,6 +47,9 @@ def compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     if not all(good):
         return False
     good = [right(said, each, one, True) for said, each in layouts.others(model.spec, samples).items()]
+    asked = bool(recipe.parallelism.sequence_parallel)
+    for said, each in layouts.sliced(model.spec, samples).items():
+        good.append(right(said, each, one, True) if asked else _may_be_sliced(recipe, one, said, each, say))
     if dealt := layouts.dealt(model.spec, samples):
         by_sample = _one_process(recipe, layouts.by_sample(model.spec, samples))
         if apart := list(findings(model, one, by_sample, outputs=False)):
@@ -53,6 +57,22 @@ def compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
             say(f"      {apart[0]}. Do padded tokens or other samples reach what a sample gives?")
         good += [right(said, each, by_sample, False) for said, each in dealt.items()]
     return all(good)
+
+
+def _may_be_sliced(
+    recipe: Recipe, one: Trial, said: str, variation: Variation, say: Callable[[str], None]
+) -> bool:
+    """Says whether a job may ask for sequence parallelism, which this one does not. True: nothing is wrong."""
+    try:
+        refuse_model(recipe.model)
+    except ModelError as error:
+        found = [str(error)]
+    else:
+        found = list(findings(recipe.model, one, tried(recipe, variation), outputs=True))
+    say(f"note  not for this model: {said}" if found else f"ok    {said}")
+    if found:
+        say(f"      {found[0]}")
+    return True
 
 
 def _one_process(recipe: Recipe, variation: Variation) -> Trial:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
 
@@ -49,6 +50,15 @@ def layouts(spec: ModelSpec, samples: int) -> dict[str, Variation]:
         stages = _stage(0, 1, 0, (1,)), _stage(1, layers, 1, second)
         found[said] = Variation(plan=_plan([_pipeline(*stages)], samples))
     return found
+
+
+def sliced(spec: ModelSpec, samples: int) -> dict[str, Variation]:
+    """Sequence parallelism, where blocks are cut: compared with `alone`."""
+    if widest(spec) == 1:
+        return {}
+    stage = _stage(0, len(spec.layers), 0, (2, 1) if widest(spec) > 2 else (1, 1))
+    stage = msgspec.structs.replace(stage, sequence_parallel=True)
+    return {f"{_tensor(stage.shares)}, sequence parallel": Variation(plan=_plan([_pipeline(stage)], samples))}
 
 
 def others(spec: ModelSpec, samples: int) -> dict[str, Variation]:

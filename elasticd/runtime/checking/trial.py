@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -18,6 +19,7 @@ from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads, unpac
 from elasticd.runtime.comm.torch_store import TorchStore
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.parallel.sequence_parallel import TokenSlices
 
 
 def _under(recipe: Recipe, variation: Variation) -> Recipe:
@@ -48,10 +50,11 @@ class Moved:
 
 @dataclass(kw_only=True)
 class Member:
-    """What one member saw in the step: its sections' outputs, the gradients that its optimizer stepped by, how
-    far that moved its parameters, sections that drew random numbers, the modules that it was in at the end."""
+    """What one member saw in the step: its sections' outputs (each by the names of its tensors), the gradients
+    that its optimizer stepped by, how far that moved its parameters, sections that drew random numbers, the
+    modules that it was in at the end."""
 
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     gradients: dict[str, list[GradientPart]] = field(default_factory=dict)
     updates: dict[str, Moved] = field(default_factory=dict)
     drew: set[str] = field(default_factory=set)
@@ -109,7 +112,7 @@ def _step(recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, seen: Membe
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(partial(_keep, terms, name))
     for section, module in engine.local.modules.items():
-        _follow(section, module, seen)
+        _follow(section, module, seen, engine.slices if section != "head" else None)
 
     def reduced(*_: Any) -> None:
         if seen.gradients:  # torch asks once more where the step calls that of a base class
@@ -147,8 +150,9 @@ def _keep(terms: dict[str, Tensor], name: str, parameter: Tensor) -> None:
     terms[name] = parameter.grad.detach().clone()
 
 
-def _follow(section: str, module: nn.Module, seen: Member) -> None:
-    """Notes the output of a section, and in which submodule a forward pass is."""
+def _follow(section: str, module: nn.Module, seen: Member, slices: TokenSlices | None) -> None:
+    """Notes the output of a section, and in which submodule a forward pass is. Members have `slices` of it, or
+    each has all of it."""
 
     def left(*_: Any) -> None:
         seen.inside.pop()
@@ -158,7 +162,12 @@ def _follow(section: str, module: nn.Module, seen: Member) -> None:
         submodule.register_forward_hook(left)
 
     def gave(_: nn.Module, args: object, output: Any) -> None:
-        if isinstance(output, Tensor):
-            seen.outputs.setdefault(section, output.detach().clone())
+        named = {"": output} if isinstance(output, Tensor) else output
+        if isinstance(named, Mapping) and section not in seen.outputs:
+            seen.outputs[section] = {
+                name: slices.join(x.detach()) if slices else x.detach().clone()
+                for name, x in named.items()
+                if isinstance(x, Tensor)
+            }
 
     module.register_forward_hook(gave)

@@ -47,21 +47,22 @@ def _outputs(model: Model, alone: Trial, other: Trial, near: float) -> Iterator[
     (one,) = alone.members.values()
     for section in model.sections:
         found = [m.outputs[section] for m in other.members.values() if section in m.outputs]
-        expected = one.outputs[section]
-        if any(out.shape != expected.shape for out in found):
-            shapes = sorted({tuple(out.shape) for out in found})
-            yield (
-                f"{section}: its output is of shape {shapes[0]}, not {tuple(expected.shape)}: what a Column "
-                f"rule cut, a Row rule must sum (or gather=True). {_rules(model, section)}"
-            )
-            return
-        worst = max((_apart(out, expected) for out in found), default=0.0)
-        if worst > near:
-            yield (
-                f"{section}: its output differs from one process's by {worst:.1e} of its size, and its input "
-                f"did not. {_rules(model, section)}{_dropouts(model, section)}"
-            )
-            return
+        for name, expected in one.outputs[section].items():
+            here, output = [out[name] for out in found], f"output {name!r}" if name else "output"
+            if any(out.shape != expected.shape for out in here):
+                shapes = sorted({tuple(out.shape) for out in here})
+                yield (
+                    f"{section}: its {output} is of shape {shapes[0]}, not {tuple(expected.shape)}: what a "
+                    f"Column rule cut, a Row rule must sum (or gather=True). {_rules(model, section)}"
+                )
+                return
+            worst = max((_apart(out.double(), expected.double()) for out in here), default=0.0)
+            if worst > near:
+                yield (
+                    f"{section}: its {output} differs from one process's by {worst:.1e} of its size, and its "
+                    f"input did not. {_rules(model, section)}{_dropouts(model, section)}"
+                )
+                return
 
 
 def _updates(model: Model, alone: Trial, other: Trial, near: float) -> Iterator[str]:
@@ -182,7 +183,9 @@ def _said(model: Model, name: str) -> str:
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
-    """The largest difference, in units of the largest value."""
-    scale = float(b.abs().max()) if b.numel() else 0.0
-    gap = float((a - b).abs().max()) if b.numel() else 0.0
+    """The largest difference, in units of the largest finite value. A mask may have infinite ones."""
+    if not b.numel():
+        return 0.0
+    scale = float(b.abs().nan_to_num(posinf=0.0).max())
+    gap = float(torch.where(a == b, 0.0, (a - b).abs()).max())
     return gap / scale if scale else gap

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import chain
 
-from elasticd_planner.spec.batch import MicroBatch
+from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.plan import Plan
 
 
@@ -36,13 +36,18 @@ def _hash(ids: tuple[int, ...]) -> int:
 NO_SAMPLES = hash_samples(())
 
 
-def expected_hashes(plan: Plan, modules: Sequence[Sequence[Sequence[MicroBatch]]]) -> list[int]:
+def expected_hashes(plan: Plan, batch: BatchPlan) -> list[int]:
     """The hash that each rank is to bring, in rank order.
 
     Args:
         plan: the plan in force. Devices that only carry state see no samples.
-        modules: the micro-batches of each pipeline of each module, in the order of their forward passes.
+        batch: the micro-batches of each lane, in the order of their forward passes.
     """
-    hashes = [[hash_samples(chain.from_iterable(micro)) for micro in module] for module in modules]
-    mine = [hashes[place.module][place.pipeline] for place in plan.places.values()]
-    return mine + [NO_SAMPLES] * len(plan.carriers)
+    hashes: dict[tuple[int, int, int], int] = {}  # all members of a lane see the same samples
+    found = []
+    for place in plan.places.values():
+        lane = place.module, place.pipeline, place.lane
+        if lane not in hashes:
+            hashes[lane] = hash_samples(chain.from_iterable(batch.of(place)))
+        found.append(hashes[lane])
+    return found + [NO_SAMPLES] * len(plan.carriers)

@@ -44,7 +44,7 @@ class Feed(Samples, Protocol):
         """The ids of a step, once it has begun."""
 
     def batch(self, plan: Plan, step: int) -> BatchPlan:
-        """The samples of a step as the plan's pipelines take them."""
+        """The samples of a step as the plan's lanes take them."""
 
     def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
         """Begins a step, together with all members of the plan. If it raises, it raises on all of them.
@@ -126,7 +126,7 @@ class Mapped:
         return given.ids if given is not None else self._sampler.samples(step)
 
     def batch(self, plan: Plan, step: int) -> BatchPlan:
-        """The samples of a step as the plan's pipelines take them; samples of known length are packed by it."""
+        """The samples of a step as the plan's lanes take them; samples of known length are packed by it."""
         samples, given = self.samples(step), self._given.get(step)
         if self._length is None or (given is not None and given.held is not None):
             return batch_plan(plan, step, samples)

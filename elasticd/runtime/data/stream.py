@@ -123,7 +123,7 @@ class Streamed:
         return tuple(range(step * self._batch, (step + 1) * self._batch))
 
     def batch(self, plan: Plan, step: int) -> BatchPlan:
-        """The samples of the step that has begun as the plan's pipelines take them."""
+        """The samples of the step that has begun as the plan's lanes take them."""
         return batch_plan(
             plan, step, self.samples(step), BatchLengths(tokens=self._tokens, linear=self._linear)
         )
@@ -165,14 +165,14 @@ class Streamed:
 
 
 def _read_by(plan: Plan, device: str, dealt: BatchPlan) -> tuple[int, ...]:
-    """The samples that a device needs: those of its pipeline on the first and last stage."""
+    """The samples that a device needs: those of its lane on the first and last stage."""
     place = plan.places.get(device)
     if place is None:
         return ()
     stages = plan.pipeline(place).stages
     if place.stage not in (0, len(stages) - 1):
         return ()
-    return tuple(index for micro in dealt.modules[place.module][place.pipeline] for index in micro)
+    return tuple(index for micro in dealt.of(place) for index in micro)
 
 
 def _send(everyone: Group, rank: int, handed: _Handed) -> None:

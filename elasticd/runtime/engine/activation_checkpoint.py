@@ -15,6 +15,8 @@ import torch
 from elasticd_planner.spec.plan import Stage
 from torch import Tensor, nn
 
+from elasticd.runtime.model.bundle import Bundle, tensors
+
 #: Which blocks recompute: none, all, those that the plan says, or those for whose index the function is true.
 Recompute = bool | Literal["plan"] | Callable[[int], bool]
 
@@ -56,12 +58,23 @@ class Recomputed:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._trains = any(parameter.requires_grad for parameter in module.parameters())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The output, without an autograd graph."""
+    def forward(self, entered: Bundle) -> Bundle:
+        """The output, without an autograd graph.
+
+        Which of named tensors would need a gradient is not known without one. All floating-point tensors that
+        the block made are said to; those that passed through it as they came are as they were.
+        """
         with torch.no_grad():
-            return self.recompute(x)
+            out = self.recompute(entered)
+        if isinstance(out, Tensor) or not torch.is_grad_enabled():
+            return out
+        came = {id(x): x.requires_grad for x in tensors(entered)}
+        trains = self._trains or any(came.values())
+        needs = {name: came.get(id(x), trains and x.is_floating_point()) for name, x in out.items()}
+        return {name: x.detach().requires_grad_(needs[name]) for name, x in out.items()}
 
-    def recompute(self, x: Tensor) -> Tensor:
+    def recompute(self, entered: Bundle) -> Bundle:
         """The output once more, with its autograd graph."""
-        return self._module(x)
+        return self._module(entered)

@@ -24,7 +24,9 @@ from elasticd_migration.local_state import (
     restore_optimizer,
 )
 from elasticd_migration.text_codec import from_text
-from elasticd_planner.layout.gradient_reduction import Reduction, reductions
+from elasticd_planner.layout.gradient_buckets import buckets
+from elasticd_planner.layout.gradient_reduction import reductions
+from elasticd_planner.layout.launches import Channel, channels
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.box import Box
@@ -34,6 +36,7 @@ from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.records import Vote
 from elasticd.runtime.accelerator import CPU, Accelerator
+from elasticd.runtime.comm.communicators import Communicators, Connect, Peers
 from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hashes
@@ -45,7 +48,8 @@ from elasticd.runtime.model.buffer_check import Constants
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.parallel import tp_hooks
-from elasticd.runtime.parallel.gradient_reduction import GradientReducer
+from elasticd.runtime.parallel.gradient_reduction import GradientReducer, gradient_dtype
+from elasticd.runtime.parallel.sequence_parallel import TokenSlices
 from elasticd.runtime.parallel.zero import ZeroState
 from elasticd.runtime.telemetry.device_timer import spans_of
 from elasticd.runtime.telemetry.main_thread import during, during_step
@@ -57,16 +61,6 @@ DATA = "data"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Groups:
-    """The process groups of one device under one plan."""
-
-    everyone: Group  #: all members of the plan
-    tensor: Group  #: its TP group
-    holders: dict[tuple[str, ...], Group]  #: by members: the groups that it reduces gradients in
-    reductions: tuple[Reduction, ...]  #: the reductions of the plan that it takes part in
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepDone:
     """A finished step."""
 
@@ -75,19 +69,12 @@ class StepDone:
     measurement: Measurement  #: seconds that the step took on this rank
 
 
-def connect(plan_groups: PlanGroups, layouts: Layouts) -> Groups:
-    """Makes the groups of this device under the plan, in the same order on all ranks."""
-    plan, me = layouts.plan, plan_groups.me
-    team = plan.stage(plan.places[me]).devices if me in plan.places else (me,)
-    mine = tuple(reduction for reduction in reductions(layouts) if me in reduction.devices)
-    sets = [reduction.devices for reduction in mine if len(reduction.devices) > 1]
-    for members in sorted({plan.members, team, *sets}, key=lambda m: [plan.rank(d) for d in m]):
-        plan_groups.group(members, "")
-    return Groups(
-        everyone=plan_groups.group(plan.members, "vote"),
-        tensor=plan_groups.group(team, "tensor"),
-        holders={members: plan_groups.group(members, "reduce") for members in sets},
-        reductions=mine,
+def connect(plan_groups: PlanGroups, layouts: Layouts, connect_data: Connect) -> Peers:
+    """Makes the group of all members, and then this device's communicators, in the same order on all ranks."""
+    everyone = plan_groups.group(layouts.plan.members, "vote")
+    return Peers(
+        everyone=everyone,
+        communicators=connect_data(plan_groups, channels(layouts, plan_groups.me), everyone),
     )
 
 
@@ -139,12 +126,14 @@ class Engine:
 
     rank: int  #: of this device under the plan
     accelerator: Accelerator  #: where it trains
-    everyone: Group  #: all members of the plan
+    everyone: Group  #: all members of the plan, for the words of the host
+    communicators: Communicators  #: for tensors of the model
     linear: int  #: see `elasticd_planner.spec.sample_packing.linear_of`
     runner: StageRunner | None  #: its passes; None: the device only carries replicas of state
     zero: ZeroState  #: its parameters, and the parts of them that its optimizer steps on
     reducer: GradientReducer  #: reduces its gradients, and measures the seconds of that
     stale: bool  #: under ZeRO: parameters have their new values only on the devices that keep their state
+    slices: TokenSlices | None  #: those of its TP group, under sequence parallelism
     reduced: int | None  #: index of the step whose gradients are reduced here and wait for their update
     last: Vote | None  #: that of the last update
     spent: bool  #: its memory holds the state of another plan, by a move in place: it cannot train any more
@@ -152,14 +141,22 @@ class Engine:
     after_recovery: bool  #: its members may be at different places between two steps, see `between_steps`
 
     def __init__(self, recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, pace: Pace) -> None:
-        """Makes the groups and modules of one member of a plan. It has no state until `adopt`."""
-        groups = connect(plan_groups, layouts)
+        """Makes the groups and modules of one member of a plan. It has no state until `adopt`.
+
+        Raises:
+            ValueError: the plan has several modules.
+        """
+        if len(names := [module.module for module in layouts.plan.modules]) > 1:
+            raise ValueError(
+                f"a plan of the modules {', '.join(names)}: models of one module are trained so far"
+            )
+        peers = connect(plan_groups, layouts, recipe.connect)
         accelerator = self.accelerator = recipe.accelerator
         local = build(recipe.model, layouts.plan, plan_groups.me, accelerator)
         self.plan, self.device, self.local, self.plan_groups = layouts.plan, plan_groups.me, local, plan_groups
         self.layouts, self.rank = layouts, layouts.plan.rank(plan_groups.me)
-        self.everyone, self.linear = groups.everyone, linear_of(recipe.model.spec)
-        self._recipe, self._groups = recipe, groups
+        self.everyone, self.linear = peers.everyone, linear_of(recipe.model.spec)
+        self._recipe, self.communicators = recipe, peers.communicators
         precision = recipe.precision
         self.scaler = LossScaler(precision.scale) if precision is not None and precision.scale else None
         if precision is not None:
@@ -170,19 +167,9 @@ class Engine:
             memory=accelerator.used_bytes,
             spans=spans_of(accelerator),
         )
-        self.reducer = GradientReducer(
-            self.device,
-            groups.reductions,
-            groups.holders,
-            local.parameters,
-            local.modules,
-            keep_all=self.plan.state.zero < 2,
-            stopwatch=plan_groups.stopwatch,
-        )
-        self.zero = ZeroState(
-            layouts, self.device, local, groups.everyone, self.reducer, recipe.master, accelerator
-        )
-        self._vote = StepVote(groups.everyone)
+        self.reducer = self._reducer(peers.communicators)
+        self.zero = ZeroState(layouts, peers, local, self.reducer, recipe.master, accelerator)
+        self._vote = StepVote(peers.everyone)
         self._constants = Constants(local.modules)
         self._carried: dict[str, str] = {}
         self._after: str | None = None
@@ -190,24 +177,49 @@ class Engine:
         self._batches: dict[int, BatchPlan] = {}
         self.reduced = self.last = None
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-        if groups.tensor.size > 1:
-            self._attach()
+        self.slices = None
         self.runner = None
         if self.device in self.plan.places:
+            self._attach(peers.communicators)
             self.runner = StageRunner(
                 recipe=recipe,
                 plan=self.plan,
                 local=local,
-                everyone=self.everyone,
+                peers=peers,
                 telemetry=self._telemetry,
                 pace=pace,
                 on_section_done=self.reducer.section_done,
+                slices=self.slices,
             )
 
-    def _attach(self) -> None:
-        shares = self.plan.stage(self.plan.places[self.device]).shares
+    def _reducer(self, communicators: Communicators) -> GradientReducer:
+        parameters = self.local.parameters
+        mine = [each for each in reductions(self.layouts) if self.device in each.devices]
+
+        def dtype_of(name: str) -> str:
+            return str(gradient_dtype(parameters[name][1])).removeprefix("torch.")
+
+        return GradientReducer(
+            self.device,
+            [piece for each in mine if len(each.devices) == 1 for piece in each.pieces],
+            buckets(self.layouts, mine, dtype_of),
+            communicators,
+            parameters,
+            self.local.modules,
+            keep_all=self.plan.state.zero < 2,
+            stopwatch=self.plan_groups.stopwatch,
+        )
+
+    def _attach(self, communicators: Communicators) -> None:
+        """Hooks the collectives of its TP group, if it has one, around its modules."""
+        stage = self.plan.stage(self.plan.places[self.device])
+        if len(stage.devices) == 1:
+            return
+        team = communicators.team(Channel("tensor", stage.devices))
+        if stage.sliced:
+            self.slices = TokenSlices(team, stage.shares)
         for section, module in self.local.modules.items():
-            tp_hooks.attach(self._recipe.model, section, module, shares, self._groups.tensor)
+            tp_hooks.attach(self._recipe.model, section, module, stage.shares, team, self.slices)
 
     def adopt(self, state: LocalState) -> None:
         """Loads `state` into the local model and into a new optimizer and scheduler.
@@ -267,7 +279,7 @@ class Engine:
         """Returns when every member has the values that were sent to it. All members call it together."""
         if self.plan.state.zero:
             self.gather(0)
-        self.everyone.received()
+        self.communicators.received()
 
     def gather(self, word: int) -> tuple[int, ...]:
         """All-gathers a number. All members call it, between two steps.
@@ -319,8 +331,8 @@ class Engine:
                 failed=passed.failure.index + 1 if passed.failure is not None else 0,
                 draining=draining(),
             )
-            outcome = self._vote.vote(record, expected_hashes(self.plan, batch.modules))
-            self.everyone.received()
+            outcome = self._vote.vote(record, expected_hashes(self.plan, batch))
+            self.communicators.received()
             if outcome.failed is not None:
                 self._drop(*outcome.failed, passed.failure)
             self._telemetry.mark()
@@ -345,7 +357,7 @@ class Engine:
             return batch, Passed(loss=0.0, count=0.0, tokens=0, samples=NO_SAMPLES)
         place = self.plan.places[self.device]
         batches = (batch, self._batch(step + 1)) if self._recipe.feed.ahead else (batch,)
-        mine, *next_ = (each.modules[place.module][place.pipeline] for each in batches)
+        mine, *next_ = (each.of(place) for each in batches)
         self.runner.prepare(micro for micros in (mine, *next_) for micro in micros)
         passed = self.runner.run(mine, self.scale)
         self._constants.check()

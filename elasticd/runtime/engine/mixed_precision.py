@@ -115,9 +115,9 @@ class Precision:
         """A batch for the embedding: floating-point tensors in it are converted to `compute`."""
         return converted(batch, lambda x: x.to(self.compute) if x.is_floating_point() else x)
 
-    def leaving(self, output: Tensor) -> Tensor:
-        """The output of the head for the loss: floating point is converted to `master`."""
-        return output.to(self.master) if output.is_floating_point() else output
+    def leaving(self, output: Any) -> Any:
+        """The output of the head for the loss: floating-point tensors in it are converted to `master`."""
+        return converted(output, lambda x: x.to(self.master) if x.is_floating_point() else x)
 
 
 def converted(batch: Any, convert: Callable[[Tensor], Tensor]) -> Any:

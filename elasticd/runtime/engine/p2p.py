@@ -1,92 +1,104 @@
-"""Point-to-point messages between two stages: receives are posted early, sends are not waited for.
+"""Activations and gradients between two stages of a pipeline: headers go ahead, payloads have exact sizes.
 
-Every member of a stage's TP group has the full activation, and its full gradient. So each receiver has one
-sender when the groups differ in size: receiver j receives from member j mod (size of the other stage).
+Who sends to whom follows from the layouts of both stages (`elasticd_planner.layout.launches.before` and
+`after`). An activation is a tensor or named tensors (`elasticd.runtime.model.bundle`). The receiver does not
+know their names, shapes and types. A header goes ahead of them, as a word of the host; its receipt is posted
+some passes early. The payload is received when its pass has come, a message for each tensor, into a tensor of
+its size. Gradients need no header: they are as their tensors were. Of named tensors some have none. Their
+receipts are posted early, too.
 
-The receiver does not know the shape and type of an activation. A header goes ahead of it. The payload, bytes to
-the transport, is received into a buffer as large as the largest payload that has crossed the boundary in
-earlier steps of the plan, a size that both ends know; so it can be posted before the header is here. Bytes
-beyond that size follow in a second message, which the receiver posts once it has the header.
-
-In an interleaved pipeline two stages have a boundary for each chunk of layers (`Channel`), with messages of its
-own.
+In an interleaved pipeline two stages have a boundary for each chunk of layers. Their messages follow each
+other in the order of passes, which is the same on both ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from elasticd_planner.cost.schedule import Pass
+from elasticd_planner.layout.launches import Border, Channel, Use
 from torch import Tensor
 
 from elasticd.runtime.accelerator import Accelerator
+from elasticd.runtime.comm.communicators import Communicators
 from elasticd.runtime.comm.groups import Group
-from elasticd.runtime.engine.activation_header import empty_header, pack_header, unpack_header
+from elasticd.runtime.engine.activation_header import TensorHeader, empty_header, pack_header, unpack_header
+from elasticd.runtime.model.bundle import Bundle, Gradients, going_back, tensors
 
-#: Messages of one micro-batch: header, activation, the part of it beyond the buffer, gradient.
-_HEADER, _PAYLOAD, _REST, _GRADIENT, _KINDS = range(5)
-
-
-class Channel(NamedTuple):
-    """One of the boundaries between two stages."""
-
-    chunk: int = 0  #: the chunk of layers that activations come from
-    chunks: int = 1  #: chunks of a stage of this pipeline
-
-    def tag(self, index: int, kind: int) -> int:
-        """The number of a message of micro-batch `index`, different on every channel."""
-        return (index * self.chunks + self.chunk) * _KINDS + kind
+#: The tag of a header in the group of all members; with the number of its micro-batch and chunk.
+_HEADERS = 0
 
 
 class _Neighbour:
-    """This device's connection with an adjacent stage of its pipeline."""
+    """This device's connection with an adjacent stage of its pipeline, for one chunk of layers."""
 
     def __init__(
         self,
-        group: Group,
-        source: int,
-        destinations: Sequence[int],
+        everyone: Group,
+        communicators: Communicators,
+        border: Border,
         dtype: torch.dtype,
         accelerator: Accelerator,
         *,
         implies_all_received: bool,
-        channel: Channel,
+        chunk: int,
+        chunks: int,
     ) -> None:
         """
         Args:
-            group: all members of the plan.
-            source: the rank that sends to this device.
-            destinations: the ranks that this device sends to.
+            everyone: all members of the plan, among whom headers go.
+            communicators: over which activations and gradients go.
+            border: with whom.
             dtype: the type of the model, `Model.dtype`.
             accelerator: where activations and gradients lie. Headers stay on the host.
-            implies_all_received: a message from `source` proves that every member of its stage has received
-                what `source` must have received before it, because the members communicate in every block.
-            channel: the boundary.
+            implies_all_received: a message from the other stage proves that every member of it has received
+                what the sender must have received before it, because they wait for each other in a block.
+            chunk: the chunk of layers that activations come from.
+            chunks: chunks of a stage of this pipeline.
         """
-        self._group, self._source, self._destinations = group, source, tuple(destinations)
-        self._dtype, self._implies_all_received, self._channel = dtype, implies_all_received, channel
-        self._accelerator = accelerator
-        #: Bytes of the largest activation that crossed the boundary in earlier steps; and until now. The same
-        #: on both ends.
-        self._room = self._largest = 0
-        self._posted: dict[int, Any] = {}
-        self._sent: dict[int, list[int]] = {}
+        self._everyone, self._dtype, self._accelerator = everyone, dtype, accelerator
+        self._implies_all_received, self.chunk, self._chunks = implies_all_received, chunk, chunks
+        receives, sends = self._uses
+        self._source = everyone.members.index(border.source)
+        self._destinations = [everyone.members.index(device) for device in border.destinations]
+        self._receives = communicators.pair(Channel(receives, (border.source, everyone.me)))
+        self._sends = [communicators.pair(Channel(sends, (everyone.me, to))) for to in border.destinations]
+        self._sent: dict[int, list[tuple[Any, int]]] = {}
 
-    def _payload(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._accelerator.device)
+    #: What comes from the other stage, and what goes there.
+    _uses: tuple[Use, Use]
 
     def end_step(self) -> None:
         """All messages of the step have arrived."""
-        self._room = self._largest
         self._sent.clear()
+
+    def _send(self, index: int, messages: Iterable[Tensor]) -> None:
+        together = [tensor.contiguous() for tensor in messages]
+        self._sent[index] = [(pair, pair.send(tensor)) for pair in self._sends for tensor in together]
+
+    def _receive(self, messages: Sequence[Tensor]) -> None:
+        for work in [self._receives.begin_receive(tensor) for tensor in messages]:
+            self._receives.finish(work)
+
+    def _arrived(self, index: int) -> None:
+        """What was sent of a micro-batch need not be kept any more."""
+        for pair, number in self._sent.pop(index, ()):
+            pair.arrived([number])
+
+    def _tag(self, index: int) -> int:
+        return _HEADERS + index * self._chunks + self.chunk
 
 
 class PrevStage(_Neighbour):
     """The previous stage: sends activations to this device, and receives gradients from it."""
 
+    _uses = ("activation", "gradient")
+    _backward: list[int]
     _passed: dict[int, int]
+    _proven: int
+    _headers: dict[int, tuple[Tensor, Any]]
 
     def begin_step(self, order: Iterable[Pass]) -> None:
         """Notes how many backward passes precede each forward pass of the previous stage.
@@ -96,87 +108,95 @@ class PrevStage(_Neighbour):
         Args:
             order: the passes of the previous stage in this step.
         """
-        self._passed = {}
-        done = 0
+        self._backward, self._passed, self._headers, self._proven = [], {}, {}, 0
         for kind, index, chunk in order:
-            if chunk != self._channel.chunk:
+            if chunk != self.chunk:
                 continue
             if kind == "backward":
-                done += 1
+                self._backward.append(index)
             else:
-                self._passed[index] = done
+                self._passed[index] = len(self._backward)
 
     def post(self, index: int, samples: int) -> None:
-        """Starts to receive the activation of micro-batch `index`, unless it has started."""
-        if index in self._posted:
-            return
-        header = empty_header(samples)
-        works = [self._group.post(header, self._source, self._channel.tag(index, _HEADER))]
-        payload = self._payload(self._room)
-        if self._room:
-            works.append(self._group.post(payload, self._source, self._channel.tag(index, _PAYLOAD)))
-        self._posted[index] = header, works, payload
+        """Starts to receive the header of micro-batch `index`, unless it has started."""
+        if index not in self._headers:
+            header = empty_header(samples)
+            self._headers[index] = header, self._everyone.post(header, self._source, self._tag(index))
 
-    def activation(self, index: int, samples: int) -> tuple[Tensor, tuple[int, ...]]:
-        """Waits for the activation of a micro-batch. Returns it with its sample ids."""
+    def activation(self, index: int, samples: int) -> tuple[Bundle, tuple[int, ...]]:
+        """Waits for the activation of a micro-batch. Returns it with its sample ids.
+
+        Those tensors that need a gradient require it.
+        """
         self.post(index, samples)
-        header, works, raw = self._posted.pop(index)
-        for work in works:
-            self._group.take(work, source=self._source)
+        header, work = self._headers.pop(index)
+        self._everyone.take(work, source=self._source)
+        parts, ids = unpack_header(header, samples, self._dtype)
+        x: Bundle
+        if isinstance(parts, TensorHeader):
+            (x,) = self._received([parts])
+        else:
+            x = dict(zip(parts, self._received(parts.values()), strict=True))
         if self._implies_all_received:
-            for earlier in [i for i in self._sent if i < self._passed[index]]:
-                self._group.arrived(self._sent.pop(earlier))
-        dtype, shape, ids = unpack_header(header, self._dtype)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        self._largest = max(self._largest, size)
-        if size > raw.numel():
-            full = self._payload(size)
-            full[: raw.numel()] = raw
-            self._group.receive(full[raw.numel() :], self._source, self._channel.tag(index, _REST))
-            raw = full
-        return raw[:size].view(dtype).view(shape), ids
+            for earlier in self._backward[self._proven : self._passed[index]]:
+                self._arrived(earlier)
+            self._proven = self._passed[index]
+        return x, ids
 
-    def send_gradient(self, index: int, grad: Tensor) -> None:
-        """Sends the gradient of a micro-batch's activation; returns at once."""
-        grad = grad.contiguous()
-        tag = self._channel.tag(index, _GRADIENT)
-        self._sent[index] = [self._group.send(grad, rank, tag) for rank in self._destinations]
+    def _received(self, parts: Collection[TensorHeader]) -> list[Tensor]:
+        device = self._accelerator.device
+        came = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in parts]
+        self._receive(came)
+        return [x.requires_grad_(part.needs) for x, part in zip(came, parts, strict=True)]
+
+    def send_gradient(self, index: int, x: Bundle, given: Gradients) -> None:
+        """Sends the gradients of a micro-batch's activation; returns at once.
+
+        Args:
+            index: of the micro-batch.
+            x: the activation, as it came.
+            given: its gradients; where there is none, zeros are sent.
+        """
+        of = given if isinstance(given, Mapping) else {"": given}
+        grads = ((x, of[name]) for name, x in going_back(x).items())
+        self._send(index, [torch.zeros_like(x) if grad is None else grad for x, grad in grads])
 
 
 class NextStage(_Neighbour):
     """The next stage: receives activations from this device, and sends gradients to it."""
 
-    def send_activation(self, index: int, x: Tensor, ids: Sequence[int]) -> None:
+    _uses = ("gradient", "activation")
+    _gradients: dict[int, tuple[dict[str, Tensor | None], list[tuple[Any, bool]]]]
+
+    def send_activation(self, index: int, x: Bundle, ids: Sequence[int]) -> None:
         """Sends the activation of a micro-batch with its sample ids; returns at once.
 
         Raises:
-            ValueError: an activation of this type or number of dimensions cannot pass between stages.
+            ValueError: this activation cannot pass between stages.
         """
-        raw, size = x.contiguous().view(-1).view(torch.uint8), self._room
-        self._largest = max(self._largest, raw.numel())
-        parts = [(_HEADER, pack_header(x, ids, self._dtype))]
-        if size:
-            parts.append((_PAYLOAD, raw[:size]))
-        if raw.numel() > size:
-            parts.append((_REST, raw[size:]))
-        self._sent[index] = [
-            self._group.send(part, rank, self._channel.tag(index, kind))
-            for rank in self._destinations
-            for kind, part in parts
-        ]
+        header = pack_header(x, ids, self._dtype)
+        numbers = [self._everyone.send(header, rank, self._tag(index)) for rank in self._destinations]
+        self._send(index, (tensor.detach() for tensor in tensors(x)))
+        self._sent[index] += [(self._everyone, number) for number in numbers]
 
-    def post(self, index: int, like: Tensor) -> None:
-        """Starts to receive the gradient of the activation `like` of a micro-batch, unless it has started."""
-        if index not in self._posted:
-            grad = torch.empty_like(like, memory_format=torch.contiguous_format)
-            tag = self._channel.tag(index, _GRADIENT)
-            self._posted[index] = grad, self._group.post(grad, self._source, tag)
+    def begin_step(self) -> None:
+        """No gradient of the step is asked for yet."""
+        self._gradients = {}
 
-    def gradient(self, index: int, like: Tensor) -> Tensor:
-        """Waits for the gradient of the activation `like` of a micro-batch."""
-        self.post(index, like)
-        grad, work = self._posted.pop(index)
-        self._group.take(work, source=self._source)
-        if self._implies_all_received:
-            self._group.arrived(self._sent.pop(index, ()))
-        return grad
+    def post(self, index: int, x: Bundle) -> None:
+        """Starts to receive the gradients of the activation `x` of a micro-batch, as it was sent."""
+        grads: dict[str, Tensor | None] = {} if isinstance(x, Tensor) else dict.fromkeys(x)
+        works = []
+        for name, part in going_back(x).items():
+            grad = grads[name] = torch.empty_like(part, memory_format=torch.contiguous_format)
+            works.append((self._receives.begin_receive(grad), grad.numel() > 0))
+        self._gradients[index] = grads, works
+
+    def gradient(self, index: int) -> Gradients:
+        """Waits for the gradients of a micro-batch's activation that `post` started to receive."""
+        grads, works = self._gradients.pop(index)
+        for work, _ in works:
+            self._receives.finish(work)
+        if self._implies_all_received and any(came for _, came in works):  # of an empty one nothing came
+            self._arrived(index)
+        return grads[""] if list(grads) == [""] else grads

@@ -1,4 +1,4 @@
-"""`ParallelismOptions`: sharding, precision and recomputation under every plan of a job."""
+"""`ParallelismOptions`: sharding, precision and kept activations under every plan of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elasticd.runtime.engine.mixed_precision import Name, Precision, precision_o
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismOptions:
-    """Sharding, precision and recomputation under every plan: the argument `parallelism` of `elasticd.Job`.
+    """Sharding, precision and kept activations under every plan: the argument `parallelism` of `elasticd.Job`.
 
     The degrees of data, tensor and pipeline parallelism are the planner's to choose.
 
@@ -36,6 +36,9 @@ class ParallelismOptions:
     #: Blocks that recompute their activations in the backward pass. True: all; "plan": those of stages where
     #: memory demands it; a function says for a block's index whether that block does.
     recompute: Recompute = False
+    #: Whether members of a TP group have slices of the tokens between the cut modules of a block, so that each
+    #: keeps fewer activations. True: in all TP groups; "plan": in those of stages where memory demands it.
+    sequence_parallel: bool | Literal["plan"] = False
     #: A file that `elasticd profile` wrote for this model: the first plan is made from the seconds in it. None:
     #: seconds are estimated from FLOPs until the job has measured its own.
     profile: str | os.PathLike[str] | None = None
@@ -48,6 +51,13 @@ class ParallelismOptions:
         self.state  # noqa: B018  it refuses wrong values of zero and replicas
         precision_of(self.precision, 1.0)
         asked(self.recompute, 0)
+        if self.sequence_parallel not in (True, False, "plan"):
+            raise ValueError(f'sequence_parallel must be True, False or "plan", not {self.sequence_parallel!r}')
+
+    @property
+    def may_slice(self) -> bool | Literal["always"]:
+        """What `sequence_parallel` means for the planner: whether TP groups may have slices, or always do."""
+        return "always" if self.sequence_parallel is True else self.sequence_parallel == "plan"
 
     @cached_property
     def state(self) -> StatePolicy:

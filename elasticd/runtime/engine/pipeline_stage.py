@@ -15,21 +15,31 @@ from typing import TypeVar
 
 import torch
 from elasticd_planner.cost.schedule import Pass
+from elasticd_planner.layout.launches import AHEAD, Border, after, before, gradient_receipts
 from elasticd_planner.spec.batch import MicroBatch
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan import Pipeline, Place, Plan
 from torch import Tensor, nn
 
-from elasticd.runtime.accelerator import Accelerator
-from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import hash_samples
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
 from elasticd.runtime.engine.mixed_precision import converted
-from elasticd.runtime.engine.p2p import Channel, NextStage, PrevStage
+from elasticd.runtime.engine.p2p import NextStage, PrevStage
 from elasticd.runtime.engine.recipe import Loss, Recipe
+from elasticd.runtime.model.bundle import (
+    Bundle,
+    Gradients,
+    backward,
+    entering,
+    gradients,
+    nothing,
+    sizes,
+    tensors,
+)
 from elasticd.runtime.model.local_model import LocalModel
-from elasticd.runtime.model.model import Model
+from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
 from elasticd.runtime.telemetry.step_times import Telemetry
 from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
 
@@ -38,9 +48,7 @@ from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
 Pace = Callable[[str, int, float, float, float], float]
 
 _Stage = TypeVar("_Stage", PrevStage, NextStage)
-
-#: Receives are posted this many passes before they are waited for.
-AHEAD = 2
+BorderOf = Callable[[Pipeline, Place, str], Border]
 
 
 @dataclass
@@ -48,10 +56,16 @@ class _MicroBatchState:
     """What the backward pass of a micro-batch through a chunk needs of its forward pass."""
 
     tokens: int
+    length: int  #: of its samples, in tokens
     ids: Sequence[int]  #: of its samples, as they came with the activation
-    segments: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)  #: section, its input, its output
+    segments: list[tuple[str, Bundle, Bundle]] = field(default_factory=list)  #: section, its input, its output
     loss: Tensor | None = None  #: sum over targets; None: not the last stage
     targets: float | Tensor = 0
+
+    @property
+    def output(self) -> Bundle:
+        """What the last section has given so far."""
+        return self.segments[-1][2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,29 +82,40 @@ class _Chunk:
         return {name: module for name, module in self.modules.items() if name.startswith("blocks.")}
 
 
-def _chunks(
-    model: Model, plan: Plan, modules: Mapping[str, nn.Module], everyone: Group, accelerator: Accelerator
-) -> list[_Chunk]:
+def _chunks(recipe: Recipe, plan: Plan, modules: Mapping[str, nn.Module], peers: Peers) -> list[_Chunk]:
     """The chunks of this device's stage in their order, each with its connections to the adjacent stages."""
-    place = plan.places[everyone.me]
+    model, me = recipe.model, peers.everyone.me
+    place = plan.places[me]
     pipeline, stage = plan.pipeline(place), plan.stage(place)
 
-    def neighbour(kind: type[_Stage], other: int, chunk: int) -> _Stage:
-        ranks = [plan.rank(device) for device in pipeline.stages[other % len(pipeline.stages)].devices]
-        to = [rank for j, rank in enumerate(ranks) if j % len(stage.devices) == place.position]
-        proven = model.spec.collectives > 0 or len(ranks) == 1  # else members do not communicate in every block
-        source, channel = ranks[place.position % len(ranks)], Channel(chunk, pipeline.chunks)
+    spans, depth = pipeline.spans, len(pipeline.stages)
+
+    def neighbour(kind: type[_Stage], border_of: BorderOf, turn: int, chunk: int) -> _Stage:
+        """`turn`: the index of the other chunk among those that a micro-batch meets."""
+        blocks = [f"blocks.{layer}" for layer in range(*spans[turn])]
+        width = len(pipeline.stages[turn % depth].devices)
         return kind(
-            everyone, source, to, model.dtype, accelerator, implies_all_received=proven, channel=channel
+            peers.everyone,
+            peers.communicators,
+            border_of(pipeline, place, me),
+            model.dtype,
+            recipe.accelerator,
+            implies_all_received=width == 1 or model.communicates(blocks),
+            chunk=chunk,
+            chunks=pipeline.chunks,
         )
 
     chunks = []
     for number, (start, stop) in enumerate(stage.chunks):
-        before = neighbour(PrevStage, place.stage - 1, number - (place.stage == 0)) if start > 0 else None
-        after = neighbour(NextStage, place.stage + 1, number) if stop < pipeline.layers else None
+        turn = number * depth + place.stage
+        prev = next_ = None
+        if start > 0:
+            prev = neighbour(PrevStage, before, turn - 1, number - (place.stage == 0))
+        if stop < pipeline.layers:
+            next_ = neighbour(NextStage, after, turn + 1, number)
         names = [f"blocks.{layer}" for layer in range(start, stop)]
-        names = ["embed"] * (before is None) + names + ["head"] * (after is None)
-        chunks.append(_Chunk(modules={name: modules[name] for name in names}, before=before, after=after))
+        names = ["embed"] * (prev is None) + names + ["head"] * (next_ is None)
+        chunks.append(_Chunk(modules={name: modules[name] for name in names}, before=prev, after=next_))
     return chunks
 
 
@@ -137,38 +162,45 @@ class StageRunner:
         recipe: Recipe,
         plan: Plan,
         local: LocalModel,
-        everyone: Group,
+        peers: Peers,
         telemetry: Telemetry,
         pace: Pace,
         on_section_done: Callable[[str], None],
+        slices: TokenSlices | None = None,
     ) -> None:
         """
         Args:
             recipe: of the job; its feed and `collate` make the batches.
             plan: the plan in force.
             local: this device's part of the model.
-            everyone: the group of all members of the plan. Its stopwatch measures waits, and publishes where
-                the main thread is.
+            peers: the other members of the plan. Their stopwatch measures waits, and publishes where the
+                main thread is.
             telemetry: measures passes.
             pace: called after every pass of a block; slows an emulated device down.
             on_section_done: called with a section when all gradients that this device adds to it are there.
+            slices: of the tokens that blocks are on; None: they are on all. All tokens pass between stages.
         """
+        self._slices = slices
         self._drawing, self._loss, self._loader = (
             local.drawing,
             recipe.loss,
             Loader(recipe.feed, recipe.data.collate),
         )
-        self._telemetry, self._stopwatch, self._pace = telemetry, everyone.plan_groups.stopwatch, pace
+        self._telemetry, self._stopwatch, self._pace = (
+            telemetry,
+            peers.everyone.plan_groups.stopwatch,
+            pace,
+        )
         self._on_section_done = on_section_done
         self._schedule, self._precision, self._scale = recipe.schedule, recipe.precision, 1.0
         self._accelerator = recipe.accelerator
-        place = plan.places[everyone.me]
+        place = plan.places[peers.everyone.me]
         stage = plan.stage(place)
         self._stage, self._position = place.stage, place.position
         self._stages = len(plan.pipeline(place).stages)
         self._share, self._layers = stage.fraction(place.position), stage.layers
         self._recomputed = recomputed_blocks(stage, recipe.recomputed, local.modules)
-        self._chunks = _chunks(recipe.model, plan, local.modules, everyone, recipe.accelerator)
+        self._chunks = _chunks(recipe, plan, local.modules, peers)
         self.reads = any(chunk.before is None or chunk.after is None for chunk in self._chunks)
         self.most_alive = 0
 
@@ -176,7 +208,7 @@ class StageRunner:
         """All passes of one step. Gradients accumulate in the parameters.
 
         Args:
-            micro_batches: sample ids of each micro-batch of this pipeline.
+            micro_batches: sample ids of each micro-batch of this lane.
             scale: the gradients are those of the loss times this.
         """
         self._scale = scale
@@ -194,9 +226,17 @@ class StageRunner:
             if chunk.before is not None:
                 stage_before = (self._stage - 1) % self._stages
                 chunk.before.begin_step(self._schedule(self._stages, stage_before, count, chunks))
+            if chunk.after is not None:
+                chunk.after.begin_step()
+        receipts = gradient_receipts(order, lambda number: self._chunks[number].after is not None)
         for position, (kind, index, number) in enumerate(order):
             for ahead in order[position : position + 1 + AHEAD]:
-                self._post(ahead, micro_batches, alive)
+                self._post_header(ahead, micro_batches)
+            for micro_batch, of_chunk in receipts[position]:
+                after_chunk = self._chunks[of_chunk].after
+                assert after_chunk is not None
+                waiting = alive[of_chunk, micro_batch]
+                after_chunk.post(micro_batch, self._like(waiting.output, waiting))
             chunk = self._chunks[number]
             if kind == "forward":
                 state, counted = self._forward(index, micro_batches[index], chunk)
@@ -233,7 +273,7 @@ class StageRunner:
         """The forward passes alone, of samples of another dataset, without gradients.
 
         Args:
-            micro_batches: sample ids of each micro-batch of this pipeline.
+            micro_batches: sample ids of each micro-batch of this lane.
             loader: makes batches of that dataset.
             loss: called with each output instead of the loss of the training.
         """
@@ -250,15 +290,10 @@ class StageRunner:
         if self.reads:
             self._loader.prepare([index for micro in micro_batches for index in micro])
 
-    def _post(
-        self, ahead: Pass, micro_batches: Sequence[MicroBatch], alive: dict[tuple[int, int], _MicroBatchState]
-    ) -> None:
-        kind, index, number = ahead
-        chunk = self._chunks[number]
-        if kind == "forward" and chunk.before is not None:
-            chunk.before.post(index, len(micro_batches[index]))
-        elif kind == "backward" and chunk.after is not None and (number, index) in alive:
-            chunk.after.post(index, alive[number, index].segments[-1][2])
+    def _post_header(self, ahead: Pass, micro_batches: Sequence[MicroBatch]) -> None:
+        before = self._chunks[ahead.chunk].before
+        if ahead.kind == "forward" and before is not None:
+            before.post(ahead.micro_batch, len(micro_batches[ahead.micro_batch]))
 
     def _forward(self, index: int, micro: MicroBatch, chunk: _Chunk) -> tuple[_MicroBatchState, float | Tensor]:
         telemetry = self._telemetry
@@ -274,15 +309,19 @@ class StageRunner:
         if chunk.before is not None:
             x, ids = chunk.before.activation(index, len(micro))
             telemetry.mark()
+            x = self._cut(x)
         else:
             telemetry.mark()
             self._stopwatch.where.at(FORWARD)
             x = chunk.modules["embed"](self._precision.entering(batch) if self._precision else batch)
             telemetry.passed("embed")
-        state = _MicroBatchState(tokens=x.shape[0] * x.shape[1], ids=ids)
+        samples, length = sizes(x)
+        if self._slices is not None:
+            length = self._slices.length
+        state = _MicroBatchState(tokens=samples * length, length=length, ids=ids)
         state.segments.append(("embed", x, x))
         if chunk is self._chunks[0]:
-            telemetry.worked(state.tokens, self._layers, self._share, x.shape[1])
+            telemetry.worked(state.tokens, self._layers, self._share, length)
         start = time.perf_counter()
         for section, module in chunk.blocks.items():
             communicated = self._stopwatch.read("tensor")
@@ -303,14 +342,26 @@ class StageRunner:
                 state.loss = torch.zeros_like(state.loss)
             telemetry.passed("head")
         else:
-            chunk.after.send_activation(index, x.detach(), ids)
+            chunk.after.send_activation(index, self._joined(x), ids)
         return state, counted
 
-    def _segment(self, state: _MicroBatchState, section: str, module: nn.Module, x: Tensor) -> Tensor:
+    def _cut(self, x: Bundle) -> Bundle:
+        """This device's part of what came from another stage."""
+        return x if self._slices is None else self._slices.cut(single(x))
+
+    def _joined(self, x: Bundle) -> Bundle:
+        """What goes to another stage, of which `x` is this device's part."""
+        return x if self._slices is None else self._slices.join(single(x).detach())
+
+    def _like(self, x: Bundle, state: _MicroBatchState) -> Bundle:
+        """A tensor shaped as what came of `x` at the other stage."""
+        return x if self._slices is None else self._slices.blank(single(x), state.length)
+
+    def _segment(self, state: _MicroBatchState, section: str, module: nn.Module, x: Bundle) -> Bundle:
         self._stopwatch.where.at(FORWARD)
-        entered = x.detach().requires_grad_()
+        entered = entering(x)
         run = self._recomputed[section].forward if section in self._recomputed else module
-        out: Tensor = run(entered)
+        out: Bundle = run(entered)
         state.segments.append((section, entered, out))
         return out
 
@@ -319,25 +370,29 @@ class StageRunner:
         telemetry, where = self._telemetry, self._stopwatch.where
         where.at(BACKWARD)
         self._drawing.samples = state.ids
+        if self._slices is not None:
+            self._slices.length = state.length
         first, *rest = state.segments
-        grad: Tensor | None = None
+        given: Gradients
         if state.loss is not None:
             section, entered, out = rest.pop()
             telemetry.mark()
             self._drawing.forget(section)  # torch.utils.checkpoint inside may pass forward again
             if _none(state.targets):  # no sample of it has a target: nothing is added to any gradient
-                torch.autograd.backward(out, torch.zeros_like(out))
+                backward(out, nothing(out))
             else:
                 torch.autograd.backward(state.loss, torch.full_like(state.loss, self._scale))
             telemetry.passed("head")
-            grad = entered.grad
+            given = gradients(entered)
             if last:
                 self._on_section_done(section)
                 telemetry.mark()
         else:
             assert chunk.after is not None
-            grad = chunk.after.gradient(index, rest[-1][2])
+            given = chunk.after.gradient(index)
             telemetry.mark()
+            if self._slices is not None:
+                given = self._slices.cut(single(given))
         start = time.perf_counter()
         while rest:
             section, entered, out = rest.pop()
@@ -349,22 +404,25 @@ class StageRunner:
                 telemetry.passed("recompute")
             communicated = self._stopwatch.read("tensor")
             self._drawing.forget(section)
-            torch.autograd.backward(out, grad)
+            backward(out, given)
             start = self._end_pace("backward", state.tokens, start, communicated)
-            grad = entered.grad
+            given = gradients(entered)
             if last or self._recomputed or not rest:
                 telemetry.passed("backward")
             if last:
                 self._on_section_done(section)
                 start = time.perf_counter()
                 telemetry.mark()
-        assert grad is not None
+        section, _, out = first
         if chunk.before is not None:
-            chunk.before.send_gradient(index, grad)
+            if self._slices is not None:
+                grad = torch.zeros_like(single(out)) if given is None else single(given)
+                out, given = self._like(out, state), self._slices.join(grad)
+            chunk.before.send_gradient(index, out, given)
             return
-        if first[2].requires_grad:  # it may be frozen
-            self._drawing.forget(first[0])
-            torch.autograd.backward(first[2], grad)
+        if any(x.requires_grad for x in tensors(out)):  # it may be frozen
+            self._drawing.forget(section)
+            backward(out, given)
             telemetry.passed("embed")
         if last:
             self._on_section_done("embed")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
+from elasticd.runtime.comm.communicators import Connect, GlooCommunicators
 from elasticd.runtime.data.loader import length_of, sample_tokens
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import Dataset, SampleReader
@@ -25,11 +26,12 @@ from elasticd.runtime.engine.mixed_precision import Precision, lowered, precisio
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.optimizer_check import MakeOptimizer
+from elasticd.runtime.parallel.sequence_parallel import refuse_model
 from elasticd.runtime.snapshot.restore import Snapshots
 
-#: (output, batch) -> (sum of the losses, count of targets). On an accelerator the host waits for no count that
-#: is a tensor there; the sum must then be 0, not NaN, where the count is 0.
-Loss = Callable[[Tensor, Any], tuple[Tensor, float | Tensor]]
+#: (output of the head, batch) -> (sum of the losses, count of targets). On an accelerator the host waits for no
+#: count that is a tensor there; the sum must then be 0, not NaN, where the count is 0.
+Loss = Callable[[Any, Any], tuple[Tensor, float | Tensor]]
 #: (stages, stage, micro-batches, chunks) -> the passes of that stage in order. Backward passes through one
 #: chunk go by ascending index of the micro-batch.
 Schedule = Callable[[int, int, int, int], Iterator[Pass]]
@@ -60,6 +62,7 @@ class Recipe:
     snapshots: Snapshots = field(default_factory=Snapshots)  #: those that this node's agent keeps
     accelerator: Accelerator = CPU  #: where this process computes
     schedule: Schedule = passes  #: of a stage: 1F1B
+    connect: Connect = GlooCommunicators  #: makes the communicators for tensors of the model
     source: Feed | None = None  #: gives the samples of each step; None: `dataset` does, by `seed`
 
     def __post_init__(self) -> None:
@@ -67,6 +70,8 @@ class Recipe:
             raise ValueError(f"global_batch must be at least 1, not {self.global_batch}")
         if isinstance(self.dataset, Stream) and self.data.length is not None:
             raise ValueError("length is of a map-style dataset's samples; a stream's are dealt by their tokens")
+        if self.parallelism.sequence_parallel:
+            refuse_model(self.model)
         object.__setattr__(self, "model", lowered(self.model, self.precision))
 
     @cached_property

@@ -31,7 +31,8 @@ _TOKENS = 8
 def warm(model: Model, accelerator: Accelerator = CPU) -> None:
     """Runs one forward and one backward pass of a block whose parameters are zero, and drops the results.
 
-    A block that cannot run so, for example because it demands sequences of a certain length, is left out.
+    A block that cannot run so is left out: one that demands sequences of a certain length, say, or that takes
+    named tensors, which only a batch and the embedding make.
     """
     layer = model.layers // 2
     if sum(parameter.nbytes for parameter in model.sections[f"blocks.{layer}"].parameters()) > MOST_BYTES:

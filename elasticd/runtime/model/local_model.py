@@ -16,6 +16,7 @@ from elasticd_planner.spec.plan import Stage
 from torch import Tensor, nn
 
 from elasticd.runtime.accelerator import CPU, Accelerator
+from elasticd.runtime.model.bundle import unfit
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.rng import Drawing, Dropout
 from elasticd.runtime.model.tp_rules import Sharded, attribute_holders, listed, sides_of
@@ -42,7 +43,7 @@ def local_model(model: Model, stage: Stage, position: int, accelerator: Accelera
         accelerator: where its tensors lie.
 
     Returns:
-        Modules whose parameters are to be filled. A section raises ModelError when it gives no single tensor.
+        Modules whose parameters are to be filled. A section raises ModelError when it gives no `Bundle`.
     """
     local = LocalModel(modules={}, parameters={}, buffers={})
     for section in sections_of(model.spec, stage):
@@ -156,25 +157,35 @@ def _sizes(model: Model, section: str, module: nn.Module) -> list[tuple[nn.Modul
 def _prepare(
     model: Model, section: str, module: nn.Module, stage: Stage, position: int, drawing: Drawing
 ) -> None:
-    """Dropouts learn their keys and cuts; what a section gives is checked to be one tensor."""
+    """Dropouts learn their keys and cuts; what a section gives is checked to be a bundle."""
     for path, submodule in module.named_modules(prefix=section):
         if isinstance(submodule, Dropout):
             submodule.drawing = drawing
             rule = model.rule(path)
             if isinstance(rule, Sharded):
                 submodule.cut = (rule.dim, unit_range(model.spec, rule.units, stage.shares, position).start)
-    module.register_forward_hook(partial(_refuse_others, section))
+    trains = any(parameter.kind == "trained" for parameter in model.spec.section(section))
+    module.register_forward_hook(partial(_refuse_others, section, trains))
     drawing.watch(section, module)
 
 
-def _refuse_others(section: str, module: nn.Module, args: object, output: Any) -> None:
-    """A section gives one tensor: the one that passes to the next stage."""
+def _refuse_others(section: str, trains: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """A section gives one tensor or named tensors. `trains`: parameters of it are trained."""
     if isinstance(output, Tensor):
         return
-    what = f"a {type(output).__name__}"
-    if isinstance(output, tuple | list | Mapping):
-        what += f" of {len(output)}"
-    raise ModelError(
-        f"{section} gave {what}: one activation tensor passes between blocks; put what else they need "
-        "into it, or compute it in each block"
-    )
+    if not isinstance(output, Mapping):
+        what = f"a {type(output).__name__}" + (f" of {len(output)}" if isinstance(output, tuple | list) else "")
+        raise ModelError(
+            f"{section} gave {what}: a section gives one tensor, or a mapping of named tensors, such as "
+            '{"hidden": x, "positions": positions}'
+        )
+    if reason := unfit(output, passes=section != "head"):
+        raise ModelError(f"{section} gave {reason}")
+    if not torch.is_grad_enabled() or any(x.requires_grad for x in output.values()):
+        return
+    came = args[0].values() if args and isinstance(args[0], Mapping) else args[:1]
+    if trains or any(isinstance(x, Tensor) and x.requires_grad for x in came):
+        raise ModelError(
+            f"{section} gave no tensor that needs a gradient, though parameters "
+            f"{'of it' if trains else 'before it'} are trained: does it detach its output?"
+        )

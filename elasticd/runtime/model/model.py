@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
@@ -42,8 +42,8 @@ Init = Callable[[str, tuple[int, ...], torch.Generator], Tensor]
 class Model:
     """A model in the one shape that elasticd trains: embed, an ordered list of blocks, head.
 
-    One activation tensor [samples, tokens, width] passes between them. Parameters have full names: "embed.…",
-    "blocks.3.…" or "head.…". Parameters that several sections share stay shared.
+    An activation [samples, tokens, width] or named tensors pass between them: a `Bundle`. Parameters have full
+    names: "embed.…", "blocks.3.…" or "head.…". Parameters that several sections share stay shared.
     """
 
     def __init__(
@@ -87,6 +87,9 @@ class Model:
             for path, submodule in module.named_modules(prefix=section):
                 refuse_module(path, submodule)
         self.name, self.layers, self.proved = name, len(blocks), proved
+        #: A module of blocks that may take several tokens at once and is whole on every member of a TP group,
+        #: and what is said of it: the model has no sequence parallelism. None: no such module is known.
+        self.mixing: tuple[str, str] | None = None
         self.rules, self.units = dict(rules or {}), dict(units or {})
         self.ties = shared(given) | dict(ties or {})
         self.sections = {
@@ -157,6 +160,15 @@ class Model:
         """
         return self._owners[section]
 
+    def communicates(self, sections: Iterable[str]) -> bool:
+        """Whether the members of a TP group wait for each other in a forward pass through these sections."""
+        return any(map(self._sums, sections))
+
+    def _sums(self, section: str) -> int:
+        """How many all-reduces a section makes in a forward pass."""
+        owners = self._owners[section].values()
+        return sum(any(isinstance(rule, Row) for rule in rules.values()) for rules in owners)
+
     def _check(self) -> None:
         """Refuses what would train wrongly without a word: names that match nothing."""
         names = {name for section, m in self.sections.items() for name, _ in m.named_parameters(prefix=section)}
@@ -184,7 +196,6 @@ class Model:
         kinds = list(dict.fromkeys(described[f"blocks.{i}"] for i in range(self.layers)))
         for kind in sizes:
             self.units.setdefault(kind, UnitsOf())
-        owners = self._owners["blocks.0"].values()
         return ModelSpec(
             name=self.name,
             embed=described["embed"],
@@ -202,7 +213,7 @@ class Model:
             ties=tuple(self.ties.items()),
             width=self.width,
             dtype=str(self.dtype).removeprefix("torch."),
-            collectives=sum(any(isinstance(rule, Row) for rule in rules.values()) for rules in owners),
+            collectives=self._sums("blocks.0"),
         )
 
     def _parameters(self, section: str, sizes: dict[str, list[int]]) -> Iterator[Parameter]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -164,13 +164,15 @@ class Dropout(nn.Module):
     """Drops elements of a tensor [samples, ...] with probability p, the same under every layout.
 
     It takes the place of every nn.Dropout of a model. `site` names it; `cut` is the dimension along which its
-    input is cut in a TP group, if it is, and the global index of the first element there."""
+    input is cut in a TP group, if it is, and the global index of the first element there. Otherwise the input
+    may be a slice of the tokens: `first_token` says by their number which the first one is."""
 
     def __init__(self, p: float, site: str = "") -> None:
         super().__init__()
         self.p, self.site = p, site
         self.drawing = Drawing()
         self.cut: tuple[int, int] | None = None
+        self.first_token: Callable[[int], int] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Sets elements to 0 with probability p and scales the others by 1 / (1 - p), in training mode.
@@ -187,6 +189,8 @@ class Dropout(nn.Module):
         if self.cut is not None:
             dim, first = self.cut
             start[dim % x.dim() - 1] = first
+        elif self.first_token is not None and x.dim() > 2:
+            start[0] = self.first_token(x.shape[1])
         mask = kept(self.drawing.keys(self.site, x.shape[0]), x.shape[1:], start, self.p, x.device)
         return x * mask * (1 / (1 - self.p) if self.p < 1 else 0.0)
 

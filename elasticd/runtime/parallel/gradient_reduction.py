@@ -17,20 +17,31 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from elasticd_migration.local_state import Owned
-from elasticd_planner.layout.gradient_reduction import Piece, Reduction
+from elasticd_planner.layout.gradient_buckets import Bucket
+from elasticd_planner.layout.gradient_reduction import Piece
+from elasticd_planner.layout.launches import Channel
 from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
 
-from elasticd.runtime.comm.groups import Group
-from elasticd.runtime.parallel.gradient_buckets import Bucket, Parameters, buckets, gradient_dtype
+from elasticd.runtime.comm.communicators import Communicators
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
 
 #: Elements whose squares are added at once on the CPU, so that rounding stays small.
 _CHUNK = 1 << 15
+
+
+#: The local parameters by name, each with the box that it holds.
+Parameters = Mapping[str, tuple[Box, nn.Parameter]]
+
+
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The dtype that a parameter's gradients are summed in: its own, unless `Precision.add_up` set another."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 class GradientReducer:
@@ -44,8 +55,9 @@ class GradientReducer:
     def __init__(
         self,
         device: str,
-        reductions: tuple[Reduction, ...],
-        groups: Mapping[tuple[str, ...], Group],
+        alone: Sequence[Piece],
+        queue: Sequence[Bucket],
+        communicators: Communicators,
         parameters: Parameters,
         modules: Mapping[str, nn.Module],
         *,
@@ -55,24 +67,25 @@ class GradientReducer:
         """
         Args:
             device: this device.
-            reductions: those that it takes part in.
-            groups: by members: the groups of the reductions with two or more devices.
+            alone: pieces of gradients that no other device holds.
+            queue: the buckets that it reduces with others, in the order in which they are launched.
+            communicators: of this device.
             parameters: the local ones by name, each with the box that it holds.
             modules: the local ones by section.
             keep_all: every gradient stays with its parameter; False under ZeRO 2.
             stopwatch: measures the seconds of flattening and of waits.
         """
-        self._device, self._groups, self._parameters = device, groups, parameters
+        self._device, self._parameters = device, parameters
         self._keep_all, self._stopwatch = keep_all, stopwatch or Stopwatch()
-        self._alone = [piece for r in reductions if len(r.devices) == 1 for piece in r.pieces]
-        self._queues = [buckets(r, parameters) for r in reductions if len(r.devices) > 1]
+        self._alone, self._queue = tuple(alone), tuple(queue)
+        self._teams = [communicators.team(Channel("reduce", bucket.devices)) for bucket in queue]
+        self._firsts = [_firsts(bucket, parameters) for bucket in queue]
         self._users = _users(parameters, modules)
-        self._where: dict[str, list[tuple[int, int]]] = {}
-        for queue, cut in enumerate(self._queues):
-            for index, bucket in enumerate(cut):
-                for name in {piece.name for piece in bucket.pieces}:
-                    self._where.setdefault(name, []).append((queue, index))
-        self._pieces = Counter(p.name for cut in self._queues for bucket in cut for p in bucket.pieces)
+        self._where: dict[str, list[int]] = {}
+        for index, bucket in enumerate(queue):
+            for name in {piece.name for piece in bucket.pieces}:
+                self._where.setdefault(name, []).append(index)
+        self._pieces = Counter(piece.name for bucket in queue for piece in bucket.pieces)
         self._pieces.update(piece.name for piece in self._alone)
         self.squares = 0.0
         self.most_bytes = 0
@@ -81,70 +94,63 @@ class GradientReducer:
     def _begin(self) -> None:
         """Nothing of the step is sent yet."""
         self._waits_for = {name: len(users) for name, users in self._users.items()}
-        self._missing = [[len({p.name for p in bucket.pieces}) for bucket in cut] for cut in self._queues]
-        self._sent = [0] * len(self._queues)
+        self._missing = [len({piece.name for piece in bucket.pieces}) for bucket in self._queue]
         self._left = Counter(self._pieces)
-        self._flying: list[tuple[Bucket, Tensor, Any]] = []
+        self._flying: list[tuple[Tensor, Any]] = []  # of the queue's first buckets
         self._flat_bytes = 0
 
     def section_done(self, section: str) -> None:
-        """Starts the all-reduces of the buckets that are complete now, in each set's order.
+        """Launches the next buckets, as far as they are complete now.
 
         Args:
             section: the one that the last micro-batch's backward pass has left, so that its gradients are all
                 that this device adds.
         """
-        touched = set()
         for name, users in self._users.items():
             if section not in users:
                 continue
             self._waits_for[name] -= 1
             if self._waits_for[name] == 0:
-                for queue, index in self._where.get(name, ()):
-                    self._missing[queue][index] -= 1
-                    touched.add(queue)
-        for queue in sorted(touched):
-            cut = self._queues[queue]
-            while self._sent[queue] < len(cut) and not self._missing[queue][self._sent[queue]]:
-                self._send(queue)
+                for index in self._where.get(name, ()):
+                    self._missing[index] -= 1
+        while len(self._flying) < len(self._queue) and not self._missing[len(self._flying)]:
+            self._launch()
 
-    def _send(self, queue: int) -> None:
+    def _launch(self) -> None:
         with self._stopwatch.measure("reduce"):
-            bucket = self._queues[queue][self._sent[queue]]
-            self._sent[queue] += 1
+            index = len(self._flying)
+            bucket, firsts = self._queue[index], self._firsts[index]
             flat = torch.cat([self._term(piece).reshape(-1) for piece in bucket.pieces])
             made = [self._parameters[piece.name][1].grad is not None for piece in bucket.pieces]
-            flat[bucket.firsts if all(made) else bucket.firsts[made]] += 0.0
+            flat[firsts if all(made) else firsts[made]] += 0.0
             self._flat_bytes += _bytes(flat)
             self._note(0)
             for piece in bucket.pieces:
                 self._left[piece.name] -= 1
                 if not self._left[piece.name] and (self._whole(piece) or not self._keep_all):
                     self._parameters[piece.name][1].grad = None
-            work = self._groups[bucket.devices].begin_all_reduce(flat)
-            self._flying.append((bucket, flat, work))
+            self._flying.append((flat, self._teams[index].begin_all_reduce(flat)))
 
-    def _landed(self) -> Iterator[tuple[Bucket, Tensor]]:
-        """Every bucket with its sums, once all are sent."""
-        for queue, cut in enumerate(self._queues):
-            while self._sent[queue] < len(cut):
-                self._send(queue)
+    def _landed(self) -> Iterator[tuple[Bucket, Tensor, Tensor]]:
+        """Every bucket with its sums, and where its pieces begin, once all are launched."""
+        while len(self._flying) < len(self._queue):
+            self._launch()
         self.squares = sum_of_squares(
             self._gradient(piece.name, piece.box)
             for piece in self._alone
             if self._parameters[piece.name][1].grad is not None
         )
-        for index, (bucket, flat, work) in enumerate(self._flying):
-            self._groups[bucket.devices].finish(work)
-            self._flying[index] = (bucket, flat.new_empty(0), None)
-            yield bucket, flat
+        for index, (flat, work) in enumerate(self._flying):
+            self._teams[index].finish(work)
+            self._flying[index] = (flat.new_empty(0), None)
+            yield self._queue[index], flat, self._firsts[index]
 
     def __call__(self) -> None:
         """Waits for all reductions: every local gradient becomes the sum over the devices with a term of it."""
-        for bucket, flat in self._landed():
+        for bucket, flat, firsts in self._landed():
             if bucket.counter == self._device:
                 self.squares += sum_of_squares([flat])
-            for piece, part in _sums(bucket, flat):
+            for piece, part in _sums(bucket, flat, firsts):
                 if self._whole(piece):
                     self._parameters[piece.name][1].grad = part
                 else:
@@ -161,8 +167,8 @@ class GradientReducer:
         for each in owned:
             boxes.setdefault(each.name, []).append(each)
         kept = 0
-        for bucket, flat in self._landed():
-            for piece, part in _sums(bucket, flat):
+        for bucket, flat, firsts in self._landed():
+            for piece, part in _sums(bucket, flat, firsts):
                 kept += _keep(piece, part, boxes.get(piece.name, ()))
                 self._note(kept)
             self._flat_bytes -= _bytes(flat)
@@ -225,10 +231,17 @@ def _users(parameters: Parameters, modules: Mapping[str, nn.Module]) -> dict[str
     }
 
 
-def _sums(bucket: Bucket, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+def _firsts(bucket: Bucket, parameters: Parameters) -> Tensor:
+    """The index of each piece's first element in the bucket's flat buffer: [pieces], int64, beside it."""
+    sizes = [piece.box.size for piece in bucket.pieces]
+    place = parameters[bucket.pieces[0].name][1].device
+    return torch.tensor([0, *accumulate(sizes[:-1])], device=place)
+
+
+def _sums(bucket: Bucket, flat: Tensor, firsts: Tensor) -> Iterator[tuple[Piece, Tensor]]:
     """The pieces that have terms, with their sums, each of its box's shape."""
     parts = flat.split([piece.box.size for piece in bucket.pieces])
-    for piece, part, without in zip(bucket.pieces, parts, no_terms(flat[bucket.firsts]).tolist(), strict=True):
+    for piece, part, without in zip(bucket.pieces, parts, no_terms(flat[firsts]).tolist(), strict=True):
         if not without:
             yield piece, part.view(piece.box.shape)
 

@@ -17,7 +17,7 @@ Members may have unequal slices, and empty ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,26 +26,26 @@ from elasticd_planner.layout.resolve import Cell, Communication, dual, resolve
 from elasticd_planner.spec.box import Box, Holding, TensorLayout
 from torch import Tensor, nn
 
-from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.comm.communicators import Team
 
 
-def whole(group: Group, length: int = 1) -> TensorLayout:
+def whole(group: Team, length: int = 1) -> TensorLayout:
     """All members have all of it; `length` matters where it becomes slices, or has been some."""
     return _layout(group, length, [(0, length)] * group.size)
 
 
-def terms(group: Group, length: int = 1) -> TensorLayout:
+def terms(group: Team, length: int = 1) -> TensorLayout:
     """Each member has a term of the sum, of the full length."""
     return _layout(group, length, [(0, length)] * group.size, terms=True)
 
 
-def slices(group: Group, widths: Sequence[int]) -> TensorLayout:
+def slices(group: Team, widths: Sequence[int]) -> TensorLayout:
     """Members have consecutive slices, of these widths by rank."""
     return _layout(group, sum(widths), list(pairwise(accumulate(widths, initial=0))))
 
 
 def _layout(
-    group: Group, length: int, ranges: Sequence[tuple[int, int]], *, terms: bool = False
+    group: Team, length: int, ranges: Sequence[tuple[int, int]], *, terms: bool = False
 ) -> TensorLayout:
     """Along the one dimension that may be cut; of the others everybody has all."""
     holdings = tuple(
@@ -59,7 +59,7 @@ class Redistribution:
     """Takes a member's part of a tensor in one layout, and gives its part in another."""
 
     def __init__(
-        self, group: Group, source: TensorLayout, target: TensorLayout, *, dim: int = -1, add: bool = False
+        self, group: Team, source: TensorLayout, target: TensorLayout, *, dim: int = -1, add: bool = False
     ) -> None:
         """
         Args:
@@ -99,7 +99,7 @@ class _Redistribute(torch.autograd.Function):
 class _Program:
     """What one member does to get from one layout to another."""
 
-    def __init__(self, group: Group, source: TensorLayout, target: TensorLayout, dim: int) -> None:
+    def __init__(self, group: Team, source: TensorLayout, target: TensorLayout, dim: int) -> None:
         self._group, self._dim = group, dim
         (self._from,), (self._to,) = source.of(group.me), target.of(group.me)
         self._steps = resolve(source, target, group.members, of=group.me)
@@ -107,7 +107,8 @@ class _Program:
             replicas = step.operation == "all_reduce" and any(
                 cell.sources != step.devices for cell in step.cells
             )
-            if replicas or not hasattr(self, f"_{step.operation}"):
+            some = step.operation in ("send", "sum") and len(step.devices) < group.size
+            if replicas or some or not hasattr(self, f"_{step.operation}"):
                 raise ValueError(f"{step.operation} over {', '.join(step.devices)} is not carried out here")
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -115,14 +116,14 @@ class _Program:
         for step in self._steps:
             parts |= getattr(self, f"_{step.operation}")(step, x)
         if not parts:  # a member without units
-            return x.narrow(self._dim, 0, 0)
+            return _copied(x.narrow(self._dim, 0, 0))
         found = [parts[start] for start in sorted(parts)]
         return found[0] if len(found) == 1 else torch.cat(found, dim=self._dim)
 
     def _keep(self, step: Communication, x: Tensor) -> dict[int, Tensor]:
         if self._from == self._to:
             return {self._to.start[0]: x.view_as(x)}
-        return {cell.box.start[0]: self._part(x, cell.box).contiguous() for cell in step.cells}
+        return {cell.box.start[0]: _copied(self._part(x, cell.box)) for cell in step.cells}
 
     def _all_reduce(self, step: Communication, x: Tensor) -> dict[int, Tensor]:
         return self._placed(step.cells, self._group.all_reduce(self._joined(step.cells, x)))
@@ -131,12 +132,14 @@ class _Program:
         """Gloo cannot scatter sums unevenly: all get them all, and each takes its own."""
         sums = self._placed(step.cells, self._group.all_reduce(self._joined(step.cells, x)))
         mine = [cell for cell in step.cells if self._group.me in cell.needers]
-        return {cell.box.start[0]: sums[cell.box.start[0]].contiguous() for cell in mine}
+        return {cell.box.start[0]: _copied(sums[cell.box.start[0]]) for cell in mine}
+
+    _sum = _reduce_scatter  # where one member alone needs something
 
     def _all_gather(self, step: Communication, x: Tensor) -> dict[int, Tensor]:
         """Padded to the widest, since all members send as much."""
         by_member = {
-            device: [cell for cell in step.cells if cell.sources == (device,)] for device in step.devices
+            device: [cell for cell in step.cells if cell.sources == (device,)] for device in self._group.members
         }
         widths = {device: sum(cell.box.size for cell in cells) for device, cells in by_member.items()}
         mine = [self._part(x, cell.box) for cell in by_member[self._group.me]]
@@ -146,10 +149,12 @@ class _Program:
             mine.append(x.new_zeros(shape))
         padded = mine[0].contiguous() if len(mine) == 1 else torch.cat(mine, self._dim)
         parts: dict[int, Tensor] = {}
-        for device, came in zip(step.devices, self._group.all_gather(padded), strict=True):
+        for device, came in zip(self._group.members, self._group.all_gather(padded), strict=True):
             if widths[device]:
                 parts |= self._placed(by_member[device], came.narrow(self._dim, 0, widths[device]))
         return parts
+
+    _send = _all_gather  # where one member alone has something
 
     def _part(self, x: Tensor, box: Box) -> Tensor:
         return x.narrow(self._dim, box.start[0] - self._from.start[0], box.size)
@@ -165,7 +170,14 @@ class _Program:
         return {cell.box.start[0]: part for cell, part in zip(cells, parts, strict=True)}
 
 
-def vocab_parallel_embedding(module: nn.Embedding, leave: Redistribution, start: int, stop: int) -> None:
+def _copied(part: Tensor) -> Tensor:
+    """In memory of its own, so that it keeps nothing else alive."""
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def vocab_parallel_embedding(
+    module: nn.Embedding, leave: Callable[[Tensor], Tensor], start: int, stop: int
+) -> None:
     """Makes an embedding look up the rows that this member holds. Ids of other members' rows give zeros here.
 
     Args:

@@ -1,11 +1,13 @@
 """Hooks that add a TP group's collectives to the local modules whose parameters are cut by the model's rules.
 
 A Column module takes the full input. The members all-reduce its gradient, once for all modules that take the
-same tensor. A Row module gives a term of its output, which they all-reduce; its bias is added after that.
+same tensor. A Row module gives a term of its output, which they all-reduce; its bias is added after that. Where
+blocks are on slices of the tokens, see `sequence_parallel`, these are all-gathers and reduce-scatters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,11 +15,12 @@ import torch.nn.functional as F
 from elasticd_planner.spec.model import member_box, unit_range
 from torch import Tensor, nn
 
-from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.comm.communicators import Team
 from elasticd.runtime.model.local_model import repeats
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.tp_rules import Column, Row, sides_of
 from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.parallel import sequence_parallel
 from elasticd.runtime.parallel.redistribute import (
     Redistribution,
     slices,
@@ -25,6 +28,7 @@ from elasticd.runtime.parallel.redistribute import (
     vocab_parallel_embedding,
     whole,
 )
+from elasticd.runtime.parallel.sequence_parallel import Entrance, TokenSlices, single
 
 
 class _Entering:
@@ -34,7 +38,7 @@ class _Entering:
     many modules take it.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Team) -> None:
         self._enters = Redistribution(group, whole(group), whole(group), add=True)
         self._entered: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -56,7 +60,14 @@ class _Entering:
         return found[1]
 
 
-def attach(model: Model, section: str, module: nn.Module, shares: tuple[int, ...], group: Group) -> None:
+def attach(
+    model: Model,
+    section: str,
+    module: nn.Module,
+    shares: tuple[int, ...],
+    group: Team,
+    tokens: TokenSlices | None = None,
+) -> None:
     """Hooks the collectives of a TP group around the modules of a section whose parameters are cut.
 
     Args:
@@ -65,11 +76,14 @@ def attach(model: Model, section: str, module: nn.Module, shares: tuple[int, ...
         module: the section with the parameters of this member.
         shares: of the group's members, by rank; units are apportioned by them.
         group: the TP group.
+        tokens: the slices of tokens that blocks are on; None: they are on all tokens.
 
     Raises:
         ModelError: a rule that cannot be carried out with these shares, or on this kind of module.
     """
-    hooks = _Hooks(model, section, shares, group)
+    hooks: _Hooks = _Hooks(model, section, shares, group)
+    if tokens is not None and section.startswith("blocks."):
+        hooks = _SlicedHooks(model, section, shares, group, tokens, module)
     for path, rules in model.owners(section).items():
         owner = module.get_submodule(path)
         column = next((rule for rule in rules.values() if isinstance(rule, Column)), None)
@@ -78,23 +92,39 @@ def attach(model: Model, section: str, module: nn.Module, shares: tuple[int, ...
         row = next((rule for rule in rules.values() if isinstance(rule, Row)), None)
         if row is not None:
             hooks.row(path, owner, row)
-    module.register_forward_pre_hook(hooks.entering.clear)
-    module.register_forward_hook(hooks.entering.clear, always_call=True)
+    hooks.watch(module)
+    if tokens is not None and section == "embed":
+        module.register_forward_hook(lambda _, args, output: tokens.leaving_embed(single(output)))
+    if tokens is not None and section == "head":
+        module.register_forward_pre_hook(lambda _, args: (tokens.entering_head(single(args[0])), *args[1:]))
 
 
 class _Hooks:
     """Registers the hooks of one section on one member of a TP group."""
 
-    def __init__(self, model: Model, section: str, shares: tuple[int, ...], group: Group) -> None:
+    def __init__(self, model: Model, section: str, shares: tuple[int, ...], group: Team) -> None:
         self._model, self._section, self._shares, self._group = model, section, shares, group
         self._leaves = Redistribution(group, terms(group), whole(group))
-        self.entering = _Entering(group)
+        self._entering = _Entering(group)
+
+    def watch(self, module: nn.Module) -> None:
+        """Of the section itself."""
+        module.register_forward_pre_hook(self._entering.clear)
+        module.register_forward_hook(self._entering.clear, always_call=True)
+
+    def enter(self, path: str, owner: nn.Module) -> None:
+        """Of a module, `path` in the section, that takes the full input."""
+        owner.register_forward_pre_hook(self._entering, with_kwargs=True)
+
+    def leave(self, path: str) -> Callable[[Tensor], Tensor]:
+        """What makes an output of the terms of a module, `path` in the section."""
+        return self._leaves
 
     def column(self, path: str, owner: nn.Module, rule: Column) -> None:
         """Of a module, `path` in the section, whose outputs are cut."""
         group = self._group
         if not isinstance(owner, nn.Embedding):  # whose input has no gradient
-            owner.register_forward_pre_hook(self.entering, with_kwargs=True)
+            self.enter(path, owner)
         repeated = repeats(self._model, rule.units, self._shares, group.rank)
         if repeated is not None:
             if rule.parts > 1:
@@ -110,7 +140,7 @@ class _Hooks:
 
     def row(self, path: str, owner: nn.Module, rule: Row) -> None:
         """Of a module, `path` in the section, whose inputs are cut."""
-        spec, group, leaves = self._model.spec, self._group, self._leaves
+        spec, group, leaves = self._model.spec, self._group, self.leave(path)
         if isinstance(owner, nn.Embedding):
             cut = next(p for p in spec.section(self._section) if p.name == f"{path}.weight".lstrip("."))
             box = member_box(spec, cut, self._shares, group.rank)
@@ -143,12 +173,42 @@ class _Hooks:
         return [len(unit_range(spec, units, self._shares, i)) * size for i in range(len(self._shares))]
 
 
+class _SlicedHooks(_Hooks):
+    """The same of a block that is on slices of the tokens."""
+
+    def __init__(
+        self,
+        model: Model,
+        section: str,
+        shares: tuple[int, ...],
+        group: Team,
+        tokens: TokenSlices,
+        module: nn.Module,
+    ) -> None:
+        super().__init__(model, section, shares, group)
+        self._tokens, self._entrance = tokens, Entrance(tokens, section)
+        self._regions = sequence_parallel.regions(model, section, module)
+        for path in dict.fromkeys(self._regions.values()):
+            if path not in self._regions:  # around Column modules; else it is one
+                self._entrance.around(path, module.get_submodule(path))
+
+    def watch(self, module: nn.Module) -> None:
+        self._entrance.watch(module)
+        sequence_parallel.tell_dropouts(module, self._tokens)
+
+    def enter(self, path: str, owner: nn.Module) -> None:
+        self._entrance.at(path, owner, self._regions[path])
+
+    def leave(self, path: str) -> Callable[[Tensor], Tensor]:
+        return partial(self._tokens.leaving, f"{self._section}.{path}".rstrip("."))
+
+
 def _repeat(count: int, repeated: list[int], module: nn.Module, args: object, output: Tensor) -> Tensor:
     """Gives each head its kv-head, where a cut left heads and kv-heads that do not divide."""
     units = output.unflatten(-1, (count, -1))
     return units[..., repeated, :].flatten(-2)
 
 
-def _row_with_bias(owner: Any, leaves: Redistribution, x: Tensor) -> Tensor:
+def _row_with_bias(owner: Any, leaves: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     term = F.linear(x, owner.weight) if isinstance(owner, nn.Linear) else x @ owner.weight
     return leaves(term) + owner.bias

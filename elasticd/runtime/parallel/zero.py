@@ -3,13 +3,14 @@
 Without ZeRO the device owns its local parameters. With ZeRO (Rajbhandari et al., 2020; stages 1 and 2) it owns
 parts of them, and parts that it keeps for devices which compute with them. Before the vote, reduced gradients
 go to the devices that keep a box's optimizer state without computing with the box. After the optimizer's step
-the updated values of each part go from its lowest-ranked keeper to all devices that compute with the part and
-do not keep it.
+the updated values of each part go from a keeper to all devices that compute with the part and do not keep it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from elasticd_migration.local_state import LocalState, Owned, own, torch_dtype
@@ -20,19 +21,36 @@ from elasticd_planner.layout.gradient_reduction import (
     leading,
     values_back,
 )
+from elasticd_planner.layout.launches import Channel
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
 
 from elasticd.runtime.accelerator import CPU, Accelerator
-from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.comm.communicators import Pair, Peers
 from elasticd.runtime.model.local_model import LocalModel
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, no_terms, sum_of_squares
 
-#: Tags of messages beside those of the stages' boundaries.
-GRADIENTS, VALUES, BUFFERS = range(1 << 24, (1 << 24) + 3)
+#: The most bytes of deliveries that are received side by side; a larger one is received alone.
+_TOGETHER = 64 * 1024 * 1024
 
 Values = dict[str, list[tuple[Box, nn.Parameter]]]
+
+
+class _Coming(NamedTuple):
+    """A delivery whose receipt is launched: where it goes, and what it is cut into there."""
+
+    pair: Pair
+    work: Any
+    flat: Tensor
+    parts: list[Tensor]
+
+    def land(self) -> int:
+        """Waits for it, and puts its parts where they belong. Returns the bytes of the buffer."""
+        self.pair.finish(self.work)
+        for part, came in zip(self.parts, self.flat.split([part.numel() for part in self.parts]), strict=True):
+            part.copy_(came.view(part.shape))
+        return self.flat.nbytes
 
 
 class ZeroState:
@@ -45,9 +63,8 @@ class ZeroState:
     def __init__(
         self,
         layouts: Layouts,
-        device: str,
+        peers: Peers,
         local: LocalModel,
-        everyone: Group,
         reducer: GradientReducer,
         master: torch.dtype | None = None,
         accelerator: Accelerator = CPU,
@@ -55,15 +72,16 @@ class ZeroState:
         """
         Args:
             layouts: of the plan.
-            device: this device.
+            peers: this device, and the other members of the plan.
             local: its modules.
-            everyone: the group of all members of the plan.
             reducer: sums the gradients of the local parameters.
             master: the type of master weights. Then the master weights are owned, and values are their rounded
                 copies. None: there are none, and values themselves are owned.
             accelerator: where all this lies.
         """
-        self._layouts, self._device, self._everyone, self._reducer = layouts, device, everyone, reducer
+        device = peers.me
+        self._layouts, self._device, self._reducer = layouts, device, reducer
+        self._communicators = peers.communicators
         self._stage, self._master = layouts.plan.state.zero, master
         self.values = _values(layouts, device, local, accelerator)
         self.buffers = _buffers(layouts, device, local, accelerator)
@@ -107,7 +125,7 @@ class ZeroState:
             self._view()
         else:
             self._reducer.into([part for parts in self._boxes.values() for part in parts])
-        self._deliver(self._away, GRADIENTS, self._outgoing, self._incoming)
+        self._deliver(self._away, self._outgoing, self._incoming)
         self._drop_without_terms()
         led = [(self._part(name, box), box) for name, box in self._leads]
         return sum_of_squares(
@@ -125,14 +143,14 @@ class ZeroState:
 
         All members call it together.
         """
-        self._deliver(self._back, VALUES, self._value, self._value)
+        self._deliver(self._back, self._value, self._value)
 
     def broadcast_buffers(self) -> None:
         """Sends buffers, after a step, to the devices that keep them without computing with them.
 
         All members call it together.
         """
-        self._deliver(self._copies, BUFFERS, self._buffer, self._buffer)
+        self._deliver(self._copies, self._buffer, self._buffer)
 
     def clear(self) -> None:
         """Drops all gradients."""
@@ -188,32 +206,34 @@ class ZeroState:
     def _deliver(
         self,
         deliveries: Sequence[Delivery],
-        tag: int,
         outgoing: Callable[[str, Box], Tensor],
         incoming: Callable[[str, Box], Tensor],
     ) -> None:
-        """Sends, without a wait, and then receives in the order in which the others send."""
-        rank = self._everyone.members.index
+        """Sends, without a wait, and then receives, both in the one order of all members. Receipts go on side
+        by side, as far as `_TOGETHER` allows."""
         for delivery in deliveries:
             if delivery.source == self._device:
-                for alike in _by_dtype([outgoing(name, box) for name, box in delivery.pieces]):
-                    flat = torch.cat([piece.reshape(-1) for piece in alike]).view(torch.uint8)
-                    for device in delivery.destinations:
-                        self._everyone.send(flat, rank(device), tag, "reduce")
+                flat = torch.cat([outgoing(name, box).reshape(-1) for name, box in delivery.pieces])
+                for device in delivery.destinations:
+                    self._pair(self._device, device).send(flat)
+        coming: deque[_Coming] = deque()
+        size = 0
         for delivery in deliveries:
-            if delivery.source != self._device:
-                for alike in _by_dtype([incoming(name, box) for name, box in delivery.pieces]):
-                    flat = alike[0].new_empty(sum(piece.numel() for piece in alike))
-                    self._everyone.receive(flat.view(torch.uint8), rank(delivery.source), tag, "reduce")
-                    for piece, part in zip(alike, flat.split([p.numel() for p in alike]), strict=True):
-                        piece.copy_(part.view(piece.shape))
+            if delivery.source == self._device:
+                continue
+            parts = [incoming(name, box) for name, box in delivery.pieces]
+            flat = parts[0].new_empty(sum(part.numel() for part in parts))
+            while coming and size + flat.nbytes > _TOGETHER:
+                size -= coming.popleft().land()
+            pair = self._pair(delivery.source, self._device)
+            coming.append(_Coming(pair, pair.begin_receive(flat), flat, parts))
+            size += flat.nbytes
+            del flat
+        while coming:
+            coming.popleft().land()
 
-
-def _by_dtype(pieces: Sequence[Tensor]) -> list[list[Tensor]]:
-    found: dict[torch.dtype, list[Tensor]] = {}
-    for piece in pieces:
-        found.setdefault(piece.dtype, []).append(piece)
-    return list(found.values())
+    def _pair(self, source: str, to: str) -> Pair:
+        return self._communicators.pair(Channel("state", (source, to)))
 
 
 def _buffers(

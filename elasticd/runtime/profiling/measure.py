@@ -7,7 +7,7 @@ becomes slower meanwhile makes all of them slower alike, and ratios stay true.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from elasticd_planner.cost.model_profile import derive
 from elasticd_planner.profiling.samples import Collective, Samples, SectionTiming, Update, Whole, kind_name
-from elasticd_planner.spec.model import apportion
+from elasticd_planner.spec.model import ModelSpec, apportion
 from elasticd_planner.value import refuse
 from torch import Tensor
 
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.recipe import Loss
+from elasticd.runtime.model.bundle import entering, going_back, sizes, tensors
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.profiling.loading import MakeBatch
 from elasticd.runtime.profiling.parts import (
@@ -126,7 +127,10 @@ def measure(
         tokens: converted(make_batch(tokens // request.sample_tokens, request.sample_tokens), accelerator.put)
         for tokens in sorted(set(request.tokens))
     }
-    points = [*_points(by_width, batches, accelerator)]
+    narrow, most = by_width[min(by_width)], max(batches)
+    given = {tokens: _entering(narrow, tokens, batch) for tokens, batch in batches.items()}
+    bundle_bytes = _bundle_bytes(model.spec, given[most], most)
+    points = [*_points(by_width, batches, given, accelerator)]
     updates = [_updates(parts[1], accelerator) for parts in by_width.values()]  # the first kind of block
     skipped = _too_large(model, request, accelerator)
     compared = sorted(batches)[len(batches) // 2]
@@ -150,6 +154,7 @@ def measure(
         whole=Whole(tokens=compared, seconds=whole.seconds()) if whole is not None else None,
         skipped=skipped,
         loss=loss is not None,
+        bundle_bytes=bundle_bytes,
     )
 
 
@@ -174,31 +179,51 @@ def _parts(model: Model, shares: tuple[int, ...], values: Values, loss: Loss | N
     yield part_of(model, "head", "head", shares, values, loss)
 
 
+def _entering(parts: Sequence[ProfiledPart], tokens: int, batch: Any) -> list[Any]:
+    """What each section is fed: the batch, and then what those before it make, with a block of each kind.
+
+    Of named tensors it is known which need a gradient.
+    """
+    given = [batch]
+    for part in parts[:-1]:
+        given.append(entering(part.module(given[-1])))
+    samples, length = sizes(given[1])
+    if samples * length != tokens:
+        refuse(f"a batch of {tokens} tokens gave an activation of {samples} samples of {length}")
+    return given
+
+
+def _bundle_bytes(spec: ModelSpec, given: Sequence[Any], tokens: int) -> float:
+    """See `ModelProfile`: what comes of a block, on average over the blocks."""
+    made = [given[2 + kind] for kind in spec.layers]
+    if all(isinstance(bundle, Tensor) for bundle in made):
+        return 0.0
+    both = [x for bundle in made for x in (*tensors(bundle), *going_back(bundle).values())]
+    return sum(x.nbytes for x in both) / 2 / len(made) / tokens
+
+
 def _points(
-    by_width: dict[int, list[ProfiledPart]], batches: Mapping[int, Any], accelerator: Accelerator
+    by_width: Mapping[int, Sequence[ProfiledPart]],
+    batches: Mapping[int, Any],
+    entered: Mapping[int, Sequence[Any]],
+    accelerator: Accelerator,
 ) -> Iterator[_Point]:
-    """Blocks and heads are fed what the narrowest group's embedding makes of the batch."""
-    embed = by_width[min(by_width)][0].module
     for tokens, batch in batches.items():
-        with torch.no_grad():
-            activation = embed(batch)
-        if activation.shape[0] * activation.shape[1] != tokens:
-            refuse(f"a batch of {tokens} tokens gave an activation of shape {tuple(activation.shape)}")
         for parts in by_width.values():
-            for part in parts:
-                yield _point(part, tokens, batch if part.label == "embed" else activation, batch, accelerator)
+            for part, given in zip(parts, entered[tokens], strict=True):
+                yield _point(part, tokens, given, batch, accelerator)
 
 
-def _point(part: ProfiledPart, tokens: int, entering: Any, batch: Any, accelerator: Accelerator) -> _Point:
+def _point(part: ProfiledPart, tokens: int, given: Any, batch: Any, accelerator: Accelerator) -> _Point:
     block = part.label.startswith("block")
-    run = partial(part.passes, entering, batch, accelerator)
+    run = partial(part.passes, given, batch, accelerator)
     return _Point(
         part=part,
         tokens=tokens,
         plain=_Case(run=run),
         again=_Case(run=partial(run, recompute=True)) if block else None,
-        kept=part.kept(entering, batch),
-        kept_again=part.kept(entering, batch, recompute=True) if block else 0,
+        kept=part.kept(given, batch),
+        kept_again=part.kept(given, batch, recompute=True) if block else 0,
     )
 
 

@@ -21,6 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.engine.recipe import Loss
+from elasticd.runtime.model.bundle import (
+    Bundle,
+    Gradients,
+    backward,
+    entering,
+    gradients,
+    tensors,
+)
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.parallel import tp_hooks
@@ -97,16 +105,17 @@ class ProfiledPart:
     module: nn.Module
     loss: Loss | None = None
 
-    def passes(self, entering: Any, batch: Any, accelerator: Accelerator, *, recompute: bool = False) -> Passes:
-        """Times both passes over an activation [samples, tokens, width], or over a batch in the embedding.
-        A head's loss is part of it where there is one; else some gradient is given, its making not timed."""
-        entered = self._enter(entering)
+    def passes(self, given: Any, batch: Any, accelerator: Accelerator, *, recompute: bool = False) -> Passes:
+        """Times both passes over an activation [samples, tokens, width] or a bundle, or over a batch in the
+        embedding. A head's loss is part of it where there is one; else some gradient is given, its making not
+        timed."""
+        entered = self._enter(given)
         out, forward = timed(accelerator, lambda: self._forward(entered, batch, recompute=recompute))
-        grad = None if self.loss is not None else torch.randn_like(out)
-        _, backward = timed(accelerator, lambda: torch.autograd.backward(out, grad))
-        return Passes(forward, backward)
+        grads = _some(out, torch.randn_like) if self.loss is None else None
+        _, back = timed(accelerator, lambda: _back(out, grads))
+        return Passes(forward, back)
 
-    def kept(self, entering: Any, batch: Any, *, recompute: bool = False) -> int:
+    def kept(self, given: Any, batch: Any, *, recompute: bool = False) -> int:
         """Bytes of the distinct storages that stay until backward, parameters left out. A section's input is
         counted here, so that its output counts in the next; a head without a loss counts its output, too."""
         parameters = {parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()}
@@ -118,44 +127,62 @@ class ProfiledPart:
                 found[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        entered = self._enter(entering)
+        entered = self._enter(given)
         with saved_tensors_hooks(count, lambda tensor: tensor):
             out = self._forward(entered, batch, recompute=recompute)
         if self.label != "embed":
-            count(entered)
+            for tensor in tensors(entered):
+                count(tensor)
         if self.label == "head" and self.loss is None:
-            count(out)
+            for tensor in tensors(out):
+                count(tensor)
         return sum(found.values())
 
-    def _enter(self, entering: Any) -> Any:
-        return entering if self.label == "embed" else entering.detach().requires_grad_()
+    def _enter(self, given: Any) -> Any:
+        return given if self.label == "embed" else entering(given)
 
-    def _forward(self, entered: Any, batch: Any, *, recompute: bool) -> Tensor:
+    def _forward(self, entered: Any, batch: Any, *, recompute: bool) -> Bundle:
         if recompute:
-            out: Tensor = checkpoint(self.module, entered, use_reentrant=False, preserve_rng_state=False)
+            out: Bundle = checkpoint(self.module, entered, use_reentrant=False, preserve_rng_state=False)
         else:
             out = self.module(entered)
         return out if self.loss is None else self.loss(out, batch)[0]
 
 
+def _some(out: Bundle, like: Callable[[Tensor], Tensor]) -> Gradients:
+    """Some gradients, of those that need one."""
+    if isinstance(out, Tensor):
+        return like(out)
+    return {name: like(x) if x.requires_grad else None for name, x in out.items()}
+
+
+def _back(out: Bundle, grads: Gradients) -> None:
+    """The backward pass of a loss (without gradients), or of what a section gave."""
+    if grads is None and isinstance(out, Tensor):
+        torch.autograd.backward(out)
+    else:
+        backward(out, grads)
+
+
 def both_passes(sections: Mapping[str, nn.Module], batch: Any, loss: Loss | None) -> None:
     """Forward and backward of one micro-batch through all sections, block by block as a stage runs it."""
     first, *rest = sections.values()
-    embedded = x = first(batch)
+    embedded: Bundle = first(batch)
+    x = embedded
     segments = []
     for module in rest:
-        entered = x.detach().requires_grad_()
+        entered = entering(x)
         x = module(entered)
         segments.append((entered, x))
-    grad = None
+    grads: Gradients = None
     if loss is None:
-        grad = torch.ones_like(x)
+        grads = _some(x, torch.ones_like)
     else:
         segments[-1] = (segments[-1][0], loss(x, batch)[0])
     for entered, out in reversed(segments):
-        torch.autograd.backward(out, grad)
-        grad = entered.grad
-    torch.autograd.backward(embedded, grad)
+        _back(out, grads)
+        grads = gradients(entered)
+    backward(embedded, grads)
 
 
 def part_of(

@@ -21,7 +21,8 @@ class Compiled:
     """By member in rank order: `devices` (index in the cluster), `fraction`, `layers`, whether it has embed or
     head, `micro_batches`, its `pipeline` and `stage_of`. By stage in order: `stage_start` (its first member),
     `waits` (seconds of collectives for one micro-batch), `boundary` (seconds to the next stage, one way).
-    `alike`: pipelines of equal depth and micro-batches, as (micro-batches, pipelines, their stages)."""
+    `alike`: pipelines of equal depth and micro-batches, as (micro-batches, pipelines, their stages). Each lane
+    is a pipeline here."""
 
     devices: Ints
     fraction: Floats
@@ -41,7 +42,7 @@ class Compiled:
 
 def compiled(plan: Plan, profile: ModelProfile, cluster: Cluster, index: Mapping[str, int]) -> Compiled:
     """`index`: each device's place in the cluster."""
-    pipelines = plan.pipelines
+    pipelines = plan.by_lane
     if any(line.chunks > 1 for line in pipelines):
         refuse(f"plan {plan.number} has interleaved stages: the simulator plays plain ones alone")
     stages = [(p, s, stage) for p, line in enumerate(pipelines) for s, stage in enumerate(line.stages)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.placement.state_movement import bytes_by_member
-from elasticd_planner.spec.cluster import Cluster, node_of
+from elasticd_planner.spec.cluster import NODE, Cluster, Place
 from elasticd_planner.spec.plan import Plan
 
 
@@ -31,16 +31,21 @@ def move(
     held under the old plan.
 
     Every device takes what it lacks over its node's link to others, which its node's devices share, and no
-    faster than over the link inside: as if none of it were on its own node, which is the worst case.
+    faster than over the link inside: as if none of it were on its own node, which is the worst case. The same
+    holds of a rack's link, and of any further level's.
     """
     if old is None:
         return Move(lacking=dict.fromkeys(new.members, 0), seconds=0.0)
     found = bytes_by_member(profile, old, new, sources)
     lacking = {name: round(size) for name, size in found.items()}
-    by_node: dict[str, int] = {}
-    for name, size in lacking.items():
-        node = node_of(name)
-        by_node[node] = by_node.get(node, 0) + size
-    inside = max(lacking.values(), default=0) / cluster.inside.bandwidth
-    between = max(by_node.values(), default=0) / cluster.between.bandwidth
-    return Move(lacking=lacking, seconds=max(inside, between if len(cluster.nodes) > 1 else 0.0))
+    seconds = max(lacking.values(), default=0) / cluster.inside.bandwidth
+    for level in range(NODE, NODE + 1 + len(cluster.levels)):
+        groups: dict[Place, int] = {cluster.places(f"{node.name}/0")[level]: 0 for node in cluster.nodes}
+        if len(groups) == 1:
+            break
+        for name, size in lacking.items():
+            group = cluster.places(name)[level]
+            groups[group] = groups.get(group, 0) + size
+        busiest = max(groups.values(), default=0)
+        seconds = max(seconds, busiest / cluster.exit(cluster.nodes[0].name + "/0", level).bandwidth)
+    return Move(lacking=lacking, seconds=seconds)

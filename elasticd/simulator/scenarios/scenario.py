@@ -20,7 +20,7 @@ import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile, derive
 from elasticd_planner.detection.stragglers import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
-from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
+from elasticd_planner.spec.cluster import Cluster, Device, Level, Link, Node, check_levels
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import Value, refuse
 
@@ -33,7 +33,8 @@ from elasticd.simulator.scenarios.random_faults import RandomFaults, draw
 class ClusterShape(Value, frozen=True, kw_only=True):
     """Equal nodes n0, n1, ... with `devices` each. flops: operations per second that a normal device really
     reaches on this model; assumed: what the coordinator takes it for until it has measured (as from a data
-    sheet). inside, between: the links, by bandwidth (bytes/s) and latency (s)."""
+    sheet). inside, between: the links, by bandwidth (bytes/s) and latency (s). levels: further levels of links,
+    the nearest first, each with name, link and groups of nodes."""
 
     nodes: int
     devices: int
@@ -42,12 +43,14 @@ class ClusterShape(Value, frozen=True, kw_only=True):
     assumed: float = 2e14
     inside: Link = Link(bandwidth=2e11, latency=1e-5)
     between: Link = Link(bandwidth=2.5e10, latency=2e-5)
+    levels: tuple[Level, ...] = ()
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.devices < 1:
             refuse(f"nodes = {self.nodes} and devices = {self.devices} must be at least 1")
         if not (self.memory > 0 and self.flops > 0 and self.assumed > 0):
             refuse("memory, flops and assumed must be positive")
+        check_levels(self.levels)
 
     def cluster(self) -> Cluster:
         """The planner's value of this cluster, with devices n0/0, n0/1, ... in order. The speed of its devices
@@ -56,7 +59,7 @@ class ClusterShape(Value, frozen=True, kw_only=True):
         for n in range(self.nodes):
             held = tuple(Device(name=f"n{n}/{i}", memory=self.memory) for i in range(self.devices))
             nodes.append(Node(name=f"n{n}", devices=held))
-        return Cluster(nodes=tuple(nodes), inside=self.inside, between=self.between)
+        return Cluster(nodes=tuple(nodes), inside=self.inside, between=self.between, levels=self.levels)
 
 
 class Training(Value, frozen=True, kw_only=True):

@@ -39,14 +39,15 @@ def memory_by_device(plan: Plan, cost: CostModel) -> dict[str, int]:
 def pipeline_memory(pipeline: Pipeline, cost: CostModel) -> dict[str, int]:
     """Bytes that each device of one pipeline needs, by the cost of its plan."""
     return {
-        device: math.ceil(_needs(pipeline, index, stage, position, cost.recomputing(stage.recompute)))
-        for index, stage in enumerate(pipeline.stages)
+        device: math.ceil(_needs(lane, index, stage, position, cost.for_stage(stage)))
+        for lane in pipeline.by_lane
+        for index, stage in enumerate(lane.stages)
         for position, device in enumerate(stage.devices)
     }
 
 
 def _needs(pipeline: Pipeline, index: int, stage: Stage, position: int, cost: CostModel) -> float:
-    """Bytes that one member of the stage at `index` needs."""
+    """Bytes that one member of the stage at `index` needs. The pipeline has a single lane."""
     depth, first, last = len(pipeline.stages), index == 0, index == len(pipeline.stages) - 1
     if pipeline.chunks == 1:
         flying = min(pipeline.micro_batches, depth - index)

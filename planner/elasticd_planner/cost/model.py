@@ -7,6 +7,9 @@ A stage with n blocks takes, for one micro-batch, forward and backward,
 and a pipeline what the model's `timing` makes of its stages and the boundaries between them. A step takes as
 long as its slowest pipeline, then reduces gradients between pipelines, then has a fixed overhead. Of an
 interleaved pipeline each chunk of a stage has such a time.
+
+The lanes of a pipeline pass their own micro-batches through their own TP groups and wait for each other nowhere
+before the reduction: each costs what a pipeline does.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from elasticd_planner.cost.group_bound import Paces
 from elasticd_planner.cost.pipeline_time import FORWARD, Times, Timing
 from elasticd_planner.spec.cluster import Cluster, Link, Rates, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
+from elasticd_planner.value import refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +42,9 @@ class GroupCost:
 class CostModel(Protocol):
     """What the search asks. Implementations are pure and depend on devices only by rate, memory and node."""
 
-    def recomputing(self, on: bool) -> CostModel:
-        """The same cost for stages that make their activations again in the backward pass, or do not."""
+    def for_stage(self, stage: Stage) -> CostModel:
+        """The same cost for stages that make their activations again in the backward pass, and have sequence
+        parallelism, as this one does."""
 
     def under(self, plan: Plan) -> CostModel:
         """The same cost with what is the plan's: its state policy, how many pipelines and members it has."""
@@ -86,16 +91,19 @@ class CostModel(Protocol):
         """A_0 ... A_n: the most that k groups of these devices, of one node, can reach in sum(1 / block)."""
 
 
-#: What groups cost, by what that depends on: their rates, shares and link, and whether they recompute.
-Groups = dict[tuple[tuple[float, ...], tuple[int, ...], Link, bool], GroupCost]
+#: What groups cost, by what that depends on: their rates, shares and link, whether they recompute, and whether
+#: they have sequence parallelism.
+Groups = dict[tuple[tuple[float, ...], tuple[int, ...], Link, bool, bool], GroupCost]
 
 
 def stage_times(
     pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel, known: Groups | None = None
 ) -> Times:
     """Seconds that one micro-batch spends on each stage, and between them; of an interleaved pipeline on each
-    chunk, in the order in which the micro-batch meets them. `known`: groups that were asked for before; those
-    of this pipeline are added."""
+    chunk, in the order in which the micro-batch meets them. The pipeline has a single lane (`by_lane`).
+    `known`: groups that were asked for before; those of this pipeline are added."""
+    if pipeline.rows:
+        refuse("a pipeline of several lanes has no times of its own: ask for those of each lane")
     stages, spans, known = pipeline.stages, pipeline.spans, {} if known is None else known
     groups = [_group(stage, cluster, rates, cost, known) for stage in stages]
     around = (*stages, stages[0]) if pipeline.chunks > 1 else stages
@@ -118,9 +126,9 @@ def stage_times(
 
 def _group(stage: Stage, cluster: Cluster, rates: Rates, cost: CostModel, known: Groups) -> GroupCost:
     each = tuple([rate_of(rates, device) for device in stage.devices])
-    key = each, stage.shares, cluster.reach(stage.devices), stage.recompute
+    key = each, stage.shares, cluster.reach(stage.devices), stage.recompute, stage.sliced
     if key not in known:
-        known[key] = cost.recomputing(stage.recompute).group(*key[:3])
+        known[key] = cost.for_stage(stage).group(*key[:3])
     return known[key]
 
 
@@ -131,7 +139,9 @@ def stage_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: Cost
 
 
 def pipeline_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
-    """Seconds of a step of one pipeline by its schedule, before what comes after it."""
+    """Seconds of a step of one pipeline by its schedule, before what comes after it: of its slowest lane."""
+    if pipeline.rows:
+        return max(pipeline_seconds(lane, cluster, rates, cost) for lane in pipeline.by_lane)
     times = stage_times(pipeline, cluster, rates, cost)
     if pipeline.chunks > 1:
         return cost.timing.interleaved(times, pipeline.micro_batches, pipeline.chunks)
@@ -140,7 +150,7 @@ def pipeline_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: C
 
 def step_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
     """Seconds of one step under a plan."""
-    slowest = _slowest(plan.pipelines, cluster, rates, cost)
+    slowest = _slowest(plan.by_lane, cluster, rates, cost)
     return slowest + after_seconds(plan, cluster, cost)
 
 
@@ -171,12 +181,12 @@ def _slowest(pipelines: Sequence[Pipeline], cluster: Cluster, rates: Rates, cost
 
 def steady_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
     """The same without fill and drain: each pipeline takes its micro-batches times its slowest stage."""
-    slowest = max(p.micro_batches * max(stage_seconds(p, cluster, rates, cost)) for p in plan.pipelines)
+    slowest = max(p.micro_batches * max(stage_seconds(p, cluster, rates, cost)) for p in plan.by_lane)
     return slowest + after_seconds(plan, cluster, cost)
 
 
 def after_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> float:
     """Seconds of a plan's step after its slowest pipeline."""
-    pipelines = plan.pipelines
+    pipelines = plan.by_lane
     fewest, depth = min((sum(len(stage.devices) for stage in p.stages), len(p.stages)) for p in pipelines)
     return cost.under(plan).after(len(pipelines), fewest, cluster.reach(plan.members), depth)

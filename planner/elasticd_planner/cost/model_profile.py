@@ -15,7 +15,7 @@ import numpy as np
 
 from elasticd_planner.cost.pipeline_time import FORWARD
 from elasticd_planner.numeric import Floats, Ints
-from elasticd_planner.spec.model import ModelSpec, Parameter
+from elasticd_planner.spec.model import ModelSpec, Parameter, item_size
 from elasticd_planner.value import Value, refuse
 
 #: Floating point operations per second of a normal device, where nothing is known.
@@ -83,8 +83,10 @@ class ModelProfile(Value, frozen=True, kw_only=True):
     uneven: whether members of a group may have unequal shares. widths: sizes that a TP group may have (empty:
     any). groups: kv-heads, which follow the shares (0: none). tokens: of one micro-batch. tied_bytes:
     parameter bytes of the head that are the embedding's (counted in both). boundary_bytes: one token's
-    activation between blocks. gradient_factor, optimizer_factor: bytes of gradients, and of optimizer state
-    and master weights, per byte of parameter. fixed_bytes: what every device needs besides.
+    activation between blocks. bundle_bytes: where sections give named tensors, what a token brings over a
+    boundary of stages, all of them, the mean of there and back (0: one activation). gradient_factor,
+    optimizer_factor: bytes of gradients, and of optimizer state and master weights, per byte of parameter.
+    fixed_bytes: what every device needs besides.
 
     collective_seconds: measured seconds of one TP all-reduce by width of the group, over the fastest link
     inside a node; collective_token_seconds: what each token of a micro-batch adds to it. Other widths are
@@ -122,6 +124,7 @@ class ModelProfile(Value, frozen=True, kw_only=True):
     pipeline_scale: float = 1.0
     overhead_seconds: float = 0.0
     fitted: bool = False
+    bundle_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.share_units < 1 or not self.tokens > 0:
@@ -139,6 +142,7 @@ class ModelProfile(Value, frozen=True, kw_only=True):
             refuse(f"profile {self.name}: recomputed_part {self.recomputed_part} must be between 0 and 1")
         bytes_and_seconds = (
             *(self.gradient_factor, self.optimizer_factor, self.fixed_bytes, self.optimizer_seconds),
+            self.bundle_bytes,
             *self.collective_seconds.values(),
             *self.collective_token_seconds.values(),
         )
@@ -183,9 +187,11 @@ class ModelProfile(Value, frozen=True, kw_only=True):
             held += section.grouped_bytes * touched / self.groups
         return held
 
-    def activation_bytes(self, section: SectionProfile, units: int) -> float:
-        """Bytes that one micro-batch in flight keeps on a member with `units` share units of a section."""
-        kept = section.cut_activation * units / self.share_units + section.whole_activation
+    def activation_bytes(self, section: SectionProfile, units: int, *, sliced: bool = False) -> float:
+        """Bytes that one micro-batch in flight keeps on a member with `units` share units of a section;
+        `sliced`: what is whole otherwise is of the member's share of the tokens."""
+        part = units / self.share_units
+        kept = section.cut_activation * part + section.whole_activation * (part if sliced else 1.0)
         return kept * self.tokens
 
 
@@ -225,12 +231,6 @@ def derive(
         tied_bytes=sum(parameter_bytes(p) for p in spec.head if f"head.{p.name}" in aliases),
         boundary_bytes=spec.width * size,
     )
-
-
-def item_size(dtype: str) -> int:
-    """Bytes of one element of a dtype named as torch names it ("float32", "bfloat16")."""
-    digits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
-    return max(1, int(digits[:2]) // 8) if digits else 1
 
 
 def parameter_bytes(parameter: Parameter) -> int:

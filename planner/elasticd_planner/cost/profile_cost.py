@@ -14,7 +14,7 @@ from elasticd_planner.cost.pipeline_time import Schedule, Timing
 from elasticd_planner.cost.zero_cost import Zero
 from elasticd_planner.spec.cluster import Link
 from elasticd_planner.spec.model import apportion
-from elasticd_planner.spec.plan import Plan, StatePolicy
+from elasticd_planner.spec.plan import Plan, Stage, StatePolicy
 
 PLAIN = StatePolicy()
 
@@ -24,7 +24,9 @@ class ProfileCost:
     """The cost that a `ModelProfile` gives under one setting. recompute: whether blocks make their activations
     again. With ZeRO (`state`) memory depends on the number of `pipelines`, time on the step's `micro_batches`
     of all pipelines, and what replicas ask of others on the number of `members`. near: the link that the
-    measured collectives went over (None: they are what any link takes)."""
+    measured collectives went over (None: they are what any link takes). sequence_parallel: whether TP groups
+    have slices of the tokens between cut modules; hopeful: at no cost of time, as bounds have it where
+    stages may leave it out."""
 
     profile: ModelProfile
     state: StatePolicy = PLAIN
@@ -33,10 +35,14 @@ class ProfileCost:
     micro_batches: int = 1
     members: int = 1
     near: Link | None = None
+    sequence_parallel: bool = False
+    hopeful: bool = False
 
-    def recomputing(self, on: bool) -> ProfileCost:
-        """The same cost for stages that do, or do not, make their activations again."""
-        return self if on == self.recompute else replace(self, recompute=on)
+    def for_stage(self, stage: Stage) -> ProfileCost:
+        """The same cost for stages that do as this one does."""
+        if (stage.recompute, stage.sequence_parallel) == (self.recompute, self.sequence_parallel):
+            return self
+        return replace(self, recompute=stage.recompute, sequence_parallel=stage.sequence_parallel)
 
     def under(self, plan: Plan) -> ProfileCost:
         """The same cost under a plan's state policy."""
@@ -45,7 +51,7 @@ class ProfileCost:
         return replace(
             self,
             state=plan.state,
-            pipelines=len(plan.pipelines),
+            pipelines=len(plan.by_lane),
             micro_batches=plan.global_batch // plan.micro_batch,
             members=len(plan.members),
         )
@@ -77,8 +83,10 @@ class ProfileCost:
     @property
     def _waits(self) -> float:
         """The same for its collectives: half of them are forward's, which runs once more. (A factor of 1 is
-        what bounds hope for: stages that do not make anything again.)"""
-        return 1 + 0.5 * self._part if self._again > 1 else 1.0
+        what bounds hope for: stages that do not make anything again.) With sequence parallelism the backward
+        pass gathers once more what forward gathered, a quarter of them."""
+        gathered = 0.25 if self.sequence_parallel and not self.hopeful else 0.0
+        return (1 + 0.5 * self._part if self._again > 1 else 1.0) + gathered
 
     @property
     def _part(self) -> float:
@@ -108,7 +116,7 @@ class ProfileCost:
 
     def boundary(self, link: Link) -> float:
         """Seconds that one micro-batch spends between two stages, there and back."""
-        size = self.profile.boundary_bytes * self.profile.tokens
+        size = (self.profile.bundle_bytes or self.profile.boundary_bytes) * self.profile.tokens
         return 2 * link.seconds(size) * self.profile.pipeline_scale
 
     @property
@@ -120,14 +128,18 @@ class ProfileCost:
         self, layers: int, shares: Sequence[int], position: int, *, first: bool, last: bool, in_flight: int
     ) -> float:
         """Parameters, gradients and optimizer state (`zero.Zero` says how much of them), activations kept for
-        backward, with recomputation those of one block being made again. A tied head beside its embedding
-        shares its parameters."""
+        backward, with recomputation those of one block being made again, with sequence parallelism the tokens
+        that are gathered for a cut module. A tied head beside its embedding shares its parameters."""
         model, shares = self.profile, to_units(shares, self.profile.share_units)
         units, aligned = shares[position], model.aligned(shares)
         block = model.held_bytes(model.block, units, aligned)
         held = layers * block
-        each = model.activation_bytes(model.block, units)
+        each = model.activation_bytes(model.block, units, sliced=self.sequence_parallel)
         again = model.block.recomputed_activation * model.tokens
+        gathered = 0.0
+        if self.sequence_parallel:
+            again *= units / model.share_units
+            gathered = model.boundary_bytes * model.tokens * (len(shares) > 1)
         kept = layers * (each + self._part * (again - each))
         for section, here in ((model.embed, first), (model.head, last)):
             if here:
@@ -137,7 +149,7 @@ class ProfileCost:
             part = units / model.share_units if model.embed.cut_bytes else 1.0
             held -= model.tied_bytes * part
         state = self.zero.held(model, held, block)
-        return state + kept * in_flight + (each if self._part else 0.0) + model.fixed_bytes
+        return state + kept * in_flight + (each if self._part else 0.0) + gathered + model.fixed_bytes
 
     @property
     def zero(self) -> Zero:

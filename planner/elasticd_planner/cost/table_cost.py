@@ -15,7 +15,7 @@ from elasticd_planner.cost.group_bound import Paces, by_slowest, by_speed
 from elasticd_planner.cost.model import GroupCost
 from elasticd_planner.cost.pipeline_time import Formula, Timing
 from elasticd_planner.spec.cluster import Link
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan import Plan, Stage
 
 MIB = 1 << 20
 
@@ -38,8 +38,8 @@ class TableCost:
     fixed: float
     reserve: float
 
-    def recomputing(self, on: bool) -> TableCost:
-        """The format has no recomputation."""
+    def for_stage(self, stage: Stage) -> TableCost:
+        """The format has neither recomputation nor sequence parallelism."""
         return self
 
     def under(self, plan: Plan) -> TableCost:

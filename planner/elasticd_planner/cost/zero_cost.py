@@ -1,10 +1,10 @@
 """What ZeRO makes of memory and of the time after the pipelines: who keeps optimizer state, and what moves.
 
-With P pipelines every box of a parameter has P holders (one for each pipeline). Under zero 1 its optimizer
-state is on r of them, so that a member keeps r / P of what its parameters ask; copies that exceed the holders
-are spread evenly over all members, with the values and gradients that they are made from. Under zero 2
-gradients are kept by those r alone, besides one layer's that is being made. Hops are those of rings over P
-holders, of a P-th of what a device holds each:
+With P pipelines every box of a parameter has P holders (one for each pipeline; a lane counts as one). Under
+zero 1 its optimizer state is on r of them, so that a member keeps r / P of what its parameters ask; copies that
+exceed the holders are spread evenly over all members, with the values and gradients that they are made from.
+Under zero 2 gradients are kept by those r alone, besides one layer's that is being made. Hops are those of
+rings over P holders, of a P-th of what a device holds each:
 
     reduction   P - 1 to bring every sum to one owner, and r - 1 to bring it to the others; an all-reduce is
                 2 (P - 1); under zero 2 after every micro-batch

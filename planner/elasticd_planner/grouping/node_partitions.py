@@ -186,8 +186,11 @@ def _islands(node: Node, devices: Sequence[Device], rates: Rates) -> dict[str, i
 
 
 def hosts(cluster: Cluster, rates: Rates, cost: CostModel) -> list[tuple[tuple[Device, ...], Link]]:
-    """The usable devices that a TP group may be made of: of each node, with its link."""
-    usable = [tuple(d for d in node.devices if math.isfinite(rate_of(rates, d.name))) for node in cluster.nodes]
+    """The usable devices that a TP group may be made of: of each node, with its link. Nodes that a level of
+    links joins are neighbours, so that what takes neighbouring nodes talks over the nearer link."""
+    usable = [
+        tuple(d for d in node.devices if math.isfinite(rate_of(rates, d.name))) for node in cluster.joined
+    ]
     widest = max((len(devices) for devices in usable), default=0)
     if cost.widths(widest) or not cost.widths(1 << 30):
         return [(devices, cluster.inside) for devices in usable if devices]
@@ -197,7 +200,7 @@ def hosts(cluster: Cluster, rates: Rates, cost: CostModel) -> list[tuple[tuple[D
     for devices in usable:
         held += devices
         if len(held) >= least:
-            joined.append((held, cluster.between))
+            joined.append((held, cluster.join({device.node for device in held})))
             held = ()
     return joined
 

@@ -75,7 +75,7 @@ def classes(cluster: Cluster, rates: Rates) -> tuple[Alike, ...]:
 def hop(a: Group, b: Group, cluster: Cluster) -> Link:
     """The link between two groups: the slowest among all their members."""
     if a.node != b.node:
-        return cluster.between
+        return cluster.join((a.node, b.node))
     within, inside = cluster.inner(next(node for node in cluster.nodes if node.name == a.node))
     return within if a.island == b.island is not None else inside
 

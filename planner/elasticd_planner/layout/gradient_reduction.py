@@ -7,12 +7,11 @@ replicas of it by devices that hold nothing else of the parameter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from elasticd_planner.layout.layouts import Item, Layouts
-from elasticd_planner.layout.optimizer_sharding import Part
-from elasticd_planner.layout.resolve import Communication, resolve
-from elasticd_planner.spec.box import Box
+from elasticd_planner.layout.resolve import Communication, messages, resolve
+from elasticd_planner.spec.box import Box, TensorLayout
 from elasticd_planner.value import Value
 
 
@@ -39,75 +38,81 @@ class Reduction(Value, frozen=True, kw_only=True):
 
 def reductions(layouts: Layouts) -> tuple[Reduction, ...]:
     """The reductions of a plan's gradients, in one order for all ranks; a set of one device needs no wire."""
-    rank = {device: i for i, device in enumerate(layouts.plan.members)}
     pieces: dict[tuple[str, ...], list[Piece]] = defaultdict(list)
-    known: dict[Hashable, tuple[Communication, ...]] = {}  # parameters that are held alike
-    for name in layouts.trained:
-        family = layouts.family(Item(name, "value"))
-        if family not in known:
-            source, target = layouts.gradient(name), layouts.parameter(name)
-            known[family] = resolve(source, target, layouts.plan.members, agree=True)
-        for each in known[family]:
-            cut = [Piece(name=name, box=cell.box, counting=cell.sources) for cell in each.cells]
-            pieces[each.devices] += cut
+    for name, steps in _resolved(layouts, layouts.trained, layouts.gradient, layouts.parameter, agree=True):
+        for step in steps:
+            pieces[step.devices] += [
+                Piece(name=name, box=cell.box, counting=cell.sources) for cell in step.cells
+            ]
+    rank = {device: i for i, device in enumerate(layouts.plan.members)}
     order = sorted(pieces, key=lambda devices: [rank[device] for device in devices])
     return tuple(Reduction(devices=devices, pieces=tuple(pieces[devices])) for devices in order)
 
 
 class Delivery(Value, frozen=True, kw_only=True):
-    """Boxes of parameters, by name, that one device sends to others, each of which takes all of them."""
+    """Boxes of parameters or buffers of one dtype, by name, that one device sends to others, each of
+    which takes all of them."""
 
     source: str
     destinations: tuple[str, ...]
     pieces: tuple[tuple[str, Box], ...]
 
 
-def gradients_away(layouts: Layouts, device: str) -> tuple[Delivery, ...]:
+def gradients_away(layouts: Layouts, device: str | None = None) -> tuple[Delivery, ...]:
     """Of reduced gradients what `device` sends to, or gets as, one that keeps state without computing with it.
 
-    The source is the part's leader. Every device lists what it takes part in, all in one order."""
-    return _deliveries(layouts, device, layouts.trained, _away)
+    Every device lists what it takes part in, all in one order. None: of all devices."""
+    return _deliveries(layouts, device, layouts.trained, layouts.reduced, layouts.state)
 
 
-def buffers_away(layouts: Layouts, device: str) -> tuple[Delivery, ...]:
+def buffers_away(layouts: Layouts, device: str | None = None) -> tuple[Delivery, ...]:
     """Of buffers what `device` sends to, or gets as, one that keeps them without computing with them."""
     names = tuple(item.name for item in layouts.items if item.role == "buffer")
-    return _deliveries(layouts, device, names, _away)
+    return _deliveries(layouts, device, names, layouts.parameter, layouts.value)
 
 
-def values_back(layouts: Layouts, device: str) -> tuple[Delivery, ...]:
-    """Of updated parameters what `device` sends to, or gets as, one that computes without keeping the state.
-
-    The source is the lowest-ranked keeper."""
-    return _deliveries(layouts, device, layouts.trained, _back)
+def values_back(layouts: Layouts, device: str | None = None) -> tuple[Delivery, ...]:
+    """Of updated parameters what `device` sends to, or gets as, one that computes without keeping the state."""
+    return _deliveries(layouts, device, layouts.trained, layouts.state, layouts.parameter)
 
 
-def _away(part: Part) -> tuple[str, tuple[str, ...]]:
-    return part.leader, tuple(keeper for keeper in part.keepers if keeper not in part.holders)
-
-
-def _back(part: Part) -> tuple[str, tuple[str, ...]]:
-    return part.keepers[0], tuple(holder for holder in part.holders if holder not in part.keepers)
+#: The layout of a parameter or buffer, by its name.
+_LayoutOf = Callable[[str], TensorLayout]
 
 
 def _deliveries(
-    layouts: Layouts, device: str, names: Sequence[str], way: Callable[[Part], tuple[str, tuple[str, ...]]]
+    layouts: Layouts, device: str | None, names: Sequence[str], source: _LayoutOf, target: _LayoutOf
 ) -> tuple[Delivery, ...]:
-    rank = {name: i for i, name in enumerate(layouts.plan.members)}
-    pieces: dict[tuple[str, tuple[str, ...]], list[tuple[str, Box]]] = defaultdict(list)
-    known: dict[int, list[tuple[str, tuple[str, ...], Box]]] = {}  # alike parameters have the same parts
+    rank = {device: i for i, device in enumerate(layouts.plan.members)}
+    pieces: dict[tuple[tuple[str, ...], str], list[tuple[str, Box]]] = defaultdict(list)
+    for name, steps in _resolved(layouts, names, source, target, of=device):
+        dtype = layouts.parameter(name).dtype
+        for devices, cell in messages(steps):
+            if device is None or device in devices:
+                pieces[devices, dtype].append((name, cell.box))
+    order = sorted(pieces, key=lambda key: ([rank[device] for device in key[0]], key[1]))
+    return tuple(
+        Delivery(source=devices[0], destinations=devices[1:], pieces=tuple(pieces[devices, dtype]))
+        for devices, dtype in order
+    )
+
+
+def _resolved(
+    layouts: Layouts,
+    names: Sequence[str],
+    source: _LayoutOf,
+    target: _LayoutOf,
+    *,
+    of: str | None = None,
+    agree: bool = False,
+) -> Iterator[tuple[str, tuple[Communication, ...]]]:
+    """The steps from one layout of each tensor to another: made once for all that are held alike."""
+    known: dict[Hashable, tuple[Communication, ...]] = {}
     for name in names:
-        parts = layouts.parts(name)
-        if id(parts) not in known:
-            ways = [
-                (*way(part), part.box) for part in parts if device in part.holders or device in part.keepers
-            ]
-            known[id(parts)] = [found for found in ways if device == found[0] or device in found[1]]
-        for source, destinations, box in known[id(parts)]:
-            if destinations:
-                pieces[source, destinations].append((name, box))
-    order = sorted(pieces, key=lambda key: (rank[key[0]], [rank[name] for name in key[1]]))
-    return tuple(Delivery(source=a, destinations=b, pieces=tuple(pieces[a, b])) for a, b in order)
+        family = layouts.family(Item(name, "value"))
+        if family not in known:
+            known[family] = resolve(source(name), target(name), layouts.plan.members, of=of, agree=agree)
+        yield name, known[family]
 
 
 def leading(layouts: Layouts, device: str) -> tuple[tuple[str, Box], ...]:

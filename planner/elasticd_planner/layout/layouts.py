@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from functools import cached_property
+from itertools import compress
+from operator import not_
 from typing import Literal, NamedTuple
 
 from elasticd_planner.layout.optimizer_sharding import Dealer, Part
@@ -17,6 +19,7 @@ from elasticd_planner.spec.model import ModelSpec, Parameter, member_box
 from elasticd_planner.spec.plan import Plan, Stage
 
 Role = Literal["value", "state", "buffer"]
+Gradient = Literal["same", "add"]  # of a TP group: see `Parameter.replicas`
 
 
 class Item(NamedTuple):
@@ -51,11 +54,18 @@ class Layouts:
         self._families: dict[Hashable, _Family] = {}
         self._family: dict[str, _Family] = {}
         stages = _Stages(spec)
+        sliced = any(stage.sliced for _, _, stage in plan.walk())
         for name, held in owners.items():
-            key = tuple((number.get(section, -1), parameter) for section, parameter in held)
+            key = tuple(
+                (number.get(section, -1), parameter, sliced and section.startswith("blocks."))
+                for section, parameter in held
+            )
             if key not in self._families:
-                places = [(sections.get(section, []), parameter) for section, parameter in held]
-                self._families[key] = _Family(len(self._families), places, stages)
+                uses = [
+                    _Use(sections.get(section, []), parameter, section.startswith("blocks."))
+                    for section, parameter in held
+                ]
+                self._families[key] = _Family(len(self._families), uses, stages)
             self._families[key].names.append(name)
             self._family[name] = self._families[key]
         self._layouts: dict[tuple[str, int], TensorLayout] = {}
@@ -92,6 +102,11 @@ class Layouts:
         boxes, each of which lies in one box that it holds of the value."""
         return self._layout(name, self._dealt_family(name).held("state"))
 
+    def reduced(self, name: str) -> TensorLayout:
+        """Who has which box of a parameter's summed gradient: who computes with it and keeps its state."""
+        family = self._dealt_family(name)
+        return self._layout(name, family.parameter if family.reduced is None else family.reduced)
+
     def layout(self, item: Item) -> TensorLayout:
         """Who holds which box of an item."""
         return self.state(item.name) if item.role == "state" else self.value(item.name)
@@ -116,8 +131,8 @@ class Layouts:
     def gradient(self, name: str) -> TensorLayout:
         """Who holds which term of a parameter's gradient after the backward pass.
 
-        Replicas of one stage that hold the same gradient carry one term's name, others one of their own:
-        copies on different stages (tied parameters) and in different pipelines always add.
+        Replicas of one TP group that hold the same gradient carry one term's name, others one of their own:
+        copies on different stages (tied parameters), in different lanes and in different pipelines always add.
         """
         return self._layout(name, self._family[name].gradient)
 
@@ -159,8 +174,9 @@ def sections_of(spec: ModelSpec, stage: Stage) -> tuple[str, ...]:
 
 
 def _stages_by_section(spec: ModelSpec, plan: Plan) -> dict[str, list[tuple[int, int, Stage]]]:
+    """By section: the TP groups that have it, each with the index of its lane among all, and of its stage."""
     found: dict[str, list[tuple[int, int, Stage]]] = defaultdict(list)
-    for p, pipeline in enumerate(plan.pipelines):
+    for p, pipeline in enumerate(plan.by_lane):
         for s, stage in enumerate(pipeline.stages):
             for section in sections_of(spec, stage):
                 found[section].append((p, s, stage))
@@ -168,24 +184,23 @@ def _stages_by_section(spec: ModelSpec, plan: Plan) -> dict[str, list[tuple[int,
 
 
 class _Stages:
-    """The holdings of one parameter on one stage, by stage and rule."""
+    """The holdings of one parameter on one TP group, by group and rule."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self._boxes: dict[tuple[Parameter, tuple[int, ...]], tuple[Box, ...]] = {}
-        self._held: dict[tuple[int, int, Parameter, bool], _Holders] = {}
+        self._held: dict[tuple[int, int, Parameter, Gradient | None], _Holders] = {}
 
-    def held(self, p: int, s: int, stage: Stage, parameter: Parameter, *, terms: bool = False) -> _Holders:
-        """With `terms` the terms of its gradient."""
-        key = p, s, parameter, terms
+    def held(
+        self, p: int, s: int, stage: Stage, parameter: Parameter, gradient: Gradient | None = None
+    ) -> _Holders:
+        """Of the parameter, or of its gradient: the members have the same, or each a term of its own."""
+        key = p, s, parameter, gradient
         if key not in self._held:
             boxes = self._members(parameter, stage.shares)
+            term = {None: None, "same": f"{p}.{s}"}
             self._held[key] = tuple(
-                Holding(
-                    device=device,
-                    box=box,
-                    partial=_term(p, s, position, parameter) if terms else None,
-                )
+                Holding(device=device, box=box, partial=term.get(gradient, f"{p}.{s}.{position}"))
                 for position, (device, box) in enumerate(zip(stage.devices, boxes, strict=True))
             )
         return self._held[key]
@@ -199,8 +214,17 @@ class _Stages:
         return self._boxes[key]
 
 
-def _term(p: int, s: int, position: int, parameter: Parameter) -> str:
-    return f"{p}.{s}" if parameter.replicas == "same" else f"{p}.{s}.{position}"
+class _Use(NamedTuple):
+    """A section that uses a parameter: the stages that have it, and whether it is a block."""
+
+    stages: Sequence[tuple[int, int, Stage]]
+    parameter: Parameter
+    block: bool
+
+    def gradient(self, stage: Stage) -> Gradient:
+        """What the members of a stage have of its gradient. Each has seen tokens of its own where a block is
+        on slices of them."""
+        return "add" if self.block and stage.sliced else self.parameter.replicas
 
 
 class _Family:
@@ -209,16 +233,17 @@ class _Family:
     def __init__(
         self,
         number: int,
-        places: Sequence[tuple[Sequence[tuple[int, int, Stage]], Parameter]],
+        uses: Sequence[_Use],
         stages: _Stages,
     ) -> None:
-        self.number, self.rule = number, places[0][1]
+        self.number, self.rule = number, uses[0].parameter
         self.kind = self.rule.kind
         self.names: list[str] = []
         self.parts: tuple[Part, ...] = ()
         self.state: _Holders | None = None
+        self.reduced: _Holders | None = None
         self.value: _Holders | None = None
-        self._places, self._stages = places, stages
+        self._uses, self._stages = uses, stages
         self._by_device: dict[Role, dict[str, tuple[Box, ...]]] = {}
 
     @property
@@ -229,16 +254,16 @@ class _Family:
 
     @cached_property
     def parameter(self) -> _Holders:
-        parts = [self._stages.held(p, s, stage, parameter) for p, s, stage, parameter in self._copies()]
+        parts = [self._stages.held(p, s, stage, use.parameter) for p, s, stage, use in self._copies()]
         flat = [holding for part in parts for holding in part]
-        tied = len(self._places) > 1  # a device may have both sections
+        tied = len(self._uses) > 1  # a device may have both sections
         return tuple(dict.fromkeys(flat)) if tied else tuple(flat)
 
     @cached_property
     def gradient(self) -> _Holders:
         found: dict[tuple[str, Box], Holding] = {}
-        for p, s, stage, parameter in self._copies():
-            for holding in self._stages.held(p, s, stage, parameter, terms=True):
+        for p, s, stage, use in self._copies():
+            for holding in self._stages.held(p, s, stage, use.parameter, use.gradient(stage)):
                 # A device that has it in two sections (tied, one stage) holds the sum of both terms.
                 found.setdefault((holding.device, holding.box), holding)
         return tuple(found.values())
@@ -247,10 +272,10 @@ class _Family:
         dealt = self.state if role == "state" else self.value
         return self.parameter if dealt is None else dealt
 
-    def _copies(self) -> Iterator[tuple[int, int, Stage, Parameter]]:
-        for stages, parameter in self._places:
-            for p, s, stage in stages:
-                yield p, s, stage, parameter
+    def _copies(self) -> Iterator[tuple[int, int, Stage, _Use]]:
+        for use in self._uses:
+            for p, s, stage in use.stages:
+                yield p, s, stage, use
 
     def deal(self, dealer: Dealer) -> None:
         """Takes the layout of the state; who keeps a box without computing with it holds its value too."""
@@ -260,11 +285,11 @@ class _Family:
             own[holding.device].append(holding.box)
         self.parts = dealer.deal(computing, len(self.names))
         self.state = dealer.kept(self.parts)
-        carried = [
-            holding
-            for holding in self.state
-            if not any(box.contains(holding.box) for box in own.get(holding.device, ()))
+        computed = [
+            any(box.contains(holding.box) for box in own.get(holding.device, ())) for holding in self.state
         ]
+        self.reduced = tuple(compress(self.state, computed))
+        carried = tuple(compress(self.state, map(not_, computed)))
         self.value = (*computing, *carried) if carried else computing
 
     def boxes(self, role: Role, device: str) -> tuple[Box, ...]:

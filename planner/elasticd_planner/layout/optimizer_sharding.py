@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from operator import ne, or_
 from typing import NamedTuple
 
 from elasticd_planner.spec.box import Box, Holding, cells
@@ -49,9 +50,8 @@ class Dealer:
         self._node = {device: node_of(device) for device in plan.members}
         self._speed = speeds(plan)
         self._load: dict[str, int] = dict.fromkeys(plan.members, 0)
-        self._heaps: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
-        for device, rank in self._rank.items():
-            self._heaps[self._node[device]].append((0, rank, device))
+        self._nodes = tuple(dict.fromkeys(self._node.values()))
+        self._heaps: dict[str, list[tuple[int, int, str]]] = {}  # made when one is first asked for
 
     def deal(self, holdings: Sequence[Holding], count: int) -> tuple[Part, ...]:
         """The parts of a parameter that is held so; `count` such parameters are dealt alike."""
@@ -61,8 +61,9 @@ class Dealer:
             for box, first in self._parts(cell, holders):
                 keepers = tuple(sorted(self._keepers(first, holders), key=self._rank.__getitem__))
                 parts.append(Part(box, holders, keepers))
+                elements = box.size * count
                 for device in keepers:
-                    self._charge(device, box.size * count)
+                    self._charge(device, elements)
         return tuple(parts)
 
     def kept(self, parts: Sequence[Part]) -> tuple[Holding, ...]:
@@ -104,11 +105,13 @@ class Dealer:
         turn = holders.index(first) + 1
         ring = [*holders[turn:], *holders[: turn - 1]]
         for device in ring:
-            if len(kept) < self._replicas and self._node[device] not in nodes:
+            if len(kept) == self._replicas:
+                break
+            if self._node[device] not in nodes:
                 kept.append(device)
                 nodes.add(self._node[device])
-        while len(kept) < self._replicas and len(nodes) < len(self._heaps):
-            device = min(self._top(node) for node in self._heaps if node not in nodes)[2]
+        while len(kept) < self._replicas and len(nodes) < len(self._nodes):
+            device = min(self._top(node) for node in self._nodes if node not in nodes)[2]
             kept.append(device)
             nodes.add(self._node[device])
         more = self._replicas - len(kept)
@@ -122,21 +125,29 @@ class Dealer:
 
     def _charge(self, device: str, elements: int) -> None:
         self._load[device] += elements
-        heapq.heappush(self._heaps[self._node[device]], (self._load[device], self._rank[device], device))
+        if self._heaps:
+            heapq.heappush(self._heaps[self._node[device]], self._entry(device))
 
     def _top(self, node: str) -> tuple[int, int, str]:
         """The least loaded device of a node; what the heap says of earlier loads is dropped."""
+        if not self._heaps:
+            self._heaps = {name: [] for name in self._nodes}
+            for device in self._rank:
+                heapq.heappush(self._heaps[self._node[device]], self._entry(device))
         heap = self._heaps[node]
         while heap[0][0] != self._load[heap[0][2]]:
             heapq.heappop(heap)
         return heap[0]
+
+    def _entry(self, device: str) -> tuple[int, int, str]:
+        return self._load[device], self._rank[device], device
 
 
 def speeds(plan: Plan) -> dict[str, float]:
     """How fast the members are, as the plan has it: the layers that each does in a step, by its share of them.
     A carrier does none."""
     found = dict.fromkeys(plan.members, 0.0)
-    for pipeline in plan.pipelines:
+    for pipeline in plan.by_lane:
         for stage in pipeline.stages:
             work = pipeline.micro_batches * stage.layers
             for share, device in zip(stage.shares, stage.devices, strict=True):
@@ -172,13 +183,14 @@ def joined(boxes: Sequence[Box]) -> list[Box]:
 
 def union(a: Box, b: Box) -> Box | None:
     """The box that two disjoint boxes make up together, if they do."""
-    sides = list(zip(a.start, a.stop, b.start, b.stop, strict=True))
-    differ = [dim for dim, (a0, a1, b0, b1) in enumerate(sides) if (a0, a1) != (b0, b1)]
+    starts, stops = map(ne, a.start, b.start), map(ne, a.stop, b.stop)
+    differ = [dim for dim, either in enumerate(map(or_, starts, stops)) if either]
     if len(differ) != 1:
         return None
-    if a.stop[differ[0]] == b.start[differ[0]]:
+    (dim,) = differ
+    if a.stop[dim] == b.start[dim]:
         return Box(start=a.start, stop=b.stop)
-    if b.stop[differ[0]] == a.start[differ[0]]:
+    if b.stop[dim] == a.start[dim]:
         return Box(start=b.start, stop=a.stop)
     return None
 

@@ -32,7 +32,7 @@ from elasticd_planner.value import Invalid, Value
 Operation = Literal["keep", "zero", "send", "all_gather", "all_reduce", "reduce_scatter", "sum", "relay"]
 
 #: In this order steps can be carried out: a relay needs the sum that it passes on.
-_ORDER: dict[Operation, int] = {
+ORDER: dict[Operation, int] = {
     "keep": 0,
     "zero": 0,
     "send": 1,
@@ -145,10 +145,21 @@ def resolve(
         Invalid: see `demands`.
     """
     listed = members or tuple(h.device for h in (*source.holdings, *target.holdings))
-    made = _Steps({device: rank for rank, device in enumerate(dict.fromkeys(listed))}, agree)
+    made = _Steps({device: rank for rank, device in enumerate(dict.fromkeys(listed))}, agree, of)
     for demand in demands(source, target, of):
         made.add(demand)
     return tuple(step for step in made.listed() if of is None or of in step.devices)
+
+
+def messages(steps: Iterable[Communication]) -> Iterator[tuple[tuple[str, ...], Cell]]:
+    """Values that go from one device to others as messages: (source, *destinations), and what they carry. An
+    all-gather is messages of each member to all others."""
+    for step in steps:
+        for cell in step.cells:
+            if step.operation in ("send", "relay"):
+                yield step.devices, cell
+            elif step.operation == "all_gather":
+                yield (*cell.sources, *(device for device in cell.needers if device not in cell.sources)), cell
 
 
 def dual(layout: TensorLayout, *, add: bool = False) -> TensorLayout:
@@ -211,8 +222,8 @@ def _nearest(holders: Sequence[str], needed: _Terms) -> str | None:
 class _Steps:
     """Collects the cells of each step."""
 
-    def __init__(self, rank: Mapping[str, int], agree: bool) -> None:
-        self._rank, self._agree = rank, agree
+    def __init__(self, rank: Mapping[str, int], agree: bool, of: str | None) -> None:
+        self._rank, self._agree, self._of = rank, agree, of
         self._steps: dict[tuple[Operation, tuple[str, ...]], list[Cell]] = defaultdict(list)
         self._gathers: dict[tuple[str, ...], list[Demand]] = defaultdict(list)
         self._scatters: dict[tuple[str, ...], list[Demand]] = defaultdict(list)
@@ -255,7 +266,7 @@ class _Steps:
                     self._add("reduce_scatter", holders, box, self._sorted(term[0] for term in terms), needers)
                 else:
                     self._sum(Demand(box, terms, needers))
-        order = sorted(self._steps, key=lambda key: (_ORDER[key[0]], [self._rank[d] for d in key[1]], key[0]))
+        order = sorted(self._steps, key=lambda key: (ORDER[key[0]], [self._rank[d] for d in key[1]], key[0]))
         return tuple(
             Communication(operation=operation, devices=devices, cells=tuple(self._steps[operation, devices]))
             for operation, devices in order
@@ -266,15 +277,18 @@ class _Steps:
         take turns."""
         box, (holders,), needers = demand
         sent: dict[str, list[str]] = defaultdict(list)
-        turn: dict[tuple[str, ...], int] = defaultdict(int)
+        near: dict[str, list[str]] = defaultdict(list)  # holders by node; those that sent go to the end
+        for holder in holders:
+            near[node_of(holder)].append(holder)
+        far, have = list(holders), set(holders)
         for device in needers:
-            if device in holders:
-                if operation == "send":
+            if device in have:
+                if operation == "send" and self._of in (None, device):
                     self._add("keep", (device,), box, (device,), (device,))
                 continue
-            near = tuple(holder for holder in holders if node_of(holder) == node_of(device)) or holders
-            sent[near[turn[near] % len(near)]].append(device)
-            turn[near] += 1
+            turns = near.get(node_of(device), far)
+            sent[turns[0]].append(device)
+            turns.append(turns.pop(0))
         for source, devices in sent.items():
             self._add(operation, (source, *devices), box, (source,), devices)
 

@@ -62,8 +62,8 @@ def holders(plan: Plan | None, units: int) -> Holders:
 def held_by(pipelines: Sequence[Pipeline], units: int) -> Holders:
     """What each device of some pipelines holds, shares counted in `units`."""
     held: Holders = {}
-    for pipeline in pipelines:
-        for stage in pipeline.stages:
+    for lane in (lane for pipeline in pipelines for lane in pipeline.by_lane):
+        for stage in lane.stages:
             low = 0
             for device, share in zip(stage.devices, to_units(stage.shares, units), strict=True):
                 held[device] = Held(
@@ -72,7 +72,7 @@ def held_by(pipelines: Sequence[Pipeline], units: int) -> Holders:
                     low=low,
                     high=low + share,
                     embed=stage.start == 0,
-                    head=stage is pipeline.stages[-1],
+                    head=stage is lane.stages[-1],
                     later=stage.later,
                 )
                 low += share
@@ -108,7 +108,7 @@ def bytes_by_member(
 
 
 def _zero(plan: Plan) -> Zero:
-    return Zero(policy=plan.state, pipelines=len(plan.pipelines), members=max(1, len(plan.members)))
+    return Zero(policy=plan.state, pipelines=len(plan.by_lane), members=max(1, len(plan.members)))
 
 
 def lacking(profile: ModelProfile, old: Held | None, new: Held) -> float:

@@ -76,8 +76,11 @@ def cost_of(given: TableProblem) -> TableCost:
 def cluster_of(given: TableProblem) -> Cluster:
     """The cluster of a problem file, its links where it names them."""
     links = given.cluster.links or LinksEntry()
-    levels = _links(within=links.island, inside=links.node, between=links.network)
-    return Cluster(nodes=tuple(map(_node, given.cluster.nodes)), **levels)
+    return Cluster(
+        nodes=tuple(map(_node, given.cluster.nodes)),
+        levels=tuple(entry.level for entry in given.cluster.levels),
+        **_links(within=links.island, inside=links.node, between=links.network),
+    )
 
 
 def _links(**levels: LinkEntry | None) -> dict[str, Link]:
@@ -122,6 +125,7 @@ def search_space_of(given: TableProblem) -> SearchSpace:
         states=tuple(_states(given)),
         recompute="always" if pins.recompute else may,
         interleave=pins.interleave or 1,
+        lanes=pins.lanes or 1,
         fixed_tp=pins.tp,
         fixed_dp=pins.dp,
     )
@@ -164,6 +168,7 @@ def task_of(given: TableProblem, objective: Objective = "step", plan: Plan | Non
         micro_batch=plan.micro_batch if plan is not None else given.batch.size,
         state=plan.state if plan is not None else problem.search_space.states[0],
         recompute=False,
-        pipelines=len(plan.pipelines) if plan is not None else given.pins.dp,
+        pipelines=len(plan.by_lane) if plan is not None else given.pins.dp,
+        sequence_parallel=False,
     )
     return options.task_of(setting.problem(problem), steady=objective == "steady")

@@ -21,7 +21,7 @@ from elasticd_planner.problem_files.times import (
     none_negative,
     positive,
 )
-from elasticd_planner.spec.cluster import LEAST_RATE, Link
+from elasticd_planner.spec.cluster import LEAST_RATE, Level, Link, check_levels
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import FILE_VERSION, Invalid, StoredValue, Value, check_file_version, refuse
 
@@ -60,6 +60,22 @@ class LinksEntry(InnerLinks, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     network: LinkEntry | None = None
 
 
+class LevelEntry(LinkEntry, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A level of links between node and network, as "rack": its link, and the nodes of each of its groups."""
+
+    name: str
+    nodes: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Level(name=self.name, link=self.link, groups=self.nodes)  # refuses what is no level
+
+    @property
+    def level(self) -> Level:
+        """The level as the planner's value."""
+        return Level(name=self.name, link=self.link, groups=self.nodes)
+
+
 class NodeEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A node: how many devices, their memory in MiB, their speed (1.0 normal, 0.5 half as fast), how many of
     them make an island (left out: the node has none), and links that differ from the cluster's."""
@@ -80,10 +96,11 @@ class NodeEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ClusterEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The nodes, and the links between devices."""
+    """The nodes, the links between devices, and further levels of links, the nearest first."""
 
     nodes: tuple[NodeEntry, ...]
     links: LinksEntry | None = None
+    levels: tuple[LevelEntry, ...] = ()
 
     def __post_init__(self) -> None:
         names = [node.name for node in self.nodes]
@@ -92,6 +109,11 @@ class ClusterEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             refuse(f"nodes: {twice[0]!r} is there twice")
+        check_levels([entry.level for entry in self.levels])
+        for level in self.levels:
+            for node in (node for group in level.nodes for node in group):
+                if node not in names:
+                    refuse(f"levels: {level.name} has {node!r}, which is none of the nodes")
 
 
 class MemoryEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -186,7 +208,8 @@ class BatchEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class PinsEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is not searched: TP size on nodes of normal devices, number of pipelines, ZeRO stage, replicas of
     the optimizer state (with ZeRO), and whether blocks make their activations again. `interleave`: stages may
-    have up to so many chunks of layers, where that takes less time; without it they have one."""
+    have up to so many chunks of layers, where that takes less time; without it they have one. `lanes`:
+    pipelines may have up to so many lanes; without it they have one."""
 
     tp: int | None = None
     dp: int | None = None
@@ -194,11 +217,12 @@ class PinsEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     replicas: int | None = None
     recompute: bool | None = None
     interleave: int | None = None
+    lanes: int | None = None
 
     def __post_init__(self) -> None:
         if self.zero not in (None, 0, 1, 2):
             refuse(f"zero {self.zero} must be 0, 1 or 2")
-        all_positive(self, "replicas", "tp", "dp", "interleave")
+        all_positive(self, "replicas", "tp", "dp", "interleave", "lanes")
         if self.replicas is not None and self.zero == 0:
             refuse(f"replicas {self.replicas} go with zero 1 or 2; with 0 every holder has its state")
 
@@ -243,6 +267,7 @@ class TableProblem(StoredValue, frozen=True, kw_only=True, forbid_unknown_fields
         nodes = self.cluster.nodes
         given = {
             "cluster.links": self.cluster.links is not None,
+            "cluster.levels": bool(self.cluster.levels),
             "cluster.nodes[].island": any(node.island is not None for node in nodes),
             "cluster.nodes[].links": any(node.links is not None for node in nodes),
             "batch.sequence": self.batch.sequence is not None,
@@ -332,6 +357,7 @@ def answer(planned: Planned, planning_seconds: float) -> dict[str, Any]:
             "pipelines": [
                 {
                     "micro_batches": pipeline.micro_batches,
+                    **({"rows": list(pipeline.rows)} if pipeline.rows else {}),
                     "stages": [
                         {
                             "devices": list(stage.devices),
@@ -339,6 +365,7 @@ def answer(planned: Planned, planning_seconds: float) -> dict[str, Any]:
                             "layers": [stage.start, stage.stop],
                             **({"later": [list(span) for span in stage.later]} if stage.later else {}),
                             **({"recompute": True} if stage.recompute else {}),
+                            **({"lanes": list(stage.lanes)} if stage.lanes else {}),
                         }
                         for stage in pipeline.stages
                     ],

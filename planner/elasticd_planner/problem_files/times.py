@@ -69,7 +69,8 @@ class CollectiveTimes(Value, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 class TimesEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of the sections and of what is between and after them. `collectives` are by TP size; sizes that
-    are not there are estimated from the link and `boundary_bytes` (of a token)."""
+    are not there are estimated from the link and `boundary_bytes` (of a token). `bundle_bytes`, where it is
+    not 0, is what a token brings over a boundary of stages instead: the mean of there and back."""
 
     block: SectionTimes
     embed: SectionTimes = SectionTimes()
@@ -80,11 +81,12 @@ class TimesEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer_seconds_per_byte: float = 0.0
     overhead_seconds: float = 0.0
     overlap: bool = False
+    bundle_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.block.seconds_per_token > 0:
             refuse(f"block.seconds_per_token {self.block.seconds_per_token} must be positive")
-        none_negative(self, "boundary_bytes", "optimizer_seconds_per_byte", "overhead_seconds")
+        none_negative(self, "boundary_bytes", "bundle_bytes", "optimizer_seconds_per_byte", "overhead_seconds")
         if not 0 < self.forward < 1:
             refuse(f"forward {self.forward} must be between 0 and 1: its part of forward and backward")
 
@@ -176,6 +178,7 @@ def profile_of(model: TimedModel, tokens: float) -> ModelProfile:
         groups=model.groups,
         tied_bytes=held.tied_bytes,
         boundary_bytes=times.boundary_bytes,
+        bundle_bytes=times.bundle_bytes,
         gradient_factor=held.gradient,
         optimizer_factor=held.optimizer,
         fixed_bytes=(held.fixed_mib + held.reserve_mib) * MIB,
@@ -219,6 +222,7 @@ def entry_of(profile: ModelProfile) -> dict[str, Any]:
             embed=times(profile.embed),
             head=times(profile.head),
             boundary_bytes=profile.boundary_bytes,
+            bundle_bytes=profile.bundle_bytes,
             collectives={w: _collective(profile, w) for w in widths},
             forward=profile.forward,
             optimizer_seconds_per_byte=profile.optimizer_seconds,
@@ -238,7 +242,10 @@ def entry_of(profile: ModelProfile) -> dict[str, Any]:
             slowdown=profile.recompute_factor, kept_activation=profile.block.recomputed_activation
         ),
     }
-    return dict(msgspec.to_builtins(entries, str_keys=True))
+    found = dict(msgspec.to_builtins(entries, str_keys=True))
+    if not profile.bundle_bytes:
+        del found["times"]["bundle_bytes"]  # a key that releases before 0.2 refuse
+    return found
 
 
 def _collective(profile: ModelProfile, width: int) -> CollectiveTimes:

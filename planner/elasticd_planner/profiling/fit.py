@@ -108,11 +108,11 @@ class _Measured:
         return found
 
     def sample(self) -> _Measured:
-        """All members of every so many pipelines: all stages and whole groups are among them."""
+        """All members of every so many lanes: all stages and whole groups are among them."""
         every = -(-len(self.group) // ENOUGH)
         if every == 1:
             return self
-        chosen = np.flatnonzero(self.seats.pipeline[self.group] % every == 0)
+        chosen = np.flatnonzero(self.seats.lane[self.group] % every == 0)
         return replace(
             self,
             table=self.table[:, chosen],
@@ -190,7 +190,8 @@ def _collectives(profile: ModelProfile, measured: _Measured) -> dict[int, float]
 def _collectives_of(profile: ModelProfile, seats: Seats) -> Floats:
     """All-reduces of one micro-batch in each group [groups], on average."""
     part = np.where(seats.recompute, 1.0, profile.recomputed_part)
-    count = seats.layers * profile.block.collectives * (1 + 0.5 * part)  # forward's half runs once more
+    # Forward's half runs once more, or what it gathered is gathered once more.
+    count = seats.layers * profile.block.collectives * (1 + 0.5 * part + np.where(seats.sliced, 0.25, 0.0))
     edges = seats.first * profile.embed.collectives + seats.last * profile.head.collectives
     found: Floats = count + edges
     return found

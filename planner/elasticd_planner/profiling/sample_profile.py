@@ -48,6 +48,7 @@ def measured_profile(samples: Samples) -> MeasuredProfile:
         head=_section(base.head, head, samples.of("head")),
         collective_seconds={width: found[0] for width, found in lines.items()},
         collective_token_seconds={width: found[1] for width, found in lines.items()},
+        bundle_bytes=samples.bundle_bytes,
         forward=block.forward,
         recompute_factor=block.recompute if block.recompute is not None else 1 + block.forward,
         optimizer_seconds=update.seconds / update.state if update is not None and update.state else 0.0,

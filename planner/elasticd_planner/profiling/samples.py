@@ -68,7 +68,7 @@ class Whole(Value, frozen=True, kw_only=True):
 
 class Samples(Value, frozen=True, kw_only=True):
     """Everything that was measured of `model`, on what, and how. Micro-batches are whole samples of
-    `sample_tokens` tokens. `skipped` says why there is no `whole`."""
+    `sample_tokens` tokens. `skipped` says why there is no `whole`. `bundle_bytes`: see `ModelProfile`."""
 
     model: ModelSpec
     sample_tokens: int
@@ -82,6 +82,7 @@ class Samples(Value, frozen=True, kw_only=True):
     whole: Whole | None = None
     skipped: str = ""
     loss: bool = False
+    bundle_bytes: float = 0.0
 
     def of(self, section: str) -> tuple[SectionTiming, ...]:
         """The timings of one section."""

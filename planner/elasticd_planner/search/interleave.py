@@ -36,7 +36,7 @@ def flattened(pipelines: Sequence[Pipeline]) -> tuple[Pipeline, ...]:
 
 def plain(plan: Plan) -> Plan:
     """The same plan without interleaved stages; itself where it has none."""
-    if plan.version == 1:
+    if all(pipeline.chunks == 1 for pipeline in plan.pipelines):
         return plan
     module = plan.modules[0]
     return plan.replace(strategies=(strategy(flattened(module.pipelines), module.module),))

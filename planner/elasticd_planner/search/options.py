@@ -1,17 +1,16 @@
 """Search options: the settings a search may choose besides the layout, and the order in which it tries them.
 
-A setting is a micro-batch size, a state policy (ZeRO), recomputation and, with ZeRO, the number of pipelines,
-on which memory depends. Each setting is a search of its own with its own cost model. Settings are listed with
-the simplest first.
+A setting is a micro-batch size, a state policy (ZeRO), recomputation, sequence parallelism and, with ZeRO, the
+number of pipelines, on which memory depends. Each setting is a search of its own with its own cost model.
+Settings are listed with the simplest first.
 
 Order of trial. Up to EXACT_DEVICES devices every setting whose lower bound is below the best plan so far is
 enumerated, until the budget of all enumerations is spent. Otherwise one thing is changed at a time, since
-settings are many and a search is long: the running plan's setting first, then micro-batch sizes and
-recomputation under the preferred state policy, then the other policies, then micro-batch sizes and
-recomputation once more. With ZeRO the number of pipelines climbs from that of the best plan so far as long as
-that helps. Each setting but the first is searched briefly, near the best plan's form; the winner is searched
-thoroughly at the end. Every tried setting yields a real plan. The order is deterministic: ties go to the
-setting listed first.
+settings are many and a search is long: the running plan's setting first, then micro-batch sizes, recomputation
+and sequence parallelism under the preferred state policy, then the other policies, then the former once more.
+With ZeRO the number of pipelines climbs from that of the best plan so far as long as that helps. Each setting
+but the first is searched briefly, near the best plan's form; the winner is searched thoroughly at the end.
+Every tried setting yields a real plan. The order is deterministic: ties go to the setting listed first.
 """
 
 from __future__ import annotations
@@ -41,6 +40,9 @@ ALL_NUMBERS = 12
 #: A plan's number of pipelines, and the TP size of most of its devices.
 Form = tuple[int, int]
 
+#: Samples of a micro-batch, whether stages recompute, whether they have sequence parallelism.
+Way = tuple[int, bool, bool]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
@@ -49,7 +51,13 @@ class Setting:
     micro_batch: int
     state: StatePolicy
     recompute: bool
+    sequence_parallel: bool
     pipelines: int | None
+
+    @property
+    def way(self) -> Way:
+        """What of it is tried together under each state policy."""
+        return self.micro_batch, self.recompute, self.sequence_parallel
 
     def problem(self, problem: Problem) -> Problem:
         """The problem with this setting alone."""
@@ -59,6 +67,7 @@ class Setting:
         search_space = SearchSpace(
             states=(self.state,),
             recompute=self.recompute and problem.search_space.recompute,
+            sequence_parallel=self.sequence_parallel and problem.search_space.sequence_parallel,
             fixed_tp=problem.search_space.fixed_tp,
             fixed_dp=self.pipelines,
         )
@@ -73,6 +82,8 @@ class Setting:
             words.append(f"ZeRO {self.state.zero} with {count} replica{'s' if count > 1 else ''}")
         if self.recompute:
             words.append("recomputation")
+        if self.sequence_parallel:
+            words.append("sequence parallelism")
         if self.pipelines is not None:
             words.append(f"{self.pipelines} pipeline{'s' if self.pipelines > 1 else ''}")
         return ", ".join(words)
@@ -82,8 +93,8 @@ def task_of(
     problem: Problem, *, steady: bool = False, members: int | None = None, hopeful: bool = False
 ) -> Task:
     """What the search is given of a problem with one setting. members: devices that replicas are spread over
-    (None: all that are alive). hopeful: for bounds, with the memory of recomputation and the time without,
-    since stages that have room do not recompute."""
+    (None: all that are alive). hopeful: for bounds, with the memory of recomputation and sequence parallelism
+    and the time without, since stages that have room leave them out."""
     search_space = problem.search_space
     profile = problem.profile
     if hopeful and search_space.recompute is True:
@@ -102,6 +113,8 @@ def task_of(
             micro_batches=micro_batches,
             members=members or len(alive(problem)),
             near=problem.cluster.within or problem.cluster.inside,
+            sequence_parallel=bool(search_space.sequence_parallel),
+            hopeful=hopeful and search_space.sequence_parallel is True,
         )
     return Task(
         cluster=problem.cluster,
@@ -119,12 +132,21 @@ def task_of(
 def listed(problem: Problem) -> Iterator[Setting]:
     """Every setting that the problem's search space allows, simpler ones first."""
     search_space = problem.search_space
-    again = (False, True) if search_space.recompute is True else (bool(search_space.recompute),)
+    again, sliced = (
+        (False, True) if may is True else (bool(may),)
+        for may in (search_space.recompute, search_space.sequence_parallel)
+    )
     plain = any(not state.zero for state in search_space.states)
-    for recompute, state in product(again, search_space.states):
+    for recompute, slices, state in product(again, sliced, search_space.states):
         for size in search_space.micro_batches or (problem.micro_batch,):
             for number in _numbers(problem, size, state, plain):
-                yield Setting(micro_batch=size, state=state, recompute=recompute, pipelines=number)
+                yield Setting(
+                    micro_batch=size,
+                    state=state,
+                    recompute=recompute,
+                    sequence_parallel=slices,
+                    pipelines=number,
+                )
 
 
 def current_setting(problem: Problem) -> Setting | None:
@@ -136,7 +158,9 @@ def current_setting(problem: Problem) -> Setting | None:
         micro_batch=plan.micro_batch,
         state=plan.state,
         recompute=any(stage.recompute for _, _, stage in plan.walk()),
-        pipelines=len(plan.pipelines) if plan.state.zero else problem.search_space.fixed_dp,
+        sequence_parallel=problem.search_space.sequence_parallel == "always"
+        or any(stage.sequence_parallel for _, _, stage in plan.walk()),
+        pipelines=len(plan.by_lane) if plan.state.zero else problem.search_space.fixed_dp,
     )
 
 
@@ -160,7 +184,7 @@ class Settings:
     def __init__(self, problem: Problem, *, steady: bool = False) -> None:
         self.problem, self.steady = problem, steady
         self.listed = tuple(listed(problem))
-        self._searches: dict[tuple[int, bool], LargeSearch] = {}
+        self._searches: dict[Way, LargeSearch] = {}
         self._bounds: dict[Setting, float] = {}
 
     def bound(self, setting: Setting) -> float:
@@ -175,10 +199,9 @@ class Settings:
         task = task_of(setting.problem(self.problem), steady=self.steady, hopeful=True)
         if setting.pipelines is not None and not roomy(task, setting.pipelines):
             return math.inf
-        key = (setting.micro_batch, setting.recompute)
-        if key not in self._searches:
-            self._searches[key] = LargeSearch(task)
-        wide = self._searches[key]
+        if setting.way not in self._searches:
+            self._searches[setting.way] = LargeSearch(task)
+        wide = self._searches[setting.way]
         quickest = max(pace for kind in wide.kinds for pace, groups, _ in kind.paces if groups == 1)
         if setting.pipelines is None:
             low, numbers = LargeSearch(task).lower(), [1, min(wide.devices, task.micro_batches)]
@@ -206,10 +229,11 @@ class Settings:
             return refused[0].refusal
         size = min(setting.micro_batch for setting in self.listed)
         again = any(setting.recompute for setting in self.listed)
+        sliced = any(setting.sequence_parallel for setting in self.listed)
         fewest = min(setting.pipelines or 1 for setting in self.listed)
         found = []
         for setting in self.listed:
-            lean = setting.micro_batch == size and setting.recompute == again
+            lean = setting.way == (size, again, sliced)
             if lean and (setting.pipelines or 1) == fewest:
                 problem = setting.problem(self.problem)
                 short = shortage(task_of(problem, steady=self.steady))
@@ -235,7 +259,7 @@ Evaluate = Callable[[Setting, Form | None], tuple[float, Form | None]]
 
 def form(plan: Plan) -> Form:
     """How many pipelines a plan has, and the size of most of its devices' groups."""
-    pipelines = plan.pipelines
+    pipelines = plan.by_lane
     sizes = Counter(len(stage.devices) for p in pipelines for stage in p.stages for _ in stage.devices)
     return len(pipelines), sizes.most_common(1)[0][0]
 
@@ -270,37 +294,36 @@ class OptionOrder:
         if current in listed:
             self._try(current, None)
         states = tuple(dict.fromkeys(setting.state for setting in listed))
-        ways = tuple(dict.fromkeys((setting.micro_batch, setting.recompute) for setting in listed))
-        bounds = {way: min(self.settings.bound(s) for s in self._of(*way, states[0])) for way in ways}
+        ways = tuple(dict.fromkeys(setting.way for setting in listed))
+        bounds = {way: min(self.settings.bound(s) for s in self._of(way, states[0])) for way in ways}
         ranked = sorted(ways, key=lambda way: (bounds[way], ways.index(way)))
         for way in ranked:
-            self._policy(*way, states[0])
-        size, again = self._way(ways)
+            self._policy(way, states[0])
+        chosen = self._way(ways)
         for state in states[1:]:
-            self._policy(size, again, state)
+            self._policy(chosen, state)
         if len(states) > 1 and self.best is not None:
             state = self.best[1].state
-            near = [way for way in ranked if size <= 2 * way[0] <= 4 * size]
+            near = [way for way in ranked if chosen[0] <= 2 * way[0] <= 4 * chosen[0]]
             for way in near:
-                self._policy(*way, state)
+                self._policy(way, state)
         if self.best is not None:
             setting = self.best[1]
             del self._known[setting]
             self._try(setting, None)
 
-    def _way(self, ways: Sequence[tuple[int, bool]]) -> tuple[int, bool]:
+    def _way(self, ways: Sequence[Way]) -> Way:
         """Micro-batches and recomputation of the best plan; where none fits, what asks the least memory."""
         if self.best is not None:
-            return self.best[1].micro_batch, self.best[1].recompute
-        return min(size for size, _ in ways), any(again for _, again in ways)
+            return self.best[1].way
+        return min(way[0] for way in ways), any(way[1] for way in ways), any(way[2] for way in ways)
 
-    def _of(self, size: int, again: bool, state: StatePolicy) -> list[Setting]:
-        wanted = (size, again, state)
-        return [s for s in self.settings.listed if (s.micro_batch, s.recompute, s.state) == wanted]
+    def _of(self, way: Way, state: StatePolicy) -> list[Setting]:
+        return [s for s in self.settings.listed if (s.way, s.state) == (way, state)]
 
-    def _policy(self, size: int, again: bool, state: StatePolicy) -> None:
+    def _policy(self, way: Way, state: StatePolicy) -> None:
         """The settings of one policy: the number of pipelines climbs from that of the best plan."""
-        listed = [s for s in self._of(size, again, state) if math.isfinite(self.settings.bound(s))]
+        listed = [s for s in self._of(way, state) if math.isfinite(self.settings.bound(s))]
         if not listed:
             return
         wanted = self.form[0] if self.form is not None else 1

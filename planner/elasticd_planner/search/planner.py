@@ -20,7 +20,7 @@ from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.placement.stay_close import BETWEEN, WHOLE, nearest, rebalance_shares
 from elasticd_planner.placement.tp_rank_order import relax_shares, reorder_tp_ranks
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.search import interleave
+from elasticd_planner.search import interleave, lanes
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
 from elasticd_planner.search.exhaustive import Combination, Exact, place
 from elasticd_planner.search.infeasible import explain_infeasible
@@ -36,6 +36,7 @@ from elasticd_planner.search.options import (
 )
 from elasticd_planner.search.recompute import Selective, flagged
 from elasticd_planner.search.refine import Refiner
+from elasticd_planner.search.sequence_parallel import sliced, where_needed
 from elasticd_planner.search.task import (
     ENUMERATED,
     ENUMERATED_SETTINGS,
@@ -71,7 +72,8 @@ def plan(
     """The plan with the least step time, under the best of the settings that the problem's search space allows.
 
     Up to EXACT_DEVICES devices it is the best of all plans, beyond it the best that the search finds. Where
-    stages may be interleaved, it is what the best plain plan becomes with interleaved stages (`interleave`).
+    stages may be interleaved, it is what the best plain plan becomes with interleaved stages (`interleave`);
+    where pipelines may have lanes, pipelines of equal borders are joined (`lanes`).
 
     Args:
         problem: a job's problem in seconds, or a `UnitProblem`.
@@ -84,11 +86,12 @@ def plan(
     Returns:
         The plan with its prediction and reason, or a refusal that says what does not fit and what would help.
     """
-    found = [_plain(interleave.plain_problem(problem), number, tolerance, steady=steady, like=like)]
+    apart = lanes.apart_problem(problem)
+    found = [_plain(interleave.plain_problem(apart), number, tolerance, steady=steady, like=like)]
     if not steady:
-        others = interleave.other_numbers(problem, found[0])
+        others = interleave.other_numbers(apart, found[0])
         found += [_plain(other, number, tolerance, steady=steady) for other in others]
-    return interleave.best(problem, found, tolerance, steady=steady)
+    return lanes.answer(problem, interleave.best(apart, found, tolerance, steady=steady))
 
 
 def _plain(
@@ -180,16 +183,20 @@ class Planner:
     left: list[int] = field(default_factory=lambda: [ENUMERATED])
 
     def fitting(self) -> tuple[Planner, Answer]:
-        """The answer, with recomputation off where memory allows; made again with fewer members to spread
-        replicas over where it leaves so many devices idle that these do not fit."""
+        """The answer, with recomputation and sequence parallelism off where memory allows; made again with
+        fewer members to spread replicas over where it leaves so many devices idle that these do not fit."""
         planning = self
         few = len(alive(self.problem)) <= EXACT_DEVICES and not self.task.crosses_nodes
         for _ in range(AGAIN):
             answer = planning.answer() if few and self.left[0] > 0 else planning.wide()
             if answer.plan is None:
                 return planning, answer
-            if self.problem.search_space.recompute is True:
-                kept = Selective(task=planning.task).pipelines(answer.plan.pipelines)
+            kept, space = answer.plan.pipelines, self.problem.search_space
+            if space.recompute is True:
+                kept = Selective(task=planning.task).pipelines(kept)
+            if space.sequence_parallel is True:
+                kept = where_needed(kept, planning.task.cost.under(answer.plan), self.problem.cluster)
+            if True in (space.recompute, space.sequence_parallel):
                 answer = msgspec.structs.replace(
                     answer, plan=planning.finished(planning.made(kept, chosen=True))
                 )
@@ -297,8 +304,9 @@ class Planner:
             return None
         if not self._has_pinned_sizes(plan):
             return None
-        pipelines = plan.pipelines
-        return self.made(pipelines if self.problem.search_space.recompute else flagged(pipelines, on=False))
+        space, pipelines = self.problem.search_space, plan.pipelines
+        pipelines = pipelines if space.recompute else flagged(pipelines, on=False)
+        return self.made(pipelines if space.sequence_parallel else sliced(pipelines, on=False))
 
     def _has_pinned_sizes(self, plan: Plan) -> bool:
         """Whether TP groups have allowed sizes, and on nodes of normal devices the pinned one."""
@@ -354,7 +362,7 @@ class Planner:
 
     def made(self, pipelines: Sequence[Pipeline], *, chosen: bool = False) -> Plan:
         """A plan of these pipelines. Where the setting is to recompute, all their stages do if none does,
-        unless that was `chosen`."""
+        unless that was `chosen`; likewise with sequence parallelism."""
         job = self.problem
         pipelines = reorder_tp_ranks(pipelines, job)
         used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
@@ -364,6 +372,9 @@ class Planner:
             and not any(s.recompute for p in pipelines for s in p.stages)
         ):
             pipelines = flagged(pipelines, on=True)
+        space, has = job.search_space, any(s.sequence_parallel for p in pipelines for s in p.stages)
+        if space.sequence_parallel == "always" or (space.sequence_parallel and not chosen and not has):
+            pipelines = sliced(pipelines, on=True)
         plan = Plan(
             number=self.number,
             strategies=(strategy(pipelines),),
@@ -400,6 +411,6 @@ class Planner:
     def lower(self, known: float) -> float:
         """Seconds that no plan of this setting can beat. `known`: those of a plan."""
         search = self.search
-        if self.problem.search_space.recompute is True:
+        if True in (self.problem.search_space.recompute, self.problem.search_space.sequence_parallel):
             search = LargeSearch(task_of(self.problem, steady=self.steady, members=self.members, hopeful=True))
         return max(search.task.work_bound, search.lower(known))

@@ -80,7 +80,7 @@ class Selective:
         task, depth = self.task, len(stages)
         terms = []
         for position, stage in enumerate(stages):
-            cost = task.cost.recomputing(stage.recompute)
+            cost = task.cost.for_stage(stage)
             rates = [rate_of(task.rates, name) for name in stage.devices]
             group = cost.group(rates, stage.shares, task.cluster.reach(stage.devices))
             edges = {"first": position == 0, "last": position == depth - 1}

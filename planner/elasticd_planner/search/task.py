@@ -18,7 +18,7 @@ import msgspec
 from elasticd_planner.cost.model import CostModel, steady_seconds, step_seconds
 from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.problem import Problem
-from elasticd_planner.spec.cluster import Cluster, Device, Rates, node_of, rate_of
+from elasticd_planner.spec.cluster import Cluster, Device, Place, Rates, node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 
 #: The most devices for which every plan is enumerated.
@@ -107,9 +107,10 @@ Signature = tuple[object, ...]
 
 def pipeline_signature(task: Task, groups: Sequence[NamedGroup]) -> Signature:
     """Equal for pipelines that cost the same in each order of their stages with equal micro-batches: of each TP
-    group the shares and of each member slowdown, memory and place; of a plan's stages layers and recomputation
-    too."""
+    group the shares and of each member slowdown, memory and place; of a plan's stages layers, recomputation and
+    sequence parallelism too."""
     nodes: dict[str, int] = {}
+    joined: dict[Place, int] = {}  # the groups of further levels
     found: list[object] = []
     for group in groups:
         members = tuple(
@@ -118,12 +119,13 @@ def pipeline_signature(task: Task, groups: Sequence[NamedGroup]) -> Signature:
                 task.cluster.memory[name],
                 nodes.setdefault(node_of(name), len(nodes)),
                 task.cluster.local_links(name),
+                *(joined.setdefault(place, len(joined)) for place in task.cluster.joining(name)),
             )
             for name in group.devices
         )
         found.append((members, group.shares))
         if isinstance(group, Stage):
-            found.append((group.chunks, group.recompute))
+            found.append((group.chunks, group.recompute, group.sliced))
     return tuple(found)
 
 

@@ -2,34 +2,86 @@
 
 Made for each step, identically on every rank, never through the store: a pure function of plan, step, seed and,
 where they are known, the samples' lengths. Everything that needs sample ids reads it and nothing else.
+
+A pipeline's micro-batches are its rows: row i has a micro-batch of each lane, in pieces of samples. Lanes that
+have fewer micro-batches than others have empty places in the last rows. A piece is a whole sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice, repeat, zip_longest
+from typing import NamedTuple
 
 import numpy as np
 
 from elasticd_planner.numeric import Ints
 from elasticd_planner.spec import sample_packing
-from elasticd_planner.spec.plan import ModulePlan, Plan
+from elasticd_planner.spec.plan import ModulePlan, Place, Plan
 from elasticd_planner.value import Value, refuse
 
+#: The ids of the samples of a micro-batch.
 MicroBatch = tuple[int, ...]
 
 
+class SequencePiece(NamedTuple):
+    """A part of a sample, in pairs of tokens {i, length - 1 - i}, of which a sequence has (length + 1) // 2.
+    Each pair sees as many keys under a causal mask, so that equal parts of the pairs are equal work."""
+
+    sample: int  # its id
+    length: int  # [tokens] of the whole sample; 0: not known
+    start: int  # [pairs] the piece has pairs [start, stop)
+    stop: int
+
+    @classmethod
+    def whole(cls, sample: int, length: int = 0) -> SequencePiece:
+        """All of a sample."""
+        return cls(sample, length, 0, (length + 1) // 2)
+
+    @classmethod
+    def all_whole(cls, samples: Iterable[int]) -> list[SequencePiece]:
+        """All of each sample; their lengths are not known."""
+        none = repeat(0)
+        fields = zip(samples, none, none, none, strict=False)
+        return list(map(tuple.__new__, repeat(cls), fields))  # in few instructions: a batch is made each step
+
+
+class BatchRow(Value, frozen=True, kw_only=True, gc=False):
+    """What the lanes of a pipeline do in their micro-batches of one index."""
+
+    lanes: tuple[tuple[SequencePiece, ...], ...]  # by lane; empty: the lane has fewer micro-batches than others
+
+
 class BatchPlan(Value, frozen=True, kw_only=True):
-    """One strategy's micro-batches: for each module and pipeline, tuples of sample ids."""
+    """The micro-batches of one step under one plan."""
 
     step: int
-    plan: int
-    modules: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
+    plan: int  # its number
+    modules: tuple[tuple[tuple[BatchRow, ...], ...], ...]  # by module and pipeline: its rows
+
+    def __post_init__(self) -> None:
+        for rows in chain.from_iterable(self.modules):
+            listed = [row.lanes for row in rows]
+            if len(set(map(len, listed))) > 1:
+                refuse(f"step {self.step}: each row of a pipeline must name all its lanes")
+            for own in zip(*listed, strict=True):
+                if not all(own[: len(own) - own.count(())]):
+                    refuse(f"step {self.step}: the rows of a lane must have no gap")
+
+    def of(self, place: Place) -> tuple[MicroBatch, ...]:
+        """The micro-batches of the lane that a device is in, by the ids of their samples."""
+        lane = place.lane
+        return tuple(
+            tuple([piece.sample for piece in row.lanes[lane]])
+            for row in self.modules[place.module][place.pipeline]
+            if row.lanes[lane]
+        )
 
     def samples(self, module: int = 0) -> tuple[int, ...]:
         """All sample ids of the step, in order."""
-        return tuple(i for pipeline in self.modules[module] for micro in pipeline for i in micro)
+        rows = chain.from_iterable(self.modules[module])
+        return tuple(piece.sample for row in rows for lane in row.lanes for piece in lane)
 
 
 class Sampler(Value, frozen=True, kw_only=True):
@@ -75,8 +127,8 @@ class BatchLengths(Value, frozen=True, kw_only=True):
 
 
 def batch_plan(plan: Plan, step: int, samples: Sequence[int], lengths: BatchLengths | None = None) -> BatchPlan:
-    """Hands the samples of a step to the pipelines: in order, `micro_batch` at a time; with lengths so that all
-    micro-batches cost alike, whatever the number of samples in each."""
+    """Hands the samples of a step to the lanes: in order, `micro_batch` at a time, row by row; with lengths so
+    that all micro-batches cost alike, whatever the number of samples in each."""
     if len(samples) != plan.global_batch:
         refuse(f"step {step}: {len(samples)} samples for a global batch of {plan.global_batch}")
     if lengths is not None and len(lengths.tokens) != len(samples):
@@ -88,18 +140,64 @@ def batch_plan(plan: Plan, step: int, samples: Sequence[int], lengths: BatchLeng
     return BatchPlan(step=step, plan=plan.number, modules=modules)
 
 
-def _in_order(plan: Plan, module: ModulePlan, samples: Sequence[int]) -> tuple[tuple[MicroBatch, ...], ...]:
-    micro = (tuple(samples[i : i + plan.micro_batch]) for i in range(0, len(samples), plan.micro_batch))
-    return tuple(tuple(islice(micro, pipeline.micro_batches)) for pipeline in module.pipelines)
-
-
-def _evenly(
-    plan: Plan, module: ModulePlan, samples: Sequence[int], lengths: BatchLengths
-) -> tuple[tuple[MicroBatch, ...], ...]:
-    slots = [pipeline.micro_batches for pipeline in module.pipelines]
-    cut = sample_packing.runs(lengths.tokens, sum(slots), plan.micro_batch, lengths.linear)
-    costs = [sample_packing.cost(len(run), lengths.tokens[run[0]], lengths.linear) for run in cut]
-    return tuple(
-        tuple(tuple(samples[position] for position in cut[index]) for index in mine)
-        for mine in sample_packing.dealt(costs, slots)
+def short_batch_plan(plan: Plan, step: int, samples: Sequence[int]) -> BatchPlan:
+    """Hands fewer samples than a step has to the lanes, which take a micro-batch each in turn. Some may have
+    none. (The last round of an evaluation.)"""
+    if len(samples) > plan.global_batch:
+        refuse(f"step {step}: {len(samples)} samples for a global batch of {plan.global_batch}")
+    return BatchPlan(
+        step=step, plan=plan.number, modules=tuple(_in_turn(plan, module, samples) for module in plan.modules)
     )
+
+
+#: The rows of each pipeline of a module.
+_Rows = tuple[tuple[BatchRow, ...], ...]
+_Pieces = tuple[SequencePiece, ...]
+
+
+def _in_order(plan: Plan, module: ModulePlan, samples: Sequence[int]) -> _Rows:
+    micro = iter(_cut(plan, samples))
+
+    def rows(counts: Sequence[int]) -> Iterator[BatchRow]:
+        if len(counts) == 1:
+            yield from [BatchRow(lanes=lane) for lane in islice(zip(micro, strict=True), counts[0])]
+            return
+        for row in range(max(counts)):
+            yield BatchRow(lanes=tuple([next(micro) if row < count else () for count in counts]))
+
+    return tuple(tuple(rows(pipeline.micro_batches_by_lane)) for pipeline in module.pipelines)
+
+
+def _in_turn(plan: Plan, module: ModulePlan, samples: Sequence[int]) -> _Rows:
+    slots = _slots(module)
+    dealt: list[list[_Pieces]] = [[] for _ in slots]
+    turns = (lane for turn in range(max(slots)) for lane, slot in enumerate(slots) if turn < slot)
+    for lane, micro in zip(turns, _cut(plan, samples), strict=False):
+        dealt[lane].append(micro)
+    return _by_pipeline(module, dealt)
+
+
+def _evenly(plan: Plan, module: ModulePlan, samples: Sequence[int], lengths: BatchLengths) -> _Rows:
+    slots, tokens = _slots(module), lengths.tokens
+    cut = sample_packing.runs(tokens, sum(slots), plan.micro_batch, lengths.linear)
+    costs = [sample_packing.cost(len(run), tokens[run[0]], lengths.linear) for run in cut]
+    micro = [tuple(SequencePiece.whole(samples[i], tokens[i]) for i in run) for run in cut]
+    dealt = [[micro[index] for index in mine] for mine in sample_packing.dealt(costs, slots)]
+    return _by_pipeline(module, dealt)
+
+
+def _slots(module: ModulePlan) -> list[int]:
+    """How many micro-batches each lane of the module takes."""
+    return [count for pipeline in module.pipelines for count in pipeline.micro_batches_by_lane]
+
+
+def _cut(plan: Plan, samples: Sequence[int]) -> list[_Pieces]:
+    pieces, size = SequencePiece.all_whole(samples), plan.micro_batch
+    return [tuple(pieces[first : first + size]) for first in range(0, len(pieces), size)]
+
+
+def _by_pipeline(module: ModulePlan, dealt: Sequence[Sequence[_Pieces]]) -> _Rows:
+    """Rows of what each lane of the module has."""
+    lanes = iter(dealt)
+    mine = [tuple(islice(lanes, len(pipeline.micro_batches_by_lane))) for pipeline in module.pipelines]
+    return tuple(tuple(BatchRow(lanes=row) for row in zip_longest(*each, fillvalue=())) for each in mine)

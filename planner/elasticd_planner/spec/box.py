@@ -10,11 +10,12 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from operator import ge, gt, le, sub
 
 from elasticd_planner.value import Value, refuse
 
 
-class Box(Value, frozen=True, kw_only=True, order=True):
+class Box(Value, frozen=True, kw_only=True, order=True, gc=False):
     """Indices start <= i < stop in each dimension of a global tensor. A scalar's box has no dimensions."""
 
     start: tuple[int, ...]
@@ -23,7 +24,7 @@ class Box(Value, frozen=True, kw_only=True, order=True):
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
             refuse(f"box: start {self.start} and stop {self.stop} differ in their number of dimensions")
-        if any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
+        if min(self.start, default=0) < 0 or any(map(gt, self.start, self.stop)):
             refuse(f"box: start {self.start} must be between 0 and stop {self.stop} in each dimension")
 
     @classmethod
@@ -34,12 +35,12 @@ class Box(Value, frozen=True, kw_only=True, order=True):
     @property
     def shape(self) -> tuple[int, ...]:
         """Elements in each dimension."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
         """Number of elements."""
-        return math.prod(self.shape)
+        return math.prod(map(sub, self.stop, self.start))
 
     @property
     def empty(self) -> bool:
@@ -55,9 +56,11 @@ class Box(Value, frozen=True, kw_only=True, order=True):
         return Box(start=start, stop=stop)
 
     def contains(self, other: Box) -> bool:
-        """Whether `other` lies within this box."""
-        return all(
-            a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True)
+        """Whether `other` lies within this box; one with another number of dimensions does not."""
+        return (
+            len(self.start) == len(other.start)
+            and all(map(le, self.start, other.start))
+            and all(map(ge, self.stop, other.stop))
         )
 
     def minus(self, other: Box) -> tuple[Box, ...]:
@@ -134,7 +137,7 @@ def _slabs(
                 yield (start, *starts), (stop, *stops), found
 
 
-class Holding(Value, frozen=True, kw_only=True):
+class Holding(Value, frozen=True, kw_only=True, gc=False):
     """One device's box of a tensor.
 
     `partial` is None where the box holds the value itself. Otherwise the value is a sum, this box holds one
@@ -176,8 +179,9 @@ class TensorLayout(Value, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
-        for holding in self.holdings:
-            if not whole.contains(holding.box):
+        outside = {box for box in {holding.box for holding in self.holdings} if not whole.contains(box)}
+        for holding in self.holdings if outside else ():
+            if holding.box in outside:
                 refuse(f"{self.name}: {holding.device} holds {holding.box}, outside of shape {self.shape}")
 
     def of(self, device: str) -> tuple[Box, ...]:

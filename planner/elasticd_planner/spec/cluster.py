@@ -1,10 +1,16 @@
-"""The cluster that a plan is made for: nodes, devices, links, and how slow each device is."""
+"""The cluster that a plan is made for: nodes, devices, links by level, and how slow each device is.
+
+Links form a hierarchy. The levels, the nearest first, are: an island of a node (`Node.island`), a node, and any
+number of further levels that join nodes (`Cluster.levels`: rack, rail group, pod), and the network between all
+nodes. Two devices talk over the link of the nearest level that has both in one group.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 
 from elasticd_planner.value import Value, refuse
 
@@ -12,6 +18,9 @@ NORMAL = 1.0
 
 #: A smaller rate is most likely an error of units.
 LEAST_RATE = 0.1
+
+#: The levels that have names of their own: an island of a node, a node, the network between nodes.
+NAMED_LEVELS = ("island", "node", "network")
 
 #: How many times slower than normal each device is (1.0 normal, inf dead); a device not named is normal.
 Rates = Mapping[str, float]
@@ -78,14 +87,49 @@ class Node(Value, frozen=True, kw_only=True):
         return int(device.rpartition("/")[2]) // self.island if self.island else 0
 
 
+class Level(Value, frozen=True, kw_only=True, dict=True):
+    """A level of links between node and network: groups of nodes that have a link of their own among them."""
+
+    #: What the level is called: "rack", "rail group", "pod".
+    name: str
+    #: The link between two nodes of one group.
+    link: Link
+    #: The names of the nodes of each group. A node that no group names is alone at this level.
+    groups: tuple[tuple[str, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name in NAMED_LEVELS:
+            refuse(f"level {self.name!r} must have a name that is none of {', '.join(NAMED_LEVELS)}")
+        counts = Counter(node for group in self.groups for node in group)
+        if twice := sorted(node for node, count in counts.items() if count > 1):
+            refuse(f"level {self.name}: node {twice[0]} is named twice; a node is in one group of a level")
+        if not all(self.groups):
+            refuse(f"level {self.name}: a group without nodes; leave it out")
+
+    @cached_property
+    def group_of(self) -> dict[str, int]:
+        """The group of each node that is named, by its place in `groups`."""
+        return {node: place for place, group in enumerate(self.groups) for node in group}
+
+
+#: A group of devices at one level of links, by its name: (level, group). Level 0 is the device itself, then
+#: come islands, nodes, and the cluster's own levels.
+Place = tuple[int, str]
+
+#: The level of nodes.
+NODE = 2
+
+
 class Cluster(Value, frozen=True, kw_only=True, dict=True):
     """The nodes of one job, and the links by level: `within` an island of a node (None: as inside), `inside` a
-    node, `between` nodes. A node may have links of its own."""
+    node, `levels` that join some of the nodes, the nearest first, `between` nodes that no level joins. A node
+    may have links of its own."""
 
     nodes: tuple[Node, ...]
     inside: Link = Link()
     between: Link = Link()
     within: Link | None = None
+    levels: tuple[Level, ...] = ()
 
     def __post_init__(self) -> None:
         names = [device.name for node in self.nodes for device in node.devices]
@@ -93,6 +137,7 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
             counts = Counter(names)
             twice = min(name for name in counts if counts[name] > 1)
             refuse(f"device {twice} is listed twice in the cluster")
+        check_levels(self.levels)
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -128,7 +173,7 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
         first = node_of(names[0]) if names else ""
         # The last one says so soonest of two groups.
         if any(node_of(name) != first for name in reversed(names)):
-            return self.between
+            return self.join(map(node_of, names)) if self.levels else self.between
         node = self._special.get(first)
         if node is None:
             return self.inside
@@ -140,11 +185,79 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
         node = self._special.get(node_of(device))
         return None if node is None else (*self.inner(node), node.island_of(device))
 
+    def join(self, nodes: Iterable[str]) -> Link:
+        """The slowest link among different nodes: that of the nearest level that has them all in one group."""
+        names = {*nodes}
+        for level in self.levels:
+            groups = {level.group_of.get(name) for name in names}
+            if len(groups) == 1 and None not in groups:
+                return level.link
+        return self.between
+
+    @cached_property
+    def joined(self) -> tuple[Node, ...]:
+        """All nodes, those that a level joins next to each other; else in the order of `nodes`."""
+        if not self.levels:
+            return self.nodes
+        first: dict[Place, int] = {}  # the first node of each group
+        ways = []
+        for at, node in enumerate(self.nodes):
+            groups = self.joining(f"{node.name}/0")
+            ways.append([first.setdefault(group, at) for group in reversed(groups)])
+        return tuple(self.nodes[at] for at in sorted(range(len(ways)), key=lambda at: (ways[at], at)))
+
     @cached_property
     def links(self) -> tuple[Link, ...]:
         """Every link that two devices may talk over, the cluster's own first."""
         inner = (link for node in self._special.values() for link in self.inner(node))
-        return tuple(dict.fromkeys((self.inside, self.between, *inner)))
+        joining = (level.link for level in self.levels)
+        return tuple(dict.fromkeys((self.inside, self.between, *joining, *inner)))
+
+    def places(self, device: str) -> tuple[Place, ...]:
+        """The groups that a device is in, the nearest first: itself, its island, its node, its group of each
+        further level. All devices have as many; two devices meet at the first place that they share."""
+        if device not in self._places:
+            name = node_of(device)
+            node = self._special.get(name)
+            island = f"{name} {node.island_of(device)}" if node is not None and node.island else name
+            self._places[device] = (0, device), (1, island), (NODE, name), *self.joining(device)
+        return self._places[device]
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[Place, ...]]:
+        return {}
+
+    def joining(self, device: str) -> tuple[Place, ...]:
+        """The group that a device is in at each further level, the nearest first."""
+        name = node_of(device)
+        return tuple(
+            (at, name if (group := level.group_of.get(name)) is None else f"{level.name} {group}")
+            for at, level in enumerate(self.levels, NODE + 1)
+        )
+
+    def exit(self, device: str, level: int) -> Link:
+        """The link over which a device's group of a level is reached from the other groups of the next one."""
+        name = node_of(device)
+        if level < NODE:
+            node = self._special.get(name)
+            return self.inside if node is None else self.inner(node)[level]
+        return self.levels[level - NODE].link if level - NODE < len(self.levels) else self.between
+
+
+def check_levels(levels: Sequence[Level]) -> None:
+    """Refuses two levels of one name, and a group that does not lie in one group of the next level."""
+    names = [level.name for level in levels]
+    if len({*names}) < len(names):
+        refuse(f"levels: two are called {max(names, key=names.count)!r}; each has a name of its own")
+    for near, far in pairwise(levels):
+        for group in near.groups:
+            groups = {far.group_of.get(node) for node in group}
+            if len(groups) > 1 or (None in groups and len(group) > 1):
+                nodes = ", ".join(group)
+                refuse(
+                    f"levels: the nodes {nodes} are one group of level {near.name}, and not of level "
+                    f"{far.name}; list levels from the nearest on, each group inside one of the next level"
+                )
 
 
 def rate_of(rates: Rates, device: str) -> float:

@@ -61,8 +61,8 @@ class ModelSpec(Value, frozen=True, kw_only=True):
 
     `kinds` are the distinct kinds of block, `layers[i]` the index into it of block i. `ties` maps an alias
     (full name) to the parameter that it shares (full name): a tied head has ("head.output.weight",
-    "embed.tokens.weight"). `width` is the number of elements per token of the one activation tensor that
-    passes between blocks; `collectives` how many TP all-reduces of it one block makes in forward (as many
+    "embed.tokens.weight"). `width` is the number of elements per token of the activation that passes
+    between blocks; `collectives` how many TP all-reduces of it one block makes in forward (as many
     again in backward).
     """
 
@@ -195,3 +195,9 @@ def member_box(spec: ModelSpec, parameter: Parameter, shares: Sequence[int], pos
     size = parameter.shape[dim] // spec.units_of(kind).count
     units = unit_range(spec, kind, shares, position)
     return whole.cropped(dim, units.start * size, units.stop * size)
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of one element of a dtype named as torch names it ("float32", "bfloat16")."""
+    digits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
+    return max(1, int(digits[:2]) // 8) if digits else 1

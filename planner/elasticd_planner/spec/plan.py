@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from elasticd_planner.numeric import Bools, Floats, Ints
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import StoredValue, Value, refuse
 
-#: Version of the JSON form of a plan; a reader accepts its own and all older ones. Only plans with interleaved
-#: stages, or of a 0.1 leader whose chaos shifted the data, have version 2: a release that does not know these
-#: refuses them.
-PLAN_VERSION = 2
+#: Version of the JSON form of a plan; a reader accepts its own and all older ones. A plan has the lowest
+#: version that can say what it has, so that an older release refuses what it does not know, and nothing else.
+#: 2: interleaved stages, or a 0.1 leader whose chaos shifted the data. 3: stages of several lanes, sequence
+#: parallelism, devices in several modules.
+PLAN_VERSION = 3
 
 #: Blocks [start, stop).
 Span = tuple[int, int]
@@ -32,16 +34,21 @@ def spanned(spans: Iterable[Span]) -> str:
 
 
 class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
-    """Blocks [start, stop) on one TP group; `shares` is an integer weight for each member. With `recompute`
-    a block's activations are made again in the backward pass instead of kept. In an interleaved pipeline the
-    group has `later` blocks, too: one more chunk for each further turn of a micro-batch through the stages."""
+    """Blocks [start, stop) on one or more TP groups, which are its lanes. Each lane has a copy of the blocks: a
+    member holds the part of them that its share is of the shares of its lane."""
 
     start: int
     stop: int
-    devices: tuple[str, ...]
-    shares: tuple[int, ...]
-    recompute: bool = False
+    devices: tuple[str, ...]  # those of lane 0, then those of lane 1, ...
+    shares: tuple[int, ...]  # an integer weight for each device
+    recompute: bool = False  # a block's activations are made again in the backward pass instead of kept
+    # Of an interleaved pipeline: one more chunk of blocks for each further turn of a micro-batch through the
+    # stages.
     later: tuple[Span, ...] = ()
+    lanes: tuple[int, ...] = ()  # how many devices each lane has; empty: there is one lane
+    # Each member of a lane has a slice of the tokens between the cut modules of a block (Korthikanti et al.,
+    # 2022). It says nothing of a lane of one.
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         before = 0
@@ -53,6 +60,27 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
             refuse(f"stage: {len(self.devices)} devices need as many shares, not {len(self.shares)}")
         if any(share < 1 for share in self.shares):
             refuse(f"stage: shares must be positive integers, not {self.shares}")
+        if self.lanes and (sum(self.lanes) != len(self.devices) or min(self.lanes) < 1):
+            refuse(f"stage: lanes of {self.lanes} devices must have one each and be {len(self.devices)} in all")
+        if len(self.lanes) == 1:  # one way to write one lane
+            msgspec.structs.force_setattr(self, "lanes", ())
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """How many devices each lane has."""
+        return self.lanes or (len(self.devices),)
+
+    @property
+    def by_lane(self) -> tuple[Stage, ...]:
+        """A stage of a single lane for each lane, of its devices alone."""
+        if not self.lanes:
+            return (self,)
+        return tuple(
+            msgspec.structs.replace(
+                self, devices=self.devices[first:stop], shares=self.shares[first:stop], lanes=()
+            )
+            for first, stop in pairwise(accumulate(self.lanes, initial=0))
+        )
 
     @property
     def chunks(self) -> tuple[Span, ...]:
@@ -69,17 +97,28 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
         """Its blocks for people: "0-3", or "0-1, 4-5" of two chunks."""
         return spanned(self.chunks)
 
+    @property
+    def sliced(self) -> bool:
+        """Whether its members have slices of the tokens between the cut modules of a block."""
+        return self.sequence_parallel and max(self.widths) > 1
+
     def fraction(self, position: int) -> float:
-        """The part of each layer that the member at `position` holds."""
-        return self.shares[position] / sum(self.shares)
+        """The part of each layer that the device at `position` holds."""
+        ends = [0, *accumulate(self.widths)]
+        lane = bisect_right(ends, position) - 1
+        return self.shares[position] / sum(self.shares[ends[lane] : ends[lane + 1]])
 
 
-class Pipeline(Value, frozen=True, kw_only=True):
+class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
     """Stages in order, and how many micro-batches of a step pass through them: once, or in an interleaved
-    pipeline once for each chunk that its stages have (Narayanan et al., 2021, section 2.2)."""
+    pipeline once for each chunk that its stages have (Narayanan et al., 2021, section 2.2).
+
+    All stages have the same number of lanes. Lane j of a stage hands its activations on to lane j of the next
+    one, so that lanes are data-parallel copies of the pipeline with the same borders."""
 
     stages: tuple[Stage, ...]
-    micro_batches: int
+    micro_batches: int  # of all lanes
+    rows: tuple[int, ...] = ()  # how many micro-batches each lane has; empty: there is one lane
 
     def __post_init__(self) -> None:
         if not self.stages or self.stages[0].start != 0:
@@ -93,6 +132,31 @@ class Pipeline(Value, frozen=True, kw_only=True):
                 refuse(f"pipeline: a stage ends at layer {before[1]}, the next starts at {after[0]}")
         if self.micro_batches < 1:
             refuse(f"pipeline: micro_batches must be at least 1, not {self.micro_batches}")
+        self._check_lanes()
+
+    def _check_lanes(self) -> None:
+        if not self.rows and not any(stage.lanes for stage in self.stages):
+            return
+        counts = [len(stage.widths) for stage in self.stages]
+        lanes = counts[0]
+        if len({*counts}) != 1:
+            refuse(
+                "pipeline: lane j of a stage hands on to lane j of the next, so that all stages need the same "
+                f"number of lanes, not {', '.join(map(str, counts))}"
+            )
+        if self.micro_batches < lanes:
+            refuse(
+                f"pipeline: {lanes} lanes need a micro-batch each, and its part of the batch is "
+                f"{self.micro_batches}: give it fewer lanes, or make micro-batches smaller"
+            )
+        given = self.micro_batches_by_lane
+        if len(given) != lanes or sum(given) != self.micro_batches or min(given) < 1:
+            refuse(
+                f"pipeline: rows {self.rows} must say how many of its {self.micro_batches} micro-batches each "
+                f"of {lanes} lane{'s' if lanes > 1 else ''} has, at least 1"
+            )
+        if len(self.rows) == 1:
+            msgspec.structs.force_setattr(self, "rows", ())
 
     @classmethod
     def from_layers(
@@ -116,7 +180,22 @@ class Pipeline(Value, frozen=True, kw_only=True):
         for at, stage in enumerate(self.stages):
             (start, stop), *later = spans[at::depth]
             stages.append(msgspec.structs.replace(stage, start=start, stop=stop, later=tuple(later)))
-        return Pipeline(stages=tuple(stages), micro_batches=self.micro_batches)
+        return msgspec.structs.replace(self, stages=tuple(stages))
+
+    @property
+    def micro_batches_by_lane(self) -> tuple[int, ...]:
+        """How many micro-batches of a step each lane has."""
+        return self.rows or (self.micro_batches,)
+
+    @property
+    def by_lane(self) -> tuple[Pipeline, ...]:
+        """A pipeline of a single lane for each lane: its part of each stage, and its micro-batches."""
+        if not self.rows:
+            return (self,)
+        stages = zip(*(stage.by_lane for stage in self.stages), strict=True)
+        return tuple(
+            Pipeline(stages=own, micro_batches=count) for own, count in zip(stages, self.rows, strict=True)
+        )
 
     @property
     def chunks(self) -> int:
@@ -146,6 +225,11 @@ class ModulePlan(Value, frozen=True, kw_only=True):
             refuse(f"module {self.module}: needs at least one pipeline")
         if len({pipeline.layers for pipeline in self.pipelines}) != 1:
             refuse(f"module {self.module}: its pipelines hold different numbers of layers")
+
+    @property
+    def by_lane(self) -> tuple[Pipeline, ...]:
+        """The lanes of its pipelines, each as a pipeline of its own."""
+        return tuple(lane for pipeline in self.pipelines for lane in pipeline.by_lane)
 
 
 class Edge(Value, frozen=True, kw_only=True):
@@ -204,29 +288,34 @@ class Place(NamedTuple):
     module: int
     pipeline: int
     stage: int
-    position: int
+    position: int  # in the TP group of its lane
+    lane: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seats:
     """The members that compute, in rank order, and their TP groups. Of a member: its `group`, and the `part` of
-    each layer that it holds. Of a group: its width, its layers, its micro-batches in a step, its pipeline
-    (counted over all modules), whether it makes activations again, whether it is first or last."""
+    each layer that it holds. Of a group: its width, its layers, its micro-batches in a step, its lane (counted
+    over all pipelines), whether it makes activations again, whether its members have slices of the tokens,
+    whether it is first or last."""
 
     group: Ints  # [members]
     part: Floats  # [members]
     width: Ints  # [groups]; and all below
     layers: Ints
     micro_batches: Ints
-    pipeline: Ints
+    lane: Ints
     recompute: Bools
+    sliced: Bools
     first: Bools
     last: Bools
 
     @classmethod
     def of(cls, plan: Plan) -> Seats:
-        """The members of a plan that compute."""
-        pipelines = [pipeline for module in plan.modules for pipeline in module.pipelines]
+        """The members of a plan that compute. Refuses a plan in which one has places in several modules."""
+        if len(plan.places) < len(plan._placed()):
+            refuse(f"plan {plan.number}: a device is in several modules, and has no one seat")
+        pipelines = [lane for module in plan.modules for lane in module.by_lane]
         stages = [stage for _, _, stage in plan.walk()]
         counts, layers = zip(*((len(pipeline.stages), pipeline.layers) for pipeline in pipelines), strict=True)
         width = np.array([len(stage.devices) for stage in stages])
@@ -241,8 +330,9 @@ class Seats:
             width=width,
             layers=np.array([stage.layers for stage in stages]),
             micro_batches=np.repeat([pipeline.micro_batches for pipeline in pipelines], counts),
-            pipeline=np.repeat(np.arange(len(pipelines)), counts),
+            lane=np.repeat(np.arange(len(pipelines)), counts),
             recompute=np.array([stage.recompute for stage in stages]),
+            sliced=np.array([stage.sliced for stage in stages]),
             first=np.array([stage.start == 0 for stage in stages]),
             last=np.array([stage.chunks[-1][1] for stage in stages]) == np.repeat(layers, counts),
         )
@@ -277,15 +367,15 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
                 f"plan {self.number}: version {self.version} of the format; this elasticd reads versions 1 to "
                 f"{PLAN_VERSION}: upgrade it"
             )
-        interleaved = any(stage.later for _, _, stage in self.walk())
-        msgspec.structs.force_setattr(self, "version", PLAN_VERSION if interleaved or self.sequence else 1)
+        msgspec.structs.force_setattr(self, "version", self._least_version())
         if self.number < 0 or self.micro_batch < 1:
             refuse(f"plan {self.number}: number and micro-batch size must be positive")
-        devices = [*(name for name, _ in self._placed()), *self.carriers]
-        counts = Counter(devices)
-        twice = sorted({name for name in counts if counts[name] > 1} | ({*devices} & {*self.idle}))
-        if twice:
-            refuse(f"plan {self.number}: device {twice[0]} is placed twice")
+        counts = Counter([*((name, place.module) for name, place in self._placed()), *self.carriers])
+        devices = {*self.places, *self.carriers}
+        carrying = {*self.places} & {*self.carriers}
+        twice = {each if isinstance(each, str) else each[0] for each, count in counts.items() if count > 1}
+        if twice := twice | carrying | devices & {*self.idle}:
+            refuse(f"plan {self.number}: device {min(twice)} is placed twice")
         if self.carriers and not self.state.zero:
             refuse(f"plan {self.number}: {self.carriers[0]} carries replicas, which zero 0 does not have")
         for module in self.modules:
@@ -295,17 +385,31 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
                     f"plan {self.number}: module {module.module} takes {samples} samples a step, "
                     f"the global batch is {self.global_batch}"
                 )
-        if self.binding and set(self.binding) != set(devices):
+        if self.binding and set(self.binding) != devices:
             refuse(f"plan {self.number}: binding must name exactly the members {sorted(devices)}")
+
+    def _least_version(self) -> int:
+        pipelines = [pipeline for module in self.modules for pipeline in module.pipelines]
+        sliced = any(stage.sequence_parallel for pipeline in pipelines for stage in pipeline.stages)
+        lanes = any(pipeline.rows for pipeline in pipelines)
+        if sliced or lanes or len(self._placed()) > len(self.places):
+            return 3
+        return 2 if self.sequence or any(pipeline.chunks > 1 for pipeline in pipelines) else 1
 
     def _placed(self) -> list[tuple[str, Place]]:
         return [
-            (device, Place(m, p, s, position))
-            for m, module in enumerate(self.modules)
-            for p, pipeline in enumerate(module.pipelines)
-            for s, stage in enumerate(pipeline.stages)
+            (device, Place(m, p, s, position, j))
+            for m, pipelines in enumerate(self._lanes)
+            for p, lanes in enumerate(pipelines)
+            for j, lane in enumerate(lanes)
+            for s, stage in enumerate(lane.stages)
             for position, device in enumerate(stage.devices)
         ]
+
+    @cached_property
+    def _lanes(self) -> tuple[tuple[tuple[Pipeline, ...], ...], ...]:
+        """By module, pipeline and lane."""
+        return tuple(tuple(pipeline.by_lane for pipeline in module.pipelines) for module in self.modules)
 
     @property
     def modules(self) -> tuple[ModulePlan, ...]:
@@ -317,17 +421,31 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
         """The pipelines of the first module; a plain language model has no other."""
         return self.modules[0].pipelines
 
+    @cached_property
+    def by_lane(self) -> tuple[Pipeline, ...]:
+        """The same pipelines lane by lane, each lane as a pipeline of its own: the copies of the model."""
+        return tuple(lane for lanes in self._lanes[0] for lane in lanes)
+
     def walk(self) -> Iterator[tuple[ModulePlan, Pipeline, Stage]]:
-        """Every stage with its module and its pipeline, in rank order."""
-        for module in self.modules:
-            for pipeline in module.pipelines:
-                for stage in pipeline.stages:
-                    yield module, pipeline, stage
+        """Every TP group in rank order: its module, and the pipeline and the stage of its lane alone."""
+        for module, pipelines in zip(self.modules, self._lanes, strict=True):
+            for lane in chain.from_iterable(pipelines):
+                for stage in lane.stages:
+                    yield module, lane, stage
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """The place of each member that computes, in rank order: by (module, pipeline, stage, position)."""
-        return dict(self._placed())
+        """The place of each member that computes, in rank order: by module, pipeline, lane, stage, position.
+
+        Of a device with a place in several modules that in the first of them; `places_of` has them all."""
+        found: dict[str, Place] = {}
+        for device, place in self._placed():
+            found.setdefault(device, place)
+        return found
+
+    def places_of(self, device: str) -> tuple[Place, ...]:
+        """The places of a device: at most one in each module; none of one that does not compute."""
+        return tuple(place for name, place in self._placed() if name == device)
 
     @cached_property
     def members(self) -> tuple[str, ...]:
@@ -354,11 +472,11 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
         return self.members.index(device)
 
     def pipeline(self, place: Place) -> Pipeline:
-        """The pipeline of a place."""
-        return self.modules[place.module].pipelines[place.pipeline]
+        """The pipeline of a place, as far as its lane goes: its TP groups and its micro-batches alone."""
+        return self._lanes[place.module][place.pipeline][place.lane]
 
     def stage(self, place: Place) -> Stage:
-        """The stage of a place."""
+        """The stage of a place, likewise: its TP group alone."""
         return self.pipeline(place).stages[place.stage]
 
     def replace(self, **changes: Any) -> Plan:

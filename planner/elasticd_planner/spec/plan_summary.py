@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from elasticd_planner.spec.cluster import Rates, rate_of
-from elasticd_planner.spec.plan import Pipeline, Plan
+from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 
 #: How many of a kind are named before the rest is counted.
 NAMED = 8
@@ -34,13 +34,30 @@ def describe(plan: Plan, rates: Rates) -> str:
 
 def _form(pipeline: Pipeline) -> str:
     stages = " + ".join(
-        f"TP{len(s.devices)} x {s.layers} layer{'s' if s.layers > 1 else ''}"
+        f"{_groups(s)} x {s.layers} layer{'s' if s.layers > 1 else ''}"
         + (f" in {len(s.chunks)} chunks" if s.later else "")
-        + (f" (shares {':'.join(map(str, s.shares))})" if len(set(s.shares)) > 1 else "")
+        + _shares(s)
         + (" recomputing" if s.recompute else "")
+        + (" sequence parallel" if s.sequence_parallel else "")
         for s in pipeline.stages
     )
-    return f"{stages} with {pipeline.micro_batches} micro-batches"
+    counts = " + ".join(map(str, pipeline.micro_batches_by_lane))
+    if pipeline.rows:
+        return f"{len(pipeline.rows)} lanes of {stages} with {counts} micro-batches"
+    return f"{stages} with {counts} micro-batches"
+
+
+def _groups(stage: Stage) -> str:
+    widths = stage.widths if len({*stage.widths}) > 1 else stage.widths[:1]
+    return "/".join(f"TP{width}" for width in widths)
+
+
+def _shares(stage: Stage) -> str:
+    """Of groups of unequal shares; lane by lane."""
+    lanes = [lane.shares for lane in stage.by_lane]
+    if all(len({*shares}) == 1 for shares in lanes):
+        return ""
+    return f" (shares {' / '.join(':'.join(map(str, shares)) for shares in lanes)})"
 
 
 def _some(items: Sequence[str], between: str = ", ") -> str:

@@ -10,6 +10,8 @@ Integers throughout, so that every rank cuts alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from math import prod
 
 from elasticd_planner.spec.model import ModelSpec
@@ -68,14 +70,19 @@ def _cut(descending: Sequence[int], most: int, room: int, linear: int) -> list[i
 
 def _split(sizes: list[int], descending: Sequence[int], count: int, linear: int) -> list[int]:
     """Halves the costliest runs until there are `count`."""
-    while len(sizes) < count:
-        firsts = [sum(sizes[:i]) for i in range(len(sizes))]
-        several = [i for i, size in enumerate(sizes) if size > 1]
-        costs = [cost(size, descending[first], linear) for size, first in zip(sizes, firsts, strict=True)]
-        index = max(several, key=costs.__getitem__)
-        size = sizes[index]
-        sizes[index : index + 1] = [size - size // 2, size // 2]
-    return sizes
+    runs = [(first, size) for first, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
+    done = [(first, size) for first, size in runs if size == 1]
+    costly = [(-cost(size, descending[first], linear), first, size) for first, size in runs if size > 1]
+    heapify(costly)
+    while len(costly) + len(done) < count:
+        _, start, whole = heappop(costly)
+        half = whole // 2
+        for first, size in ((start, whole - half), (start + whole - half, half)):
+            if size > 1:
+                heappush(costly, (-cost(size, descending[first], linear), first, size))
+            else:
+                done.append((first, size))
+    return [size for _, size in sorted(done + [(first, size) for _, first, size in costly])]
 
 
 def dealt(costs: Sequence[int], slots: Sequence[int]) -> tuple[tuple[int, ...], ...]:

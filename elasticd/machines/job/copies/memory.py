@@ -13,10 +13,10 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping
 
-from elasticd_planner.cost.model_profile import ModelProfile, item_size
+from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.box import Box
-from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.model import ModelSpec, item_size
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
 

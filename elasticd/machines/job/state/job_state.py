@@ -43,7 +43,7 @@ from elasticd_planner.policy.policy import Moved, PolicySettings
 from elasticd_planner.policy.stability import Stability
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiling.fit import STEPS
-from elasticd_planner.spec.cluster import Device, Link, node_of
+from elasticd_planner.spec.cluster import Device, Level, Link, node_of
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import Lengths
 from elasticd_planner.spec.step_measurements import Reported, Step
@@ -127,6 +127,7 @@ class JobSettings(Value, frozen=True, kw_only=True):
     flops: float = GUESSED_FLOPS  # of a normal device, per second, until steps were measured
     inside: Link = Link()  # links inside a node, until they are measured
     between: Link = Link()  # links between nodes, until they are measured
+    levels: tuple[Level, ...] = ()  # further levels of links, which join some nodes, the nearest first
 
     def __post_init__(self) -> None:
         times = [getattr(self, name) for name in self.__struct_fields__ if name.endswith("_seconds")]
@@ -221,6 +222,7 @@ class Basis(Value, frozen=True, kw_only=True):
     rates: dict[str, float]  # slowdown of stragglers, by device
     profile: ModelProfile  # seconds and bytes of the model
     interleave: int = 1  # chunks of layers that a device may have
+    lanes: int = 1  # lanes that a pipeline may have
 
 
 class Asked(Value, frozen=True, kw_only=True):

@@ -106,4 +106,5 @@ def _restored_basis(problem: Problem | None) -> Basis | None:
         rates=dict(problem.rates),
         profile=problem.profile,
         interleave=problem.search_space.interleave,
+        lanes=problem.search_space.lanes,
     )

@@ -1,0 +1,64 @@
+"""Rows: no drawn plan deadlocks, and some of them are trained by processes under the rules of NCCL."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from _results import Row, row
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from elasticd_planner.layout.launch_order import deadlock
+
+from tests.accelerators import test_training, vgpu
+from tests.planner.drawn_plans import drawn_plan
+from tests.planner.test_launches import logs_of
+from tests.runtime import test_parity
+
+#: Plans whose launches are checked, and plans that are trained.
+PLANS, TRAINED = 10_000, 50
+#: Devices that a trained plan may use.
+DEVICES = tuple(f"n{node}/{local}" for node in range(2) for local in range(3))
+
+
+def free(seed: int) -> bool:
+    """Whether the launches of a drawn plan can be carried out whatever the timing."""
+    found = deadlock(logs_of(seed))
+    if found is not None:
+        print(f"plan {seed}: {found}", file=sys.stderr)
+    return found is None
+
+
+def trains(seed: int) -> bool:
+    """Whether a drawn plan trains as one process does, and launches what the plan says."""
+    plan = drawn_plan(
+        seed,
+        layers=test_parity.CONFIG.layers,
+        devices=DEVICES,
+        micro_batches=test_parity.BATCH,
+        carriers=False,
+    )
+    try:
+        test_training.check(plan)
+    except AssertionError as error:
+        print(f"plan {seed} in processes: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def deadlock_rows() -> Iterator[Row]:
+    """Uneven TP, unlike pipelines, interleaved ones, ZeRO 0 to 2 with carriers, buckets of any size."""
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        count = sum(pool.imap_unordered(free, range(PLANS), chunksize=50))
+    yield row("drawn plans without deadlock", count, "", goal=f"{PLANS:,}", met=count == PLANS)
+
+
+def strict_rows() -> Iterator[Row]:
+    """On vgpu, each rank a process; weights within 1e-10 of one process."""
+    vgpu.library()
+    count = sum(map(trains, range(TRAINED)))
+    title = "of them trained in processes under strict communicators, exactly and as predicted"
+    yield row(title, count, "", goal=str(TRAINED), met=count == TRAINED)

@@ -1,0 +1,91 @@
+"""A step on the CPU now over one of an earlier commit: what a change costs who has no use for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+from _pairs import Ratio, ratio
+from _results import ROOT, Row, row
+
+#: The most that the ratio may be, with all of its interval.
+STEP = 1.03
+#: Pairs go on until half the interval is as narrow as this, or there are so many.
+NARROW, LEAST_PAIRS, MOST_PAIRS, STEPS_OF_A_PAIR = 0.01, 80, 400, 10
+#: Processes start anew after so many pairs: where one has its memory makes it faster or slower to its end.
+PAIRS_OF_A_START = 20
+#: The plans of _step_side.py: their ranks, and what the row calls them.
+ALONE, CUT = ("alone", 1, "a step on the CPU"), ("cut", 4, "a step of four ranks in unlike TP, stages and ZeRO")
+Sort = tuple[str, int, str]
+
+
+def step_rows(before: str, *sorts: Sort) -> Iterator[Row]:
+    """In turns, in processes that stay for a while, for each sort of step; `before` is the earlier commit."""
+    with tree_of(before) as tree:
+        for sort in sorts:
+            found = paired(tree, sort)
+            name = f"{sort[2]} over that of {before}"
+            yield row(name, found.value, "x", noise=found.noise)
+            top = f"{name}: upper end of the 95 % interval ({found.pairs} pairs)"
+            yield row(top, found.high, "x", goal=f"<= {STEP}", met=found.high <= STEP)
+
+
+@contextmanager
+def tree_of(commit: str) -> Iterator[Path]:
+    """The files of a commit, in a folder."""
+    with TemporaryDirectory(prefix="eb-base-") as folder:
+        archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        yield Path(folder)
+
+
+def paired(tree: Path, sort: Sort) -> Ratio:
+    """This tree's step over that of `tree`, until the interval is narrow."""
+    ours, theirs = list[float](), list[float]()
+    while len(ours) < MOST_PAIRS and (len(ours) < LEAST_PAIRS or ratio(ours, theirs).noise > NARROW):
+        with _Side(ROOT, sort) as our, _Side(tree, sort) as their:
+            for side in (our, their):
+                side.seconds(3 * STEPS_OF_A_PAIR)
+            for number in range(PAIRS_OF_A_START):
+                for side, spent in ((our, ours), (their, theirs))[:: -1 if number % 2 else 1]:
+                    spent.append(side.seconds(STEPS_OF_A_PAIR))
+    return ratio(ours, theirs)
+
+
+class _Side(AbstractContextManager["_Side"]):
+    """The ranks of one tree."""
+
+    def __init__(self, tree: Path, sort: Sort) -> None:
+        name, ranks, _ = sort
+        self._folder = TemporaryDirectory(prefix="eb-side-")
+        program = str(ROOT / "benchmarks/_step_side.py")
+        self._ranks = [
+            subprocess.Popen(
+                [sys.executable, program, str(tree), name, str(rank), self._folder.name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=tree,
+            )
+            for rank in range(ranks)
+        ]
+
+    def seconds(self, steps: int) -> float:
+        """Of one step, by the rank that took longest."""
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(f"{steps}\n".encode())
+            rank.stdin.flush()
+        return max(
+            msgspec.json.decode(rank.stdout.readline(), type=float) for rank in self._ranks if rank.stdout
+        )
+
+    def __exit__(self, *_: object) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+        self._folder.cleanup()

@@ -1,0 +1,159 @@
+"""The data plane of one member of a plan: the communicators over which tensors of the model go.
+
+Which there are, and in what order a rank launches on them, follows from the plan: see
+`elasticd_planner.layout.launches`. A communicator carries out a rank's operations one after the other. A
+message has exactly the size of the tensor that receives it, and no tag. So every backend can be NCCL's kind or
+gloo's kind. Votes, headers and other words of the host are no data: they go over `Group`s of the host.
+
+This file has the seam, and its implementation over gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from elasticd_planner.layout.launches import Channel, Use
+from torch import Tensor
+
+from elasticd.runtime.comm.groups import Group, PlanGroups
+
+
+class Team(Protocol):
+    """Devices that compute sums and gathers together: a TP group, or a set of holders of a gradient."""
+
+    members: tuple[str, ...]
+    me: str
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the members, the same to the bit on each. It may be in the memory of `tensor`."""
+
+    def all_gather(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """All members' tensors, of one shape, stacked by rank: [size, *shape]; in `out`, if it is given."""
+
+    def begin_all_reduce(self, tensor: Tensor) -> Any:
+        """Launches an all-reduce in place, which runs beside computation. Returns the work for `finish`."""
+
+    def finish(self, work: Any) -> None:
+        """Waits for an all-reduce that `begin_all_reduce` launched."""
+
+
+class Pair(Protocol):
+    """Messages from one device to another, in order. The one end only sends, the other only receives."""
+
+    def send(self, tensor: Tensor) -> int:
+        """Launches a message, and keeps its tensor until it is known to have arrived.
+
+        Returns:
+            A number for `arrived`.
+        """
+
+    def begin_receive(self, tensor: Tensor) -> Any:
+        """Launches the receipt of the next message into a tensor of its size. Returns the work for `finish`."""
+
+    def finish(self, work: Any) -> None:
+        """Waits for a message that `begin_receive` launched."""
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        """Receives the next message into a tensor of its size, and waits for it."""
+
+    def arrived(self, numbers: Iterable[int]) -> None:
+        """Drops the tensors of messages that have arrived."""
+
+
+class Communicators(Protocol):
+    """All communicators of one member of a plan."""
+
+    def team(self, channel: Channel) -> Team:
+        """Those that compute sums together."""
+
+    def pair(self, channel: Channel) -> Pair:
+        """Messages from the first member to the second."""
+
+    def received(self) -> None:
+        """Drops the tensors of all messages, after a collective that proves that they have arrived."""
+
+
+#: Makes the communicators of one member: called with those that it is in, in an order that is the same on all
+#: members, and with the group of all members of the plan.
+Connect = Callable[[PlanGroups, tuple[Channel, ...], Group], Communicators]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """What one member of a plan has to do with the others."""
+
+    everyone: Group  #: all members, for the words of the host
+    communicators: Communicators  #: for tensors of the model
+
+    @property
+    def me(self) -> str:
+        """This device."""
+        return self.everyone.me
+
+
+#: Tags of the messages of each use among those of the group of all members.
+_TAGS: dict[Use, int] = {"activation": (1 << 24) + 1, "gradient": (1 << 24) + 2, "state": (1 << 24) + 3}
+#: What the stopwatch counts their seconds for.
+_LABELS: dict[Use, str] = {"activation": "boundary", "gradient": "boundary", "state": "reduce"}
+
+
+class GlooCommunicators:
+    """Communicators over gloo: teams are groups, and pairs are messages in the group of all members, told
+    apart by tags. Tensors of an accelerator go by way of the host."""
+
+    def __init__(self, plan_groups: PlanGroups, channels: tuple[Channel, ...], everyone: Group) -> None:
+        self._plan_groups, self._everyone = plan_groups, everyone
+        for channel in channels:
+            if channel.use in ("tensor", "reduce"):
+                plan_groups.group(channel.members, channel.use)
+
+    def team(self, channel: Channel) -> Group:
+        """The group of its members; of one alone, which no plan lists, one that does nothing."""
+        return self._plan_groups.group(channel.members, channel.use)
+
+    def pair(self, channel: Channel) -> GlooPair:
+        """Costs nothing until it is used."""
+        return GlooPair(self._everyone, channel)
+
+    def received(self) -> None:
+        """See `Group.received`."""
+        self._everyone.received()
+
+
+class GlooPair:
+    """A `Pair` in the group of all members. Gloo delivers messages of one tag in the order of launches."""
+
+    def __init__(self, everyone: Group, channel: Channel) -> None:
+        source, to = map(everyone.members.index, channel.members)
+        self._everyone, self._peer = everyone, to if source == everyone.rank else source
+        self._tag, self._label = _TAGS[channel.use], _LABELS[channel.use]
+
+    def send(self, tensor: Tensor) -> int:
+        """See `Group.send`. Nothing is sent of an empty tensor."""
+        if not tensor.numel():
+            return 0
+        return self._everyone.send(tensor, self._peer, self._tag, self._label)
+
+    def begin_receive(self, tensor: Tensor) -> Any:
+        """See `Group.post`."""
+        if not tensor.numel():
+            return None
+        return self._everyone.post(tensor, self._peer, self._tag)
+
+    def finish(self, work: Any) -> None:
+        """See `Group.take`."""
+        if work is not None:
+            self._everyone.take(work, self._label, self._peer)
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        """See `Group.receive`."""
+        self.finish(self.begin_receive(tensor))
+        return tensor
+
+    def arrived(self, numbers: Iterable[int]) -> None:
+        """See `Group.arrived`."""
+        self._everyone.arrived(numbers)

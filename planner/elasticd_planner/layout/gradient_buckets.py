@@ -1,0 +1,87 @@
+"""Buckets of gradients: which pieces of a reduction share a flat buffer, and the order of their all-reduces.
+
+All devices of a holder set cut the same buckets. A device that is in several sets launches the buckets of all
+of them in one order, that in which backward passes compute gradients: the model's last parameters first. The
+order depends on the buckets alone, so that every device has the same: sets that overlap cannot wait for each
+other in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from elasticd_planner.layout.gradient_reduction import Piece, Reduction
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.model import item_size
+from elasticd_planner.value import Value
+
+#: Bytes of one flat buffer; a piece that is larger has one to itself. Small enough that several are under way
+#: while a model of a few blocks runs backward.
+BUCKET = 4 * 1024 * 1024
+
+#: The dtype that the gradients of a parameter are summed in, by the parameter's name.
+DtypeOf = Callable[[str], str]
+
+
+class Bucket(Value, frozen=True, kw_only=True):
+    """Pieces of gradients, all of one dtype, that are reduced in one flat buffer."""
+
+    devices: tuple[str, ...]  #: that reduce it
+    pieces: tuple[Piece, ...]  #: in the order in which they lie in the buffer
+    dtype: str
+    counter: str  #: the device that adds the squares of this bucket to the norm; devices take turns
+
+    @property
+    def size(self) -> int:
+        """Its elements."""
+        return sum(piece.box.size for piece in self.pieces)
+
+
+def buckets(
+    layouts: Layouts, reductions: Sequence[Reduction], dtype_of: DtypeOf | None = None, most: int = BUCKET
+) -> tuple[Bucket, ...]:
+    """The buckets of some reductions, in the order in which every device launches those that it is in.
+
+    Args:
+        layouts: of the plan.
+        reductions: some of the plan's; those of one device need no bucket.
+        dtype_of: None: gradients have the dtype of their parameters.
+        most: bytes of one bucket.
+    """
+    dtype_of = dtype_of or (lambda name: layouts.parameter(name).dtype)
+    number = {name: index for index, name in enumerate(layouts.trained)}
+    rank = {device: index for index, device in enumerate(layouts.plan.members)}
+    made = [
+        bucket
+        for reduction in reductions
+        if len(reduction.devices) > 1
+        for bucket in _of_set(reduction, dtype_of, most)
+    ]
+
+    def order(bucket: Bucket) -> tuple[int, list[int], tuple[int, ...]]:
+        last = bucket.pieces[-1]  # the one that is computed last
+        return -number[last.name], [rank[device] for device in bucket.devices], last.box.start
+
+    return tuple(sorted(made, key=order))
+
+
+def _of_set(reduction: Reduction, dtype_of: DtypeOf, most: int) -> Iterator[Bucket]:
+    devices = reduction.devices
+    for index, (dtype, pieces) in enumerate(_cut(reduction, dtype_of, most)):
+        counter = devices[index % len(devices)]
+        yield Bucket(devices=devices, pieces=tuple(pieces), dtype=dtype, counter=counter)
+
+
+def _cut(reduction: Reduction, dtype_of: DtypeOf, most: int) -> Iterator[tuple[str, list[Piece]]]:
+    bucket: list[Piece] = []
+    size, last = 0, ""
+    for piece in reversed(reduction.pieces):
+        dtype = dtype_of(piece.name)
+        more = piece.box.size * item_size(dtype)
+        if bucket and (size + more > most or dtype != last):
+            yield last, bucket
+            bucket, size = [], 0
+        bucket.append(piece)
+        size, last = size + more, dtype
+    if bucket:
+        yield last, bucket

@@ -1,0 +1,284 @@
+"""The data plane of a plan: its communicators, and the order in which each rank launches on them in a step.
+
+Tensors of the model go over communicators: one for each TP group, one for each set of devices that reduce
+gradients together, and one for each direction and use between two devices that send to each other. A
+communicator carries out the operations of a rank one after the other, as NCCL does: messages have no tags, and
+a receive takes the next message of exactly its size. So all members of a communicator must launch the same
+operations in the same order. `launches` derives that order from the plan and the batch; the runtime launches in
+it, and `deadlock(launches(...))` says whether it can be carried out at all, whatever the timing.
+
+What the host tells others (votes, headers of activations, sample ids) is not data and goes elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from elasticd_planner.layout.gradient_buckets import BUCKET, Bucket, DtypeOf, buckets
+from elasticd_planner.layout.gradient_reduction import (
+    Delivery,
+    buffers_away,
+    gradients_away,
+    reductions,
+    values_back,
+)
+from elasticd_planner.layout.launch_order import Join, Launch, Operation
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.layout.stage_boundary import Senders, activations, gradients
+from elasticd_planner.spec.batch import BatchPlan
+from elasticd_planner.spec.plan import Pipeline, Place
+
+#: What a communicator is for. "tensor": collectives inside of sections. "reduce": sums of gradients.
+#: "activation", "gradient": between stages, forth and back. "state": what ZeRO delivers.
+Use = Literal["tensor", "reduce", "activation", "gradient", "state"]
+
+#: (stages, stage, micro-batches, chunks) -> (kind, micro-batch, chunk) of each pass: `cost.schedule.passes`.
+Schedule = Callable[[int, int, int, int], Iterator[tuple[str, int, int]]]
+
+#: Receipts are launched this many passes before they are waited for, so that the sender need not wait for this
+#: device and what it sends travels while this device computes.
+AHEAD = 2
+
+
+class Channel(NamedTuple):
+    """A communicator: what it is for, and its members in rank order. Messages go from the first of two
+    members to the second."""
+
+    use: Use
+    members: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.use} {' '.join(self.members)}"
+
+
+class Border(NamedTuple):
+    """A boundary of one device's stage with another: from whom it receives, and to whom it sends."""
+
+    source: str
+    destinations: tuple[str, ...]
+
+
+def before(pipeline: Pipeline, place: Place, device: str) -> Border:
+    """The boundary with the stage before, in a turn of the pipeline (the first stage's is the last): whence
+    activations come, and where their gradients go."""
+    here, other = pipeline.stages[place.stage], pipeline.stages[place.stage - 1]
+    return Border(_source(activations(other, here), device), gradients(other, here).get(device, ()))
+
+
+def after(pipeline: Pipeline, place: Place, device: str) -> Border:
+    """The boundary with the stage after, in a turn of the pipeline (the last stage's is the first): whence
+    gradients come, and where activations go."""
+    stages = pipeline.stages
+    here, other = stages[place.stage], stages[(place.stage + 1) % len(stages)]
+    return Border(_source(gradients(here, other), device), activations(here, other).get(device, ()))
+
+
+def _source(senders: Senders, device: str) -> str:
+    return next(source for source, to in senders.items() if device in to)
+
+
+def gradient_receipts(
+    order: Sequence[tuple[str, int, int]], receives: Callable[[int], bool]
+) -> list[list[tuple[int, int]]]:
+    """For each pass the gradients whose receipt is launched at its begin, as (micro-batch, chunk): those that
+    are waited for at most `AHEAD` passes later, once their activation is there, so that their size is known.
+
+    Args:
+        order: of a stage's passes.
+        receives: whether the stage receives the gradients of a chunk's output from another one.
+    """
+    forward = {(index, chunk): at for at, (kind, index, chunk) in enumerate(order) if kind == "forward"}
+    found: list[list[tuple[int, int]]] = [[] for _ in order]
+    begun = 0  # messages come in the order of the passes that wait for them
+    for at, (kind, index, chunk) in enumerate(order):
+        if kind == "backward" and receives(chunk):
+            begun = max(begun, at - AHEAD, forward[index, chunk] + 1)
+            found[begun].append((index, chunk))
+    return found
+
+
+def channels(layouts: Layouts, device: str) -> tuple[Channel, ...]:
+    """The communicators that a device is a member of, in an order that is the same on all devices."""
+    plan = layouts.plan
+    found = {Channel("reduce", r.devices) for r in reductions(layouts) if len(r.devices) > 1}
+    if device in plan.places:
+        place = plan.places[device]
+        pipeline, stage = plan.pipeline(place), plan.stage(place)
+        if len(stage.devices) > 1:
+            found.add(Channel("tensor", stage.devices))
+        for receives, sends, border in _borders(pipeline, place, device):
+            found.add(Channel(receives, (border.source, device)))
+            found |= {Channel(sends, (device, to)) for to in border.destinations}
+    for deliveries in (gradients_away, values_back, buffers_away):
+        for each in deliveries(layouts, device):
+            found |= {Channel("state", (each.source, to)) for to in each.destinations}
+    rank = {name: index for index, name in enumerate(plan.members)}
+    mine = [channel for channel in found if device in channel.members]
+    return tuple(sorted(mine, key=lambda channel: ([rank[name] for name in channel.members], channel.use)))
+
+
+def _borders(pipeline: Pipeline, place: Place, device: str) -> Iterator[tuple[Use, Use, Border]]:
+    """What a device receives, what it sends, and with whom: at each boundary that its stage has."""
+    stage, turns = pipeline.stages[place.stage], pipeline.chunks > 1
+    if len(pipeline.stages) > 1 and (stage.start > 0 or turns):
+        yield "activation", "gradient", before(pipeline, place, device)
+    if len(pipeline.stages) > 1 and (stage.stop < pipeline.layers or turns):
+        yield "gradient", "activation", after(pipeline, place, device)
+
+
+def launches(
+    layouts: Layouts,
+    batch: BatchPlan,
+    schedule: Schedule,
+    *,
+    dtype_of: DtypeOf | None = None,
+    bucket: int = BUCKET,
+    tensors: tuple[int, int] = (1, 1),
+) -> dict[str, tuple[Launch | Join, ...]]:
+    """What each member of a plan launches in one step, and where its computation waits for it, in its order.
+
+    The collectives of a section of one pass count as one. A rank alone in a set launches nothing for it.
+
+    Args:
+        layouts: of the plan.
+        batch: of the step.
+        schedule: the order of passes.
+        dtype_of: the dtype that gradients are summed in, by parameter; None: that of the parameter.
+        bucket: bytes of a bucket of gradients.
+        tensors: what passes between stages, a message for each; and of how many the gradient goes back.
+    """
+    cut = buckets(layouts, reductions(layouts), dtype_of, bucket)
+    delivered = {
+        "gradients": gradients_away(layouts),
+        "values": values_back(layouts),
+        "buffers": buffers_away(layouts),
+    }
+    return {
+        device: tuple(_Rank(layouts, device, cut, delivered, batch, schedule, tensors).log)
+        for device in layouts.plan.members
+    }
+
+
+class _Rank:
+    """Collects the launches of one rank."""
+
+    def __init__(
+        self,
+        layouts: Layouts,
+        device: str,
+        cut: Sequence[Bucket],
+        delivered: Mapping[str, Sequence[Delivery]],
+        batch: BatchPlan,
+        schedule: Schedule,
+        tensors: tuple[int, int],
+    ) -> None:
+        self._tensors = {"activation": tensors[0], "gradient": tensors[1]}
+        self.log: list[Launch | Join] = []
+        self._layouts, self._device = layouts, device
+        self._buckets = [bucket for bucket in cut if device in bucket.devices]
+        self._launched: list[str] = []
+        if device in layouts.plan.places:
+            place = layouts.plan.places[device]
+            pipeline = layouts.plan.pipeline(place)
+            self._place, self._layers, self._stage = place, pipeline.layers, layouts.plan.stage(place)
+            self._sections = [list(layouts.spec.sections(*span)) for span in self._stage.chunks]
+            if len(pipeline.stages) > 1:
+                self._before, self._after = before(pipeline, place, device), after(pipeline, place, device)
+            micro_batches = len(batch.of(place))
+            self._passes(list(schedule(len(pipeline.stages), place.stage, micro_batches, pipeline.chunks)))
+        self._reduce(None)
+        for operation in self._launched:
+            self.log.append(Join(operation))
+        for what, deliveries in delivered.items():
+            self._deliver(what, deliveries)
+
+    def _launch(self, channel: Channel, operation: str, *, join: bool = False) -> None:
+        self.log.append(Launch(str(channel), (Operation(operation, channel.members),)))
+        if join:
+            self.log.append(Join(operation))
+
+    def _passes(self, order: Sequence[tuple[str, int, int]]) -> None:
+        last = {chunk: at for at, (kind, _, chunk) in enumerate(order) if kind == "backward"}
+        receipts = gradient_receipts(order, lambda chunk: self._stage.chunks[chunk][1] < self._layers)
+        done: set[str] = set()
+        for at, (kind, index, chunk) in enumerate(order):
+            for receipt in receipts[at]:
+                self._receive("gradient", self._after, *receipt)
+            start, stop = self._stage.chunks[chunk]
+            sections = self._sections[chunk]
+            from_chunk = chunk - (self._place.stage == 0)  # of the stage before
+            if kind == "forward":
+                if start > 0:
+                    self._receive("activation", self._before, index, from_chunk)
+                    self._await("activation", self._before, index, from_chunk)
+                self._inside(kind, index, sections)
+                if stop < self._layers:
+                    self._send("activation", self._after, index, chunk)
+                continue
+            if stop < self._layers:
+                self._await("gradient", self._after, index, chunk)
+            for section in reversed(sections):
+                self._inside(kind, index, [section])
+                if at == last[chunk]:
+                    done.add(section)
+                    self._reduce(done)
+            if start > 0:
+                self._send("gradient", self._before, index, from_chunk)
+
+    def _receive(self, use: Use, border: Border, index: int, chunk: int) -> None:
+        """Launches the receipt of all tensors of a micro-batch."""
+        channel = Channel(use, (border.source, self._device))
+        for operation in self._messages(channel, index, chunk):
+            self._launch(channel, operation)
+
+    def _await(self, use: Use, border: Border, index: int, chunk: int) -> None:
+        """Waits for them."""
+        for operation in self._messages(Channel(use, (border.source, self._device)), index, chunk):
+            self.log.append(Join(operation))
+
+    def _send(self, use: Use, border: Border, index: int, chunk: int) -> None:
+        for to in border.destinations:
+            channel = Channel(use, (self._device, to))
+            for operation in self._messages(channel, index, chunk):
+                self._launch(channel, operation)
+
+    def _messages(self, channel: Channel, index: int, chunk: int) -> Iterator[str]:
+        for tensor in range(self._tensors[channel.use]):
+            yield f"{channel}: tensor {tensor} of micro-batch {index} of chunk {chunk}"
+
+    def _inside(self, kind: str, index: int, sections: Sequence[str]) -> None:
+        """The collectives of the TP group."""
+        for section in sections:
+            cut = any(parameter.cut is not None for parameter in self._layouts.spec.section(section))
+            if cut and len(self._stage.devices) > 1:
+                channel = Channel("tensor", self._stage.devices)
+                self._launch(channel, f"{channel}: {kind} {index} {section}", join=True)
+
+    def _reduce(self, done: set[str] | None) -> None:
+        """Launches the next buckets whose gradients are all there; None: all that are left."""
+        for bucket in self._buckets[len(self._launched) :]:
+            users = {user for piece in bucket.pieces for user in self._users(piece.name)}
+            if done is not None and not users <= done:
+                return
+            channel, first = Channel("reduce", bucket.devices), bucket.pieces[0]
+            operation = f"{channel}: {first.name} {first.box.start}"
+            self._launch(channel, operation)
+            self._launched.append(operation)
+
+    def _users(self, name: str) -> Iterator[str]:
+        """The sections here that use a parameter; a tied one may have several."""
+        held = {section for sections in self._sections for section in sections}
+        for used in (name, *(alias for alias, owner in self._layouts.spec.ties if owner == name)):
+            yield from (section for section in held if used.startswith(f"{section}."))
+
+    def _deliver(self, what: str, deliveries: Sequence[Delivery]) -> None:
+        """Sends all, then receives. Here each is joined at once: what runs so runs with later joins, too."""
+        for sends in (True, False):
+            for each in deliveries:
+                name, box = each.pieces[0]
+                for to in each.destinations:
+                    if self._device == (each.source if sends else to):
+                        channel = Channel("state", (each.source, to))
+                        operation = f"{channel}: {what} {' '.join(each.destinations)} {name} {box.start}"
+                        self._launch(channel, operation, join=not sends)

@@ -1,0 +1,101 @@
+"""What the ranks of a plan launch in a step can always be carried out, whatever the timing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from elasticd_planner.cost.schedule import Pass, passes
+from elasticd_planner.layout.gradient_buckets import buckets
+from elasticd_planner.layout.gradient_reduction import reductions
+from elasticd_planner.layout.launch_order import Join, Launch, deadlock
+from elasticd_planner.layout.launches import AHEAD, channels, gradient_receipts, launches
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import batch_plan
+
+from tests import sizes
+from tests.planner.drawn_plans import SPEC, drawn_plan
+
+
+def logs_of(seed: int, tensors: tuple[int, int] = (1, 1)) -> dict[str, tuple[Launch | Join, ...]]:
+    """The launches of a drawn plan, with buckets of a drawn size."""
+    made = drawn_plan(seed)
+    batch = batch_plan(made, 0, range(made.global_batch))
+    bucket = random.Random(seed).choice([1, 1 << 10, 1 << 14, 1 << 22])
+    return launches(Layouts(SPEC, made), batch, passes, bucket=bucket, tensors=tensors)
+
+
+@pytest.mark.parametrize("seed", sizes.beside(range(40), range(1000)))
+def test_no_plan_deadlocks(seed: int) -> None:
+    assert deadlock(logs_of(seed)) is None
+
+
+@pytest.mark.parametrize("seed", sizes.beside(range(10), range(100)))
+def test_no_plan_deadlocks_where_named_tensors_pass(seed: int) -> None:
+    tensors = random.Random(seed).choice([(2, 1), (3, 2), (5, 3)])
+    assert deadlock(logs_of(seed, tensors)) is None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_all_launch_on_the_communicators_that_they_have_and_on_no_other(seed: int) -> None:
+    layouts = Layouts(SPEC, drawn_plan(seed))
+    for device, log in logs_of(seed).items():
+        launched = {entry.communicator for entry in log if isinstance(entry, Launch)}
+        assert launched == set(map(str, channels(layouts, device)))
+
+
+def test_buckets_are_bounded_of_one_dtype_and_in_one_order_on_all_devices() -> None:
+    layouts = Layouts(SPEC, drawn_plan(3))
+    cut = buckets(
+        layouts, reductions(layouts), lambda name: "float64" if "o.weight" in name else "float32", 4096
+    )
+    assert len(cut) > 20
+    for bucket in cut:
+        assert len({"o.weight" in piece.name for piece in bucket.pieces}) == 1
+        assert bucket.size * (8 if bucket.dtype == "float64" else 4) <= 4096 or len(bucket.pieces) == 1
+    for device in layouts.plan.members:
+        mine = [each for each in reductions(layouts) if device in each.devices]
+        own = list(buckets(layouts, mine, None, 4096))
+        assert own == [
+            bucket for bucket in buckets(layouts, reductions(layouts), None, 4096) if device in bucket.devices
+        ]
+
+
+def test_a_rank_that_launched_two_buckets_the_other_way_round_would_wait_for_ever() -> None:
+    found = 0
+    for seed in range(10):
+        logs = logs_of(seed)
+        for device, log in logs.items():
+            at = [
+                i
+                for i, entry in enumerate(log)
+                if isinstance(entry, Launch) and entry.communicator.startswith("reduce")
+            ]
+            if len({log[i].communicator for i in at}) < len(at):  # type: ignore[union-attr]
+                mixed = list(log)
+                first = next(i for i in at[1:] if log[i].communicator == log[at[0]].communicator)  # type: ignore[union-attr]
+                mixed[at[0]], mixed[first] = log[first], log[at[0]]
+                found += deadlock({**logs, device: mixed}) is not None
+                break
+    assert found >= 3
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_receipts_of_gradients_are_launched_ahead_once_their_activation_is_there(chunks: int) -> None:
+    order = list(passes(4, 1, 8, chunks))
+    receipts = gradient_receipts(order, lambda chunk: chunk != 1)
+    asked = [each for found in receipts for each in found]
+    assert asked == [(index, chunk) for kind, index, chunk in order if kind == "backward" and chunk != 1]
+    early = 0
+    for at, found in enumerate(receipts):
+        for index, chunk in found:
+            needed = order.index(Pass("backward", index, chunk))
+            forward = order.index(Pass("forward", index, chunk))
+            assert forward < at <= needed <= at + AHEAD
+            early += at == needed - AHEAD
+    assert early > len(asked) / 2
+
+
+def test_receipts_keep_the_order_of_the_passes_where_one_activation_comes_late() -> None:
+    order = [("forward", 0, 0), ("forward", 1, 0), ("forward", 2, 0), ("backward", 2, 0), ("backward", 0, 0)]
+    assert gradient_receipts(order, lambda chunk: True) == [[], [], [], [(2, 0), (0, 0)], []]
