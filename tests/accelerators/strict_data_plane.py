@@ -58,10 +58,6 @@ class StrictPair:
     def finish(self, work: Work) -> None:
         work.wait()
 
-    def receive(self, tensor: Tensor) -> Tensor:
-        self.finish(self.begin_receive(tensor))
-        return tensor
-
     def arrived(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._sent.pop(number).wait()

@@ -79,7 +79,7 @@ def test_replicas_with_the_same_gradient_count_once_and_kv_replicas_add() -> Non
     }
 
 
-def test_a_set_has_one_reduction_owned_by_its_lowest_rank_in_an_order_all_ranks_share() -> None:
+def test_a_set_has_one_reduction_in_an_order_all_ranks_share() -> None:
     made = plan(
         (2, [(1, ["n1/0", "n0/1"], [3, 1]), (2, ["n0/0"], [1])]), (1, [(LAYERS, ["n2/0", "n2/1"], [1, 1])])
     )
@@ -89,4 +89,12 @@ def test_a_set_has_one_reduction_owned_by_its_lowest_rank_in_an_order_all_ranks_
     ranks = [[made.rank(device) for device in devices] for devices in sets]
     assert ranks == sorted(ranks)
     assert all(r == sorted(r) for r in ranks)
-    assert all(reduction.owner == reduction.devices[0] for reduction in found)
+
+
+@settings(max_examples=examples(20))
+@given(plans())
+def test_a_device_that_asks_for_its_own_reductions_gets_those_of_all_that_it_is_in(made: Plan) -> None:
+    layouts = Layouts(SPEC, made)
+    found = reductions(layouts)
+    for device in made.members:
+        assert reductions(layouts, device) == tuple(each for each in found if device in each.devices)

@@ -2,8 +2,8 @@
 
 Which there are, and in what order a rank launches on them, follows from the plan: see
 `elasticd_planner.layout.launches`. A communicator carries out a rank's operations one after the other. A
-message has exactly the size of the tensor that receives it, and no tag. So every backend can be NCCL's kind or
-gloo's kind. Votes, headers and other words of the host are no data: they go over `Group`s of the host.
+message has exactly the size of the tensor that receives it, and no tag. These are NCCL's rules, and gloo can
+keep them, too. Votes, headers and other words of the host are no data: they go over `Group`s of the host.
 
 This file has the seam, and its implementation over gloo.
 """
@@ -56,9 +56,6 @@ class Pair(Protocol):
 
     def finish(self, work: Any) -> None:
         """Waits for a message that `begin_receive` launched."""
-
-    def receive(self, tensor: Tensor) -> Tensor:
-        """Receives the next message into a tensor of its size, and waits for it."""
 
     def arrived(self, numbers: Iterable[int]) -> None:
         """Drops the tensors of messages that have arrived."""
@@ -148,11 +145,6 @@ class GlooPair:
         """See `Group.take`."""
         if work is not None:
             self._everyone.take(work, self._label, self._peer)
-
-    def receive(self, tensor: Tensor) -> Tensor:
-        """See `Group.receive`."""
-        self.finish(self.begin_receive(tensor))
-        return tensor
 
     def arrived(self, numbers: Iterable[int]) -> None:
         """See `Group.arrived`."""

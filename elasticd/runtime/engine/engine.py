@@ -194,7 +194,7 @@ class Engine:
 
     def _reducer(self, communicators: Communicators) -> GradientReducer:
         parameters = self.local.parameters
-        mine = [each for each in reductions(self.layouts) if self.device in each.devices]
+        mine = reductions(self.layouts, self.device)
 
         def dtype_of(name: str) -> str:
             return str(gradient_dtype(parameters[name][1])).removeprefix("torch.")

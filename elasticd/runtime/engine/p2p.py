@@ -1,11 +1,11 @@
 """Activations and gradients between two stages of a pipeline: headers go ahead, payloads have exact sizes.
 
-Who sends to whom follows from the layouts of both stages (`elasticd_planner.layout.launches.before` and
-`after`). An activation is a tensor or named tensors (`elasticd.runtime.model.bundle`). The receiver does not
-know their names, shapes and types. A header goes ahead of them, as a word of the host; its receipt is posted
-some passes early. The payload is received when its pass has come, a message for each tensor, into a tensor of
-its size. Gradients need no header: they are as their tensors were. Of named tensors some have none. Their
-receipts are posted early, too.
+Who sends to whom follows from the layouts of both stages (`elasticd_planner.layout.stage_boundary`). An
+activation is a tensor or named tensors (`elasticd.runtime.model.bundle`). The receiver does not know their
+names, shapes and types. A header goes ahead of them, as a word of the host; its receipt is posted some passes
+early. The payload is received when its pass has come, a message for each tensor, into a tensor of its size.
+Gradients need no header: each is as its tensor was, and its receipt is posted early. Not all named tensors have
+one.
 
 In an interleaved pipeline two stages have a boundary for each chunk of layers. Their messages follow each
 other in the order of passes, which is the same on both ends.
@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from elasticd_planner.cost.schedule import Pass
-from elasticd_planner.layout.launches import Border, Channel, Use
+from elasticd_planner.layout.launches import Channel, Use
+from elasticd_planner.layout.stage_boundary import Border
 from torch import Tensor
 
 from elasticd.runtime.accelerator import Accelerator
@@ -26,9 +27,6 @@ from elasticd.runtime.comm.communicators import Communicators
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.engine.activation_header import TensorHeader, empty_header, pack_header, unpack_header
 from elasticd.runtime.model.bundle import Bundle, Gradients, going_back, tensors
-
-#: The tag of a header in the group of all members; with the number of its micro-batch and chunk.
-_HEADERS = 0
 
 
 class _Neighbour:
@@ -88,7 +86,8 @@ class _Neighbour:
             pair.arrived([number])
 
     def _tag(self, index: int) -> int:
-        return _HEADERS + index * self._chunks + self.chunk
+        """The tag of a header in the group of all members."""
+        return index * self._chunks + self.chunk
 
 
 class PrevStage(_Neighbour):

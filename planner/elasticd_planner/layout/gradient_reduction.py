@@ -25,21 +25,19 @@ class Piece(Value, frozen=True, kw_only=True):
 
 
 class Reduction(Value, frozen=True, kw_only=True):
-    """All pieces that one set of devices, in rank order, holds: reduced together, owned by the first."""
+    """All pieces that one set of devices, in rank order, holds: reduced together."""
 
     devices: tuple[str, ...]
     pieces: tuple[Piece, ...]
 
-    @property
-    def owner(self) -> str:
-        """The device that has the sum."""
-        return self.devices[0]
 
-
-def reductions(layouts: Layouts) -> tuple[Reduction, ...]:
-    """The reductions of a plan's gradients, in one order for all ranks; a set of one device needs no wire."""
+def reductions(layouts: Layouts, device: str | None = None) -> tuple[Reduction, ...]:
+    """The reductions of a plan's gradients, in one order for all ranks; a set of one device needs no wire. With
+    `device` only those that it takes part in."""
     pieces: dict[tuple[str, ...], list[Piece]] = defaultdict(list)
-    for name, steps in _resolved(layouts, layouts.trained, layouts.gradient, layouts.parameter, agree=True):
+    for name, steps in _resolved(
+        layouts, layouts.trained, layouts.gradient, layouts.parameter, of=device, agree=True
+    ):
         for step in steps:
             pieces[step.devices] += [
                 Piece(name=name, box=cell.box, counting=cell.sources) for cell in step.cells

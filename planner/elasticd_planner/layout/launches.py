@@ -25,7 +25,7 @@ from elasticd_planner.layout.gradient_reduction import (
 )
 from elasticd_planner.layout.launch_order import Join, Launch, Operation
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.layout.stage_boundary import Senders, activations, gradients
+from elasticd_planner.layout.stage_boundary import Border, after, before
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.plan import Pipeline, Place
 
@@ -52,32 +52,6 @@ class Channel(NamedTuple):
         return f"{self.use} {' '.join(self.members)}"
 
 
-class Border(NamedTuple):
-    """A boundary of one device's stage with another: from whom it receives, and to whom it sends."""
-
-    source: str
-    destinations: tuple[str, ...]
-
-
-def before(pipeline: Pipeline, place: Place, device: str) -> Border:
-    """The boundary with the stage before, in a turn of the pipeline (the first stage's is the last): whence
-    activations come, and where their gradients go."""
-    here, other = pipeline.stages[place.stage], pipeline.stages[place.stage - 1]
-    return Border(_source(activations(other, here), device), gradients(other, here).get(device, ()))
-
-
-def after(pipeline: Pipeline, place: Place, device: str) -> Border:
-    """The boundary with the stage after, in a turn of the pipeline (the last stage's is the first): whence
-    gradients come, and where activations go."""
-    stages = pipeline.stages
-    here, other = stages[place.stage], stages[(place.stage + 1) % len(stages)]
-    return Border(_source(gradients(here, other), device), activations(here, other).get(device, ()))
-
-
-def _source(senders: Senders, device: str) -> str:
-    return next(source for source, to in senders.items() if device in to)
-
-
 def gradient_receipts(
     order: Sequence[tuple[str, int, int]], receives: Callable[[int], bool]
 ) -> list[list[tuple[int, int]]]:
@@ -101,7 +75,7 @@ def gradient_receipts(
 def channels(layouts: Layouts, device: str) -> tuple[Channel, ...]:
     """The communicators that a device is a member of, in an order that is the same on all devices."""
     plan = layouts.plan
-    found = {Channel("reduce", r.devices) for r in reductions(layouts) if len(r.devices) > 1}
+    found = {Channel("reduce", r.devices) for r in reductions(layouts, device) if len(r.devices) > 1}
     if device in plan.places:
         place = plan.places[device]
         pipeline, stage = plan.pipeline(place), plan.stage(place)

@@ -6,23 +6,50 @@ of one layout to another (`resolve`): each receiver has one sender, of its own n
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from elasticd_planner.layout.resolve import Communication, dual, messages, resolve
 from elasticd_planner.spec.box import Box, Holding, TensorLayout
-from elasticd_planner.spec.plan import Stage
+from elasticd_planner.spec.plan import Pipeline, Place, Stage
 
 #: From each sender to those that receive from it.
 Senders = dict[str, tuple[str, ...]]
 
 
-def activations(before: Stage, after: Stage) -> Senders:
-    """Who of stage `before` sends its output to whom of stage `after`."""
-    return _senders(resolve(_whole(before), _whole(after), (*before.devices, *after.devices)))
+class Border(NamedTuple):
+    """A boundary of one device's stage with another: from whom it receives, and to whom it sends."""
+
+    source: str
+    destinations: tuple[str, ...]
 
 
-def gradients(before: Stage, after: Stage) -> Senders:
-    """Who of stage `after` sends the gradient of its input to whom of stage `before`."""
-    steps = resolve(dual(_whole(after)), dual(_whole(before)), (*after.devices, *before.devices))
-    return _senders(steps)
+def activations(near: Stage, far: Stage) -> Senders:
+    """Who of stage `near` sends its output to whom of `far`, the next one."""
+    return _senders(resolve(_whole(near), _whole(far), (*near.devices, *far.devices)))
+
+
+def gradients(near: Stage, far: Stage) -> Senders:
+    """Who of stage `far` sends the gradient of its input to whom of `near`, the one before."""
+    return _senders(resolve(dual(_whole(far)), dual(_whole(near)), (*far.devices, *near.devices)))
+
+
+def before(pipeline: Pipeline, place: Place, device: str) -> Border:
+    """The boundary with the stage before, in a turn of the pipeline (the first stage's is the last): whence
+    activations come, and where their gradients go."""
+    here, other = pipeline.stages[place.stage], pipeline.stages[place.stage - 1]
+    return Border(_source(activations(other, here), device), gradients(other, here).get(device, ()))
+
+
+def after(pipeline: Pipeline, place: Place, device: str) -> Border:
+    """The boundary with the stage after, in a turn of the pipeline (the last stage's is the first): whence
+    gradients come, and where activations go."""
+    stages = pipeline.stages
+    here, other = stages[place.stage], stages[(place.stage + 1) % len(stages)]
+    return Border(_source(gradients(here, other), device), activations(here, other).get(device, ()))
+
+
+def _source(senders: Senders, device: str) -> str:
+    return next(source for source, to in senders.items() if device in to)
 
 
 def _whole(stage: Stage) -> TensorLayout:
@@ -32,4 +59,4 @@ def _whole(stage: Stage) -> TensorLayout:
 
 
 def _senders(steps: tuple[Communication, ...]) -> Senders:
-    return {source: to for (source, *to_list), _ in messages(steps) for to in [tuple(to_list)]}
+    return {devices[0]: devices[1:] for devices, _ in messages(steps)}
