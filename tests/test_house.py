@@ -120,6 +120,10 @@ KEPT = [
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from elasticd.runtime.api.job import Job\n"
         "    from elasticd.models.huggingface import from_hf",
     ),
+    (
+        "elasticd.annotations",
+        "def redistribute():\n    from torch import Tensor\n    from elasticd.runtime.comm import groups",
+    ),
     ("elasticd_migration.migrate", "import time\nimport torch.distributed as dist"),
     ("elasticd_migration.migrate.verify", "import torch"),
     (

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from elasticd_planner.layout.resolve import Communication, dual, resolve
+from elasticd_planner.layout.two_step_sums import in_two_steps
 from elasticd_planner.spec.box import Box, Holding, TensorLayout, lacking
 
 #: Of one device: the boxes that it holds, with their values.
@@ -95,6 +97,18 @@ def played(steps: Sequence[Communication], before: Held, target: TensorLayout) -
     return after
 
 
+def hops(source: TensorLayout, target: TensorLayout) -> list[tuple[Communication, ...]]:
+    """The steps between layouts, where sums that would be relayed are made in two (`lowered`)."""
+    return [resolve(before, after) for before, after in pairwise((source, *in_two_steps(source, target)))]
+
+
+def played_in_two(source: TensorLayout, before: Held, target: TensorLayout) -> Held:
+    """What each device has after all hops."""
+    for after, steps in zip(in_two_steps(source, target), hops(source, target), strict=True):
+        before = played(steps, before, after)
+    return before
+
+
 def _read(parts: list[tuple[Holding, np.ndarray]], box: Box) -> np.ndarray:
     holding, array = next(each for each in parts if each[0].box.contains(box))
     return array[box.slices(holding.box)]
@@ -176,13 +190,33 @@ def check_value(source: TensorLayout, target: TensorLayout, seed: int, members: 
         assert sent == sum(box.size for boxes in lacks.values() for box in boxes)
 
 
-def check_adjoint(source: TensorLayout, target: TensorLayout, seed: int, *, add: bool) -> None:
+def check_in_two(source: TensorLayout, target: TensorLayout, seed: int) -> None:
+    """Over all hops the target gets of each element the value, or the sum of the terms that are there."""
+    values = values_of(source, np.random.default_rng(seed))
+    found, covered = whole(target, played_in_two(source, held(source, values), target))
+    there = {term: np.zeros(source.shape, bool) for term in values}
+    for holding in source.holdings:
+        there[holding.partial][holding.box.slices(Box.whole(source.shape))] = True
+    terms = [np.where(there[term], values[term], 0) for term in values if term is not None]
+    value = sum(terms, np.zeros(source.shape, np.int64))
+    if None in values:
+        value = np.where(there[None], values[None], value)
+    assert (sum(found.values()) == np.where(covered, value, 0)).all()
+
+
+def check_adjoint(
+    source: TensorLayout, target: TensorLayout, seed: int, *, add: bool, in_two: bool = False
+) -> None:
     """<F x, g> = <x, B g>, where B is the resolution of the duals."""
     numbers = np.random.default_rng(seed)
     x = values_of(source, numbers)
     gradients, wanted = dual(target, add=add), dual(source)
     g = values_of(gradients, numbers)
-    y, _ = whole(target, played(resolve(source, target), held(source, x), target))
+
+    def carried(before: TensorLayout, given: Held, after: TensorLayout) -> Held:
+        return played_in_two(before, given, after) if in_two else played(resolve(before, after), given, after)
+
+    y, _ = whole(target, carried(source, held(source, x), target))
     # With `add` each device has used its replica in its own way: <y, g> is over devices.
     at, forward = held(gradients, g), 0
     seen = dict[tuple[object, object], np.ndarray]()
@@ -192,7 +226,7 @@ def check_adjoint(source: TensorLayout, target: TensorLayout, seed: int, *, add:
         mask[holding.box.slices(Box.whole(target.shape))] = True
     for (device, term), mask in seen.items():
         forward += int((y[term] * g[device if add and term is None else None])[mask].sum())
-    back, _ = whole(wanted, played(resolve(gradients, wanted), at, wanted))
+    back, _ = whole(wanted, carried(gradients, at, wanted))
     backward = 0
     for term, values in x.items():
         mask = np.zeros(source.shape, bool)
