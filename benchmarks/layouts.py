@@ -120,7 +120,7 @@ def planned() -> Plan:
 def resolved(plan: Plan) -> None:
     """A rank's share of every reduction and delivery, under ZeRO with two replicas of the state."""
     layouts = Layouts(SPEC, plan.replace(state=STATE))
-    reductions(layouts)
+    reductions(layouts, RANK)
     for derived in (gradients_away, values_back, buffers_away):
         derived(layouts, RANK)
 
