@@ -219,6 +219,8 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
     recomputed: tuple[int, ...] = ()  # blocks that recompute under every plan
     #: whether TP groups may have slices of the tokens between cut modules where memory demands it, or must
     sequence_parallel: bool | Literal["always"] = False
+    plan: Plan | None = None  # the first plan, where the user gives it
+    keep_plan: bool = False  # whether a plan stays while its devices do
     shifts: bool = False  # its dataset has `at_length`; only leaders of 0.1 ask, who compare it; until 0.3
     peers: int = PEERS_VERSION  # version of what its ranks exchange with each other
     version: int = RECORD_VERSION

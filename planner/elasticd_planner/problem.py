@@ -47,7 +47,8 @@ class SearchSpace(Value, frozen=True, kw_only=True):
 class Problem(Value, frozen=True, kw_only=True):
     """Plan `profile`'s model on `cluster` at `rates` (device name to how many times slower than normal;
     a dead device is left out of the cluster). `current` is the running plan, which near-equal plans are
-    compared with. The profile's bytes and units come from the model's spec."""
+    compared with. The profile's bytes and units come from the model's spec. `given` is a plan to answer with in
+    place of a search, and `only_given` says that no other will do."""
 
     cluster: Cluster
     profile: ModelProfile
@@ -56,6 +57,8 @@ class Problem(Value, frozen=True, kw_only=True):
     rates: dict[str, float] = msgspec.field(default_factory=dict)
     current: Plan | None = None
     search_space: SearchSpace = msgspec.field(default=SearchSpace(), name="freedom")
+    given: Plan | None = None
+    only_given: bool = False
 
     def __post_init__(self) -> None:
         if self.micro_batch < 1 or self.global_batch < 1 or self.global_batch % self.micro_batch:

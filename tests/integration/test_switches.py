@@ -12,6 +12,7 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.machines.job.state.job_state import JobSettings
+from elasticd.models import DecoderConfig
 from elasticd.testing.waiting import until
 from tests import sizes
 from tests.integration import train
@@ -96,12 +97,12 @@ def until_third(cluster: Cluster) -> None:
     until(there, lambda: f"a/2 joins again: {[e['text'] for e in cluster.events()]}")
 
 
-def check_exactness(cluster: Cluster, steps: int, plans: int = 3) -> None:
+def check_exactness(cluster: Cluster, steps: int, plans: int = 3, config: DecoderConfig = train.CONFIG) -> None:
     lines = [
         json.loads(line) for path in cluster.folder.glob("ledger-*") for line in path.read_text().splitlines()
     ]
     lines.sort(key=lambda line: line["step"])
-    losses, weights = train.reference(steps)
+    losses, weights = train.reference(steps, config)
     assert [line["step"] for line in lines] == list(range(steps)), "each step once, whoever had rank 0"
     assert [line["loss"] for line in lines] == pytest.approx(losses, abs=1e-10)
     assert len({line["plan"] for line in lines}) >= plans

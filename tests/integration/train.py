@@ -9,15 +9,18 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from elasticd_migration.exchange import Exchange
 from elasticd_migration.migrate import Corrupt
 from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Plan
 
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
@@ -179,7 +182,13 @@ GROUPS = {
 
 def arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a Job, of JSON: a group of options is an object of its fields."""
-    return {name: GROUPS[name](**value) if name in GROUPS else value for name, value in given.items()}
+    made = dict(given)
+    for name in made.keys() & GROUPS.keys():
+        fields = dict(made[name])
+        if "plan" in fields:
+            fields["plan"] = msgspec.convert(fields["plan"], Plan)
+        made[name] = GROUPS[name](**fields)
+    return made
 
 
 def main() -> None:
@@ -195,7 +204,7 @@ def main() -> None:
     if "round" in options:  # bytes of one: a tiny model, too, moves in several
         moves.migrate = partial(moves.migrate, limit=options["round"])
     with torch.device("meta"):
-        model = Decoder(CONFIG).describe()
+        model = Decoder(replace(CONFIG, layers=options.get("layers", CONFIG.layers))).describe()
     job = elasticd.Job(
         model=model,
         loss=failing(*options["fail"]) if "fail" in options and not body else next_token_loss,

@@ -408,6 +408,8 @@ def difference(ours: JobSpec, theirs: JobSpec) -> str:
             continue
         if name == "profile":
             told.append("the profile differs: give every node the same file")
+        elif name == "plan":
+            told.append("the plan that it gives differs: make the same one on every node")
         elif name == "first":
             told.append(
                 "its model starts from other values: call torch.manual_seed with the same seed on every rank "

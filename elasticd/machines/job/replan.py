@@ -143,7 +143,7 @@ def request(turn: Turn) -> None:
     """Asks for a plan where one is due: for the start, and whenever rates, profile or devices are not those
     of the last decision. A request about others is stale, and this one takes its place. Until the profile is
     fitted a running plan stays: derived seconds cannot tell whether a move pays. It also stays while replanning
-    is paused."""
+    is paused, and where the job keeps its plan."""
     job = turn.job
     if job.stopping or job.failing or job.spec is None or not all_there(turn):
         return
@@ -168,8 +168,10 @@ def _request(turn: Turn) -> None:
         all_reduce_probes.learn(turn, first_profile(job.spec, turn.settings.flops))
     profile = turn.job.profile
     assert profile is not None
-    stays = job.plan is not None and (not profile.fitted or turn.settings.policy.paused)
+    stays = job.plan is not None and (not profile.fitted or _kept(turn))
     if stays and job.phase is not JobPhase.RECOVERING and not to_leave(turn):
+        if job.spec.keep_plan and profile.fitted and job.phase is JobPhase.RUNNING:
+            _keep(turn, _basis(turn, _devices(turn), profile))
         return
     devices = _devices(turn)
     if not devices:
@@ -191,6 +193,22 @@ def _request(turn: Turn) -> None:
     turn.effects.append(RequestPlan(job=job.job, token=token, problem=problem))
     slow = ", ".join(f"{device} {rate:.2f}x" for device, rate in sorted(basis.rates.items()))
     turn.note("planning", f"planning for {len(devices)} devices, slow: {slow or 'none'}", rates=basis.rates)
+
+
+def _kept(turn: Turn) -> bool:
+    """Whether no plan is replaced by a better one, but only where its devices are lost or are to leave."""
+    spec = turn.job.spec
+    return turn.settings.policy.paused or (spec is not None and spec.keep_plan)
+
+
+def _keep(turn: Turn, basis: Basis) -> None:
+    """Says once for each basis that no plan is asked for."""
+    if basis == turn.job.decided:
+        return
+    turn.set(decided=basis)
+    number = turn.job.number
+    reason = "the job keeps its plan (ParallelismOptions.keep_plan)"
+    turn.note("kept_plan", f"plan {number} stays: {reason}", number=number, reason=reason, again_in=None)
 
 
 def first_profile(spec: JobSpec, flops: float) -> ModelProfile:
@@ -226,6 +244,8 @@ def _problem(turn: Turn, basis: Basis, spec: JobSpec) -> Problem:
         micro_batch=spec.micro_batch,
         rates=basis.rates,
         current=turn.job.plan,
+        given=spec.plan if turn.job.plan is None else None,
+        only_given=spec.keep_plan,
         search_space=SearchSpace(
             states=(spec.state,),
             interleave=basis.interleave,
@@ -255,7 +275,7 @@ def first_plan(turn: Turn, event: Planned) -> None:
 
 def next_plan(turn: Turn, event: Planned) -> None:
     """The planner's answer while a plan runs: weighed against it."""
-    if turn.settings.policy.paused and not to_leave(turn):
+    if _kept(turn) and not to_leave(turn):
         if turn.job.asked is not None and turn.job.asked.token == event.token:
             turn.set(asked=None)  # paused meanwhile: asked again once that ends
         return

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan_checks import check_batch, check_model
 from elasticd_planner.value import Invalid
 
 from elasticd.records import JobSpec
@@ -37,7 +39,8 @@ def job_spec(recipe: Recipe, job: str) -> JobSpec:
     """The record of a job's model, batch and options, the same from every worker.
 
     Raises:
-        ValueError: the batch does not divide into micro-batches, or the profile is not one of this model.
+        ValueError: the batch does not divide into micro-batches; the profile or the plan is not one of this
+            model.
     """
     may_recompute, recomputed = asked(recipe.parallelism.recompute, recipe.model.layers)
     return JobSpec(
@@ -55,8 +58,19 @@ def job_spec(recipe: Recipe, job: str) -> JobSpec:
         recompute=may_recompute,
         recomputed=recomputed,
         sequence_parallel=recipe.parallelism.may_slice,
+        plan=_plan(recipe),
+        keep_plan=recipe.parallelism.keep_plan,
         shifts=hasattr(recipe.dataset, "at_length"),
     )
+
+
+def _plan(recipe: Recipe) -> Plan | None:
+    """The plan that the user gives, if it is one of this model and batch."""
+    given = recipe.parallelism.plan
+    if given is not None:
+        check_model(given, recipe.model.spec)
+        check_batch(given, recipe.global_batch, recipe.micro_batch)
+    return given
 
 
 def _profile(recipe: Recipe) -> ModelProfile | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from elasticd_planner.spec.plan import StatePolicy
+from elasticd_planner.spec.plan import Plan, StatePolicy
 
 from elasticd.runtime.engine.activation_checkpoint import Recompute, asked
 from elasticd.runtime.engine.mixed_precision import Name, Precision, precision_of
@@ -17,7 +17,7 @@ from elasticd.runtime.engine.mixed_precision import Name, Precision, precision_o
 class ParallelismOptions:
     """Sharding, precision and kept activations under every plan: the argument `parallelism` of `elasticd.Job`.
 
-    The degrees of data, tensor and pipeline parallelism are the planner's to choose.
+    The degrees of data, tensor and pipeline parallelism are the planner's to choose, unless `plan` gives them.
 
     Raises:
         ValueError: a field has none of the values below, or `replicas` is given with `zero` 0.
@@ -39,6 +39,12 @@ class ParallelismOptions:
     #: Whether members of a TP group have slices of the tokens between the cut modules of a block, so that each
     #: keeps fewer activations. True: in all TP groups; "plan": in those of stages where memory demands it.
     sequence_parallel: bool | Literal["plan"] = False
+    #: The first plan: `elasticd.annotations.plan_of` makes one. None: the planner makes it. The planner puts
+    #: another in its place once that is better, or one of its devices is lost.
+    plan: Plan | None = None
+    #: Whether a plan, the given one or the planner's, stays until one of its devices is lost or is to leave. A
+    #: given plan whose devices are not all there then ends the job; without, the planner makes one near it.
+    keep_plan: bool = False
     #: A file that `elasticd profile` wrote for this model: the first plan is made from the seconds in it. None:
     #: seconds are estimated from FLOPs until the job has measured its own.
     profile: str | os.PathLike[str] | None = None
@@ -51,8 +57,25 @@ class ParallelismOptions:
         self.state  # noqa: B018  it refuses wrong values of zero and replicas
         precision_of(self.precision, 1.0)
         asked(self.recompute, 0)
+        self._check_plan()
         if self.sequence_parallel not in (True, False, "plan"):
             raise ValueError(f'sequence_parallel must be True, False or "plan", not {self.sequence_parallel!r}')
+
+    def _check_plan(self) -> None:
+        if self.plan is None:
+            return
+        if not isinstance(self.plan, Plan):
+            raise ValueError(f"plan is a {type(self.plan).__name__}: make it with elasticd.annotations.plan_of")
+        if self.plan.state not in (StatePolicy(), self.state):
+            raise ValueError(
+                f"the plan lays out the optimizer's state with {self.plan.state}, and zero and replicas say "
+                f"{self.state}: give both the same, or leave state out of plan_of"
+            )
+        stages = [stage for _, _, stage in self.plan.walk()]
+        if any(stage.recompute for stage in stages) and not self.recompute:
+            raise ValueError('the plan has stages that recompute: give recompute="plan", too')
+        if any(stage.sequence_parallel for stage in stages) and not self.sequence_parallel:
+            raise ValueError('the plan has sequence parallelism: give sequence_parallel="plan", too')
 
     @property
     def may_slice(self) -> bool | Literal["always"]:

@@ -154,6 +154,11 @@ def current_setting(problem: Problem) -> Setting | None:
     plan = problem.current
     if plan is None or plan.global_batch != problem.global_batch:
         return None
+    return setting_of(plan, problem)
+
+
+def setting_of(plan: Plan, problem: Problem) -> Setting:
+    """What a plan of this problem's batch is made under."""
     return Setting(
         micro_batch=plan.micro_batch,
         state=plan.state,

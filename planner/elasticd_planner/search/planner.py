@@ -20,7 +20,7 @@ from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.placement.stay_close import BETWEEN, WHOLE, nearest, rebalance_shares
 from elasticd_planner.placement.tp_rank_order import relax_shares, reorder_tp_ranks
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.search import interleave, lanes
+from elasticd_planner.search import given_plan, interleave, lanes
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
 from elasticd_planner.search.exhaustive import Combination, Exact, place
 from elasticd_planner.search.infeasible import explain_infeasible
@@ -32,6 +32,7 @@ from elasticd_planner.search.options import (
     Settings,
     current_setting,
     form,
+    setting_of,
     task_of,
 )
 from elasticd_planner.search.recompute import Selective, flagged
@@ -85,13 +86,38 @@ def plan(
 
     Returns:
         The plan with its prediction and reason, or a refusal that says what does not fit and what would help.
+        Of a problem with a given plan that plan. Where its devices are not there, or have not the memory: a
+        plan near to it, or a refusal if no other will do.
     """
+    if problem.given is not None:
+        return _given(problem, problem.given, number, tolerance, steady=steady)
     apart = lanes.apart_problem(problem)
     found = [_plain(interleave.plain_problem(apart), number, tolerance, steady=steady, like=like)]
     if not steady:
         others = interleave.other_numbers(apart, found[0])
         found += [_plain(other, number, tolerance, steady=steady) for other in others]
     return lanes.answer(problem, interleave.best(apart, found, tolerance, steady=steady))
+
+
+def _given(problem: Problem, given: Plan, number: int, tolerance: float, *, steady: bool) -> Answer:
+    given = given_plan.under(given, problem.search_space)
+    wrong = given_plan.missing(given, problem)
+    if not wrong:
+        alone = setting_of(given, problem).problem(problem)
+        planning = Planner(problem=alone, number=number, tolerance=tolerance, steady=steady)
+        made = planning.as_given(given)
+        assert made.prediction is not None
+        wrong = given_plan.lacking(made.prediction.memory, problem.cluster)
+        if not wrong:
+            return Answer(plan=made, candidates=1)
+    if problem.only_given:
+        return Answer(plan=None, refusal=f"the plan that the job gives cannot be: {wrong}", candidates=1)
+    searched = msgspec.structs.replace(problem, given=None, current=problem.current or given)
+    answer = plan(searched, number, tolerance, steady=steady)
+    if answer.plan is None:
+        return answer
+    reason = f"{answer.plan.reason}; the plan that the job gives cannot be: {wrong}"
+    return msgspec.structs.replace(answer, plan=answer.plan.replace(reason=reason))
 
 
 def _plain(
@@ -400,13 +426,22 @@ class Planner:
         """The chosen plan with its number, prediction and reason. `proved`: seconds that no plan beats, where
         an enumeration says so."""
         made = self.made(chosen.pipelines, chosen=True).replace(number=self.number)
+        return self._predicted(made, describe(made, self.problem.rates), proved)
+
+    def as_given(self, given: Plan) -> Plan:
+        """A plan from elsewhere as it is, with a number, this problem's idle devices, prediction and reason."""
+        idle = tuple(d.name for d in self.problem.cluster.devices if d.name not in set(given.members))
+        made = with_carriers(given.replace(number=self.number, idle=idle, binding={}))
+        return self._predicted(made, f"given by the job: {describe(made, self.problem.rates)}")
+
+    def _predicted(self, made: Plan, reason: str, proved: float | None = None) -> Plan:
         seconds = self.task.seconds(made)
         prediction = Prediction(
             step_seconds=seconds,
             bound_seconds=min(self.lower(seconds) if proved is None else proved, seconds),
             memory=memory_by_device(made, self.task.cost),
         )
-        return made.replace(prediction=prediction, reason=describe(made, self.problem.rates))
+        return made.replace(prediction=prediction, reason=reason)
 
     def lower(self, known: float) -> float:
         """Seconds that no plan of this setting can beat. `known`: those of a plan."""

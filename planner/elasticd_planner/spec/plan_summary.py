@@ -18,7 +18,7 @@ def describe(plan: Plan, rates: Rates) -> str:
     pipelines = plan.pipelines
     forms = Counter(_form(pipeline) for pipeline in pipelines)
     listed = [form if count == 1 else f"{count} times {form}" for form, count in forms.items()]
-    text = f"{len(pipelines)} pipeline{'s' if len(pipelines) > 1 else ''}: {_some(listed, '; ')}"
+    text = f"{len(pipelines)} pipeline{'s' if len(pipelines) > 1 else ''}: {some(listed, '; ')}"
     if plan.micro_batch > 1:
         text += f"; micro-batches of {plan.micro_batch}"
     if plan.state.zero:
@@ -26,9 +26,9 @@ def describe(plan: Plan, rates: Rates) -> str:
         text += f"; ZeRO {plan.state.zero}, {count} replica{'s' if count > 1 else ''} of the optimizer state"
     slow = [name for name in plan.members if rate_of(rates, name) > 1]
     if slow:
-        text += "; slow: " + _some([f"{name} {rate_of(rates, name):g}x" for name in slow])
+        text += "; slow: " + some([f"{name} {rate_of(rates, name):g}x" for name in slow])
     if plan.idle:
-        text += f"; idle: {_some(plan.idle)}"
+        text += f"; idle: {some(plan.idle)}"
     return text
 
 
@@ -60,6 +60,6 @@ def _shares(stage: Stage) -> str:
     return f" (shares {' / '.join(':'.join(map(str, shares)) for shares in lanes)})"
 
 
-def _some(items: Sequence[str], between: str = ", ") -> str:
+def some(items: Sequence[str], between: str = ", ") -> str:
     more = len(items) - NAMED
     return between.join(items[:NAMED]) + (f"{between}and {more} more" if more > 0 else "")

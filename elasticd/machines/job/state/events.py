@@ -45,7 +45,7 @@ EventKind = Literal[
     "recovered",  # A straggler became faster, or normal again.
     "link",  # A link between nodes became slow, or normal again.
     "shifted",  # The sequence lengths of the data have changed.
-    "kept_plan",  # The running plan stays, because a switch would not pay.
+    "kept_plan",  # The running plan stays: a switch would not pay, or the job keeps its plan.
     "put_off",  # After failed switches the next one is put off.
     "refused",  # A plan or a profile was refused; the one in force stays.
     "rehearsed",  # The workers measured all-reduces before the first plan.

@@ -1,0 +1,48 @@
+"""A plan that a job gives instead of having it searched for: with what holds under every plan of the job, and
+whether the devices can run it."""
+
+from __future__ import annotations
+
+import math
+
+from elasticd_planner.placement.state_movement import strategy
+from elasticd_planner.problem import Problem, SearchSpace
+from elasticd_planner.search.infeasible import readable
+from elasticd_planner.search.recompute import flagged
+from elasticd_planner.search.sequence_parallel import sliced
+from elasticd_planner.spec.cluster import Cluster, rate_of
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan_summary import some
+
+
+def under(plan: Plan, space: SearchSpace) -> Plan:
+    """The plan with what holds under every plan of a job: the layout of the optimizer's state, and where all
+    stages have them, recomputation and sequence parallelism."""
+    pipelines = plan.pipelines
+    if space.recompute == "always":
+        pipelines = flagged(pipelines, on=True)
+    if space.sequence_parallel == "always":
+        pipelines = sliced(pipelines, on=True)
+    return plan.replace(strategies=(strategy(pipelines),), state=space.states[0])
+
+
+def missing(plan: Plan, problem: Problem) -> str:
+    """Why the devices of a problem cannot run a plan, in words; an empty string if they can."""
+    there = {device.name for device in problem.cluster.devices}
+    if away := [name for name in plan.members if name not in there]:
+        return f"it needs {some(away)}, and the devices that are there are {some(sorted(there))}"
+    if dead := [name for name in plan.members if math.isinf(rate_of(problem.rates, name))]:
+        return f"{some(dead)} cannot be used: as good as dead by what was measured"
+    return ""
+
+
+def lacking(memory: dict[str, int], cluster: Cluster) -> str:
+    """Which device has not the memory that a plan needs there, in words; an empty string if all have it."""
+    short = {name: need - cluster.device(name).memory for name, need in memory.items()}
+    name = max(short, key=lambda device: short[device])
+    if short[name] <= 0:
+        return ""
+    return (
+        f"does not fit: {name} would need {readable(memory[name])}, and has "
+        f"{readable(cluster.device(name).memory)}"
+    )
