@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,24 +99,34 @@ def until_third(cluster: Cluster) -> None:
 
 
 def check_exactness(cluster: Cluster, steps: int, plans: int = 3, config: DecoderConfig = train.CONFIG) -> None:
-    lines = [
-        json.loads(line) for path in cluster.folder.glob("ledger-*") for line in path.read_text().splitlines()
-    ]
-    lines.sort(key=lambda line: line["step"])
-    losses, weights = train.reference(steps, config)
+    lines = ledger(cluster)
     assert [line["step"] for line in lines] == list(range(steps)), "each step once, whoever had rank 0"
-    assert [line["loss"] for line in lines] == pytest.approx(losses, abs=1e-10)
+    assert worst_difference(cluster, steps, config) < 1e-10
     assert len({line["plan"] for line in lines}) >= plans
     sampler = Sampler(size=len(train.Text()), global_batch=train.BATCH, seed=train.SEED)
     for line in lines:
         assert sorted(line["samples"]) == sorted(sampler.samples(line["step"])), f"step {line['step']}"
+
+
+def ledger(cluster: Cluster) -> list[dict[str, Any]]:
+    """What the ranks 0 wrote down of each step, in the order of plans and steps."""
+    paths = cluster.folder.glob("ledger-*")
+    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return sorted(lines, key=lambda line: (line["plan"], line["step"]))
+
+
+def worst_difference(cluster: Cluster, steps: int, config: DecoderConfig = train.CONFIG) -> float:
+    """Between all losses and last weights of a job that ended, and those of plain torch in one process."""
+    losses, weights = train.reference(steps, config)
+    apart = [abs(line["loss"] - losses[line["step"]]) for line in ledger(cluster)]
     held = 0
     for path in cluster.folder.glob("weights-*"):
         for name, (start, stop, value) in torch.load(path).items():
             expected = weights[name][Box(start=start, stop=stop).slices(Box.whole(weights[name].shape))]
-            assert float((value - expected).abs().max()) < 1e-10, name
+            apart.append(float((value - expected).abs().max()))
             held += 1
     assert held
+    return max(apart)
 
 
 @pytest.mark.slow
