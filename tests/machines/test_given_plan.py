@@ -11,6 +11,8 @@ from elasticd.machines.job.assembly import difference
 from elasticd.machines.job.state.job_state import JobPhase
 from tests.machines import cast
 from tests.machines.test_coordinator_faults import ROOM, recovered, running
+from tests.machines.test_drain import train_until
+from tests.machines.test_draining import depart, left, members, tell
 from tests.machines.test_paused import slowed
 from tests.machines.world import World
 
@@ -124,3 +126,17 @@ def test_workers_that_give_other_plans_do_not_train_together() -> None:
     assert difference(ours, theirs) == "the plan that it gives differs: make the same one on every node"
     assert difference(ours, msgspec.structs.replace(theirs, plan=GIVEN)) == ""
     assert "keep_plan is True, not False" in difference(theirs, cast.spec(keep_plan=True))
+
+
+@pytest.mark.usefixtures("kept")
+def test_a_device_of_a_kept_plan_that_is_to_leave_is_left() -> None:
+    world = running()
+    world.train(12)
+    tell(world, "beta/0")
+    train_until(world, lambda: left(world, "beta/0"))
+    depart(world, "beta/0")
+    plan = world.plan()
+    assert plan is not None
+    world.train(12)
+    assert members(world) == {*plan.members}, "the plan that followed stays"
+    assert "fenced" not in world.kinds()
