@@ -32,6 +32,7 @@ __all__ = [
     "alike",
     "annotated",
     "annotations_of",
+    "devices",
     "explain",
     "layout_of",
     "plan_of",
@@ -69,11 +70,20 @@ def _spec(model: Model | ModelSpec) -> ModelSpec:
     return model if isinstance(model, ModelSpec) else model.spec
 
 
+def devices() -> tuple[str, ...]:
+    """The devices that run this module together: inside the forward pass of a module of a job, its TP group, in
+    rank order. They are others after a switch. Elsewhere there is one device."""
+    from elasticd.runtime.comm.running_group import running_group
+
+    members: tuple[str, ...] = running_group().members
+    return members
+
+
 def redistribute(
     x: Tensor,
     a: Annotation,
     b: Annotation,
-    group: Group,
+    group: Group | None = None,
     shape: Sequence[int] | None = None,
     *,
     add: bool = False,
@@ -88,7 +98,7 @@ def redistribute(
             device, it must on all.
         a: the layout that the tensor has.
         b: the layout that it gets.
-        group: of all devices that either annotation names.
+        group: of all devices that either annotation names. None: of those that run this module, `devices()`.
         shape: of the whole tensor. It may be left out where `a` splits no dimension, and all devices are in it.
         add: devices that get one value use it in ways of their own, so that its gradient is the sum of theirs.
             False: they compute the same with it.
@@ -100,8 +110,13 @@ def redistribute(
         ValueError: `x` does not have the shape that `a` gives it; a device is not in the group; `shape` is
             missing; one of the annotations cannot lay out a tensor of this shape.
     """
+    from elasticd.runtime.comm.running_group import running_group
     from elasticd.runtime.parallel import redistribute_boxes
 
+    if group is None:
+        group = running_group()
+    if len(group.members) > 1 and not hasattr(group, "plan_groups"):
+        raise ValueError(f"redistribute goes over gloo, and the communicators here are {type(group).__name__}")
     if shape is None:
         splits = any(axis not in ("same", "sum") for state in a.states for axis in state)
         if splits or a.across not in ("same", "sum") or {*a.devices} < {*group.members}:

@@ -15,13 +15,14 @@ from typing import TypeVar
 
 import torch
 from elasticd_planner.cost.schedule import Pass
-from elasticd_planner.layout.launches import AHEAD, gradient_receipts
+from elasticd_planner.layout.launches import AHEAD, Channel, gradient_receipts
 from elasticd_planner.layout.stage_boundary import Border, after, before
 from elasticd_planner.spec.batch import MicroBatch
 from elasticd_planner.spec.plan import Pipeline, Place, Plan
 from torch import Tensor, nn
 
 from elasticd.runtime.comm.communicators import Peers
+from elasticd.runtime.comm.running_group import OneDevice, running
 from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import hash_samples
@@ -202,6 +203,9 @@ class StageRunner:
         self._share, self._layers = stage.fraction(place.position), stage.layers
         self._recomputed = recomputed_blocks(stage, recipe.recomputed, local.modules)
         self._chunks = _chunks(recipe, plan, local.modules, peers)
+        alone = len(stage.devices) == 1
+        channel = Channel("tensor", stage.devices)
+        self._group = OneDevice(*stage.devices) if alone else peers.communicators.team(channel)
         self.reads = any(chunk.before is None or chunk.after is None for chunk in self._chunks)
         self.most_alive = 0
 
@@ -212,6 +216,10 @@ class StageRunner:
             micro_batches: sample ids of each micro-batch of this lane.
             scale: the gradients are those of the loss times this.
         """
+        with running(self._group):
+            return self._run(micro_batches, scale)
+
+    def _run(self, micro_batches: Sequence[MicroBatch], scale: float) -> Passed:
         self._scale = scale
         count, chunks = len(micro_batches), len(self._chunks)
         order = list(self._schedule(self._stages, self._stage, count, chunks))

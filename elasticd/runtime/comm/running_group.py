@@ -1,0 +1,49 @@
+"""The TP group whose devices run the modules of this thread, for modules that communicate by themselves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+
+class OneDevice:
+    """A group of one device, which exchanges nothing."""
+
+    rank, size, label = 0, 1, "tensor"
+
+    def __init__(self, me: str) -> None:
+        self.me, self.members = me, (me,)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The tensor."""
+        return tensor
+
+
+#: The name of the one device of a process in which no job runs.
+HERE = "here"
+
+_of_thread = threading.local()
+
+
+@contextmanager
+def running(group: Any) -> Iterator[None]:
+    """Lets `running_group` be this group meanwhile."""
+    before = getattr(_of_thread, "group", None)
+    _of_thread.group = group
+    try:
+        yield
+    finally:
+        _of_thread.group = before
+
+
+def running_group() -> Any:
+    """The group of the devices that run this forward or backward pass together; where no job runs, one of one
+    device."""
+    group = getattr(_of_thread, "group", None)
+    if group is None:
+        group = _of_thread.group = OneDevice(HERE)
+    return group
