@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import elasticd
 from elasticd import Column, PartialGrad, Row, Rule, Sharded, UnitsOf
+from elasticd.annotations import Annotation, devices, redistribute
 from elasticd.models import next_token_loss
 from elasticd.runtime.checking.__main__ import compared
 from elasticd.runtime.checking.script import CannotCheck, recipe_of
@@ -68,6 +69,31 @@ class Drawing(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(super().forward(x), 0.1)
+
+
+class ByTokens(Block):
+    """Each device of the TP group does some work for a part of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, here = super().forward(x), devices()
+        whole = Annotation(groups=[here], states=[{"same": len(here)}])
+        rows = Annotation(groups=[here], states=[{1: len(here)}])
+        mine = self.work(redistribute(x, whole, rows))
+        return redistribute(mine, rows, whole, shape=tuple(x.shape)) * self.gain
+
+    def work(self, x: Tensor) -> Tensor:
+        return x.cumsum(-1).sin()
+
+
+class GainByTokens(ByTokens):
+    """It applies a parameter without a rule to its own tokens alone."""
+
+    def work(self, x: Tensor) -> Tensor:
+        return super().work(x) * self.gain
 
 
 class Pair(Block):
@@ -260,6 +286,14 @@ def test_draws_that_are_no_module_are_named() -> None:
     good, text = said({}, Drawing)
     assert not good
     assert "blocks.0: draws random numbers that no other layout repeats" in text
+
+
+def test_a_block_that_redistributes_is_checked_and_a_gradient_of_some_tokens_alone_is_found() -> None:
+    good, text = said({}, ByTokens)
+    assert good, text
+    good, text = said({}, GainByTokens)
+    assert not good
+    assert "blocks.0.gain" in text or "blocks.1.gain" in text, text
 
 
 def test_a_block_with_two_outputs_is_refused_by_name() -> None:
