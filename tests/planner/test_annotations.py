@@ -216,6 +216,17 @@ def test_entries_of_hspmd_come_back_identical(config: dict[str, object]) -> None
     assert Annotation.from_hspmd(config).to_hspmd(dims) == config
 
 
+def test_devices_of_hspmds_files_are_those_of_the_nodes_that_are_named() -> None:
+    nodes = ["a", "b", "c", "d", "gpu.7"]
+    found = Annotation.from_hspmd(DENSE, nodes=nodes)
+    assert found.groups == (("d/4", "d/5", "d/6", "d/7"), ("gpu.7/6",))
+    assert found.to_hspmd(nodes=nodes) == DENSE
+    with pytest.raises(Invalid, match="device 38 is on none of 4 nodes of 8 devices"):
+        Annotation.from_hspmd(DENSE, nodes=nodes[:4])
+    with pytest.raises(Invalid, match=r"device gpu.7/6 has no number .* its node is none of a, b, c, d"):
+        found.to_hspmd(nodes=nodes[:4])
+
+
 def test_like_groups_of_copies_are_one_group() -> None:
     two = Annotation(groups=[[*"ab"], [*"cd"]], states=[{0: 2}, {0: 2}])
     assert two.merged() == Annotation(groups=[[*"abcd"]], states=[{"same": 2, 0: 2}])

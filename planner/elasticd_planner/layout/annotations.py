@@ -115,17 +115,20 @@ class Annotation(Value, frozen=True, kw_only=True, eq=False):
         return layout_of(self, name, shape, dtype)
 
     @classmethod
-    def from_hspmd(cls, config: Mapping[str, Any], *, per_node: int = 8) -> Annotation:
+    def from_hspmd(
+        cls, config: Mapping[str, Any], *, per_node: int = 8, nodes: Sequence[str] = ()
+    ) -> Annotation:
         """Reads an entry of HSPMD's annotation plans.
 
         Args:
             config: with `split` (a list of parts for each dimension), `dup` (copies), `device_group_union` and
                 `type`: "variable" or "placeholder". Of several groups both `split` and `dup` count with the
                 groups: copies of a variable, parts of dimension 0 of a placeholder.
-            per_node: devices of a node. Device 11 of nodes of eight is "n1/3".
+            per_node: devices of a node. Device 11 of nodes of eight is number 3 of the second node.
+            nodes: their names, in order (empty: "n0", "n1", ...).
 
         Raises:
-            Invalid: an entry is missing, or its numbers do not fit the groups.
+            Invalid: an entry is missing, its numbers do not fit the groups, or a device is on none of the nodes.
         """
         try:
             kind, groups = config["type"], config["device_group_union"]
@@ -148,15 +151,22 @@ class Annotation(Value, frozen=True, kw_only=True, eq=False):
                 refuse(f"HSPMD's annotation: {axes} of group {number} does not count its {size} groups")
             axes[shared] = axes.get(shared, 1) // size
             states.append({axis: parts for axis, parts in axes.items() if parts > 1})
-        named = [[f"n{number // per_node}/{number % per_node}" for number in group] for group in groups]
+        most = max((number for group in groups for number in group), default=0)
+        if nodes and most >= per_node * len(nodes):
+            refuse(f"HSPMD's annotation: device {most} is on none of {len(nodes)} nodes of {per_node} devices")
+        names = nodes or [f"n{node}" for node in range(most // per_node + 1)]
+        named = [[f"{names[number // per_node]}/{number % per_node}" for number in group] for group in groups]
         return cls(groups=named, states=states, across="same" if kind == "variable" else 0)
 
-    def to_hspmd(self, dims: Iterable[int] = (), *, per_node: int = 8) -> dict[str, Any]:
+    def to_hspmd(
+        self, dims: Iterable[int] = (), *, per_node: int = 8, nodes: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """The entry of HSPMD's annotation plans that `from_hspmd` reads.
 
         Args:
             dims: dimensions that are named though they are in one part.
-            per_node: devices of a node, which have the names "n0/0", "n0/1", ...
+            per_node: devices of a node.
+            nodes: names of the nodes, in order (empty: "n0", "n1", ...).
 
         Raises:
             Invalid: it is uneven, has terms, or groups that are neither copies nor parts of dimension 0: the
@@ -175,7 +185,9 @@ class Annotation(Value, frozen=True, kw_only=True, eq=False):
         return {
             "split": {str(dim): parts[dim] for dim in listed},
             "dup": parts["same"],
-            "device_group_union": [[_number(device, per_node) for device in group] for group in self.groups],
+            "device_group_union": [
+                [_number(device, per_node, nodes) for device in group] for group in self.groups
+            ],
             "type": "variable" if variable else "placeholder",
         }
 
@@ -329,8 +341,12 @@ def _part(name: str, box: Box, dim: int, parts: Parts, index: int) -> Box:
     return box.cropped(dim, edges[index], edges[index + 1])
 
 
-def _number(device: str, per_node: int) -> int:
+def _number(device: str, per_node: int, nodes: Sequence[str]) -> int:
     node, _, index = device.rpartition("/")
+    if nodes:
+        if node not in nodes or not index.isdigit():
+            refuse(f"device {device} has no number in HSPMD's files: its node is none of {', '.join(nodes)}")
+        return nodes.index(node) * per_node + int(index)
     if not (node.startswith("n") and node[1:].isdigit() and index.isdigit()):
         refuse(f"device {device} has no number in HSPMD's files; those are called n0/0, n0/1, ...")
     return int(node[1:]) * per_node + int(index)
