@@ -128,7 +128,7 @@ class Annotation(Value, frozen=True, kw_only=True, eq=False):
             nodes: their names, in order (empty: "n0", "n1", ...).
 
         Raises:
-            Invalid: an entry is missing, its numbers do not fit the groups, or a device is on none of the nodes.
+            Invalid: an entry is missing; its numbers do not fit the groups; a device is on none of the nodes.
         """
         try:
             kind, groups = config["type"], config["device_group_union"]
