@@ -63,6 +63,28 @@ class StrictPair:
             self._sent.pop(number).wait()
 
 
+class StrictMesh:
+    """A `Mesh`."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def begin_round(
+        self, sends: Sequence[tuple[str, Tensor]], receives: Sequence[tuple[str, Tensor]]
+    ) -> list[Work]:
+        rank = self._communicator.members.index
+        with self._communicator.batch() as works:
+            for to, tensor in sends:
+                self._communicator.send(tensor, rank(to))
+            for source, tensor in receives:
+                self._communicator.recv(tensor, rank(source))
+        return works
+
+    def finish(self, work: list[Work]) -> None:
+        for each in work:
+            each.wait()
+
+
 class StrictCommunicators:
     """`Communicators` of one rank, with the log of all that it launched."""
 
@@ -96,6 +118,9 @@ class StrictCommunicators:
 
     def pair(self, channel: Channel) -> StrictPair:
         return StrictPair(self._made[channel], self._sent)
+
+    def mesh(self, channel: Channel) -> StrictMesh:
+        return StrictMesh(self._made[channel])
 
     def received(self) -> None:
         for number in [number for number, work in self._sent.items() if work.is_completed()]:

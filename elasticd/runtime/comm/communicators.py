@@ -10,7 +10,7 @@ This file has the seam, and its implementation over gloo.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +61,25 @@ class Pair(Protocol):
         """Drops the tensors of messages that have arrived."""
 
 
+class Mesh(Protocol):
+    """Messages among any members, in rounds. All messages of a round go on side by side; of two between the
+    same members the first that is sent is the first that is received."""
+
+    def begin_round(self, sends: Sequence[tuple[str, Tensor]], receives: Sequence[tuple[str, Tensor]]) -> Any:
+        """Launches a round.
+
+        Args:
+            sends: to whom, and what; it is kept until it is known to have arrived.
+            receives: from whom, and where to: tensors of the sizes that are sent.
+
+        Returns:
+            The work for `finish`.
+        """
+
+    def finish(self, work: Any) -> None:
+        """Waits for the messages that this device receives in a round."""
+
+
 class Communicators(Protocol):
     """All communicators of one member of a plan."""
 
@@ -69,6 +88,9 @@ class Communicators(Protocol):
 
     def pair(self, channel: Channel) -> Pair:
         """Messages from the first member to the second."""
+
+    def mesh(self, channel: Channel) -> Mesh:
+        """Messages among all members."""
 
     def received(self) -> None:
         """Drops the tensors of all messages, after a collective that proves that they have arrived."""
@@ -116,9 +138,36 @@ class GlooCommunicators:
         """Costs nothing until it is used."""
         return GlooPair(self._everyone, channel)
 
+    def mesh(self, channel: Channel) -> GlooMesh:
+        """Costs nothing until it is used."""
+        return GlooMesh(self._everyone, channel.use)
+
     def received(self) -> None:
         """See `Group.received`."""
         self._everyone.received()
+
+
+class GlooMesh:
+    """A `Mesh` in the group of all members."""
+
+    def __init__(self, everyone: Group, use: Use) -> None:
+        self._everyone, self._tag, self._label = everyone, _TAGS[use], _LABELS[use]
+
+    def begin_round(
+        self, sends: Sequence[tuple[str, Tensor]], receives: Sequence[tuple[str, Tensor]]
+    ) -> list[tuple[Any, int]]:
+        """See `Group.send` and `Group.post`."""
+        rank = self._everyone.members.index
+        for to, tensor in sends:
+            self._everyone.send(tensor, rank(to), self._tag, self._label)
+        return [
+            (self._everyone.post(tensor, rank(source), self._tag), rank(source)) for source, tensor in receives
+        ]
+
+    def finish(self, work: list[tuple[Any, int]]) -> None:
+        """See `Group.take`."""
+        for posted, source in work:
+            self._everyone.take(posted, self._label, source)
 
 
 class GlooPair:

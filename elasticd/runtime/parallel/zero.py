@@ -8,9 +8,9 @@ the updated values of each part go from a keeper to all devices that compute wit
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from elasticd_migration.local_state import LocalState, Owned, own, torch_dtype
@@ -27,30 +27,11 @@ from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
 
 from elasticd.runtime.accelerator import CPU, Accelerator
-from elasticd.runtime.comm.communicators import Pair, Peers
+from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.model.local_model import LocalModel
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, no_terms, sum_of_squares
 
-#: The most bytes of deliveries that are received side by side; a larger one is received alone.
-_TOGETHER = 64 * 1024 * 1024
-
 Values = dict[str, list[tuple[Box, nn.Parameter]]]
-
-
-class _Coming(NamedTuple):
-    """A delivery whose receipt is launched: where it goes, and what it is cut into there."""
-
-    pair: Pair
-    work: Any
-    flat: Tensor
-    parts: list[Tensor]
-
-    def land(self) -> int:
-        """Waits for it, and puts its parts where they belong. Returns the bytes of the buffer."""
-        self.pair.finish(self.work)
-        for part, came in zip(self.parts, self.flat.split([part.numel() for part in self.parts]), strict=True):
-            part.copy_(came.view(part.shape))
-        return self.flat.nbytes
 
 
 class ZeroState:
@@ -209,31 +190,26 @@ class ZeroState:
         outgoing: Callable[[str, Box], Tensor],
         incoming: Callable[[str, Box], Tensor],
     ) -> None:
-        """Sends, without a wait, and then receives, both in the one order of all members. Receipts go on side
-        by side, as far as `_TOGETHER` allows."""
-        for delivery in deliveries:
-            if delivery.source == self._device:
-                flat = torch.cat([outgoing(name, box).reshape(-1) for name, box in delivery.pieces])
-                for device in delivery.destinations:
-                    self._pair(self._device, device).send(flat)
-        coming: deque[_Coming] = deque()
-        size = 0
-        for delivery in deliveries:
-            if delivery.source == self._device:
-                continue
-            parts = [incoming(name, box) for name, box in delivery.pieces]
-            flat = parts[0].new_empty(sum(part.numel() for part in parts))
-            while coming and size + flat.nbytes > _TOGETHER:
-                size -= coming.popleft().land()
-            pair = self._pair(delivery.source, self._device)
-            coming.append(_Coming(pair, pair.begin_receive(flat), flat, parts))
-            size += flat.nbytes
-            del flat
-        while coming:
-            coming.popleft().land()
-
-    def _pair(self, source: str, to: str) -> Pair:
-        return self._communicators.pair(Channel("state", (source, to)))
+        """Round by round, in the one order of all members."""
+        mesh = self._communicators.mesh(Channel("state", self._layouts.plan.members)) if deliveries else None
+        for _, together in groupby(deliveries, key=attrgetter("round")):
+            sends: list[tuple[str, Tensor]] = []
+            receives: list[tuple[str, Tensor]] = []
+            coming: list[list[Tensor]] = []
+            for delivery in together:
+                if delivery.source == self._device:
+                    flat = torch.cat([outgoing(name, box).reshape(-1) for name, box in delivery.pieces])
+                    sends += [(device, flat) for device in delivery.destinations]
+                else:
+                    parts = [incoming(name, box) for name, box in delivery.pieces]
+                    flat = parts[0].new_empty(sum(part.numel() for part in parts))
+                    receives.append((delivery.source, flat))
+                    coming.append(parts)
+            assert mesh is not None
+            mesh.finish(mesh.begin_round(sends, receives))
+            for (_, flat), parts in zip(receives, coming, strict=True):
+                for part, came in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                    part.copy_(came.view(part.shape))
 
 
 def _buffers(

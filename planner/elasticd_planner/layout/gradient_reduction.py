@@ -6,12 +6,14 @@ replicas of it by devices that hold nothing else of the parameter.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.layout.resolve import Communication, messages, resolve
 from elasticd_planner.spec.box import Box, TensorLayout
+from elasticd_planner.spec.model import item_size
 from elasticd_planner.value import Value
 
 
@@ -47,10 +49,15 @@ def reductions(layouts: Layouts, device: str | None = None) -> tuple[Reduction, 
     return tuple(Reduction(devices=devices, pieces=tuple(pieces[devices])) for devices in order)
 
 
+#: Bytes that a device receives in a round of deliveries, about: one parameter or buffer may have more.
+ROUND = 64 * 1024 * 1024
+
+
 class Delivery(Value, frozen=True, kw_only=True):
     """Boxes of parameters or buffers of one dtype, by name, that one device sends to others, each of
-    which takes all of them."""
+    which takes all of them. All deliveries of a round go on side by side, and one round after the other."""
 
+    round: int
     source: str
     destinations: tuple[str, ...]
     pieces: tuple[tuple[str, Box], ...]
@@ -82,17 +89,34 @@ def _deliveries(
     layouts: Layouts, device: str | None, names: Sequence[str], source: _LayoutOf, target: _LayoutOf
 ) -> tuple[Delivery, ...]:
     rank = {device: i for i, device in enumerate(layouts.plan.members)}
-    pieces: dict[tuple[tuple[str, ...], str], list[tuple[str, Box]]] = defaultdict(list)
+    pieces: dict[tuple[int, tuple[str, ...], str], list[tuple[str, Box]]] = defaultdict(list)
+    rounds = _rounds(layouts, names)
     for name, steps in _resolved(layouts, names, source, target, of=device):
         dtype = layouts.parameter(name).dtype
         for devices, cell in messages(steps):
             if device is None or device in devices:
-                pieces[devices, dtype].append((name, cell.box))
-    order = sorted(pieces, key=lambda key: ([rank[device] for device in key[0]], key[1]))
+                pieces[rounds[name], devices, dtype].append((name, cell.box))
+    order = sorted(pieces.items(), key=lambda at: (at[0][0], [rank[device] for device in at[0][1]], at[0][2]))
     return tuple(
-        Delivery(source=devices[0], destinations=devices[1:], pieces=tuple(pieces[devices, dtype]))
-        for devices, dtype in order
+        Delivery(round=number, source=devices[0], destinations=devices[1:], pieces=tuple(together))
+        for (number, devices, _), together in order
     )
+
+
+def _rounds(layouts: Layouts, names: Sequence[str]) -> dict[str, int]:
+    """The round of each name, the same for all devices: so many names in a row as the device with the largest
+    share of a layer receives at most `ROUND` bytes of."""
+    largest = max(stage.fraction(at) for _, _, stage in layouts.plan.walk() for at in range(len(stage.devices)))
+    found: dict[str, int] = {}
+    number, size = 0, 0.0
+    for name in names:
+        parameter = layouts.parameter(name)
+        more = math.prod(parameter.shape) * item_size(parameter.dtype) * largest
+        if size and size + more > ROUND:
+            number, size = number + 1, 0.0
+        found[name] = number
+        size += more
+    return found
 
 
 def _resolved(

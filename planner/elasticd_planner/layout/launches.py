@@ -1,9 +1,10 @@
 """The data plane of a plan: its communicators, and the order in which each rank launches on them in a step.
 
 Tensors of the model go over communicators: one for each TP group, one for each set of devices that reduce
-gradients together, and one for each direction and use between two devices that send to each other. A
-communicator carries out the operations of a rank one after the other, as NCCL does: messages have no tags, and
-a receive takes the next message of exactly its size. So all members of a communicator must launch the same
+gradients together, one for each direction between two devices of neighbouring stages, and under ZeRO one of all
+members, over which they deliver values to each other in rounds. A communicator carries out the operations of a
+rank one after the other, as NCCL does: messages have no tags, and a receive takes the next message of exactly
+its size. So all members of a communicator must launch the same
 operations in the same order. `launches` derives that order from the plan and the batch; the runtime launches in
 it, and `deadlock(launches(...))` says whether it can be carried out at all, whatever the timing.
 
@@ -13,6 +14,8 @@ What the host tells others (votes, headers of activations, sample ids) is not da
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from elasticd_planner.layout.gradient_buckets import BUCKET, Bucket, DtypeOf, buckets
@@ -30,7 +33,7 @@ from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.plan import Pipeline, Place
 
 #: What a communicator is for. "tensor": collectives inside of sections. "reduce": sums of gradients.
-#: "activation", "gradient": between stages, forth and back. "state": what ZeRO delivers.
+#: "activation", "gradient": between stages, forth and back. "state": what ZeRO delivers, between any members.
 Use = Literal["tensor", "reduce", "activation", "gradient", "state"]
 
 #: (stages, stage, micro-batches, chunks) -> (kind, micro-batch, chunk) of each pass: `cost.schedule.passes`.
@@ -42,8 +45,8 @@ AHEAD = 2
 
 
 class Channel(NamedTuple):
-    """A communicator: what it is for, and its members in rank order. Messages go from the first of two
-    members to the second."""
+    """A communicator: what it is for, and its members in rank order. Activations and gradients go from the
+    first of two members to the second."""
 
     use: Use
     members: tuple[str, ...]
@@ -84,9 +87,8 @@ def channels(layouts: Layouts, device: str) -> tuple[Channel, ...]:
         for receives, sends, border in _borders(pipeline, place, device):
             found.add(Channel(receives, (border.source, device)))
             found |= {Channel(sends, (device, to)) for to in border.destinations}
-    for deliveries in (gradients_away, values_back, buffers_away):
-        for each in deliveries(layouts, device):
-            found |= {Channel("state", (each.source, to)) for to in each.destinations}
+    if plan.state.zero and len(plan.members) > 1:
+        found.add(Channel("state", plan.members))
     rank = {name: index for index, name in enumerate(plan.members)}
     mine = [channel for channel in found if device in channel.members]
     return tuple(sorted(mine, key=lambda channel: ([rank[name] for name in channel.members], channel.use)))
@@ -247,12 +249,16 @@ class _Rank:
             yield from (section for section in held if used.startswith(f"{section}."))
 
     def _deliver(self, what: str, deliveries: Sequence[Delivery]) -> None:
-        """Sends all, then receives. Here each is joined at once: what runs so runs with later joins, too."""
-        for sends in (True, False):
-            for each in deliveries:
+        """Round by round, all messages of a round in one launch."""
+        channel = Channel("state", self._layouts.plan.members)
+        for number, together in groupby(deliveries, key=attrgetter("round")):
+            messages = []
+            for each in together:
                 name, box = each.pieces[0]
+                first = f"{' '.join(each.destinations)} {name} {box.start}"
                 for to in each.destinations:
-                    if self._device == (each.source if sends else to):
-                        channel = Channel("state", (each.source, to))
-                        operation = f"{channel}: {what} {' '.join(each.destinations)} {name} {box.start}"
-                        self._launch(channel, operation, join=not sends)
+                    if self._device in (each.source, to):
+                        message = f"{what} {number}: {each.source} to {to}: {first}"
+                        messages.append(Operation(message, (each.source, to)))
+            if messages:
+                self.log += [Launch(str(channel), tuple(messages)), Join(messages[0].name)]
