@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 from elasticd_planner.layout.annotations import Annotation
-from elasticd_planner.layout.explain import explain, level_of, readable
+from elasticd_planner.layout.explain import explain, readable
+from elasticd_planner.layout.link_traffic import level_of
 from elasticd_planner.layout.resolve import Communication, Uncovered, resolve
 from elasticd_planner.spec.box import TensorLayout, lacking
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
