@@ -1,4 +1,4 @@
-"""The communication of a switch from one plan to another, by the migration's own choice of senders: `reshard`."""
+"""The communication of a switch between two plans, by the migration's own choice of senders (`reshard`)."""
 
 from __future__ import annotations
 

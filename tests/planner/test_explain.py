@@ -182,7 +182,8 @@ def test_a_target_that_nobody_holds_is_refused_by_name() -> None:
         (1536, "1.5 KiB"),
         (4 << 20, "4 MiB"),
         (5 << 30, "5 GiB"),
-        (1 << 41, "2048 GiB"),
+        (1 << 41, "2 TiB"),
+        (1 << 51, "2048 TiB"),
     ],
 )
 def test_bytes_are_readable(size: int, said: str) -> None:

@@ -115,9 +115,9 @@ def explain(source: TensorLayout, target: TensorLayout, cluster: Cluster | None 
 
 def readable(size: float) -> str:
     """Bytes for people: "4 MiB"."""
-    units = iter(("bytes", "KiB", "MiB", "GiB"))
+    units = iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
     unit = next(units)
-    while size >= 1024 and unit != "GiB":
+    while size >= 1024 and unit != "TiB":
         size, unit = size / 1024, next(units)
     return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
 

@@ -106,11 +106,12 @@ def explain_step(
     spec, plan = layouts.spec, layouts.plan
     one = spec.width * item_size(spec.dtype)
     flows: list[tuple[Purpose, Flow]] = []
-    for _, pipeline, stage in plan.walk():
+    for _, pipeline, stage in plan.walk() if one else ():
         flows += [("tensor parallelism", flow) for flow in _inside(spec, pipeline, stage, tokens)]
-    for module in plan.modules:
+    size = round(tokens * (boundary or one))
+    for module in plan.modules if size else ():
         for pipeline in module.by_lane:
-            flows += _between(pipeline, round(tokens * (boundary or one)))
+            flows += _between(pipeline, size)
     flows += _reduced(layouts, gradients)
     return listed(flows, cluster)
 
