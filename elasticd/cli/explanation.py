@@ -22,7 +22,7 @@ from elasticd_planner.problem_files.shapes import Shapes, shapes_of
 from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan
-from elasticd_planner.value import FILE_VERSION, Value, check_file_version
+from elasticd_planner.value import FILE_VERSION, Invalid, Value, check_file_version, refuse
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -89,13 +89,16 @@ def explained(problem: TableProblem, plan: Plan, current: Plan | None, model: Mo
     """
     shapes, cluster = shapes_of(problem, model), cluster_of(problem)
     layouts = Layouts(shapes.spec, plan)
-    step = explain_step(
-        layouts,
-        cluster,
-        tokens=round((problem.batch.sequence or 0) * plan.micro_batch),
-        boundary=shapes.boundary,
-        gradients=shapes.gradients,
-    )
+    try:
+        step = explain_step(
+            layouts,
+            cluster,
+            tokens=round((problem.batch.sequence or 0) * plan.micro_batch),
+            boundary=shapes.boundary,
+            gradients=shapes.gradients,
+        )
+    except Invalid as error:
+        refuse(f"the plan is none for the model {shapes.spec.name}: {error}")
     found = Explained(plan=plan, cluster=cluster, shapes=shapes, step=step)
     if current is None:
         return found

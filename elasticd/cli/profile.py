@@ -179,6 +179,7 @@ def _asked(request: Request | Describe, progress: Callable[[float], None]) -> Do
             elif isinstance(answer, Failed):
                 raise click.ClickException(answer.reason)
             else:
+                assert isinstance(answer, Done | Described)
                 return answer
         code = process.wait()
         raise click.ClickException(

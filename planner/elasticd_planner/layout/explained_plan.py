@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -144,7 +144,7 @@ def listed(flows: Iterable[tuple[Purpose, Flow]], cluster: Cluster | None) -> Co
     )
 
 
-_ORDER: tuple[Purpose, ...] = Purpose.__args__  # type: ignore[attr-defined]
+_ORDER: tuple[Purpose, ...] = get_args(Purpose)
 
 
 def message(devices: Sequence[str], elements: int) -> Communication:
@@ -171,13 +171,14 @@ def _between(pipeline: Pipeline, size: int) -> Iterator[tuple[Purpose, Flow]]:
         turns = chunks if index + 1 < len(stages) else chunks - 1
         if not turns:
             continue
-        for purpose, senders in (
+        ways: tuple[tuple[Purpose, stage_boundary.Senders], ...] = (
             ("activations", stage_boundary.activations(near, far)),
             ("activation gradients", stage_boundary.gradients(near, far)),
-        ):
+        )
+        for purpose, senders in ways:
             for source, destinations in senders.items():
                 step = message((source, *destinations), size)
-                yield purpose, Flow(step, 1, turns * pipeline.micro_batches)  # type: ignore[misc]
+                yield purpose, Flow(step, 1, turns * pipeline.micro_batches)
 
 
 # -- inside of TP groups ---------------------------------------------------------------------------------------
