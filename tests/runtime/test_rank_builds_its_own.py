@@ -10,14 +10,17 @@ from elasticd_planner.layout.launch_order import Launch
 from elasticd_planner.layout.launches import launches
 from elasticd_planner.layout.layouts import Layouts, sections_of
 from elasticd_planner.spec.plan import Plan
+from torch import nn
 
+from elasticd.models import Decoder
 from elasticd.runtime.comm.in_memory import MemoryGroup, MemoryPlanGroups, MemoryWorld, run_threads
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.local_model import local_model
 from tests import sizes
 from tests.planner.drawn_plans import drawn_plan
 from tests.runtime.test_engine import engine_on
-from tests.runtime.test_parity import BATCH, CONFIG, make_recipe
+from tests.runtime.test_parity import BATCH, CONFIG, make_recipe, stage
 
 DEVICES = tuple(f"n{node}/{local}" for node in range(3) for local in range(3))
 SEEDS = sizes.beside(range(6), range(40))
@@ -87,3 +90,22 @@ def made(recipe: Recipe, layouts: Layouts, device: str) -> Engine:
 
 def elements(tensors: Any) -> int:
     return sum(tensor.numel() for tensor in tensors)
+
+
+def test_no_parameter_of_the_full_model_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that is not on meta either: a section may be larger than what is left of the memory."""
+    model = Decoder(CONFIG).describe()
+    before = {name: parameter for s, m in model.sections.items() for name, parameter in m.named_parameters(s)}
+
+    def copied(parameter: nn.Parameter, memo: object) -> None:
+        raise AssertionError(f"a parameter of {tuple(parameter.shape)} is copied")
+
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", copied)
+    local = local_model(model, stage(0, CONFIG.layers, ("a/0", 1), ("a/1", 1)), 0)
+    after = {name: parameter for s, m in model.sections.items() for name, parameter in m.named_parameters(s)}
+    assert {name: id(parameter) for name, parameter in after.items()} == {
+        name: id(parameter) for name, parameter in before.items()
+    }
+    mine = {id(parameter) for module in local.modules.values() for parameter in module.parameters()}
+    assert mine == {id(parameter) for _, parameter in local.parameters.values()}
+    assert mine.isdisjoint(map(id, before.values()))
