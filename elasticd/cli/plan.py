@@ -48,6 +48,16 @@ from elasticd.client import reach
     metavar="N",
     help="Let pipelines have up to N lanes, where pipelines of equal borders can be joined (pins.lanes).",
 )
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="List what goes over links in a step, and with --current in the switch.",
+)
+@click.option(
+    "--model",
+    metavar="MODEL",
+    help="With --explain: whose parameters these are, a file of `elasticd profile` or FILE.py:NAME.",
+)
 @click.option("--diff", nargs=2, metavar="OLD NEW", help="What moves between two answers written with --json.")
 @cluster_options
 def plan(
@@ -57,6 +67,8 @@ def plan(
     current: str | None,
     interleave: int | None,
     lanes: int | None,
+    explain: bool,
+    model: str | None,
     diff: tuple[str, str] | None,
     config: str | None,
     coordinator: str | None,
@@ -66,17 +78,21 @@ def plan(
     Without a file: the plans of the running jobs.
     """
     console = Console(highlight=False)
+    if model is not None and not explain:
+        raise click.UsageError("--model goes with --explain: planning itself reads the problem alone")
     if diff is not None:
         old, new = (answered(_text(path), path) for path in diff)
         if as_json:
             write_json(moves_of(old, new))
         else:
             console.print(shown(old, new))
-    elif problem is not None:
+        return
+    given = {"current": current, "interleave": interleave, "lanes": lanes, "explain": explain}
+    if problem is not None:
         pins = {"interleave": interleave, "lanes": lanes}
-        _solve(_text(problem), objective, as_json, current, pins, console)
-    elif (current, interleave, lanes) != (None, None, None):
-        option = "--current" if current is not None else "--interleave" if interleave is not None else "--lanes"
+        _solve(_text(problem), objective, as_json, current, pins, (explain, model), console)
+    elif asked := [f"--{name}" for name, value in given.items() if value]:
+        option = asked[0]
         raise click.UsageError(f"{option} goes with a problem: name the file of one")
     else:
         _running(config, coordinator, as_json, console)
@@ -95,28 +111,40 @@ def _solve(
     as_json: bool,
     current: str | None,
     pins: Mapping[str, int | None],
+    explain: tuple[bool, str | None],
     console: Console,
 ) -> None:
     from elasticd_planner.cost.model import stage_seconds
     from elasticd_planner.problem_files import convert, file_format, solve
+    from elasticd_planner.problem_files.shapes import shapes_of
 
     given = file_format.load(text)
     asked = {name: value for name, value in pins.items() if value is not None}
     if asked:
         given = msgspec.structs.replace(given, pins=msgspec.structs.replace(given.pins, **asked))
+    listing, model = explain
+    if listing:
+        from elasticd.cli import explanation  # loads the migration
+
+        spec = explanation.model_of(model) if model is not None else None
+        shapes_of(given, spec)  # refuses what cannot be listed, before the search
     start = time.perf_counter()
     near = None
-    if current is not None:
-        near = solve.solve_from_current(given, objective, answered(_text(current), current).plan)
+    running = answered(_text(current), current).plan if current is not None else None
+    if running is not None:
+        near = solve.solve_from_current(given, objective, running)
     planned = near.planned if near is not None else solve.solve(given, objective)
     seconds = time.perf_counter() - start
     if planned.plan is None or planned.figures is None:
         raise click.ClickException(planned.refusal)
+    explained = explanation.explained(given, planned.plan, running, spec) if listing else None
     if as_json:
         found = file_format.answer(planned, seconds)
         found["state_bytes"] = msgspec.to_builtins(convert.state_bytes(given))
         if near is not None:
             found["current"] = {"value": near.current, "moved_bytes": near.moved}
+        if explained is not None:
+            found["explanation"] = explanation.explanation_of(explained)
         write_json(found)
         return
     task = convert.task_of(given, objective, planned.plan)
@@ -127,6 +155,8 @@ def _solve(
     if near is not None:
         console.print(_nearness(near, planned.unit))
     console.print(Text.assemble(("limited by ", "dim"), _limit(planned.plan, times, task.rates)))
+    if explained is not None:
+        console.print(explanation.shown(explained))
 
 
 def _nearness(near: Any, unit: str) -> Text:

@@ -20,11 +20,12 @@ from rich.text import Text
 
 from elasticd.cli.options import json_option, plain_table
 from elasticd.extras import need
-from elasticd.wire.profiler import Answer, Done, Failed, Progress, Request
+from elasticd.wire.profiler import Answer, Describe, Described, Done, Failed, Progress, Request
 
 if TYPE_CHECKING:
     from elasticd_planner.profiling.regression import SectionFit
     from elasticd_planner.profiling.sample_profile import MeasuredProfile
+    from elasticd_planner.spec.model import ModelSpec
 
 #: Token counts of the micro-batches where none are named, in samples.
 _SAMPLES = (1, 2, 4, 8)
@@ -149,6 +150,21 @@ def _threads() -> int:
 def measure(request: Request, progress: Callable[[float], None]) -> Samples:
     """Asks a process that carries torch. Raises ClickException where it cannot measure."""
     need("torch", "elasticd profile")
+    found = _asked(request, progress)
+    assert isinstance(found, Done)
+    return found.samples
+
+
+def described(target: str, command: str) -> ModelSpec:
+    """The model of FILE.py:NAME, which a process that carries torch imports, for a `command` that needs it.
+    Raises ClickException where there is none."""
+    need("torch", command)
+    found = _asked(Describe(target=target), lambda part: None)
+    assert isinstance(found, Described)
+    return found.model
+
+
+def _asked(request: Request | Describe, progress: Callable[[float], None]) -> Done | Described:
     command = [sys.executable, "-m", "elasticd.runtime.profiling"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
@@ -163,8 +179,8 @@ def measure(request: Request, progress: Callable[[float], None]) -> Samples:
             elif isinstance(answer, Failed):
                 raise click.ClickException(answer.reason)
             else:
-                assert isinstance(answer, Done)
-                return answer.samples
+                assert isinstance(answer, Done | Described)
+                return answer
         code = process.wait()
         raise click.ClickException(
             f"the process that measures ended with {code} and no answer"
@@ -190,8 +206,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def profile_text(samples: Samples, measured: MeasuredProfile) -> str:
-    """The profile as the JSON of a file. Beside the model it has on what it was measured, the errors of each
-    section, and the whole model."""
+    """The profile as the JSON of a file. Beside the model's times it has on what they were measured, the errors
+    of each section and of the whole model, and the model's parameters (`spec`)."""
     from elasticd_planner.problem_files.times import entry_of
 
     fit = {
@@ -200,7 +216,13 @@ def profile_text(samples: Samples, measured: MeasuredProfile) -> str:
         "whole_seconds": samples.whole.seconds if samples.whole is not None else None,
         "predicted_seconds": measured.predicted,
     }
-    answer = {"type": "profile", "version": FILE_VERSION, "model": entry_of(measured.profile), "fit": fit}
+    answer = {
+        "type": "profile",
+        "version": FILE_VERSION,
+        "model": entry_of(measured.profile),
+        "fit": fit,
+        "spec": samples.model,
+    }
     return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n"
 
 

@@ -2,16 +2,24 @@
 
 The command line carries no torch and the runtime no command line, so the measuring is a process of its own. It
 reads one `Request` from its standard input and ends when that is closed; it writes `Progress`, then `Done` or
-`Failed`. Both are of one release, the child of the other, so that none of this has a version.
+`Failed`. To a `Describe` it answers with `Described` or `Failed`. Both are of one release, the child of the
+other, so that none of this has a version.
 """
 
 from __future__ import annotations
 
 from elasticd_planner.profiling.samples import Samples
+from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import Value, refuse
 
 
-class Request(Value, frozen=True, kw_only=True):
+class Describe(Value, frozen=True, kw_only=True, tag="describe"):
+    """A model is to be described, and nothing measured."""
+
+    target: str  # FILE:NAME of the model, or of a function that makes it
+
+
+class Request(Value, frozen=True, kw_only=True, tag="measure"):
     """What to measure."""
 
     target: str  # FILE:NAME of the model, or of a function that makes it
@@ -52,10 +60,16 @@ class Done(Value, frozen=True, kw_only=True, tag="done"):
     samples: Samples  # what was measured
 
 
+class Described(Value, frozen=True, kw_only=True, tag="described"):
+    """What the model is."""
+
+    model: ModelSpec
+
+
 class Failed(Value, frozen=True, kw_only=True, tag="failed"):
     """Nothing can be measured."""
 
     reason: str  # one message for the user
 
 
-Answer = Progress | Done | Failed
+Answer = Progress | Done | Described | Failed

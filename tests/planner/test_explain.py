@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 from elasticd_planner.layout.annotations import Annotation
-from elasticd_planner.layout.explain import explain, level_of, readable
+from elasticd_planner.layout.explain import explain, readable
+from elasticd_planner.layout.link_traffic import level_of, levels_of
 from elasticd_planner.layout.resolve import Communication, Uncovered, resolve
 from elasticd_planner.spec.box import TensorLayout, lacking
-from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
+from elasticd_planner.spec.cluster import Cluster, Device, Level, Link, Node
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -181,8 +182,44 @@ def test_a_target_that_nobody_holds_is_refused_by_name() -> None:
         (1536, "1.5 KiB"),
         (4 << 20, "4 MiB"),
         (5 << 30, "5 GiB"),
-        (1 << 41, "2048 GiB"),
+        (1 << 41, "2 TiB"),
+        (1 << 51, "2048 TiB"),
     ],
 )
 def test_bytes_are_readable(size: int, said: str) -> None:
     assert readable(size) == said
+
+
+def test_further_levels_of_links_have_their_own_bytes_and_seconds() -> None:
+    """Nodes 0 and 1 are a rack, and racks 0 and 1 a pod; nodes 2 and 4 are alone in theirs."""
+    levels = (
+        Level(name="rack", link=Link(bandwidth=40e9, latency=2e-6), groups=(("n0", "n1"), ("n2",), ("n3",))),
+        Level(name="pod", link=Link(bandwidth=20e9, latency=3e-6), groups=(("n0", "n1", "n2"), ("n3",))),
+    )
+    nodes = tuple(
+        Node(name=f"n{node}", devices=tuple(Device(name=f"n{node}/{i}", memory=1) for i in range(2)))
+        for node in range(5)
+    )
+    cluster = Cluster(nodes=nodes, between=Link(bandwidth=1e9, latency=1e-4), levels=levels)
+    pairs = {
+        ("n0/0", "n0/1"): "inside nodes",
+        ("n0/0", "n1/0"): "inside racks",
+        ("n1/1", "n2/0"): "inside pods",
+        ("n0/0", "n3/0"): "between pods",
+        ("n4/0", "n2/0"): "between pods",
+    }
+    for pair, level in pairs.items():
+        assert level_of(*pair, cluster) == level_of(*reversed(pair), cluster) == level
+        source = Annotation(groups=[pair[:1]], states=[{}]).layout((1000,))
+        target = Annotation(groups=[pair[1:]], states=[{}]).layout((1000,))
+        found = explain(source, target, cluster)
+        assert found.bytes == {level: 4000}
+        assert found.seconds == pytest.approx(cluster.reach(pair).seconds(4000))
+    assert levels_of(cluster) == (
+        "between pods",
+        "inside pods",
+        "inside racks",
+        "inside nodes",
+        "within islands",
+    )
+    assert levels_of(CLUSTER) == ("between nodes", "inside nodes", "within islands")

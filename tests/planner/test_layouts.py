@@ -1,12 +1,17 @@
 """Layouts of random plans: every element held, every member's boxes, gradients as terms of a sum."""
 
+from typing import Any
+
 import numpy as np
-from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.spec.box import Box
+import pytest
+from elasticd_planner.layout.layouts import Layouts, sections_of
+from elasticd_planner.spec.box import Box, Holding
 from elasticd_planner.spec.model import member_box
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan import Plan, StatePolicy
 from hypothesis import given, settings
 
+from tests.planner.drawn_plans import SPEC as DRAWN_SPEC
+from tests.planner.drawn_plans import drawn_plan
 from tests.planner.models import LAYERS, SPEC, plan, plans
 from tests.sizes import examples
 
@@ -79,3 +84,28 @@ def test_the_parameter_layout_is_that_of_the_rules() -> None:
     q = SPEC.kinds[0][1]
     assert [h.box for h in layout.holdings] == [member_box(SPEC, q, (3, 1), i) for i in (0, 1)]
     assert all(h.partial is None for h in layout.holdings)
+
+
+def test_holdings_are_made_for_what_is_asked_for_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layouts are made lazily: for a family of parameters at a time, when the first of them is asked for."""
+    made: list[str] = []
+
+    def counted(**fields: Any) -> Holding:
+        made.append(fields["device"])
+        return Holding(**fields)
+
+    monkeypatch.setattr("elasticd_planner.layout.layouts.Holding", counted)
+    plan = drawn_plan(4, carriers=False).replace(state=StatePolicy())
+    found = Layouts(DRAWN_SPEC, plan)
+    assert made == [], "nobody has asked"
+    holders = found.parameter("blocks.0.q.weight").holdings
+    assert len(made) == len(holders)
+    for _ in range(2):
+        found.parameter("blocks.0.q.weight")
+    assert len(made) == len(holders)
+    stages = [set(sections_of(DRAWN_SPEC, stage)) for _, _, stage in plan.walk()]
+    alike = [n for n in range(12) if all((f"blocks.{n}" in s) == ("blocks.0" in s) for s in stages)]
+    assert len(alike) > 1
+    for number in alike:
+        assert found.parameter(f"blocks.{number}.q.weight").holdings is holders
+    assert len(made) == len(holders), "they are of one family"

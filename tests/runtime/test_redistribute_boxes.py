@@ -213,6 +213,7 @@ def over_gloo(name: str, store: Any) -> list[str]:
         wrong += [] if torch.allclose(out, expected, rtol=0, atol=1e-12) else [f"value {number}"]
         wrong += [] if torch.allclose(mine.grad, gradient, rtol=0, atol=1e-12) else [f"gradient {number}"]  # type: ignore[arg-type]
     kept = len(group._sent)
+    group.all_reduce(torch.zeros(1))  # a process that ends takes along what others have not received yet
     return wrong if kept < 8 else [*wrong, f"{kept} messages are kept"]
 
 

@@ -47,7 +47,9 @@ def local_model(model: Model, stage: Stage, position: int, accelerator: Accelera
     """
     local = LocalModel(modules={}, parameters={}, buffers={})
     for section in sections_of(model.spec, stage):
-        module = copy.deepcopy(model.sections[section])
+        whole = model.sections[section]
+        # The parameters are replaced below, so that those of the full model are not copied.
+        module = copy.deepcopy(whole, {id(parameter): parameter for parameter in whole.parameters()})
         for rule in model.spec.section(section):
             name = model.spec.owner(f"{section}.{rule.name}")
             box = member_box(model.spec, rule, stage.shares, position)

@@ -18,12 +18,12 @@ Members may have unequal slices, and empty ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from elasticd_planner.layout import activations
 from elasticd_planner.layout.resolve import Cell, Communication, dual, resolve
-from elasticd_planner.spec.box import Box, Holding, TensorLayout
+from elasticd_planner.spec.box import Box, TensorLayout
 from torch import Tensor, nn
 
 from elasticd.runtime.comm.communicators import Team
@@ -31,28 +31,17 @@ from elasticd.runtime.comm.communicators import Team
 
 def whole(group: Team, length: int = 1) -> TensorLayout:
     """All members have all of it; `length` matters where it becomes slices, or has been some."""
-    return _layout(group, length, [(0, length)] * group.size)
+    return activations.whole(group.members, length)
 
 
 def terms(group: Team, length: int = 1) -> TensorLayout:
     """Each member has a term of the sum, of the full length."""
-    return _layout(group, length, [(0, length)] * group.size, terms=True)
+    return activations.terms(group.members, length)
 
 
 def slices(group: Team, widths: Sequence[int]) -> TensorLayout:
     """Members have consecutive slices, of these widths by rank."""
-    return _layout(group, sum(widths), list(pairwise(accumulate(widths, initial=0))))
-
-
-def _layout(
-    group: Team, length: int, ranges: Sequence[tuple[int, int]], *, terms: bool = False
-) -> TensorLayout:
-    """Along the one dimension that may be cut; of the others everybody has all."""
-    holdings = tuple(
-        Holding(device=device, box=Box(start=(start,), stop=(stop,)), partial=device if terms else None)
-        for device, (start, stop) in zip(group.members, ranges, strict=True)
-    )
-    return TensorLayout(name="activation", shape=(length,), dtype="any", holdings=holdings)
+    return activations.slices(group.members, widths)
 
 
 class Redistribution:

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 
 import msgspec
 
+from elasticd_planner.layout.link_traffic import Flow, Level, busiest_seconds, bytes_by_level
 from elasticd_planner.layout.resolve import Cell, Communication, Operation, resolve
 from elasticd_planner.layout.two_step_sums import in_two_steps
 from elasticd_planner.spec.box import TensorLayout
-from elasticd_planner.spec.cluster import Cluster, node_of
+from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.model import item_size
 from elasticd_planner.value import Value
-
-#: Level of a link: among the devices of an island, of a node, or between nodes.
-Level = str
 
 _WORDS: dict[Operation, str] = {
     "keep": "keep",
@@ -31,9 +28,6 @@ _WORDS: dict[Operation, str] = {
     "sum": "sum",
     "relay": "send on",
 }
-
-#: Times that a ring of collectives goes round: each time each device but one waits for the one before it.
-_HOPS: dict[Operation, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 
 class ExplainedOperation(Value, frozen=True, kw_only=True):
@@ -119,50 +113,13 @@ def explain(source: TensorLayout, target: TensorLayout, cluster: Cluster | None 
     return Explanation(lines=tuple(lines))
 
 
-def traffic(step: Communication, cell: Cell) -> Iterator[tuple[str, str, int]]:
-    """The elements of one cell that go from device to device: (from, to, count)."""
-    count, devices = cell.box.size, step.devices
-    if step.operation in ("send", "relay"):
-        for device in cell.needers:
-            yield devices[0], device, count
-    elif step.operation == "sum":
-        for device in cell.sources:
-            if device not in cell.needers:
-                yield device, cell.needers[0], count
-    elif step.operation == "all_reduce":  # each of the ring's links carries all but a part, there and back
-        for number, (one, other) in enumerate(_ring(devices)):
-            lacks = count // len(devices) + (number < count % len(devices))
-            yield one, other, 2 * (count - lacks)
-    elif step.operation == "all_gather":
-        for one, other in _ring(devices):
-            if other != cell.sources[0]:
-                yield one, other, count
-    elif step.operation == "reduce_scatter":
-        for one, other in _ring(devices):
-            if one != cell.needers[0]:
-                yield one, other, count
-
-
-def level_of(one: str, other: str, cluster: Cluster | None = None) -> Level:
-    """The level of the link between two devices."""
-    if node_of(one) != node_of(other):
-        return "between nodes"
-    local = [cluster.local_links(device) for device in (one, other)] if cluster else []
-    islands = {link[2] for link in local if link is not None and link[0] != link[1]}
-    return "within islands" if len(islands) == 1 else "inside nodes"
-
-
 def readable(size: float) -> str:
     """Bytes for people: "4 MiB"."""
-    units = iter(("bytes", "KiB", "MiB", "GiB"))
+    units = iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
     unit = next(units)
-    while size >= 1024 and unit != "GiB":
+    while size >= 1024 and unit != "TiB":
         size, unit = size / 1024, next(units)
     return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
-
-
-def _ring(devices: Sequence[str]) -> Iterator[tuple[str, str]]:
-    yield from pairwise((*devices, devices[0]))
 
 
 def _moved(by_level: dict[Level, int]) -> str:
@@ -180,10 +137,10 @@ def _lines(source: TensorLayout, target: TensorLayout, cluster: Cluster | None) 
         for cell in step.cells:
             alike.setdefault((step.operation, name, cell.box.shape), []).append((step, cell))
     for (operation, name, shape), found in sorted(alike.items(), key=lambda item: order[item[0][0]]):
-        moved = [hop for step, cell in found for hop in traffic(step, cell)]
-        by_level: dict[Level, int] = defaultdict(int)
-        for one, other, count in moved:
-            by_level[level_of(one, other, cluster)] += count * size
+        cells: dict[Communication, list[Cell]] = defaultdict(list)
+        for step, cell in found:
+            cells[step].append(cell)
+        flows = [Flow(msgspec.structs.replace(step, cells=tuple(own)), size) for step, own in cells.items()]
         yield ExplainedOperation(
             operation=operation,
             hspmd=name,
@@ -191,34 +148,9 @@ def _lines(source: TensorLayout, target: TensorLayout, cluster: Cluster | None) 
             shape=shape,
             size=found[0][1].box.size * size,
             groups=tuple(dict.fromkeys(step.devices for step, _ in found)),
-            bytes=dict(by_level),
-            seconds=_seconds(found, size, cluster) if cluster else None,
+            bytes=bytes_by_level(flows, cluster),
+            seconds=busiest_seconds(flows, cluster) if cluster else None,
         )
-
-
-def _seconds(found: Sequence[tuple[Communication, Cell]], size: int, cluster: Cluster) -> float:
-    """What the busiest device takes: its operations one after the other, what it sends and what it receives
-    beside each other. A ring is as quick as its slowest link."""
-    moved: dict[Communication, dict[tuple[str, str], int]] = defaultdict(lambda: defaultdict(int))
-    for step, cell in found:
-        for one, other, count in traffic(step, cell):
-            moved[step][one, other] += count * size
-    together: dict[str, float] = defaultdict(float)
-    sent: dict[str, float] = defaultdict(float)
-    received: dict[str, float] = defaultdict(float)
-    for step, links in moved.items():
-        hops = _HOPS.get(step.operation, 0) * (len(step.devices) - 1)
-        if hops:
-            link = cluster.reach(step.devices)
-            for device in step.devices:
-                together[device] += hops * link.latency + max(links.values()) / link.bandwidth
-        else:
-            for (one, other), count in links.items():
-                taken = cluster.reach((one, other)).seconds(count)
-                sent[one] += taken
-                received[other] += taken
-    devices = {*together, *sent, *received}
-    return max((together[d] + max(sent[d], received[d]) for d in devices), default=0.0)
 
 
 def _hspmd(step: Communication, source: TensorLayout, target: TensorLayout) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from elasticd_planner.layout.activations import whole
 from elasticd_planner.layout.resolve import Communication, dual, messages, resolve
-from elasticd_planner.spec.box import Box, Holding, TensorLayout
 from elasticd_planner.spec.plan import Pipeline, Place, Stage
 
 #: From each sender to those that receive from it.
@@ -25,12 +25,12 @@ class Border(NamedTuple):
 
 def activations(near: Stage, far: Stage) -> Senders:
     """Who of stage `near` sends its output to whom of `far`, the next one."""
-    return _senders(resolve(_whole(near), _whole(far), (*near.devices, *far.devices)))
+    return _senders(resolve(whole(near.devices), whole(far.devices), (*near.devices, *far.devices)))
 
 
 def gradients(near: Stage, far: Stage) -> Senders:
     """Who of stage `far` sends the gradient of its input to whom of `near`, the one before."""
-    return _senders(resolve(dual(_whole(far)), dual(_whole(near)), (*far.devices, *near.devices)))
+    return _senders(resolve(dual(whole(far.devices)), dual(whole(near.devices)), (*far.devices, *near.devices)))
 
 
 def before(pipeline: Pipeline, place: Place, device: str) -> Border:
@@ -50,12 +50,6 @@ def after(pipeline: Pipeline, place: Place, device: str) -> Border:
 
 def _source(senders: Senders, device: str) -> str:
     return next(source for source, to in senders.items() if device in to)
-
-
-def _whole(stage: Stage) -> TensorLayout:
-    box = Box.whole((1,))
-    holdings = tuple(Holding(device=device, box=box) for device in stage.devices)
-    return TensorLayout(name="activation", shape=box.shape, dtype="any", holdings=holdings)
 
 
 def _senders(steps: tuple[Communication, ...]) -> Senders:

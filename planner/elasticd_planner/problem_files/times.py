@@ -104,6 +104,11 @@ class SectionState(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def __post_init__(self) -> None:
         none_negative(self, *self.__struct_fields__)
 
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the section's parameters, all three parts."""
+        return self.cut_bytes + self.grouped_bytes + self.whole_bytes
+
 
 class StateEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What devices hold. `gradient` and `optimizer` (master weights in it) are bytes per byte of parameter;

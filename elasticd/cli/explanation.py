@@ -1,0 +1,253 @@
+"""`elasticd plan --explain`: what goes over links in a step of a plan, and in the switch to it from another."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from elasticd_migration.explained_switch import ExplainedSwitch, explain_switch
+from elasticd_migration.reshard import Lost
+from elasticd_planner.layout.explain import readable
+from elasticd_planner.layout.explained_plan import Communications, PlanOperation, explain_step
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.layout.link_traffic import Level, levels_of
+from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.problem_files.convert import cluster_of
+from elasticd_planner.problem_files.file_format import TableProblem
+from elasticd_planner.problem_files.shapes import Shapes, shapes_of
+from elasticd_planner.spec.cluster import Cluster
+from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.value import FILE_VERSION, Invalid, Value, check_file_version, refuse
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from elasticd.cli.options import plain_table
+from elasticd.cli.picture import named
+from elasticd.cli.profile import described
+from elasticd.codec.decoding import decoded_as
+
+#: Rows that are shown for each purpose; the rest is counted.
+SHOWN = 6
+#: Nodes whose devices are named in a row.
+SPANS = 4
+
+_WORDS: Mapping[str, str] = {
+    "send": "send",
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+}
+
+
+class Explained(Value, frozen=True, kw_only=True):
+    """What goes over links with a plan. `lost`: why there is no switch from the current one."""
+
+    plan: Plan
+    cluster: Cluster
+    shapes: Shapes
+    step: Communications
+    switch: ExplainedSwitch | None = None
+    lost: str = ""
+
+
+class _ProfileView(msgspec.Struct):
+    spec: ModelSpec
+    version: int = FILE_VERSION
+
+    def __post_init__(self) -> None:
+        check_file_version(self.version)
+
+
+def model_of(given: str) -> ModelSpec:
+    """The model of a profile that `elasticd profile` wrote, or of FILE.py:NAME. Raises ClickException."""
+    path = Path(given)
+    if not path.is_file() and not given.endswith(".json"):
+        return described(given, "elasticd plan --model FILE.py:NAME")
+    try:
+        return decoded_as(_ProfileView, path.read_bytes()).spec
+    except OSError as error:
+        raise click.ClickException(f"cannot read {given}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise click.ClickException(
+            f"{given} has no model: name a profile that `elasticd profile` of this release wrote, or "
+            f"FILE.py:NAME as for that command ({error})"
+        ) from None
+
+
+def explained(problem: TableProblem, plan: Plan, current: Plan | None, model: ModelSpec | None) -> Explained:
+    """What goes over links in a step of a problem's plan, and in the switch from the current one.
+
+    Raises:
+        Invalid: the problem does not say enough, or the model cannot be cut so.
+    """
+    shapes, cluster = shapes_of(problem, model), cluster_of(problem)
+    layouts = Layouts(shapes.spec, plan)
+    try:
+        step = explain_step(
+            layouts,
+            cluster,
+            tokens=round((problem.batch.sequence or 0) * plan.micro_batch),
+            boundary=shapes.boundary,
+            gradients=shapes.gradients,
+        )
+    except Invalid as error:
+        refuse(f"the plan is none for the model {shapes.spec.name}: {error}")
+    found = Explained(plan=plan, cluster=cluster, shapes=shapes, step=step)
+    if current is None:
+        return found
+    alive = {device.name for device in cluster.devices if problem.rates.get(device.name, 1.0) is not None}
+    before = Remains(shapes.spec, current, gone=[name for name in current.members if name not in alive])
+    try:
+        switch = explain_switch(before, layouts, shapes.sizes(layouts), cluster)
+    except Lost as error:
+        return msgspec.structs.replace(found, lost=str(error))
+    return msgspec.structs.replace(found, switch=switch)
+
+
+def explanation_of(found: Explained) -> dict[str, Any]:
+    """The same for programs."""
+    answer: dict[str, Any] = {
+        "parameters": "of the model" if found.shapes.exact else "of the problem's bytes",
+        "step": _listed(found.step),
+    }
+    if found.lost:
+        answer["switch"] = {"lost": found.lost}
+    elif found.switch is not None:
+        switch = found.switch
+        figures = {name: getattr(switch, name) for name in ("moved", "least", "whole", "seconds")}
+        answer["switch"] = figures | _listed(switch.communications)
+    return answer
+
+
+def _listed(found: Communications) -> dict[str, Any]:
+    return {
+        "purposes": {
+            purpose: {"bytes": found.bytes(purpose), "seconds": found.seconds.get(purpose)}
+            for purpose in found.purposes
+        },
+        "operations": msgspec.to_builtins(found.operations),
+    }
+
+
+# -- for people ------------------------------------------------------------------------------------------------
+
+
+def shown(found: Explained) -> Group:
+    """A table for a step, and one for the switch."""
+    parts: list[RenderableType] = [Text("\none step", style="bold"), _table(found.step, found.cluster)]
+    if not found.step.operations:
+        parts[-1] = Text("nothing goes over links: each device has a copy of the model to itself")
+    if found.lost:
+        parts += [Text("\nswitch", style="bold"), Text(found.lost)]
+    elif found.switch is not None:
+        switch = found.switch
+        parts.append(
+            Text.assemble(
+                ("\nswitch from the current plan ", "bold"),
+                f"{readable(switch.moved)} move, {readable(switch.least)} at least; ",
+                f"the whole state is {readable(switch.whole)}; {_seconds(switch.seconds)} s on the busiest ",
+                "link, where the devices of a node share its link to others",
+            )
+        )
+        if switch.moved:
+            parts.append(_table(switch.communications, found.cluster))
+    return Group(*parts, *(Text(line, style="dim") for line in _notes(found)))
+
+
+def _notes(found: Explained) -> Iterator[str]:
+    yield (
+        "\n6 x: six that differ in their devices alone; the first one's are shown. Seconds are those of the "
+        "busiest device, one operation after the other; purposes overlap. Not listed: what hosts tell each "
+        "other (votes, headers), and logits that a head gathers."
+    )
+    if not found.shapes.spec.width:
+        yield (
+            "Activations are not listed: the problem does not say what they weigh. Give it "
+            "model.times.boundary_bytes, or name the model with --model."
+        )
+    if not found.shapes.exact:
+        yield (
+            "Parameters are one tensor for all that is cut in a section, and one for the rest. Name the model "
+            "with --model to have its own."
+        )
+
+
+def _table(found: Communications, cluster: Cluster) -> Table:
+    """For each purpose its sum, then what is alike in a row, the most bytes first."""
+    levels = [level for level in levels_of(cluster) if level in found.bytes()]
+    heads = (f">{level.replace(' ', chr(10), 1)}" for level in levels)
+    table = plain_table("", ">\ntensors", *heads, ">\nseconds")
+    for column in table.columns[1:]:
+        column.no_wrap = True
+    for purpose in found.purposes:
+        seconds = Text(_seconds(found.seconds.get(purpose)), style="bold")
+        table.add_row(Text(purpose, style="bold"), "", *_cells(found.bytes(purpose), levels), seconds)
+        rows = _alike([operation for operation in found.operations if operation.purpose == purpose])
+        for alike in rows[:SHOWN]:
+            table.add_row(*_row(alike, levels))
+        if len(rows) > SHOWN:
+            rest = [operation for alike in rows[SHOWN:] for operation in alike]
+            table.add_row(f" and {len(rest)} more", "", *_cells(_summed(rest), levels), "")
+    table.add_row(Text("in all", style="bold"), "", *_cells(found.bytes(), levels), "")
+    return table
+
+
+def _alike(operations: Sequence[PlanOperation]) -> list[list[PlanOperation]]:
+    """Operations of one kind that differ in their devices alone; those with the most bytes first."""
+    found: dict[object, list[PlanOperation]] = defaultdict(list)
+    for each in operations:
+        key = (
+            each.operation,
+            len(each.devices),
+            each.times,
+            each.size,
+            *sorted(each.bytes.items()),
+            each.seconds,
+        )
+        found[key].append(each)
+    return sorted(found.values(), key=lambda alike: -sum(_summed(alike).values()))
+
+
+def _row(alike: Sequence[PlanOperation], levels: Sequence[Level]) -> list[RenderableType]:
+    one = alike[0]
+    count = f"{len(alike)} x " if len(alike) > 1 else ""
+    first, rest = one.devices[0], one.devices[1:]
+    devices = f"{first} > {_some(rest)}" if one.operation == "send" else _some(one.devices)
+    return [
+        Padding(f"{count}{_WORDS[one.operation]} {devices}", (0, 0, 0, 1)),
+        f"{one.times} x {readable(one.size / one.times)}",
+        *_cells(_summed(alike), levels),
+        _seconds(one.seconds),
+    ]
+
+
+def _some(devices: Sequence[str]) -> str:
+    """Devices by name; of many nodes the first ones, and how many devices there are."""
+    names = named(devices, {})
+    parts = names.split(" + ")
+    return names if len(parts) <= SPANS else f"{' + '.join(parts[: SPANS - 1])} + ... ({len(devices)} devices)"
+
+
+def _summed(operations: Sequence[PlanOperation]) -> dict[Level, int]:
+    total: dict[Level, int] = defaultdict(int)
+    for operation in operations:
+        for level, size in operation.bytes.items():
+            total[level] += size
+    return total
+
+
+def _cells(by_level: Mapping[Level, int], levels: Sequence[Level]) -> list[str]:
+    return [readable(by_level[level]) if by_level.get(level) else "" for level in levels]
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.2f}" if value >= 10 else f"{value:.3g}"

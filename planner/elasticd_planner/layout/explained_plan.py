@@ -1,0 +1,275 @@
+"""The communication of one step of a plan: operators, devices, bytes by level of links, and seconds.
+
+Every list comes from the functions that the runtime derives its own operations from: borders of stages
+(`stage_boundary`), layouts around the cut modules of a TP group (`activations`), buckets of gradients
+(`gradient_buckets`), and what ZeRO delivers (`gradient_reduction`).
+
+What the host tells others (votes, headers of activations, sample ids) is not data, and not listed. Of what a TP
+group exchanges, a model's description says how many sums of the activation a block makes, and no more: the
+logits that a head gathers (`Column(gather=True)`) are not listed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, get_args
+
+import msgspec
+
+from elasticd_planner.layout import stage_boundary
+from elasticd_planner.layout.activations import slices, terms, whole
+from elasticd_planner.layout.gradient_buckets import buckets
+from elasticd_planner.layout.gradient_reduction import (
+    Delivery,
+    buffers_away,
+    gradients_away,
+    reductions,
+    values_back,
+)
+from elasticd_planner.layout.layouts import Layouts, sections_of
+from elasticd_planner.layout.link_traffic import Flow, Level, busiest_seconds, bytes_by_level
+from elasticd_planner.layout.optimizer_sharding import divided
+from elasticd_planner.layout.resolve import Cell, Communication, Operation, dual, resolve
+from elasticd_planner.spec.box import Box, TensorLayout
+from elasticd_planner.spec.cluster import Cluster
+from elasticd_planner.spec.model import ModelSpec, item_size
+from elasticd_planner.spec.plan import Pipeline, Stage
+from elasticd_planner.value import Value
+
+#: What an operation is for. In a step: activations between stages and their gradients, sums inside of TP
+#: groups, sums of gradients, and what ZeRO and replicas need besides. In a switch: parameters, state, buffers.
+Purpose = Literal[
+    "activations",
+    "activation gradients",
+    "tensor parallelism",
+    "gradients",
+    "gradients to keepers",
+    "updated parameters",
+    "buffers",
+    "parameters",
+    "optimizer state",
+]
+
+
+class PlanOperation(Value, frozen=True, kw_only=True):
+    """Operations of one kind, for one purpose, on one set of devices."""
+
+    purpose: Purpose
+    operation: Operation
+    devices: tuple[str, ...]  #: of a send the first is the source
+    times: int  #: how many there are
+    size: int  #: bytes of their tensors, all together, each tensor once
+    bytes: dict[Level, int]  #: that go over links, by level
+    seconds: float | None = None  #: one after the other; None: the cluster's links are not known
+
+
+class Communications(Value, frozen=True, kw_only=True):
+    """All operations of a step, or of a switch."""
+
+    operations: tuple[PlanOperation, ...]
+    #: Of the busiest device, by purpose. Purposes overlap in time: they have no sum.
+    seconds: dict[Purpose, float] = msgspec.field(default_factory=dict)
+
+    @property
+    def purposes(self) -> tuple[Purpose, ...]:
+        """Those that there are, in order."""
+        return tuple(dict.fromkeys(operation.purpose for operation in self.operations))
+
+    def bytes(self, purpose: Purpose | None = None) -> dict[Level, int]:
+        """Bytes that go over links by level, for one purpose or for all."""
+        total: dict[Level, int] = defaultdict(int)
+        for operation in self.operations:
+            if purpose in (None, operation.purpose):
+                for level, size in operation.bytes.items():
+                    total[level] += size
+        return dict(total)
+
+
+def explain_step(
+    layouts: Layouts,
+    cluster: Cluster | None = None,
+    *,
+    tokens: int,
+    boundary: float = 0.0,
+    gradients: str | None = None,
+) -> Communications:
+    """The communication of one step of a plan.
+
+    Args:
+        layouts: of the plan.
+        cluster: its links; with it there are seconds.
+        tokens: of a micro-batch.
+        boundary: bytes that a token brings over a boundary of stages (0: one activation, by the model).
+        gradients: the dtype that they are summed in, and of master weights; None: that of each parameter.
+    """
+    spec, plan = layouts.spec, layouts.plan
+    one = spec.width * item_size(spec.dtype)
+    flows: list[tuple[Purpose, Flow]] = []
+    for _, pipeline, stage in plan.walk() if one else ():
+        flows += [("tensor parallelism", flow) for flow in _inside(spec, pipeline, stage, tokens)]
+    size = round(tokens * (boundary or one))
+    for module in plan.modules if size else ():
+        for pipeline in module.by_lane:
+            flows += _between(pipeline, size)
+    flows += _reduced(layouts, gradients)
+    return listed(flows, cluster)
+
+
+def listed(flows: Iterable[tuple[Purpose, Flow]], cluster: Cluster | None) -> Communications:
+    """Operations of one kind and purpose on one set of devices as one, in an order of purposes."""
+    together: dict[tuple[Purpose, Operation, tuple[str, ...]], list[Flow]] = defaultdict(list)
+    by_purpose: dict[Purpose, list[Flow]] = defaultdict(list)
+    for purpose, flow in flows:
+        together[purpose, flow.step.operation, flow.step.devices].append(flow)
+        by_purpose[purpose].append(flow)
+    found = [
+        PlanOperation(
+            purpose=purpose,
+            operation=operation,
+            devices=devices,
+            times=sum(flow.times for flow in own),
+            size=sum(_elements(flow.step) * flow.itemsize * flow.times for flow in own),
+            bytes=bytes_by_level(own, cluster),
+            seconds=busiest_seconds(own, cluster) if cluster is not None else None,
+        )
+        for (purpose, operation, devices), own in together.items()
+    ]
+    order = [purpose for purpose in _ORDER if purpose in by_purpose]
+    return Communications(
+        operations=tuple(sorted(found, key=lambda operation: order.index(operation.purpose))),
+        seconds={purpose: busiest_seconds(by_purpose[purpose], cluster) for purpose in order}
+        if cluster
+        else {},
+    )
+
+
+_ORDER: tuple[Purpose, ...] = get_args(Purpose)
+
+
+def message(devices: Sequence[str], elements: int) -> Communication:
+    """A send of so many elements from the first of some devices to the others."""
+    cell = Cell(box=Box.whole((elements,)), sources=tuple(devices[:1]), needers=tuple(devices[1:]))
+    return Communication(operation="send", devices=tuple(devices), cells=(cell,))
+
+
+def _elements(step: Communication) -> int:
+    return sum(cell.box.size for cell in step.cells)
+
+
+# -- between stages --------------------------------------------------------------------------------------------
+
+
+def _between(pipeline: Pipeline, size: int) -> Iterator[tuple[Purpose, Flow]]:
+    """Activations of `size` bytes, and their gradients, at each boundary of the stages of one lane. In an
+    interleaved pipeline the last stage hands on to the first, once for each further chunk."""
+    stages, chunks = pipeline.stages, pipeline.chunks
+    if len(stages) == 1:
+        return
+    for index, near in enumerate(stages):
+        far = stages[(index + 1) % len(stages)]
+        turns = chunks if index + 1 < len(stages) else chunks - 1
+        if not turns:
+            continue
+        ways: tuple[tuple[Purpose, stage_boundary.Senders], ...] = (
+            ("activations", stage_boundary.activations(near, far)),
+            ("activation gradients", stage_boundary.gradients(near, far)),
+        )
+        for purpose, senders in ways:
+            for source, destinations in senders.items():
+                step = message((source, *destinations), size)
+                yield purpose, Flow(step, 1, turns * pipeline.micro_batches)
+
+
+# -- inside of TP groups ---------------------------------------------------------------------------------------
+
+
+class _Way(NamedTuple):
+    """From one layout to another in the forward pass, and back, as `Redistribution` of the runtime has it."""
+
+    source: TensorLayout
+    target: TensorLayout
+    add: bool = False  #: members use the target in ways of their own
+
+    def forward(self) -> tuple[Communication, ...]:
+        return resolve(self.source, self.target)
+
+    def backward(self) -> tuple[Communication, ...]:
+        return resolve(dual(self.target, add=self.add), dual(self.source))
+
+
+def _inside(spec: ModelSpec, pipeline: Pipeline, stage: Stage, tokens: int) -> Iterator[Flow]:
+    """What one TP group exchanges in a step."""
+    if len(stage.devices) == 1:
+        return
+    devices, item, sliced = stage.devices, item_size(spec.dtype), stage.sequence_parallel
+    length, itemsize = (tokens, spec.width * item) if sliced else (tokens * spec.width, item)
+    all_ = whole(devices, length)
+    mine = slices(devices, divided(length, stage.shares)) if sliced else all_
+    gathers, cuts = _Way(mine, all_), _Way(all_, mine)
+    steps: list[tuple[Communication, int]] = []
+    for section, count in _sections(spec, stage):
+        here = mine if section.startswith("blocks.") else all_
+        enters, leaves = _Way(here, all_, add=True), _Way(terms(devices, length), here)
+        cut = any(parameter.cut is not None for parameter in spec.section(section))
+        if section == "embed":  # ids have no gradient
+            own = [*(leaves.forward() if cut else ()), *cuts.forward(), *cuts.backward()]
+        elif section == "head":  # its output is not summed
+            own = [*(enters.backward() if cut else ()), *gathers.forward(), *gathers.backward()]
+        else:
+            own = [*_block(enters, leaves, stage)] * spec.collectives if cut else []
+        steps += [(step, count) for step in own]
+    # What goes to another stage is of all tokens.
+    crossed = sum((start > 0) + (stop < pipeline.layers) for start, stop in stage.chunks)
+    steps += [(step, crossed) for step in gathers.forward()]
+    for step, count in steps:
+        if step.operation != "keep" and count:
+            yield Flow(step, itemsize, count * pipeline.micro_batches)
+
+
+def _block(enters: _Way, leaves: _Way, stage: Stage) -> Iterator[Communication]:
+    """Around one part of a block that is cut, as its attention: forth and back."""
+    forward = (*enters.forward(), *leaves.forward())
+    yield from forward
+    if stage.recompute:
+        yield from forward
+    if stage.sequence_parallel:  # of what a member gathered it keeps its slice alone, and gathers it again
+        yield from enters.forward()
+    yield from (*leaves.backward(), *enters.backward())
+
+
+def _sections(spec: ModelSpec, stage: Stage) -> Iterator[tuple[str, int]]:
+    """The sections of a stage, one block of each kind with the number of them."""
+    kinds: dict[int, list[str]] = defaultdict(list)
+    for section in sections_of(spec, stage):
+        if section.startswith("blocks."):
+            kinds[spec.layers[int(section.removeprefix("blocks."))]].append(section)
+        else:
+            yield section, 1
+    for sections in kinds.values():
+        yield sections[0], len(sections)
+
+
+# -- gradients and state ---------------------------------------------------------------------------------------
+
+
+def _reduced(layouts: Layouts, dtype: str | None) -> Iterator[tuple[Purpose, Flow]]:
+    def summed(name: str) -> str:
+        return dtype or layouts.parameter(name).dtype
+
+    for each in buckets(layouts, reductions(layouts), summed):
+        cell = Cell(box=Box.whole((each.size,)), sources=each.devices, needers=each.devices)
+        step = Communication(operation="all_reduce", devices=each.devices, cells=(cell,))
+        yield "gradients", Flow(step, item_size(each.dtype))
+    for away in gradients_away(layouts):
+        yield "gradients to keepers", _delivered(layouts, away, dtype)
+    for back in values_back(layouts):
+        yield "updated parameters", _delivered(layouts, back)
+    for copies in buffers_away(layouts):
+        yield "buffers", _delivered(layouts, copies)
+
+
+def _delivered(layouts: Layouts, delivery: Delivery, dtype: str | None = None) -> Flow:
+    elements = sum(box.size for _, box in delivery.pieces)
+    step = message((delivery.source, *delivery.destinations), elements)
+    return Flow(step, item_size(dtype or layouts.parameter(delivery.pieces[0][0]).dtype))

@@ -1,0 +1,143 @@
+"""`elasticd plan --explain`: what goes over links in a step and in a switch, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+from elasticd_planner.layout.explained_plan import explain_step
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.problem_files import convert, file_format, solve
+from elasticd_planner.problem_files.shapes import shapes_of
+
+from elasticd.cli.app import elasticd
+from tests.planner.test_shapes import SPEC, problem
+
+LINKS = {"node": {"gb_per_s": 10, "latency_us": 5}, "network": {"gb_per_s": 1, "latency_us": 10}}
+PROBLEM: dict[str, Any] = msgspec.to_builtins(problem()) | {
+    "cluster": {
+        "nodes": [{"name": name, "devices": 2, "memory_mib": 1000} for name in ("a0", "a1", "b0", "b1")],
+        "links": LINKS,
+        "levels": [{"name": "rack", "gb_per_s": 5, "latency_us": 7, "nodes": [["a0", "a1"], ["b0", "b1"]]}],
+    },
+    "pins": {"tp": 2, "dp": 2, "zero": 0, "recompute": False},
+}
+
+
+def run(*arguments: str, columns: int = 80) -> Result:
+    return CliRunner().invoke(elasticd, ["plan", *arguments], env={"COLUMNS": str(columns)})
+
+
+def written(path: Path, **changes: Any) -> str:
+    given = {key: value for key, value in (PROBLEM | changes).items() if value is not None}
+    path.write_text(json.dumps(given, default=str))
+    return str(path)
+
+
+def test_a_program_gets_every_operation(tmp_path: Path) -> None:
+    path = written(tmp_path / "p.json")
+    answer = json.loads(run(path, "--explain", "--json").output)
+    given = file_format.load(Path(path).read_bytes())
+    plan, shapes = solve.solve(given).plan, shapes_of(given)
+    assert plan is not None
+    expected = explain_step(
+        Layouts(shapes.spec, plan), convert.cluster_of(given), tokens=10, gradients=shapes.gradients
+    )
+    step = answer["explanation"]["step"]
+    assert step["operations"] == json.loads(msgspec.json.encode(expected.operations))
+    assert set(step["purposes"]) >= {"tensor parallelism", "gradients"}
+    for purpose, sums in step["purposes"].items():
+        own = [each for each in step["operations"] if each["purpose"] == purpose]
+        for level, size in sums["bytes"].items():
+            assert size == sum(each["bytes"].get(level, 0) for each in own)
+        assert sums["seconds"] >= max(each["seconds"] for each in own)
+    assert answer["explanation"]["parameters"] == "of the problem's bytes"
+    assert "switch" not in answer["explanation"]
+    assert "explanation" not in json.loads(run(path, "--json").output)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_people_get_a_table_that_fits(tmp_path: Path, columns: int) -> None:
+    result = run(written(tmp_path / "p.json"), "--explain", columns=columns)
+    assert result.exit_code == 0, result.output
+    _, _, table = result.output.partition("one step")
+    assert max(map(len, table.splitlines())) <= columns
+    assert "…" not in table
+    assert "racks" in table
+    assert re.search(r"\d x all-reduce a0/0-1 +\d+ x ", table)
+    assert "in all" in table
+    assert "Name the model" in table.replace("\n", " ")
+
+
+def test_a_profile_brings_the_models_own_parameters(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_bytes(msgspec.json.encode({"type": "profile", "version": 1, "model": {}, "spec": SPEC}))
+    result = run(written(tmp_path / "p.json"), "--explain", "--model", str(profile))
+    assert result.exit_code == 0, result.output
+    assert "Name the model" not in result.output
+    answer = json.loads(run(str(tmp_path / "p.json"), "--explain", "--json", "--model", str(profile)).output)
+    assert answer["explanation"]["parameters"] == "of the model"
+
+
+def test_the_switch_is_listed_with_the_least_that_any_could_move(tmp_path: Path) -> None:
+    path = written(tmp_path / "p.json")
+    (tmp_path / "old.json").write_text(run(path, "--json").output)
+    current = ("--explain", "--current", str(tmp_path / "old.json"))
+    stays = json.loads(run(path, "--json", *current).output)["explanation"]["switch"]
+    assert (stays["moved"], stays["seconds"], stays["operations"]) == (0, 0.0, [])
+    slower = written(tmp_path / "q.json", rates={"b1/0": None})
+    moved = json.loads(run(slower, "--json", *current).output)["explanation"]["switch"]
+    assert moved["moved"] == moved["least"] > 0
+    assert moved["moved"] == sum(each["size"] for each in moved["operations"])
+    assert {each["purpose"] for each in moved["operations"]} == {"parameters", "optimizer state"}
+    assert "b1/0" not in {each["devices"][0] for each in moved["operations"]}, "it is dead"
+    assert moved["seconds"] > 0
+    shown = run(slower, *current).output
+    assert "switch from the current plan" in shown
+    assert "at least; the whole state is" in " ".join(shown.split())
+
+
+def test_a_state_that_nobody_holds_any_more_is_no_switch(tmp_path: Path) -> None:
+    one = written(tmp_path / "p.json", pins={"tp": 2, "dp": 1, "zero": 0, "recompute": False})
+    (tmp_path / "old.json").write_text(run(one, "--json").output)
+    gone = written(tmp_path / "q.json", rates={"b0/0": None, "b0/1": None})
+    result = run(gone, "--explain", "--current", str(tmp_path / "old.json"))
+    assert result.exit_code == 0, result.output
+    assert "go back to a snapshot or a checkpoint" in " ".join(result.output.split())
+
+
+UNITS = {
+    "cluster": {"nodes": [{"name": "n0", "devices": 2, "memory_mib": 1000}]},
+    "model": {"name": "m", "layers": 4, "tp_full": 2, "tp_slowdown": {"2": 1.0}},
+    "batch": {"global_batch": 4},
+    "pins": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "said"),
+    [
+        (("--explain",), UNITS, "this one is in units, which know neither bytes nor links"),
+        (("--model", "x.json"), {}, "--model goes with --explain"),
+        (("--explain", "--model", "x.json"), {}, "cannot read x.json"),
+        (("--explain", "--model", "PROBLEM"), {}, "has no model: name a profile"),
+        (("--explain", "--model", "x.py:model"), {}, "there is no file x.py"),
+    ],
+)
+def test_what_cannot_be_listed_is_one_message(
+    tmp_path: Path, arguments: tuple[str, ...], changes: dict[str, Any], said: str
+) -> None:
+    path = written(tmp_path / "p.json", **changes)
+    result = run(path, *(path if each == "PROBLEM" else each for each in arguments))
+    assert result.exit_code in (1, 2)
+    assert said in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+def test_it_goes_with_a_problem() -> None:
+    assert "--explain goes with a problem: name the file of one" in run("--explain").output

@@ -1,0 +1,178 @@
+"""What the listing of a plan's step says is what members launch in a step, to the byte."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from elasticd_planner.layout.explained_plan import Communications, PlanOperation, Purpose, explain_step
+from elasticd_planner.layout.launches import Channel, Use
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.plan import Plan, StatePolicy
+
+from elasticd.runtime.comm.communicators import GlooCommunicators
+from elasticd.runtime.comm.groups import Group, PlanGroups
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
+from elasticd.runtime.engine.mixed_precision import Precision
+from tests.runtime import test_interleaved, test_lanes, test_parity
+from tests.runtime.test_engine import engine_on
+from tests.runtime.test_messages import recipe_of
+from tests.runtime.test_parity import CONFIG, plan_of, stage
+
+TOKENS = 12
+#: On a team: (channel, method, bytes of a tensor). On a pair: its first member's sends.
+Sent = Counter[tuple[Channel, str, int]]
+
+
+class Text:
+    """Samples of one length."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, CONFIG.vocabulary, (TOKENS + 1,), generator=torch.Generator().manual_seed(index))
+        return {"inputs": ids[:-1], "targets": ids[1:]}
+
+
+class Counted:
+    """A team or pair that counts what is launched on it."""
+
+    def __init__(self, one: Any, channel: Channel, sent: Sent) -> None:
+        self._one, self._channel, self._sent = one, channel, sent
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._one, name)
+        if name not in ("all_reduce", "all_gather", "begin_all_reduce", "send"):
+            return found
+
+        def launch(tensor: torch.Tensor, *more: Any) -> Any:
+            self._sent[self._channel, name.removeprefix("begin_"), tensor.nbytes] += 1
+            return found(tensor, *more)
+
+        return launch
+
+
+class Counting(GlooCommunicators):
+    """`Communicators` that count."""
+
+    def __init__(self, sent: Sent, groups: PlanGroups, listed: Sequence[Channel], all_: Group) -> None:
+        super().__init__(groups, tuple(listed), all_)
+        self._sent = sent
+
+    def team(self, channel: Channel) -> Any:
+        return Counted(super().team(channel), channel, self._sent)
+
+    def pair(self, channel: Channel) -> Any:
+        return Counted(super().pair(channel), channel, self._sent)
+
+
+SLICED = plan_of(
+    (
+        5,
+        [
+            stage(0, 2, ("a/0", 5), ("a/1", 3), sequence_parallel=True),
+            stage(2, 6, ("b/0", 1), ("b/1", 1), sequence_parallel=True),
+        ],
+    ),
+    (3, [stage(0, 6, ("c/0", 1))]),
+)
+RECOMPUTING = plan_of(
+    (8, [stage(0, 4, ("a/0", 5), ("a/1", 3), recompute=True), stage(4, 6, ("b/0", 1), ("b/1", 1))])
+)
+MIXED = "three lanes of unlike width beside a deeper pipeline"
+CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
+    **{name: (plan, {}) for name, plan in test_parity.PLANS.items()},
+    "lanes in two stages": (test_lanes.PLANS["2 + 1, uneven, in two stages"], {}),
+    "interleaved lanes": (test_lanes.PLANS["interleaved, fewer rows than stages in one lane"], {}),
+    "micro-batches of two": (test_lanes.PLANS["two pipelines of lanes, micro-batches of two"], {}),
+    "zero 1": (test_lanes.PLANS[MIXED].replace(state=StatePolicy(zero=1, replicas=1)), {}),
+    "zero 2": (test_interleaved.PLANS["zero 2 beside another interleaved pipeline"], {}),
+    "bf16, zero 2": (
+        test_lanes.PLANS[MIXED].replace(state=StatePolicy(zero=2, replicas=2)),
+        {"precision": Precision(compute=torch.bfloat16)},
+    ),
+    "carriers": (
+        test_lanes.PLANS["1 + 1"].replace(state=StatePolicy(zero=1, replicas=3), carriers=("c/0", "d/0")),
+        {},
+    ),
+    "slices of tokens": (SLICED, {}),
+    "recomputing": (RECOMPUTING, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_listing_is_what_members_launch(name: str) -> None:
+    plan, changes = CASES[name]
+    launched, spec, gradients = trained(plan, changes)
+    found = explain_step(Layouts(spec, plan), tokens=TOKENS * plan.micro_batch, gradients=gradients)
+    gathers = {s.devices: p.micro_batches for _, p, s in plan.walk() if s.chunks[-1][1] == p.layers}
+    for channel, own in launched.items():
+        for method, (times, size) in own.items():
+            if channel.use == "tensor" and method == "all_gather":
+                listed = by_channel(found)[channel].get(method, (0, 0))[0]
+                assert times == listed + gathers.get(channel.members, 0), (
+                    channel
+                )  # logits, which are not listed
+            else:
+                assert (times, size) == by_channel(found)[channel][method], (channel, method)
+    assert set(by_channel(found)) == set(launched)
+
+
+def trained(
+    plan: Plan, changes: dict[str, Any]
+) -> tuple[dict[Channel, dict[str, tuple[int, int]]], Any, str | None]:
+    """What the first member of each channel launched in a step; the model; the dtype of its gradients."""
+    sent: dict[str, Sent] = {device: Counter() for device in plan.members}
+
+    def member(groups: MemoryPlanGroups) -> Any:
+        made = replace(recipe_of(**changes), dataset=Text())
+        made = replace(made, connect=lambda *given: Counting(sent[groups.me], *given))
+        engine = engine_on(groups, made, plan)
+        engine.step(0, lambda: 0)
+        engine.settle()
+        return engine.layouts.spec
+
+    spec = run_threads(plan.members, member)[plan.members[0]]
+    found: dict[Channel, dict[str, tuple[int, int]]] = defaultdict(dict)
+    for device, own in sent.items():
+        for (channel, method, size), times in own.items():
+            if device == channel.members[0]:
+                before = found[channel].get(method, (0, 0))
+                found[channel][method] = before[0] + times, before[1] + times * size
+    return found, spec, "float32" if "precision" in changes else None
+
+
+USES: dict[Purpose, Use] = {
+    "activations": "activation",
+    "activation gradients": "gradient",
+    "tensor parallelism": "tensor",
+    "gradients": "reduce",
+    "gradients to keepers": "state",
+    "updated parameters": "state",
+    "buffers": "state",
+}
+
+
+def by_channel(found: Communications) -> dict[Channel, dict[str, tuple[int, int]]]:
+    """The same of a listing. Gloo sums where NCCL would reduce-scatter."""
+    made: dict[Channel, dict[str, tuple[int, int]]] = defaultdict(dict)
+    for operation in found.operations:
+        for channel, method in on(operation):
+            before = made[channel].get(method, (0, 0))
+            made[channel][method] = before[0] + operation.times, before[1] + operation.size
+    return made
+
+
+def on(operation: PlanOperation) -> Iterator[tuple[Channel, str]]:
+    use, devices = USES[operation.purpose], operation.devices
+    if operation.operation == "send":
+        for device in devices[1:]:
+            yield Channel(use, (devices[0], device)), "send"
+    else:
+        method = "all_reduce" if operation.operation == "reduce_scatter" else operation.operation
+        yield Channel(use, devices), method
