@@ -24,7 +24,7 @@ from tests.runtime.test_messages import recipe_of
 from tests.runtime.test_parity import CONFIG, plan_of, stage
 
 TOKENS = 12
-#: On a team: (channel, method, bytes of a tensor). On a pair: its first member's sends.
+#: On a team: (channel, method, bytes of a tensor). Of messages: their channel is the sender and the receiver.
 Sent = Counter[tuple[Channel, str, int]]
 
 
@@ -57,12 +57,30 @@ class Counted:
         return launch
 
 
+class CountedRounds:
+    """A mesh that counts what it sends."""
+
+    def __init__(self, mesh: Any, me: str, sent: Sent) -> None:
+        self._mesh, self._me, self._sent = mesh, me, sent
+
+    def begin_round(self, sends: Sequence[tuple[str, torch.Tensor]], receives: Any) -> Any:
+        for to, tensor in sends:
+            self._sent[Channel("state", (self._me, to)), "send", tensor.nbytes] += 1
+        return self._mesh.begin_round(sends, receives)
+
+    def finish(self, work: Any) -> None:
+        self._mesh.finish(work)
+
+
 class Counting(GlooCommunicators):
     """`Communicators` that count."""
 
     def __init__(self, sent: Sent, groups: PlanGroups, listed: Sequence[Channel], all_: Group) -> None:
         super().__init__(groups, tuple(listed), all_)
-        self._sent = sent
+        self._sent, self._me = sent, all_.me
+
+    def mesh(self, channel: Channel) -> Any:
+        return CountedRounds(super().mesh(channel), self._me, self._sent)
 
     def team(self, channel: Channel) -> Any:
         return Counted(super().team(channel), channel, self._sent)
