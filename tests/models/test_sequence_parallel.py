@@ -24,7 +24,7 @@ from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads, unpaced
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
-from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.model.validation import ModelError, replace_dropouts
 from elasticd.runtime.parallel.sequence_parallel import refuse_model, regions, single
 from tests import sizes
 from tests.models import families, test_check
@@ -152,6 +152,84 @@ def test_what_blocks_keep_is_divided_by_the_width_of_the_group() -> None:
     assert len(kept) == 5
     for name, ratio in kept.items():
         assert (ratio <= 1.05) == ("sequence parallel" in name), f"{name}: {ratio}"
+
+
+class Asking(nn.Module):
+    """An attention that is called with queries, keys and values, as torch's own is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        q, k, v = (
+            part(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part, x in ((self.q, query), (self.k, key), (self.v, value))
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return cast(Tensor, self.o(y.transpose(1, 2).flatten(2)))
+
+
+class AskingBlock(nn.Module):
+    """Keys and values are one tensor, queries another, or all are one. A dropout has no width."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index, self.attention, self.dropout = index, Asking(), nn.Dropout(0.3)
+        self.norm1, self.norm2, self.gate = nn.LayerNorm(16), nn.LayerNorm(16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.norm1(x), self.norm2(x)
+        gate: Tensor = self.dropout(self.gate(x).squeeze(-1))
+        if self.index == 0:
+            return cast(Tensor, x + gate[..., None] * self.attention(y, key=z, value=z))
+        return cast(Tensor, x + gate[..., None] * self.attention(y, y, y))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_all_slices_that_an_attention_is_called_with_become_all_tokens(recompute: bool) -> None:
+    torch.manual_seed(0)
+    embed = _Ids()
+    blocks, head = nn.ModuleList(AskingBlock(index) for index in range(2)), nn.Linear(16, 9)
+    whole = nn.ModuleDict({"embed": embed, "blocks": blocks, "head": head}).double()
+    model = elasticd.Model(
+        embed=embed,
+        blocks=list(blocks),
+        head=head,
+        width=16,
+        rules={"blocks.*.attention.[qkv].*": Column("heads"), "blocks.*.attention.o.*": Row("heads")},
+        units={"heads": elasticd.UnitsOf(attribute="blocks.*.attention.heads")},
+    )
+    alike = _Chain(copy.deepcopy(whole))
+    training = Training(model=model, loss=next_token_loss, dataset=Text(9))
+    plan = sliced(plan_of((2, [stage(0, 2, ("a/0", 2), ("a/1", 1))]), micro_batch=4))
+    plan = again_in(plan) if recompute else plan
+    found, expected = under(training, plan), alone(training, alike)
+    assert found[0] == pytest.approx(expected[0], abs=1e-12)
+    assert furthest(found, expected, {full: f"parts.{full}" for full in found[1]}) < (1e-12, "")
+
+
+class _Ids(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(9, 16)
+
+    def forward(self, batch: Any) -> Tensor:
+        return super().forward(batch["inputs"])
+
+
+class _Chain(nn.Module):
+    def __init__(self, parts: nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+        for index, block in enumerate(cast(nn.ModuleList, parts["blocks"])):
+            replace_dropouts(f"blocks.{index}", block)
+
+    def forward(self, batch: Any) -> Tensor:
+        x: Tensor = self.parts["embed"](batch)
+        for block in cast(nn.ModuleList, self.parts["blocks"]):
+            x = block(x)
+        return cast(Tensor, self.parts["head"](x))
 
 
 class Counted:

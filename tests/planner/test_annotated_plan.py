@@ -132,12 +132,24 @@ def test_dimensions_are_named_as_well_and_whole_parameters_need_no_word_but_thei
     [
         ({"same": 2, "tp": 2}, [("n0/0", "n0/1"), ("n1/0", "n1/1")]),
         ({"tp": 2, "same": 2}, [("n0/0", "n1/0"), ("n0/1", "n1/1")]),
+        ({"same": 2, "tp": 2, "sum": 1}, [("n0/0", "n0/1"), ("n1/0", "n1/1")]),
+        ({"tp": (1, 1), "same": 2, "sum": 1}, [("n0/0", "n1/0"), ("n0/1", "n1/1")]),
     ],
 )
-def test_copies_around_parts_are_pipelines(state: State, groups: list[tuple[str, str]]) -> None:
+def test_copies_around_parts_are_pipelines_also_beside_axes_of_one(
+    state: State, groups: list[tuple[str, str]]
+) -> None:
     four = Annotation(groups=[("n0/0", "n0/1", "n1/0", "n1/1")], states=[state])
     made = plan_of(TIED, {"*": four}, [1, 1])
     assert [[s.devices for s in p.stages] for p in made.pipelines] == [[group] for group in groups]
+
+
+def test_a_dimension_in_one_part_is_not_split() -> None:
+    state: State = {0: 2, 1: (7,)}
+    both = Annotation(groups=[("n0/0", "n0/1")], states=[state])
+    rest = Annotation(groups=both.groups, states=[{"tp": 2}])
+    made = plan_of(TIED, {"blocks.*.q.weight": both, "*": rest}, [1])
+    assert stages(made) == [[(((0, 3),), ("n0/0", "n0/1"), (1, 1))]]
 
 
 def test_copies_alone_are_data_parallel() -> None:

@@ -258,6 +258,10 @@ def test_like_groups_of_copies_are_one_group() -> None:
         ({"groups": [[*"ab"]], "states": [{0: 0}]}, "0 is neither a positive number"),
         ({"groups": [[*"abcd"]], "states": [{"tp": 2, 0: 2}]}, "'tp' stands for the dimension"),
         ({"groups": [[*"a"]], "states": [{}], "across": "sums"}, "across='sums' must be"),
+        (
+            {"groups": [[*"a"], [*"b"]], "states": [{}, {}], "across": {0: 2}},
+            r"must give proportions, .*across=0",
+        ),
         ({"groups": [[*"a"], [*"b"]], "states": [{}, {}], "across": {0: (1,)}}, "as many positive proportions"),
         (
             {"groups": [[*"a"], [*"b"]], "states": [{}, {}], "across": {0: (1, 1), 1: (1, 1)}},

@@ -187,6 +187,20 @@ class Listing(Block):
         return list(super().forward(bundle).values())
 
 
+class Counting(Block):
+    """Changes what rides along, where autograd does not look."""
+
+    def forward(self, bundle: Named) -> Named:
+        bundle["positions"] += 1
+        return super().forward(bundle)
+
+
+def test_a_block_that_recomputes_may_not_change_a_tensor_in_place() -> None:
+    """It would change it twice, and its gradients would be those of another pass."""
+    with pytest.raises(ModelError, match=r"blocks.1 changed 'positions' in place, .*make a new tensor"):
+        in_threads(ONE, blocks={1: Counting}, recompute=lambda layer: True)
+
+
 @pytest.mark.parametrize(
     ("block", "frozen", "said"),
     [

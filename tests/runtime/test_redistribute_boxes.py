@@ -249,3 +249,73 @@ def test_bad_input_is_refused_before_anything_is_sent(
             redistribute(torch.zeros(rows, 14), a, COLUMNS, groups.group(COLUMNS.devices, "tensor"), shape)
 
     run_threads(("n0/0",), worker)
+
+
+# -- what the devices do not agree on ------------------------------------------------------------------------
+
+ONE = Annotation(groups=[FOUR[:1]], states=[{}])
+ALL = Annotation(groups=[FOUR], states=[{"same": 4}])
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ({"dtype": torch.float32}, r"(?s)torch.float64 on n0/0.*torch.float32 on n0/1.*dtype=torch.float64"),
+        ({"needs": False}, "requires a gradient on n0/0, and on n0/1 it does not"),
+        ({"add": True}, r"n0/0 and n0/1 call it with unlike layouts, shapes or add="),
+        ({"shape": (3, 5)}, r"n0/0 and n0/1 call it with unlike layouts, shapes or add="),
+        ({"to": Annotation(groups=[FOUR], states=[{0: 4}])}, "n0/0 and n0/1 call it with unlike layouts"),
+    ],
+)
+def test_devices_that_do_not_agree_are_refused_on_all_of_them(odd: dict[str, Any], said: str) -> None:
+    """A wrong type of an empty tensor would be read as another one without a word."""
+
+    def worker(groups: Any) -> None:
+        mine = odd if groups.me == "n0/1" else {}
+        shape = mine.get("shape", (4, 4))
+        x = torch.ones(shape if groups.me == "n0/0" else (0,), dtype=mine.get("dtype", torch.float64))
+        x.requires_grad_(mine.get("needs", True))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=said):
+                redistribute(
+                    x,
+                    ONE,
+                    mine.get("to", ALL),
+                    groups.group(FOUR, "tensor"),
+                    shape,
+                    add=mine.get("add", False),
+                )
+
+    run_threads(FOUR, worker)
+
+
+def test_without_gradients_it_does_not_matter_where_they_are_required() -> None:
+    def worker(groups: Any) -> Tensor:
+        group = groups.group(FOUR, "tensor")
+        x = torch.ones(4) if groups.me == "n0/0" else torch.empty(0)
+        with torch.no_grad():
+            return redistribute(x.requires_grad_(groups.me == "n0/0"), ONE, ALL, group, (4,))
+
+    assert all(torch.equal(found, torch.ones(4)) for found in run_threads(FOUR, worker).values())
+
+
+def test_types_that_gloo_does_not_gather_are_refused_before_anything_is_sent() -> None:
+    def worker(groups: Any) -> None:
+        with pytest.raises(ValueError, match=r"(?s)torch.int16.*float64, .*bool"):
+            redistribute(torch.ones(4, dtype=torch.int16), ALL, ALL, groups.group(FOUR, "tensor"))
+
+    run_threads(("n0/0",), worker)
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    """Autograd does not see the communication of a backward pass: a gradient through it would be wrong."""
+
+    def worker(groups: Any) -> None:
+        group = groups.group(FOUR, "tensor")
+        x = torch.full((1,), 2.0, dtype=torch.float64, requires_grad=True)
+        out = redistribute(x, Annotation(groups=[FOUR], states=[{0: 4}]), ALL, group, (4,), add=True)
+        (grad,) = torch.autograd.grad((out**3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.square().sum().backward()
+
+    run_threads(FOUR, worker)

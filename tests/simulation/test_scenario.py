@@ -36,6 +36,11 @@ BAD = [
     ("nodes = 2", "", "\\[cluster\\] needs nodes"),
     ("nodes = 2", "nodes = 2\ncores = 3", "\\[cluster\\] has no key 'cores' \\(= 3\\)"),
     ('"400 MiB"', '"400 parsecs"', "memory = '400 parsecs': '400 parsecs' is not a size"),
+    (
+        "nodes = 2",
+        'nodes = 2\nlevels = [{ name = "rack", link = {}, groups = [["n0", "n2"]] }]',
+        "level rack has 'n2', which is none of the nodes n0 to n1",
+    ),
     ("bandwidth = 5e9", "bandwidth = -1.0", "bandwidth must be positive"),
     ("heads = 8", "heads = 7", "width divide by heads"),
     ("heads = 8", 'preset = "llama-70b"', "has shapes of its own: leave out layers"),

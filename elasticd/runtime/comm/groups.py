@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from elasticd_planner.spec.cluster import node_of
@@ -141,6 +141,12 @@ class Group:
         self._awaited: list[tuple[Any, Tensor]] = []
         nodes = {node_of(member) for member in members}
         self._limit = min(AT_ONCE if len(nodes) == 1 else A_FLIGHT, TOGETHER // max(1, self.size - 1))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Group cannot be copied, and so a Job cannot train a module that holds one: call redistribute "
+            "without group, which then is of the devices that run the module"
+        )
 
     def wait(self, work: Any) -> None:
         """Polls a collective until it is complete; the pause grows with the time waited, to at most 0.5 ms."""

@@ -16,6 +16,7 @@ from elasticd_planner.spec.plan import Stage
 from torch import Tensor, nn
 
 from elasticd.runtime.model.bundle import Bundle, tensors
+from elasticd.runtime.model.validation import ModelError
 
 #: Which blocks recompute: none, all, those that the plan says, or those for whose index the function is true.
 Recompute = bool | Literal["plan"] | Callable[[int], bool]
@@ -46,7 +47,7 @@ def recomputed_blocks(
 ) -> dict[str, Recomputed]:
     """The blocks of a stage that recompute, by section: all where the plan says so, and those in `blocks`."""
     return {
-        f"blocks.{layer}": Recomputed(modules[f"blocks.{layer}"])
+        (section := f"blocks.{layer}"): Recomputed(section, modules[section])
         for start, stop in stage.chunks
         for layer in range(start, stop)
         if stage.recompute or layer in blocks
@@ -56,8 +57,8 @@ def recomputed_blocks(
 class Recomputed:
     """One block that runs forward twice."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, section: str, module: nn.Module) -> None:
+        self._section, self._module = section, module
         self._trains = any(parameter.requires_grad for parameter in module.parameters())
 
     def forward(self, entered: Bundle) -> Bundle:
@@ -65,9 +66,21 @@ class Recomputed:
 
         Which of named tensors would need a gradient is not known without one. All floating-point tensors that
         the block made are said to; those that passed through it as they came are as they were.
+
+        Raises:
+            ModelError: the block changed a tensor that it was called with.
         """
+        named = {"the activation": entered} if isinstance(entered, Tensor) else entered
+        versions = {name: x._version for name, x in named.items()}
         with torch.no_grad():
             out = self.recompute(entered)
+        for name, x in named.items():
+            if x._version != versions[name] and torch.is_grad_enabled():
+                what = name if x is entered else repr(name)
+                raise ModelError(
+                    f"{self._section} changed {what} in place, and recomputation would change it twice: make a "
+                    "new tensor"
+                )
         if isinstance(out, Tensor) or not torch.is_grad_enabled():
             return out
         came = {id(x): x.requires_grad for x in tensors(entered)}

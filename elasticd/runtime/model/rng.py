@@ -189,7 +189,7 @@ class Dropout(nn.Module):
         if self.cut is not None:
             dim, first = self.cut
             start[dim % x.dim() - 1] = first
-        elif self.first_token is not None and x.dim() > 2:
+        elif self.first_token is not None and x.dim() > 1:
             start[0] = self.first_token(x.shape[1])
         mask = kept(self.drawing.keys(self.site, x.shape[0]), x.shape[1:], start, self.p, x.device)
         return x * mask * (1 / (1 - self.p) if self.p < 1 else 0.0)

@@ -25,6 +25,7 @@ from elasticd_planner.layout import activations
 from elasticd_planner.layout.resolve import Cell, Communication, dual, resolve
 from elasticd_planner.spec.box import Box, TensorLayout
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from elasticd.runtime.comm.communicators import Team
 
@@ -81,6 +82,7 @@ class _Redistribute(torch.autograd.Function):
         return way.forward(x)
 
     @staticmethod
+    @once_differentiable  # autograd does not see what the backward pass communicates
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.way.backward(grad), None
 

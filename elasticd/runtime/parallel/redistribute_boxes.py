@@ -8,21 +8,27 @@ goes from one device to another is a message in the group of all.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from elasticd_planner.layout.resolve import Cell, Communication, dual, resolve
 from elasticd_planner.layout.two_step_sums import in_two_steps
 from elasticd_planner.spec.box import Box, TensorLayout
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.model.bundle import FLOATING, OTHERS
 
 #: The tag of messages; no other messages of a group have it.
 _TAG = 1 << 26
 #: Redistributions that a group keeps; the one made first makes room.
 _KEPT = 64
+#: The types of tensors that gloo sends, gathers and adds.
+_TYPES = (*FLOATING, *OTHERS)
 
 #: What a device has: boxes and their values.
 _Parts = list[tuple[Box, Tensor]]
@@ -47,24 +53,62 @@ def redistribute(
         Its part in the target's layout, differentiable; an empty tensor where it has none.
 
     Raises:
-        ValueError: `x` has another shape than this member's part; a device is no member of the group; a device
-            has several boxes.
+        ValueError: `x` has another shape than this member's part, or a type that does not travel; a device is
+            no member of the group; a device has several boxes. At the first call with these layouts also: the
+            members do not agree on them, on the type, or on whether a gradient is required.
         Invalid: see `elasticd_planner.layout.resolve.resolve`.
     """
     shared = _Shared.of(group)
-    key = source, target, add
-    way = shared.ways.get(key)
-    if way is None:
-        if len(shared.ways) >= _KEPT:
-            shared.ways.pop(next(iter(shared.ways)))
-        way = shared.ways[key] = _Way(group, source, target, shared, add=add)
+    key = source, target, add, x.dtype, x.requires_grad and torch.is_grad_enabled()
+    way = shared.ways.get(key) or _Way(group, source, target, shared, add=add)
     if tuple(x.shape) != way.shape:
         raise ValueError(
             f"{source.name}: {group.me} gave a tensor of shape {list(x.shape)}, and its part of the layout has "
             f"{list(way.shape)}"
         )
+    if key not in shared.ways:
+        _check_agreement(group, *key)
+        if len(shared.ways) >= _KEPT:
+            shared.ways.pop(next(iter(shared.ways)))
+        shared.ways[key] = way
     moved: Tensor = _Redistribute.apply(x, way)
     return moved
+
+
+def _check_agreement(
+    group: Group, source: TensorLayout, target: TensorLayout, add: bool, dtype: torch.dtype, needs: bool
+) -> None:
+    """Refuses, on all members, what they call in unlike ways: bytes of one type would be read as another, or
+    members would wait for messages that nobody sends."""
+    name = source.name
+    if dtype not in _TYPES:
+        known = ", ".join(str(each).removeprefix("torch.") for each in _TYPES)
+        raise ValueError(
+            f"{source.name}: {group.me} gave a tensor of {dtype}, and types that travel are {known}"
+        )
+    name = source.name
+    source, target = (msgspec.structs.replace(each, dtype="any") for each in (source, target))
+    digest = hashlib.blake2b(msgspec.json.encode([source, target, add]), digest_size=7).digest()
+    mine = [_TYPES.index(dtype), int(needs), int.from_bytes(digest, "little")]
+    words = group.all_gather(torch.tensor(mine)).tolist()
+    first = words[0]
+    rank = next((rank for rank, said in enumerate(words) if said != first), None)
+    if rank is None:
+        return
+    one, other, its = group.members[0], group.members[rank], words[rank]
+    if its[0] != first[0]:
+        there, here = _TYPES[first[0]], _TYPES[its[0]]
+        raise ValueError(
+            f"{name}: it is of {there} on {one}, and of {here} on {other}: give one type on all devices, also "
+            f"where a device has no part of it: torch.empty(0, dtype={there})"
+        )
+    if its[1] != first[1]:
+        where, lacks = (one, other) if first[1] else (other, one)
+        raise ValueError(
+            f"{name}: it requires a gradient on {where}, and on {lacks} it does not: call requires_grad_() on "
+            "all devices, also where a device has no part of it"
+        )
+    raise ValueError(f"{name}: {one} and {other} call it with unlike layouts, shapes or add=")
 
 
 class _Redistribute(torch.autograd.Function):
@@ -74,6 +118,7 @@ class _Redistribute(torch.autograd.Function):
         return way.forward(x)
 
     @staticmethod
+    @once_differentiable  # autograd does not see what the backward pass communicates
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.way.backward(grad), None
 

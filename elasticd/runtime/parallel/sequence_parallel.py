@@ -195,6 +195,22 @@ class _Gathered:
         self._again = None
 
 
+class _Entered(NamedTuple):
+    """A slice that has become all tokens."""
+
+    slice: Tensor
+    whole: Tensor
+    kept: _Gathered | None  #: what is saved in its place; None: there is no backward pass
+    memory: int  #: of `whole`, and its version
+    version: int
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the memory of all tokens, as they came."""
+        if self.kept is None or tensor.dtype != self.whole.dtype or tensor._version != self.version:
+            return False
+        return tensor.untyped_storage().data_ptr() == self.memory
+
+
 class Entrance:
     """Hooks by which slices become all tokens where they enter the cut modules of a block.
 
@@ -206,8 +222,7 @@ class Entrance:
         self._tokens, self._section = tokens, section
         self._inside: set[str] = set()
         self._keeping = ExitStack()
-        self._last: tuple[Tensor, Tensor] | None = None  # a slice, and what it became
-        self._gathered: tuple[int, int, _Gathered] | None = None  # that one's memory and version
+        self._known: list[_Entered] = []  # by the call of a module before this one
 
     def watch(self, module: nn.Module) -> None:
         """Hooks the block itself."""
@@ -238,7 +253,7 @@ class Entrance:
     def _end(self, *_: object) -> None:
         self._keeping.close()
         self._inside.clear()
-        self._last = self._gathered = None
+        self._known = []
 
     def _enter(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entered = self._entered(path, args, kwargs)
@@ -246,37 +261,40 @@ class Entrance:
         return entered
 
     def _entered(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments with all tokens in place of the first slice among them."""
-        for index, value in enumerate(args):
-            if self._tokens.fits(value):
-                return (*args[:index], self._whole(value), *args[index + 1 :]), kwargs
-        for name, value in kwargs.items():
-            if self._tokens.fits(value):
-                return args, kwargs | {name: self._whole(value)}
-        raise self._tokens.refuse(f"{self._section}.{path}")
+        """The arguments with all tokens in place of the first slice among them, and of others of its shape:
+        queries, keys and values may be three arguments."""
+        first = next((value for value in (*args, *kwargs.values()) if self._tokens.fits(value)), None)
+        if first is None:
+            raise self._tokens.refuse(f"{self._section}.{path}")
 
-    def _whole(self, x: Tensor) -> Tensor:
-        if self._last is not None and self._last[0] is x:
-            return self._last[1]
+        def sliced(value: Any) -> bool:
+            return self._tokens.fits(value) and value.shape == first.shape and value.dtype == first.dtype
+
+        taken = {id(value): value for value in (*args, *kwargs.values()) if sliced(value)}
+        known = {id(entered.slice): entered for entered in self._known}
+        entered = {key: known.get(key) or self._gathered(value) for key, value in taken.items()}
+        self._known = [*entered.values()]
+
+        def whole(value: Any) -> Any:
+            return entered[id(value)].whole if id(value) in entered else value
+
+        return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+
+    def _gathered(self, x: Tensor) -> _Entered:
         way = self._tokens.gathering()
-        found = way(x)
-        self._last, self._gathered = (x, found), None
+        found, kept = way(x), None
         if found.requires_grad and found.numel():
-            gathered = _Gathered(x, way)
-            found.register_hook(gathered.drop)
-            self._gathered = found.untyped_storage().data_ptr(), found._version, gathered
-        return found
+            kept = _Gathered(x, way)
+            found.register_hook(kept.drop)
+        return _Entered(x, found, kept, found.untyped_storage().data_ptr(), found._version)
 
     def _pack(self, tensor: Tensor) -> Tensor | _View:
-        """What is kept of a tensor that is saved. The gathered one is alive as long as its memory is known
+        """What is kept of a tensor that is saved. Gathered ones are alive as long as their memory is known
         here, so that no other tensor has that memory."""
-        if self._gathered is None or self._last is None:
-            return tensor
-        memory, version, gathered = self._gathered
-        same = tensor.untyped_storage().data_ptr() == memory and tensor.dtype == self._last[1].dtype
-        if not same or tensor._version != version:
-            return tensor
-        return _View(gathered, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        for entered in self._known:
+            if entered.kept is not None and entered.has(tensor):
+                return _View(entered.kept, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return tensor
 
 
 def _unpack(kept: Tensor | _View) -> Tensor:

@@ -51,6 +51,13 @@ class ClusterShape(Value, frozen=True, kw_only=True):
         if not (self.memory > 0 and self.flops > 0 and self.assumed > 0):
             refuse("memory, flops and assumed must be positive")
         check_levels(self.levels)
+        known = {f"n{n}" for n in range(self.nodes)}
+        for level in self.levels:
+            for node in level.group_of:
+                if node not in known:
+                    refuse(
+                        f"level {level.name} has {node!r}, which is none of the nodes n0 to n{self.nodes - 1}"
+                    )
 
     def cluster(self) -> Cluster:
         """The planner's value of this cluster, with devices n0/0, n0/1, ... in order. The speed of its devices

@@ -236,7 +236,7 @@ def _groups(spec: ModelSpec, name: str, parameter: Parameter, annotation: Annota
             continue
         split = True
         _check_units(spec, name, parameter, axis, state[axis])
-        inner = list(state).index(axis) == len(state) - 1
+        inner = [each for each, parts in state.items() if count_of(parts) > 1 or each == axis][-1] == axis
         width, copies = count_of(state[axis]), len(group) // count_of(state[axis])
         for copy in range(copies):
             devices = group[copy * width : (copy + 1) * width] if inner else group[copy::copies]
@@ -248,7 +248,7 @@ def _split_axis(name: str, parameter: Parameter, state: State) -> Axis | None:
     """The one axis along which a state splits a parameter."""
     if "sum" in state and state["sum"] != 1:
         refuse(f"{name}: a parameter is no sum; {dict(state)} is the state of a gradient")
-    split = [axis for axis, parts in state.items() if axis not in ("same", "sum") and parts != 1]
+    split = [axis for axis, parts in state.items() if axis not in ("same", "sum") and count_of(parts) > 1]
     if not split:
         return None
     if len(split) > 1:

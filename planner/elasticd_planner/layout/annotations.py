@@ -59,7 +59,7 @@ class Annotation(Value, frozen=True, kw_only=True, eq=False):
         setting(self, "groups", tuple(map(tuple, self.groups)))
         setting(self, "states", tuple(map(_plain, self.states)))
         if isinstance(self.across, Mapping):
-            setting(self, "across", {dim: tuple(weights) for dim, weights in self.across.items()})
+            setting(self, "across", {dim: _weights(self.across, each) for dim, each in self.across.items()})
         if not self.groups or len(self.groups) != len(self.states):
             refuse(f"annotation: {len(self.groups)} groups need as many states, not {len(self.states)}")
         counts = Counter(device for group in self.groups for device in group)
@@ -281,6 +281,14 @@ def _is_dimension(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return _is_dimension(value) and value != 0
+
+
+def _weights(across: Any, weights: Any) -> tuple[int, ...]:
+    if not isinstance(weights, Sequence):
+        refuse(
+            f"annotation: across={across!r} must give proportions, as {{0: (3, 1)}}; of equal parts, across=0"
+        )
+    return tuple(weights)
 
 
 def _plain(state: State) -> State:
