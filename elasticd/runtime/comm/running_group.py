@@ -22,6 +22,10 @@ class OneDevice:
         """The tensor."""
         return tensor
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensor alone: [1, *shape]."""
+        return tensor[None]
+
 
 #: The name of the one device of a process in which no job runs.
 HERE = "here"
