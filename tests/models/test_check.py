@@ -96,6 +96,19 @@ class GainByTokens(ByTokens):
         return super().work(x) * self.gain
 
 
+class Bilinear(Block):
+    """Its cut module takes two tensors, both of which need a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Bilinear(WIDTH, WIDTH, 12, bias=False)
+        self.out = nn.Linear(12, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.out(self.both(self.norm1(x), self.norm2(x).sin()))
+
+
 class Pair(Block):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), None
@@ -280,6 +293,13 @@ def test_a_wrong_rule_is_named(rules: dict[str, Rule | None], expected: str) -> 
     good, text = said(rules)
     assert not good
     assert expected in text
+
+
+def test_a_cut_module_may_take_several_tensors_that_need_a_gradient() -> None:
+    good, text = said(
+        {"blocks.?.both.weight": Column("middle", dim=0), "blocks.?.out.weight": Row("middle")}, Bilinear
+    )
+    assert good, text
 
 
 def test_draws_that_are_no_module_are_named() -> None:

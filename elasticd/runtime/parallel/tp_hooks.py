@@ -32,7 +32,8 @@ from elasticd.runtime.parallel.sequence_parallel import Entrance, TokenSlices, s
 
 
 class _Entering:
-    """A hook through which the inputs of Column modules pass: whole, and used by each member in its own way.
+    """A hook through which the inputs of Column modules pass: whole, and used by each member in its own way. They
+    are the first tensor of a call, and all others that need a gradient.
 
     Each tensor passes once in a forward pass of the section, so that its gradient is all-reduced once, however
     many modules take it.
@@ -46,12 +47,15 @@ class _Entering:
         self._entered.clear()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args and isinstance(args[0], Tensor):
-            return (self._enter(args[0]), *args[1:]), kwargs
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor):
-                return args, kwargs | {name: self._enter(value)}
-        raise ModelError(f"a cut {type(module).__name__} was called without a tensor")
+        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if first is None:
+            raise ModelError(f"a cut {type(module).__name__} was called without a tensor")
+
+        def entered(value: Any) -> Any:
+            enters = value is first or (isinstance(value, Tensor) and value.requires_grad)
+            return self._enter(value) if enters else value
+
+        return tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
 
     def _enter(self, x: Tensor) -> Tensor:
         found = self._entered.get(id(x))
