@@ -1,0 +1,40 @@
+"""Where TP groups lie: inside a node wherever one fits in a node, on any cluster."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from elasticd_planner.search import planner
+
+from tests import sizes
+from tests.planner.drawn_topologies import in_order, mapped, nodes_of, placed, problem, seconds, tp_groups
+
+#: A problem whose TP groups have four devices at least, on two nodes of three.
+MUST = 17
+
+
+@pytest.mark.parametrize("seed", sizes.every(range(50, 98), 8))
+def test_a_tp_group_crosses_no_node_where_one_fits_and_no_other_order_of_devices_is_faster(seed: int) -> None:
+    found = placed(seed)
+    assert not found.across or found.must
+    assert found.seconds <= min(found.naive, found.drawn) * (1 + 1e-9)
+
+
+def test_where_a_group_is_more_than_a_node_it_crosses() -> None:
+    found = placed(MUST)
+    assert found.must
+    assert found.across == found.groups == 1
+
+
+def test_the_seconds_of_a_shape_on_its_own_devices_are_the_plans() -> None:
+    given = problem(MUST + 1)
+    plan = planner.plan(given).plan
+    assert plan is not None
+    assert plan.prediction is not None
+    assert seconds(given, plan) == pytest.approx(plan.prediction.step_seconds)
+    other = mapped(plan, in_order(plan))
+    assert set(other.places) == set(plan.places)
+    assert sorted(map(len, tp_groups(other))) == sorted(map(len, tp_groups(plan)))
+    assert math.isfinite(seconds(given, other))
+    assert all(len(nodes_of(group)) == 1 for group in tp_groups(plan))
