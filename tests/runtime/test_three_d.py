@@ -1,4 +1,4 @@
-"""Data, tensor and pipeline parallelism of two each over two nodes, with ZeRO 0 to 2, train like one process."""
+"""Data, tensor and pipeline parallelism of two each over two nodes train like one process, with ZeRO 0 to 2."""
 
 from __future__ import annotations
 
