@@ -29,7 +29,7 @@ UNEVEN = "tp3 uneven beside a pipeline"
 GPT_PLAN = {
     "attention.qkv": Column(parts=3),
     "attention.out": "rowwise",
-    "attention.dropout": Sharded("heads", dim=1),
+    "attention.dropout": Sharded(dim=1),
     "up": "colwise",
     "down": "rowwise",
     "embed.tokens": "rowwise",
@@ -283,6 +283,7 @@ VIT = {"attention.[qkv]": "colwise", "attention.out": "rowwise"}
             {"attention.qkv": "colwise", "attention.out": "rowwise"},
             r"3 projections in one. Say Column\(parts=3",
         ),
+        (gpt, {"attention.dropout": Sharded(dim=1)}, "attention.dropout: say the units, as Sharded"),
         (gpt, {"up": Column(dim=0), "down": "rowwise"}, r"a rule with dim= says its units"),
         (lambda: block_of(nn.Linear(32, 32)), LINEAR, "cannot be cut alike"),
         (

@@ -233,6 +233,18 @@ class _Reading:
                 self._cut_in(cut, cut.rule.units or f"columns_{cut.width}")
         for parent, group in _groups([cut for cut in cuts if not cut.alone]).items():
             self._group(parent, group)
+        for path, rule in self._found.items():
+            if isinstance(rule, Sharded) and not rule.units:
+                self._found[path] = replace(rule, units=self._units_beside(path))
+
+    def _units_beside(self, path: str) -> str:
+        """The units of the module by rows that has the same parent: what a dropout before it is sharded in."""
+        parent = path.rpartition(".")[0]
+        beside = (rule for other, rule in self._found.items() if other.rpartition(".")[0] == parent)
+        units = {rule.units for rule in beside if isinstance(rule, Row)}
+        if len(units) != 1:
+            raise ModelError(f"tp_plan: {path}: say the units, as Sharded('heads', dim=1)")
+        return units.pop()
 
     def _cut_in(self, cut: _Cut, units: str) -> None:
         if isinstance(cut.rule, Column):

@@ -49,7 +49,7 @@ class Sharded:
     With the path of an nn.Dropout as pattern: the input of that module is sharded.
     """
 
-    units: str  #: a kind of the model's `units`
+    units: str = ""  #: a kind of the model's `units`; a `tp_plan` may leave it out
     dim: int = 0  #: the dimension of the parameter, or of the dropout's input, along which the units lie
 
 
