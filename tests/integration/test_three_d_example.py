@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import StatePolicy
 
 from tests import sizes
@@ -30,12 +31,9 @@ SMALL = [
     "--global-batch",
     "8",
 ]
-#: By layers: TP inside a node, the stages of a pipeline on different nodes. The tutorial's 2 x 2 x 2 has eight.
+#: By layers: TP inside a node, a pipeline's stages on two nodes; with eight layers the tutorial's 2 x 2 x 2.
 PLANS = {
-    2: plan_of(
-        (4, [stage(0, 1, ("a/0", 1), ("a/1", 1)), stage(1, 2, ("b/0", 1), ("b/1", 1))]),
-        micro_batch=2,
-    ),
+    2: plan_of((4, [stage(0, 1, ("a/0", 1)), stage(1, 2, ("b/0", 1), ("b/1", 1))]), micro_batch=2),
     8: plan_of(
         (2, [stage(0, 4, ("a/0", 1), ("a/1", 1)), stage(4, 8, ("b/0", 1), ("b/1", 1))]),
         (2, [stage(0, 4, ("a/2", 1), ("a/3", 1)), stage(4, 8, ("b/2", 1), ("b/3", 1))]),
@@ -75,8 +73,8 @@ def test_it_trains_like_one_process(
         f"import runpy, sys\nsys.path.insert(0, {str(EXAMPLE.parent)!r})\n"
         f"sys.argv = {given!r}\nrunpy.run_path({str(EXAMPLE)!r}, run_name='__main__')\n"
     )
-    half = len(plan.members) // 2
-    with Cluster({"a": half, "b": half}, plans={"": plan}, forward=1e-5) as cluster:
+    nodes = {node: sum(node_of(device) == node for device in plan.members) for node in "ab"}
+    with Cluster(nodes, plans={"": plan}, forward=1e-5) as cluster:
         cluster.run(script)
         codes = cluster.wait(240)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}

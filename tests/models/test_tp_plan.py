@@ -59,7 +59,8 @@ def in_words(whole: Any, plan: Mapping[str, Any], **said: Any) -> Model:
     return Model(embed=whole.embed, blocks=whole.blocks, head=whole.head, width=32, tp_plan=plan, **said)
 
 
-@pytest.mark.parametrize("name", sizes.beside([UNEVEN], [name for name in PLANS if "tp" in name]))
+@pytest.mark.full  # `test_words_cut_as_rules_do` says that these are the rules of test_own.py
+@pytest.mark.parametrize("name", [name for name in PLANS if "tp" in name])
 def test_a_gpt_in_words_trains_like_one_process(name: str) -> None:
     made = gpt()
     whole = copy.deepcopy(made)
@@ -209,7 +210,7 @@ class Plain(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("way", ["plain", "transposed", "sequence parallel"])
+@pytest.mark.parametrize("way", sizes.beside(["transposed"], ["plain", "transposed", "sequence parallel"]))
 def test_torchs_attention_in_a_block_of_ones_own_trains_like_one_process(way: str) -> None:
     made = Plain(lambda: Wrapped(way != "transposed")).double()
     words = {"attention": "colwise", "attention.out_proj": "rowwise"}

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from elasticd_planner.search import planner
+from msgspec import structs
 
 from tests import sizes
-from tests.planner.drawn_topologies import in_order, mapped, nodes_of, placed, problem, seconds, tp_groups
-
-#: A problem whose TP groups have four devices at least, on two nodes of three.
-MUST = 17
+from tests.planner.drawn_topologies import (
+    in_order,
+    judged,
+    mapped,
+    nodes_of,
+    placed,
+    problem,
+    seconds,
+    tp_groups,
+)
+from tests.planner.models import cluster
 
 
 @pytest.mark.parametrize("seed", sizes.beside([56, 58, 62, 64], range(50, 98)))
@@ -22,13 +31,17 @@ def test_a_tp_group_crosses_no_node_where_one_fits_and_no_other_order_of_devices
 
 
 def test_where_a_group_is_more_than_a_node_it_crosses() -> None:
-    found = placed(MUST)
+    given = problem(0)
+    given = structs.replace(
+        given, profile=structs.replace(given.profile, widths=(4, 8)), cluster=cluster(3, 3), rates={}
+    )
+    found = judged(given, random.Random(0))
     assert found.must
     assert found.across == found.groups == 1
 
 
 def test_the_seconds_of_a_shape_on_its_own_devices_are_the_plans() -> None:
-    given = problem(MUST + 1)
+    given = problem(58)
     plan = planner.plan(given).plan
     assert plan is not None
     assert plan.prediction is not None

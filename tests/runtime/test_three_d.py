@@ -44,6 +44,7 @@ def test_three_dimensions_train_like_one_process(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sizes.beside(["2 x 2 x 2, zero 2"], PLANS))
+@pytest.mark.full  # tests/integration/test_three_d_example.py has processes
+@pytest.mark.parametrize("name", PLANS)
 def test_eight_processes_on_two_nodes_train_like_one(name: str) -> None:
     test_parity.check(PLANS[name], gang.run(__file__, "worker", PLANS[name].members, PLANS[name]))
