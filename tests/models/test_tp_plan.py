@@ -42,7 +42,7 @@ DECODER_PLAN = {
     "layers.*.feed_forward.up": "colwise",
     "layers.*.feed_forward.down": "rowwise",
     "layers.*.attention_norm": "replicate",
-    "embed.tokens": "rowwise",
+    "embed.tokens": "embedding_rowwise",
     "head.output": "colwise_gather_output",
 }
 CONFIG = DecoderConfig(

@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+from elasticd_planner.problem import SearchSpace
 from elasticd_planner.search import planner
 from msgspec import structs
 
@@ -51,3 +52,15 @@ def test_the_seconds_of_a_shape_on_its_own_devices_are_the_plans() -> None:
     assert sorted(map(len, tp_groups(other))) == sorted(map(len, tp_groups(plan)))
     assert math.isfinite(seconds(given, other))
     assert all(len(nodes_of(group)) == 1 for group in tp_groups(plan))
+
+
+def test_fewer_devices_than_any_group_are_refused_under_several_settings() -> None:
+    given = problem(0)
+    given = structs.replace(
+        given,
+        profile=structs.replace(given.profile, widths=(4, 8)),
+        cluster=cluster(1, 2),
+        rates={},
+        search_space=SearchSpace(recompute=True),
+    )
+    assert "no device to plan for" in planner.plan(given).refusal

@@ -41,6 +41,7 @@ WORDS: Mapping[str, Rule | None] = {
     "colwise_gather_output": Column(gather=True),
     "colwise_rep": Column(gather=True),
     "rowwise": Row(),
+    "embedding_rowwise": Row(),
     "rowwise_split_input": Row(split=True),
     "rowwise_rep": Row(split=True),
     "replicate": None,
