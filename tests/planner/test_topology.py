@@ -54,13 +54,14 @@ def test_the_seconds_of_a_shape_on_its_own_devices_are_the_plans() -> None:
     assert all(len(nodes_of(group)) == 1 for group in tp_groups(plan))
 
 
-def test_fewer_devices_than_any_group_are_refused_under_several_settings() -> None:
+@pytest.mark.parametrize("recompute", [False, True])  # one setting, and several
+def test_fewer_devices_than_any_tp_group_has_are_refused(recompute: bool) -> None:
     given = problem(0)
     given = structs.replace(
         given,
         profile=structs.replace(given.profile, widths=(4, 8)),
         cluster=cluster(1, 2),
         rates={},
-        search_space=SearchSpace(recompute=True),
+        search_space=SearchSpace(recompute=recompute),
     )
-    assert "no device to plan for" in planner.plan(given).refusal
+    assert "no device to plan for: every device is dead or in no group" in planner.plan(given).refusal
