@@ -126,7 +126,7 @@ def cut_at(rule: Rule | None, owner: nn.Module, leaf: str, dims: int) -> CutAt |
             return CutAt(0, rule.parts) if isinstance(rule, Column) else None
         return CutAt(sides[0], rule.parts) if isinstance(rule, Column) else CutAt(sides[1])
     if isinstance(owner, nn.MultiheadAttention) and isinstance(rule, Column):
-        return CutAt(0, _fused_projections(owner, leaf))
+        return CutAt(0, _fused_projections(owner))
     if isinstance(owner, nn.Embedding):
         return CutAt(1, rule.parts) if isinstance(rule, Column) else CutAt(0)
     raise RuleError(
@@ -135,20 +135,16 @@ def cut_at(rule: Rule | None, owner: nn.Module, leaf: str, dims: int) -> CutAt |
     )
 
 
-def _fused_projections(attention: nn.MultiheadAttention, leaf: str) -> int:
-    """How many projections are in one parameter of torch's attention: those of queries, keys and values.
+def _fused_projections(attention: nn.MultiheadAttention) -> int:
+    """How many projections each parameter of torch's attention has: those of queries, keys and values.
 
     Raises:
-        RuleError: the attention has more than these, or the parameter is another one.
+        RuleError: the attention has more parameters than these.
     """
     if not attention._qkv_same_embed_dim or attention.bias_k is not None or attention.add_zero_attn:
         raise RuleError(
             "an nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn cannot be cut; write it "
             "with an nn.Linear for each projection"
-        )
-    if leaf not in ("in_proj_weight", "in_proj_bias"):
-        raise RuleError(
-            "of an nn.MultiheadAttention, Column is for in_proj_weight and in_proj_bias: end the pattern so"
         )
     return 3
 
