@@ -1,6 +1,7 @@
-"""Annotations: HSPMD's operators and strategies, random pairs, and its switch of 32 to 31 GPUs.
+"""Annotations: HSPMD's operators and strategies, random pairs, its switch of 32 to 31 GPUs; 3D parallelism.
 
-make bench NAME=annotations
+make bench NAME=annotations                                 # pairs and topology take most of it
+make bench NAME=annotations ARGS='--only operators three-d'  # parts; the results keep the others as they are
 
 `tests/planner/hspmd_operators.py` has the cases, `tests/planner/recorded/hspmd_strategies.json` the published
 numbers with their sources.
@@ -16,7 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from _hspmd_switch import Load, ours, theirs
-from _results import Row, finish, row
+from _parts import measured
+from _results import Row, row
+from _three_d import parity_rows, topology_rows
 from elasticd_planner.layout.explain import explain
 from elasticd_planner.value import Invalid
 
@@ -147,13 +150,15 @@ def _holds(check: Callable[[], None]) -> bool:
     return True
 
 
-def rows() -> Iterator[Row]:
-    """All."""
-    yield from operator_rows()
-    yield from strategy_rows()
-    yield from switch_rows()
-    yield from pair_rows()
-
+#: By the name that `--only` takes; a line here adds a part.
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {
+    "operators": operator_rows,
+    "strategies": strategy_rows,
+    "switch": switch_rows,
+    "pairs": pair_rows,
+    "three-d": parity_rows,
+    "topology": topology_rows,
+}
 
 if __name__ == "__main__":
-    sys.exit(finish("annotations", list(rows())))
+    sys.exit(measured("annotations", __doc__, PARTS))

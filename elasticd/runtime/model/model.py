@@ -21,6 +21,7 @@ from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
 from torch import Tensor, nn
 
 from elasticd.runtime.model.rng import STATES, Dropout
+from elasticd.runtime.model.tp_plan import rules_of_plan
 from elasticd.runtime.model.tp_rules import (
     Column,
     PartialGrad,
@@ -59,6 +60,7 @@ class Model:
         units: Mapping[str, UnitsOf] | None = None,
         ties: Mapping[str, str] | None = None,
         proved: str = "",
+        tp_plan: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
@@ -76,6 +78,8 @@ class Model:
                 is the length of the cut dimension.
             ties: parameters that are to be shared and are not yet: a later name to an earlier one.
             proved: how the sections' output was verified, for `elasticd check` to print.
+            tp_plan: rules in torch's words, beside `rules` or in their place: "colwise", "rowwise" or a rule,
+                by names of modules, as in torch's parallelize_module. See `tp_plan.rules_of_plan`.
 
         Raises:
             ModelError: the model cannot be trained so; the message says why, and what to do.
@@ -91,6 +95,9 @@ class Model:
         #: and what is said of it: the model has no sequence parallelism. None: no such module is known.
         self.mixing: tuple[str, str] | None = None
         self.rules, self.units = dict(rules or {}), dict(units or {})
+        if tp_plan:
+            planned, self.units = rules_of_plan(tp_plan, given, self.rules, self.units)
+            self.rules |= {pattern: rule for pattern, rule in planned.items() if pattern not in self.rules}
         self.ties = shared(given) | dict(ties or {})
         self.sections = {
             section: replace_dropouts(section, _without_storage(module)) for section, module in given.items()
@@ -183,6 +190,9 @@ class Model:
                 raise ModelError(
                     f"rule {pattern!r} must be a Column, Row, Sharded or PartialGrad, not {rule!r}"
                 )
+            if not isinstance(rule, PartialGrad) and not rule.units:
+                kind = type(rule).__name__
+                raise ModelError(f"rule {pattern!r}: {kind} must say its units, as {kind}('heads')")
             named = names | (dropouts if isinstance(rule, Sharded) else set())
             if not any(fnmatchcase(name, pattern) for name in named):
                 raise ModelError(f"rule {pattern!r} matches no parameter of the model, such as {min(names)}")

@@ -19,7 +19,9 @@ from elasticd.runtime.model.validation import ModelError
 class Column:
     """Shards the outputs of a module: each member computes some of them from the full input."""
 
-    units: str  #: what outputs are cut in: a kind of the model's `units`
+    units: str = (
+        ""  #: what outputs are cut in: a kind of the model's `units`. Empty in a `tp_plan`: is read off
+    )
     #: The parameter's dimension that is cut. Needed unless the module is an nn.Linear, the Conv1D of
     #: transformers or an nn.Embedding.
     dim: int | None = None
@@ -35,7 +37,7 @@ class Row:
     A bias is added once. Of an nn.Embedding the rows are sharded: each member looks up its own.
     """
 
-    units: str  #: what inputs are cut in: a kind of the model's `units`
+    units: str = ""  #: what inputs are cut in, as in `Column`
     dim: int | None = None  #: as in `Column`
     split: bool = False  #: the input is full, as after `gather`, and each member takes its part of it
 
@@ -47,7 +49,7 @@ class Sharded:
     With the path of an nn.Dropout as pattern: the input of that module is sharded.
     """
 
-    units: str  #: a kind of the model's `units`
+    units: str = ""  #: a kind of the model's `units`; a `tp_plan` may leave it out
     dim: int = 0  #: the dimension of the parameter, or of the dropout's input, along which the units lie
 
 
@@ -123,12 +125,28 @@ def cut_at(rule: Rule | None, owner: nn.Module, leaf: str, dims: int) -> CutAt |
         if leaf == "bias":
             return CutAt(0, rule.parts) if isinstance(rule, Column) else None
         return CutAt(sides[0], rule.parts) if isinstance(rule, Column) else CutAt(sides[1])
+    if isinstance(owner, nn.MultiheadAttention) and isinstance(rule, Column):
+        return CutAt(0, _fused_projections(owner))
     if isinstance(owner, nn.Embedding):
         return CutAt(1, rule.parts) if isinstance(rule, Column) else CutAt(0)
     raise RuleError(
         f"{type(rule).__name__} of a {type(owner).__name__} must say which dimension of the parameter it cuts: "
         f"{type(rule).__name__}({rule.units!r}, dim=...)"
     )
+
+
+def _fused_projections(attention: nn.MultiheadAttention) -> int:
+    """How many projections each parameter of torch's attention has: those of queries, keys and values.
+
+    Raises:
+        RuleError: the attention has more parameters than these.
+    """
+    if not attention._qkv_same_embed_dim or attention.bias_k is not None or attention.add_zero_attn:
+        raise RuleError(
+            "an nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn cannot be cut; write it "
+            "with an nn.Linear for each projection"
+        )
+    return 3
 
 
 def sides_of(owner: nn.Module) -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from elasticd_planner.spec.model import member_box, unit_range
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # out_proj of nn.MultiheadAttention
 
 from elasticd.runtime.comm.communicators import Team
 from elasticd.runtime.model.local_model import repeats
@@ -28,6 +29,7 @@ from elasticd.runtime.parallel.redistribute import (
     vocab_parallel_embedding,
     whole,
 )
+from elasticd.runtime.parallel.self_attention import self_attention
 from elasticd.runtime.parallel.sequence_parallel import Entrance, TokenSlices, single
 
 
@@ -127,6 +129,8 @@ class _Hooks:
     def column(self, path: str, owner: nn.Module, rule: Column) -> None:
         """Of a module, `path` in the section, whose outputs are cut."""
         group = self._group
+        if isinstance(owner, nn.MultiheadAttention):
+            self_attention(f"{self._section}.{path}", owner)
         if not isinstance(owner, nn.Embedding):  # whose input has no gradient
             self.enter(path, owner)
         repeated = repeats(self._model, rule.units, self._shares, group.rank)
@@ -156,7 +160,7 @@ class _Hooks:
             owner.register_forward_pre_hook(lambda _, args: (scatters(args[0]), *args[1:]))
         if getattr(owner, "bias", None) is None:
             owner.register_forward_hook(lambda _, args, output: leaves(output))
-        elif type(owner) is nn.Linear or sides_of(owner) == (1, 0):
+        elif type(owner) in (nn.Linear, NonDynamicallyQuantizableLinear) or sides_of(owner) == (1, 0):
             owner.forward = partial(_row_with_bias, owner, leaves)
         else:
             where = f"{self._section}.{path}".rstrip(".")

@@ -76,7 +76,7 @@ def shortage(task: Task) -> Shortage | None:
     places = [devices for devices, _ in hosts(task.cluster, task.rates, task.cost)]
     pipelines = task.fixed_dp or 1
     found: list[Shortage] = []
-    for width in task.cost.widths(max(map(len, places))):
+    for width in task.cost.widths(max(map(len, places), default=0)):
         if task.fixed_tp not in (None, width):
             continue
         every = [devices[at : at + width] for devices in places for at in range(0, len(devices), width)]

@@ -252,7 +252,7 @@ class LargeSearch:
     def _search_plain(self) -> None:
         """What a healthy cluster of as many devices would have: all groups of one size, with equal shares."""
         for pipelines in self._numbers():
-            for size in self.task.cost.widths(max(kind.devices for kind in self.kinds)):
+            for size in self.task.cost.widths(max((kind.devices for kind in self.kinds), default=0)):
                 if self.task.fixed_tp in (None, size) and self._best is None:
                     self._best = self._with(pipelines, size, math.inf, 1, plain=True)
 

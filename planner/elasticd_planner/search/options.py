@@ -207,7 +207,10 @@ class Settings:
         if setting.way not in self._searches:
             self._searches[setting.way] = LargeSearch(task)
         wide = self._searches[setting.way]
-        quickest = max(pace for kind in wide.kinds for pace, groups, _ in kind.paces if groups == 1)
+        paces = [pace for kind in wide.kinds for pace, groups, _ in kind.paces if groups == 1]
+        if not paces:
+            return math.inf  # no TP group of an allowed size can be made
+        quickest = max(paces)
         if setting.pipelines is None:
             low, numbers = LargeSearch(task).lower(), [1, min(wide.devices, task.micro_batches)]
         else:
