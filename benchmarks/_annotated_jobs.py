@@ -4,6 +4,7 @@ holders are gone."""
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,9 @@ import msgspec
 from _results import Row, row
 
 from elasticd.testing.waiting import until
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from tests.integration.cluster import SLOW, Cluster
 from tests.integration.test_given_plan import CONFIG, SCRIPT, SETTINGS, A, B, annotated
 from tests.integration.test_switches import worst_difference

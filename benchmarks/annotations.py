@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+from _annotated_jobs import job_rows
 from _hspmd_switch import Load, ours, theirs
 from _parts import measured
 from _results import Row, row
@@ -156,6 +157,7 @@ PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "strategies": strategy_rows,
     "switch": switch_rows,
     "pairs": pair_rows,
+    "jobs": job_rows,
     "three-d": parity_rows,
     "topology": topology_rows,
 }

@@ -11,14 +11,14 @@ nn.TransformerEncoderLayer, with sizes for a laptop. The tutorial's are --width 
     DistributedDataParallel(model)                               global_batch=
     parallelize_module(model, mesh["tp"], plan)                  Model(tp_plan=plan)
     ZeroRedundancyOptimizer, FSDP's SHARD_GRAD_OP                ParallelismOptions(zero=1), (zero=2)
-    init_device_mesh("cuda", (8, 8), mesh_dim_names=...)         the planner's plan; or `mesh` below
+    init_device_mesh("cuda", (8, 8), mesh_dim_names=...)         the planner's plan; or --mesh 8 8 --nodes ...
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+import os
 
 import torch
 from elasticd_planner.spec.batch import Sampler
@@ -93,18 +93,24 @@ def model(options: argparse.Namespace) -> elasticd.Model:
     )
 
 
-def mesh(made: elasticd.Model, sizes: Sequence[int]) -> Plan:
-    """The plan that init_device_mesh("cuda", (dp, tp)) or (pp, dp, tp) stands for, with nodes of eight devices.
-    Ranks count as torch's do, the last dimension first."""
-    pp, dp, tp = (1, *sizes) if len(sizes) == 2 else sizes
-    ranks = torch.arange(pp * dp * tp).reshape(pp, dp, tp).tolist()
-    named = [[tuple(f"n{rank // 8}/{rank % 8}" for rank in group) for group in stage] for stage in ranks]
+def mesh(made: elasticd.Model, options: argparse.Namespace) -> Plan:
+    """The plan that init_device_mesh("cuda", (dp, tp)) or (pp, dp, tp) stands for. Ranks count as torch's do,
+    the last dimension first, and node after node."""
+    pp, dp, tp = (1, *options.mesh) if len(options.mesh) == 2 else options.mesh
+    ranks, per_node = torch.arange(pp * dp * tp).reshape(pp, dp, tp).tolist(), options.per_node
+    nodes = options.nodes or [f"n{node}" for node in range(-(-pp * dp * tp // per_node))]
+    named = [
+        [tuple(f"{nodes[rank // per_node]}/{rank % per_node}" for rank in group) for group in stage]
+        for stage in ranks
+    ]
     per = math.ceil(made.layers / pp)
     stage_of = {f"blocks.{i}.*": i // per for i in range(made.layers)} | {"embed.*": 0, "head.*": pp - 1}
     annotations = {
         pattern: Annotation(groups=named[at], states=[{"tp": tp}] * dp) for pattern, at in stage_of.items()
     }
-    return plan_of(made, annotations, [1] * dp)
+    micro_batches = options.global_batch // options.micro_batch
+    given = [micro_batches // dp + (pipeline < micro_batches % dp) for pipeline in range(dp)]
+    return plan_of(made, annotations, given, micro_batch=options.micro_batch)
 
 
 def optimizer(named: object) -> torch.optim.Optimizer:
@@ -112,8 +118,9 @@ def optimizer(named: object) -> torch.optim.Optimizer:
 
 
 def train(options: argparse.Namespace) -> None:
+    made = model(options)
     job = elasticd.Job(
-        model=model(options),
+        model=made,
         loss=loss,
         optimizer=optimizer,
         dataset=StandardLibrary(options.tokens),
@@ -121,7 +128,11 @@ def train(options: argparse.Namespace) -> None:
         micro_batch=options.micro_batch,
         seed=0,
         clip=0.5,
-        parallelism=elasticd.ParallelismOptions(zero=options.zero),
+        parallelism=elasticd.ParallelismOptions(
+            zero=options.zero,
+            plan=mesh(made, options) if options.mesh else None,  # None: the planner makes one
+            keep_plan=bool(options.mesh),
+        ),
     )
     for step in job.steps(options.steps):
         if job.rank == 0:
@@ -157,14 +168,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--zero", type=int, choices=[0, 1, 2], default=1)
     parser.add_argument("--plain", action="store_true", help="one process, plain torch, the same batches")
-    parser.add_argument("--mesh", type=int, nargs="+", metavar="SIZE", help="print the layout of a mesh")
+    parser.add_argument(
+        "--mesh",
+        type=int,
+        nargs="+",
+        metavar="SIZE",
+        help="dp tp, or pp dp tp: the layout, which the job keeps; without torchrun it is printed",
+    )
+    parser.add_argument("--nodes", nargs="+", default=[], help="of the mesh, as `elasticd status` calls them")
+    parser.add_argument("--per-node", type=int, default=8, help="devices of a node of the mesh")
     return parser.parse_args()
 
 
 def main() -> None:
     options = arguments()
-    if options.mesh:
-        plan = mesh(model(options), options.mesh)
+    if options.mesh and "TORCHELASTIC_RUN_ID" not in os.environ:
+        plan = mesh(model(options), options)
         print(describe(plan, {}))
         for name, place in plan.places.items():
             print(f"{name}: dp {place.pipeline}, pp {place.stage}, tp {place.position}")

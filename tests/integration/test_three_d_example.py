@@ -9,12 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from elasticd_planner.spec.cluster import node_of
-from elasticd_planner.spec.plan import StatePolicy
 
 from tests import sizes
 from tests.integration.cluster import ROOT, Cluster
-from tests.models.layouts import plan_of, stage
 
 EXAMPLE = ROOT / "examples" / "three_d.py"
 SMALL = [
@@ -31,15 +28,9 @@ SMALL = [
     "--global-batch",
     "8",
 ]
-#: By layers: TP inside a node, a pipeline's stages on two nodes; with eight layers the tutorial's 2 x 2 x 2.
-PLANS = {
-    2: plan_of((4, [stage(0, 1, ("a/0", 1)), stage(1, 2, ("b/0", 1), ("b/1", 1))]), micro_batch=2),
-    8: plan_of(
-        (2, [stage(0, 4, ("a/0", 1), ("a/1", 1)), stage(4, 8, ("b/0", 1), ("b/1", 1))]),
-        (2, [stage(0, 4, ("a/2", 1), ("a/3", 1)), stage(4, 8, ("b/2", 1), ("b/3", 1))]),
-        micro_batch=2,
-    ),
-}
+#: By layers the mesh (pp, dp, tp): TP inside a node, a pipeline's stages on two nodes; with eight layers the
+#: tutorial's 2 x 2 x 2.
+MESHES = {2: (2, 1, 2), 8: (2, 2, 2)}
 
 
 @pytest.fixture
@@ -55,7 +46,7 @@ def losses(printed: str) -> dict[int, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", sizes.beside([2], PLANS))
+@pytest.mark.parametrize("layers", sizes.beside([2], MESHES))
 def test_it_trains_like_one_process(
     layers: int,
     example: ModuleType,
@@ -63,22 +54,24 @@ def test_it_trains_like_one_process(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    plan = PLANS[layers].replace(number=0, state=StatePolicy(zero=1, replicas=1))
+    pp, dp, tp = MESHES[layers]
     given = [str(EXAMPLE), *SMALL, "--layers", str(layers)]
     monkeypatch.setattr(sys, "argv", [*given, "--plain"])
     example.main()
     alone = losses(capsys.readouterr().out)
+    given += ["--mesh", str(pp), str(dp), str(tp), "--nodes", "a", "b", "--per-node", str(dp * tp)]
     script = tmp_path / "script.py"
     script.write_text(
         f"import runpy, sys\nsys.path.insert(0, {str(EXAMPLE.parent)!r})\n"
         f"sys.argv = {given!r}\nrunpy.run_path({str(EXAMPLE)!r}, run_name='__main__')\n"
     )
-    nodes = {node: sum(node_of(device) == node for device in plan.members) for node in "ab"}
-    with Cluster(nodes, plans={"": plan}, forward=1e-5) as cluster:
+    with Cluster({"a": dp * tp, "b": dp * tp}, forward=1e-5) as cluster:
         cluster.run(script)
         codes = cluster.wait(240)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
         together = losses("".join(cluster.log(device) for device in codes))
+        (proposed,) = cluster.events("proposed")
+        assert f"given by the job: {dp} pipeline" in proposed["text"]
     assert set(alone) == {0, 1}
     assert together == pytest.approx(alone, abs=2e-4)
 

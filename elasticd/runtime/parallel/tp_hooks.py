@@ -34,8 +34,8 @@ from elasticd.runtime.parallel.sequence_parallel import Entrance, TokenSlices, s
 
 
 class _Entering:
-    """A hook through which the inputs of Column modules pass: whole, and used by each member in its own way. They
-    are the first tensor of a call, and all others that need a gradient.
+    """A hook through which the inputs of Column modules pass: whole, and used by each member in its own way.
+    They are the first tensor of a call, and all others that need a gradient.
 
     Each tensor passes once in a forward pass of the section, so that its gradient is all-reduced once, however
     many modules take it.
