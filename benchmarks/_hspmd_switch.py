@@ -4,8 +4,9 @@ Written anew from how its graph switching chooses (Hetu v2, arXiv 2504.20490; lh
 `switch_exec_graph.cc`). Each parameter is cut into the slices of both strategies. Of each slice the devices
 that need it and lack it are served one after the other: by the first owner; by the owners in turn, those of
 the receiver's node first; or by the owner that has sent the fewest elements so far, of the receiver's node
-where there is one. Only the senders differ: all send what is lacking, once. The paper's own ratios of the three
-are in images that could not be read, so that they are not compared with these.
+where there is one. Only the senders differ: all send what is lacking, once. So the fused choice moves the
+volume of the unfused one, as the paper says. The paper's own ratios of the three are in images that could not
+be read: they are not compared with these.
 """
 
 from __future__ import annotations

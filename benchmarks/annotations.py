@@ -116,6 +116,9 @@ def switch_rows() -> Iterator[Row]:
     yield row(name, ratio, "x", kind="simulated", goal="<= 1.00", met=ratio <= 1)
     ratio = mine.node / min(load.node for load in others.values())
     yield row(f"{title}: bytes that leave the busiest node over the best", ratio, "x", kind="simulated")
+    volume = others["greedy"].moved / others["first"].moved
+    name = f"{title}: volume of its fused algorithm over its unfused one (the paper: the same)"
+    yield row(name, volume, "x", kind="simulated", goal="1.00", met=volume == 1)
     for old, new, what in OTHER_SWITCHES:
         mine, least, others = switched(old, new)
         ratio = seconds(mine) / min(map(seconds, others.values()))
