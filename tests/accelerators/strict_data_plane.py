@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.launch_order import Join, Launch
-from elasticd_planner.layout.launches import Channel
 from torch import Tensor
 
 from elasticd.runtime.comm.groups import Group, PlanGroups

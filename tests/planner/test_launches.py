@@ -6,10 +6,11 @@ import random
 
 import pytest
 from elasticd_planner.cost.schedule import Pass, passes
+from elasticd_planner.layout.channels import channels
 from elasticd_planner.layout.gradient_buckets import buckets
 from elasticd_planner.layout.gradient_reduction import reductions
 from elasticd_planner.layout.launch_order import Join, Launch, deadlock
-from elasticd_planner.layout.launches import AHEAD, channels, gradient_receipts, launches
+from elasticd_planner.layout.launches import AHEAD, gradient_receipts, launches
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.batch import batch_plan
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from elasticd_planner.layout import channels
+from elasticd_planner.layout.channels import Channel, Use
 from elasticd_planner.layout.explained_plan import Communications, PlanOperation, Purpose, explain_step
-from elasticd_planner.layout.launches import Channel, Use
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.plan import Plan, StatePolicy
 
@@ -141,6 +142,13 @@ def test_the_listing_is_what_members_launch(name: str) -> None:
     assert set(by_channel(found)) == set(launched)
 
 
+def test_the_listing_is_what_members_launch_where_sets_have_no_communicator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channels, "MOST", 5)
+    test_the_listing_is_what_members_launch("zero 2")
+
+
 def trained(
     plan: Plan, changes: dict[str, Any]
 ) -> tuple[dict[Channel, dict[str, tuple[int, int]]], Any, str | None]:
@@ -189,6 +197,7 @@ def by_channel(found: Communications) -> dict[Channel, dict[str, tuple[int, int]
 def on(operation: PlanOperation) -> Iterator[tuple[Channel, str]]:
     use, devices = USES[operation.purpose], operation.devices
     if operation.operation == "send":
+        use = "state" if use == "reduce" else use  # of a set that has no communicator
         for device in devices[1:]:
             yield Channel(use, (devices[0], device)), "send"
     else:

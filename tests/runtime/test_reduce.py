@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.gradient_buckets import Bucket
 from elasticd_planner.layout.gradient_reduction import Piece
-from elasticd_planner.layout.launches import Channel
 from elasticd_planner.spec.box import Box
 from torch import nn
 
-from elasticd.runtime.comm.communicators import Pair, Team
+from elasticd.runtime.comm.communicators import GlooMesh, Mesh, Pair, Peers, Team
+from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, Parameters, sum_of_squares
 
@@ -46,7 +47,7 @@ def queue(parameters: Parameters, counting: tuple[str, ...] = BOTH) -> tuple[Buc
 class Reducing:
     """Communicators of which the reducer uses one."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: Group) -> None:
         self._team = team
 
     def team(self, channel: Channel) -> Team:
@@ -56,9 +57,16 @@ class Reducing:
     def pair(self, channel: Channel) -> Pair:
         raise AssertionError(channel)
 
+    def mesh(self, channel: Channel) -> Mesh:
+        assert channel == Channel("state", BOTH)
+        return GlooMesh(self._team, "state")
+
+    def received(self) -> None:
+        raise AssertionError
+
 
 def train(
-    plan_groups: MemoryPlanGroups, *, tied: bool = False, counting: tuple[str, ...] = BOTH
+    plan_groups: MemoryPlanGroups, *, tied: bool = False, counting: tuple[str, ...] = BOTH, own: bool = True
 ) -> dict[str, Any]:
     """What was sent after each section of the backward pass, and the sums."""
     parameters, modules = made(tied)
@@ -73,8 +81,9 @@ def train(
     reducer = GradientReducer(
         plan_groups.me,
         (),
-        queue(parameters, counting),
-        Reducing(group),
+        queue(parameters, counting) if own else (),
+        () if own else (queue(parameters, counting),),
+        Peers(everyone=group, communicators=Reducing(group), channels=()),
         parameters,
         modules,
     )
@@ -98,6 +107,14 @@ def test_each_bucket_is_sent_as_soon_as_its_section_is_done() -> None:
         assert result["grads"] == {"embed.weight": 300.0, "blocks.0.weight": 30.0, "head.weight": 3.0}
     assert sum(each["squares"] for each in found.values()) == 6 * (300.0**2 + 30.0**2 + 3.0**2)
     assert all(each["squares"] > 0 for each in found.values()), "devices take turns"
+
+
+def test_buckets_of_a_set_without_a_communicator_are_passed_on_after_all_passes() -> None:
+    found = run_threads(BOTH, lambda plan_groups: train(plan_groups, own=False))
+    for result in found.values():
+        assert result["after"] == [0, 0, 0]
+        assert result["grads"] == {"embed.weight": 300.0, "blocks.0.weight": 30.0, "head.weight": 3.0}
+    assert sum(each["squares"] for each in found.values()) == 6 * (300.0**2 + 30.0**2 + 3.0**2)
 
 
 def test_a_tied_parameter_waits_for_all_its_sections() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from elasticd_planner.layout.launches import Channel, Use
+from elasticd_planner.layout.channels import Channel, Use
 from torch import Tensor
 
 from elasticd.runtime.comm.groups import Group, PlanGroups
@@ -107,6 +107,7 @@ class Peers:
 
     everyone: Group  #: all members, for the words of the host
     communicators: Communicators  #: for tensors of the model
+    channels: tuple[Channel, ...]  #: that these are of
 
     @property
     def me(self) -> str:

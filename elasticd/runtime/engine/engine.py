@@ -24,9 +24,9 @@ from elasticd_migration.local_state import (
     restore_optimizer,
 )
 from elasticd_migration.text_codec import from_text
-from elasticd_planner.layout.gradient_buckets import buckets
+from elasticd_planner.layout.channels import Channel, channels
+from elasticd_planner.layout.gradient_buckets import buckets, passed_on
 from elasticd_planner.layout.gradient_reduction import reductions
-from elasticd_planner.layout.launches import Channel, channels
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.box import Box
@@ -72,10 +72,8 @@ class StepDone:
 def connect(plan_groups: PlanGroups, layouts: Layouts, connect_data: Connect) -> Peers:
     """Makes the group of all members, and then this device's communicators, in the same order on all ranks."""
     everyone = plan_groups.group(layouts.plan.members, "vote")
-    return Peers(
-        everyone=everyone,
-        communicators=connect_data(plan_groups, channels(layouts, plan_groups.me), everyone),
-    )
+    listed = channels(layouts, plan_groups.me)
+    return Peers(everyone=everyone, communicators=connect_data(plan_groups, listed, everyone), channels=listed)
 
 
 def build(model: Model, plan: Plan, device: str, accelerator: Accelerator) -> LocalModel:
@@ -167,7 +165,7 @@ class Engine:
             memory=accelerator.used_bytes,
             spans=spans_of(accelerator),
         )
-        self.reducer = self._reducer(peers.communicators)
+        self.reducer = self._reducer(peers)
         self.zero = ZeroState(layouts, peers, local, self.reducer, recipe.master, accelerator)
         self._vote = StepVote(peers.everyone)
         self._constants = Constants(local.modules)
@@ -192,18 +190,21 @@ class Engine:
                 slices=self.slices,
             )
 
-    def _reducer(self, communicators: Communicators) -> GradientReducer:
+    def _reducer(self, peers: Peers) -> GradientReducer:
         parameters = self.local.parameters
         mine = reductions(self.layouts, self.device)
 
         def dtype_of(name: str) -> str:
             return str(gradient_dtype(parameters[name][1])).removeprefix("torch.")
 
+        own = {channel.members for channel in peers.channels if channel.use == "reduce"}
+        listed = buckets(self.layouts, mine, dtype_of)
         return GradientReducer(
             self.device,
             [piece for each in mine if len(each.devices) == 1 for piece in each.pieces],
-            buckets(self.layouts, mine, dtype_of),
-            communicators,
+            [bucket for bucket in listed if bucket.devices in own],
+            passed_on(self.layouts, listed, own),
+            peers,
             parameters,
             self.local.modules,
             keep_all=self.plan.state.zero < 2,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from elasticd_planner.cost.schedule import Pass
-from elasticd_planner.layout.launches import Channel, Use
+from elasticd_planner.layout.channels import Channel, Use
 from elasticd_planner.layout.stage_boundary import Border
 from torch import Tensor
 

@@ -15,7 +15,8 @@ from typing import TypeVar
 
 import torch
 from elasticd_planner.cost.schedule import Pass
-from elasticd_planner.layout.launches import AHEAD, Channel, gradient_receipts
+from elasticd_planner.layout.channels import Channel
+from elasticd_planner.layout.launches import AHEAD, gradient_receipts
 from elasticd_planner.layout.stage_boundary import Border, after, before
 from elasticd_planner.spec.batch import MicroBatch
 from elasticd_planner.spec.plan import Pipeline, Place, Plan

@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 from elasticd_migration.local_state import Owned
+from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.gradient_buckets import Bucket
 from elasticd_planner.layout.gradient_reduction import Piece
-from elasticd_planner.layout.launches import Channel
 from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
 
-from elasticd.runtime.comm.communicators import Communicators
+from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
 
 #: Elements whose squares are added at once on the CPU, so that rounding stays small.
@@ -57,7 +57,8 @@ class GradientReducer:
         device: str,
         alone: Sequence[Piece],
         queue: Sequence[Bucket],
-        communicators: Communicators,
+        passed_on: Sequence[Sequence[Bucket]],
+        peers: Peers,
         parameters: Parameters,
         modules: Mapping[str, nn.Module],
         *,
@@ -68,8 +69,10 @@ class GradientReducer:
         Args:
             device: this device.
             alone: pieces of gradients that no other device holds.
-            queue: the buckets that it reduces with others, in the order in which they are launched.
-            communicators: of this device.
+            queue: the buckets that it reduces with others over communicators of their sets, in the order in
+                which they are launched.
+            passed_on: in rounds, those of sets without a communicator.
+            peers: this device, and the other members of the plan.
             parameters: the local ones by name, each with the box that it holds.
             modules: the local ones by section.
             keep_all: every gradient stays with its parameter; False under ZeRO 2.
@@ -78,14 +81,18 @@ class GradientReducer:
         self._device, self._parameters = device, parameters
         self._keep_all, self._stopwatch = keep_all, stopwatch or Stopwatch()
         self._alone, self._queue = tuple(alone), tuple(queue)
-        self._teams = [communicators.team(Channel("reduce", bucket.devices)) for bucket in queue]
-        self._firsts = [_firsts(bucket, parameters) for bucket in queue]
+        self._teams = [peers.communicators.team(Channel("reduce", bucket.devices)) for bucket in queue]
+        self._passed_on = tuple(map(tuple, passed_on))
+        everyone = Channel("state", peers.everyone.members)
+        self._mesh = peers.communicators.mesh(everyone) if passed_on else None
+        late = [bucket for together in passed_on for bucket in together]
+        self._firsts = [_firsts(bucket, parameters) for bucket in (*queue, *late)]
         self._users = _users(parameters, modules)
         self._where: dict[str, list[int]] = {}
         for index, bucket in enumerate(queue):
             for name in {piece.name for piece in bucket.pieces}:
                 self._where.setdefault(name, []).append(index)
-        self._pieces = Counter(piece.name for bucket in queue for piece in bucket.pieces)
+        self._pieces = Counter(piece.name for bucket in (*queue, *late) for piece in bucket.pieces)
         self._pieces.update(piece.name for piece in self._alone)
         self.squares = 0.0
         self.most_bytes = 0
@@ -119,22 +126,56 @@ class GradientReducer:
     def _launch(self) -> None:
         with self._stopwatch.measure("reduce"):
             index = len(self._flying)
-            bucket, firsts = self._queue[index], self._firsts[index]
-            flat = torch.cat([self._term(piece).reshape(-1) for piece in bucket.pieces])
-            made = [self._parameters[piece.name][1].grad is not None for piece in bucket.pieces]
-            flat[firsts if all(made) else firsts[made]] += 0.0
-            self._flat_bytes += _bytes(flat)
-            self._note(0)
-            for piece in bucket.pieces:
-                self._left[piece.name] -= 1
-                if not self._left[piece.name] and (self._whole(piece) or not self._keep_all):
-                    self._parameters[piece.name][1].grad = None
+            flat = self._flattened(self._queue[index], self._firsts[index])
             self._flying.append((flat, self._teams[index].begin_all_reduce(flat)))
+
+    def _flattened(self, bucket: Bucket, firsts: Tensor) -> Tensor:
+        """This device's term of a bucket. Gradients that are in it completely are dropped."""
+        flat = torch.cat([self._term(piece).reshape(-1) for piece in bucket.pieces])
+        made = [self._parameters[piece.name][1].grad is not None for piece in bucket.pieces]
+        flat[firsts if all(made) else firsts[made]] += 0.0
+        self._flat_bytes += _bytes(flat)
+        self._note(0)
+        for piece in bucket.pieces:
+            self._left[piece.name] -= 1
+            if not self._left[piece.name] and (self._whole(piece) or not self._keep_all):
+                self._parameters[piece.name][1].grad = None
+        return flat
+
+    def _passed(self) -> Iterator[tuple[Bucket, Tensor, Tensor]]:
+        """The buckets of sets without a communicator, with their sums."""
+        firsts = iter(self._firsts[len(self._queue) :])
+        for together in self._passed_on:
+            assert self._mesh is not None
+            flats = [(bucket, next(firsts)) for bucket in together]
+            terms = [self._flattened(bucket, first) for bucket, first in flats]
+            out: list[tuple[str, Tensor]] = []  # to whom, and what
+            back: list[tuple[str, Tensor]] = []
+            added: list[tuple[Tensor, list[tuple[str, Tensor]]]] = []
+            for bucket, flat in zip(together, terms, strict=True):
+                if bucket.counter == self._device:
+                    others = [device for device in bucket.devices if device != self._device]
+                    added.append((flat, [(device, torch.empty_like(flat)) for device in others]))
+                else:
+                    out.append((bucket.counter, flat))
+                    back.append((bucket.counter, torch.empty_like(flat)))
+            self._mesh.finish(self._mesh.begin_round(out, [each for _, came in added for each in came]))
+            for flat, came in added:
+                for _, term in came:
+                    flat += term
+            copies = [(flat.clone(), came) for flat, came in added]  # what is sent may still be under way later
+            sums = [(device, copy) for copy, came in copies for device, _ in came]
+            self._mesh.finish(self._mesh.begin_round(sums, back))
+            received = iter(back)
+            for (bucket, first), flat in zip(flats, terms, strict=True):
+                yield bucket, flat if bucket.counter == self._device else next(received)[1], first
 
     def _landed(self) -> Iterator[tuple[Bucket, Tensor, Tensor]]:
         """Every bucket with its sums, and where its pieces begin, once all are launched."""
         while len(self._flying) < len(self._queue):
             self._launch()
+        with self._stopwatch.measure("reduce"):
+            passed = list(self._passed())
         self.squares = sum_of_squares(
             self._gradient(piece.name, piece.box)
             for piece in self._alone
@@ -144,6 +185,7 @@ class GradientReducer:
             self._teams[index].finish(work)
             self._flying[index] = (flat.new_empty(0), None)
             yield self._queue[index], flat, self._firsts[index]
+        yield from passed
 
     def __call__(self) -> None:
         """Waits for all reductions: every local gradient becomes the sum over the devices with a term of it."""

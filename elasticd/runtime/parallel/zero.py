@@ -14,6 +14,7 @@ from operator import attrgetter
 
 import torch
 from elasticd_migration.local_state import LocalState, Owned, own, torch_dtype
+from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.gradient_reduction import (
     Delivery,
     buffers_away,
@@ -21,7 +22,6 @@ from elasticd_planner.layout.gradient_reduction import (
     leading,
     values_back,
 )
-from elasticd_planner.layout.launches import Channel
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.box import Box
 from torch import Tensor, nn

@@ -19,6 +19,7 @@ import msgspec
 
 from elasticd_planner.layout import stage_boundary
 from elasticd_planner.layout.activations import slices, terms, whole
+from elasticd_planner.layout.channels import own_sets
 from elasticd_planner.layout.gradient_buckets import buckets
 from elasticd_planner.layout.gradient_reduction import (
     Delivery,
@@ -257,7 +258,14 @@ def _reduced(layouts: Layouts, dtype: str | None) -> Iterator[tuple[Purpose, Flo
     def summed(name: str) -> str:
         return dtype or layouts.parameter(name).dtype
 
+    own = own_sets(layouts)
     for each in buckets(layouts, reductions(layouts), summed):
+        if each.devices not in own:  # terms to one device, and the sum back
+            others = [device for device in each.devices if device != each.counter]
+            sends = [*((device, each.counter) for device in others), (each.counter, *others)]
+            for devices in sends:
+                yield "gradients", Flow(message(devices, each.size), item_size(each.dtype))
+            continue
         cell = Cell(box=Box.whole((each.size,)), sources=each.devices, needers=each.devices)
         step = Communication(operation="all_reduce", devices=each.devices, cells=(cell,))
         yield "gradients", Flow(step, item_size(each.dtype))

@@ -8,9 +8,10 @@ other in a circle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-from elasticd_planner.layout.gradient_reduction import Piece, Reduction
+from elasticd_planner.layout.gradient_reduction import Piece, Reduction, rounds
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.model import item_size
 from elasticd_planner.value import Value
@@ -63,6 +64,25 @@ def buckets(
         return -number[last.name], [rank[device] for device in bucket.devices], last.box.start
 
     return tuple(sorted(made, key=order))
+
+
+def passed_on(
+    layouts: Layouts, listed: Sequence[Bucket], own: Collection[tuple[str, ...]]
+) -> tuple[tuple[Bucket, ...], ...]:
+    """The buckets of sets without a communicator of their own, in rounds. Their `counter` gets the terms of the
+    other devices as messages, adds them, and sends the sum to them.
+
+    Args:
+        layouts: of the plan.
+        listed: buckets of a device, or of all, in their order.
+        own: the sets that have a communicator.
+    """
+    number = rounds(layouts, layouts.trained)
+    found: dict[int, list[Bucket]] = defaultdict(list)
+    for bucket in listed:
+        if bucket.devices not in own:
+            found[number[bucket.pieces[0].name]].append(bucket)
+    return tuple(tuple(found[at]) for at in sorted(found))
 
 
 def _of_set(reduction: Reduction, dtype_of: DtypeOf, most: int) -> Iterator[Bucket]:

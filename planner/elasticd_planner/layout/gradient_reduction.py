@@ -90,22 +90,22 @@ def _deliveries(
 ) -> tuple[Delivery, ...]:
     rank = {device: i for i, device in enumerate(layouts.plan.members)}
     pieces: dict[tuple[int, tuple[str, ...], str], list[tuple[str, Box]]] = defaultdict(list)
-    rounds = _rounds(layouts, names)
+    number = rounds(layouts, names)
     for name, steps in _resolved(layouts, names, source, target, of=device):
         dtype = layouts.parameter(name).dtype
         for devices, cell in messages(steps):
             if device is None or device in devices:
-                pieces[rounds[name], devices, dtype].append((name, cell.box))
+                pieces[number[name], devices, dtype].append((name, cell.box))
     order = sorted(pieces.items(), key=lambda at: (at[0][0], [rank[device] for device in at[0][1]], at[0][2]))
     return tuple(
-        Delivery(round=number, source=devices[0], destinations=devices[1:], pieces=tuple(together))
-        for (number, devices, _), together in order
+        Delivery(round=at, source=devices[0], destinations=devices[1:], pieces=tuple(together))
+        for (at, devices, _), together in order
     )
 
 
-def _rounds(layouts: Layouts, names: Sequence[str]) -> dict[str, int]:
-    """The round of each name, the same for all devices: so many names in a row as the device with the largest
-    share of a layer receives at most `ROUND` bytes of."""
+def rounds(layouts: Layouts, names: Sequence[str]) -> dict[str, int]:
+    """The round of each of these names, the same for all devices: so many names in a row as the device with the
+    largest share of a layer receives at most `ROUND` bytes of."""
     largest = max(stage.fraction(at) for _, _, stage in layouts.plan.walk() for at in range(len(stage.devices)))
     found: dict[str, int] = {}
     number, size = 0, 0.0

@@ -13,12 +13,12 @@ What the host tells others (votes, headers of activations, sample ids) is not da
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Literal, NamedTuple
 
-from elasticd_planner.layout.gradient_buckets import BUCKET, Bucket, DtypeOf, buckets
+from elasticd_planner.layout.channels import Channel, Use, own_sets
+from elasticd_planner.layout.gradient_buckets import BUCKET, Bucket, DtypeOf, buckets, passed_on
 from elasticd_planner.layout.gradient_reduction import (
     Delivery,
     buffers_away,
@@ -30,11 +30,6 @@ from elasticd_planner.layout.launch_order import Join, Launch, Operation
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.stage_boundary import Border, after, before
 from elasticd_planner.spec.batch import BatchPlan
-from elasticd_planner.spec.plan import Pipeline, Place
-
-#: What a communicator is for. "tensor": collectives inside of sections. "reduce": sums of gradients.
-#: "activation", "gradient": between stages, forth and back. "state": what ZeRO delivers, between any members.
-Use = Literal["tensor", "reduce", "activation", "gradient", "state"]
 
 #: (stages, stage, micro-batches, chunks) -> (kind, micro-batch, chunk) of each pass: `cost.schedule.passes`.
 Schedule = Callable[[int, int, int, int], Iterator[tuple[str, int, int]]]
@@ -42,17 +37,6 @@ Schedule = Callable[[int, int, int, int], Iterator[tuple[str, int, int]]]
 #: Receipts are launched this many passes before they are waited for, so that the sender need not wait for this
 #: device and what it sends travels while this device computes.
 AHEAD = 2
-
-
-class Channel(NamedTuple):
-    """A communicator: what it is for, and its members in rank order. Activations and gradients go from the
-    first of two members to the second."""
-
-    use: Use
-    members: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.use} {' '.join(self.members)}"
 
 
 def gradient_receipts(
@@ -73,34 +57,6 @@ def gradient_receipts(
             begun = max(begun, at - AHEAD, forward[index, chunk] + 1)
             found[begun].append((index, chunk))
     return found
-
-
-def channels(layouts: Layouts, device: str) -> tuple[Channel, ...]:
-    """The communicators that a device is a member of, in an order that is the same on all devices."""
-    plan = layouts.plan
-    found = {Channel("reduce", r.devices) for r in reductions(layouts, device) if len(r.devices) > 1}
-    if device in plan.places:
-        place = plan.places[device]
-        pipeline, stage = plan.pipeline(place), plan.stage(place)
-        if len(stage.devices) > 1:
-            found.add(Channel("tensor", stage.devices))
-        for receives, sends, border in _borders(pipeline, place, device):
-            found.add(Channel(receives, (border.source, device)))
-            found |= {Channel(sends, (device, to)) for to in border.destinations}
-    if plan.state.zero and len(plan.members) > 1:
-        found.add(Channel("state", plan.members))
-    rank = {name: index for index, name in enumerate(plan.members)}
-    mine = [channel for channel in found if device in channel.members]
-    return tuple(sorted(mine, key=lambda channel: ([rank[name] for name in channel.members], channel.use)))
-
-
-def _borders(pipeline: Pipeline, place: Place, device: str) -> Iterator[tuple[Use, Use, Border]]:
-    """What a device receives, what it sends, and with whom: at each boundary that its stage has."""
-    stage, turns = pipeline.stages[place.stage], pipeline.chunks > 1
-    if len(pipeline.stages) > 1 and (stage.start > 0 or turns):
-        yield "activation", "gradient", before(pipeline, place, device)
-    if len(pipeline.stages) > 1 and (stage.stop < pipeline.layers or turns):
-        yield "gradient", "activation", after(pipeline, place, device)
 
 
 def launches(
@@ -125,13 +81,14 @@ def launches(
         tensors: what passes between stages, a message for each; and of how many the gradient goes back.
     """
     cut = buckets(layouts, reductions(layouts), dtype_of, bucket)
+    own = own_sets(layouts)
     delivered = {
         "gradients": gradients_away(layouts),
         "values": values_back(layouts),
         "buffers": buffers_away(layouts),
     }
     return {
-        device: tuple(_Rank(layouts, device, cut, delivered, batch, schedule, tensors).log)
+        device: tuple(_Rank(layouts, device, cut, own, delivered, batch, schedule, tensors).log)
         for device in layouts.plan.members
     }
 
@@ -144,6 +101,7 @@ class _Rank:
         layouts: Layouts,
         device: str,
         cut: Sequence[Bucket],
+        own: Collection[tuple[str, ...]],
         delivered: Mapping[str, Sequence[Delivery]],
         batch: BatchPlan,
         schedule: Schedule,
@@ -152,7 +110,8 @@ class _Rank:
         self._tensors = {"activation": tensors[0], "gradient": tensors[1]}
         self.log: list[Launch | Join] = []
         self._layouts, self._device = layouts, device
-        self._buckets = [bucket for bucket in cut if device in bucket.devices]
+        mine = [bucket for bucket in cut if device in bucket.devices]
+        self._buckets = [bucket for bucket in mine if bucket.devices in own]
         self._launched: list[str] = []
         if device in layouts.plan.places:
             place = layouts.plan.places[device]
@@ -164,6 +123,8 @@ class _Rank:
             micro_batches = len(batch.of(place))
             self._passes(list(schedule(len(pipeline.stages), place.stage, micro_batches, pipeline.chunks)))
         self._reduce(None)
+        for together in passed_on(layouts, mine, own):
+            self._pass_on(together)
         for operation in self._launched:
             self.log.append(Join(operation))
         for what, deliveries in delivered.items():
@@ -241,6 +202,20 @@ class _Rank:
             operation = f"{channel}: {first.name} {first.box.start}"
             self._launch(channel, operation)
             self._launched.append(operation)
+
+    def _pass_on(self, together: Sequence[Bucket]) -> None:
+        """Terms go to one device of each bucket, which adds them, and the sum back to all."""
+        channel = Channel("state", self._layouts.plan.members)
+        for what in ("term", "sum"):
+            messages = []
+            for bucket in together:
+                first = bucket.pieces[0]
+                for device in bucket.devices:
+                    ends = (device, bucket.counter) if what == "term" else (bucket.counter, device)
+                    if device != bucket.counter and self._device in ends:
+                        name = f"{what} of {' '.join(bucket.devices)} {first.name} {first.box.start}: {ends}"
+                        messages.append(Operation(name, ends))
+            self.log += [Launch(str(channel), tuple(messages)), Join(messages[0].name)]
 
     def _users(self, name: str) -> Iterator[str]:
         """The sections here that use a parameter; a tied one may have several."""
