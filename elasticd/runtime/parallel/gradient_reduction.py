@@ -148,7 +148,8 @@ class GradientReducer:
         for together in self._passed_on:
             assert self._mesh is not None
             flats = [(bucket, next(firsts)) for bucket in together]
-            terms = [self._flattened(bucket, first) for bucket, first in flats]
+            with self._stopwatch.measure("reduce"):
+                terms = [self._flattened(bucket, first) for bucket, first in flats]
             out: list[tuple[str, Tensor]] = []  # to whom, and what
             back: list[tuple[str, Tensor]] = []
             added: list[tuple[Tensor, list[tuple[str, Tensor]]]] = []
@@ -160,10 +161,11 @@ class GradientReducer:
                     out.append((bucket.counter, flat))
                     back.append((bucket.counter, torch.empty_like(flat)))
             self._mesh.finish(self._mesh.begin_round(out, [each for _, came in added for each in came]))
-            for flat, came in added:
-                for _, term in came:
-                    flat += term
-            copies = [(flat.clone(), came) for flat, came in added]  # what is sent may still be under way later
+            with self._stopwatch.measure("reduce"):
+                for flat, came in added:
+                    for _, term in came:
+                        flat += term
+                copies = [(flat.clone(), came) for flat, came in added]  # sent ones may be under way later
             sums = [(device, copy) for copy, came in copies for device, _ in came]
             self._mesh.finish(self._mesh.begin_round(sums, back))
             received = iter(back)
@@ -174,8 +176,7 @@ class GradientReducer:
         """Every bucket with its sums, and where its pieces begin, once all are launched."""
         while len(self._flying) < len(self._queue):
             self._launch()
-        with self._stopwatch.measure("reduce"):
-            passed = list(self._passed())
+        passed = list(self._passed())
         self.squares = sum_of_squares(
             self._gradient(piece.name, piece.box)
             for piece in self._alone
