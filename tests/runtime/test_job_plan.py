@@ -14,6 +14,8 @@ import elasticd
 from elasticd.annotations import Annotation, plan_of
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.api.hello import job_spec
+from elasticd.runtime.checking.__main__ import compared
+from elasticd.runtime.checking.script import CannotCheck, recipe_of
 from elasticd.runtime.engine.recipe import Recipe
 
 CONFIG = DecoderConfig(vocabulary=16, width=16, layers=3, heads=4, kv_heads=2, hidden=12)
@@ -69,6 +71,26 @@ def test_the_record_of_the_job_has_it() -> None:
 def test_a_plan_of_another_model_or_batch_ends_the_script(options: dict[str, Any], words: str) -> None:
     with pytest.raises(elasticd.JobStopped, match=words):
         elasticd.Job(**arguments(plan=given(**options)))
+
+
+def test_check_says_what_is_wrong_with_it_and_checks_a_job_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan = given()
+    stage = msgspec.structs.replace(plan.pipelines[0].stages[0], recompute=True)
+    pipeline = msgspec.structs.replace(plan.pipelines[0], stages=(stage,))
+    module = msgspec.structs.replace(plan.modules[0], pipelines=(pipeline,))
+    again = plan.replace(strategies=(msgspec.structs.replace(plan.strategies[0], modules=(module,)),))
+    job = arguments(plan=again, recompute="plan")
+    lines: list[str] = []
+    with torch.device("cpu"):
+        job["model"] = Decoder(CONFIG).describe()
+    assert compared(Recipe(**{**job, "global_batch": 1}), lines.append), lines
+    script = tmp_path / "script.py"
+    made = "elasticd.Job(**arguments(plan=given(layers=2)))"
+    script.write_text(f"from tests.runtime.test_job_plan import *\n{made}\n")
+    with pytest.raises(CannotCheck, match="the plan has 2 blocks in each pipeline"):
+        recipe_of(str(script), [])
 
 
 def test_options_that_contradict_the_plan_are_refused() -> None:

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from elasticd_planner.cost.model_profile import ModelProfile
-from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.plan_checks import check_batch, check_model
 from elasticd_planner.value import Invalid
 
@@ -35,12 +34,22 @@ def check_optimizer(recipe: Recipe) -> None:
     refuse_others(recipe.optimizer, list(dims.items()))
 
 
+def check_plan(recipe: Recipe) -> None:
+    """Tries the plan that the user gives, if he does.
+
+    Raises:
+        Invalid: it is of another model or batch.
+    """
+    if (given := recipe.parallelism.plan) is not None:
+        check_model(given, recipe.model.spec)
+        check_batch(given, recipe.global_batch, recipe.micro_batch)
+
+
 def job_spec(recipe: Recipe, job: str) -> JobSpec:
     """The record of a job's model, batch and options, the same from every worker.
 
     Raises:
-        ValueError: the batch does not divide into micro-batches; the profile or the plan is not one of this
-            model.
+        ValueError: the batch does not divide into micro-batches, or the profile is not one of this model.
     """
     may_recompute, recomputed = asked(recipe.parallelism.recompute, recipe.model.layers)
     return JobSpec(
@@ -58,19 +67,10 @@ def job_spec(recipe: Recipe, job: str) -> JobSpec:
         recompute=may_recompute,
         recomputed=recomputed,
         sequence_parallel=recipe.parallelism.may_slice,
-        plan=_plan(recipe),
+        plan=recipe.parallelism.plan,
         keep_plan=recipe.parallelism.keep_plan,
         shifts=hasattr(recipe.dataset, "at_length"),
     )
-
-
-def _plan(recipe: Recipe) -> Plan | None:
-    """The plan that the user gives, if it is one of this model and batch."""
-    given = recipe.parallelism.plan
-    if given is not None:
-        check_model(given, recipe.model.spec)
-        check_batch(given, recipe.global_batch, recipe.micro_batch)
-    return given
 
 
 def _profile(recipe: Recipe) -> ModelProfile | None:

@@ -18,7 +18,7 @@ from elasticd.runtime.api import full_state_dict
 from elasticd.runtime.api.between_steps import BetweenSteps, Run
 from elasticd.runtime.api.deprecated import DEFAULTS, OldKeywords, OptionGroups, with_old_keywords
 from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evaluate
-from elasticd.runtime.api.hello import check_optimizer, environment, hello, job_spec
+from elasticd.runtime.api.hello import check_optimizer, check_plan, environment, hello, job_spec
 from elasticd.runtime.api.rank_info import RankInfo
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.api.train_loop import Loop, Next
@@ -125,7 +125,7 @@ class Job(RankInfo):
             scheduler: makes a learning-rate scheduler of an optimizer. It is stepped after every step, and its
                 state moves with every switch. None: the learning rate stays.
             data: how samples are read and batched.
-            parallelism: ZeRO, precision, recomputation, and a profile for the first plan.
+            parallelism: ZeRO, precision, recomputation; the first plan, or a profile to make it from.
             checkpointing: checkpoints on a shared disk, snapshots in memory. The default keeps neither.
             evaluation: held-out sets for `evaluate`.
             callbacks: called in order, on every rank of the plan; see `Callback`.
@@ -164,6 +164,7 @@ class Job(RankInfo):
                 accelerator=accelerator,
             )
             check_optimizer(self._recipe)
+            check_plan(self._recipe)
             self._held_out = groups.evaluation.sets
             self._callbacks = tuple(callbacks)
             self._connect()
