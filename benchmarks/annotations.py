@@ -30,7 +30,7 @@ from tests.planner import hspmd_operators, hspmd_strategies, played_steps
 from tests.planner.drawn_annotations import drawn_annotation
 
 #: Random pairs of annotations, in so many parts.
-PAIRS, PARTS = 20_000, 100
+PAIRS, PARTS_OF_PAIRS = 20_000, 100
 SEED = 21
 SHAPES = ((24,), (16, 17))
 DEVICES = tuple(f"n{node}/{index}" for node in range(3) for index in range(4))
@@ -74,8 +74,8 @@ def strategy_rows() -> Iterator[Row]:
 def tried(part: int) -> tuple[int, int]:
     """How many pairs of one part are exact, of values and of gradients."""
     values = gradients = 0
-    for number in range(PAIRS // PARTS):
-        seed = SEED * 10**9 + part * (PAIRS // PARTS) + number
+    for number in range(PAIRS // PARTS_OF_PAIRS):
+        seed = SEED * 10**9 + part * (PAIRS // PARTS_OF_PAIRS) + number
         draw = random.Random(seed)
         shape = draw.choice(SHAPES)
         source, target = (
@@ -91,7 +91,7 @@ def tried(part: int) -> tuple[int, int]:
 def pair_rows() -> Iterator[Row]:
     """Uneven, nested, of terms and copies, in one to three groups of other devices."""
     with multiprocessing.get_context("spawn").Pool() as pool:
-        found = pool.map(tried, range(PARTS), chunksize=1)
+        found = pool.map(tried, range(PARTS_OF_PAIRS), chunksize=1)
     for what, count in zip(("values", "gradients"), map(sum, zip(*found, strict=True)), strict=True):
         title = f"random pairs of annotations whose {what} are exact"
         yield row(title, count, "", goal=f"{PAIRS:,}", met=count == PAIRS)
