@@ -25,6 +25,7 @@ from _sequence_side import sequence_rows
 from _step_before import ALONE, CUT, step_rows
 from _two_level import two_level_rows
 from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.layout.channels import channels
 from elasticd_planner.layout.gradient_reduction import buffers_away, gradients_away, reductions, values_back
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.problem import Problem, SearchSpace
@@ -118,8 +119,9 @@ def planned() -> Plan:
 
 
 def resolved(plan: Plan) -> None:
-    """A rank's share of every reduction and delivery, under ZeRO with two replicas of the state."""
+    """A rank's communicators and its share of every reduction and delivery, under ZeRO with two replicas."""
     layouts = Layouts(SPEC, plan.replace(state=STATE))
+    channels(layouts, RANK)
     reductions(layouts, RANK)
     for derived in (gradients_away, values_back, buffers_away):
         derived(layouts, RANK)

@@ -11,7 +11,6 @@ import click
 import msgspec
 from elasticd_migration.explained_switch import ExplainedSwitch, explain_switch
 from elasticd_migration.reshard import Lost
-from elasticd_planner.layout.explain import readable
 from elasticd_planner.layout.explained_plan import Communications, PlanOperation, explain_step
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.link_traffic import Level, levels_of
@@ -19,6 +18,7 @@ from elasticd_planner.layout.surviving_layouts import Remains
 from elasticd_planner.problem_files.convert import cluster_of
 from elasticd_planner.problem_files.file_format import TableProblem
 from elasticd_planner.problem_files.shapes import Shapes, shapes_of
+from elasticd_planner.readable import readable
 from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import click
 from elasticd_planner.detection.slowness_history import SlownessKind
-from elasticd_planner.search.infeasible import readable
+from elasticd_planner.readable import readable
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text

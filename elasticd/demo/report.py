@@ -14,7 +14,7 @@ from statistics import median
 import msgspec
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Problem, ideal_ratio, without
-from elasticd_planner.search.infeasible import readable
+from elasticd_planner.readable import readable
 from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import StoredValue, Value

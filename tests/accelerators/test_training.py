@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from elasticd_planner.layout import channels
+from elasticd_planner.layout.gradient_reduction import reductions
 from elasticd_planner.layout.launch_order import deadlock
 from elasticd_planner.layout.launches import launches
 from elasticd_planner.layout.layouts import Layouts
@@ -35,6 +37,8 @@ LANES = {
     )
 }
 PLANS = test_parity.PLANS | SHARDED | LANES
+#: Communicators of a device, where sets of holders are to have none.
+FEW = 5
 
 
 def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
@@ -51,6 +55,23 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     return found | {"launches": spent.launches, "noted": vgpu.settled_errors(), "log": log}
 
 
+def worker_with_few(device: str, store: Any, plan: Plan) -> dict[str, Any]:
+    """The same, of which gradients of most sets of holders have no communicator."""
+    channels.MOST = FEW
+    return worker(device, store, plan)
+
+
+@pytest.mark.slow
+def test_gradients_of_sets_without_a_communicator_go_as_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    vgpu.needed()
+    monkeypatch.setattr(channels, "MOST", FEW)
+    plan = PLANS["three lanes of unlike width beside a deeper pipeline, zero 2"]
+    layouts = Layouts(test_parity.make_recipe().model.spec, plan)
+    own, sets = channels.own_sets(layouts), {each.devices for each in reductions(layouts)}
+    assert own < {devices for devices in sets if len(devices) > 1}
+    check(plan, "worker_with_few")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sizes.beside((*HERE, "2 + 1, uneven, in two stages, zero 0"), PLANS))
 def test_a_layout_on_the_device_trains_like_one_process_on_the_cpu(name: str) -> None:
@@ -58,9 +79,9 @@ def test_a_layout_on_the_device_trains_like_one_process_on_the_cpu(name: str) ->
     check(PLANS[name])
 
 
-def check(plan: Plan) -> None:
+def check(plan: Plan, member: str = "worker") -> None:
     """Trains under a plan, in a process for each device, and looks at all that is promised."""
-    results = gang.run(__file__, "worker", plan.members, plan)
+    results = gang.run(__file__, member, plan.members, plan)
     test_parity.check(plan, results)
     for device, result in results.items():
         assert result["launches"] > 100, f"{device} computed on the CPU"

@@ -294,7 +294,7 @@ def test_sequence_parallelism_is_chosen_only_where_nothing_fits_without() -> Non
     assert "sequence parallel" in made.reason
     assert made.version == 3
     refused = plan(job(tight - 1024, sequence_parallel=True))
-    assert "needs 1.0 KiB more" in refused.refusal
+    assert "needs 1 KiB more" in refused.refusal
     assert "sequence parallelism" in refused.refusal
     for current in (None, roomy):
         always = found(plan(msgspec.structs.replace(job(1e6, sequence_parallel="always"), current=current)))
@@ -311,7 +311,7 @@ def test_what_fits_under_no_setting_is_refused_with_the_smallest_shortfall() -> 
     lacking = 4000 * 4 + 4 * 10 + 100 - 1024
     answer = plan(uniform(1, lacking, search_space=free))
     assert answer.plan is None
-    assert "needs 1.0 KiB more on n0/0" in answer.refusal
+    assert "needs 1 KiB more on n0/0" in answer.refusal
     assert "micro-batches of 1, recomputation" in answer.refusal
 
 

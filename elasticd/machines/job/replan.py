@@ -171,7 +171,7 @@ def _request(turn: Turn) -> None:
     stays = job.plan is not None and (not profile.fitted or _kept(turn))
     if stays and job.phase is not JobPhase.RECOVERING and not to_leave(turn):
         if job.spec.keep_plan and profile.fitted and job.phase is JobPhase.RUNNING:
-            _keep(turn, _basis(turn, _devices(turn), profile))
+            _told_kept(turn, _basis(turn, _devices(turn), profile))
         return
     devices = _devices(turn)
     if not devices:
@@ -201,7 +201,7 @@ def _kept(turn: Turn) -> bool:
     return turn.settings.policy.paused or (spec is not None and spec.keep_plan)
 
 
-def _keep(turn: Turn, basis: Basis) -> None:
+def _told_kept(turn: Turn, basis: Basis) -> None:
     """Says once for each basis that no plan is asked for."""
     if basis == turn.job.decided:
         return

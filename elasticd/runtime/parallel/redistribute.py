@@ -18,7 +18,7 @@ Members may have unequal slices, and empty ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from elasticd_planner.layout import activations
@@ -71,13 +71,30 @@ class Redistribution:
         Returns:
             Its part in the target's, differentiable.
         """
-        moved: Tensor = _Redistribute.apply(x, self)
-        return moved
+        return passed(x, self)
+
+
+class Way(Protocol):
+    """What a member does in the forward pass, and in the backward pass."""
+
+    @property
+    def forward(self) -> Callable[[Tensor], Tensor]:
+        """From the source's layout to the target's."""
+
+    @property
+    def backward(self) -> Callable[[Tensor], Tensor]:
+        """The adjoint."""
+
+
+def passed(x: Tensor, way: Way) -> Tensor:
+    """A member's part of a tensor taken along a way, differentiable."""
+    moved: Tensor = _Redistribute.apply(x, way)
+    return moved
 
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Redistribution) -> Tensor:
+    def forward(ctx: Any, x: Tensor, way: Way) -> Tensor:
         ctx.way = way
         return way.forward(x)
 

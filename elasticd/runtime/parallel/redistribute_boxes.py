@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 import torch
@@ -18,10 +17,10 @@ from elasticd_planner.layout.resolve import Cell, Communication, dual, resolve
 from elasticd_planner.layout.two_step_sums import in_two_steps
 from elasticd_planner.spec.box import Box, TensorLayout
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.model.bundle import FLOATING, OTHERS
+from elasticd.runtime.parallel.redistribute import passed
 
 #: The tag of messages; no other messages of a group have it.
 _TAG = 1 << 26
@@ -71,8 +70,7 @@ def redistribute(
         if len(shared.ways) >= _KEPT:
             shared.ways.pop(next(iter(shared.ways)))
         shared.ways[key] = way
-    moved: Tensor = _Redistribute.apply(x, way)
-    return moved
+    return passed(x, way)
 
 
 def _check_agreement(
@@ -83,10 +81,7 @@ def _check_agreement(
     name = source.name
     if dtype not in _TYPES:
         known = ", ".join(str(each).removeprefix("torch.") for each in _TYPES)
-        raise ValueError(
-            f"{source.name}: {group.me} gave a tensor of {dtype}, and types that travel are {known}"
-        )
-    name = source.name
+        raise ValueError(f"{name}: {group.me} gave a tensor of {dtype}, and types that travel are {known}")
     source, target = (msgspec.structs.replace(each, dtype="any") for each in (source, target))
     digest = hashlib.blake2b(msgspec.json.encode([source, target, add]), digest_size=7).digest()
     mine = [_TYPES.index(dtype), int(needs), int.from_bytes(digest, "little")]
@@ -111,18 +106,6 @@ def _check_agreement(
     raise ValueError(f"{name}: {one} and {other} call it with unlike layouts, shapes or add=")
 
 
-class _Redistribute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, way: _Way) -> Tensor:
-        ctx.way = way
-        return way.forward(x)
-
-    @staticmethod
-    @once_differentiable  # autograd does not see what the backward pass communicates
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.way.backward(grad), None
-
-
 class _Shared:
     """What all redistributions of one member over one group share: groups of some of the members, and messages
     that may still be under way."""
@@ -136,8 +119,10 @@ class _Shared:
     @classmethod
     def of(cls, group: Group) -> _Shared:
         """Kept with the group, so that it ends with it."""
-        found: _Shared = vars(group).setdefault("redistributions", None) or cls(group)
-        vars(group)["redistributions"] = found
+        kept = vars(group)
+        if "redistributions" not in kept:
+            kept["redistributions"] = cls(group)
+        found: _Shared = kept["redistributions"]
         return found
 
     def team(self, devices: tuple[str, ...]) -> Group:

@@ -1,6 +1,6 @@
 """The communication between two layouts, in words: operations, slices, bytes by level of links, and seconds.
 
-Steps are those of `resolve`; sums that would be relayed are made in two (`lowering`).
+Steps are those of `resolve`; sums that would be relayed are made in two (`two_step_sums`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 from elasticd_planner.layout.link_traffic import Flow, Level, busiest_seconds, bytes_by_level
 from elasticd_planner.layout.resolve import Cell, Communication, Operation, resolve
 from elasticd_planner.layout.two_step_sums import in_two_steps
+from elasticd_planner.readable import readable
 from elasticd_planner.spec.box import TensorLayout
 from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.model import item_size
@@ -111,15 +112,6 @@ def explain(source: TensorLayout, target: TensorLayout, cluster: Cluster | None 
         lines += [line for line in found if len(hops) == 1 or line.operation != "keep"]
         before = after
     return Explanation(lines=tuple(lines))
-
-
-def readable(size: float) -> str:
-    """Bytes for people: "4 MiB"."""
-    units = iter(("bytes", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while size >= 1024 and unit != "TiB":
-        size, unit = size / 1024, next(units)
-    return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
 
 
 def _moved(by_level: dict[Level, int]) -> str:

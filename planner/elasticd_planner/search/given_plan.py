@@ -7,7 +7,7 @@ import math
 
 from elasticd_planner.placement.state_movement import strategy
 from elasticd_planner.problem import Problem, SearchSpace
-from elasticd_planner.search.infeasible import readable
+from elasticd_planner.readable import readable
 from elasticd_planner.search.recompute import flagged
 from elasticd_planner.search.sequence_parallel import sliced
 from elasticd_planner.spec.cluster import Cluster, rate_of

@@ -17,6 +17,7 @@ import numpy as np
 from elasticd_planner.cost.memory import need
 from elasticd_planner.grouping.node_partitions import hosts
 from elasticd_planner.numeric import Floats
+from elasticd_planner.readable import readable
 from elasticd_planner.search.task import Task
 from elasticd_planner.spec.cluster import Device
 
@@ -137,13 +138,3 @@ def _more_nodes(task: Task) -> int | None:
         if nearest is not None and nearest[0] <= 0:
             return more
     return None
-
-
-def readable(size: int) -> str:
-    """Bytes for people: "3.1 GiB"."""
-    value = float(size)
-    for unit in ("bytes", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
