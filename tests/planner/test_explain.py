@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 from elasticd_planner.layout.annotations import Annotation
-from elasticd_planner.layout.explain import explain, readable
+from elasticd_planner.layout.explain import explain
 from elasticd_planner.layout.link_traffic import level_of, levels_of
 from elasticd_planner.layout.resolve import Communication, Uncovered, resolve
+from elasticd_planner.readable import readable
 from elasticd_planner.spec.box import TensorLayout, lacking
 from elasticd_planner.spec.cluster import Cluster, Device, Level, Link, Node
 from hypothesis import given
