@@ -39,7 +39,7 @@ def test_status_finds_the_leader_by_etcd_and_shows_nodes_and_devices(configured:
     said = call("status", "--config", configured).output
     assert "cluster commands-" in said
     assert "n0/0" in said
-    assert "3.0 MiB" in said
+    assert "3 MiB" in said
     assert "emulated" in said
     assert "no job: start one with torchrun" in said
 

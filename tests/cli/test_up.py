@@ -62,7 +62,7 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(
             children = psutil.Process(process.pid).children(recursive=True)
             assert "elasticd run --job my-job --devices 2 train.py" in said
             deadline = time.monotonic() + DEADLINE
-            while "1.0 GiB" not in (shown := call("status").output):
+            while "1 GiB" not in (shown := call("status").output):
                 assert time.monotonic() < deadline, shown
                 time.sleep(0.1)
             if not epochs:
