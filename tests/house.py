@@ -35,8 +35,8 @@ PURE_STDLIB = {
 # fmt: on
 # Of numpy.random what draws by a key; the rest draws from the machine or a hidden state.
 KEYED_RANDOM = {"Generator", "Philox", "PCG64", "SeedSequence", "default_rng"}
-# The only module that tells one type of device from another.
-ACCELERATOR = "elasticd.runtime.accelerator"
+# The only modules that tell one type of device from another: the devices themselves, and NVIDIA's library.
+ACCELERATOR, LIBRARY = "elasticd.runtime.accelerator", "elasticd.runtime.comm.nccl"
 IMPURE_BUILTINS = {"open", "print", "input", "exec", "eval", "__import__", "breakpoint"}
 
 
@@ -84,7 +84,7 @@ def violations(module: str, source: str) -> list[str]:
         (node.lineno, "imports a module by its name in quotes: write `import`")
         for node in _hidden_imports(tree)
     ]
-    if module != ACCELERATOR:
+    if module not in (ACCELERATOR, LIBRARY):
         found += [(line, f"{what}: ask {ACCELERATOR}, which knows all devices") for line, what in _cuda(tree)]
     if is_pure(module):
         for item in imports(tree):

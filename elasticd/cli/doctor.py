@@ -144,9 +144,11 @@ def _torch() -> str:
         raise Flaw("missing", f"{build.version} without torch.distributed", remedy)
     if build.refusal:
         raise Flaw("missing", f"{build.version}: no worker can train here", build.refusal)
+    if build.unusable:
+        raise Flaw("missing", f"{build.version}: {build.library} cannot be used", build.unusable)
     names = ", ".join(f"{count} x {name}" for name, count in Counter(build.devices).items())
     on = "the CPU" if build.computes_on == "cpu" else names
-    return f"{build.version}: workers compute on {on}, tensors travel over gloo"
+    return f"{build.version}: workers compute on {on}, tensors travel over {build.library}"
 
 
 def _handler() -> str:

@@ -19,11 +19,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 
-from elasticd.system.torch_build import ANSWER, DEVICE_VARIABLE, TorchBuild, driver_is_there, visible
+from elasticd.system.torch_build import DEVICE_VARIABLE, driver_is_there, visible
 from elasticd.wire.unix_socket import SLOT_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -39,6 +38,10 @@ _PAUSE = 5e-4
 
 class NoDevice(ValueError):
     """The device that a worker is to compute on is not there, or is not to be used so."""
+
+
+class DeviceLost(RuntimeError):
+    """The device does not answer any more; what lies on it is lost. The process must end."""
 
 
 class Event(Protocol):
@@ -169,9 +172,15 @@ class Accelerator:
         if values.device != self.device:
             raise ValueError(f"a tensor is on {values.device}, and this process computes on {self.device}")
 
-    def read(self, *numbers: Tensor | float) -> list[float]:
+    def read(self, *numbers: Tensor | float, check: Callable[[], None] = lambda: None) -> list[float]:
         """Numbers that may lie on the device, in double precision: one copy and one event for all of them, and
-        no synchronization. Other threads run while this one waits."""
+        no synchronization. Other threads run while this one waits.
+
+        Args:
+            numbers: to read.
+            check: called while this waits, and once more when the values are here. It raises where they are not
+                to be believed.
+        """
         there = [each for each in numbers if isinstance(each, Tensor) and each.device.type != "cpu"]
         if not there:
             return [float(each) for each in numbers]
@@ -182,12 +191,37 @@ class Accelerator:
         here.copy_(values, non_blocking=True)
         copied = self.event()
         copied.record(torch.accelerator.current_stream(self.device))
-        self._poll(copied)
+        self._poll(copied, check)
         found = iter(here.tolist())
         return [
             next(found) if isinstance(each, Tensor) and each.device.type != "cpu" else float(each)
             for each in numbers
         ]
+
+    def passed(self, check: Callable[[], None] = lambda: None) -> None:
+        """Returns when the device has done what this thread has asked of it so far; `check` as in `read`."""
+        if not self.immediate:
+            event = self.event()
+            event.record(torch.accelerator.current_stream(self.device))
+            self._poll(event, check)
+
+    def drained(self, seconds: float) -> bool:
+        """Whether the device comes to the end of what this thread has asked of it, within so many seconds. It
+        does not where a kernel hangs, or where the driver reports an error."""
+        deadline = time.monotonic() + seconds
+
+        def check() -> None:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+
+        try:
+            self.passed(check)
+        except TimeoutError:
+            return False
+        except RuntimeError as error:
+            log.error("%s is lost: %s", self, error)
+            return False
+        return True
 
     def to_host(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Copies values to where they belong on the host: pairs of that and of them. It returns when all bytes
@@ -243,10 +277,12 @@ class Accelerator:
 
         return undo
 
-    def _poll(self, event: Event) -> None:
+    def _poll(self, event: Event, check: Callable[[], None] = lambda: None) -> None:
         start = time.perf_counter()
         while not event.query():
+            check()
             time.sleep(min(_PAUSE, (time.perf_counter() - start) / 20))
+        check()
 
 
 def put(values: Tensor, device: torch.device) -> Tensor:
@@ -374,25 +410,3 @@ def _hidden(environ: Mapping[str, str]) -> bool:
     """Whether the user hides all GPUs, which asks for the CPU."""
     names = _HIDING if torch.version.cuda else _HIDING_OF_AMD
     return any(name in environ and not visible(environ[name]) for name in names)
-
-
-def _build() -> TorchBuild:
-    built, names, refusal, on = torch.accelerator.current_accelerator(), [], "", ""
-    if built is not None:
-        count = torch.accelerator.device_count()
-        names = [Accelerator(torch.device(built.type, index)).name for index in range(count)]
-    try:
-        on = placed(None, os.environ).device.type
-    except NoDevice as error:
-        refusal = str(error)
-    return TorchBuild(
-        version=str(torch.__version__),
-        devices=tuple(names),
-        distributed=torch.distributed.is_available(),
-        computes_on=on,
-        refusal=refusal,
-    )
-
-
-if __name__ == "__main__":  # for `torch_build`
-    print(f"\n{ANSWER}{msgspec.json.encode(_build()).decode()}")

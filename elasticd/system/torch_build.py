@@ -17,7 +17,7 @@ DEVICE_VARIABLE = "ELASTICD_DEVICE"
 #: under Windows), AMD's.
 DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1", "/dev/kfd")
 #: The module that answers, in the interpreter that workers run in.
-_ANSWERS = "elasticd.runtime.accelerator"
+_ANSWERS = "elasticd.runtime.torch_answer"
 #: Begins the line of the answer.
 ANSWER = "torch-build "
 #: Seconds for it: torch is imported in some, on a busy machine in many.
@@ -32,6 +32,8 @@ class TorchBuild(Value, frozen=True, kw_only=True):
     distributed: bool  # it has torch.distributed
     computes_on: str  # what a worker computes on whose script does not say ("": on nothing, see `refusal`)
     refusal: str = ""  # why a worker is refused, with the remedy
+    library: str = "gloo"  # over which tensors travel between workers, as "NCCL 2.27.5"
+    unusable: str = ""  # why that library cannot carry out a plan here, with the remedy
 
 
 class CannotTell(RuntimeError):

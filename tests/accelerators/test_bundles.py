@@ -13,7 +13,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import PlanGroups
 from tests.accelerators import vgpu
-from tests.accelerators.strict_data_plane import StrictCommunicators, connected, told
+from tests.accelerators.strict_process_group import StrictGroups, connected, told
 from tests.runtime import gang, test_bundles
 from tests.runtime.bundled import READS, make_recipe
 from tests.runtime.test_parity import plan_of, stage
@@ -32,8 +32,8 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     vgpu.load()
     accelerator = Accelerator(f"vgpu:{plan.rank(device)}")
     accelerator.use()
-    made: list[StrictCommunicators] = []
-    connect = connected(store, accelerator.device, made)
+    made: list[StrictGroups] = []
+    connect = connected(made)
     groups = PlanGroups("plan/1", device, "127.0.0.1", store)
     with vgpu.counting(plan.rank(device)) as spent:
         found = test_bundles.trained(device, plan, groups, make_recipe(accelerator, connect))

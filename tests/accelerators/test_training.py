@@ -17,7 +17,7 @@ from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import PlanGroups
 from tests import sizes
 from tests.accelerators import vgpu
-from tests.accelerators.strict_data_plane import StrictCommunicators, connected, told
+from tests.accelerators.strict_process_group import StrictGroups, connected, told
 from tests.runtime import gang, test_lanes, test_parity
 
 #: A pipeline of interleaved chunks with unequal tensor parallelism; and pipelines of unlike depth.
@@ -47,8 +47,8 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     accelerator = Accelerator(f"vgpu:{plan.rank(device)}")
     accelerator.use()
     groups = PlanGroups("plan/1", device, "127.0.0.1", store)
-    made: list[StrictCommunicators] = []
-    connect = connected(store, accelerator.device, made)
+    made: list[StrictGroups] = []
+    connect = connected(made)
     with vgpu.counting(plan.rank(device)) as spent:
         found = test_parity.trained(device, plan, groups, accelerator, connect)
     log = made[0].log.entries

@@ -27,7 +27,7 @@ from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.data.loader import pad
 from elasticd.runtime.switch import move as moves
 from elasticd.runtime.switch.switcher import Switcher
-from tests.accelerators import vgpu
+from tests.accelerators import strict_process_group, vgpu
 
 CONFIG = DecoderConfig(vocabulary=40, width=32, layers=3, heads=8, kv_heads=2, hidden=44, dtype=torch.float64)
 #: Samples of a step and of a micro-batch.
@@ -195,6 +195,8 @@ def main() -> None:
     options = json.loads(os.environ["OPTIONS"])
     if "vgpu" in options:
         vgpu.load()
+        if options["vgpu"] == "strict":
+            strict_process_group.take_place(options.get("drill"))
     out = Path(options["out"])
     body = options["fail"] if options.get("fail", ("", 0, ""))[0] == "body" else None
     if "die_at" in options:
@@ -232,6 +234,7 @@ def main() -> None:
         torch.save(weights, out / f"weights-{job.device.replace('/', ':')}")
     if "vgpu" in options:
         assert not (noted := vgpu.settled_errors()), noted
+        assert not strict_process_group.wrong, strict_process_group.wrong
 
 
 class Plain:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from elasticd.machines.worker import switch as sw
-from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.comm.groups import DataPlane, PlanGroups
 from elasticd.runtime.comm.groups_by_plan import GroupsByPlan
 from elasticd.runtime.switch.switcher import Switcher
 
@@ -19,8 +19,9 @@ class Parked:
 
     def __init__(self) -> None:
         self.times, self.freed, self.dead = 0, False, False
+        self.planes: list[DataPlane] = []
 
-    def shut(self) -> None:
+    def shut_sockets(self) -> None:
         self.freed = self.times == 0
 
     def park(self) -> threading.Thread:

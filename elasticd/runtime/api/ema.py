@@ -115,6 +115,7 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
             "there is no average: let the optimizer's function return elasticd.average(optimizer, decay)"
         )
     pairs = _pairs(engine)
+    engine.delivered()
     engine.stale = engine.plan.state.zero > 0
     _exchange(pairs)
     engine.zero.round()

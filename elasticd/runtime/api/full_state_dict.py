@@ -69,7 +69,7 @@ def gathered(engine: Engine, contents: str) -> dict[str, Tensor]:
 
     All members call it together, between two steps.
     """
-    state = of(engine.state(), contents)
+    state = of(engine.delivered_state(), contents)
     group = engine.everyone
     if group.size > 1:
         state = _moved(engine, state, group)

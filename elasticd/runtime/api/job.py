@@ -526,7 +526,7 @@ class Job(RankInfo):
         if sharded:
             if engine is None:
                 return {}
-            return full_state_dict.named(full_state_dict.of(engine.state(), contents), contents)
+            return full_state_dict.named(full_state_dict.of(engine.delivered_state(), contents), contents)
         return self._together("state", contents)
 
     def _known(self) -> dict[tuple[str, ...], Run]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from traceback import clear_frames
 
@@ -11,6 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from elasticd.records import Vote
+from elasticd.runtime.accelerator import DeviceLost
 from elasticd.runtime.api.between_steps import BetweenSteps
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.checkpoint.saver import Saver
@@ -127,6 +129,9 @@ class Loop:
         engine = switcher.engine
         if engine is None:
             return
+        if not engine.torn:
+            with suppress(DeviceLost):  # then the state here is lost, and the word says so
+                engine.rest()
         word = self._say(engine, error)
         if not word.holds:
             return
@@ -195,9 +200,9 @@ class Loop:
         except SampleError as error:
             raise self.unreadable(engine, step, error) from error
         if saver is not None:
-            saver.voted(step + 1, done.outcome.saving, engine.layouts, engine.state)
+            saver.voted(step + 1, done.outcome.saving, engine.layouts, engine.delivered_state)
         if snapper is not None:
-            snapper.voted(step + 1, done.outcome.snapshot, engine.layouts, engine.state)
+            snapper.voted(step + 1, done.outcome.snapshot, engine.layouts, engine.delivered_state)
         return done
 
     def unreadable(self, engine: Engine, step: int, error: SampleError) -> JobStopped:
@@ -221,7 +226,7 @@ class Loop:
         """Makes the last checkpoint. All members of the plan call it, and again after a fault during it."""
         if self.saver is not None and step > 0 and not self.switcher.loaded(step):
             with during(engine.plan_groups.stopwatch.where, SAVING):
-                self.saver.finish(step, engine.gather, engine.layouts, engine.state)
+                self.saver.finish(step, engine.gather, engine.layouts, engine.delivered_state)
         engine.settle()
 
     def _report(self, done: StepDone, *, first: bool) -> None:

@@ -5,18 +5,23 @@ Which there are, and in what order a rank launches on them, follows from the pla
 message has exactly the size of the tensor that receives it, and no tag. These are NCCL's rules, and gloo can
 keep them, too. Votes, headers and other words of the host are no data: they go over `Group`s of the host.
 
-This file has the seam, and its implementation over gloo.
+This file has the seam, and its implementation over gloo. `device_communicators` has the one on a device, whose
+library `nccl` is.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from elasticd_planner.layout.channels import Channel, Use
 from torch import Tensor
 
+from elasticd.runtime.accelerator import CPU, Accelerator
+from elasticd.runtime.comm import nccl
 from elasticd.runtime.comm.groups import Group, PlanGroups
 
 
@@ -95,10 +100,17 @@ class Communicators(Protocol):
     def received(self) -> None:
         """Drops the tensors of all messages, after a collective that proves that they have arrived."""
 
+    def rest(self, seconds: float) -> bool:
+        """After the plan's groups were shut: returns when nothing that was launched goes on any more.
+
+        Returns:
+            Whether it came to that within so many seconds.
+        """
+
 
 #: Makes the communicators of one member: called with those that it is in, in an order that is the same on all
-#: members, and with the group of all members of the plan.
-Connect = Callable[[PlanGroups, tuple[Channel, ...], Group], Communicators]
+#: members, with the group of all members of the plan, and with what it computes on.
+Connect = Callable[[PlanGroups, tuple[Channel, ...], Group, Accelerator], Communicators]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +137,13 @@ class GlooCommunicators:
     """Communicators over gloo: teams are groups, and pairs are messages in the group of all members, told
     apart by tags. Tensors of an accelerator go by way of the host."""
 
-    def __init__(self, plan_groups: PlanGroups, channels: tuple[Channel, ...], everyone: Group) -> None:
+    def __init__(
+        self,
+        plan_groups: PlanGroups,
+        channels: tuple[Channel, ...],
+        everyone: Group,
+        accelerator: Accelerator = CPU,
+    ) -> None:
         self._plan_groups, self._everyone = plan_groups, everyone
         for channel in channels:
             if channel.use in ("tensor", "reduce"):
@@ -146,6 +164,10 @@ class GlooCommunicators:
     def received(self) -> None:
         """See `Group.received`."""
         self._everyone.received()
+
+    def rest(self, seconds: float) -> bool:
+        """Nothing of gloo's touches a device, and what it has of the host's memory is not reused."""
+        return True
 
 
 class GlooMesh:
@@ -199,3 +221,16 @@ class GlooPair:
     def arrived(self, numbers: Iterable[int]) -> None:
         """See `Group.arrived`."""
         self._everyone.arrived(numbers)
+
+
+#: What makes the communicators of a type of device, by `torch.device.type`. Tensors of others go over gloo.
+BY_DEVICE: dict[str, Connect] = {"cuda": nccl.nccl_communicators} if nccl.available() else {}
+
+
+def agreed(everyone: Group, accelerator: Accelerator) -> Connect:
+    """What makes the communicators of all members: that of their type of device, if they are of one type and
+    each has its device for itself, as NCCL wants it; else gloo. All members call it together."""
+    mine = accelerator.device.type if not accelerator.shared else ""
+    word = zlib.crc32(mine.encode()) if mine in BY_DEVICE else 0
+    words = everyone.all_gather(torch.tensor([word]))
+    return BY_DEVICE[mine] if word and bool((words == word).all()) else GlooCommunicators

@@ -1,11 +1,11 @@
 """Process groups made by their members alone, and every private torch API that this takes.
 
 `PlanGroups` are the groups of one plan (or of one transition) on one gloo device of their own, so that shutting
-its sockets spares the groups of other plans. NCCL is not used yet. Their bootstrap store is any
-`BootstrapKeyValue`. `shut` frees the threads that are blocked in one of them: a thread that polls a collective
-sees the mark `dead` and raises `Cancelled`, and a thread that waits for a message is woken by its shut socket.
-The old groups are parked then: dropped in a daemon thread, because destroying one that still holds a payload
-can block. Small collectives are exchanges of messages, which take less time than gloo's own.
+its sockets spares the groups of other plans. Their bootstrap store is any `BootstrapKeyValue`. `shut` frees the
+threads that are blocked in one of them: a thread that polls a collective sees the mark `dead` and raises
+`Cancelled`, and a thread that waits for a message is woken by its shut socket. The old groups are parked then:
+dropped in a daemon thread, because destroying one that still holds a payload can block. Small collectives are
+exchanges of messages, which take less time than gloo's own.
 
 Facts about gloo that shape this file: abort has no effect on a blocked operation; a work's `is_completed`
 tells the truth for collectives, not for isend and irecv; irecv is woken by a shut socket, unless a part of its
@@ -343,8 +343,20 @@ class Group:
         return backend
 
 
+class DataPlane(Protocol):
+    """Communicators of a plan on an accelerator, which end with its groups."""
+
+    def taken(self) -> tuple[Callable[[list[Any]], None], list[Any]]:
+        """What ends communicators, all in one call, and those to end; none if this was called before."""
+
+    def ended(self) -> None:
+        """Called once that call has returned."""
+
+
 class PlanGroups:
     """All process groups of one plan or of one transition, on one gloo device."""
+
+    planes: list[DataPlane]  #: that end with them
 
     def __init__(
         self,
@@ -366,13 +378,14 @@ class PlanGroups:
             patience: the longest wait of a collective for a peer that lives, in seconds; more than any step
                 takes. A peer that dies is noticed at once.
         """
-        self.name, self.me, self.dead = name, me, False
+        self.name, self.me, self.dead, self.seconds = name, me, False, seconds
         self.stopwatch = Stopwatch()
         self._patience = patience
         self._store = _BootstrapStore(store, f"{name}/", lambda: self.dead, seconds)
         self._peers: set[Address] = set()
         self.backends: dict[tuple[str, ...], Any] = {}
         self._users: list[object] = []
+        self.planes = []
         self._device, self._listener = _gloo_device(address)
 
     def group(self, members: Sequence[str], label: str) -> Group:
@@ -418,13 +431,24 @@ class PlanGroups:
         backend._set_sequence_number_for_group()
         return backend
 
+    def store(self, prefix: str) -> Store:
+        """A store in which members of the plan find each other. Its waits end with `Cancelled` at `shut`."""
+        return PrefixStore(prefix, self._store)
+
+    def ends_with(self, plane: DataPlane) -> None:
+        """Has `shut` and `park` end communicators of the plan, too."""
+        self.planes.append(plane)
+
     def shut(self) -> None:
-        """Frees every thread that waits in one of these groups; from any thread.
+        """Frees every thread and device that waits in one of these groups; from any thread.
 
         Who polls leaves at once. The sockets are shut once no payload moves in them, `_DRAIN` seconds later at
         most: gloo never wakes an operation whose payload was cut in the middle, and what it holds (threads,
         descriptors, memory) then stays until `patience` ends, as it does where a peer is frozen."""
-        self.dead = True
+        shut([self])
+
+    def shut_sockets(self) -> None:
+        """The half of `shut` that is gloo's."""
         mine = self._sockets()
         wait_until_quiet(mine, _DRAIN)
         for sock in mine:
@@ -456,17 +480,46 @@ class PlanGroups:
         """
         held: list[Any] = [self._users, self.backends, self._device]
         self._users, self.backends, self._device, self.dead = [], {}, None, True
-        thread = threading.Thread(target=_let_go, args=(held,), name=f"park-{self.name}", daemon=True)
+        planes, self.planes = self.planes, []
+        thread = threading.Thread(target=_let_go, args=(held, planes), name=f"park-{self.name}", daemon=True)
         thread.start()
         return thread
 
 
-def _let_go(held: list[Any]) -> None:
+def shut(listed: Sequence[PlanGroups]) -> None:
+    """`PlanGroups.shut` of several. All are marked dead before the first is shut, which takes time: a thread
+    that polls leaves at once. The communicators of all of them end in one call, on a thread of its own: where
+    one of them is ended after the other, the first may wait for the device, which waits for the second."""
+    for groups in listed:
+        groups.dead = True
+    planes = [plane for groups in listed for plane in groups.planes]
+    if planes:
+        threading.Thread(target=_end, args=(planes,), name="abort", daemon=True).start()
+    for groups in listed:
+        groups.shut_sockets()
+
+
+def _end(planes: Iterable[DataPlane]) -> None:
+    by_library: dict[Callable[[list[Any]], None], list[Any]] = {}
+    ending = []
+    for plane in planes:
+        end, communicators = plane.taken()
+        if communicators:
+            by_library.setdefault(end, []).extend(communicators)
+            ending.append(plane)
+    for end, communicators in by_library.items():
+        end(communicators)
+    for plane in ending:
+        plane.ended()
+
+
+def _let_go(held: list[Any], planes: Iterable[DataPlane]) -> None:
     """Drops the groups and returns their memory to the system.
 
     Each group had threads, whose buffers glibc keeps in arenas of their own. A process that regroups often
     would grow by hundreds of megabytes.
     """
+    _end(planes)
     held.clear()
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

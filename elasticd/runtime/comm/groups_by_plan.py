@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.comm.groups import PlanGroups, shut
 
 #: Seconds that the end of a job waits for threads that let groups go.
 _LEAVE = 5.0
@@ -65,7 +65,7 @@ class GroupsByPlan:
         """Frees every thread that waits in a group."""
         with self._lock:
             listed = list(self._numbers)
-        _shut(listed)
+        shut(listed)
 
     def end(self) -> None:
         """Lets all groups go and waits for the threads that do so, 5 s at most. An interpreter that ends while
@@ -78,14 +78,6 @@ class GroupsByPlan:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _let_go(self, listed: list[PlanGroups]) -> None:
-        _shut(listed)
+        shut(listed)
         for groups in listed:
             self.release(groups)
-
-
-def _shut(listed: list[PlanGroups]) -> None:
-    """All are marked dead before the first is shut, which takes time: a thread that polls leaves at once."""
-    for groups in listed:
-        groups.dead = True
-    for groups in listed:
-        groups.shut()

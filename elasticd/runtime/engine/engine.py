@@ -7,7 +7,9 @@ until the vote gives the global count; they are divided once.
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -35,9 +37,9 @@ from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.records import Vote
-from elasticd.runtime.accelerator import CPU, Accelerator
-from elasticd.runtime.comm.communicators import Communicators, Connect, Peers
-from elasticd.runtime.comm.groups import Group, PlanGroups
+from elasticd.runtime.accelerator import CPU, Accelerator, DeviceLost, Event
+from elasticd.runtime.comm.communicators import Communicators, Peers, agreed
+from elasticd.runtime.comm.groups import Cancelled, Group, PlanGroups
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hashes
 from elasticd.runtime.engine.mixed_precision import LossScaler
@@ -56,6 +58,11 @@ from elasticd.runtime.telemetry.main_thread import during, during_step
 from elasticd.runtime.telemetry.step_times import Telemetry
 from elasticd.wire.main_thread import LOADER, OPTIMIZER, SCHEDULER, UPDATE
 
+log = logging.getLogger(__name__)
+
+#: Seconds that a device has to come to rest after its communicators were aborted.
+DRAIN = 10.0
+
 #: The part of a state that has the position of its stream, see `elasticd.runtime.data.step_samples.Feed`.
 DATA = "data"
 
@@ -69,11 +76,13 @@ class StepDone:
     measurement: Measurement  #: seconds that the step took on this rank
 
 
-def connect(plan_groups: PlanGroups, layouts: Layouts, connect_data: Connect) -> Peers:
+def connect(plan_groups: PlanGroups, layouts: Layouts, recipe: Recipe) -> Peers:
     """Makes the group of all members, and then this device's communicators, in the same order on all ranks."""
     everyone = plan_groups.group(layouts.plan.members, "vote")
     listed = channels(layouts, plan_groups.me)
-    return Peers(everyone=everyone, communicators=connect_data(plan_groups, listed, everyone), channels=listed)
+    make = recipe.connect or agreed(everyone, recipe.accelerator)
+    made = make(plan_groups, listed, everyone, recipe.accelerator)
+    return Peers(everyone=everyone, communicators=made, channels=listed)
 
 
 def build(model: Model, plan: Plan, device: str, accelerator: Accelerator) -> LocalModel:
@@ -130,7 +139,8 @@ class Engine:
     runner: StageRunner | None  #: its passes; None: the device only carries replicas of state
     zero: ZeroState  #: its parameters, and the parts of them that its optimizer steps on
     reducer: GradientReducer  #: reduces its gradients, and measures the seconds of that
-    stale: bool  #: under ZeRO: parameters have their new values only on the devices that keep their state
+    #: Under ZeRO: for all that is known parameters have new values only on the devices that keep their state.
+    stale: bool
     slices: TokenSlices | None  #: those of its TP group, under sequence parallelism
     reduced: int | None  #: index of the step whose gradients are reduced here and wait for their update
     last: Vote | None  #: that of the last update
@@ -148,7 +158,7 @@ class Engine:
             raise ValueError(
                 f"a plan of the modules {', '.join(names)}: models of one module are trained so far"
             )
-        peers = connect(plan_groups, layouts, recipe.connect)
+        peers = connect(plan_groups, layouts, recipe)
         accelerator = self.accelerator = recipe.accelerator
         local = build(recipe.model, layouts.plan, plan_groups.me, accelerator)
         self.plan, self.device, self.local, self.plan_groups = layouts.plan, plan_groups.me, local, plan_groups
@@ -171,6 +181,7 @@ class Engine:
         self._constants = Constants(local.modules)
         self._carried: dict[str, str] = {}
         self._after: str | None = None
+        self._delivered: Event | None = None  # after the last step's deliveries; None: they are over
         self.after_recovery = self.torn = self.stale = self.spent = False
         self._batches: dict[int, BatchPlan] = {}
         self.reduced = self.last = None
@@ -186,7 +197,7 @@ class Engine:
                 peers=peers,
                 telemetry=self._telemetry,
                 pace=pace,
-                on_section_done=self.reducer.section_done,
+                on_section_done=self._section_done,
                 slices=self.slices,
             )
 
@@ -261,6 +272,11 @@ class Engine:
             masters=self._recipe.master is not None,
         )
 
+    def delivered_state(self) -> LocalState:
+        """`state`, once all of it is here: it is to be kept. Raises as `delivered`."""
+        self.delivered()
+        return self.state()
+
     def evaluated(self) -> None:
         """Checks, after an evaluation, that it changed no buffer of the state dict.
 
@@ -276,8 +292,54 @@ class Engine:
         """The factor in gradients until the update: the scale of the loss."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
+    def check(self) -> None:
+        """Raises Cancelled once the plan's groups are shut: what came from others may be garbage."""
+        if self.plan_groups.dead:
+            raise Cancelled("shut while the device was waited for")
+
+    def delivered(self) -> None:
+        """Returns when this device has the values that were sent to it.
+
+        Raises:
+            Cancelled: the plan's groups were shut meanwhile.
+        """
+        self.accelerator.passed(self.check)
+        self._arrived()
+
+    def _arrived(self) -> None:
+        """What was delivered after the last update is here."""
+        if self._delivered is not None:
+            self.stale, self._delivered = False, None
+
+    def _look(self) -> None:
+        """Whether that is known by now. An abort may end what was under way, so its mark is looked at later."""
+        if self._delivered is not None and self._delivered.query() and not self.plan_groups.dead:
+            self._arrived()
+
+    def _section_done(self, section: str) -> None:
+        self._look()
+        self.reducer.section_done(section)
+
+    def rest(self) -> None:
+        """Returns when the device has come to rest, after another member was lost. It waits for nobody then.
+
+        Raises:
+            DeviceLost: it did not, and what it has is lost with it.
+        """
+        if self.accelerator.immediate:
+            return
+        began = time.monotonic()
+        self.plan_groups.shut()  # which frees the device
+        if not (self.communicators.rest(DRAIN) and self.accelerator.drained(DRAIN)):
+            self.torn = True
+            raise DeviceLost(
+                f"{self.device}: {self.accelerator.text} did not come to rest within {DRAIN:.0f} s of a fault"
+            )
+        log.warning("%s came to rest in %.3f s", self.accelerator.text, time.monotonic() - began)
+
     def settle(self) -> None:
         """Returns when every member has the values that were sent to it. All members call it together."""
+        self.delivered()
         if self.plan.state.zero:
             self.gather(0)
         self.communicators.received()
@@ -315,7 +377,10 @@ class Engine:
             self.accelerator.use()  # whatever the user's code has made of it since
             batch, passed = self._passes(step)
             # The one wait for the device in a step: all its gradients are reduced then.
-            loss, count, squares = self.accelerator.read(passed.loss, passed.count, self.zero.reduce())
+            loss, count, squares = self.accelerator.read(
+                passed.loss, passed.count, self.zero.reduce(), check=self.check
+            )
+            self._arrived()
             squares /= self.scale**2
             self.reduced = step
             record = RankRecord(
@@ -342,8 +407,10 @@ class Engine:
             self._telemetry.passed("optimizer")
             if outcome.vote.apply:
                 self.zero.all_gather_params()
-            self.stale = False
             self.zero.broadcast_buffers()
+            self._delivered = self.accelerator.event()
+            self._delivered.record()
+            self._look()
             measurement = self._telemetry.finish(self.plan.number, step)
             return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
 
@@ -395,7 +462,7 @@ class Engine:
         self.reduced, self.last, self.torn = None, vote, True
         if self._after is not None:
             self._carried[DATA], self._after = self._after, None
-        self.stale = vote.apply and self.plan.state.zero > 0
+        self.stale, self._delivered = self.plan.state.zero > 0, None
         if vote.apply:
             scale = 1.0 / vote.count / self.scale
             if self._recipe.clip is not None and vote.norm is not None:

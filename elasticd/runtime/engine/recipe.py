@@ -15,7 +15,7 @@ from torch import Tensor
 
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
-from elasticd.runtime.comm.communicators import Connect, GlooCommunicators
+from elasticd.runtime.comm.communicators import Connect
 from elasticd.runtime.data.loader import length_of, sample_tokens
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import Dataset, SampleReader
@@ -62,7 +62,7 @@ class Recipe:
     snapshots: Snapshots = field(default_factory=Snapshots)  #: those that this node's agent keeps
     accelerator: Accelerator = CPU  #: where this process computes
     schedule: Schedule = passes  #: of a stage: 1F1B
-    connect: Connect = GlooCommunicators  #: makes the communicators for tensors of the model
+    connect: Connect | None = None  #: makes the communicators for tensors of the model; None: see `agreed`
     source: Feed | None = None  #: gives the samples of each step; None: `dataset` does, by `seed`
 
     def __post_init__(self) -> None:

@@ -219,9 +219,11 @@ class Switcher:
 
         Raises:
             JobOver: The others are gone because they made the last step.
+            DeviceLost: the device does not come to rest.
         """
         engine = self.engine
         assert engine is not None
+        engine.rest()
         if engine.last is not None and engine.last.step == self.step:
             self.missed(engine.plan.number, engine.last)
         with self._lock:

@@ -1,7 +1,8 @@
 """What is left of a plan's layouts after a fault: some devices are gone, of others the parameters are stale.
 
-Under ZeRO a device has the new parameters where it keeps their state, and gets the rest from their keepers. A
-fault between the two leaves it with boxes of two steps; what it keeps is true, the rest is lacking.
+Under ZeRO a device has the new parameters where it keeps their state, and gets the rest from their keepers. It
+gets buffers that it keeps for others from those that compute with them. A fault in between leaves it with boxes
+of two steps, or with what an aborted message left; what it has by itself is true, the rest is lacking.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from elasticd_planner.spec.plan import Plan
 
 
 class Remains(Layouts):
-    """The layouts of `plan` without `gone`, and without what `stale` devices do not keep the state of."""
+    """The layouts of `plan` without `gone`, and without what `stale` devices get from others."""
 
     def __init__(
         self, spec: ModelSpec, plan: Plan, *, gone: Collection[str], stale: Collection[str] = ()
@@ -43,6 +44,8 @@ class Remains(Layouts):
             return ()
         if device in self._stale and self._cut(item):
             return super().boxes(Item(item.name, "state"), device)
+        if device in self._stale and item.role == "buffer":
+            return tuple(held.box for held in self.parameter(item.name).holdings if held.device == device)
         return super().boxes(item, device)
 
     def lost(self) -> Iterator[tuple[Item, tuple[Box, ...]]]:
@@ -62,7 +65,9 @@ class Remains(Layouts):
 
     def _kept(self, item: Item, holdings: Collection[Holding]) -> Iterator[Holding]:
         for holding in holdings:
-            if holding.device not in self._gone and not (holding.device in self._stale and self._cut(item)):
+            if holding.device in self._gone or (holding.device in self._stale and self._cut(item)):
+                continue
+            if holding.device not in self._stale or item.role != "buffer" or self.boxes(item, holding.device):
                 yield holding
         if self._cut(item):
             for device in sorted(self._stale - self._gone):

@@ -1,0 +1,258 @@
+"""NCCL as a `Library` of communicators, by torch's ProcessGroupNCCL. The only file that knows NCCL.
+
+Each communicator has a process group of its own, so that it has a stream of its own, and messages are launched
+when we say. What torch does beside that is switched off: its watchdog, which ends a process a minute after
+another one died, and its timeouts. A peer's death is told by its agent, and `abort` frees the device.
+
+Nothing here has run on several GPUs; docs/gpu.md says what was run and how. Tests run it on an emulated device,
+with a process group that has NCCL's rules in the place of torch's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from elasticd_planner.layout.channels import MOST, Channel
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Store
+
+from elasticd.runtime.accelerator import Accelerator
+from elasticd.runtime.comm.device_communicators import Communicator, DeviceCommunicators
+from elasticd.runtime.comm.groups import Group, PlanGroups
+
+log = logging.getLogger(__name__)
+
+#: What torch must be told before it makes the first communicator: no watchdog, no thread that watches that one,
+#: nothing that ends the process by itself. Waits of the host would block it; there are none.
+SETTINGS = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+#: Queues between the host and the GPU: each communicator launches on a stream of its own, and a stream that
+#: shares a queue waits for the other one's kernels, which may wait for it at a peer.
+CONNECTIONS, QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
+#: Streams beside those of communicators: of computation, of copies, and torch's own.
+OTHERS = 4
+#: The oldest NCCL whose abort does not hang: 2.25.1's does (pytorch/pytorch#149153).
+OLDEST = (2, 26, 2)
+#: Seconds that torch waits in an abort before it gives up and raises.
+ABORT_SECONDS = 30.0
+#: Thread blocks of a communicator between two devices, at most. Receipts are launched early, and those that
+#: wait must leave room for what they wait for. What this costs in bandwidth was not measured.
+PAIR_BLOCKS = 4
+
+#: What is called of torch, by the class that has it; all but `Options` are private or undocumented.
+NAMES = {
+    "ProcessGroupNCCL": (
+        "Options",
+        "abort",
+        "allreduce",
+        "_allgather_base",
+        "send",
+        "recv",
+        "_start_coalescing",
+        "_end_coalescing",
+        "eager_connect_single_device",
+        "_is_initialized",
+    ),
+    "Work": ("synchronize", "is_completed"),
+}
+
+
+class NotUsable(RuntimeError):
+    """NCCL is not as it must be for a job."""
+
+
+def version() -> tuple[int, ...]:
+    """NCCL's."""
+    found: tuple[int, ...] = torch.cuda.nccl.version()
+    return found
+
+
+def available() -> bool:
+    """Whether this torch has NCCL, or RCCL, which it has under the same names."""
+    return hasattr(c10d, "ProcessGroupNCCL")
+
+
+def missing(module: Any = c10d) -> list[str]:
+    """The names of torch that this file uses and this torch does not have."""
+    return [
+        f"{kind}.{name}"
+        for kind, names in NAMES.items()
+        for name in names
+        if not hasattr(getattr(module, kind, None), name)
+    ]
+
+
+def settle_environment(environ: dict[str, str] | None = None, *, began: bool | None = None) -> None:
+    """Sets what torch and the driver read when they begin. The user's own values stay.
+
+    Args:
+        environ: None: of this process.
+        began: whether the driver has read it already. None: as torch says.
+    """
+    taken: Any = os.environ if environ is None else environ
+    for name, value in SETTINGS.items():
+        taken.setdefault(name, value)
+    if not (torch.cuda.is_initialized() if began is None else began):
+        taken.setdefault(CONNECTIONS, str(QUEUES))
+
+
+def check(
+    found: tuple[int, ...], channels: int, environ: Mapping[str, str], lacking: Sequence[str] = ()
+) -> None:
+    """Whether NCCL can carry out a plan.
+
+    Args:
+        found: the version of NCCL.
+        channels: communicators of this device.
+        environ: of this process.
+        lacking: names that torch does not have.
+
+    Raises:
+        NotUsable: it cannot; says why, and what to do.
+    """
+    if lacking:
+        raise NotUsable(
+            f"this torch ({torch.__version__}) lacks {', '.join(lacking)}, which elasticd calls: install a "
+            "version that docs/gpu.md names"
+        )
+    if found < OLDEST:
+        at_least, is_ = (".".join(map(str, each)) for each in (OLDEST, found))
+        raise NotUsable(f"NCCL {is_} may hang when a peer dies: install torch with NCCL {at_least} or later")
+    for name, value in SETTINGS.items():
+        if environ.get(name, value) != value:
+            raise NotUsable(f"{name} is {environ[name]}, and elasticd needs {value}: leave it unset")
+    given = environ.get(CONNECTIONS, "8")  # the driver's own number
+    if not given.isdecimal() or int(given) < min(QUEUES, channels + OTHERS):
+        raise NotUsable(
+            f"{CONNECTIONS} is {given}, and this plan has {channels} communicators on a device, which could "
+            f"wait for each other: export {CONNECTIONS}={QUEUES} before the script starts"
+        )
+
+
+def nccl_communicators(
+    plan_groups: PlanGroups, channels: tuple[Channel, ...], everyone: Group, accelerator: Accelerator
+) -> DeviceCommunicators:
+    """The communicators of one member of a plan: a `Connect`.
+
+    Raises:
+        NotUsable: NCCL cannot carry out this plan here.
+    """
+    settle_environment()
+    check(version(), len(channels), os.environ, missing())
+    library = NcclLibrary(accelerator.device, c10d.ProcessGroupNCCL)
+    return DeviceCommunicators(plan_groups, channels, everyone, library)
+
+
+class NcclLibrary:
+    """Communicators whose process groups torch makes."""
+
+    def __init__(self, device: torch.device, process_group: Any) -> None:
+        """
+        Args:
+            device: on which tensors are.
+            process_group: ProcessGroupNCCL, or what is called as it is.
+        """
+        self._device, self._make = device, process_group
+
+    def connect(self, channel: Channel, me: str, store: Store) -> NcclCommunicator:
+        """See `Library`. NCCL connects in a thread of its own."""
+        options = self._make.Options()
+        options._timeout = timedelta(seconds=ABORT_SECONDS)
+        options.config.blocking = 0
+        if channel.use in ("activation", "gradient"):
+            options.config.max_ctas = PAIR_BLOCKS
+        options.group_name = str(channel)
+        group = self._make(store, channel.members.index(me), len(channel.members), options)
+        group.eager_connect_single_device(self._device)
+        return NcclCommunicator(group)
+
+    def abort(self, communicators: Sequence[Communicator]) -> None:
+        """See `Library`. Each has a thread: an abort may wait for the device, which another one must free."""
+        threads = [
+            threading.Thread(target=communicator.abort, name="abort", daemon=True)
+            for communicator in communicators
+            if isinstance(communicator, NcclCommunicator)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+class NcclCommunicator:
+    """One process group of torch's."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def ready(self) -> bool:
+        """See `Communicator`."""
+        return bool(self._group._is_initialized())
+
+    def all_reduce(self, tensor: Tensor) -> NcclWork:
+        """See `Communicator`."""
+        return NcclWork(self._group.allreduce([tensor]), [tensor])
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> NcclWork:
+        """See `Communicator`."""
+        return NcclWork(self._group._allgather_base(out, tensor), [out, tensor])
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> NcclWork:
+        """See `Communicator`."""
+        tensors = [tensor for _, tensor in (*sends, *receives)]
+        if len(tensors) == 1:
+            (work,) = self._launched(sends, receives)
+            return NcclWork(work, tensors)
+        self._group._start_coalescing()
+        try:
+            for _ in self._launched(sends, receives):
+                pass
+        finally:
+            work = self._group._end_coalescing()
+        return NcclWork(work, tensors)
+
+    def _launched(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Iterator[Any]:
+        for to, tensor in sends:
+            yield self._group.send([tensor], to, 0)
+        for source, tensor in receives:
+            yield self._group.recv([tensor], source, 0)
+
+    def abort(self) -> None:
+        """Ends the process group, and lets it go."""
+        try:
+            self._group.abort()
+        except RuntimeError as error:  # torch gave up waiting: the device is not free, which its drain finds
+            log.warning("a communicator could not be aborted: %s", error)
+
+
+class NcclWork:
+    """A launch of a process group, with its tensors."""
+
+    def __init__(self, work: Any, tensors: list[Tensor]) -> None:
+        self._work, self._tensors = work, tensors
+
+    def join(self) -> None:
+        """See `Work`. Its `wait` would block the host."""
+        self._work.synchronize()
+        self._tensors = []
+
+    def over(self) -> bool:
+        """See `Work`."""
+        return bool(self._work.is_completed())
+
+
+assert MOST + OTHERS <= QUEUES

@@ -1,0 +1,219 @@
+"""A process group that is called as torch's ProcessGroupNCCL is, and has NCCL's rules: by strict communicators.
+
+The product's own code for NCCL (`elasticd.runtime.comm.nccl`) runs on it, on a device that is not a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from elasticd_planner.layout.channels import Channel
+from elasticd_planner.layout.launch_order import Join, Launch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from elasticd.runtime.accelerator import Accelerator
+from elasticd.runtime.comm.communicators import BY_DEVICE, Connect
+from elasticd.runtime.comm.device_communicators import DeviceCommunicators
+from elasticd.runtime.comm.groups import Group, PlanGroups
+from elasticd.runtime.comm.nccl import NcclLibrary
+from tests.accelerators.strict_communicator import Communicator, LaunchLog, Mismatch, Work
+
+#: What was wrong with launches, of all communicators of this process.
+wrong: list[str] = []
+
+
+class Options:
+    """As `ProcessGroupNCCL.Options`."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(blocking=1, max_ctas=None)
+        self._timeout = timedelta(minutes=10)
+        self.group_name = ""
+
+
+class StrictWork:
+    """As torch's Work."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def synchronize(self) -> None:
+        """The host waits, too: kernels run here when they are launched."""
+        for work in self._works:
+            try:
+                work.wait()
+            except Mismatch as error:
+                wrong.append(str(error))
+                raise
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+class _KeyValue:
+    """A torch store, as members of a group of gloo's find each other by it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type]
+
+    def get(self, key: str, seconds: float) -> bytes:
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check(list(keys))
+
+
+class StrictProcessGroup:
+    """One member's end. It connects in a thread; a launch before that waits, as NCCL's does."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        options: Options,
+        log: LaunchLog,
+        before: Callable[[str], None],
+    ) -> None:
+        assert options.config.blocking == 0, "an abort would not find a communicator that connects"
+        use, *members = options.group_name.split()
+        assert len(members) == size
+        assert (options.config.max_ctas is None) == (use not in ("activation", "gradient"))
+        self._name, self._members, self._me = options.group_name, tuple(members), members[rank]
+        self._store, self._log, self._before = store, log, before
+        self._made: Communicator | None = None
+        self._groups: PlanGroups | None = None
+        self._ready, self._aborted = threading.Event(), False
+        self._batch: Any = None
+        self._works: list[Work] = []
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        threading.Thread(target=self._connect, args=(device,), daemon=True).start()
+
+    def _connect(self, device: torch.device) -> None:
+        self._before(f"connect {self._name}")
+        try:
+            self._groups = PlanGroups("strict", self._me, "127.0.0.1", _KeyValue(self._store))
+            if self._aborted:
+                self._groups.shut()
+            gloo = self._groups.group(self._members, "strict").backend
+        except RuntimeError:  # a peer did not come, or an abort
+            return
+        self._made = Communicator(self._name, gloo, self._members, self._me, device, self._log)
+        self._ready.set()
+
+    def _is_initialized(self) -> bool:
+        return self._ready.is_set()
+
+    def _communicator(self, what: str) -> Communicator:
+        self._before(f"{what} {self._name}")
+        if self._aborted:
+            raise RuntimeError("NCCL communicator was aborted")
+        assert self._made is not None
+        return self._made
+
+    def allreduce(self, tensors: list[Tensor]) -> StrictWork:
+        (tensor,) = tensors
+        return StrictWork([self._communicator("all_reduce").all_reduce(tensor)])
+
+    def _allgather_base(self, out: Tensor, tensor: Tensor) -> StrictWork:
+        return StrictWork([self._communicator("all_gather").all_gather(out, tensor)])
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> StrictWork | None:
+        (tensor,) = tensors
+        work = self._communicator("send").send(tensor, to, tag)
+        return None if work is None else StrictWork([work])
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> StrictWork | None:
+        (tensor,) = tensors
+        work = self._communicator("recv").recv(tensor, source, tag)
+        return None if work is None else StrictWork([work])
+
+    def _start_coalescing(self) -> None:
+        self._batch = self._communicator("batch").batch()
+        self._works = self._batch.__enter__()
+
+    def _end_coalescing(self) -> StrictWork:
+        batch, self._batch = self._batch, None
+        batch.__exit__(None, None, None)
+        return StrictWork(self._works)
+
+    def abort(self) -> None:
+        self._aborted = True
+        if self._made is not None:
+            self._made.abort()
+        if self._groups is not None:
+            self._groups.shut()
+            self._groups.park()
+
+
+class StrictGroups:
+    """In the place of the class ProcessGroupNCCL: all process groups of one rank, with the log of all that it
+    launches."""
+
+    Options = Options
+
+    def __init__(self, before: Callable[[str], None] = lambda what: None) -> None:
+        """`before` is called with each launch and each connection before it: "all_reduce tensor a/0 a/1"."""
+        self.log, self._before = LaunchLog(), before
+
+    def __call__(self, store: Store, rank: int, size: int, options: Options) -> StrictProcessGroup:
+        return StrictProcessGroup(store, rank, size, options, self.log, self._before)
+
+
+def connected(made: list[StrictGroups], before: Callable[[str], None] = lambda what: None) -> Connect:
+    """A `Connect` over strict process groups; each plan's are added to the list."""
+
+    def connect(
+        plan_groups: PlanGroups, channels: tuple[Channel, ...], everyone: Group, accelerator: Accelerator
+    ) -> DeviceCommunicators:
+        made.append(StrictGroups(before))
+        library = NcclLibrary(accelerator.device, made[-1])
+        return DeviceCommunicators(plan_groups, channels, everyone, library)
+
+    return connect
+
+
+def told(log: Iterable[Launch | Join]) -> list[str]:
+    """Where a rank launched, in its order, but for the collectives inside of sections: the model's rules alone
+    say how many those are."""
+    return [
+        entry.communicator
+        for entry in log
+        if isinstance(entry, Launch) and not entry.communicator.startswith("tensor ")
+    ]
+
+
+def struck(what: str, count: int, how: int) -> Callable[[str], None]:
+    """A `before` that sends this process a signal before its count-th launch that begins so."""
+    left, lock = [count], threading.Lock()
+
+    def before(launch: str) -> None:
+        if launch.startswith(what):
+            with lock:
+                left[0] -= 1
+                strikes = left[0] == 0
+            if strikes:
+                os.kill(os.getpid(), how)
+
+    return before
+
+
+def take_place(drill: tuple[str, int, int] | None = None) -> None:
+    """From now on jobs of this process on vgpu communicate over strict process groups, as those on GPUs over
+    NCCL's. `drill`: see `struck`."""
+    before = struck(*drill) if drill is not None else lambda what: None
+    BY_DEVICE["vgpu"] = connected([], before)

@@ -1,0 +1,146 @@
+"""Faults of whole jobs on a device whose communicators have NCCL's rules: what hangs is aborted, and nothing
+that an aborted operation wrote is believed. Survivors go on from the last decided step, exactly."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elasticd_planner.layout.channels import channels
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.plan import Plan, StatePolicy
+
+from elasticd.machines.job.state.job_state import JobSettings
+from elasticd.models import Decoder
+from elasticd.testing.waiting import until
+from tests import sizes
+from tests.accelerators import vgpu
+from tests.integration import train
+from tests.integration.cluster import SLOW, Cluster
+from tests.integration.test_switches import check_exactness, plan_of, stage
+
+SETTINGS = JobSettings(retry_seconds=0.5)
+#: The device that dies or freezes.
+LOST = "a/1"
+
+
+def plans(zero: int) -> dict[str, Plan]:
+    """The first plan has a TP group and a stage boundary, the second other widths."""
+    state = StatePolicy(zero=zero, replicas=2) if zero else StatePolicy()
+    made = {
+        "": plan_of(
+            (2, [stage(0, 2, ("a/0", 5), (LOST, 3)), stage(2, 3, ("b/0", 1))]),
+            (1, [stage(0, 3, ("b/1", 1))]),
+        ),
+        "b/1": plan_of(
+            (2, [stage(0, 1, ("a/0", 1)), stage(1, 3, (LOST, 1), ("b/0", 1))]),
+            (1, [stage(0, 3, ("b/1", 1))]),
+        ),
+        f"without {LOST}": plan_of(
+            (2, [stage(0, 2, ("a/0", 1)), stage(2, 3, ("b/0", 1))]), (1, [stage(0, 3, ("b/1", 1))])
+        ),
+    }
+    return {name: plan.replace(state=state) for name, plan in made.items()}
+
+
+def connections(plan: Plan) -> int:
+    """Communicators of the lost device under a plan."""
+    return len(channels(Layouts(Decoder(train.CONFIG).describe().spec, plan), LOST))
+
+
+#: Where it is struck: (launches that begin so, which of them, ZeRO stage). Its TP group has about 16 in a step.
+MOMENTS = {
+    "TP, forward": ("all_reduce tensor", 5 * 16 + 2, 0),
+    "TP, backward": ("all_reduce tensor", 5 * 16 + 12, 0),
+    "reduction": ("all_reduce reduce", 9, 0),
+    "a gradient to the stage before": ("recv gradient", 7, 1),
+    "ZeRO's deliveries": ("batch state", 9, 1),
+    "ZeRO 2's deliveries": ("batch state", 12, 2),
+}
+
+
+HOW = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moment", "how"),
+    sizes.beside([("ZeRO's deliveries", "killed")], [(moment, how) for moment in MOMENTS for how in HOW]),
+)
+def test_survivors_of_a_step_go_on_exactly(moment: str, how: str) -> None:
+    what, count, zero = MOMENTS[moment]
+    with Cluster({"a": 2, "b": 2}, plans=plans(zero), settings=SETTINGS) as cluster:
+        start(cluster, (what, count, HOW[how]))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: told(cluster))
+        assert cluster.events("fenced")[0]["data"]["gone"] == [LOST]
+        gone_on(cluster, plans=2)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("nth", [1, 2], ids=["first", "second"])
+def test_a_death_while_communicators_connect_costs_one_device(nth: int) -> None:
+    made = plans(0)
+    with Cluster({"a": 2, "b": 2}, plans=made, settings=SETTINGS) as cluster:
+        start(cluster, ("connect", connections(made[""]) + nth, signal.SIGKILL))
+        cluster.runs(1, steps=5)
+        cluster.pace("b/1", SLOW)
+        until(
+            lambda: cluster.events("fenced") and cluster.job()["phase"] in ("running", "done"),
+            lambda: told(cluster),
+        )
+        gone_on(cluster, plans=2)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_death_in_a_move_costs_one_device() -> None:
+    with Cluster({"a": 2, "b": 2}, plans=plans(1), settings=SETTINGS) as cluster:
+        cluster.run(Path(train.__file__), **options(), **{LOST: {"die_at": "moving"}})
+        cluster.runs(1, steps=5)
+        cluster.pace("b/1", SLOW)
+        until(
+            lambda: cluster.events("fenced") and cluster.job()["phase"] in ("running", "done"),
+            lambda: told(cluster),
+        )
+        gone_on(cluster, plans=2)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_switch_under_the_rules_is_exact(zero: int) -> None:
+    with Cluster({"a": 2, "b": 2}, plans=plans(zero), settings=SETTINGS) as cluster:
+        cluster.run(Path(train.__file__), **options())
+        cluster.runs(1, steps=5)
+        cluster.pace("b/1", SLOW)
+        cluster.runs(2, steps=3)
+        steps = cluster.finish()
+        codes = cluster.wait(120)
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+        check_exactness(cluster, steps, plans=2)
+
+
+def options() -> dict[str, Any]:
+    vgpu.needed()
+    return {"vgpu": "strict", "job": {"parallelism": {"device": "vgpu"}}}
+
+
+def start(cluster: Cluster, drill: tuple[str, int, int]) -> None:
+    cluster.run(Path(train.__file__), **options(), **{LOST: {"drill": drill}})
+
+
+def told(cluster: Cluster) -> str:
+    logs = "\n".join(f"{device}: {cluster.log(device)[-1500:]}" for device in cluster.workers)
+    return f"{[event['text'] for event in cluster.events()]}\n{logs}"
+
+
+def gone_on(cluster: Cluster, plans: int) -> None:
+    steps = cluster.finish()
+    cluster.workers[LOST].kill()  # a frozen one, too
+    codes = cluster.wait(120)
+    assert codes.pop(LOST) == -signal.SIGKILL
+    assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+    check_exactness(cluster, steps, plans=plans)
