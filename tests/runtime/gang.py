@@ -47,7 +47,8 @@ def run(
             results, errors = {}, []
             for name, worker in workers.items():
                 # One that hangs says where, and exits, some seconds before the deadline.
-                if code := worker.wait(max(1.0, deadline - time.monotonic())):
+                code = worker.wait(max(1.0, deadline - time.monotonic()))
+                if code and name not in dying:
                     errors.append(f"{name} exited with {code}:\n{said[name].read_text()[-3000:]}")
                 elif name not in dying:
                     result = Path(folder) / f".result-{name.replace('/', ':')}"

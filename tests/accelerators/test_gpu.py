@@ -1,0 +1,211 @@
+"""On GPUs, where there are any: one that trains as the CPU does, several processes on one, and NCCL itself.
+
+What runs in processes here takes the kind of the device as its first argument. Each is tried on vgpu, too, with
+strict process groups in the place of NCCL's, so that on a GPU the hardware alone is new.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import Any, cast
+
+import pytest
+import torch
+from elasticd_planner.layout.channels import Channel
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.runtime.accelerator import Accelerator
+from elasticd.runtime.comm import nccl
+from elasticd.runtime.comm.communicators import GlooCommunicators
+from elasticd.runtime.comm.device_communicators import DeviceCommunicators
+from elasticd.runtime.comm.groups import Cancelled, PeerLost, PlanGroups
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
+from elasticd.runtime.comm.nccl import NcclLibrary, nccl_communicators
+from elasticd.runtime.engine.engine import DRAIN, Engine, first_state
+from tests.accelerators import vgpu
+from tests.accelerators.strict_process_group import StrictGroups, connected
+from tests.accelerators.test_training import PLANS
+from tests.runtime import gang, test_parity
+from tests.runtime.test_parity import SEED, make_recipe, plan_of, stage, unpaced
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+with_nccl = [
+    pytest.mark.nccl,
+    pytest.mark.skipif(not (torch.cuda.is_available() and nccl.available()), reason="needs a GPU and NCCL"),
+]
+#: Every kind of device, in the processes of a test.
+KINDS = [
+    pytest.param("vgpu", marks=pytest.mark.slow),
+    pytest.param("cuda", marks=with_nccl),
+]
+#: A TP group, two stages and a pipeline beside them: every use of a communicator.
+LAYOUTS = ("pipelines of 2 and 3 stages, zero 2", "tp3+tp1 beside tp2")
+TWO = ("a/0", "a/1")
+
+
+def of_kind(kind: str, rank: int) -> Accelerator:
+    """The device of one process, made its current one. Where there are fewer GPUs than ranks, NCCL is told that
+    each is on a machine of its own: it refuses two ranks on one GPU otherwise."""
+    if kind == "vgpu":
+        vgpu.load()
+        made = Accelerator(f"vgpu:{rank}")
+    else:
+        count = torch.cuda.device_count()
+        os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
+        made = Accelerator(f"cuda:{rank % count}")
+        nccl.settle_environment()
+    made.use()
+    return made
+
+
+def library(kind: str, accelerator: Accelerator) -> NcclLibrary:
+    from torch._C import _distributed_c10d as c10d
+
+    made: Any = StrictGroups() if kind == "vgpu" else c10d.ProcessGroupNCCL
+    return NcclLibrary(accelerator.device, made)
+
+
+# -- one GPU -------------------------------------------------------------------------------------------------
+
+ALONE = plan_of((8, [stage(0, 6, ("a/0", 1))]))
+
+
+def over_gloo(device: str, store: Any, kind: str, plan: Plan) -> dict[str, Any]:
+    """One member of a plan, all on one device of this kind."""
+    accelerator = of_kind(kind, 0)
+    groups = PlanGroups("plan/1", device, "127.0.0.1", store)
+    return test_parity.trained(device, plan, groups, accelerator, GlooCommunicators)
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], pytest.param("cuda", marks=gpu)])
+def test_one_device_trains_as_the_cpu_does(kind: str) -> None:
+    if kind == "vgpu":
+        vgpu.needed()
+    test_parity.check(ALONE, gang.run(__file__, "over_gloo", ["a/0"], kind, ALONE))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_processes_that_share_a_gpu_train_over_gloo(name: str) -> None:
+    plan = PLANS[name]
+    test_parity.check(plan, gang.run(__file__, "over_gloo", plan.members, "cuda", plan))
+
+
+def without_waits(device: str, store: Any) -> float:
+    """The loss of a step in which torch raises at every synchronization."""
+    accelerator = of_kind("cuda", 0)
+    recipe = make_recipe(accelerator)
+    layouts = Layouts(recipe.model.spec, ALONE)
+    engine = Engine(recipe, layouts, cast(PlanGroups, MemoryPlanGroups(MemoryWorld(), device)), unpaced)
+    engine.adopt(first_state(recipe.model, layouts, device, SEED, accelerator=accelerator))
+    for step in range(2):
+        engine.step(step, lambda: 0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return engine.step(2, lambda: 0).outcome.loss
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_step_on_a_gpu_has_no_synchronization() -> None:
+    (loss,) = gang.run(__file__, "without_waits", ["a/0"]).values()
+    assert loss == pytest.approx(test_parity.reference(3)[0][2], rel=1e-9)
+
+
+# -- NCCL ----------------------------------------------------------------------------------------------------
+
+
+def over_nccl(device: str, store: Any, kind: str, plan: Plan) -> dict[str, Any]:
+    """One member of a plan over NCCL."""
+    accelerator = of_kind(kind, plan.rank(device))
+    groups = PlanGroups("plan/1", device, "127.0.0.1", store)
+    connect = connected([]) if kind == "vgpu" else nccl_communicators
+    return test_parity.trained(device, plan, groups, accelerator, connect)
+
+
+@pytest.mark.nccl
+@pytest.mark.skipif(not (torch.cuda.is_available() and nccl.available()), reason="needs a GPU and NCCL")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains_over_nccl_as_in_one_process(name: str) -> None:
+    """On vgpu `test_training` has it."""
+    plan = PLANS[name]
+    test_parity.check(plan, gang.run(__file__, "over_nccl", plan.members, "cuda", plan))
+
+
+def pair(kind: str, device: str, store: Any, name: str) -> tuple[PlanGroups, DeviceCommunicators, Accelerator]:
+    """Both devices' communicator, in groups of this name."""
+    accelerator = of_kind(kind, TWO.index(device))
+    groups = PlanGroups(name, device, "127.0.0.1", store)
+    everyone = groups.group(TWO, "vote")
+    made = DeviceCommunicators(groups, (Channel("reduce", TWO),), everyone, library(kind, accelerator))
+    return groups, made, accelerator
+
+
+def aborted(device: str, store: Any, kind: str) -> tuple[float, float, float]:
+    """Sums, hangs because the other does not come, is aborted, and sums anew: the seconds of a connection and
+    of the abort, and the last sum."""
+    groups, made, accelerator = pair(kind, device, store, "first")
+    team = made.team(Channel("reduce", TWO))
+    total = team.all_reduce(torch.full((1 << 16,), 2.0, device=accelerator.device))
+    assert accelerator.read(total[0]) == [4.0]
+    if device == TWO[0]:
+        hangs = team.begin_all_reduce(torch.ones(1 << 16, device=accelerator.device))
+        time.sleep(0.2)
+        assert not hangs.over()
+    began = time.perf_counter()
+    groups.shut()
+    assert made.rest(DRAIN)
+    assert accelerator.drained(DRAIN)
+    freed = time.perf_counter() - began
+    with pytest.raises(Cancelled):
+        team.all_reduce(torch.ones(1, device=accelerator.device))
+    began = time.perf_counter()
+    _, again, _ = pair(kind, device, store, "second")
+    connection = time.perf_counter() - began
+    total = again.team(Channel("reduce", TWO)).all_reduce(torch.ones(8, device=accelerator.device))
+    return connection, freed, accelerator.read(total[0])[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_abort_frees_the_device_and_another_communicator_works(kind: str) -> None:
+    if kind == "vgpu":
+        vgpu.needed()
+    for connection, freed, total in gang.run(__file__, "aborted", TWO, kind).values():
+        assert total == 2.0
+        assert freed < DRAIN, f"{freed} s; a new communicator took {connection} s"
+
+
+def bereft(device: str, store: Any, kind: str) -> float:
+    """The seconds until the device of a rank whose peer was killed in a sum comes to rest."""
+    groups, made, accelerator = pair(kind, device, store, "first")
+    team = made.team(Channel("reduce", TWO))
+    team.all_reduce(torch.ones(8, device=accelerator.device))
+    accelerator.passed()
+    if device == TWO[1]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    lost = torch.ones(1 << 20, device=accelerator.device)
+    with suppress(PeerLost):  # it may notice at once
+        team.begin_all_reduce(lost)
+    time.sleep(0.5)
+    began = time.perf_counter()
+    groups.shut()  # as the agent of the dead one has it done
+    assert made.rest(DRAIN)
+    assert accelerator.drained(DRAIN)
+    assert accelerator.read(torch.ones(3, device=accelerator.device).sum()) == [3.0], "the device works on"
+    return time.perf_counter() - began
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_device_of_a_survivor_comes_to_rest(kind: str) -> None:
+    if kind == "vgpu":
+        vgpu.needed()
+    results = gang.run(__file__, "bereft", TWO, kind, dying=(TWO[1],))
+    assert set(results) == {TWO[0]}
+    assert results[TWO[0]] < DRAIN
