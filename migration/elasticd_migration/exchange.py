@@ -1,6 +1,6 @@
 """Rounds over a transport: pieces sent and received, each one's sum compared, in bounded memory.
 
-In a round a rank posts its receives and then its sends. Beside the data go *seals* (plan number, round, which
+A rank starts all its messages of a round together. Beside them go *seals* (plan number, round, which
 pieces with which dtypes, one sum for each) and, back, *receipts*, which let the sender forget a round's
 buffers. While a round is under way the one before it is checked and placed.
 
@@ -26,7 +26,7 @@ from elasticd_migration.schema import Schema
 from elasticd_migration.target_buffers import TargetBuffers
 from elasticd_migration.transport import Handle, Transport
 
-DATA, SEAL, RECEIPT = 0, 1, 2
+SEAL, RECEIPT = 1, 2
 #: Elements of a seal before the sums (plan number, round, which pieces), and of a receipt.
 HEADER, PROOF = 3, 2
 #: Staged messages start at multiples of this.
@@ -92,34 +92,41 @@ class Exchange:
         posted: list[_Incoming] = []
         for index, turn in enumerate(self._rounds):
             self._release(before=index - 1)
-            coming = self._post(index, turn)
-            self._send(index, turn)
+            coming = self._begin(index, turn)
             self._place(posted)
             posted = coming
         self._place(posted)
         self._release(before=len(self._rounds))
 
-    def _post(self, index: int, turn: Round) -> list[_Incoming]:
-        """Ask for all that this round brings."""
-        by_source: dict[str, list[Message]] = defaultdict(list)
+    def _begin(self, index: int, turn: Round) -> list[_Incoming]:
+        """Starts the messages of a round, sends each receiver its seal, and asks for seals and receipts."""
+        began = time.perf_counter()
+        come: dict[str, list[tuple[Message, torch.Tensor, bool]]] = defaultdict(list)
+        go: dict[str, list[tuple[Message, torch.Tensor, list[torch.Tensor]]]] = defaultdict(list)
         for message in turn.received_by(self._me):
-            by_source[message.source].append(message)
-        return [self._ask(index, self._ranks[source], held) for source, held in by_source.items()]
-
-    def _ask(self, index: int, source: int, messages: Sequence[Message]) -> _Incoming:
-        posted = []
-        for message in messages:
-            buffer, in_place = self._buffer(index, message)
-            handle = self._transport.receive(source, buffer, channel=DATA)
-            posted.append((handle, message, buffer, in_place))
-        seal = torch.empty(HEADER + sum(len(message.pieces) for message in messages), dtype=torch.int64)
-        return _Incoming(
-            index=index,
-            source=source,
-            asked=time.perf_counter(),
-            seal=(self._transport.receive(source, seal, channel=SEAL), seal),
-            messages=tuple(posted),
+            come[message.source].append((message, *self._buffer(index, message)))
+        for message in turn.sent_by(self._me):
+            go[message.destination].append((message, *self._outgoing(index, message)))
+        sent, asked_for = self._transport.round(
+            [(self._ranks[to], whole) for to, held in go.items() for _, whole, _ in held],
+            [(self._ranks[source], buffer) for source, asked in come.items() for _, buffer, _ in asked],
         )
+        tickets, handles = iter(sent), iter(asked_for)
+        incoming = []
+        for source, asked in come.items():
+            seal = torch.empty(HEADER + sum(len(each[0].pieces) for each in asked), dtype=torch.int64)
+            incoming.append(
+                _Incoming(
+                    index=index,
+                    source=self._ranks[source],
+                    asked=began,
+                    seal=(self._transport.receive(self._ranks[source], seal, channel=SEAL), seal),
+                    messages=tuple((next(handles), *each) for each in asked),
+                )
+            )
+        for to, held in go.items():
+            self._seal(index, self._ranks[to], held, [next(tickets) for _ in held])
+        return incoming
 
     def _buffer(self, index: int, message: Message) -> tuple[torch.Tensor, bool]:
         """Where a message is received, and whether that is where its one piece belongs."""
@@ -129,31 +136,29 @@ class Exchange:
                 return target, True
         return self._in.take(index, message.bytes), False
 
-    def _send(self, index: int, turn: Round) -> None:
-        """Send this round's messages, then to each receiver the seal; ask for its receipt."""
-        by_receiver: dict[str, list[Message]] = defaultdict(list)
-        for message in turn.sent_by(self._me):
-            by_receiver[message.destination].append(message)
-        for receiver, messages in by_receiver.items():
-            rank = self._ranks[receiver]
-            tickets, sums = [], []
-            for message in messages:
-                whole, parts = self._outgoing(index, message)
-                tickets.append(self._transport.send(rank, whole, channel=DATA))
-                sums += [checksum(part) for part in parts]  # while it is on its way
-                self.sent += message.bytes
-            header = [self._number, index, self._signature(messages)]
-            tickets.append(self._beside(rank, torch.tensor([*header, *sums], dtype=torch.int64), SEAL))
-            receipt = torch.empty(PROOF, dtype=torch.int64)
-            self._waiting.append(
-                _Sent(
-                    index=index,
-                    rank=rank,
-                    receipt=(self._transport.receive(rank, receipt, channel=RECEIPT), receipt),
-                    tickets=tuple(tickets),
-                    messages=tuple(messages),
-                )
+    def _seal(
+        self,
+        index: int,
+        rank: int,
+        held: Sequence[tuple[Message, torch.Tensor, list[torch.Tensor]]],
+        tickets: list[int],
+    ) -> None:
+        """Sends the seal of messages that are on their way, and asks for their receipt."""
+        messages = [message for message, _, _ in held]
+        sums = checksums([part for _, _, parts in held for part in parts])
+        self.sent += sum(message.bytes for message in messages)
+        header = [self._number, index, self._signature(messages)]
+        tickets.append(self._beside(rank, torch.tensor([*header, *sums], dtype=torch.int64), SEAL))
+        receipt = torch.empty(PROOF, dtype=torch.int64)
+        self._waiting.append(
+            _Sent(
+                index=index,
+                rank=rank,
+                receipt=(self._transport.receive(rank, receipt, channel=RECEIPT), receipt),
+                tickets=tuple(tickets),
+                messages=tuple(messages),
             )
+        )
 
     def _outgoing(self, index: int, message: Message) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A message in one run of memory where the transport can send it, and its pieces in it."""
@@ -175,17 +180,20 @@ class Exchange:
         """Wait for what was posted, verify it, put it where it belongs, and give a receipt."""
         for incoming in posted:
             source = self._transport.members[incoming.source]
-            arrived: list[tuple[Piece, torch.Tensor, bool, int]] = []
+            arrived: list[tuple[Piece, torch.Tensor, bool]] = []
+            found: list[int] = []
             for handle, message, buffer, in_place in incoming.messages:
                 handle.wait()
                 self.received += message.bytes
                 self._flowed(source, message.bytes, incoming.asked)
-                parts = [buffer] if in_place else _cut(message, buffer)
-                for piece, part in zip(message.pieces, parts, strict=True):
-                    arrived.append((piece, part, in_place, checksum(part)))  # while the next is on its way
+                parts = [buffer] if in_place else list(_cut(message, buffer))
+                arrived += [(piece, part, in_place) for piece, part in zip(message.pieces, parts, strict=True)]
+                if self._transport.device.type == "cpu":
+                    found += checksums(parts)  # while the next is on its way
+            found = found or checksums([part for _, part, _ in arrived])
             sums = self._opened(incoming, source)
-            for (piece, part, in_place, found), expected in zip(arrived, sums, strict=True):
-                if found == expected:
+            for (piece, part, in_place), mine, expected in zip(arrived, found, sums, strict=True):
+                if mine == expected:
                     self._accept(piece, part, in_place)
                 else:
                     self.damage.append(
@@ -296,6 +304,24 @@ class _Memory:
 
     def __init__(self, start: int, count: int, kind: str) -> None:
         self.__array_interface__ = {"data": (start, True), "shape": (count,), "typestr": kind, "version": 3}
+
+
+def checksums(parts: Sequence[torch.Tensor]) -> list[int]:
+    """`checksum` of each. Those on an accelerator are added up there, and read together."""
+    if not parts or parts[0].device.type == "cpu":
+        return [checksum(part) for part in parts]
+    sums: list[int] = torch.stack([_sum_there(part) for part in parts]).tolist()
+    return sums
+
+
+def _sum_there(tensor: torch.Tensor) -> torch.Tensor:
+    """`checksum` on an accelerator, whose sums of int64 wrap around as those of the host do."""
+    flat = tensor.detach().view(-1).view(torch.uint8)
+    size = flat.numel()
+    whole = flat.new_zeros(-(-size // 8) * 8) if size % 8 or flat.storage_offset() % 8 else flat
+    if whole is not flat:
+        whole[:size] = flat
+    return whole.view(torch.int64).sum()
 
 
 def checksum(tensor: torch.Tensor) -> int:

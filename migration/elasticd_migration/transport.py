@@ -9,6 +9,8 @@ The contract, for every implementation:
    messages in the order in which they were posted, whatever the order of waiting.
 4. Tensors are contiguous and travel as bytes: both ends must agree on their number.
 5. Nobody sends to itself.
+6. The messages of a `round` go on side by side. All ranks begin the rounds that they are in in one order. Their
+   tensors lie on `device`, those of `send` and `receive` on the host.
 
 What gloo does under faults shaped this: a send is never waited for (its end cannot be polled, and nothing
 wakes it), a receive is waited for plainly (closing its socket wakes it), and how small tensors are
@@ -27,6 +29,8 @@ from torch.distributed import ProcessGroup, Work
 
 #: Bytes of a payload that go with its length in an all-gather's first collective, and of the length.
 _SHORT, _LENGTH = 4096, 8
+#: The channel of rounds.
+ROUNDS = 0
 
 
 class Handle(Protocol):
@@ -37,9 +41,9 @@ class Handle(Protocol):
 
 
 class Transport(Protocol):
-    """`members` are device names by rank; `device` is where tensors lie that can be sent.
+    """`members` are device names by rank; `device` is where the tensors of rounds lie.
 
-    `bytes_sent` counts what was given to `send`; collectives are not in it.
+    `bytes_sent` counts what was given to `send` and in rounds; collectives are not in it.
     """
 
     @property
@@ -56,11 +60,23 @@ class Transport(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where tensors lie that can be sent."""
+        """Where the tensors of rounds lie."""
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes given to `send` so far."""
+        """Bytes given to `send` and in rounds so far."""
+
+    def round(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+    ) -> tuple[list[int], list[Handle]]:
+        """Start the messages of a round: the tickets of those sent, and the handles of those that come.
+
+        Args:
+            sends: to which rank, and what. Of two to one rank the first is the first that is received.
+            receives: from which rank, and into what: a contiguous tensor of the size that is sent.
+        """
 
     def send(self, destination: int, tensor: torch.Tensor, *, channel: int = 0) -> int:
         """Start to send; the ticket is for `drain`."""
@@ -100,6 +116,21 @@ class _Endpoint:
     @property
     def size(self) -> int:
         return len(self.members)
+
+    def send(self, destination: int, tensor: torch.Tensor, *, channel: int = 0) -> int:
+        raise NotImplementedError
+
+    def receive(self, source: int, tensor: torch.Tensor, *, channel: int = 0) -> Handle:
+        raise NotImplementedError
+
+    def round(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+    ) -> tuple[list[int], list[Handle]]:
+        """Messages on a channel of their own, receives first."""
+        handles = [self.receive(source, tensor, channel=ROUNDS) for source, tensor in receives]
+        return [self.send(rank, tensor, channel=ROUNDS) for rank, tensor in sends], handles
 
     def drain(self, tickets: Iterable[int] | None = None) -> None:
         for ticket in tuple(self._kept) if tickets is None else tickets:

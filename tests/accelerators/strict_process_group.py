@@ -198,11 +198,13 @@ def told(log: Iterable[Launch | Join]) -> list[str]:
 
 
 def struck(what: str, count: int, how: int) -> Callable[[str], None]:
-    """A `before` that sends this process a signal before its count-th launch that begins so."""
+    """A `before` that sends this process a signal before its count-th launch that begins so, or that is on a
+    communicator of this use."""
     left, lock = [count], threading.Lock()
 
     def before(launch: str) -> None:
-        if launch.startswith(what):
+        verb, use, *_ = launch.split()
+        if launch.startswith(what) or (use == what and verb != "connect"):
             with lock:
                 left[0] -= 1
                 strikes = left[0] == 0

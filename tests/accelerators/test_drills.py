@@ -46,8 +46,8 @@ def plans(zero: int) -> dict[str, Plan]:
 
 
 def connections(plan: Plan) -> int:
-    """Communicators of the lost device under a plan."""
-    return len(channels(Layouts(Decoder(train.CONFIG).describe().spec, plan), LOST))
+    """Communicators of the lost device under a first plan, and that of the move to it."""
+    return len(channels(Layouts(Decoder(train.CONFIG).describe().spec, plan), LOST)) + 1
 
 
 #: Where it is struck: (launches that begin so, which of them, ZeRO stage). Its TP group has about 16 in a step.
@@ -96,9 +96,12 @@ def test_a_death_while_communicators_connect_costs_one_device(nth: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_death_in_a_move_costs_one_device() -> None:
-    with Cluster({"a": 2, "b": 2}, plans=plans(1), settings=SETTINGS) as cluster:
-        cluster.run(Path(train.__file__), **options(), **{LOST: {"die_at": "moving"}})
+@pytest.mark.parametrize("nth", [1, 3], ids=["first round", "third round"])
+def test_a_death_in_a_move_costs_one_device(nth: int) -> None:
+    """Nothing else goes over a communicator of all members under this policy."""
+    with Cluster({"a": 2, "b": 2}, plans=plans(0), settings=SETTINGS) as cluster:
+        drill = {"drill": ("state", nth, signal.SIGKILL)}
+        cluster.run(Path(train.__file__), **options(), **{LOST: drill}, round=4096)
         cluster.runs(1, steps=5)
         cluster.pace("b/1", SLOW)
         until(

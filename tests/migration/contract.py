@@ -82,6 +82,51 @@ def many_large_messages_pass_both_ways_at_once(transport: Transport) -> None:
             assert bool((tensor == rank + i).all())
 
 
+def messages_of_rounds_arrive_side_by_side_beside_words(transport: Transport) -> None:
+    """Two rounds are begun before the first is waited for, as a move does."""
+    others = [rank for rank in range(transport.size) if rank != transport.rank]
+    before, after = neighbours(transport)
+    place, start = transport.device, transport.bytes_sent
+    turns = [(turn, rank) for turn in range(2) for rank in others]
+    into = {(turn, rank): [torch.empty(5 + turn, device=place) for _ in range(2)] for turn, rank in turns}
+    begun = []
+    for turn in range(2):
+        sends = [
+            (rank, torch.full((5 + turn,), 100.0 * transport.rank + 10 * turn + number, device=place))
+            for rank in others
+            for number in range(2)
+        ]
+        begun.append(transport.round(sends, [(rank, tensor) for rank in others for tensor in into[turn, rank]]))
+        transport.send(after, torch.tensor([turn]), channel=2)
+    for turn, (tickets, handles) in enumerate(begun):
+        assert len(set(tickets)) == len(handles) == 2 * len(others)
+        for handle in reversed(handles):
+            handle.wait()
+        word = torch.empty(1, dtype=torch.int64)
+        transport.receive(before, word, channel=2).wait()
+        assert int(word) == turn
+        for rank in others:
+            for number, tensor in enumerate(into[turn, rank]):
+                assert tensor.tolist() == [100.0 * rank + 10 * turn + number] * (5 + turn)
+    assert transport.bytes_sent - start == len(others) * 2 * 4 * (5 + 6) + 2 * 8
+    transport.all_gather(b"received")
+    transport.drain(begun[0][0])
+    transport.drain()
+
+
+def a_rank_may_have_nothing_in_a_round(transport: Transport) -> None:
+    value = torch.arange(3.0, device=transport.device)
+    into = torch.empty(3, device=transport.device)
+    sends = [(1, value)] if transport.rank == 0 else []
+    receives = [(0, into)] if transport.rank == 1 else []
+    _, handles = transport.round(sends, receives)
+    for handle in handles:
+        handle.wait()
+        assert into.tolist() == [0, 1, 2]
+    transport.all_gather(b"received")
+    transport.drain()
+
+
 def payloads_of_any_length_are_gathered_in_rank_order(transport: Transport) -> None:
     for length in (0, 1, 1000, 4095, 4096, 4097, 10_000):
         wanted = [bytes((rank + i) % 251 for i in range(length * rank)) for rank in range(transport.size)]
@@ -138,6 +183,8 @@ CHECKS: tuple[Check, ...] = (
     channels_are_apart,
     every_dtype_and_size_arrives_as_it_was,
     many_large_messages_pass_both_ways_at_once,
+    messages_of_rounds_arrive_side_by_side_beside_words,
+    a_rank_may_have_nothing_in_a_round,
     payloads_of_any_length_are_gathered_in_rank_order,
     bytes_are_counted_where_they_are_sent,
     draining_after_proof_of_receipt_loses_nothing,

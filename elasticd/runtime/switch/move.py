@@ -15,7 +15,8 @@ from elasticd_migration.local_state import LocalState, NotElementWise, trimmed
 from elasticd_migration.migrate import Corrupt, Incomplete, Moved, PreparedMove, agree, migrate, prepare_move
 from elasticd_migration.reshard import Lost, bytes_lacking, whole_bytes
 from elasticd_migration.schema import Disagreement, Schema
-from elasticd_migration.transport import ProcessGroupTransport
+from elasticd_migration.transport import ProcessGroupTransport, Transport
+from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.surviving_layouts import Remains
 from elasticd_planner.spec.model import ModelSpec
@@ -24,11 +25,14 @@ from elasticd_planner.spec.plan import Plan
 from elasticd.records import Proposal, Recovery
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.checkpoint.loader import NoCheckpoint, Types, clear, start_from
+from elasticd.runtime.comm.communicators import Communicators, agreed
+from elasticd.runtime.comm.device_communicators import DeviceCommunicators
 from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.pipeline_stage import Pace
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.snapshot.restore import stood_in
+from elasticd.runtime.switch.device_transport import DeviceTransport
 from elasticd.runtime.telemetry.main_thread import during
 from elasticd.wire.main_thread import FIRST, MOVING, READING
 
@@ -45,6 +49,7 @@ class PreparedPlan:
     engine: Engine | None  # without state; None on a rank that is no member of the plan
     transition: PlanGroups  # the groups made for this switch
     group: Group  # the transition group
+    communicators: Communicators | None  # of devices, for what moves from one to another; None: it is alone
     proposal: Proposal  # of the plan
     snapshot: LocalState | None = None  # read here for lost ranks, where the recovery goes on from snapshots
     prepared_move: PreparedMove | None = (
@@ -105,6 +110,10 @@ def prepare(
         snapshot = recipe.snapshots.state(old, recovery, device, recipe.accelerator)
     transition = plan_groups_of("transition")
     group = transition.group(_members(old, plan, recovery), "transition")
+    communicators = None
+    if group.size > 1:
+        make = recipe.connect or agreed(group, recipe.accelerator)
+        communicators = make(transition, (_channel(group),), group, recipe.accelerator)
     source = _source(spec, old, recovery) if old else None
     return PreparedPlan(
         old=source,
@@ -112,6 +121,7 @@ def prepare(
         engine=engine,
         transition=transition,
         group=group,
+        communicators=communicators,
         proposal=proposal,
         snapshot=snapshot,
         prepared_move=_prepare_move(source, layouts, group, training) if source and recovery is None else None,
@@ -126,8 +136,20 @@ def _prepare_move(old: Layouts, new: Layouts, group: Group, training: Engine | N
     return prepare_move(old, new, mine, _transport(group))
 
 
+def _channel(group: Group) -> Channel:
+    return Channel("state", group.members)
+
+
 def _transport(group: Group) -> ProcessGroupTransport:
     return ProcessGroupTransport(group.backend, group.members, group.me, group.all_gather)
+
+
+def _data_transport(prepared: PreparedPlan, accelerator: Accelerator) -> Transport:
+    """For state: from device to device, or over gloo by way of the host."""
+    group, made = prepared.group, prepared.communicators
+    if not isinstance(made, DeviceCommunicators):
+        return _transport(group)
+    return DeviceTransport(_transport(group), made.mesh(_channel(group)), accelerator.device)
 
 
 def _members(old: Plan | None, plan: Plan, recovery: Recovery | None) -> tuple[str, ...]:
@@ -194,7 +216,7 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
             )
         new.adopt(state)
         return MoveResult(step=step, began=began)
-    transport = _transport(group)
+    transport = _data_transport(prepared, recipe.accelerator)
     group.plan_groups.keep(
         transport
     )  # whose last messages may still be on their way until all ranks have said ok
@@ -217,7 +239,7 @@ def _migrated(
     prepared: PreparedPlan,
     old: Layouts,
     engine: Engine | None,
-    transport: ProcessGroupTransport,
+    transport: Transport,
     accelerator: Accelerator,
 ) -> Moved:
     proposal, me = prepared.proposal, prepared.group.me

@@ -21,7 +21,7 @@ from elasticd.records import Proposal, Vote
 from elasticd.runtime.comm.groups import BootstrapKeyValue, Cancelled, PlanGroups
 from elasticd.runtime.comm.groups_by_plan import GroupsByPlan
 from elasticd.runtime.control.agent_client import Control
-from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.engine.engine import DRAIN, Engine
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.exits import Drained, JobOver, JobStopped
 from elasticd.runtime.switch.copies import Copies
@@ -338,6 +338,8 @@ class Switcher:
         except Exception as error:
             log.debug("moving to %d", number, exc_info=True)
             prepared.transition.shut()  # frees the others, who learn it the same way
+            if prepared.communicators is not None:
+                prepared.communicators.rest(DRAIN)  # where it does not come to rest the next step finds it
             self._feed(sw.MoveFailed(number=number, reason=f"{self._device}: {error}"))
         else:
             self._feed(sw.StateMoved(number=number))
