@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from elasticd_planner.layout.explained_plan import Communications, Purpose, listed, message
@@ -43,18 +43,19 @@ def explain_switch(
     Raises:
         Lost: no device holds a part of the state.
     """
-    sent: Counter[tuple[str, str]] = Counter()
-    flows: dict[tuple[Purpose, str, str], list[Flow]] = defaultdict(list)
+    alike: Counter[tuple[Purpose, str, str, int, int]] = Counter()  # most layers move as others do
     for transfer in reshard(old, new, sizes):
         source, to, count = transfer.source, transfer.destination, transfer.box.size
         for item in transfer.items:
-            flow = Flow(message((source, to), count), sizes[item])
-            flows[_PURPOSES[item.role], source, to].append(flow)
-            sent[source, to] += count * sizes[item]
+            alike[_PURPOSES[item.role], source, to, count, sizes[item]] += 1
+    sent: Counter[tuple[str, str]] = Counter()
+    flows: list[tuple[Purpose, Flow]] = []
+    for (purpose, source, to, count, itemsize), times in alike.items():
+        flows.append((purpose, Flow(message((source, to), count), itemsize, times)))
+        sent[source, to] += count * itemsize * times
     steps = list(_messages(sent))
-    together = ((purpose, flow) for (purpose, _, _), own in flows.items() for flow in own)
     return ExplainedSwitch(
-        communications=listed(together, cluster),
+        communications=listed(flows, cluster),
         moved=sent.total(),
         least=sum(bytes_lacking(old, new, sizes).values()),
         whole=whole_bytes(new, sizes),

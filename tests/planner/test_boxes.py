@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 import pytest
-from elasticd_planner.spec.box import Box, Holding, TensorLayout, cut, lacking, subtract
+from elasticd_planner.spec.box import Box, Holding, TensorLayout, covered, cut, lacking, subtract
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +68,16 @@ def test_cells_cover_the_union_once_and_no_border_runs_through_one(
     for cell in cells:
         for box in boxes:
             assert box.contains(cell) or box.overlap(cell) is None
+
+
+@given(boxes_of(4))
+def test_the_cells_of_some_boxes_are_those_of_all_that_lie_in_them(
+    case: tuple[tuple[int, ...], list[Box]],
+) -> None:
+    _, boxes = case
+    for mine in (set(), {boxes[0]}, {*boxes[2:]}):
+        inside = [(cell, around) for cell, around in covered(boxes) if not mine.isdisjoint(around)]
+        assert list(covered(boxes, mine)) == inside
 
 
 def layout(shape: tuple[int, ...], holdings: list[tuple[str, Box]]) -> TensorLayout:

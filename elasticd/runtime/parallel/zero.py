@@ -219,7 +219,7 @@ def _buffers(
     found: dict[str, list[tuple[Box, Tensor]]] = {}
     for (name, role), boxes in layouts.held(device).items():
         if role == "buffer":
-            dtype = torch_dtype(layouts.value(name).dtype)
+            dtype = torch_dtype(layouts.rule(name).dtype)
             kept = [torch.empty(box.shape, dtype=dtype, device=accelerator.device) for box in boxes]
             mine = local.buffers.get(name)
             found[name] = list(zip(boxes, kept if mine is None else [mine], strict=True))
@@ -232,7 +232,7 @@ def _values(layouts: Layouts, device: str, local: LocalModel, accelerator: Accel
     for (name, role), boxes in layouts.held(device).items():
         if role != "value":
             continue
-        dtype = torch_dtype(layouts.value(name).dtype)
+        dtype = torch_dtype(layouts.rule(name).dtype)
         for box in boxes:
             mine = local.parameters.get(name)
             if mine is not None and mine[0] == box:

@@ -43,8 +43,8 @@ class Rules:
     fewest: int = 1
 
 
-#: The most layers that a type of group holds, as a first stage or not, by position from the end.
-Limits = dict[tuple[GroupType, bool], list[int]]
+#: The most layers that groups of these shares and memory hold, first or not, by position from the end.
+Limits = dict[tuple[tuple[int, ...], tuple[int, ...], bool], list[int]]
 
 
 class Columns:
@@ -72,7 +72,7 @@ class Columns:
     def _made(self, kind: GroupType) -> Column:
         limits = {}
         for first in (False, True):
-            known = self._limits.setdefault((kind, first), [])
+            known = self._limits.setdefault((kind.shares, kind.memory, first), [])
             known += (
                 kind.most_layers(self.cost, self.rules.layers, behind + 1, first=first)
                 for behind in range(len(known), self.deepest)

@@ -8,14 +8,16 @@ the fewest bytes, and what ZeRO delivers, go as messages over one communicator o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from elasticd_planner.layout.gradient_reduction import Reduction, reductions
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.layout.stage_boundary import Border, after, before
+from elasticd_planner.layout.stage_boundary import Senders, boundaries
 from elasticd_planner.spec.model import item_size
-from elasticd_planner.spec.plan import Pipeline, Place, Plan
+from elasticd_planner.spec.plan import Pipeline, Plan
 
 #: Communicators that a device has at most, as far as sets that reduce gradients can be fewer.
 MOST = 24
@@ -38,9 +40,9 @@ class Channel(NamedTuple):
 
 def channels(layouts: Layouts, device: str) -> tuple[Channel, ...]:
     """The communicators that a device is a member of, in an order that is the same on all devices."""
-    plan, sets = layouts.plan, _sets(layouts)
-    own = _chosen(layouts, sets, MOST)
-    found = _fixed(plan, device) | {Channel("reduce", devices) for devices in own if device in devices}
+    plan, sets, fixed = layouts.plan, _sets(layouts), _fixed(layouts.plan)
+    own = _chosen(layouts, sets, fixed, MOST)
+    found = fixed[device] | {Channel("reduce", devices) for devices in own if device in devices}
     if len(plan.members) > 1 and (plan.state.zero or len(own) < len(sets)):
         found.add(Channel("state", plan.members))
     rank = {name: index for index, name in enumerate(plan.members)}
@@ -54,23 +56,27 @@ def own_sets(layouts: Layouts, most: int | None = None) -> frozenset[tuple[str, 
         layouts: of the plan.
         most: communicators of a device, one of all members included. None: `MOST`.
     """
-    return _chosen(layouts, _sets(layouts), MOST if most is None else most)
+    return _chosen(layouts, _sets(layouts), _fixed(layouts.plan), MOST if most is None else most)
 
 
 def _sets(layouts: Layouts) -> list[Reduction]:
     return [reduction for reduction in reductions(layouts) if len(reduction.devices) > 1]
 
 
-def _chosen(layouts: Layouts, sets: Sequence[Reduction], most: int) -> frozenset[tuple[str, ...]]:
+#: By device the communicators that it has whatever reduces gradients.
+_Fixed = Mapping[str, set[Channel]]
+
+
+def _chosen(
+    layouts: Layouts, sets: Sequence[Reduction], fixed: _Fixed, most: int
+) -> frozenset[tuple[str, ...]]:
     """One after the other, those with most bytes first, where all their devices have room."""
     plan = layouts.plan
-    room = {device: most - 1 - len(_fixed(plan, device)) for device in plan.members}
+    room = {device: most - 1 - len(fixed[device]) for device in plan.members}
     rank = {name: index for index, name in enumerate(plan.members)}
 
     def size(reduction: Reduction) -> int:
-        return sum(
-            piece.box.size * item_size(layouts.parameter(piece.name).dtype) for piece in reduction.pieces
-        )
+        return sum(piece.box.size * item_size(layouts.rule(piece.name).dtype) for piece in reduction.pieces)
 
     found: set[tuple[str, ...]] = set()
     for reduction in sorted(sets, key=lambda each: (-size(each), [rank[name] for name in each.devices])):
@@ -81,24 +87,23 @@ def _chosen(layouts: Layouts, sets: Sequence[Reduction], most: int) -> frozenset
     return frozenset(found)
 
 
-def _fixed(plan: Plan, device: str) -> set[Channel]:
-    """Those of its TP group and of the boundaries of its stage."""
-    found: set[Channel] = set()
-    if device in plan.places:
-        place = plan.places[device]
-        pipeline, stage = plan.pipeline(place), plan.stage(place)
+def _fixed(plan: Plan) -> _Fixed:
+    """Those of TP groups and of the boundaries of stages."""
+    found: dict[str, set[Channel]] = defaultdict(set)
+    for number, module in enumerate(plan.modules):
+        for channel in chain.from_iterable(map(_of_lane, module.by_lane)):
+            for device in channel.members:
+                if plan.places[device].module == number:
+                    found[device].add(channel)
+    return found
+
+
+def _of_lane(pipeline: Pipeline) -> Iterator[Channel]:
+    for stage in pipeline.stages:
         if len(stage.devices) > 1:
-            found.add(Channel("tensor", stage.devices))
-        for receives, sends, border in _borders(pipeline, place, device):
-            found.add(Channel(receives, (border.source, device)))
-            found |= {Channel(sends, (device, to)) for to in border.destinations}
-    return {channel for channel in found if device in channel.members}
-
-
-def _borders(pipeline: Pipeline, place: Place, device: str) -> Iterator[tuple[Use, Use, Border]]:
-    """What a device receives, what it sends, and with whom: at each boundary that its stage has."""
-    stage, turns = pipeline.stages[place.stage], pipeline.chunks > 1
-    if len(pipeline.stages) > 1 and (stage.start > 0 or turns):
-        yield "activation", "gradient", before(pipeline, place, device)
-    if len(pipeline.stages) > 1 and (stage.stop < pipeline.layers or turns):
-        yield "gradient", "activation", after(pipeline, place, device)
+            yield Channel("tensor", stage.devices)
+    for forward, backward, _ in boundaries(pipeline):
+        ways: dict[Use, Senders] = {"activation": forward, "gradient": backward}
+        for use, senders in ways.items():
+            for source, destinations in senders.items():
+                yield from (Channel(use, (source, to)) for to in destinations)

@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
-from elasticd_planner.layout import stage_boundary
 from elasticd_planner.layout.activations import slices, terms, whole
 from elasticd_planner.layout.channels import own_sets
 from elasticd_planner.layout.gradient_buckets import buckets
@@ -32,6 +31,7 @@ from elasticd_planner.layout.layouts import Layouts, sections_of
 from elasticd_planner.layout.link_traffic import Flow, Level, busiest_seconds, bytes_by_level
 from elasticd_planner.layout.optimizer_sharding import divided
 from elasticd_planner.layout.resolve import Cell, Communication, Operation, dual, resolve
+from elasticd_planner.layout.stage_boundary import Senders, boundaries
 from elasticd_planner.spec.box import Box, TensorLayout
 from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.model import ModelSpec, item_size
@@ -162,21 +162,10 @@ def _elements(step: Communication) -> int:
 
 
 def _between(pipeline: Pipeline, size: int) -> Iterator[tuple[Purpose, Flow]]:
-    """Activations of `size` bytes, and their gradients, at each boundary of the stages of one lane. In an
-    interleaved pipeline the last stage hands on to the first, once for each further chunk."""
-    stages, chunks = pipeline.stages, pipeline.chunks
-    if len(stages) == 1:
-        return
-    for index, near in enumerate(stages):
-        far = stages[(index + 1) % len(stages)]
-        turns = chunks if index + 1 < len(stages) else chunks - 1
-        if not turns:
-            continue
-        ways: tuple[tuple[Purpose, stage_boundary.Senders], ...] = (
-            ("activations", stage_boundary.activations(near, far)),
-            ("activation gradients", stage_boundary.gradients(near, far)),
-        )
-        for purpose, senders in ways:
+    """Activations of `size` bytes, and their gradients, at each boundary of the stages of one lane."""
+    for forward, backward, turns in boundaries(pipeline):
+        ways: dict[Purpose, Senders] = {"activations": forward, "activation gradients": backward}
+        for purpose, senders in ways.items():
             for source, destinations in senders.items():
                 step = message((source, *destinations), size)
                 yield purpose, Flow(step, 1, turns * pipeline.micro_batches)
@@ -256,7 +245,7 @@ def _sections(spec: ModelSpec, stage: Stage) -> Iterator[tuple[str, int]]:
 
 def _reduced(layouts: Layouts, dtype: str | None) -> Iterator[tuple[Purpose, Flow]]:
     def summed(name: str) -> str:
-        return dtype or layouts.parameter(name).dtype
+        return dtype or layouts.rule(name).dtype
 
     own = own_sets(layouts)
     for each in buckets(layouts, reductions(layouts), summed):
@@ -280,4 +269,4 @@ def _reduced(layouts: Layouts, dtype: str | None) -> Iterator[tuple[Purpose, Flo
 def _delivered(layouts: Layouts, delivery: Delivery, dtype: str | None = None) -> Flow:
     elements = sum(box.size for _, box in delivery.pieces)
     step = message((delivery.source, *delivery.destinations), elements)
-    return Flow(step, item_size(dtype or layouts.parameter(delivery.pieces[0][0]).dtype))
+    return Flow(step, item_size(dtype or layouts.rule(delivery.pieces[0][0]).dtype))

@@ -49,7 +49,7 @@ def buckets(
         dtype_of: None: gradients have the dtype of their parameters.
         most: bytes of one bucket.
     """
-    dtype_of = dtype_of or (lambda name: layouts.parameter(name).dtype)
+    dtype_of = dtype_of or (lambda name: layouts.rule(name).dtype)
     number = {name: index for index, name in enumerate(layouts.trained)}
     rank = {device: index for index, device in enumerate(layouts.plan.members)}
     made = [

@@ -92,7 +92,7 @@ def _deliveries(
     pieces: dict[tuple[int, tuple[str, ...], str], list[tuple[str, Box]]] = defaultdict(list)
     number = rounds(layouts, names)
     for name, steps in _resolved(layouts, names, source, target, of=device):
-        dtype = layouts.parameter(name).dtype
+        dtype = layouts.rule(name).dtype
         for devices, cell in messages(steps):
             if device is None or device in devices:
                 pieces[number[name], devices, dtype].append((name, cell.box))
@@ -110,7 +110,7 @@ def rounds(layouts: Layouts, names: Sequence[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     number, size = 0, 0.0
     for name in names:
-        parameter = layouts.parameter(name)
+        parameter = layouts.rule(name)
         more = math.prod(parameter.shape) * item_size(parameter.dtype) * largest
         if size and size + more > ROUND:
             number, size = number + 1, 0.0
@@ -131,6 +131,8 @@ def _resolved(
     """The steps from one layout of each tensor to another: made once for all that are held alike."""
     known: dict[Hashable, tuple[Communication, ...]] = {}
     for name in names:
+        if of is not None and of not in layouts.holders(name):
+            continue
         family = layouts.family(Item(name, "value"))
         if family not in known:
             known[family] = resolve(source(name), target(name), layouts.plan.members, of=of, agree=agree)

@@ -7,13 +7,12 @@ made once, on demand, from those of each stage.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import compress
-from operator import not_
+from itertools import chain
 from typing import Literal, NamedTuple
 
-from elasticd_planner.layout.optimizer_sharding import Dealer, Part
+from elasticd_planner.layout.optimizer_sharding import Dealer, Dealt, Part, joined
 from elasticd_planner.spec.box import Box, Holding, TensorLayout
 from elasticd_planner.spec.model import ModelSpec, Parameter, member_box
 from elasticd_planner.spec.plan import Plan, Stage
@@ -86,6 +85,10 @@ class Layouts:
         """All that is held, in the model's order."""
         return tuple(Item(name, role) for name, family in self._family.items() for role in family.roles)
 
+    def rule(self, name: str) -> Parameter:
+        """What the model says of a parameter or buffer."""
+        return self._family[name].rule
+
     def parameter(self, name: str) -> TensorLayout:
         """Who computes with which box of a parameter or buffer."""
         return self._layout(name, self._family[name].parameter)
@@ -93,19 +96,18 @@ class Layouts:
     def value(self, name: str) -> TensorLayout:
         """Who holds which box of a parameter's value: who computes with it, and who keeps its state. Frozen
         parameters and buffers have no state, and are kept where others have theirs."""
-        return self._layout(name, self._dealt_family(name).held("value"))
+        return self._layout(name, self._dealt_family(name).value)
 
     def state(self, name: str) -> TensorLayout:
         """Who keeps which box of a trained parameter's master weight and optimizer state.
 
         Without ZeRO that is the parameter's layout; else see `optimizer_sharding`. A device may keep several
         boxes, each of which lies in one box that it holds of the value."""
-        return self._layout(name, self._dealt_family(name).held("state"))
+        return self._layout(name, self._dealt_family(name).state)
 
     def reduced(self, name: str) -> TensorLayout:
         """Who has which box of a parameter's summed gradient: who computes with it and keeps its state."""
-        family = self._dealt_family(name)
-        return self._layout(name, family.parameter if family.reduced is None else family.reduced)
+        return self._layout(name, self._dealt_family(name).reduced)
 
     def layout(self, item: Item) -> TensorLayout:
         """Who holds which box of an item."""
@@ -123,6 +125,10 @@ class Layouts:
     def parts(self, name: str) -> tuple[Part, ...]:
         """Under ZeRO: a parameter in disjoint parts with who computes with each and who keeps its state."""
         return self._dealt_family(name).parts
+
+    def holders(self, name: str) -> frozenset[str]:
+        """Who computes with a parameter or buffer, or keeps some of it."""
+        return self._dealt_family(name).devices
 
     def boxes(self, item: Item, device: str) -> tuple[Box, ...]:
         """The boxes that one device holds of an item."""
@@ -184,7 +190,7 @@ def _stages_by_section(spec: ModelSpec, plan: Plan) -> dict[str, list[tuple[int,
 
 
 class _Stages:
-    """The holdings of one parameter on one TP group, by group and rule."""
+    """The boxes and the holdings of one parameter on one TP group, by group and rule."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
@@ -197,7 +203,7 @@ class _Stages:
         """Of the parameter, or of its gradient: the members have the same, or each a term of its own."""
         key = p, s, parameter, gradient
         if key not in self._held:
-            boxes = self._members(parameter, stage.shares)
+            boxes = self.boxes(parameter, stage.shares)
             term = {None: None, "same": f"{p}.{s}"}
             self._held[key] = tuple(
                 Holding(device=device, box=box, partial=term.get(gradient, f"{p}.{s}.{position}"))
@@ -205,7 +211,8 @@ class _Stages:
             )
         return self._held[key]
 
-    def _members(self, parameter: Parameter, shares: tuple[int, ...]) -> tuple[Box, ...]:
+    def boxes(self, parameter: Parameter, shares: tuple[int, ...]) -> tuple[Box, ...]:
+        """By position."""
         key = parameter, shares
         if key not in self._boxes:
             self._boxes[key] = tuple(
@@ -239,12 +246,9 @@ class _Family:
         self.number, self.rule = number, uses[0].parameter
         self.kind = self.rule.kind
         self.names: list[str] = []
-        self.parts: tuple[Part, ...] = ()
-        self.state: _Holders | None = None
-        self.reduced: _Holders | None = None
-        self.value: _Holders | None = None
+        self._dealt: tuple[Dealt, ...] | None = None  # None: whoever computes with it keeps it
         self._uses, self._stages = uses, stages
-        self._by_device: dict[Role, dict[str, tuple[Box, ...]]] = {}
+        self._rank: Mapping[str, int] = {}
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -268,34 +272,67 @@ class _Family:
                 found.setdefault((holding.device, holding.box), holding)
         return tuple(found.values())
 
-    def held(self, role: Role) -> _Holders:
-        dealt = self.state if role == "state" else self.value
-        return self.parameter if dealt is None else dealt
+    @cached_property
+    def state(self) -> _Holders:
+        return self.parameter if self._dealt is None else self._held(False, True)
+
+    @cached_property
+    def reduced(self) -> _Holders:
+        return self.parameter if self._dealt is None else self._held(True)
+
+    @cached_property
+    def value(self) -> _Holders:
+        carried = self._held(False)  # who keeps a box without computing with it holds its value too
+        return (*self.parameter, *carried) if carried else self.parameter
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part for dealt in self._dealt or () for part in dealt.parts)
+
+    @cached_property
+    def devices(self) -> frozenset[str]:
+        keeping = (keepers for dealt in self._dealt or () for keepers in dealt.keepers)
+        return frozenset((*self._computing, *chain.from_iterable(keeping)))
+
+    def boxes(self, role: Role, device: str) -> tuple[Box, ...]:
+        if device not in self.devices:
+            return ()
+        carried, computed = (self._keeping.get((device, computes), ()) for computes in (False, True))
+        own = (self._computing[device],) if device in self._computing else ()
+        return (*carried, *computed) if role == "state" and self._dealt is not None else (*own, *carried)
+
+    def deal(self, dealer: Dealer) -> None:
+        """Takes the layout of the state."""
+        holders: dict[Box, list[str]] = defaultdict(list)
+        for device, box in self._computing.items():
+            holders[box].append(device)
+        self._dealt, self._rank = dealer.deal(holders, len(self.names)), dealer.rank
 
     def _copies(self) -> Iterator[tuple[int, int, Stage, _Use]]:
         for use in self._uses:
             for p, s, stage in use.stages:
                 yield p, s, stage, use
 
-    def deal(self, dealer: Dealer) -> None:
-        """Takes the layout of the state; who keeps a box without computing with it holds its value too."""
-        computing = self.parameter
-        own: dict[str, list[Box]] = defaultdict(list)
-        for holding in computing:
-            own[holding.device].append(holding.box)
-        self.parts = dealer.deal(computing, len(self.names))
-        self.state = dealer.kept(self.parts)
-        computed = [
-            any(box.contains(holding.box) for box in own.get(holding.device, ())) for holding in self.state
-        ]
-        self.reduced = tuple(compress(self.state, computed))
-        carried = tuple(compress(self.state, map(not_, computed)))
-        self.value = (*computing, *carried) if carried else computing
+    @cached_property
+    def _computing(self) -> Mapping[str, Box]:
+        """The box that a device computes with: one, since tied parameters are cut alike."""
+        found: dict[str, Box] = {}
+        for _, _, stage, use in self._copies():
+            found.update(zip(stage.devices, self._stages.boxes(use.parameter, stage.shares), strict=True))
+        return found
 
-    def boxes(self, role: Role, device: str) -> tuple[Box, ...]:
-        if role not in self._by_device:
-            by_device: dict[str, tuple[Box, ...]] = {}
-            for holding in self.held(role):
-                by_device[holding.device] = (*by_device.get(holding.device, ()), holding.box)
-            self._by_device[role] = by_device
-        return self._by_device[role].get(device, ())
+    @cached_property
+    def _keeping(self) -> Mapping[tuple[str, bool], Sequence[Box]]:
+        """What a device keeps, by whether it computes with it; in the order of the state's layout."""
+        found: dict[tuple[str, bool], list[Box]] = defaultdict(list)
+        for part in self.parts:
+            for device in part.keepers:
+                found[device, device in part.holders].append(part.box)
+        return {key: joined(found[key]) for key in sorted(found, key=lambda key: (self._rank[key[0]], key[1]))}
+
+    def _held(self, *computing: bool) -> _Holders:
+        return tuple(
+            Holding(device=device, box=box)
+            for (device, computes), boxes in self._keeping.items()
+            for box in (boxes if computes in computing else ())
+        )

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from operator import ne, or_
 from typing import NamedTuple
 
-from elasticd_planner.spec.box import Box, Holding, cells
+from elasticd_planner.spec.box import Box, covered
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 
@@ -41,98 +42,130 @@ class Part(NamedTuple):
         return next(device for device in self.keepers if device in self.holders)
 
 
+class Dealt(NamedTuple):
+    """A cell of a parameter, dealt in rows to those that hold it. Most ranks need the parts of few cells."""
+
+    cell: Box
+    dim: int | None  #: the dimension that it is split along; None: it stays whole, as one row
+    holders: tuple[str, ...]
+    rows: Sequence[int]  #: of the part of each holder
+    keepers: Sequence[tuple[str, ...]]  #: who keeps the state of each holder's part, in rank order
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        """The parts that there are."""
+        cell, dim = self.cell, self.dim
+        start = 0 if dim is None else cell.start[dim]
+        for rows, keepers in zip(self.rows, self.keepers, strict=True):
+            if rows:
+                box = cell if dim is None else cell.cropped(dim, start, start + rows)
+                yield Part(box, self.holders, keepers)
+            start += rows
+
+
+class _Ring(NamedTuple):
+    """Devices that hold a cell, in rank order."""
+
+    holders: tuple[str, ...]
+    weights: tuple[int, ...]  #: of their parts of it
+    #: By holder, as far as nodes say who keeps its part: it, and the next ones on other nodes.
+    keepers: tuple[tuple[str, ...], ...]
+
+
 class Dealer:
     """Deals the state of a model's parameters, one after the other, over the members of a plan."""
 
     def __init__(self, plan: Plan) -> None:
         self._replicas = plan.state.replicas or 0
-        self._rank = {device: i for i, device in enumerate(plan.members)}
+        #: Of the members.
+        self.rank = {device: i for i, device in enumerate(plan.members)}
         self._node = {device: node_of(device) for device in plan.members}
         self._speed = speeds(plan)
         self._load: dict[str, int] = dict.fromkeys(plan.members, 0)
         self._nodes = tuple(dict.fromkeys(self._node.values()))
         self._heaps: dict[str, list[tuple[int, int, str]]] = {}  # made when one is first asked for
+        self._rings: dict[tuple[str, ...], _Ring] = {}
 
-    def deal(self, holdings: Sequence[Holding], count: int) -> tuple[Part, ...]:
-        """The parts of a parameter that is held so; `count` such parameters are dealt alike."""
-        parts: list[Part] = []
-        for cell, held in cells(holdings):
-            holders = tuple(sorted({holding.device for holding in held}, key=self._rank.__getitem__))
-            for box, first in self._parts(cell, holders):
-                keepers = tuple(sorted(self._keepers(first, holders), key=self._rank.__getitem__))
-                parts.append(Part(box, holders, keepers))
-                elements = box.size * count
-                for device in keepers:
-                    self._charge(device, elements)
-        return tuple(parts)
+    def deal(self, holders: Mapping[Box, Iterable[str]], count: int) -> tuple[Dealt, ...]:
+        """The cells of a parameter whose boxes are held so; `count` such parameters are dealt alike."""
+        found: list[Dealt] = []
+        for cell, around in covered(holders):
+            ring = self._ring({device for box in around for device in holders[box]})
+            dim, rows = self._rows(cell, ring)
+            elements = cell.size // sum(rows) * count
+            keepers = [
+                self._charged(ring, turn, of_part * elements) if of_part else ()
+                for turn, of_part in enumerate(rows)
+            ]
+            found.append(Dealt(cell, dim, ring.holders, rows, keepers))
+        return tuple(found)
 
-    def kept(self, parts: Sequence[Part]) -> tuple[Holding, ...]:
-        """The layout of the state. A box of it lies in one that its device computes with, or touches none."""
-        boxes: dict[tuple[int, bool], list[Box]] = defaultdict(list)
-        for part in parts:
-            for device in part.keepers:
-                boxes[self._rank[device], device in part.holders].append(part.box)
-        members = tuple(self._rank)
-        return tuple(
-            Holding(device=members[rank], box=box)
-            for rank, computes in sorted(boxes)
-            for box in joined(boxes[rank, computes])
-        )
+    def _ring(self, devices: Iterable[str]) -> _Ring:
+        holders = self._sorted(devices)
+        if holders not in self._rings:
+            fastest = max(self._speed[device] for device in holders)
+            weights = (max(1, round(LEVELS * self._speed[device] / fastest)) for device in holders)
+            keepers = (self._elsewhere(holders, turn) for turn in range(len(holders)))
+            self._rings[holders] = _Ring(holders, tuple(weights), tuple(keepers))
+        return self._rings[holders]
 
-    def _parts(self, cell: Box, holders: Sequence[str]) -> Iterator[tuple[Box, str]]:
-        """The cell in parts, each with the holder whose it is first."""
-        if len(holders) == 1 or cell.size < LEAST * len(holders):
-            yield cell, min(holders, key=lambda device: (self._load[device], self._rank[device]))
-            return
-        dims = range(len(cell.shape))
-        dim = next((d for d in dims if cell.shape[d] >= len(holders)), None)
-        if dim is None:
-            dim = max(dims, key=lambda d: (cell.shape[d], -d))
-        fastest = max(self._speed[device] for device in holders)
-        weights = [max(1, round(LEVELS * self._speed[device] / fastest)) for device in holders]
-        start = cell.start[dim]
-        for device, rows in zip(holders, divided(cell.shape[dim], weights), strict=True):
-            if rows:
-                yield cell.cropped(dim, start, start + rows), device
-            start += rows
-
-    def _keepers(self, first: str, holders: Sequence[str]) -> list[str]:
-        """The devices of one part: `first`, and its replicas."""
-        kept = [first]
-        if self._replicas == 1:
-            return kept
-        nodes = {self._node[first]}
-        turn = holders.index(first) + 1
-        ring = [*holders[turn:], *holders[: turn - 1]]
-        for device in ring:
-            if len(kept) == self._replicas:
+    def _elsewhere(self, holders: Sequence[str], turn: int) -> tuple[str, ...]:
+        """The holder whose turn it is, and its replicas among the next ones, each on a further node."""
+        by_node: dict[str, str] = {}
+        for device in chain(islice(holders, turn, None), islice(holders, turn)):
+            if len(by_node) == self._replicas:
                 break
-            if self._node[device] not in nodes:
-                kept.append(device)
-                nodes.add(self._node[device])
+            by_node.setdefault(self._node[device], device)
+        return self._sorted(by_node.values())
+
+    def _rows(self, cell: Box, ring: _Ring) -> tuple[int | None, Sequence[int]]:
+        """The dimension that a cell is split along, and the rows of each holder's part; or the least loaded
+        holder has it whole."""
+        devices, shape = ring.holders, cell.shape
+        if len(devices) == 1 or cell.size < LEAST * len(devices):
+            first = min(devices, key=self._load.__getitem__)
+            return None, [int(device == first) for device in devices]
+        dim = next((d for d, extent in enumerate(shape) if extent >= len(devices)), None)
+        if dim is None:
+            dim = max(range(len(shape)), key=lambda d: (shape[d], -d))
+        return dim, divided(shape[dim], ring.weights)
+
+    def _charged(self, ring: _Ring, turn: int, elements: int) -> tuple[str, ...]:
+        """Who keeps the part of the holder whose turn it is, in rank order: each has so many elements more."""
+        keepers = ring.keepers[turn]
+        if len(keepers) < self._replicas:
+            keepers = self._sorted(self._more(keepers, ring, turn))
+        for device in keepers:
+            self._load[device] += elements
+            if self._heaps:
+                heapq.heappush(self._heaps[self._node[device]], self._entry(device))
+        return keepers
+
+    def _more(self, keepers: Sequence[str], ring: _Ring, turn: int) -> list[str]:
+        """The keepers with further ones where holders are on too few nodes."""
+        kept, nodes = list(keepers), {self._node[device] for device in keepers}
         while len(kept) < self._replicas and len(nodes) < len(self._nodes):
             device = min(self._top(node) for node in self._nodes if node not in nodes)[2]
             kept.append(device)
             nodes.add(self._node[device])
-        more = self._replicas - len(kept)
-        if more > 0:  # not so many nodes: further devices of the same ones
-            kept += [device for device in ring if device not in kept][:more]
-        more = self._replicas - len(kept)
-        if more > 0:
-            rest = [device for device in self._rank if device not in kept and device not in holders]
-            kept += sorted(rest, key=lambda device: (self._load[device], self._rank[device]))[:more]
+        missing = self._replicas - len(kept)
+        if missing > 0:  # not so many nodes: further devices of the same ones
+            others = (*ring.holders[turn + 1 :], *ring.holders[:turn])
+            kept += [device for device in others if device not in kept][:missing]
+        missing = self._replicas - len(kept)
+        if missing > 0:
+            rest = [device for device in self.rank if device not in kept and device not in ring.holders]
+            kept += sorted(rest, key=self._load.__getitem__)[:missing]
         return kept
 
-    def _charge(self, device: str, elements: int) -> None:
-        self._load[device] += elements
-        if self._heaps:
-            heapq.heappush(self._heaps[self._node[device]], self._entry(device))
+    def _sorted(self, devices: Iterable[str]) -> tuple[str, ...]:
+        return tuple(sorted(devices, key=self.rank.__getitem__))
 
     def _top(self, node: str) -> tuple[int, int, str]:
         """The least loaded device of a node; what the heap says of earlier loads is dropped."""
         if not self._heaps:
             self._heaps = {name: [] for name in self._nodes}
-            for device in self._rank:
+            for device in self.rank:
                 heapq.heappush(self._heaps[self._node[device]], self._entry(device))
         heap = self._heaps[node]
         while heap[0][0] != self._load[heap[0][2]]:
@@ -140,7 +173,7 @@ class Dealer:
         return heap[0]
 
     def _entry(self, device: str) -> tuple[int, int, str]:
-        return self._load[device], self._rank[device], device
+        return self._load[device], self.rank[device], device
 
 
 def speeds(plan: Plan) -> dict[str, float]:

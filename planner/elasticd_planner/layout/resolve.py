@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -91,22 +92,13 @@ def demands(source: TensorLayout, target: TensorLayout, of: str | None = None) -
     """
     if (source.name, source.shape) != (target.name, target.shape):
         raise Invalid(f"{source.name} {source.shape} cannot become {target.name} {target.shape}")
-    sides = [
-        *((False, holding) for holding in source.holdings),
-        *((True, holding) for holding in target.holdings),
-    ]
-    by_box: dict[Box, list[int]] = defaultdict(list)  # replicas hold the same boxes
-    for index, (_, holding) in enumerate(sides):
-        by_box[holding.box].append(index)
-    mine = {holding.box for _, holding in sides if of in (None, holding.device)}
+    holders, wanters = _by_box(source), _by_box(target)
+    mine = None if of is None else {*source.of(of), *target.of(of)}
     missing: list[Box] = []
     found: list[Demand] = []
-    for cell, boxes in covered(by_box):  # by all boxes, whoever asks: other devices cut it alike
-        if mine.isdisjoint(boxes):
-            continue
-        around = [sides[index] for index in sorted(index for box in boxes for index in by_box[box])]
-        held = _by_term(source.name, cell, [holding for of_target, holding in around if not of_target])
-        needed = _by_term(source.name, cell, [holding for of_target, holding in around if of_target])
+    for cell, boxes in covered((*holders, *wanters), mine):
+        held = _by_term(source, cell, boxes, holders)
+        needed = _by_term(target, cell, boxes, wanters)
         if not needed:
             continue
         if not held:
@@ -181,13 +173,26 @@ def dual(layout: TensorLayout, *, add: bool = False) -> TensorLayout:
 _Terms = Mapping[str | None, tuple[str, ...]]
 
 
-def _by_term(name: str, cell: Box, holdings: Sequence[Holding]) -> _Terms:
-    """The devices by the term that they hold, each once; None: the value."""
+#: Replicas hold the same boxes: the holdings by box, each with its index among all.
+_ByBox = Mapping[Box, Sequence[tuple[int, Holding]]]
+
+
+def _by_box(layout: TensorLayout) -> _ByBox:
+    found: dict[Box, list[tuple[int, Holding]]] = defaultdict(list)
+    for numbered in enumerate(layout.holdings):
+        found[numbered[1].box].append(numbered)
+    return found
+
+
+def _by_term(layout: TensorLayout, cell: Box, boxes: Sequence[Box], by_box: _ByBox) -> _Terms:
+    """The devices whose holdings are of these boxes by the term that they hold, each once; None: the value."""
+    around = [by_box[box] for box in boxes if box in by_box]
+    holdings = around[0] if len(around) == 1 else sorted(chain.from_iterable(around))
     found: dict[str | None, dict[str, None]] = {}
     term: dict[str, str | None] = {}
-    for holding in holdings:
+    for _, holding in holdings:
         if term.setdefault(holding.device, holding.partial) != holding.partial:
-            raise Invalid(f"{name} {cell.start} to {cell.stop}: {holding.device} holds two terms")
+            raise Invalid(f"{layout.name} {cell.start} to {cell.stop}: {holding.device} holds two terms")
         found.setdefault(holding.partial, {})[holding.device] = None
     return {term: tuple(devices) for term, devices in found.items()}
 
@@ -313,4 +318,5 @@ class _Steps:
         self._steps[operation, devices].append(Cell(box=box, sources=tuple(sources), needers=tuple(needers)))
 
     def _sorted(self, devices: Iterable[str]) -> tuple[str, ...]:
-        return tuple(sorted(set(devices), key=self._rank.__getitem__))
+        distinct = tuple(set(devices))
+        return distinct if len(distinct) == 1 else tuple(sorted(distinct, key=self._rank.__getitem__))

@@ -6,6 +6,8 @@ of one layout to another (`resolve`): each receiver has one sender, of its own n
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from elasticd_planner.layout.activations import whole
@@ -31,6 +33,17 @@ def activations(near: Stage, far: Stage) -> Senders:
 def gradients(near: Stage, far: Stage) -> Senders:
     """Who of stage `far` sends the gradient of its input to whom of `near`, the one before."""
     return _senders(resolve(dual(whole(far.devices)), dual(whole(near.devices)), (*far.devices, *near.devices)))
+
+
+def boundaries(pipeline: Pipeline) -> Iterator[tuple[Senders, Senders, int]]:
+    """Of each boundary of the stages of one lane: who sends activations, who sends gradients, and how often a
+    micro-batch crosses it. In an interleaved pipeline the last stage hands on to the first, too."""
+    stages, chunks = pipeline.stages, pipeline.chunks
+    crossed = [(near, far, chunks) for near, far in pairwise(stages)]
+    if crossed and chunks > 1:
+        crossed.append((stages[-1], stages[0], chunks - 1))
+    for near, far, times in crossed:
+        yield activations(near, far), gradients(near, far), times
 
 
 def before(pipeline: Pipeline, place: Place, device: str) -> Border:

@@ -33,7 +33,7 @@ class Shapes(Value, frozen=True, kw_only=True):
         """Bytes of one element by item, as a migration weighs them."""
         found = {}
         for item in layouts.items:
-            size = item_size(layouts.parameter(item.name).dtype)
+            size = item_size(layouts.rule(item.name).dtype)
             found[item] = round(size * self.optimizer) if item.role == "state" else size
         return found
 

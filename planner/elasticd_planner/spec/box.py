@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
-from operator import ge, gt, le, sub
+from operator import eq, ge, gt, le, sub
 
 from elasticd_planner.value import Value, refuse
 
@@ -45,13 +45,13 @@ class Box(Value, frozen=True, kw_only=True, order=True, gc=False):
     @property
     def empty(self) -> bool:
         """Whether it has no element."""
-        return any(a == b for a, b in zip(self.start, self.stop, strict=True))
+        return any(map(eq, self.start, self.stop))
 
     def overlap(self, other: Box) -> Box | None:
         """The common part, or None where there is none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
+        if any(map(ge, start, stop)):
             return None
         return Box(start=start, stop=stop)
 
@@ -108,33 +108,35 @@ def cut(boxes: Iterable[Box]) -> Iterator[Box]:
         yield cell
 
 
-def covered(boxes: Iterable[Box]) -> Iterator[tuple[Box, Sequence[Box]]]:
-    """The cells of `cut`, each with the boxes that contain it."""
+#: Starts and stops in the first dimensions, and the boxes around.
+_Slab = tuple[tuple[int, ...], tuple[int, ...], Sequence[Box]]
+
+
+def covered(boxes: Iterable[Box], mine: Collection[Box] | None = None) -> Iterator[tuple[Box, Sequence[Box]]]:
+    """The cells of `cut`, each with the boxes that contain it. With `mine`, which are some of the boxes, the
+    cells of these alone, cut by all borders nevertheless."""
     distinct = sorted({box for box in boxes if not box.empty})
-    if not distinct:
+    wanted = {box for box in (distinct if mine is None else mine) if not box.empty}
+    if not wanted:
         return
-    dims = range(len(distinct[0].start))
-    edges = [sorted({edge for box in distinct for edge in (box.start[d], box.stop[d])}) for d in dims]
-    for start, stop, around in _slabs(distinct, edges):
-        yield Box(start=start, stop=stop), around
-
-
-def _slabs(
-    boxes: Sequence[Box], edges: Sequence[Sequence[int]], dim: int = 0
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Sequence[Box]]]:
-    """Slab by slab of a dimension, each cut in the next ones: starts, stops, and the boxes around."""
-    if dim == len(edges):
-        yield (), (), boxes
-        return
-    index = {edge: i for i, edge in enumerate(edges[dim])}
-    inside: list[list[Box]] = [[] for _ in edges[dim]]
-    for box in boxes:
-        for i in range(index[box.start[dim]], index[box.stop[dim]]):
-            inside[i].append(box)
-    for (start, stop), around in zip(pairwise(edges[dim]), inside, strict=False):
-        if around:
-            for starts, stops, found in _slabs(around, edges, dim + 1):
-                yield (start, *starts), (stop, *stops), found
+    slabs: list[_Slab] = [((), (), distinct)]
+    for dim in range(len(distinct[0].start)):
+        edges = sorted({edge for box in distinct for edge in (box.start[dim], box.stop[dim])})
+        index = {edge: i for i, edge in enumerate(edges)}
+        first = min(index[box.start[dim]] for box in wanted)
+        last = max(index[box.stop[dim]] for box in wanted)
+        cut_again: list[_Slab] = []
+        for starts, stops, around in slabs:
+            inside: list[list[Box]] = [[] for _ in range(first, last)]
+            for box in around:
+                for i in range(max(first, index[box.start[dim]]), min(last, index[box.stop[dim]])):
+                    inside[i - first].append(box)
+            for (start, stop), held in zip(pairwise(edges[first : last + 1]), inside, strict=True):
+                if not wanted.isdisjoint(held):
+                    cut_again.append(((*starts, start), (*stops, stop), held))
+        slabs = cut_again
+    for starts, stops, around in slabs:
+        yield Box(start=starts, stop=stops), around
 
 
 class Holding(Value, frozen=True, kw_only=True, gc=False):
