@@ -96,7 +96,9 @@ def _deliveries(
         for devices, cell in messages(steps):
             if device is None or device in devices:
                 pieces[number[name], devices, dtype].append((name, cell.box))
-    order = sorted(pieces.items(), key=lambda at: (at[0][0], [rank[device] for device in at[0][1]], at[0][2]))
+    ends = sorted({ends for _, ends, _ in pieces}, key=lambda devices: [rank[device] for device in devices])
+    place = {devices: i for i, devices in enumerate(ends)}
+    order = sorted(pieces.items(), key=lambda at: (at[0][0], place[at[0][1]], at[0][2]))
     return tuple(
         Delivery(round=at, source=devices[0], destinations=devices[1:], pieces=tuple(together))
         for (at, devices, _), together in order
