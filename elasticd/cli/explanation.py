@@ -11,6 +11,7 @@ import click
 import msgspec
 from elasticd_migration.explained_switch import ExplainedSwitch, explain_switch
 from elasticd_migration.reshard import Lost
+from elasticd_planner.layout.channels import MOST, channels_by_device
 from elasticd_planner.layout.explained_plan import Communications, PlanOperation, explain_step
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.link_traffic import Level, levels_of
@@ -55,6 +56,7 @@ class Explained(Value, frozen=True, kw_only=True):
     step: Communications
     switch: ExplainedSwitch | None = None
     lost: str = ""
+    communicators: dict[str, int] = msgspec.field(default_factory=dict)  # of each device
 
 
 class _ProfileView(msgspec.Struct):
@@ -99,7 +101,8 @@ def explained(problem: TableProblem, plan: Plan, current: Plan | None, model: Mo
         )
     except Invalid as error:
         refuse(f"the plan is none for the model {shapes.spec.name}: {error}")
-    found = Explained(plan=plan, cluster=cluster, shapes=shapes, step=step)
+    made = {device: len(each) for device, each in channels_by_device(layouts).items()}
+    found = Explained(plan=plan, cluster=cluster, shapes=shapes, step=step, communicators=made)
     if current is None:
         return found
     alive = {device.name for device in cluster.devices if problem.rates.get(device.name, 1.0) is not None}
@@ -116,6 +119,7 @@ def explanation_of(found: Explained) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "parameters": "of the model" if found.shapes.exact else "of the problem's bytes",
         "step": _listed(found.step),
+        "communicators": found.communicators,
     }
     if found.lost:
         answer["switch"] = {"lost": found.lost}
@@ -167,6 +171,9 @@ def _notes(found: Explained) -> Iterator[str]:
         "busiest device, one operation after the other; purposes overlap. Not listed: what hosts tell each "
         "other (votes, headers), and logits that a head gathers."
     )
+    if most := max(found.communicators.values(), default=0):
+        fullest = [device for device, count in found.communicators.items() if count == most]
+        yield f"A device has {MOST} communicators at most; {fullest[0]} has {most}, and none has more."
     if not found.shapes.spec.width:
         yield (
             "Activations are not listed: the problem does not say what they weigh. Give it "

@@ -216,8 +216,13 @@ class PlannerSection(Value, frozen=True, kw_only=True):
     between: LinkSection = LinkSection()
     # Levels of links that join some of the nodes, as the nodes of a rack; the nearest first.
     levels: tuple[LevelSection, ...] = ()
+    # [bytes] What a communicator takes of a device's memory, as on GPUs: plans leave room for as many as a
+    # device may have (24). A number, or as "64 MiB".
+    communicator: int = 0
 
     def __post_init__(self) -> None:
+        if self.communicator < 0:
+            refuse(f"communicator = {self.communicator} must be a number of bytes, as 64 MiB")
         check_levels([section.level for section in self.levels])
         if not 0 < self.flops < math.inf:
             refuse(
@@ -422,7 +427,7 @@ def size(text: str) -> int:
 
 def _convert(value: Any, kind: Any, where: str, key: str, strict: bool) -> Any:
     try:
-        if key == "memory" and isinstance(value, str):
+        if key in ("memory", "communicator") and isinstance(value, str):
             return size(value)
         if key == "bandwidth" and isinstance(value, str) and value.strip().endswith("/s"):
             return float(size(value.strip().removesuffix("/s")))

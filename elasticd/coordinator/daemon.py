@@ -335,6 +335,7 @@ def settings_of(config: Config) -> JobSettings:
         inside=config.planner.inside.link,
         between=config.planner.between.link,
         levels=tuple(section.level for section in config.planner.levels),
+        communicator=config.planner.communicator,
     )
 
 

@@ -15,6 +15,7 @@ from elasticd_planner.layout.explained_plan import Communications, PlanOperation
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.plan import Plan, StatePolicy
 
+from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.communicators import GlooCommunicators
 from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
@@ -76,8 +77,10 @@ class CountedRounds:
 class Counting(GlooCommunicators):
     """`Communicators` that count."""
 
-    def __init__(self, sent: Sent, groups: PlanGroups, listed: Sequence[Channel], all_: Group) -> None:
-        super().__init__(groups, tuple(listed), all_)
+    def __init__(
+        self, sent: Sent, groups: PlanGroups, listed: Sequence[Channel], all_: Group, accelerator: Accelerator
+    ) -> None:
+        super().__init__(groups, tuple(listed), all_, accelerator)
         self._sent, self._me = sent, all_.me
 
     def mesh(self, channel: Channel) -> Any:

@@ -40,13 +40,28 @@ class Channel(NamedTuple):
 
 def channels(layouts: Layouts, device: str) -> tuple[Channel, ...]:
     """The communicators that a device is a member of, in an order that is the same on all devices."""
+    return channels_by_device(layouts, (device,))[device]
+
+
+def channels_by_device(
+    layouts: Layouts, devices: Sequence[str] | None = None
+) -> dict[str, tuple[Channel, ...]]:
+    """`channels` of each of some devices; None: of all members of the plan."""
     plan, sets, fixed = layouts.plan, _sets(layouts), _fixed(layouts.plan)
     own = _chosen(layouts, sets, fixed, MOST)
-    found = fixed[device] | {Channel("reduce", devices) for devices in own if device in devices}
-    if len(plan.members) > 1 and (plan.state.zero or len(own) < len(sets)):
-        found.add(Channel("state", plan.members))
     rank = {name: index for index, name in enumerate(plan.members)}
-    return tuple(sorted(found, key=lambda channel: ([rank[name] for name in channel.members], channel.use)))
+    among = len(plan.members) > 1 and (plan.state.zero or len(own) < len(sets))
+    reducing: dict[str, set[Channel]] = defaultdict(set)
+    for members in own:
+        for device in members:
+            reducing[device].add(Channel("reduce", members))
+
+    def order(channel: Channel) -> tuple[list[int], str]:
+        return [rank[name] for name in channel.members], channel.use
+
+    state = {Channel("state", plan.members)} if among else set()
+    listed = plan.members if devices is None else devices
+    return {device: tuple(sorted(fixed[device] | reducing[device] | state, key=order)) for device in listed}
 
 
 def own_sets(layouts: Layouts, most: int | None = None) -> frozenset[tuple[str, ...]]:

@@ -128,6 +128,7 @@ class JobSettings(Value, frozen=True, kw_only=True):
     inside: Link = Link()  # links inside a node, until they are measured
     between: Link = Link()  # links between nodes, until they are measured
     levels: tuple[Level, ...] = ()  # further levels of links, which join some nodes, the nearest first
+    communicator: int = 0  # bytes of a device's memory that a communicator takes
 
     def __post_init__(self) -> None:
         times = [getattr(self, name) for name in self.__struct_fields__ if name.endswith("_seconds")]
