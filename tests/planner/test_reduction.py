@@ -1,11 +1,15 @@
 """Reductions: every element of every holder exactly once, each term counted once, and the sum is right."""
 
 from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
+from elasticd_planner.layout.channels import channels
 from elasticd_planner.layout.gradient_reduction import Reduction, reductions
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.layout.two_level_sums import two_levels
 from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 
@@ -86,9 +90,42 @@ def test_a_set_has_one_reduction_in_an_order_all_ranks_share() -> None:
     found = reductions(Layouts(SPEC, made))
     sets = [reduction.devices for reduction in found]
     assert len(set(sets)) == len(sets)
-    ranks = [[made.rank(device) for device in devices] for devices in sets]
+    ranks = [sorted(made.rank(device) for device in devices) for devices in sets]
     assert ranks == sorted(ranks)
-    assert all(r == sorted(r) for r in ranks)
+
+
+@settings(max_examples=examples(30))
+@given(plans())
+def test_a_ring_of_a_set_enters_each_node_once(made: Plan) -> None:
+    for reduction in reductions(Layouts(SPEC, made)):
+        devices = reduction.devices
+        nodes = [node_of(device) for device in devices]
+        crossings = sum(one != other for one, other in pairwise((*nodes, nodes[0])))
+        assert crossings == (len(set(nodes)) if len(set(nodes)) > 1 else 0), devices
+        for node in set(nodes):
+            near = [made.rank(device) for device in devices if node_of(device) == node]
+            assert near == sorted(near), "inside of a node in rank order"
+
+
+def test_pipelines_that_take_turns_on_two_nodes_are_reduced_node_by_node() -> None:
+    devices = ["n0/0", "n1/0", "n0/1", "n1/1"]
+    made = plan(*((1, [(LAYERS, [device], [1])]) for device in devices))
+    assert made.members == tuple(devices)
+    (found,) = reductions(Layouts(SPEC, made))
+    assert found.devices == ("n0/0", "n0/1", "n1/0", "n1/1")
+    (channel,) = (channel for channel in channels(Layouts(SPEC, made), "n1/0") if channel.use == "reduce")
+    assert channel.members == found.devices
+
+
+def test_sums_have_two_levels_where_nodes_have_as_many_devices_each_and_more_than_one() -> None:
+    assert two_levels(("a/0", "b/0", "a/1", "b/1")) == (("a/0", "a/1"), ("b/0", "b/1"))
+    for flat in (
+        ("a/0", "a/1", "a/2"),  # on one node
+        ("a/0", "b/0", "c/0"),  # one on each
+        ("a/0", "a/1", "b/0"),  # not as many
+        ("a/0",),
+    ):
+        assert two_levels(flat) is None
 
 
 @settings(max_examples=examples(20))

@@ -18,11 +18,13 @@ from typing import Any, Protocol
 
 import torch
 from elasticd_planner.layout.channels import Channel, Use
+from elasticd_planner.layout.two_level_sums import two_levels
 from torch import Tensor
 
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm import nccl
 from elasticd.runtime.comm.groups import Group, PlanGroups
+from elasticd.runtime.comm.two_level_sums import Progress, TwoLevelTeam
 
 
 class Team(Protocol):
@@ -135,7 +137,8 @@ _LABELS: dict[Use, str] = {"activation": "boundary", "gradient": "boundary", "st
 
 class GlooCommunicators:
     """Communicators over gloo: teams are groups, and pairs are messages in the group of all members, told
-    apart by tags. Tensors of an accelerator go by way of the host."""
+    apart by tags. Gradients are summed in two levels where a set has as many devices on each of its nodes
+    (`TwoLevelTeam`). Tensors of an accelerator go by way of the host."""
 
     def __init__(
         self,
@@ -145,13 +148,18 @@ class GlooCommunicators:
         accelerator: Accelerator = CPU,
     ) -> None:
         self._plan_groups, self._everyone = plan_groups, everyone
+        progress = Progress(plan_groups)
+        self._two_level: dict[Channel, TwoLevelTeam] = {}
         for channel in channels:
-            if channel.use in ("tensor", "reduce"):
+            nodes = two_levels(channel.members) if plan_groups.near_and_far else None
+            if channel.use == "reduce" and nodes is not None:
+                self._two_level[channel] = TwoLevelTeam(plan_groups, nodes, channel.use, progress)
+            elif channel.use in ("tensor", "reduce"):
                 plan_groups.group(channel.members, channel.use)
 
-    def team(self, channel: Channel) -> Group:
+    def team(self, channel: Channel) -> Team:
         """The group of its members; of one alone, which no plan lists, one that does nothing."""
-        return self._plan_groups.group(channel.members, channel.use)
+        return self._two_level.get(channel) or self._plan_groups.group(channel.members, channel.use)
 
     def pair(self, channel: Channel) -> GlooPair:
         """Costs nothing until it is used."""

@@ -132,8 +132,11 @@ class Group:
 
     Gloo moves memory of the host: tensors of an accelerator are copied there and back."""
 
-    def __init__(self, plan_groups: PlanGroups, members: tuple[str, ...], me: str, label: str) -> None:
+    def __init__(
+        self, plan_groups: PlanGroups, members: tuple[str, ...], me: str, label: str, apart: str = ""
+    ) -> None:
         self.plan_groups, self.members, self.me, self.label = plan_groups, members, me, label
+        self._apart = apart
         self.rank, self.size = members.index(me), len(members)
         self._sent: dict[int, tuple[Any, Tensor]] = {}
         self._count = 0
@@ -156,10 +159,21 @@ class Group:
             if self.plan_groups.dead:
                 raise Cancelled("shut while waiting for a collective")
             turns += 1
-            waited = time.perf_counter() - start
-            time.sleep(0 if turns < 20 else min(5e-4, max(5e-5, waited / 50)))
+            time.sleep(pause(turns, time.perf_counter() - start))
         with self._told():
             work.wait()
+
+    def completed(self, work: Any) -> bool:
+        """Whether what `begin_all_reduce` or `begin_all_to_all` started is complete. It does not wait.
+
+        Raises as `all_reduce`."""
+        if work.work.is_completed():
+            with self._told():
+                work.work.wait()
+            return True
+        if self.plan_groups.dead:
+            raise Cancelled("shut while waiting for a collective")
+        return False
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -231,6 +245,17 @@ class Group:
         with self._told():
             work = self.backend.allreduce([here])
         return _Begun(work, here, tensor if here is not tensor else None)
+
+    def begin_all_to_all(self, tensor: Tensor, out: Tensor) -> Any:
+        """Starts to send each member its slice of a tensor. Returns the work for `completed`.
+
+        Args:
+            tensor: on the host, a slice for each rank: [size, *shape].
+            out: where the slices come that are for this rank, by the rank that they are from: [size, *shape].
+        """
+        with self._told():
+            work = self.backend.alltoall_base(_raw(out), _raw(tensor), [], [])
+        return _Begun(work, out, None)
 
     def finish(self, work: Any) -> None:
         """Waits for a collective that `begin_all_reduce` started. Raises as `all_reduce`."""
@@ -337,7 +362,7 @@ class Group:
         `PlanGroups` keeps it, to let it go."""
         if self.size == 1:
             return None
-        backend = self.plan_groups.backends.get(self.members)
+        backend = self.plan_groups.backends.get((self._apart, self.members))
         if backend is None:
             raise Cancelled("the plan's groups were let go")
         return backend
@@ -357,6 +382,8 @@ class PlanGroups:
     """All process groups of one plan or of one transition, on one gloo device."""
 
     planes: list[DataPlane]  #: that end with them
+    #: Whether devices of one node reach each other over quicker links than those of two.
+    near_and_far = True
 
     def __init__(
         self,
@@ -383,7 +410,8 @@ class PlanGroups:
         self._patience = patience
         self._store = _BootstrapStore(store, f"{name}/", lambda: self.dead, seconds)
         self._peers: set[Address] = set()
-        self.backends: dict[tuple[str, ...], Any] = {}
+        self.backends: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._helpers: list[threading.Thread] = []
         self._users: list[object] = []
         self.planes = []
         self._device, self._listener = _gloo_device(address)
@@ -401,15 +429,27 @@ class PlanGroups:
             RuntimeError: a member did not come in time.
             Cancelled: `shut` or `park` was called meanwhile.
         """
-        names = tuple(members)
+        return self._group(tuple(members), label, "")
+
+    def group_apart(self, members: Sequence[str], label: str, name: str) -> Group:
+        """A further group of the same members, with connections of its own: members start the collectives of
+        one group in the same order, and those of two groups in any. Otherwise as `group`.
+
+        Args:
+            members, label: as of `group`.
+            name: of this group among those of the same members.
+        """
+        return self._group(tuple(members), label, name)
+
+    def _group(self, names: tuple[str, ...], label: str, apart: str) -> Group:
         if self.dead:
             raise Cancelled("the plan's groups are shut")
-        if len(names) > 1 and names not in self.backends:
+        if len(names) > 1 and (apart, names) not in self.backends:
             self._meet(names)
-            self.backends[names] = self._make(names)
+            self.backends[apart, names] = self._make(names, apart)
             if self.dead:
                 raise Cancelled(MEANWHILE)
-        return Group(self, names, self.me, label)
+        return Group(self, names, self.me, label, apart)
 
     def _meet(self, members: tuple[str, ...]) -> None:
         """Tells the others where our gloo listens, and learns where theirs does: for `shut` alone."""
@@ -418,11 +458,12 @@ class PlanGroups:
             host, port = self._store.get(f"at/{member}").decode().split()
             self._peers.add((host, int(port)))
 
-    def _make(self, members: tuple[str, ...]) -> Any:
+    def _make(self, members: tuple[str, ...], apart: str) -> Any:
         rank, device = members.index(self.me), self._device
         if device is None:  # gloo does not look, and the process would die
             raise Cancelled(MEANWHILE)
-        store = PrefixStore("group/" + "_".join(members), self._store)
+        name = "_".join(members) + (f"/{apart}" if apart else "")
+        store = PrefixStore(f"group/{name}", self._store)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=self._patience)
         options._devices = [device]
@@ -472,6 +513,10 @@ class PlanGroups:
         """
         self._users.append(user)
 
+    def helped_by(self, thread: threading.Thread) -> None:
+        """Has the groups let go only after a thread that uses them, and that ends once they are `dead`."""
+        self._helpers = [other for other in self._helpers if other.is_alive()] + [thread]
+
     def park(self) -> threading.Thread:
         """Destroys the groups in a thread, because that takes long, or blocks on a stuck payload.
 
@@ -481,7 +526,8 @@ class PlanGroups:
         held: list[Any] = [self._users, self.backends, self._device]
         self._users, self.backends, self._device, self.dead = [], {}, None, True
         planes, self.planes = self.planes, []
-        thread = threading.Thread(target=_let_go, args=(held, planes), name=f"park-{self.name}", daemon=True)
+        args = held, planes, self._helpers
+        thread = threading.Thread(target=_let_go, args=args, name=f"park-{self.name}", daemon=True)
         thread.start()
         return thread
 
@@ -513,13 +559,25 @@ def _end(planes: Iterable[DataPlane]) -> None:
         plane.ended()
 
 
-def _let_go(held: list[Any], planes: Iterable[DataPlane]) -> None:
+def pause(turns: int, waited: float) -> float:
+    """Seconds that a poll pauses: none at first, then longer with the seconds waited, to at most 0.5 ms."""
+    return 0 if turns < 20 else min(5e-4, max(5e-5, waited / 50))
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor's bytes, for what is moved and not added up."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _let_go(held: list[Any], planes: Iterable[DataPlane], helpers: Sequence[threading.Thread]) -> None:
     """Drops the groups and returns their memory to the system.
 
     Each group had threads, whose buffers glibc keeps in arenas of their own. A process that regroups often
     would grow by hundreds of megabytes.
     """
     _end(planes)
+    for helper in helpers:
+        helper.join()
     held.clear()
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

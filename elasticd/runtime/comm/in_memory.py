@@ -160,6 +160,8 @@ class MemoryPlanGroups(PlanGroups):
     Nothing of them is to be shut or parked.
     """
 
+    near_and_far = False
+
     def __init__(self, world: MemoryWorld, me: str) -> None:
         self.world, self.me, self.dead = world, me, False
         self.stopwatch = Stopwatch()

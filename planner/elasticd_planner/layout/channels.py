@@ -4,6 +4,9 @@ There is one for each TP group, one for each direction between two devices of ne
 each set of devices that reduce gradients together, up to a limit for each device: where pipelines are unlike, a
 parameter is cut at all their borders, and a device may be in dozens of sets. Sets beyond the limit, those with
 the fewest bytes, and what ZeRO delivers, go as messages over one communicator of all members.
+
+The limit is about NCCL, whose communicators take memory of the device. Over gloo a set that is summed in two
+levels is one communicator in this count, and three groups with fewer connections than a single one has.
 """
 
 from __future__ import annotations
@@ -28,8 +31,8 @@ Use = Literal["tensor", "reduce", "activation", "gradient", "state"]
 
 
 class Channel(NamedTuple):
-    """A communicator: what it is for, and its members in rank order. Activations and gradients go from the
-    first of two members to the second."""
+    """A communicator: what it is for, and its members in the order of their ranks in it. Activations and
+    gradients go from the first of two members to the second."""
 
     use: Use
     members: tuple[str, ...]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.layout.resolve import Communication, messages, resolve
+from elasticd_planner.layout.two_level_sums import node_by_node
 from elasticd_planner.spec.box import Box, TensorLayout
 from elasticd_planner.spec.model import item_size
 from elasticd_planner.value import Value
@@ -27,9 +28,9 @@ class Piece(Value, frozen=True, kw_only=True):
 
 
 class Reduction(Value, frozen=True, kw_only=True):
-    """All pieces that one set of devices, in rank order, holds: reduced together."""
+    """All pieces that one set of devices holds: reduced together."""
 
-    devices: tuple[str, ...]
+    devices: tuple[str, ...]  #: node by node, else in rank order: a ring enters each node once
     pieces: tuple[Piece, ...]
 
 
@@ -46,7 +47,7 @@ def reductions(layouts: Layouts, device: str | None = None) -> tuple[Reduction, 
             ]
     rank = {device: i for i, device in enumerate(layouts.plan.members)}
     order = sorted(pieces, key=lambda devices: [rank[device] for device in devices])
-    return tuple(Reduction(devices=devices, pieces=tuple(pieces[devices])) for devices in order)
+    return tuple(Reduction(devices=node_by_node(devices), pieces=tuple(pieces[devices])) for devices in order)
 
 
 #: Bytes that a device receives in a round of deliveries, about: one parameter or buffer may have more.
