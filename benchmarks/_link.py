@@ -15,8 +15,9 @@ class NotPermitted(RuntimeError):
 
 
 @contextmanager
-def link(megabits: int) -> Iterator[list[list[str]]]:
-    """Words to put before a command so that it runs at one end or the other.
+def link(megabits: int, burst: str = "1mb") -> Iterator[list[list[str]]]:
+    """Words to put before a command so that it runs at one end or the other; `burst`: what goes at once after
+    a rest.
 
     Raises `NotPermitted` with what the system said."""
     names = [f"ebench{os.getpid()}{end}" for end in "ab"]
@@ -32,7 +33,7 @@ def link(megabits: int) -> Iterator[list[list[str]]]:
                 _run(*inside, "ip", "addr", "add", f"{address}/24", "dev", wire)
                 _run(*inside, "ip", "link", "set", wire, "up")
                 _run(*inside, "ip", "link", "set", "lo", "up")
-                rate = ("rate", f"{megabits}mbit", "burst", "1mb", "latency", "50ms")
+                rate = ("rate", f"{megabits}mbit", "burst", burst, "latency", "50ms")
                 _run(*inside, "tc", "qdisc", "add", "dev", wire, "root", "tbf", *rate)
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", "") or str(error)

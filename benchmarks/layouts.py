@@ -24,6 +24,7 @@ from _results import Row, row
 from _sequence_side import sequence_rows
 from _step_before import ALONE, CUT, step_rows
 from _two_level import two_level_rows
+from _two_level_links import two_level_link_rows
 from elasticd_planner.cost.model_profile import derive
 from elasticd_planner.layout.channels import channels
 from elasticd_planner.layout.gradient_reduction import buffers_away, gradients_away, reductions, values_back
@@ -156,6 +157,7 @@ PARTS: dict[str, Callable[[], Iterable[Row]]] = {
     "step": partial(step_rows, BEFORE, ALONE, CUT),
     "strict": strict_rows,
     "two-level": two_level_rows,
+    "two-level-links": two_level_link_rows,
 }
 
 if __name__ == "__main__":

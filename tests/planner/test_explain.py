@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 from elasticd_planner.layout.annotations import Annotation
 from elasticd_planner.layout.explain import explain
-from elasticd_planner.layout.link_traffic import level_of, levels_of
-from elasticd_planner.layout.resolve import Communication, Uncovered, resolve
+from elasticd_planner.layout.link_traffic import Flow, busiest_seconds, bytes_by_level, level_of, levels_of
+from elasticd_planner.layout.resolve import Cell, Communication, Uncovered, resolve
 from elasticd_planner.readable import readable
-from elasticd_planner.spec.box import TensorLayout, lacking
+from elasticd_planner.spec.box import Box, TensorLayout, lacking
 from elasticd_planner.spec.cluster import Cluster, Device, Level, Link, Node
 from hypothesis import given
 from hypothesis import strategies as st
@@ -224,3 +224,31 @@ def test_further_levels_of_links_have_their_own_bytes_and_seconds() -> None:
         "within islands",
     )
     assert levels_of(CLUSTER) == ("between nodes", "inside nodes", "within islands")
+
+
+def test_sums_in_two_levels_put_less_on_the_links_between_nodes() -> None:
+    """2 nodes x 4: a ring puts 2 x 7/8 of a bucket on each node's link, two levels 2 x 1/2."""
+    inside, between = Link(bandwidth=1e11, latency=1e-5), Link(bandwidth=1e9, latency=1e-4)
+    nodes = tuple(
+        Node(name=name, devices=tuple(Device(name=f"{name}/{i}", memory=1) for i in range(4))) for name in "ab"
+    )
+    cluster = Cluster(nodes=nodes, inside=inside, between=between)
+    size = 8_000_000
+
+    def flow(devices: Sequence[str], *, two_level: bool) -> Flow:
+        cell = Cell(box=Box.whole((size // 4,)), sources=tuple(devices), needers=tuple(devices))
+        step = Communication(operation="all_reduce", devices=tuple(devices), cells=(cell,))
+        return Flow(step, 4, two_level=two_level)
+
+    every = [device.name for device in cluster.devices]
+    ring, levels = flow(every, two_level=False), flow(every, two_level=True)
+    assert bytes_by_level([ring]) == {"between nodes": 2 * 1.75 * size, "inside nodes": 6 * 1.75 * size}
+    # Inside: each of the eight gives three others a quarter, twice.
+    assert bytes_by_level([levels]) == {"between nodes": 2 * 1.0 * size, "inside nodes": 8 * 3 * 2 * size / 4}
+    near, far = 1e-5 + 0.75 * size / 1e11, 1e-4 + 0.5 * size / 1e9
+    assert busiest_seconds([levels], cluster) == pytest.approx(2 * near + 2 * far)
+    assert busiest_seconds([levels], cluster) < busiest_seconds([ring], cluster)
+    for uneven in (every[:4], every[:5], [every[0], every[4]]):
+        one, other = flow(uneven, two_level=False), flow(uneven, two_level=True)
+        assert bytes_by_level([one], cluster) == bytes_by_level([other], cluster)
+        assert busiest_seconds([one], cluster) == busiest_seconds([other], cluster)

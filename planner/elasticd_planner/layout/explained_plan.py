@@ -257,7 +257,7 @@ def _reduced(layouts: Layouts, dtype: str | None) -> Iterator[tuple[Purpose, Flo
             continue
         cell = Cell(box=Box.whole((each.size,)), sources=each.devices, needers=each.devices)
         step = Communication(operation="all_reduce", devices=each.devices, cells=(cell,))
-        yield "gradients", Flow(step, item_size(each.dtype))
+        yield "gradients", Flow(step, item_size(each.dtype), two_level=True)
     for away in gradients_away(layouts):
         yield "gradients to keepers", _delivered(layouts, away, dtype)
     for back in values_back(layouts):

@@ -1,16 +1,18 @@
 """What operations put on links: elements from device to device, bytes by level of links, seconds.
 
-Collectives are rings in the order of the devices.
+Collectives are rings in the order of the devices. A flow may say that its all-reduces are in two levels where
+they can be (`two_level_sums`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, pairwise, permutations
 from typing import NamedTuple
 
 from elasticd_planner.layout.resolve import Cell, Communication, Operation
+from elasticd_planner.layout.two_level_sums import two_levels
 from elasticd_planner.spec.cluster import Cluster, Link, node_of
 
 #: Level of a link: among the devices of an island, of a node, of a group of nodes, or beyond.
@@ -26,22 +28,24 @@ class Flow(NamedTuple):
     step: Communication
     itemsize: int  #: bytes of an element
     times: int = 1
+    two_level: bool = False  #: an all-reduce is carried out in two levels, where its devices allow it
 
 
-def traffic(step: Communication, cell: Cell) -> Iterator[tuple[str, str, int]]:
+def traffic(step: Communication, cell: Cell, *, two_level: bool = False) -> Iterator[tuple[str, str, int]]:
     """The elements of one cell that go from device to device: (from, to, count)."""
     count, devices = cell.box.size, step.devices
-    if step.operation in ("send", "relay"):
+    nodes = two_levels(devices) if two_level and step.operation == "all_reduce" else None
+    if nodes is not None:
+        yield from _in_two_levels(nodes, count)
+    elif step.operation in ("send", "relay"):
         for device in cell.needers:
             yield devices[0], device, count
     elif step.operation == "sum":
         for device in cell.sources:
             if device not in cell.needers:
                 yield device, cell.needers[0], count
-    elif step.operation == "all_reduce":  # each of the ring's links carries all but a part, there and back
-        for number, (one, other) in enumerate(_ring(devices)):
-            lacks = count // len(devices) + (number < count % len(devices))
-            yield one, other, 2 * (count - lacks)
+    elif step.operation == "all_reduce":
+        yield from _all_reduced(devices, count)
     elif step.operation == "all_gather":
         for one, other in _ring(devices):
             if other != cell.sources[0]:
@@ -79,9 +83,9 @@ def bytes_by_level(flows: Iterable[Flow], cluster: Cluster | None = None) -> dic
     """The bytes that go over links."""
     found: dict[Level, int] = defaultdict(int)
     known: dict[tuple[str, str], Level] = {}
-    for step, itemsize, times in flows:
+    for step, itemsize, times, two_level in flows:
         for cell in step.cells:
-            for one, other, count in traffic(step, cell):
+            for one, other, count in traffic(step, cell, two_level=two_level):
                 if (one, other) not in known:
                     known[one, other] = level_of(one, other, cluster)
                 if count:
@@ -91,7 +95,7 @@ def bytes_by_level(flows: Iterable[Flow], cluster: Cluster | None = None) -> dic
 
 def busiest_seconds(flows: Iterable[Flow], cluster: Cluster) -> float:
     """What the busiest device takes: its operations one after the other, what it sends and what it receives
-    beside each other. A ring is as quick as its slowest link."""
+    beside each other. A ring is as quick as its slowest link. In two levels a node's devices share its link."""
     together: dict[str, float] = defaultdict(float)
     sent: dict[str, float] = defaultdict(float)
     received: dict[str, float] = defaultdict(float)
@@ -102,7 +106,14 @@ def busiest_seconds(flows: Iterable[Flow], cluster: Cluster) -> float:
             reach[devices] = cluster.reach(devices)
         return reach[devices]
 
-    for step, itemsize, times in flows:
+    for step, itemsize, times, two_level in flows:
+        nodes = two_levels(step.devices) if two_level and step.operation == "all_reduce" else None
+        if nodes is not None:
+            size = sum(cell.box.size for cell in step.cells) * itemsize
+            taken = times * _two_level_seconds(nodes, size, link_of)
+            for device in step.devices:
+                together[device] += taken
+            continue
         links: dict[tuple[str, str], int] = defaultdict(int)
         for cell in step.cells:
             for one, other, count in traffic(step, cell):
@@ -120,6 +131,35 @@ def busiest_seconds(flows: Iterable[Flow], cluster: Cluster) -> float:
                 received[pair[1]] += taken
     devices = {*together, *sent, *received}
     return max((together[d] + max(sent[d], received[d]) for d in devices), default=0.0)
+
+
+def _all_reduced(devices: Sequence[str], count: int) -> Iterator[tuple[str, str, int]]:
+    """Each of the ring's links carries all but a part, there and back."""
+    for number, (one, other) in enumerate(_ring(devices)):
+        lacks = count // len(devices) + (number < count % len(devices))
+        yield one, other, 2 * (count - lacks)
+
+
+def _in_two_levels(nodes: Sequence[tuple[str, ...]], count: int) -> Iterator[tuple[str, str, int]]:
+    """Slices are of one length. Each device of a node gives every other one its slice of the terms, and at last
+    the sum of its own; the devices with the same slice sum it between nodes."""
+    length = -(-count // len(nodes[0]))
+    for near in nodes:
+        for one, other in permutations(near, 2):
+            yield one, other, 2 * length
+    for across in zip(*nodes, strict=True):
+        yield from _all_reduced(across, length)
+
+
+def _two_level_seconds(
+    nodes: Sequence[tuple[str, ...]], size: int, link_of: Callable[[tuple[str, ...]], Link]
+) -> float:
+    """Seconds of one sum in two levels, one phase after the other."""
+    near = max(map(link_of, nodes), key=lambda link: link.seconds(size))
+    far = link_of(tuple(chain(*nodes)))
+    inside = near.latency + size * (1 - 1 / len(nodes[0])) / near.bandwidth
+    hops = 2 * (len(nodes) - 1)
+    return 2 * inside + hops * (far.latency + size / len(nodes) / far.bandwidth)
 
 
 def _ring(devices: Sequence[str]) -> Iterator[tuple[str, str]]:
