@@ -24,7 +24,7 @@ from torch import Tensor
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm import nccl
 from elasticd.runtime.comm.groups import Group, PlanGroups
-from elasticd.runtime.comm.two_level_sums import Progress, TwoLevelTeam
+from elasticd.runtime.comm.two_level_sums import ProgressThread, TwoLevelTeam
 
 
 class Team(Protocol):
@@ -148,7 +148,7 @@ class GlooCommunicators:
         accelerator: Accelerator = CPU,
     ) -> None:
         self._plan_groups, self._everyone = plan_groups, everyone
-        progress = Progress(plan_groups)
+        progress = ProgressThread(plan_groups)
         self._two_level: dict[Channel, TwoLevelTeam] = {}
         for channel in channels:
             nodes = two_levels(channel.members) if plan_groups.near_and_far else None

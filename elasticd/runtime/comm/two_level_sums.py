@@ -98,7 +98,7 @@ class TwoLevelTeam:
     """A `Team` of equally many devices on each of several nodes."""
 
     def __init__(
-        self, plan_groups: PlanGroups, nodes: Sequence[tuple[str, ...]], label: str, progress: Progress
+        self, plan_groups: PlanGroups, nodes: Sequence[tuple[str, ...]], label: str, progress: ProgressThread
     ) -> None:
         """
         Args:
@@ -236,8 +236,8 @@ def _chunks(one: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, tuple[Tensor, .
         yield chunk, of_all.unbind()
 
 
-class Progress:
-    """The thread that advances the two-level sums of one plan, while there are any."""
+class ProgressThread:
+    """Advances the two-level sums of one plan, in a thread that lives while there are any."""
 
     def __init__(self, plan_groups: PlanGroups) -> None:
         self._plan_groups = plan_groups
