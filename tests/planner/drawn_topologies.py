@@ -13,7 +13,7 @@ from elasticd_planner.cost.model_profile import SectionProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.search import planner
-from elasticd_planner.spec.cluster import Cluster, Device, Level, Link, Node, node_of
+from elasticd_planner.spec.cluster import Cluster, Device, Level, Link, Node, node_of, rate_of
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from msgspec import structs
 
@@ -103,11 +103,20 @@ class Placed:
     across: int = 0
     #: Whether groups must: a group has more devices than any node.
     must: bool = False
-    #: The predicted seconds of a step: of the plan, of its shape on devices in the order of their names, and of
-    #: the best of some random orders; inf where the memory does not suffice.
+    #: The predicted seconds of a step: of the plan, of its shape on devices in the order of their names, in the
+    #: best of some random orders, and in the best of some that keep each TP group to a node; inf where none is
+    #: `allowed` with the memory that it needs.
     seconds: float = 0.0
     naive: float = math.inf
     drawn: float = math.inf
+    kept: float = math.inf
+    #: The same of the best of these orders that are not allowed: with TP groups that cross nodes.
+    other: float = math.inf
+
+    @property
+    def beaten(self) -> float:
+        """The plan's seconds over those of the best order that is allowed: above 1 where it beats the plan."""
+        return self.seconds / min(self.naive, self.drawn, self.kept)
 
 
 def placed(seed: int, orders: int = 5) -> Placed:
@@ -125,14 +134,65 @@ def judged(given: Problem, draw: random.Random, orders: int = 5) -> Placed:
     most = max(len(node.devices) for node in given.cluster.nodes)
     must = not any(width <= most for width in given.profile.widths or (1,))
     across = sum(len(nodes_of(group)) > 1 for group in groups)
+    tried = {
+        "naive": [mapped(made, in_order(made))],
+        "drawn": [mapped(made, shuffled(made, draw)) for _ in range(orders)],
+        "kept": [mapped(made, kept(given, made, draw)) for _ in range(orders)],
+    }
+    found = {
+        name: [(seconds(given, other), allowed(given, made, other)) for other in listed if pinned(given, other)]
+        for name, listed in tried.items()
+    }
     return Placed(
         groups=len(groups),
         across=across,
         must=must,
         seconds=made.prediction.step_seconds,
-        naive=seconds(given, mapped(made, in_order(made))),
-        drawn=min(seconds(given, mapped(made, shuffled(made, draw))) for _ in range(orders)),
+        other=min((each for listed in found.values() for each, may in listed if not may), default=math.inf),
+        **{
+            name: min((each for each, may in listed if may), default=math.inf) for name, listed in found.items()
+        },
     )
+
+
+def pinned(given: Problem, plan: Plan) -> bool:
+    """Whether TP groups have the pinned size on nodes of normal devices."""
+    size, slow = given.search_space.fixed_tp, nodes_of([name for name, rate in given.rates.items() if rate > 1])
+    return all(size in (None, len(group)) or slow & nodes_of(group) for group in tp_groups(plan))
+
+
+def allowed(given: Problem, plan: Plan, other: Plan) -> bool:
+    """Whether a plan's shape may have these devices: TP groups that keep to nodes. Others count all the same
+    where two devices of a node have the quickest link, as in most clusters: there they must be slower."""
+    crossing, before = (sum(len(nodes_of(group)) > 1 for group in tp_groups(each)) for each in (other, plan))
+    return crossing <= before or inside_first(given.cluster)
+
+
+def inside_first(cluster: Cluster) -> bool:
+    """Whether two devices of one node talk over a quicker link than any two of different ones."""
+    inside, joining = cluster.inside, (cluster.between, *(level.link for level in cluster.levels))
+    return all(link.bandwidth < inside.bandwidth and link.latency >= inside.latency for link in joining)
+
+
+def kept(given: Problem, plan: Plan, draw: random.Random) -> dict[str, str]:
+    """By device of a plan one that takes its place, at random, such that each TP group lies in a node: idle
+    devices too, and the largest shares on the fastest. As it is where the groups drawn first leave no room."""
+    usable = {node.name: [device.name for device in node.devices] for node in given.cluster.nodes}
+    free = {node: draw.sample(names, len(names)) for node, names in usable.items()}
+    free = {node: [name for name in names if name not in plan.carriers] for node, names in free.items()}
+    stages = [stage for pipeline in plan.by_lane for stage in pipeline.stages]
+    names: dict[str, str] = {}
+    for stage in sorted(draw.sample(stages, len(stages)), key=lambda stage: -len(stage.devices)):
+        width = len(stage.devices)
+        roomy = [node for node in free if len(free[node]) >= width]
+        if not roomy:
+            return {}
+        node = draw.choice(roomy)
+        taken, free[node] = free[node][:width], free[node][width:]
+        taken.sort(key=lambda name: rate_of(given.rates, name))
+        seats = sorted(range(width), key=lambda at: -stage.shares[at])
+        names |= {stage.devices[at]: name for at, name in zip(seats, taken, strict=True)}
+    return names
 
 
 def shuffled(plan: Plan, draw: random.Random) -> dict[str, str]:
@@ -174,6 +234,7 @@ def mapped(plan: Plan, names: dict[str, str]) -> Plan:
         strategies=(
             structs.replace(plan.strategies[0], modules=(structs.replace(module, pipelines=pipelines),)),
         ),
+        idle=(),
         prediction=None,
     )
 

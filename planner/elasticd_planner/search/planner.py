@@ -22,6 +22,7 @@ from elasticd_planner.placement.tp_rank_order import relax_shares, reorder_tp_ra
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.search import given_plan, interleave, lanes
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
+from elasticd_planner.search.device_swaps import swapped
 from elasticd_planner.search.exhaustive import Combination, Exact, place
 from elasticd_planner.search.infeasible import explain_infeasible
 from elasticd_planner.search.large import LargeSearch
@@ -228,7 +229,8 @@ class Planner:
                 )
             assert answer.plan is not None
             if planning.fits(answer.plan):
-                return planning, answer
+                better = planning.swapped(answer.plan)
+                return planning, msgspec.structs.replace(answer, plan=better)
             planning = replace(planning, members=len(answer.plan.members))
         return planning, Answer(
             plan=None,
@@ -236,6 +238,16 @@ class Planner:
             current_seconds=answer.current_seconds,
             candidates=answer.candidates,
         )
+
+    def swapped(self, chosen: Plan) -> Plan:
+        """The chosen plan's shape on the devices that make it faster than the tolerance is, else as it is."""
+        pipelines = swapped(self.task, chosen)
+        if pipelines is None:
+            return chosen
+        better = self.finished(self.made(pipelines, chosen=True))
+        limit = self.task.seconds(chosen) * (1 - EQUAL)
+        faster = self.task.seconds(better) * (1 + self.slack) < limit
+        return better if faster and self.fits(better) else chosen
 
     def answer(self) -> Answer:
         """The answer for few devices: of all plans, or of those that the search finds too, where there are too

@@ -1,0 +1,361 @@
+"""Device swaps: a found plan's shape on other devices, where its slowest pipeline is faster so.
+
+The search counts devices by class and all boundaries between nodes alike, and deals groups to pipelines by
+what they compute. Which pipeline a group is in, and next to which group, decides which links are crossed. Here
+the shape stays: groups, their shares, layers and micro-batches. Devices change places while that makes the
+slowest pipeline faster and no other as slow as it was, under the exact time:
+
+- two TP groups of one size, of one pipeline or of two;
+- two devices of different groups;
+- a device for an idle one, a group for idle devices of one node;
+- on few nodes, all that two nodes hold, and all devices, dealt by name.
+
+A TP group keeps to a node where it did before, and each device has the memory that its new place needs.
+Pipelines that look the same beside the slowest one are tried once, and there is a limit of pipelines that are
+costed, so that large plans take little time. Deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, islice
+
+import msgspec
+import numpy as np
+
+from elasticd_planner.cost.memory import memory_by_device
+from elasticd_planner.cost.model import Groups, after_seconds, stage_times
+from elasticd_planner.cost.pipeline_time import Times
+from elasticd_planner.grouping.tp_groups import by_name
+from elasticd_planner.numeric import EQUAL
+from elasticd_planner.placement.state_movement import strategy
+from elasticd_planner.search.task import Signature, Task, alive, pipeline_signature
+from elasticd_planner.spec.cluster import node_of, rate_of
+from elasticd_planner.spec.plan import Pipeline, Plan
+
+#: Changes made at most, and pipelines costed for all of them.
+CHANGES, COSTED = 100, 5_000
+
+#: Whole nodes are exchanged, and all devices dealt, in clusters of so many nodes at most.
+NODES = 16
+
+#: A stage by its pipeline and its position there.
+Place = tuple[int, int]
+
+#: The devices of some stages after a change.
+Change = Mapping[Place, tuple[str, ...]]
+
+#: What a plan's time and memory depend on of a device: its rate, its memory, its node and its island.
+Kind = tuple[float, int, str, int]
+
+
+def swapped(task: Task, plan: Plan) -> tuple[Pipeline, ...] | None:
+    """The pipelines of a plan (of a single lane and one chunk each) on other devices, such that its step is
+    faster; None where no change makes it so."""
+    if not _links_differ(task, plan):
+        return None
+    before = task.seconds(plan)
+    swaps = _Swaps(task, plan)
+    swaps.run()
+    if not swaps.changed:
+        return None
+    after = task.seconds(swaps.plan())
+    return tuple(swaps.pipelines) if after < before * (1 - EQUAL) else None
+
+
+def _links_differ(task: Task, plan: Plan) -> bool:
+    """Whether it matters over which links the stages and the groups of a plan talk. Where it does not, the
+    search has looked at all that does."""
+    if len({task.cost.boundary(link) for link in task.cluster.links}) > 1:
+        return True
+    shares = {stage.shares for _, _, stage in plan.walk()}
+    return any(
+        len({task.cost.group((1.0,) * len(each), each, link) for link in task.cluster.links}) > 1
+        for each in shares
+    )
+
+
+class _Swaps:
+    """One plan whose devices change places."""
+
+    def __init__(self, task: Task, plan: Plan) -> None:
+        self.task, self._given = task, plan
+        self.pipelines = list(plan.pipelines)
+        self.changed = False
+        memory = memory_by_device(plan, task.cost)
+        self._need = {
+            (p, s): tuple(memory[name] for name in stage.devices)
+            for p, pipeline in enumerate(self.pipelines)
+            for s, stage in enumerate(pipeline.stages)
+        }
+        self._spread = {place: len(set(map(node_of, self._devices(place)))) for place in self._need}
+        named = {node.name: node for node in task.cluster.nodes}
+        self._usable = {device.name: device for device in alive(task)}
+        self._kinds: dict[str, Kind] = {
+            name: (
+                rate_of(task.rates, name),
+                -device.memory,
+                device.node,
+                named[device.node].island_of(name),
+            )
+            for name, device in self._usable.items()
+        }
+        usable = dict.fromkeys(named, 0)
+        for device in self._usable.values():
+            usable[device.node] += 1
+        #: Nodes all of whose devices are normal, where groups have the pinned size.
+        self._normal = {
+            name
+            for name, node in named.items()
+            if usable[name] == len(node.devices) and all(self._kinds[d.name][0] <= 1 for d in node.devices)
+        }
+        self._groups: Groups = {}
+        self._costed = 0
+        self._seconds = self._of(self.pipelines)
+
+    def plan(self) -> Plan:
+        """The plan on the devices that its pipelines have now."""
+        return self._with(self.pipelines)
+
+    def run(self) -> None:
+        """Changes places until no change helps, or the limit is reached."""
+        for _ in range(CHANGES):
+            slowest = int(np.argmax(self._seconds))
+            listed = list(self._changes(slowest))
+            if not listed or self._costed >= COSTED:
+                return
+            found = self._best(listed, slowest)
+            if found is None:
+                return
+            self._make(found)
+
+    def _with(self, pipelines: Sequence[Pipeline]) -> Plan:
+        used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
+        away = {*self._given.carriers, *used}
+        idle = tuple(device.name for device in self.task.cluster.devices if device.name not in away)
+        return self._given.replace(strategies=(strategy(pipelines),), idle=idle)
+
+    # Costs.
+
+    def _of(self, pipelines: Sequence[Pipeline]) -> list[float]:
+        """Seconds of each pipeline. Those with as many stages and micro-batches are counted at once."""
+        task, found = self.task, [0.0] * len(pipelines)
+        self._costed += len(pipelines)
+        alike: dict[tuple[int, int], list[tuple[int, Times]]] = {}
+        for at, pipeline in enumerate(pipelines):
+            times = stage_times(pipeline, task.cluster, task.rates, task.cost, self._groups)
+            if task.steady:
+                found[at] = pipeline.micro_batches * float(times.charged.max())
+            else:
+                alike.setdefault((len(pipeline.stages), pipeline.micro_batches), []).append((at, times))
+        for (_, micro_batches), listed in alike.items():
+            together = Times(
+                forward=np.stack([times.forward for _, times in listed]),
+                backward=np.stack([times.backward for _, times in listed]),
+                boundary=np.stack([times.boundary for _, times in listed]),
+            )
+            seconds = task.cost.timing.seconds(together, micro_batches)
+            for (at, _), one in zip(listed, seconds, strict=True):
+                found[at] = float(one)
+        return found
+
+    def _after(self, change: Change) -> float:
+        """Seconds after the slowest pipeline."""
+        return after_seconds(self._with(self._after_change(change)), self.task.cluster, self.task.cost)
+
+    def _after_change(self, change: Change) -> list[Pipeline]:
+        made = list(self.pipelines)
+        for p in {p for p, _ in change}:
+            made[p] = self._changed(p, change)
+        return made
+
+    def _changed(self, p: int, change: Change) -> Pipeline:
+        """One pipeline after a change."""
+        pipeline = self.pipelines[p]
+        stages = tuple(
+            msgspec.structs.replace(stage, devices=change[p, s]) if (p, s) in change else stage
+            for s, stage in enumerate(pipeline.stages)
+        )
+        return msgspec.structs.replace(pipeline, stages=stages)
+
+    def _best(self, listed: Sequence[Change], slowest: int) -> Change | None:
+        """Of some changes that after which the slowest pipeline takes least; of equal ones the one after which
+        all do. None where no change leaves all that it concerns faster than the slowest is now."""
+        made: dict[Pipeline, int] = {}
+        parts = []
+        for change in listed:
+            concerned = sorted({p for p, _ in change})
+            parts.append([(p, made.setdefault(self._changed(p, change), len(made))) for p in concerned])
+        seconds = self._of(list(made))
+        limit, best, chosen = self._seconds[slowest] * (1 - EQUAL), None, None
+        ranked = sorted(range(len(self._seconds)), key=lambda p: -self._seconds[p])
+        for change, part in zip(listed, parts, strict=True):
+            now = [seconds[at] for _, at in part]
+            if max(now) >= limit:
+                continue
+            concerned = {p for p, _ in part}
+            others = next((self._seconds[p] for p in ranked if p not in concerned), 0.0)
+            value = max(others, *now), sum(now) - sum(self._seconds[p] for p in concerned)
+            if best is None or _less(value, best):
+                if self._brings(change) and self._after(change) > self._after({}) * (1 + EQUAL):
+                    continue
+                best, chosen = value, change
+        return chosen
+
+    def _brings(self, change: Change) -> bool:
+        """Whether a change takes idle devices."""
+        before = {name for place in change for name in self._devices(place)}
+        return any(name not in before for devices in change.values() for name in devices)
+
+    def _make(self, change: Change) -> None:
+        concerned = sorted({p for p, _ in change})
+        self.pipelines = self._after_change(change)
+        for p, seconds in zip(concerned, self._of([self.pipelines[p] for p in concerned]), strict=True):
+            self._seconds[p] = seconds
+        self.changed = True
+
+    # Changes.
+
+    def _changes(self, p: int) -> Iterator[Change]:
+        """What may change of a pipeline, each that looks the same once."""
+        idle, others = self._idle(), self._unlike(p)
+        for s in range(len(self.pipelines[p].stages)):
+            here = (p, s)
+            for later in range(s + 1, len(self.pipelines[p].stages)):
+                yield from self._exchanged(here, (p, later))
+            for q in others:
+                for t in range(len(self.pipelines[q].stages)):
+                    yield from self._exchanged(here, (q, t))
+            yield from self._replaced(here, idle)
+        if len(self.task.cluster.nodes) <= NODES:
+            yield from self._nodes(p)
+            yield from self._by_name()
+
+    def _unlike(self, p: int) -> list[int]:
+        """The other pipelines, of those that look the same beside this one the first."""
+        mine, seen = self.pipelines[p], dict[tuple[Signature, int, int], int]()
+        for q, other in enumerate(self.pipelines):
+            if q != p:
+                key = pipeline_signature(self.task, (*mine.stages, *other.stages))
+                seen.setdefault((key, len(other.stages), other.micro_batches), q)
+        return list(seen.values())
+
+    def _exchanged(self, here: Place, there: Place) -> Iterator[Change]:
+        """Two stages that exchange their devices, or one device each."""
+        mine, theirs = self._devices(here), self._devices(there)
+        if len(mine) == len(theirs):
+            yield from self._change({here: theirs, there: mine})
+        if len(mine) == len(theirs) == 1:
+            return
+        for x in self._distinct(mine):
+            for y in self._distinct(theirs):
+                if self._kinds[x] != self._kinds[y]:
+                    yield from self._change({here: _put(mine, x, y), there: _put(theirs, y, x)})
+
+    def _replaced(self, here: Place, idle: Sequence[str]) -> Iterator[Change]:
+        """A stage with idle devices: one of them, or those of one node, the fastest."""
+        mine = self._devices(here)
+        for y in self._distinct(idle):
+            for x in self._distinct(mine):
+                if self._kinds[x] != self._kinds[y]:
+                    yield from self._change({here: _put(mine, x, y)})
+        by_node: dict[str, list[str]] = {}
+        by_island: dict[tuple[str, int], list[str]] = {}
+        for name in idle if len(mine) > 1 else ():
+            by_node.setdefault(node_of(name), []).append(name)
+            by_island.setdefault(self._kinds[name][2:], []).append(name)
+        for names in dict.fromkeys(tuple(names) for names in (*by_node.values(), *by_island.values())):
+            if len(names) >= len(mine):
+                yield from self._change({here: tuple(sorted(names, key=self._rank))[: len(mine)]})
+
+    def _nodes(self, p: int) -> Iterator[Change]:
+        """All that a node of this pipeline holds, and what another node holds, exchanged: devices in the order
+        of their names, and the fastest first."""
+        used = {name for place in self._need for name in self._devices(place)}
+        for ranked in (by_name, self._rank):
+            held: dict[str, list[str]] = {}
+            for name in sorted({*self._idle(), *used}, key=ranked):
+                held.setdefault(node_of(name), []).append(name)
+            yield from self._node_pairs(p, held, used)
+
+    def _node_pairs(self, p: int, held: Mapping[str, Sequence[str]], used: Collection[str]) -> Iterator[Change]:
+        own = {node_of(name) for stage in self.pipelines[p].stages for name in stage.devices}
+        for a, b in combinations(held, 2):
+            if a not in own and b not in own:
+                continue
+            names: dict[str, str] = {}
+            for one, two in ((held[a], held[b]), (held[b], held[a])):
+                names |= dict(zip((name for name in one if name in used), two, strict=False))
+            moving = [name for name in (*held[a], *held[b]) if name in used]
+            if len(names) < len(moving):
+                continue
+            change = {
+                place: tuple(names.get(name, name) for name in self._devices(place))
+                for place in self._need
+                if any(name in names for name in self._devices(place))
+            }
+            yield from self._change(change)
+
+    def _by_name(self) -> Iterator[Change]:
+        """All devices in their order, and with nodes that a level joins next to each other: dealt stage by
+        stage of all pipelines, and pipeline by pipeline."""
+        used = {name for place in self._need for name in self._devices(place)}
+        for nodes in dict.fromkeys((self.task.cluster.nodes, self.task.cluster.joined)):
+            names = [name for node in nodes for name in sorted((d.name for d in node.devices), key=by_name)]
+            for places in (sorted(self._need, key=lambda place: place[::-1]), sorted(self._need)):
+                rest = (name for name in names if name in used)
+                yield from self._change(
+                    {place: tuple(islice(rest, len(self._devices(place)))) for place in places}
+                )
+
+    def _change(self, change: Change) -> Iterator[Change]:
+        """The change with each stage's largest shares on its fastest devices, if it may be."""
+        made = {}
+        for place, devices in change.items():
+            p, s = place
+            shares, need = self.pipelines[p].stages[s].shares, self._need[place]
+            nodes = set(map(node_of, devices))
+            if len(nodes) > self._spread[place] or not self._pinned(len(devices), nodes):
+                return
+            ranked = sorted(devices, key=self._rank)
+            seats = sorted(range(len(shares)), key=lambda i: -shares[i])
+            seated = dict(zip(seats, ranked, strict=True))
+            made[place] = tuple(seated[i] for i in range(len(shares)))
+            memory = self.task.cluster.memory
+            if any(size > memory[name] for name, size in zip(made[place], need, strict=True)):
+                return
+        yield made
+
+    def _pinned(self, width: int, nodes: Iterable[str]) -> bool:
+        return self.task.fixed_tp in (None, width) or not self._normal.issuperset(nodes)
+
+    def _idle(self) -> list[str]:
+        used = {name for place in self._need for name in self._devices(place)}
+        used.update(self._given.carriers)
+        return [name for name in self._usable if name not in used]
+
+    def _devices(self, place: Place) -> tuple[str, ...]:
+        p, s = place
+        return self.pipelines[p].stages[s].devices
+
+    def _rank(self, name: str) -> tuple[float, int, tuple[str, int]]:
+        """Fast devices first, then those with more memory."""
+        return (*self._kinds[name][:2], by_name(name))
+
+    def _distinct(self, names: Iterable[str]) -> list[str]:
+        """A device of each kind."""
+        found: dict[Kind, str] = {}
+        for name in names:
+            found.setdefault(self._kinds[name], name)
+        return list(found.values())
+
+
+def _put(devices: Sequence[str], old: str, new: str) -> tuple[str, ...]:
+    return tuple(new if name == old else name for name in devices)
+
+
+def _less(one: tuple[float, float], two: tuple[float, float]) -> bool:
+    """Whether one value is below another by more than rounding."""
+    if abs(one[0] - two[0]) > EQUAL * abs(two[0]):
+        return one[0] < two[0]
+    return one[1] < two[1] - EQUAL * abs(two[0])
