@@ -187,6 +187,10 @@ def steady_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) 
 
 def after_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> float:
     """Seconds of a plan's step after its slowest pipeline."""
-    pipelines = plan.by_lane
-    fewest, depth = min((sum(len(stage.devices) for stage in p.stages), len(p.stages)) for p in pipelines)
-    return cost.under(plan).after(len(pipelines), fewest, cluster.reach(plan.members), depth)
+    fewest, depth = smallest(plan)
+    return cost.under(plan).after(len(plan.by_lane), fewest, cluster.reach(plan.members), depth)
+
+
+def smallest(plan: Plan) -> tuple[int, int]:
+    """Devices and stages of a plan's smallest pipeline."""
+    return min((sum(len(stage.devices) for stage in p.stages), len(p.stages)) for p in plan.by_lane)

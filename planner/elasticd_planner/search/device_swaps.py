@@ -3,12 +3,14 @@
 The search counts devices by class and all boundaries between nodes alike, and deals groups to pipelines by
 what they compute. Which pipeline a group is in, and next to which group, decides which links are crossed. Here
 the shape stays: groups, their shares, layers and micro-batches. Devices change places while that makes the
-slowest pipeline faster and no other as slow as it was, under the exact time:
+slowest pipeline faster and no other as slow as it was, or the step faster, under the exact time:
 
 - two TP groups of one size, of one pipeline or of two;
 - two devices of different groups;
 - a device for an idle one, a group for idle devices of one node;
-- on few nodes, all that two nodes hold, and all devices, dealt by name.
+- on few nodes, all that two nodes hold; all that one holds for idle devices of another, or all that some hold
+  for idle devices of one or of those that a level joins, which may bring all members nearer to each other; and
+  all devices, dealt by name.
 
 A TP group keeps to a node where it did before, and each device has the memory that its new place needs.
 Pipelines that look the same beside the slowest one are tried once, and there is a limit of pipelines that are
@@ -17,20 +19,21 @@ costed, so that large plans take little time. Deterministic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations, islice
+from itertools import combinations, islice, product
 
 import msgspec
 import numpy as np
 
 from elasticd_planner.cost.memory import memory_by_device
-from elasticd_planner.cost.model import Groups, after_seconds, stage_times
+from elasticd_planner.cost.model import Groups, smallest, stage_times
 from elasticd_planner.cost.pipeline_time import Times
 from elasticd_planner.grouping.tp_groups import by_name
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import strategy
 from elasticd_planner.search.task import Signature, Task, alive, pipeline_signature
-from elasticd_planner.spec.cluster import node_of, rate_of
+from elasticd_planner.spec.cluster import Link, node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan
 
 #: Changes made at most, and pipelines costed for all of them.
@@ -112,6 +115,11 @@ class _Swaps:
         self._groups: Groups = {}
         self._costed = 0
         self._seconds = self._of(self.pipelines)
+        self._cost = task.cost.under(plan)
+        self._nodes_used = len(set(map(node_of, plan.members)))
+        self._fewest, self._depth = smallest(plan)
+        self._after_by: dict[Link, float] = {}
+        self._spent_after = self._after({})
 
     def plan(self) -> Plan:
         """The plan on the devices that its pipelines have now."""
@@ -121,13 +129,12 @@ class _Swaps:
         """Changes places until no change helps, or the limit is reached."""
         for _ in range(CHANGES):
             slowest = int(np.argmax(self._seconds))
-            listed = list(self._changes(slowest))
-            if not listed or self._costed >= COSTED:
-                return
-            found = self._best(listed, slowest)
+            found = self._best(list(self._changes(slowest)), slowest)
             if found is None:
                 return
             self._make(found)
+            if self._costed >= COSTED:
+                return
 
     def _with(self, pipelines: Sequence[Pipeline]) -> Plan:
         used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
@@ -160,8 +167,18 @@ class _Swaps:
         return found
 
     def _after(self, change: Change) -> float:
-        """Seconds after the slowest pipeline."""
-        return after_seconds(self._with(self._after_change(change)), self.task.cluster, self.task.cost)
+        """Seconds after the slowest pipeline; inf where replicas would be on fewer nodes than they were."""
+        members = {
+            *self._given.carriers,
+            *(name for place in self._need for name in change.get(place, self._devices(place))),
+        }
+        replicas, nodes = self._given.state.replicas or 0, self._nodes_used
+        if len(set(map(node_of, members))) < min(replicas, nodes):
+            return math.inf
+        link = self.task.cluster.reach(sorted(members))
+        if link not in self._after_by:
+            self._after_by[link] = self._cost.after(len(self.pipelines), self._fewest, link, self._depth)
+        return self._after_by[link]
 
     def _after_change(self, change: Change) -> list[Pipeline]:
         made = list(self.pipelines)
@@ -179,8 +196,9 @@ class _Swaps:
         return msgspec.structs.replace(pipeline, stages=stages)
 
     def _best(self, listed: Sequence[Change], slowest: int) -> Change | None:
-        """Of some changes that after which the slowest pipeline takes least; of equal ones the one after which
-        all do. None where no change leaves all that it concerns faster than the slowest is now."""
+        """Of some changes the one after which the step takes least; of equal ones the one after which all
+        pipelines together do. None where no change makes the step faster, nor the slowest pipeline with all
+        others that it concerns."""
         made: dict[Pipeline, int] = {}
         parts = []
         for change in listed:
@@ -188,17 +206,18 @@ class _Swaps:
             parts.append([(p, made.setdefault(self._changed(p, change), len(made))) for p in concerned])
         seconds = self._of(list(made))
         limit, best, chosen = self._seconds[slowest] * (1 - EQUAL), None, None
+        step = self._seconds[slowest] + self._spent_after
         ranked = sorted(range(len(self._seconds)), key=lambda p: -self._seconds[p])
         for change, part in zip(listed, parts, strict=True):
             now = [seconds[at] for _, at in part]
-            if max(now) >= limit:
-                continue
+            after = self._after(change) if self._brings(change) else self._spent_after
             concerned = {p for p, _ in part}
-            others = next((self._seconds[p] for p in ranked if p not in concerned), 0.0)
-            value = max(others, *now), sum(now) - sum(self._seconds[p] for p in concerned)
+            longest = max(next((self._seconds[p] for p in ranked if p not in concerned), 0.0), *now)
+            faster = max(now) < limit if slowest in concerned else False
+            if not (faster and after <= self._spent_after) and longest + after >= step * (1 - EQUAL):
+                continue
+            value = longest + after, sum(now) - sum(self._seconds[p] for p in concerned)
             if best is None or _less(value, best):
-                if self._brings(change) and self._after(change) > self._after({}) * (1 + EQUAL):
-                    continue
                 best, chosen = value, change
         return chosen
 
@@ -212,6 +231,7 @@ class _Swaps:
         self.pipelines = self._after_change(change)
         for p, seconds in zip(concerned, self._of([self.pipelines[p] for p in concerned]), strict=True):
             self._seconds[p] = seconds
+        self._spent_after = self._after({})
         self.changed = True
 
     # Changes.
@@ -229,6 +249,8 @@ class _Swaps:
             yield from self._replaced(here, idle)
         if len(self.task.cluster.nodes) <= NODES:
             yield from self._nodes(p)
+            yield from self._emptied()
+            yield from self._gathered()
             yield from self._by_name()
 
     def _unlike(self, p: int) -> list[int]:
@@ -295,6 +317,40 @@ class _Swaps:
                 if any(name in names for name in self._devices(place))
             }
             yield from self._change(change)
+
+    def _emptied(self) -> Iterator[Change]:
+        """All that a node holds, on idle devices of another, the fastest first."""
+        used: dict[str, list[Place]] = {}
+        for place in self._need:
+            for node in dict.fromkeys(map(node_of, self._devices(place))):
+                used.setdefault(node, []).append(place)
+        free: dict[str, list[str]] = {}
+        for name in sorted(self._idle(), key=self._rank):
+            free.setdefault(node_of(name), []).append(name)
+        for (a, places), (b, idle) in product(used.items(), free.items()):
+            leaving = [name for place in places for name in self._devices(place) if node_of(name) == a]
+            if a != b and len(leaving) <= len(idle):
+                names = dict(zip(sorted(leaving, key=self._rank), idle, strict=False))
+                yield from self._change(
+                    {place: tuple(names.get(name, name) for name in self._devices(place)) for place in places}
+                )
+
+    def _gathered(self) -> Iterator[Change]:
+        """All groups in one node, or in nodes that a level joins, on idle devices there, wide groups first."""
+        idle = sorted(self._idle(), key=self._rank)
+        joined = [group for level in self.task.cluster.levels for group in level.groups]
+        for nodes in [*([node.name] for node in self.task.cluster.nodes), *joined]:
+            free = {node: [name for name in idle if node_of(name) == node] for node in nodes}
+            away = [place for place in self._need if not set(map(node_of, self._devices(place))) <= free.keys()]
+            change = {}
+            for place in sorted(away, key=lambda place: -len(self._devices(place))):
+                width = len(self._devices(place))
+                node = max(nodes, key=lambda node: len(free[node]))
+                if len(free[node]) < width:
+                    break
+                change[place], free[node] = tuple(free[node][:width]), free[node][width:]
+            if change and len(change) == len(away):
+                yield from self._change(change)
 
     def _by_name(self) -> Iterator[Change]:
         """All devices in their order, and with nodes that a level joins next to each other: dealt stage by
