@@ -15,7 +15,7 @@ from elasticd_planner.search.lanes import apart
 from elasticd_planner.search.options import setting_of, task_of
 from elasticd_planner.search.task import Task
 from elasticd_planner.spec.cluster import Cluster, Level, Link, Rates
-from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.plan import Plan, StatePolicy
 from msgspec import structs
 
 from tests import sizes
@@ -107,7 +107,10 @@ def test_the_largest_share_goes_to_the_fastest_device() -> None:
     made = plan((4, [(2, ["n0/0", "n0/1"], [6, 2]), (2, ["n1/0", "n1/1"], [6, 2])]))
     found = improved(job, made)
     assert found is not None
-    assert found.pipelines[0].stages[1].devices == ("n1/1", "n1/0")
+    assert [stage.devices for stage in found.pipelines[0].stages] in (
+        [("n0/0", "n0/1"), ("n1/1", "n1/0")],
+        [("n1/1", "n1/0"), ("n0/0", "n0/1")],
+    )
 
 
 def test_where_all_links_cost_alike_a_plan_stays_where_it_is() -> None:
@@ -146,12 +149,34 @@ def test_a_pinned_size_holds_on_nodes_of_normal_devices() -> None:
     assert improved(structs.replace(job, rates={}), plan((4, one), idle=("n0/1",))) is None
 
 
-def test_carriers_of_state_stay_where_they_are() -> None:
-    job = problem(14)
-    found = planner.plan(job).plan
+def test_devices_that_carry_state_take_no_place() -> None:
+    job = given(cluster(4, 2), {"n0/0": 8.0})
+    made = plan((4, pairs("n0", "n0+")), idle=("n1/0", "n1/1"))
+    found = improved(job, made)
     assert found is not None
-    assert found.carriers
-    assert not set(found.carriers) & set(found.places)
+    assert nodes_of(found.members) == {"n0", "n1"}
+    state = StatePolicy(zero=1, replicas=2)
+    carried = made.replace(idle=(), carriers=made.idle, state=state)
+    job = structs.replace(job, search_space=SearchSpace(states=(state,)))
+    assert improved(job, carried) is None
+
+
+def test_members_that_need_not_be_on_two_nodes_reduce_inside_one() -> None:
+    job = given(cluster(4, 2))
+    made = plan((2, pairs("n0")), (2, pairs("n1")), idle=("n0/2", "n0/3"))
+    found = improved(job, made)
+    assert found is not None
+    assert nodes_of(found.members) == {"n0"}
+
+
+def test_members_on_many_nodes_gather_in_one_rack() -> None:
+    rack = Level(name="rack", link=Link(bandwidth=1e10, latency=1e-5), groups=(("n0", "n1"), ("n2", "n3")))
+    job = given(structs.replace(cluster(4, 4, 2, 2), levels=(rack,)))
+    idle = ("n0/2", "n0/3", "n1/2", "n1/3")
+    made = plan((1, pairs("n0")), (1, pairs("n2")), (1, pairs("n1")), (1, pairs("n3")), idle=idle)
+    found = improved(job, made)
+    assert found is not None
+    assert nodes_of(found.members) == {"n0", "n1"}
 
 
 @pytest.mark.parametrize("seed", sizes.beside([14, 46, 58], range(10, 60)))

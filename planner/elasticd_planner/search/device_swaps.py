@@ -6,6 +6,7 @@ the shape stays: groups, their shares, layers and micro-batches. Devices change 
 slowest pipeline faster and no other as slow as it was, or the step faster, under the exact time:
 
 - two TP groups of one size, of one pipeline or of two;
+- a group and those after it, up to where another one leaves;
 - two devices of different groups;
 - a device for an idle one, a group for idle devices of one node;
 - on few nodes, all that two nodes hold; all that one holds for idle devices of another, or all that some hold
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations, islice, product
+from itertools import combinations, islice, permutations, product
 
 import msgspec
 import numpy as np
@@ -41,6 +42,9 @@ CHANGES, COSTED = 100, 5_000
 
 #: Whole nodes are exchanged, and all devices dealt, in clusters of so many nodes at most.
 NODES = 16
+
+#: Groups move within pipelines of so many stages at most.
+MOVED = 8
 
 #: A stage by its pipeline and its position there.
 Place = tuple[int, int]
@@ -247,6 +251,7 @@ class _Swaps:
                 for t in range(len(self.pipelines[q].stages)):
                     yield from self._exchanged(here, (q, t))
             yield from self._replaced(here, idle)
+        yield from self._moved(p, idle, others)
         if len(self.task.cluster.nodes) <= NODES:
             yield from self._nodes(p)
             yield from self._emptied()
@@ -281,14 +286,43 @@ class _Swaps:
             for x in self._distinct(mine):
                 if self._kinds[x] != self._kinds[y]:
                     yield from self._change({here: _put(mine, x, y)})
-        by_node: dict[str, list[str]] = {}
-        by_island: dict[tuple[str, int], list[str]] = {}
-        for name in idle if len(mine) > 1 else ():
-            by_node.setdefault(node_of(name), []).append(name)
-            by_island.setdefault(self._kinds[name][2:], []).append(name)
-        for names in dict.fromkeys(tuple(names) for names in (*by_node.values(), *by_island.values())):
-            if len(names) >= len(mine):
-                yield from self._change({here: tuple(sorted(names, key=self._rank))[: len(mine)]})
+        for group in self._idle_groups(idle, len(mine)) if len(mine) > 1 else ():
+            yield from self._change({here: group})
+
+    def _idle_groups(self, idle: Sequence[str], width: int) -> list[tuple[str, ...]]:
+        """The fastest idle devices of each node and of each island, where there are so many."""
+        held: dict[tuple[object, ...], list[str]] = {}
+        for name in idle:
+            *_, node, island = self._kinds[name]
+            held.setdefault((node,), []).append(name)
+            held.setdefault((node, island), []).append(name)
+        found = (tuple(sorted(names, key=self._rank)[:width]) for names in held.values() if len(names) >= width)
+        return list(dict.fromkeys(found))
+
+    def _moved(self, p: int, idle: Sequence[str], others: Sequence[int]) -> Iterator[Change]:
+        """A group of a short pipeline moves to another place in it, and those between move up; or one from
+        elsewhere comes in there, and the one at the other end leaves for where it came from."""
+        stages = self.pipelines[p].stages
+        if len(stages) > MOVED:
+            return
+        for width in dict.fromkeys(len(stage.devices) for stage in stages):
+            own = [(p, s) for s, stage in enumerate(stages) if len(stage.devices) == width]
+            came: list[tuple[Place | None, tuple[str, ...]]] = [
+                (None, group) for group in self._idle_groups(idle, width)
+            ]
+            for q in others:
+                places = [(q, t) for t in range(len(self.pipelines[q].stages))]
+                came += [
+                    (there, self._devices(there)) for there in places if len(self._devices(there)) == width
+                ]
+            for i, j in permutations(range(len(own)), 2):
+                step = 1 if i < j else -1
+                shifted = {own[k + step]: self._devices(own[k]) for k in range(i, j, step)}
+                left = self._devices(own[j])
+                yield from self._change({**shifted, own[i]: left})
+                for there, group in came:
+                    back = {there: left} if there is not None else {}
+                    yield from self._change({**shifted, own[i]: group, **back})
 
     def _nodes(self, p: int) -> Iterator[Change]:
         """All that a node of this pipeline holds, and what another node holds, exchanged: devices in the order
