@@ -43,8 +43,11 @@ CHANGES, COSTED = 100, 5_000
 #: Whole nodes are exchanged, and all devices dealt, in clusters of so many nodes at most.
 NODES = 16
 
-#: Groups move within pipelines of so many stages at most.
-MOVED = 8
+#: Changes looked at in all, whether they may be or not.
+LOOKED = 60_000
+
+#: Groups move within pipelines of so many stages at most, and between pipelines in plans of so many groups.
+MOVED, MOVED_BETWEEN = 8, 32
 
 #: A stage by its pipeline and its position there.
 Place = tuple[int, int]
@@ -117,7 +120,7 @@ class _Swaps:
             if usable[name] == len(node.devices) and all(self._kinds[d.name][0] <= 1 for d in node.devices)
         }
         self._groups: Groups = {}
-        self._costed = 0
+        self._costed = self._looked = 0
         self._seconds = self._of(self.pipelines)
         self._cost = task.cost.under(plan)
         self._nodes_used = len(set(map(node_of, plan.members)))
@@ -137,7 +140,7 @@ class _Swaps:
             if found is None:
                 return
             self._make(found)
-            if self._costed >= COSTED:
+            if self._costed >= COSTED or self._looked >= LOOKED:
                 return
 
     def _with(self, pipelines: Sequence[Pipeline]) -> Plan:
@@ -217,8 +220,8 @@ class _Swaps:
             after = self._after(change) if self._brings(change) else self._spent_after
             concerned = {p for p, _ in part}
             longest = max(next((self._seconds[p] for p in ranked if p not in concerned), 0.0), *now)
-            faster = max(now) < limit if slowest in concerned else False
-            if not (faster and after <= self._spent_after) and longest + after >= step * (1 - EQUAL):
+            relieved = slowest in concerned and max(now) < limit and after <= self._spent_after
+            if not relieved and longest + after >= step * (1 - EQUAL):
                 continue
             value = longest + after, sum(now) - sum(self._seconds[p] for p in concerned)
             if best is None or _less(value, best):
@@ -272,12 +275,16 @@ class _Swaps:
         mine, theirs = self._devices(here), self._devices(there)
         if len(mine) == len(theirs):
             yield from self._change({here: theirs, there: mine})
-        if len(mine) == len(theirs) == 1:
+        narrow = min(len(mine), len(theirs)) == 1
+        if len(mine) == len(theirs) == 1 or not (narrow or self._share_a_node(here, there)):
             return
         for x in self._distinct(mine):
             for y in self._distinct(theirs):
                 if self._kinds[x] != self._kinds[y]:
                     yield from self._change({here: _put(mine, x, y), there: _put(theirs, y, x)})
+
+    def _share_a_node(self, here: Place, there: Place) -> bool:
+        return not {*map(node_of, self._devices(here))}.isdisjoint(map(node_of, self._devices(there)))
 
     def _replaced(self, here: Place, idle: Sequence[str]) -> Iterator[Change]:
         """A stage with idle devices: one of them, or those of one node, the fastest."""
@@ -310,7 +317,7 @@ class _Swaps:
             came: list[tuple[Place | None, tuple[str, ...]]] = [
                 (None, group) for group in self._idle_groups(idle, width)
             ]
-            for q in others:
+            for q in others if len(self._need) <= MOVED_BETWEEN else ():
                 places = [(q, t) for t in range(len(self.pipelines[q].stages))]
                 came += [
                     (there, self._devices(there)) for there in places if len(self._devices(there)) == width
@@ -400,6 +407,7 @@ class _Swaps:
 
     def _change(self, change: Change) -> Iterator[Change]:
         """The change with each stage's largest shares on its fastest devices, if it may be."""
+        self._looked += 1
         made = {}
         for place, devices in change.items():
             p, s = place
