@@ -13,6 +13,7 @@ from msgspec import structs
 from tests import sizes
 from tests.planner.drawn_topologies import (
     in_order,
+    inside_first,
     judged,
     mapped,
     nodes_of,
@@ -23,12 +24,25 @@ from tests.planner.drawn_topologies import (
 )
 from tests.planner.models import cluster
 
+#: Where other orders of devices were faster than the planner's: groups were in the wrong one of two pipelines
+#: (46), members on two nodes though one has room (64, 98), a slow boundary early in a pipeline (125).
+BEATEN = (46, 64, 98, 125)
 
-@pytest.mark.parametrize("seed", sizes.beside([56, 58, 62, 64], range(50, 98)))
+
+@pytest.mark.parametrize("seed", sizes.beside([58, *BEATEN], sorted({*BEATEN, *range(50, 98)})))
 def test_a_tp_group_crosses_no_node_where_one_fits_and_no_other_order_of_devices_is_faster(seed: int) -> None:
     found = placed(seed)
     assert not found.across or found.must
-    assert found.seconds <= min(found.naive, found.drawn) * (1 + 1e-9)
+    assert found.beaten <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("seed", [65, 80])
+def test_a_group_keeps_to_a_node_even_where_the_network_is_as_quick_as_the_nodes_own_link(seed: int) -> None:
+    assert not inside_first(problem(seed).cluster)
+    found = placed(seed)
+    assert not found.across
+    assert found.other < found.seconds
+    assert found.beaten <= 1 + 1e-9
 
 
 def test_where_a_group_is_more_than_a_node_it_crosses() -> None:

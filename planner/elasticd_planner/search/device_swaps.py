@@ -209,8 +209,8 @@ class _Swaps:
         made: dict[Pipeline, int] = {}
         parts = []
         for change in listed:
-            concerned = sorted({p for p, _ in change})
-            parts.append([(p, made.setdefault(self._changed(p, change), len(made))) for p in concerned])
+            touched = sorted({p for p, _ in change})
+            parts.append([(p, made.setdefault(self._changed(p, change), len(made))) for p in touched])
         seconds = self._of(list(made))
         limit, best, chosen = self._seconds[slowest] * (1 - EQUAL), None, None
         step = self._seconds[slowest] + self._spent_after
