@@ -240,7 +240,8 @@ class Planner:
         )
 
     def swapped(self, chosen: Plan) -> Plan:
-        """The chosen plan's shape on the devices that make it faster than the tolerance is, else as it is."""
+        """The chosen plan on other devices where its step is faster there, with a current plan by more than the
+        tolerance; else as it is."""
         pipelines = swapped(self.task, chosen)
         if pipelines is None:
             return chosen
