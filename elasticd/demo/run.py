@@ -13,7 +13,7 @@ from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord, Pacing
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo import story
-from elasticd.demo.cluster import LEDGER, PLAIN_LEDGER, DemoCluster
+from elasticd.demo.cluster import LEDGER, PLAIN_LEDGER, DemoCluster, gpus_of
 from elasticd.demo.progress import DemoProgress
 from elasticd.demo.record import DemoRecord, read_ledger
 from elasticd.demo.scenario import JOB, DemoError, DemoScenario
@@ -87,6 +87,7 @@ def run(scenario: DemoScenario, folders: Folders, console: Console) -> DemoRecor
     for package in ("matplotlib", "torch"):  # the extra that has the first brings both
         need(package, "the demo")
     folders.prepare()
+    computes_on = gpus_of(scenario.nodes)
     processes = Processes(folders.logs)
     with (
         tempfile.TemporaryDirectory(prefix="elasticd-demo-") as sockets,
@@ -95,8 +96,12 @@ def run(scenario: DemoScenario, folders: Folders, console: Console) -> DemoRecor
         DemoProgress(console, scenario) as progress,
     ):
         progress.say("starting etcd, one coordinator and two agents")
-        with DemoCluster(scenario, processes, folders.logs, Path(sockets)) as cluster:
-            progress.say("starting two torchruns with two workers each; their devices are emulated")
+        with DemoCluster(scenario, processes, folders.logs, Path(sockets), computes_on) as cluster:
+            on = ", ".join(dict.fromkeys(computes_on.values())) or "the CPU"
+            progress.say(
+                f"starting two torchruns with two workers each; they compute on {on}, at the speed of emulated "
+                "devices"
+            )
             cluster.start_job()
             return _follow(cluster, processes, progress)
 

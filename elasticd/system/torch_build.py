@@ -13,6 +13,9 @@ from elasticd_planner.value import Value
 
 #: The device that workers are to compute on, where the script does not say: "cpu", "cuda" or "cuda:1".
 DEVICE_VARIABLE = "ELASTICD_DEVICE"
+#: Queues between the host and a GPU. Each communicator launches on a stream of its own, and a stream that
+#: shares a queue waits for the other one's kernels, which may wait for it at a peer. CUDA reads it once.
+CONNECTIONS_VARIABLE, CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 32
 #: One of these is there where a driver of GPUs that torch calls CUDA is: NVIDIA's (three, one of them of Linux
 #: under Windows), AMD's.
 DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1", "/dev/kfd")

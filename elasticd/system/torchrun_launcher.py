@@ -95,7 +95,8 @@ def environment(what: Launch, index: int, ours: Mapping[str, str]) -> dict[str, 
     found = {**ours, SLOT_VARIABLE: str(slots(what)[index])}
     if what.gpus:
         # The agent's order is NVML's. CUDA's own default puts the fastest GPU first.
-        found = {_ORDER_VARIABLE: "PCI_BUS_ID", **found, GPUS_VARIABLE: what.gpus[index]}
+        queues = {torch_build.CONNECTIONS_VARIABLE: str(torch_build.CONNECTIONS)}
+        found = {_ORDER_VARIABLE: "PCI_BUS_ID", **queues, **found, GPUS_VARIABLE: what.gpus[index]}
     if what.devices > 1:
         found = {THREADS_VARIABLE: "1", **found}
     return found

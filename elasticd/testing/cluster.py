@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self, TypeVar
@@ -42,6 +42,7 @@ class Cluster:
         coordinators: how many are started; one of them leads.
         separate: whether each node is in a network namespace of its own, so that the data network between two
             nodes can be cut in silence (root alone).
+        computes_on: the device of a node's workers, as "cuda:1"; of others it is the CPU.
     """
 
     configuration: Path  # the file of `configured`
@@ -59,11 +60,13 @@ class Cluster:
         *,
         coordinators: int = 1,
         separate: bool = False,
+        computes_on: Mapping[str, str] | None = None,
     ) -> None:
         self.nodes, self.folder, self.configuration = tuple(nodes), folder, folder / "cluster.toml"
         self.seen, self.spaces = [], None
         self._processes, self._sockets, self._configured = processes, sockets, configured
         self._count, self._separate = coordinators, separate
+        self._computes_on = computes_on or {}
         self._host = "127.0.0.1"
         self._exits = ExitStack()
         self._starts: Counter[str] = Counter()
@@ -188,4 +191,7 @@ class Cluster:
         idle: it runs when nobody else wants the cores."""
         within = self.spaces.within(node) if self.spaces is not None and node else ()
         command = [*within, sys.executable, *arguments]
-        return self._processes.start(name, command, environment=_ENVIRONMENT, idle=idle)
+        environment = dict(_ENVIRONMENT)
+        if node in self._computes_on:
+            environment[DEVICE_VARIABLE] = self._computes_on[node]
+        return self._processes.start(name, command, environment=environment, idle=idle)

@@ -44,7 +44,9 @@ def test_each_torchrun_has_one_gpu_and_is_the_device_of_the_node_that_this_gpu_i
         SLOT_VARIABLE: "6",
         THREADS_VARIABLE: "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     }
+    assert environment(job("46"), 1, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"})["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
     named = ("GPU-aa", "GPU-bb")
     assert [environment(job(named), index, {})[SLOT_VARIABLE] for index in range(2)] == ["0", "1"]
     assert environment(job(named), 1, {})[GPUS_VARIABLE] == "GPU-bb"

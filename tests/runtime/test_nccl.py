@@ -18,9 +18,10 @@ from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm import communicators, nccl
 from elasticd.runtime.comm.communicators import GlooCommunicators, agreed
 from elasticd.runtime.comm.in_memory import run_threads
-from elasticd.runtime.comm.nccl import CONNECTIONS, NcclLibrary, NotUsable
+from elasticd.runtime.comm.nccl import NcclLibrary, NotUsable
+from elasticd.system.torch_build import CONNECTIONS_VARIABLE
 
-FINE = dict(nccl.SETTINGS, **{CONNECTIONS: "32"})
+FINE = dict(nccl.SETTINGS, **{CONNECTIONS_VARIABLE: "32"})
 
 
 class Recorded:
@@ -117,7 +118,7 @@ def test_all_are_aborted_side_by_side_though_one_waits_for_another() -> None:
             "BLOCKING_WAIT is 0, and elasticd needs 1",
         ),
         ((2, 27, 5), 24, nccl.SETTINGS, [], "CUDA_DEVICE_MAX_CONNECTIONS is 8, and this plan has 24 comm"),
-        ((2, 27, 5), 3, FINE | {CONNECTIONS: "1"}, [], "export CUDA_DEVICE_MAX_CONNECTIONS=32 before"),
+        ((2, 27, 5), 3, FINE | {CONNECTIONS_VARIABLE: "1"}, [], "export CUDA_DEVICE_MAX_CONNECTIONS=32 before"),
         ((2, 27, 5), 3, FINE, ["ProcessGroupNCCL.abort"], "lacks ProcessGroupNCCL.abort"),
     ],
 )

@@ -25,6 +25,7 @@ from elasticd.runtime.api.train_loop import Loop, Next
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.saver import Saver
 from elasticd.runtime.comm.all_reduce_probe import Rehearser, plan_groups_of
+from elasticd.runtime.comm.communicators import settle
 from elasticd.runtime.control import parent_death
 from elasticd.runtime.control.agent_client import AgentKeyValue, Control
 from elasticd.runtime.control.sigterm import NOTICE, PreemptionNotice
@@ -144,6 +145,7 @@ class Job(RankInfo):
             )
             groups = with_old_keywords(groups, old)
             accelerator = self._accelerator_of(groups.parallelism.device)
+            settle(accelerator)
             accelerator.use()
             self._recipe = Recipe(
                 model=model,

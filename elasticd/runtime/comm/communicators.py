@@ -11,6 +11,7 @@ library `nccl` is.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -242,3 +243,14 @@ def agreed(everyone: Group, accelerator: Accelerator) -> Connect:
     word = zlib.crc32(mine.encode()) if mine in BY_DEVICE else 0
     words = everyone.all_gather(torch.tensor([word]))
     return BY_DEVICE[mine] if word and bool((words == word).all()) else GlooCommunicators
+
+
+def settle(accelerator: Accelerator) -> None:
+    """Before a device is used: sets what its library wants in the environment.
+
+    Raises:
+        RuntimeError: the library cannot be used so, with the remedy.
+    """
+    if accelerator.device.type == "cuda" and nccl.available() and not accelerator.shared:
+        nccl.settle_environment()
+        nccl.check(nccl.version(), 0, os.environ, nccl.missing())

@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Store
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.device_communicators import Communicator, DeviceCommunicators
 from elasticd.runtime.comm.groups import Group, PlanGroups
+from elasticd.system.torch_build import CONNECTIONS, CONNECTIONS_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +39,6 @@ SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-#: Queues between the host and the GPU: each communicator launches on a stream of its own, and a stream that
-#: shares a queue waits for the other one's kernels, which may wait for it at a peer.
-CONNECTIONS, QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
 #: Streams beside those of communicators: of computation, of copies, and torch's own.
 OTHERS = 4
 #: The oldest NCCL whose abort does not hang: 2.25.1's does (pytorch/pytorch#149153).
@@ -105,7 +103,7 @@ def settle_environment(environ: dict[str, str] | None = None, *, began: bool | N
     for name, value in SETTINGS.items():
         taken.setdefault(name, value)
     if not (torch.cuda.is_initialized() if began is None else began):
-        taken.setdefault(CONNECTIONS, str(QUEUES))
+        taken.setdefault(CONNECTIONS_VARIABLE, str(CONNECTIONS))
 
 
 def check(
@@ -133,11 +131,11 @@ def check(
     for name, value in SETTINGS.items():
         if environ.get(name, value) != value:
             raise NotUsable(f"{name} is {environ[name]}, and elasticd needs {value}: leave it unset")
-    given = environ.get(CONNECTIONS, "8")  # the driver's own number
-    if not given.isdecimal() or int(given) < min(QUEUES, channels + OTHERS):
+    given = environ.get(CONNECTIONS_VARIABLE, "8")  # the driver's own number
+    if not given.isdecimal() or int(given) < min(CONNECTIONS, channels + OTHERS):
         raise NotUsable(
-            f"{CONNECTIONS} is {given}, and this plan has {channels} communicators on a device, which could "
-            f"wait for each other: export {CONNECTIONS}={QUEUES} before the script starts"
+            f"{CONNECTIONS_VARIABLE} is {given}, and this plan has {channels} communicators on a device, which "
+            f"could wait for each other: export {CONNECTIONS_VARIABLE}={CONNECTIONS} before the script starts"
         )
 
 
@@ -255,4 +253,4 @@ class NcclWork:
         return bool(self._work.is_completed())
 
 
-assert MOST + OTHERS <= QUEUES
+assert MOST + OTHERS <= CONNECTIONS
