@@ -9,11 +9,13 @@ The last rows are of the CPU: a step now, over one of the commit before there we
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import torch
 from _parts import measured
 from _results import Row, row
 from _step_before import ALONE, step_rows
@@ -21,11 +23,17 @@ from _step_before import ALONE, step_rows
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from tests.accelerators import suites, test_training, vgpu  # noqa: E402
+from elasticd_planner.layout.channels import MOST, channels_by_device  # noqa: E402
+from elasticd_planner.layout.layouts import Layouts  # noqa: E402
+
+from tests.accelerators import suites, test_budget, test_drills, test_training, vgpu  # noqa: E402
+from tests.planner.drawn_plans import SPEC, drawn_plan  # noqa: E402
 from tests.runtime import gang, test_parity  # noqa: E402
 
 #: The last commit whose tensors were on the CPU whatever the machine has.
 BASE = "aac28d2"
+#: Drawn plans whose communicators are counted.
+DRAWN = 1_000
 #: Goals: difference of a weight from one process, waits of the host, and the ratio of launches.
 APART, WAITS, LAUNCHES = 1e-10, 2, 1.03
 
@@ -56,6 +64,85 @@ def suite_rows() -> Iterator[Row]:
         yield row(f"tests on the device that fail: {name}", ran.failed, "", goal="0", met=ran.failed == 0)
 
 
+def communicator_rows() -> Iterator[Row]:
+    """Communicators of a device: predicted for drawn plans, on 16 devices and on 64; made by processes."""
+    most = [fullest(seed) for seed in range(DRAWN)]
+    worst, title = max(most), f"communicators of a device, worst of {DRAWN:,} drawn plans"
+    yield row(title, worst, "", goal=f"<= {MOST}", met=worst <= MOST)
+    plans = {name: test_training.PLANS[name] for name in test_budget.HERE}
+    made = exact = 0
+    for plan in plans.values():
+        predicted = channels_by_device(Layouts(test_parity.make_recipe().model.spec, plan))
+        results = gang.run(str(Path(test_training.__file__)), "worker", plan.members, plan, seconds=600)
+        made += sum(result["communicators"] for result in results.values())
+        exact += sum(result["communicators"] == len(predicted[name]) for name, result in results.items())
+    ranks = sum(len(plan.members) for plan in plans.values())
+    title = f"ranks that made the communicators that the plan says ({made} in all)"
+    yield row(title, exact, "", goal=str(ranks), met=exact == ranks)
+
+
+def fullest(seed: int) -> int:
+    """The most communicators that a device has under a drawn plan."""
+    large = tuple(f"n{node}/{local}" for node in range(8) for local in range(8))
+    plan = drawn_plan(seed, devices=large) if seed % 2 else drawn_plan(seed)
+    return max(map(len, channels_by_device(Layouts(SPEC, plan)).values()))
+
+
+def drill_rows() -> Iterator[Row]:
+    """A kill and a freeze in each phase of a step, in whole jobs whose communicators have NCCL's rules."""
+    kept, rests, standing = 0, list[float](), list[float]()
+    drills = [(moment, how) for moment in test_drills.MOMENTS for how in test_drills.HOW]
+    for moment, how in drills:
+        try:
+            found = test_drills.survived(moment, how)
+        except AssertionError as error:
+            print(f"{moment}, {how}: {error}", file=sys.stderr)
+            continue
+        kept += 1
+        rests += found.rest
+        standing.append(found.standing)
+    title = "drills whose survivors went on exactly from the last decided step"
+    yield row(title, kept, "", goal=str(len(drills)), met=kept == len(drills))
+    for title, seconds in (
+        ("drills: from the abort until the device is at rest", rests),
+        ("drills: from the order to stop until the next plan stands", standing),
+    ):
+        if seconds:
+            yield row(f"{title}, median", statistics.median(seconds), "s", kind="emulated")
+            yield row(f"{title}, longest", max(seconds), "s", kind="emulated")
+
+
+def wait_rows() -> Iterator[Row]:
+    """Members of plans whose communicators have NCCL's rules."""
+    worst = 0
+    for name in test_budget.HERE:
+        plan = test_training.PLANS[name]
+        found = gang.run(str(Path(test_budget.__file__)), "counted_in_a_plan", plan.members, plan, seconds=600)
+        worst = max(worst, *(waits for waits, _ in found.values()))
+    title = "synchronizations in a step, worst member of two plans"
+    yield row(title, worst, "", goal=f"<= {WAITS}", met=worst <= WAITS)
+
+
+#: What only a GPU can say, with its goal.
+ON_A_GPU = {
+    "one GPU: step over plain torch": "<= 1.02",
+    "one GPU: step over compiled torch, both compiled": "<= 1.02",
+    "one GPU: MFU at 1 B parameters, bf16, 4,096 tokens": ">= 40 %",
+    "one GPU: telemetry": "<= 1 %",
+    "one GPU: snapshot in each step": "<= 2 %",
+    "one GPU: vote": "<= 1.5 ms",
+    "one GPU: D2H into the snapshot's memory over cudaMallocHost": ">= 0.9",
+    "several NCCL ranks: parity, abort, connection": "all",
+}
+
+
+def gpu_rows() -> Iterator[Row]:
+    """Says what was not run, and why."""
+    reason = "not run: no GPU" if not torch.cuda.is_available() else "not run: there is no program for it yet"
+    for title, goal in ON_A_GPU.items():
+        yield row(title, reason, "", goal=goal, met=False)
+
+
 def cost_rows() -> Iterator[Row]:
     """A step of one device, beside a plain loop of the same micro-batches."""
     (found,) = gang.run(str(ROOT / "tests/accelerators/test_budget.py"), "counted", ["alone"]).values()
@@ -72,9 +159,13 @@ def cost_rows() -> Iterator[Row]:
 #: By the name that `--only` takes.
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "layouts": layout_rows,
+    "communicators": communicator_rows,
+    "waits": wait_rows,
+    "drills": drill_rows,
     "cost": cost_rows,
     "step": partial(step_rows, BASE, ALONE),
     "suites": suite_rows,
+    "gpu": gpu_rows,
 }
 
 

@@ -169,8 +169,10 @@ class StrictGroups:
     def __init__(self, before: Callable[[str], None] = lambda what: None) -> None:
         """`before` is called with each launch and each connection before it: "all_reduce tensor a/0 a/1"."""
         self.log, self._before = LaunchLog(), before
+        self.made = 0
 
     def __call__(self, store: Store, rank: int, size: int, options: Options) -> StrictProcessGroup:
+        self.made += 1
         return StrictProcessGroup(store, rank, size, options, self.log, self._before)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
+import pytest
 import torch
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.plan import Plan
 
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.accelerator import Accelerator
@@ -13,12 +15,19 @@ from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
 from elasticd.runtime.data.loader import pad
 from elasticd.runtime.engine.engine import Engine, first_state
+from tests import sizes
 from tests.accelerators import vgpu
+from tests.accelerators.strict_process_group import connected
+from tests.accelerators.test_training import PLANS
 from tests.runtime import gang
 from tests.runtime.test_parity import CLIP, CONFIG, SEED, Text, make_recipe, plan_of, stage, unpaced
 
 #: Waits of the host in a step beyond those of the user's own code; launches as a multiple of the plain loop's.
 WAITS, LAUNCHES = 2, 1.03
+#: ZeRO 2 with pipelines of unlike depth, and lanes of unlike width.
+HERE = ("pipelines of 2 and 3 stages, zero 2", "2 + 1, uneven, in two stages, zero 0")
+#: In these layouts devices that keep such state.
+ASKING = ("c/0",)
 #: Steps before the one that counts: optimizers make their state in the first.
 WARM = 2
 
@@ -79,3 +88,32 @@ def test_a_step_of_one_device_costs_what_a_plain_loop_costs() -> None:
     assert waits <= plain_waits + WAITS
     assert waits == 0, "our decoder and its loss ask for nothing"
     assert launches <= LAUNCHES * plain
+
+
+def counted_in_a_plan(device: str, store: Any, plan: Plan) -> tuple[int, int]:
+    """Waits and launches of one member of a plan in a step, under NCCL's rules."""
+    vgpu.load()
+    accelerator = Accelerator(f"vgpu:{plan.rank(device)}")
+    accelerator.use()
+    groups = PlanGroups("plan/1", device, "127.0.0.1", store)
+    recipe = make_recipe(accelerator, connected([]))
+    layouts = Layouts(recipe.model.spec, plan)
+    engine = Engine(recipe, layouts, groups, unpaced)
+    engine.adopt(first_state(recipe.model, layouts, device, SEED, accelerator=accelerator))
+    for step in range(WARM + 1):
+        with vgpu.counting(plan.rank(device)) as spent:
+            engine.step(step, lambda: 0)
+    engine.settle()
+    return spent.synchronizations, spent.launches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sizes.beside(HERE, PLANS))
+def test_a_member_of_a_plan_waits_for_its_device_once(name: str) -> None:
+    """It polls an event, which is no synchronization. A device that keeps state of parameters that it does not
+    compute with asks which of them got a gradient."""
+    vgpu.needed()
+    plan = PLANS[name]
+    found = gang.run(__file__, "counted_in_a_plan", plan.members, plan)
+    assert {device: waits for device, (waits, _) in found.items() if waits > WAITS} == {}
+    assert not any(waits for device, (waits, _) in found.items() if device not in ASKING)

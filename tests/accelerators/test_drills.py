@@ -3,9 +3,10 @@ that an aborted operation wrote is believed. Survivors go on from the last decid
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from elasticd_planner.layout.channels import channels
@@ -70,12 +71,29 @@ HOW = {"killed": signal.SIGKILL, "frozen": signal.SIGSTOP}
     sizes.beside([("ZeRO's deliveries", "killed")], [(moment, how) for moment in MOMENTS for how in HOW]),
 )
 def test_survivors_of_a_step_go_on_exactly(moment: str, how: str) -> None:
+    survived(moment, how)
+
+
+class Survival(NamedTuple):
+    """Seconds of a drill: until each survivor's device was at rest after its communicators were aborted; from
+    the leader's order to stop until the next plan stood."""
+
+    rest: list[float]
+    standing: float
+
+
+def survived(moment: str, how: str) -> Survival:
+    """One drill, with all that it must keep."""
     what, count, zero = MOMENTS[moment]
     with Cluster({"a": 2, "b": 2}, plans=plans(zero), settings=SETTINGS) as cluster:
         start(cluster, (what, count, HOW[how]))
         until(lambda: len(cluster.events("recorded")) == 2, lambda: told(cluster))
-        assert cluster.events("fenced")[0]["data"]["gone"] == [LOST]
+        (fenced, *_), recorded = cluster.events("fenced"), cluster.events("recorded")
+        assert fenced["data"]["gone"] == [LOST]
+        logs = [cluster.log(device) for device in cluster.workers if device != LOST]
         gone_on(cluster, plans=2)
+    rest = [float(found) for log in logs for found in re.findall(r"came to rest in ([0-9.]+) s", log)]
+    return Survival(rest=rest, standing=recorded[1]["time"] - fenced["time"])
 
 
 @pytest.mark.slow

@@ -52,7 +52,8 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     with vgpu.counting(plan.rank(device)) as spent:
         found = test_parity.trained(device, plan, groups, accelerator, connect)
     log = made[0].log.entries
-    return found | {"launches": spent.launches, "noted": vgpu.settled_errors(), "log": log}
+    counts = {"launches": spent.launches, "waits": spent.synchronizations, "communicators": made[0].made}
+    return found | counts | {"noted": vgpu.settled_errors(), "log": log}
 
 
 def worker_with_few(device: str, store: Any, plan: Plan) -> dict[str, Any]:
@@ -92,5 +93,7 @@ def check(plan: Plan, member: str = "worker") -> None:
         launches(Layouts(recipe.model.spec, plan), recipe.feed.batch(plan, step), recipe.schedule)
         for step in range(test_parity.STEPS)
     ]
+    listed = channels.channels_by_device(Layouts(recipe.model.spec, plan))
     for device, result in results.items():
+        assert result["communicators"] == len(listed[device]) <= channels.MOST
         assert told(result["log"]) == [at for step in predicted for at in told(step[device])], device

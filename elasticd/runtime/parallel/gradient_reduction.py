@@ -104,6 +104,7 @@ class GradientReducer:
         self._missing = [len({piece.name for piece in bucket.pieces}) for bucket in self._queue]
         self._left = Counter(self._pieces)
         self._flying: list[tuple[Tensor, Any]] = []  # of the queue's first buckets
+        self._complete: list[bool] = []  # of each bucket: this device has a gradient of every piece
         self._flat_bytes = 0
 
     def section_done(self, section: str) -> None:
@@ -133,6 +134,7 @@ class GradientReducer:
         """This device's term of a bucket. Gradients that are in it completely are dropped."""
         flat = torch.cat([self._term(piece).reshape(-1) for piece in bucket.pieces])
         made = [self._parameters[piece.name][1].grad is not None for piece in bucket.pieces]
+        self._complete.append(all(made))
         flat[firsts if all(made) else firsts[made]] += 0.0
         self._flat_bytes += _bytes(flat)
         self._note(0)
@@ -172,8 +174,9 @@ class GradientReducer:
             for (bucket, first), flat in zip(flats, terms, strict=True):
                 yield bucket, flat if bucket.counter == self._device else next(received)[1], first
 
-    def _landed(self) -> Iterator[tuple[Bucket, Tensor, Tensor]]:
-        """Every bucket with its sums, and where its pieces begin, once all are launched."""
+    def _landed(self) -> Iterator[tuple[Bucket, Tensor, Tensor | None]]:
+        """Every bucket with its sums, once all are launched; and where its pieces begin, if some have no
+        gradient here, so that they may have no term at all."""
         while len(self._flying) < len(self._queue):
             self._launch()
         passed = list(self._passed())
@@ -185,8 +188,9 @@ class GradientReducer:
         for index, (flat, work) in enumerate(self._flying):
             self._teams[index].finish(work)
             self._flying[index] = (flat.new_empty(0), None)
-            yield self._queue[index], flat, self._firsts[index]
-        yield from passed
+            yield self._queue[index], flat, None if self._complete[index] else self._firsts[index]
+        for complete, (bucket, flat, firsts) in zip(self._complete[len(self._queue) :], passed, strict=True):
+            yield bucket, flat, None if complete else firsts
 
     def __call__(self) -> None:
         """Waits for all reductions: every local gradient becomes the sum over the devices with a term of it."""
@@ -281,11 +285,13 @@ def _firsts(bucket: Bucket, parameters: Parameters) -> Tensor:
     return torch.tensor([0, *accumulate(sizes[:-1])], device=place)
 
 
-def _sums(bucket: Bucket, flat: Tensor, firsts: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """The pieces that have terms, with their sums, each of its box's shape."""
+def _sums(bucket: Bucket, flat: Tensor, firsts: Tensor | None) -> Iterator[tuple[Piece, Tensor]]:
+    """The pieces that have terms, with their sums, each of its box's shape; `firsts` as `_landed` gives it. To
+    look for those without terms is to wait for the device."""
     parts = flat.split([piece.box.size for piece in bucket.pieces])
-    for piece, part, without in zip(bucket.pieces, parts, no_terms(flat[firsts]).tolist(), strict=True):
-        if not without:
+    without = [False] * len(parts) if firsts is None else no_terms(flat[firsts]).tolist()
+    for piece, part, none in zip(bucket.pieces, parts, without, strict=True):
+        if not none:
             yield piece, part.view(piece.box.shape)
 
 

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from elasticd_planner.spec.model import member_box, unit_range
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear  # out_proj of nn.MultiheadAttention
 
+from elasticd.runtime.accelerator import put
 from elasticd.runtime.comm.communicators import Team
 from elasticd.runtime.model.local_model import repeats
 from elasticd.runtime.model.model import Model
@@ -140,7 +142,8 @@ class _Hooks:
                     f"{self._section}.{path}: {rule.units} follow other units and cannot be fused parts"
                 )
             count = len(unit_range(self._model.spec, rule.units, self._shares, group.rank))
-            owner.register_forward_hook(partial(_repeat, count, repeated))
+            index = put(torch.tensor(repeated), next(owner.parameters()).device)
+            owner.register_forward_hook(partial(_repeat, count, index))
         if rule.gather:
             cut = slices(group, self._widths(path, rule.units))
             gathers = Redistribution(group, cut, whole(group, cut.shape[0]))
@@ -211,10 +214,9 @@ class _SlicedHooks(_Hooks):
         return partial(self._tokens.leaving, f"{self._section}.{path}".rstrip("."))
 
 
-def _repeat(count: int, repeated: list[int], module: nn.Module, args: object, output: Tensor) -> Tensor:
+def _repeat(count: int, repeated: Tensor, module: nn.Module, args: object, output: Tensor) -> Tensor:
     """Gives each head its kv-head, where a cut left heads and kv-heads that do not divide."""
-    units = output.unflatten(-1, (count, -1))
-    return units[..., repeated, :].flatten(-2)
+    return output.unflatten(-1, (count, -1)).index_select(-2, repeated).flatten(-2)
 
 
 def _row_with_bias(owner: Any, leaves: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ the updated values of each part go from a keeper to all devices that compute wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import compress, groupby
 from operator import attrgetter
 
 import torch
@@ -176,13 +176,18 @@ class ZeroState:
         return parameter.grad[box.slices(around)]
 
     def _drop_without_terms(self) -> None:
-        """Drops the received gradients that stand for none."""
+        """Drops the received gradients that stand for none: one wait for the device tells of all."""
+        received: dict[nn.Parameter, Tensor] = {}
         for delivery in self._away:
             if delivery.source != self._device:
                 for name, box in delivery.pieces:
                     parameter = self._part(name, box).parameter
-                    if parameter.grad is not None and no_terms(parameter.grad.view(-1)[:1]).all():
-                        parameter.grad = None
+                    if parameter.grad is not None:
+                        received[parameter] = no_terms(parameter.grad.view(-1)[:1])
+        if received:
+            without = torch.cat(list(received.values())).tolist()
+            for parameter in compress(received, without):
+                parameter.grad = None
 
     def _deliver(
         self,

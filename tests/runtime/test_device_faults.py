@@ -1,0 +1,215 @@
+"""What is believed of a device whose communicators may be aborted, and how it comes to rest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from elasticd_planner.layout.channels import Channel
+from elasticd_planner.layout.layouts import Layouts
+
+from elasticd.runtime.accelerator import Accelerator, DeviceLost
+from elasticd.runtime.comm.device_communicators import DeviceCommunicators
+from elasticd.runtime.comm.groups import Cancelled, Group, PeerLost, PlanGroups, shut
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
+from elasticd.runtime.engine import engine as engines
+from elasticd.runtime.engine.engine import Engine
+from tests.runtime.test_parity import make_recipe, plan_of, stage, unpaced
+
+
+class Moment:
+    """In the place of a device's event: passed at the n-th look."""
+
+    def __init__(self, after: int, then: Callable[[], object] = lambda: None) -> None:
+        self.after, self.then = after, then
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        self.after -= 1
+        if self.after == 0:
+            self.then()
+        return self.after < 0
+
+
+def beside_the_host(moment: Moment, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    made = Accelerator("cpu")
+    made.immediate = False
+    monkeypatch.setattr(made, "event", lambda timing=False: moment)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
+    return made
+
+
+def test_a_wait_ends_with_the_fault_also_where_the_device_passes_at_that_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dead: list[bool] = []
+
+    def check() -> None:
+        if dead:
+            raise Cancelled("shut")
+
+    device = beside_the_host(Moment(3, lambda: dead.append(True)), monkeypatch)
+    with pytest.raises(Cancelled):
+        device.passed(check)
+    dead.clear()
+    beside_the_host(Moment(3), monkeypatch).passed(check)
+
+
+def test_a_device_that_hangs_and_one_with_an_error_do_not_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert beside_the_host(Moment(3), monkeypatch).drained(10.0)
+    assert not beside_the_host(Moment(1 << 30), monkeypatch).drained(0.05)
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert not beside_the_host(Moment(2, fails), monkeypatch).drained(10.0)
+
+
+def an_engine(world: MemoryWorld) -> Engine:
+    plan = plan_of((8, [stage(0, 6, ("a/0", 1))]))
+    recipe = make_recipe()
+    groups = cast(PlanGroups, MemoryPlanGroups(world, "a/0"))
+    return Engine(recipe, Layouts(recipe.model.spec, plan), groups, unpaced)
+
+
+def test_what_was_delivered_is_believed_once_the_device_has_it_and_no_fault_came() -> None:
+    engine = an_engine(MemoryWorld())
+    engine.stale, engine._delivered = True, Moment(2)
+    engine._look()
+    assert engine.stale, "it is under way"
+    engine.plan_groups.dead = True
+    engine._look()
+    engine._look()
+    assert engine.stale, "an abort may have ended it"
+    with pytest.raises(Cancelled):
+        engine.check()
+    engine.plan_groups.dead = False
+    engine._look()
+    assert not engine.stale
+
+
+def test_an_engine_whose_device_is_lost_has_no_state_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = an_engine(MemoryWorld())
+    engine.rest()  # the CPU is at rest
+    monkeypatch.setattr(engines, "DRAIN", 0.05)
+    engine.accelerator = beside_the_host(Moment(1 << 30), monkeypatch)
+    monkeypatch.setattr(engine.plan_groups, "shut", lambda: None)
+    with pytest.raises(DeviceLost, match="did not come to rest"):
+        engine.rest()
+    assert engine.torn
+
+
+class Library:
+    """Communicators that are ready when told, and whose launches fail when told."""
+
+    def __init__(self) -> None:
+        self.is_ready, self.fails = True, False
+        self.aborted: list[list[Any]] = []
+
+    def connect(self, channel: Channel, me: str, store: Any) -> Library:
+        return self
+
+    def abort(self, communicators: list[Any]) -> None:
+        self.aborted.append(communicators)
+
+    def ready(self) -> bool:
+        return self.is_ready
+
+    def all_reduce(self, tensor: torch.Tensor) -> Library:
+        if self.fails:
+            raise RuntimeError("[rank 1] NCCL error: remote process exited\nbacktrace")
+        return self
+
+    def join(self) -> None:
+        pass
+
+    def over(self) -> bool:
+        return True
+
+
+class Groups(PlanGroups):
+    """Without gloo."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.me, self.dead, self.seconds, self.planes = name, "a/0", False, 60.0, []
+        from elasticd.runtime.telemetry.comm_timer import Stopwatch
+
+        self.stopwatch = Stopwatch()
+
+    def store(self, prefix: str) -> Any:
+        return None
+
+    def shut_sockets(self) -> None:
+        pass
+
+
+TEAM = Channel("reduce", ("a/0", "a/1"))
+OTHER = Channel("tensor", ("a/0", "b/0"))
+
+
+def made(library: Library, groups: Groups, *channels: Channel) -> DeviceCommunicators:
+    return DeviceCommunicators(groups, channels or (TEAM,), cast(Group, None), cast(Any, library))
+
+
+def test_communicators_of_all_plans_are_aborted_in_one_call_and_once() -> None:
+    library, groups = Library(), [Groups("one"), Groups("two")]
+    planes = [made(library, groups[0], TEAM, OTHER), made(library, groups[1])]
+    shut(groups)
+    assert all(plane.rest(10.0) for plane in planes)
+    assert [len(call) for call in library.aborted] == [3]
+    shut(groups)
+    assert all(plane.rest(10.0) for plane in planes)
+    assert len(library.aborted) == 1
+
+
+def test_a_launch_after_the_fault_is_cancelled_and_a_refused_one_tells_of_a_lost_peer() -> None:
+    library, groups = Library(), Groups("one")
+    team = made(library, groups).team(TEAM)
+    work = team.begin_all_reduce(torch.ones(1))
+    library.fails = True
+    with pytest.raises(PeerLost, match=r"reduce a/0 a/1: NCCL error: remote process exited$"):
+        team.all_reduce(torch.ones(1))
+    groups.dead = True
+    for attempt in (lambda: team.all_reduce(torch.ones(1)), lambda: team.finish(work)):
+        with pytest.raises(Cancelled):
+            attempt()
+
+
+def test_tensors_are_kept_until_the_abort_has_returned() -> None:
+    """The device may write to them until then."""
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(Library):
+        def abort(self, communicators: list[Any]) -> None:
+            entered.set()
+            assert leave.wait(30)
+
+    library, groups = Slow(), Groups("one")
+    plane = made(library, groups)
+    plane.team(TEAM).begin_all_reduce(torch.ones(1))
+    groups.shut()
+    assert entered.wait(30)
+    assert not plane.rest(0.05)
+    assert plane._open
+    leave.set()
+    assert plane.rest(10.0)
+    assert not plane._open
+
+
+def test_a_connection_that_does_not_come_ends_with_the_fault_or_at_its_time() -> None:
+    library, groups = Library(), Groups("one")
+    library.is_ready, groups.seconds = False, 0.05
+    with pytest.raises(PeerLost, match="peers did not connect within 0 s"):
+        made(library, groups)
+    groups = Groups("two")
+    timer = threading.Timer(0.1, groups.shut)
+    timer.start()
+    with pytest.raises(Cancelled):
+        made(library, groups)
+    timer.join()
+    assert library.aborted[-1] == [library]
