@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from elasticd.runtime.model.graph_breaks import breaks_graphs
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.tp_rules import Column, Row, UnitsOf
 
@@ -72,16 +73,40 @@ class RMSNorm(nn.Module):
 def rotate(x: Tensor, base: float) -> Tensor:
     """Rotary position embedding (Su et al., 2021) of x: [batch, heads, tokens, head size]."""
     tokens, size = x.shape[-2:]
-    room = 1 << max(0, tokens - 1).bit_length()  # few tables, whatever the lengths
-    # Tensors that only stand for others (torch.compile's, torch.export's) are not kept.
-    kept = type(x) is Tensor and not torch.compiler.is_compiling()
-    tables = (_tables if kept else _tables.__wrapped__)(room, size, base, x.dtype, x.device)
-    cos, sin = (table[:tokens] for table in tables)
+    room = _SHORTEST
+    while room < tokens:  # few tables, and few graphs of torch.compile, whatever the lengths
+        room *= 2
+    # No tensor is kept that stands for others (torch.export's, FakeTensorMode's). torch.compile takes a kept
+    # table as an input of its graph.
+    traced = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+    kept = type(x) is Tensor and not traced
+    cos, sin = (_kept_tables if kept else _tables)(room, size, base, x.dtype, x.device)
+    cos, sin = cos[:tokens], sin[:tokens]
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-@lru_cache(maxsize=64)
+#: Positions of the smallest table.
+_SHORTEST = 1024
+#: Tables that are kept.
+_MOST = 64
+_Key = tuple[int, int, float, torch.dtype, torch.device]
+_kept: dict[_Key, tuple[Tensor, Tensor]] = {}
+
+
+def _kept_tables(*key: Any) -> tuple[Tensor, Tensor]:
+    found = _kept.get(key)
+    return _keep(key) if found is None else found
+
+
+@breaks_graphs
+def _keep(key: _Key) -> tuple[Tensor, Tensor]:
+    while len(_kept) >= _MOST:
+        _kept.pop(next(iter(_kept)), None)
+    made = _kept[key] = _tables(*key)
+    return made
+
+
 def _tables(
     tokens: int, size: int, base: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:

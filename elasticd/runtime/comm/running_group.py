@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -25,6 +26,25 @@ class OneDevice:
     def all_gather(self, tensor: Tensor) -> Tensor:
         """The tensor alone: [1, *shape]."""
         return tensor[None]
+
+
+class Alone:
+    """The group of a member whose peers are left out: shapes are right, and nothing is exchanged."""
+
+    label = "tensor"
+
+    def __init__(self, size: int, rank: int = 0) -> None:
+        self.size, self.rank = size, rank
+        self.members = tuple(f"alone/{each}" for each in range(size))
+        self.me = self.members[rank]
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The tensor itself, as if all other members had zeros."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """The tensor in the place of every member's, [size, *shape]."""
+        return torch.stack([tensor] * self.size)
 
 
 #: The name of the one device of a process in which no job runs.

@@ -39,6 +39,9 @@ class ParallelismOptions:
     #: Whether members of a TP group have slices of the tokens between the cut modules of a block, so that each
     #: keeps fewer activations. True: in all TP groups; "plan": in those of stages where memory demands it.
     sequence_parallel: bool | Literal["plan"] = False
+    #: Whether blocks are compiled by `torch.compile`, as each device holds them: for a new plan beside
+    #: training, before the switch to it. Not in stages with sequence parallelism.
+    compile: bool = False
     #: The first plan: `elasticd.annotations.plan_of` makes one. None: the planner makes it. The planner puts
     #: another in its place once that is better, or one of its devices is lost.
     plan: Plan | None = None
@@ -58,6 +61,11 @@ class ParallelismOptions:
         precision_of(self.precision, 1.0)
         asked(self.recompute, 0)
         self._check_plan()
+        if not isinstance(self.compile, bool):
+            raise ValueError(
+                f"compile must be True or False, not {self.compile!r}: torch.compile's own options are for "
+                "functions that your modules call"
+            )
         if self.sequence_parallel not in (True, False, "plan"):
             raise ValueError(f'sequence_parallel must be True, False or "plan", not {self.sequence_parallel!r}')
 

@@ -33,7 +33,9 @@ class LocalModel:
     drawing: Drawing = field(default_factory=Drawing)  #: keys the modules' random draws
 
 
-def local_model(model: Model, stage: Stage, position: int, accelerator: Accelerator = CPU) -> LocalModel:
+def local_model(
+    model: Model, stage: Stage, position: int, accelerator: Accelerator = CPU, *, only: str = ""
+) -> LocalModel:
     """Makes the modules of one device, without values.
 
     Args:
@@ -41,12 +43,13 @@ def local_model(model: Model, stage: Stage, position: int, accelerator: Accelera
         stage: the device's stage.
         position: its rank in the stage's TP group.
         accelerator: where its tensors lie.
+        only: the one section to make; "": all of the stage.
 
     Returns:
         Modules whose parameters are to be filled. A section raises ModelError when it gives no `Bundle`.
     """
     local = LocalModel(modules={}, parameters={}, buffers={})
-    for section in sections_of(model.spec, stage):
+    for section in (only,) if only else sections_of(model.spec, stage):
         whole = model.sections[section]
         # The parameters are replaced below, so that those of the full model are not copied.
         module = copy.deepcopy(whole, {id(parameter): parameter for parameter in whole.parameters()})
@@ -66,7 +69,7 @@ def local_model(model: Model, stage: Stage, position: int, accelerator: Accelera
             if fused is None:
                 setattr(owner, leaf, held)
             else:
-                _fuse(owner, leaf, held, fused)
+                _fuse(module, owner, leaf, held, fused)
         _settle(module, accelerator.device)
         _tell_units(model, section, module, stage, position)
         _prepare(model, section, module, stage, position, local.drawing)
@@ -89,9 +92,10 @@ def _settle(module: nn.Module, device: torch.device) -> None:
             _share(module, buffer, buffer.to(device))
 
 
-def _fuse(owner: nn.Module, leaf: str, held: nn.Parameter, dim: int) -> None:
+def _fuse(section: nn.Module, owner: nn.Module, leaf: str, held: nn.Parameter, dim: int) -> None:
     """The module sees the parts of a fused parameter as one, as it made them; what is trained has a dimension
-    of its own for the parts, so that one box is a member's."""
+    of its own for the parts, so that one box is a member's. They are one in each forward pass of the section,
+    before it begins: no graph of torch.compile has to make them so."""
     delattr(owner, leaf)
     owner.register_parameter(f"{leaf}_parts", held)
 
@@ -99,7 +103,7 @@ def _fuse(owner: nn.Module, leaf: str, held: nn.Parameter, dim: int) -> None:
         owner.__dict__[leaf] = held.flatten(dim, dim + 1)
 
     view()
-    owner.register_forward_pre_hook(view, prepend=True)
+    section.register_forward_pre_hook(view, prepend=True)
 
 
 def repeats(model: Model, kind: str, shares: tuple[int, ...], position: int) -> list[int] | None:

@@ -8,15 +8,22 @@ arithmetic alone, the same on every device.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elasticd.runtime.accelerator import generators, put
+from elasticd.runtime.model.graph_breaks import breaks_graphs
+
+log = logging.getLogger(__name__)
 
 #: Held around a generator's states, which ranks in threads of one process share. torch 2.13's `get_state` keeps
 #: the generator's mutex while it makes a tensor; if Python collects garbage then, another thread may get the
@@ -76,17 +83,33 @@ class Drawing:
     def watch(self, section: str, module: nn.Module) -> None:
         """Hooks `keyed` around every forward pass of a section, also around those of recomputation."""
         entered = ExitStack()
+        dropouts = [each for each in module.modules() if isinstance(each, Dropout)]
 
-        def before(*_: object) -> None:
+        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
             self.forget(section)
             entered.close()  # of a pass that another hook ended
+            if dropouts:
+                self._give_keys(dropouts, args)
             entered.enter_context(self.keyed(section))
 
         def after(*_: object) -> None:
             entered.close()
+            for each in dropouts:
+                each.ready = None
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
+
+    def _give_keys(self, dropouts: Sequence[Dropout], args: tuple[Any, ...]) -> None:
+        """Gives the dropouts of a section the keys of their first draw in a pass: they go to the device in one
+        copy, and a graph of torch.compile takes them as it takes the activation."""
+        drawing = [each for each in dropouts if each.training and each.p > 0]
+        device = next((x.device for x in _tensors_of(args)), None)
+        if self.samples is None or not drawing or device is None:
+            return
+        keys = [self.keys(each.site, len(self.samples)) for each in drawing]
+        for each, row in zip(drawing, put(torch.tensor(keys, dtype=torch.int64), device), strict=True):
+            each.ready = row
 
     @contextmanager
     def keyed(self, place: str) -> Iterator[None]:
@@ -99,6 +122,9 @@ class Drawing:
         Args:
             place: the section, or "loss".
         """
+        if getattr(_shielded, "now", False):
+            yield
+            return
         ids = "all" if self.samples is None else ",".join(map(str, self.samples))
         seed = _key(self.seed, self.step, ids, place, 0) & (2**62 - 1)
         with kept_states() as used:
@@ -127,6 +153,72 @@ def kept_states() -> Iterator[list[torch.Generator]]:
                 generator.set_state(state)
 
 
+def _tensors_of(args: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors that a section is called with: one, or a bundle, or those of a batch."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, Mapping):
+            yield from _tensors_of(arg.values())
+
+
+_shielded = threading.local()
+_shields = 0
+
+
+@contextmanager
+def states_left_alone() -> Iterator[None]:
+    """Inside, this thread reads no state of torch's default generators and sets none, whoever asks for it: no
+    pass is `keyed`.
+
+    torch.compile saves their states when it begins and restores them when it ends. Beside a thread that trains
+    this would undo the draws there, and could lock both up, see `STATES`.
+    """
+    global _shields
+    with STATES:
+        if not _shields:
+            _replace_getters_and_setters()
+        _shields += 1
+    _shielded.now = True
+    try:
+        yield
+    finally:
+        _shielded.now = False
+        with STATES:
+            _shields -= 1
+            if not _shields:
+                _put_back()
+
+
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+def _replace_getters_and_setters() -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    modules = [torch.random, *([] if accelerator is None else [torch.get_device_module(accelerator)])]
+    for module in modules:
+        for name in ("get_rng_state", "set_rng_state"):
+            function = getattr(module, name, None)
+            if function is not None:
+                _replaced.append((module, name, function))
+                setattr(module, name, _unless_shielded(function))
+
+
+def _unless_shielded(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if getattr(_shielded, "now", False):
+            return torch.empty(0, dtype=torch.uint8)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _put_back() -> None:
+    for module, name, function in _replaced:
+        setattr(module, name, function)
+    _replaced.clear()
+
+
 def _key(*parts: object) -> int:
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
@@ -153,11 +245,53 @@ def kept(
     Returns:
         [samples, *shape], bool.
     """
-    state = put(torch.tensor(keys, dtype=torch.int64), device)
+    return _kept(put(torch.tensor(keys, dtype=torch.int64), device), shape, start, _least(p))
+
+
+def _least(p: float) -> int:
+    """The least draw that is kept."""
+    return round(p * (1 << _BITS))
+
+
+def _kept(state: Tensor, shape: Sequence[int], start: Sequence[int], least: int) -> Tensor:
     for size, first in zip(shape, start, strict=True):
         index = torch.arange(first + 1, first + size + 1, dtype=torch.int64, device=state.device)
         state = _mixed(state.unsqueeze(-1) + index * _GOLDEN)
-    return ((state >> (64 - _BITS)) & ((1 << _BITS) - 1)) >= round(p * (1 << _BITS))
+    return ((state >> (64 - _BITS)) & ((1 << _BITS) - 1)) >= least
+
+
+def dropped(x: Tensor, keys: Tensor, start: Sequence[int], least: int, scale: float) -> Tensor:
+    """x [samples, ...] x its mask x the scale, by the keys of its samples [samples]."""
+    return x * _kept(keys, x.shape[1:], start, least) * scale
+
+
+_Dropped = Callable[[Tensor, Tensor, Sequence[int], int, float], Tensor]
+
+
+def fused() -> _Dropped:
+    """`dropped` as one kernel, instead of more than thirty, made by torch.compile: every operation is on
+    integers until the last, so that its masks are the same to the bit."""
+    compiled: _Dropped = torch.compile(dropped, dynamic=True)
+    return compiled
+
+
+@lru_cache(maxsize=8)
+def _dropped_on(kind: str) -> _Dropped:
+    """`fused` where torch.compile makes kernels of a type of device, as long as it succeeds; else `dropped`."""
+    if kind == "cpu" or importlib.util.find_spec("triton") is None:
+        return dropped
+    made: list[_Dropped] = []
+
+    def call(x: Tensor, keys: Tensor, start: Sequence[int], least: int, scale: float) -> Tensor:
+        try:
+            made[:] = made or [fused()]
+            return made[0](x, keys, start, least, scale)
+        except Exception as error:
+            log.warning("dropouts are made of many kernels: torch.compile made no one of them: %s", error)
+            made[:] = [dropped]
+            return dropped(x, keys, start, least, scale)
+
+    return call
 
 
 class Dropout(nn.Module):
@@ -165,7 +299,8 @@ class Dropout(nn.Module):
 
     It takes the place of every nn.Dropout of a model. `site` names it; `cut` is the dimension along which its
     input is cut in a TP group, if it is, and the global index of the first element there. Otherwise the input
-    may be a slice of the tokens: `first_token` says by their number which the first one is."""
+    may be a slice of the tokens: `first_token` says by their number which the first one is. `ready` has the
+    keys of the first draw in the pass of its section, [samples]."""
 
     def __init__(self, p: float, site: str = "") -> None:
         super().__init__()
@@ -173,6 +308,7 @@ class Dropout(nn.Module):
         self.drawing = Drawing()
         self.cut: tuple[int, int] | None = None
         self.first_token: Callable[[int], int] | None = None
+        self.ready: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Sets elements to 0 with probability p and scales the others by 1 / (1 - p), in training mode.
@@ -191,8 +327,17 @@ class Dropout(nn.Module):
             start[dim % x.dim() - 1] = first
         elif self.first_token is not None and x.dim() > 1:
             start[0] = self.first_token(x.shape[1])
-        mask = kept(self.drawing.keys(self.site, x.shape[0]), x.shape[1:], start, self.p, x.device)
-        return x * mask * (1 / (1 - self.p) if self.p < 1 else 0.0)
+        keys, self.ready = self.ready, None
+        if keys is None or keys.shape[0] != x.shape[0]:
+            keys = self._next_keys(x.shape[0], x.device)
+        keys = keys.to(x.device)
+        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        drop = dropped if torch.compiler.is_compiling() else _dropped_on(x.device.type)
+        return drop(x, keys, start, _least(self.p), scale)
+
+    @breaks_graphs
+    def _next_keys(self, samples: int, device: torch.device) -> Tensor:
+        return put(torch.tensor(self.drawing.keys(self.site, samples), dtype=torch.int64), device)
 
     def extra_repr(self) -> str:
         """The probability, for `print(model)`."""

@@ -22,8 +22,8 @@ _DROPOUTS = (
 #: Wraps of the user's own, by the name of their class in torch (imported by whoever made one).
 _WRAPS = {
     "OptimizedModule": (
-        "compiled by torch.compile: give elasticd the plain module; functions and submodules that its forward "
-        "calls may be compiled"
+        "compiled by torch.compile: give elasticd the plain module, and ParallelismOptions(compile=True); "
+        "functions that its forward calls may be compiled"
     ),
     "DistributedDataParallel": (
         "wrapped in DistributedDataParallel: give elasticd the plain module, the Job reduces the gradients"

@@ -18,7 +18,9 @@ Members may have unequal slices, and empty ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from elasticd_planner.layout import activations
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from elasticd.runtime.comm.communicators import Team
+from elasticd.runtime.model.graph_breaks import breaks_graphs
 
 
 def whole(group: Team, length: int = 1) -> TensorLayout:
@@ -62,6 +65,9 @@ class Redistribution:
         """
         self.forward = _Program(group, source, target, dim)
         self.backward = _Program(group, dual(target, add=add), dual(source), dim)
+        self.dim, self.number = dim, next(_numbers)
+        self.token = torch.tensor(self.number, device="cpu")
+        _by_number[self.number] = self
 
     def __call__(self, x: Tensor) -> Tensor:
         """
@@ -88,6 +94,16 @@ class Way(Protocol):
 
 def passed(x: Tensor, way: Way) -> Tensor:
     """A member's part of a tensor taken along a way, differentiable."""
+    moved: Tensor
+    if torch.compiler.is_dynamo_compiling() and _in_graphs and isinstance(way, Redistribution):
+        there, back = way.forward, way.backward
+        moved = _InGraph.apply(x, way.token, way.dim, there.nothing, there.length, back.nothing)
+        return moved
+    return _passed(x, way)
+
+
+@breaks_graphs
+def _passed(x: Tensor, way: Way) -> Tensor:
     moved: Tensor = _Redistribute.apply(x, way)
     return moved
 
@@ -104,13 +120,76 @@ class _Redistribute(torch.autograd.Function):
         return ctx.way.backward(grad), None
 
 
+# -- as an operator in a graph of torch.compile --------------------------------------------------------------
+
+_numbers = count()
+_by_number: WeakValueDictionary[int, Redistribution] = WeakValueDictionary()
+#: Whether torch keeps the order of operators that communicate. Else they break a graph.
+_in_graphs = False
+
+
+def into_graphs() -> None:
+    """Makes the operator that stands for a redistribution in a graph of torch.compile, if this torch can keep
+    the order of such operators: all members of a group are to communicate in one order."""
+    global _in_graphs
+    if _in_graphs or not hasattr(torch.library.CustomOpDef, "register_effect"):
+        return
+    # `way` is the number of a redistribution, in a tensor: a number of Python's would be a constant of the
+    # graph, and each layer, and each plan, would have a graph of its own.
+    schema = "(Tensor x, Tensor way, int dim, SymInt length, bool back) -> Tensor"
+    made = torch.library.custom_op("elasticd::redistribute", _operator, mutates_args=(), schema=schema)
+    made.register_fake(_operators_shape)
+    made.register_effect(torch.library.EffectType.ORDERED)
+    _in_graphs = True
+
+
+def _operator(x: Tensor, way: Tensor, dim: int, length: int, back: bool) -> Tensor:
+    found = _by_number[int(way)]
+    moved = (found.backward if back else found.forward)(x)
+    return moved.clone() if moved.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else moved
+
+
+def _operators_shape(x: Tensor, way: Tensor, dim: int, length: int, back: bool) -> Tensor:
+    shape = list(x.shape)
+    if length >= 0:
+        shape[dim] = length
+    return x.new_empty(shape)
+
+
+class _InGraph(torch.autograd.Function):
+    """`_Redistribute` as torch.compile traces it. Where nothing happens on the way there is no operator."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, way: Tensor, dim: int, nothing: bool, length: int, nothing_back: bool
+    ) -> Tensor:
+        ctx.save_for_backward(way)
+        ctx.dim, ctx.nothing, ctx.length = dim, nothing_back, -1 if length < 0 else x.shape[dim]
+        if nothing:
+            return x.view_as(x)
+        moved: Tensor = torch.ops.elasticd.redistribute(x, way, dim, length, False)
+        return moved
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        (way,) = ctx.saved_tensors
+        if not ctx.nothing:
+            grad = torch.ops.elasticd.redistribute(grad, way, ctx.dim, ctx.length, True)
+        return grad, None, None, None, None, None
+
+
 class _Program:
-    """What one member does to get from one layout to another."""
+    """What one member does to get from one layout to another.
+
+    `nothing`: that is nothing at all. `length`: of the dimension then; -1: as before.
+    """
 
     def __init__(self, group: Team, source: TensorLayout, target: TensorLayout, dim: int) -> None:
         self._group, self._dim = group, dim
         (self._from,), (self._to,) = source.of(group.me), target.of(group.me)
         self._steps = resolve(source, target, group.members, of=group.me)
+        self.length = -1 if self._from == self._to else self._to.size
+        self.nothing = self.length < 0 and all(step.operation == "keep" for step in self._steps)
         for step in self._steps:
             replicas = step.operation == "all_reduce" and any(
                 cell.sources != step.devices for cell in step.cells

@@ -45,7 +45,7 @@ class _Entering:
 
     def __init__(self, group: Team) -> None:
         self._enters = Redistribution(group, whole(group), whole(group), add=True)
-        self._entered: dict[int, tuple[Tensor, Tensor]] = {}
+        self._entered: list[tuple[Tensor, Tensor]] = []
 
     def clear(self, *_: object) -> None:
         self._entered.clear()
@@ -62,10 +62,11 @@ class _Entering:
         return tuple(map(entered, args)), {name: entered(value) for name, value in kwargs.items()}
 
     def _enter(self, x: Tensor) -> Tensor:
-        found = self._entered.get(id(x))
-        if found is None:
-            found = self._entered[id(x)] = (x, self._enters(x))
-        return found[1]
+        for before, entered in self._entered:
+            if before is x:
+                return entered
+        self._entered.append((x, self._enters(x)))
+        return self._entered[-1][1]
 
 
 def attach(
@@ -117,6 +118,7 @@ class _Hooks:
 
     def watch(self, module: nn.Module) -> None:
         """Of the section itself."""
+        module.entering = self._entering  # for `compiled_blocks`
         module.register_forward_pre_hook(self._entering.clear)
         module.register_forward_hook(self._entering.clear, always_call=True)
 

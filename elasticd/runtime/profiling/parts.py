@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.comm.running_group import Alone
 from elasticd.runtime.engine.recipe import Loss
 from elasticd.runtime.model.bundle import (
     Bundle,
@@ -45,23 +46,6 @@ def timed(accelerator: Accelerator, work: Callable[[], T]) -> tuple[T, float]:
     end.record()
     accelerator.wait()
     return made, start.elapsed_time(end) / 1e3
-
-
-class Alone:
-    """The group of a member whose peers are left out."""
-
-    rank, me = 0, "alone/0"
-
-    def __init__(self, size: int) -> None:
-        self.size, self.members = size, tuple(f"alone/{rank}" for rank in range(size))
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, as if all other members had zeros."""
-        return tensor
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensor in the place of every member's, [size, *shape]."""
-        return torch.stack([tensor] * self.size)
 
 
 class Values:

@@ -6,6 +6,7 @@ switch machine's effects say.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from elasticd.runtime.checkpoint.loader import NoCheckpoint, Types, clear, start
 from elasticd.runtime.comm.communicators import Communicators, agreed
 from elasticd.runtime.comm.device_communicators import DeviceCommunicators
 from elasticd.runtime.comm.groups import Group, PlanGroups
+from elasticd.runtime.engine.compiled_blocks import compile_ahead
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.pipeline_stage import Pace
 from elasticd.runtime.engine.recipe import Recipe
@@ -35,6 +37,8 @@ from elasticd.runtime.snapshot.restore import stood_in
 from elasticd.runtime.switch.device_transport import DeviceTransport
 from elasticd.runtime.telemetry.main_thread import during
 from elasticd.wire.main_thread import FIRST, MOVING, READING
+
+log = logging.getLogger(__name__)
 
 #: Errors of a move that leave the transition group usable: the rank says not ok in its all-gather.
 SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise, NoCheckpoint)
@@ -105,6 +109,8 @@ def prepare(
     if device in plan.members:
         engine = Engine(recipe, layouts, plan_groups_of("groups"), pace)
         engine.after_recovery = recovery is not None
+        if recipe.parallelism.compile:
+            _compile_ahead(recipe, plan, device, training)
     snapshot = None
     if old is not None and recovery is not None and recovery.snapshots:
         snapshot = recipe.snapshots.state(old, recovery, device, recipe.accelerator)
@@ -126,6 +132,15 @@ def prepare(
         snapshot=snapshot,
         prepared_move=_prepare_move(source, layouts, group, training) if source and recovery is None else None,
     )
+
+
+def _compile_ahead(recipe: Recipe, plan: Plan, device: str, training: Engine | None) -> None:
+    """Compiles the blocks of a plan here before this rank says that it has prepared it."""
+    if training is not None and any(place != "loss" for place in training.local.drawing.drew):
+        log.info("plan %d: sections draw without a key, so blocks are compiled in its first steps", plan.number)
+        return  # passes here would change the draws of those beside
+    runner = training.runner if training is not None else None
+    compile_ahead(recipe, plan, device, runner.calls if runner is not None else None)
 
 
 def _prepare_move(old: Layouts, new: Layouts, group: Group, training: Engine | None) -> PreparedMove | None:

@@ -1,0 +1,298 @@
+"""`torch.compile` of a device's blocks, as this device holds them, before other devices wait for them.
+
+A block is compiled after it was cut for its TP group, whose collectives are operators in its graph
+(`elasticd.runtime.parallel.redistribute`). So other widths are other graphs, and torch makes each once in a
+process: a plan that cuts blocks as an earlier one did compiles nothing. What is done once in a pass (keys of
+dropouts, parts of fused parameters) is done in hooks of the block, outside of its graph.
+
+A new plan's blocks are compiled before the rank says that it has prepared the plan: by passes of copies whose
+parameters are zero and which communicate with nobody, over inputs of the shapes that the plan in force has
+seen. torch makes a graph for the first shape alone, and from the second one on a graph for all lengths.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import TimeoutError as Late
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from elasticd_planner.spec.plan import Plan, Stage
+from torch import Tensor, nn
+
+from elasticd.runtime.accelerator import Accelerator
+from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.comm.running_group import Alone, running
+from elasticd.runtime.engine.mixed_precision import converted
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.bundle import Bundle, backward, tensors
+from elasticd.runtime.model.graph_breaks import before_compiling
+from elasticd.runtime.model.local_model import LocalModel, local_model
+from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.rng import states_left_alone
+from elasticd.runtime.parallel import tp_hooks
+from elasticd.runtime.parallel.redistribute import into_graphs
+from elasticd.runtime.threads import DaemonThreads
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a rank waits for its blocks before it says that it has prepared a plan, which is given up after
+#: 30. What is not compiled by then is compiled beside training, or in the first steps under the plan.
+SECONDS = 20.0
+#: What makes code of graphs, by torch's name.
+BACKEND = "inductor"
+#: Graphs that torch makes of one function before it gives up, for each kind of block and width.
+_GRAPHS = 8
+#: Shapes that are remembered of each mode.
+_SHAPES = 3
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a block is called with, as far as graphs differ by it."""
+
+    training: bool  #: not in an evaluation
+    grad: bool  #: whether there is an autograd graph
+    #: Of each tensor its name ("" of one that is no bundle), shape, type, and whether it needs a gradient.
+    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]
+
+
+class Calls:
+    """With what blocks were called so far: a few calls of each mode."""
+
+    def __init__(self) -> None:
+        self.seen: list[Call] = []
+
+    def note(self, training: bool, entered: object) -> None:
+        """One call; `entered` is what came from the section before."""
+        if not isinstance(entered, Tensor | Mapping):
+            return
+        grad = torch.is_grad_enabled()
+        alike = [each for each in self.seen if (each.training, each.grad) == (training, grad)]
+        if len(alike) < _SHAPES and (call := Call(training, grad, _described(entered))) not in alike:
+            self.seen.append(call)
+
+
+def _described(entered: Bundle) -> tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]:
+    named = {"": entered} if isinstance(entered, Tensor) else entered
+    return tuple((name, tuple(x.shape), x.dtype, x.requires_grad or not name) for name, x in named.items())
+
+
+def compile_blocks(modules: Mapping[str, nn.Module], calls: Calls) -> None:
+    """Has the blocks among `modules` compiled when they are called, once all their hooks are there.
+
+    Args:
+        modules: by section.
+        calls: notes what they are called with.
+    """
+    before_compiling()
+    into_graphs()
+    for section, module in modules.items():
+        if section.startswith("blocks."):
+            _compile(module, calls)
+
+
+def _compile(module: nn.Module, calls: Calls) -> None:
+    plain, entering = module.forward, getattr(module, "entering", None)
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        if entering is not None:
+            entering.clear()  # else the tensors that it knows would be outputs of the graph
+        return out
+
+    try:
+        compiled = torch.compile(traced, backend=_code_of)
+    except RuntimeError as error:  # torch has no compiler for this Python
+        _warn(error)
+        return
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.note(module.training, args[0] if args else None)
+        _settle()
+        return compiled(*args, **kwargs)
+
+    module.forward = forward
+
+
+@lru_cache(maxsize=1)
+def warn_of_slices() -> None:
+    """Says once that the blocks of a stage are not compiled."""
+    log.warning(
+        "blocks on slices of the tokens run without torch.compile: leave sequence_parallel out of "
+        "ParallelismOptions if they are to be compiled"
+    )
+
+
+# -- what torch makes of a graph -----------------------------------------------------------------------------
+
+_thread = threading.local()
+_widths: set[object] = set()
+
+
+def _settle() -> None:
+    """The compiler's settings are those of a thread. What fails in it ends no step, and it does not give up
+    before all widths have had their graphs."""
+    if getattr(_thread, "widths", -1) == len(_widths):
+        return
+    _thread.widths = len(_widths)
+    settings: Any = torch._dynamo.config
+    settings.suppress_errors = True
+    settings.recompile_limit = max(settings.recompile_limit, _GRAPHS * len(_widths))
+
+
+def _code_of(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """The code of a graph; the graph itself, which runs eagerly, where no code can be made of it."""
+    from torch._functorch import config
+    from torch._inductor import config as code
+
+    plain = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    try:
+        # The backward pass is compiled here, too, so that its failure is seen here. Draws are eager torch's.
+        with config.patch(force_non_lazy_backward_lowering=True), code.patch(fallback_random=True):
+            backend: Any = torch._dynamo.lookup_backend(BACKEND)
+            made: Callable[..., Any] = backend(graph, inputs)
+            return made
+    except Exception as error:
+        _warn(error)
+        return plain.forward
+
+
+_said: list[str] = []
+
+
+def _warn(error: Exception) -> None:
+    """One line for the first failure."""
+    log.debug("not compiled", exc_info=error)
+    if _said:
+        return
+    lines = str(error).strip().splitlines() or [""]
+    _said.append(f"{type(error).__name__}: {lines[0]}")
+    log.warning(
+        "blocks run without torch.compile (%s). On CPUs it needs a C++ compiler (install g++, or name one in "
+        "CXX), on GPUs Triton (pip install triton); or leave compile out of ParallelismOptions",
+        _said[0],
+    )
+
+
+# -- before a plan is ready ----------------------------------------------------------------------------------
+
+_beside = DaemonThreads("compiler")
+
+
+def compile_ahead(recipe: Recipe, plan: Plan, device: str, calls: Calls | None) -> None:
+    """Compiles a device's blocks under a plan that is being prepared, for `SECONDS` at most.
+
+    Args:
+        recipe: of the job.
+        plan: the new plan.
+        device: this device.
+        calls: with what blocks are called under the plan in force; None: there is none here. Then the first
+            samples say it.
+    """
+    if device not in plan.places or plan.stage(plan.places[device]).sliced:
+        return
+    place = plan.places[device]
+    stage, seen = plan.stage(place), tuple(calls.seen) if calls is not None else ()
+
+    def work() -> None:
+        recipe.accelerator.use()
+        began = time.perf_counter()
+        with states_left_alone():
+            found = list(seen or _first_calls(recipe, plan))
+            if stage.recompute or recipe.recomputed:
+                found += [again for call in found if (again := replace(call, grad=False)) not in found]
+            for section in _kinds(recipe.model, stage):
+                _pass_a_copy(recipe, stage, place.position, section, found)
+        log.info("blocks of plan %d: compiled in %.1f s", plan.number, time.perf_counter() - began)
+
+    try:
+        _beside(work).result(SECONDS)
+    except Late:
+        log.info("blocks of plan %d: torch.compile takes longer, and goes on beside training", plan.number)
+    except Exception as error:  # a step will raise it again, if it matters
+        log.debug("blocks of plan %d were not compiled beforehand: %s", plan.number, error, exc_info=True)
+
+
+def _pass_a_copy(recipe: Recipe, stage: Stage, position: int, section: str, calls: Sequence[Call]) -> None:
+    """Passes of one block of a stage, which torch compiles meanwhile, without the other members of its group. A
+    block that cannot be called so is compiled in the first step."""
+    local = local_model(recipe.model, stage, position, recipe.accelerator, only=section)
+    parameters = [parameter for _, parameter in local.parameters.values()]
+    if recipe.precision is not None:
+        recipe.precision.add_up(parameters)
+    for held in (*parameters, *local.buffers.values()):
+        held.detach().zero_()
+    alone = cast(Group, Alone(len(stage.devices), position))
+    if len(stage.devices) > 1:
+        tp_hooks.attach(recipe.model, section, local.modules[section], stage.shares, alone)
+    with running(alone):
+        try:
+            for call in calls[:1]:  # eagerly: what modules make in their first call is then in no graph
+                _pass(local, section, replace(call, grad=False), recipe.accelerator)
+            compile_blocks(local.modules, Calls())
+            for call in calls:
+                _pass(local, section, call, recipe.accelerator)
+        except Exception as error:
+            log.debug("%s cannot be passed beforehand: %s", section, error, exc_info=True)
+
+
+def _pass(local: LocalModel, section: str, call: Call, accelerator: Accelerator) -> None:
+    module = local.modules[section].train(call.training)
+    bundle = {
+        name: torch.zeros(shape, dtype=dtype, device=accelerator.device, requires_grad=needs)
+        for name, shape, dtype, needs in call.tensors
+    }
+    entered: Bundle = bundle[""] if list(bundle) == [""] else bundle
+    local.drawing.samples = range(tensors(entered)[0].shape[0])
+    with torch.set_grad_enabled(call.grad):
+        out: Bundle = module(entered)
+    if not call.grad:
+        return
+    if isinstance(out, Tensor):
+        backward(out, torch.ones_like(out))
+    else:
+        backward(out, {name: torch.ones_like(x) if x.requires_grad else None for name, x in out.items()})
+    module.zero_grad()
+
+
+def _kinds(model: Model, stage: Stage) -> list[str]:
+    """Blocks of a stage of which no two have the same graph, as far as their attributes say."""
+    found: dict[object, str] = {}
+    for start, stop in stage.chunks:
+        for layer in range(start, stop):
+            found.setdefault((stage.shares, *_kind(model, f"blocks.{layer}")), f"blocks.{layer}")
+    _widths.update(found)
+    return list(found.values())
+
+
+def _kind(model: Model, section: str) -> tuple[str, str]:
+    plain = (bool, int, float, str, tuple, torch.dtype)
+    attributes = [
+        (path, type(module), [(k, v) for k, v in sorted(vars(module).items()) if isinstance(v, plain)])
+        for path, module in model.sections[section].named_modules()
+    ]
+    return str(attributes), str(model.spec.section(section))
+
+
+def _first_calls(recipe: Recipe, plan: Plan) -> Iterator[Call]:
+    """With what training will call blocks: what the embedding gives of the first samples. It is asked on the
+    meta device. Where a model or a dataset cannot say it, blocks are compiled in the first step."""
+    dataset: Any = recipe.dataset
+    if not hasattr(dataset, "__getitem__"):
+        return
+    stage = Stage(start=0, stop=1, devices=("alone/0",), shares=(1,))
+    with suppress(Exception):
+        embed = local_model(recipe.model, stage, 0, only="embed").modules["embed"].to("meta")
+        for index in range(min(_SHAPES, len(dataset))):
+            batch = recipe.data.collate([dataset[index]] * plan.micro_batch)
+            batch = converted(batch, lambda x: x.to("meta"))
+            out = embed(recipe.precision.entering(batch) if recipe.precision else batch)
+            yield Call(training=True, grad=True, tensors=_described(out))

@@ -1,0 +1,264 @@
+"""Blocks under torch.compile train as they do without it, and are compiled before a plan is ready."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.plan import Plan
+from torch import Tensor, nn
+
+from elasticd.models import Decoder, DecoderConfig, next_token_loss
+from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
+from elasticd.runtime.engine import compiled_blocks
+from elasticd.runtime.engine.compiled_blocks import Calls, compile_ahead, compile_blocks
+from elasticd.runtime.engine.engine import Engine, first_state
+from elasticd.runtime.engine.parallelism import ParallelismOptions
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.local_model import local_model
+from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.rng import Dropout, dropped, fused, kept, states_left_alone
+from elasticd.runtime.model.tp_rules import Column, Row, UnitsOf
+from tests import sizes
+from tests.runtime.test_parity import plan_of, stage, unpaced
+
+CONFIG = DecoderConfig(vocabulary=40, width=16, layers=4, heads=8, kv_heads=2, hidden=22, dtype=torch.float64)
+needs_a_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="g++ is not installed: torch.compile cannot make code for CPUs"
+)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs are traced, with their backward passes, and run by torch's own kernels: no C++ compiler is needed."""
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled_blocks, "SECONDS", 300.0)
+    yield
+    torch.compiler.reset()
+
+
+def graphs() -> tuple[int, int]:
+    """Graphs that were made so far, and the places where one was broken."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+class Text:
+    """Samples of one length, each a function of its index."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, CONFIG.vocabulary, (8,), generator=torch.Generator().manual_seed(index))
+        return {"inputs": ids[:-1], "targets": ids[1:]}
+
+
+def recipe_of(*, compile: bool) -> Recipe:
+    with torch.device("meta"):
+        model = Decoder(CONFIG).describe()
+    return Recipe(
+        model=model,
+        loss=next_token_loss,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2, weight_decay=0.1),
+        dataset=Text(),
+        global_batch=8,
+        seed=3,
+        clip=0.7,
+        parallelism=ParallelismOptions(compile=compile),
+    )
+
+
+def trained(recipe: Recipe, plan: Plan) -> tuple[list[float | None], dict[str, dict[str, Tensor]]]:
+    """The norms of two steps' gradients, and the weights of each device after them."""
+
+    def worker(memory: MemoryPlanGroups) -> tuple[list[float | None], dict[str, Tensor]]:
+        layouts = Layouts(recipe.model.spec, plan)
+        # Ranks that are threads share the generators, whose states the compiler saves and restores.
+        with states_left_alone():
+            engine = Engine(recipe, layouts, cast(PlanGroups, memory), unpaced)
+            engine.adopt(first_state(recipe.model, layouts, memory.me, recipe.seed))
+            norms = [engine.step(step, lambda: 0).outcome.vote.norm for step in range(2)]
+        engine.settle()
+        return norms, {name: p.detach() for name, (_, p) in engine.local.parameters.items()}
+
+    found = run_threads(plan.members, worker)
+    return next(iter(found.values()))[0], {device: weights for device, (_, weights) in found.items()}
+
+
+def test_under_unequal_shares_and_with_recomputation_and_nothing_is_compiled_once_training_has_begun(
+    traced: None,
+) -> None:
+    plan = plan_of(
+        (8, [stage(0, 2, ("a/0", 5), ("a/1", 3), recompute=True), stage(2, 4, ("b/0", 1))]),
+    )
+    norms, weights = trained(recipe_of(compile=False), plan)
+    recipe = recipe_of(compile=True)
+    before = graphs()
+    for device in plan.members:
+        compile_ahead(recipe, plan, device, None)
+    ahead = graphs()
+    # One graph for each width, with and without an autograd graph where blocks recompute; none is broken.
+    assert (ahead[0] - before[0], ahead[1] - before[1]) == (5, 0)
+    compiled_norms, compiled = trained(recipe, plan)
+    assert graphs() == ahead
+    assert compiled_norms == pytest.approx(norms, abs=1e-12)
+    for device, named in weights.items():
+        for name, value in named.items():
+            torch.testing.assert_close(compiled[device][name], value, rtol=0, atol=1e-12)
+
+
+class Block(nn.Module):
+    """Fused projections, and a dropout that is called twice in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24, dtype=torch.float64), nn.Linear(8, 8, dtype=torch.float64)
+        self.heads, self.drop = 4, nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        y = self.drop(torch.tanh(q) * k + v)
+        return x + self.drop(self.out(y))
+
+
+def dropping() -> Model:
+    embed, head = (nn.Embedding(4, 8, dtype=torch.float64), nn.Linear(8, 4, dtype=torch.float64))
+    return Model(
+        name="dropping",
+        embed=embed,
+        blocks=[Block() for _ in range(2)],
+        head=head,
+        rules={"blocks.*.qkv.*": Column("heads", parts=3), "blocks.*.out.*": Row("heads")},
+        units={"heads": UnitsOf(attribute="blocks.*.heads")},
+    )
+
+
+def test_dropouts_and_fused_parameters_are_those_of_eager_blocks(traced: None) -> None:
+    model = dropping()
+
+    def passes(compile: bool) -> list[Tensor]:
+        local = local_model(model, stage(0, 2, ("a/0", 1)), 0)
+        for name, (box, parameter) in local.parameters.items():
+            parameter.data.copy_(model.first_value(name, box, 0))
+        if compile:
+            compile_blocks(local.modules, Calls())
+        found = []
+        for step in range(3):
+            local.drawing.begin(0, step)
+            local.drawing.samples = [4, 7 + step]
+            x = torch.linspace(-1, 1, 2 * 5 * 8, dtype=torch.float64).view(2, 5, 8).requires_grad_()
+            y = local.modules["blocks.1"](local.modules["blocks.0"](x))
+            y.square().sum().backward()
+            found += [y.detach(), cast(Tensor, x.grad)]
+        return found + [
+            cast(Tensor, parameter.grad)
+            for _, parameter in local.parameters.values()
+            if parameter.grad is not None
+        ]
+
+    before = graphs()
+    compiled, eager = passes(compile=True), passes(compile=False)
+    assert graphs()[0] > before[0]
+    assert len({float(y.sum()) for y in eager[:6:2]}) == 3, "each step drops others"
+    for one, other in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_a_graph_that_no_code_can_be_made_of_runs_eagerly_and_one_line_has_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no working C++ compiler\nand more")
+
+    monkeypatch.setattr(compiled_blocks, "BACKEND", fails)
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda made: made)
+    monkeypatch.setattr(compiled_blocks, "_said", [])
+    plain, module = nn.Linear(3, 3), nn.Linear(3, 3)
+    module.load_state_dict(plain.state_dict())
+    compile_blocks({"blocks.0": module}, Calls())
+    with caplog.at_level(logging.WARNING):
+        for rows in (2, 3):
+            x = torch.randn(rows, 3)
+            assert torch.equal(module(x), plain(x))
+    (line,) = [record.getMessage() for record in caplog.records if "torch.compile" in record.getMessage()]
+    assert "no working C++ compiler" in line
+    assert "install g++" in line
+    assert "leave compile out" in line
+    torch.compiler.reset()
+
+
+def test_a_thread_that_compiles_leaves_the_generators_to_the_others() -> None:
+    own = torch.random.get_rng_state, torch.random.set_rng_state
+    inside, over = threading.Event(), threading.Event()
+
+    def beside() -> None:
+        with states_left_alone():
+            state = torch.random.get_rng_state()
+            inside.set()
+            assert over.wait(60)
+            torch.random.set_rng_state(state)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    assert inside.wait(60)
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    assert state.numel() > 1000, "another thread has the true one"
+    expected = torch.rand(3)
+    torch.random.set_rng_state(state)
+    over.set()
+    thread.join()
+    assert torch.equal(torch.rand(3), expected)
+    assert (torch.random.get_rng_state, torch.random.set_rng_state) == own
+
+
+def test_a_few_shapes_of_each_mode_are_remembered() -> None:
+    calls = Calls()
+    for length in (5, 5, 6, 7, 8, 9):
+        calls.note(True, torch.zeros(2, length, 3))
+    with torch.no_grad():
+        calls.note(False, {"hidden": torch.zeros(1, 4, 3), "mask": torch.zeros(4, dtype=torch.int64)})
+    calls.note(True, 7)
+    assert [call.tensors[0][1] for call in calls.seen] == [(2, 5, 3), (2, 6, 3), (2, 7, 3), (1, 4, 3)]
+    assert [name for name, *_ in calls.seen[-1].tensors] == ["hidden", "mask"]
+    assert not calls.seen[-1].grad
+
+
+def test_what_is_no_choice_is_refused() -> None:
+    with pytest.raises(ValueError, match="compile must be True or False, not 'inductor'"):
+        ParallelismOptions(compile=cast(bool, "inductor"))
+
+
+@needs_a_compiler
+def test_a_dropouts_one_kernel_has_the_masks_of_the_many() -> None:
+    """By inductor's code for CPUs."""
+    keys, p = [2**62 + 11, -(2**63), 77], 0.3
+    x = torch.randn(3, 5, 17)
+    found = fused()(x, torch.tensor(keys), [3, 0], round(p * 2**24), 1 / (1 - p))
+    assert torch.equal(found != 0, kept(keys, (5, 17), (3, 0), p, torch.device("cpu")))
+    assert torch.equal(found, dropped(x, torch.tensor(keys), [3, 0], round(p * 2**24), 1 / (1 - p)))
+    assert Dropout(p).training
+
+
+@pytest.mark.slow
+@needs_a_compiler
+@pytest.mark.parametrize("layers", sizes.beside((), (4,)))
+def test_code_for_processors_trains_alike(layers: int) -> None:
+    """By inductor's code for CPUs, TP 2 over unequal shares."""
+    plan = plan_of((8, [stage(0, layers, ("a/0", 5), ("a/1", 3))]))
+    norms, weights = trained(recipe_of(compile=False), plan)
+    compiled_norms, compiled = trained(recipe_of(compile=True), plan)
+    assert not compiled_blocks._said
+    assert compiled_norms == pytest.approx(norms, abs=1e-10)
+    for device, named in weights.items():
+        for name, value in named.items():
+            torch.testing.assert_close(compiled[device][name], value, rtol=0, atol=1e-10)
