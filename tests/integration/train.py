@@ -25,6 +25,7 @@ from elasticd_planner.spec.plan import Plan
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.data.loader import pad
+from elasticd.runtime.engine import compiled_blocks
 from elasticd.runtime.switch import move as moves
 from elasticd.runtime.switch.switcher import Switcher
 from tests.accelerators import strict_process_group, vgpu
@@ -141,6 +142,16 @@ def refuse(how: str) -> None:
     setattr(Switcher, method, refuses)
 
 
+def note_graphs(out: Path, device: str, plan: int) -> None:
+    """How many graphs torch.compile had made in this process after the last step under each plan."""
+    from torch._dynamo.utils import counters
+
+    path = out / f"graphs-{device.replace('/', ':')}"
+    seen = json.loads(path.read_text()) if path.exists() else {}
+    seen.setdefault(str(plan), []).append(counters["stats"]["unique_graphs"])
+    path.write_text(json.dumps(seen))
+
+
 class Steps(int):
     """How many steps a job makes, where its test says only while it trains that it is enough.
 
@@ -203,6 +214,8 @@ def main() -> None:
         die_at(options["die_at"])
     if "refuse" in options:
         refuse(options["refuse"])
+    if "graphs" in options:  # what makes code of graphs
+        compiled_blocks.BACKEND = options["graphs"]
     if "round" in options:  # bytes of one: a tiny model, too, moves in several
         moves.migrate = partial(moves.migrate, limit=options["round"])
     with torch.device("meta"):
@@ -221,6 +234,8 @@ def main() -> None:
     )
     with (out / f"ledger-{job.device.replace('/', ':')}").open("w") as ledger:
         for step in job.steps(Steps(options["steps"], out)):
+            if "graphs" in options:
+                note_graphs(out, job.device, step.plan)
             if job.rank == 0:
                 line = {"step": step.index, "loss": step.loss, "samples": step.samples, "plan": step.plan}
                 ledger.write(json.dumps(line) + "\n")

@@ -5,9 +5,11 @@ A block is compiled after it was cut for its TP group, whose collectives are ope
 process: a plan that cuts blocks as an earlier one did compiles nothing. What is done once in a pass (keys of
 dropouts, parts of fused parameters) is done in hooks of the block, outside of its graph.
 
-A new plan's blocks are compiled before the rank says that it has prepared the plan: by passes of copies whose
-parameters are zero and which communicate with nobody, over inputs of the shapes that the plan in force has
-seen. torch makes a graph for the first shape alone, and from the second one on a graph for all lengths.
+Blocks are compiled by passes of copies whose parameters are zero and which communicate with nobody, over inputs
+of the shapes that the plan before has seen. torch makes a graph for the first shape alone, and from the second
+one on a graph for all lengths. A process that trains nothing yet does that before it says that it has prepared
+a plan. One that trains does it when it has switched, before its first pass, all devices at the same time; torch
+cannot compile beside training (`compile_ahead`).
 """
 
 from __future__ import annotations
@@ -17,10 +19,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import TimeoutError as Late
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -36,7 +37,6 @@ from elasticd.runtime.model.bundle import Bundle, backward, tensors
 from elasticd.runtime.model.graph_breaks import before_compiling
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.model.rng import states_left_alone
 from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.parallel.redistribute import into_graphs
 from elasticd.runtime.threads import DaemonThreads
@@ -44,7 +44,7 @@ from elasticd.runtime.threads import DaemonThreads
 log = logging.getLogger(__name__)
 
 #: Seconds that a rank waits for its blocks before it says that it has prepared a plan, which is given up after
-#: 30. What is not compiled by then is compiled beside training, or in the first steps under the plan.
+#: 30. It waits for the rest before its first pass.
 SECONDS = 20.0
 #: What makes code of graphs, by torch's name.
 BACKEND = "inductor"
@@ -182,43 +182,55 @@ def _warn(error: Exception) -> None:
     )
 
 
-# -- before a plan is ready ----------------------------------------------------------------------------------
+# -- before others wait ----------------------------------------------------------------------------------------
 
-_beside = DaemonThreads("compiler")
+_ahead = DaemonThreads("compiler")
 
 
-def compile_ahead(recipe: Recipe, plan: Plan, device: str, calls: Calls | None) -> None:
-    """Compiles a device's blocks under a plan that is being prepared, for `SECONDS` at most.
+def compile_ahead(recipe: Recipe, plan: Plan, device: str) -> Callable[[], None]:
+    """Compiles a device's blocks under a plan that is being prepared, for `SECONDS` at most. Only for a process
+    that trains nothing: torch says of the whole process that it compiles, and an AdamW that steps meanwhile
+    computes otherwise.
 
     Args:
         recipe: of the job.
         plan: the new plan.
         device: this device.
-        calls: with what blocks are called under the plan in force; None: there is none here. Then the first
-            samples say it.
+
+    Returns:
+        Waits for the rest. Call it before the first pass.
     """
-    if device not in plan.places or plan.stage(plan.places[device]).sliced:
-        return
+    done = _ahead(partial(compile_now, recipe, plan, device, ()))
+    with suppress(TimeoutError):
+        done.result(SECONDS)
+
+    def finish() -> None:
+        done.result()
+
+    return finish
+
+
+def compile_now(recipe: Recipe, plan: Plan, device: str, calls: Sequence[Call]) -> None:
+    """Compiles a device's blocks under a plan.
+
+    Args:
+        recipe: of the job.
+        plan: the plan.
+        device: this device.
+        calls: with what blocks were called before; none: the first samples say it.
+    """
     place = plan.places[device]
-    stage, seen = plan.stage(place), tuple(calls.seen) if calls is not None else ()
-
-    def work() -> None:
-        recipe.accelerator.use()
-        began = time.perf_counter()
-        with states_left_alone():
-            found = list(seen or _first_calls(recipe, plan))
-            if stage.recompute or recipe.recomputed:
-                found += [again for call in found if (again := replace(call, grad=False)) not in found]
-            for section in _kinds(recipe.model, stage):
-                _pass_a_copy(recipe, stage, place.position, section, found)
-        log.info("blocks of plan %d: compiled in %.1f s", plan.number, time.perf_counter() - began)
-
-    try:
-        _beside(work).result(SECONDS)
-    except Late:
-        log.info("blocks of plan %d: torch.compile takes longer, and goes on beside training", plan.number)
-    except Exception as error:  # a step will raise it again, if it matters
-        log.debug("blocks of plan %d were not compiled beforehand: %s", plan.number, error, exc_info=True)
+    stage = plan.stage(place)
+    if stage.sliced:
+        return
+    recipe.accelerator.use()
+    began = time.perf_counter()
+    found = list(calls or _first_calls(recipe, plan))
+    if stage.recompute or recipe.recomputed:
+        found += [again for call in found if (again := replace(call, grad=False)) not in found]
+    for section in _kinds(recipe.model, stage):
+        _pass_a_copy(recipe, stage, place.position, section, found)
+    log.info("blocks of plan %d: compiled in %.1f s", plan.number, time.perf_counter() - began)
 
 
 def _pass_a_copy(recipe: Recipe, stage: Stage, position: int, section: str, calls: Sequence[Call]) -> None:

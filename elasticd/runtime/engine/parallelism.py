@@ -39,8 +39,8 @@ class ParallelismOptions:
     #: Whether members of a TP group have slices of the tokens between the cut modules of a block, so that each
     #: keeps fewer activations. True: in all TP groups; "plan": in those of stages where memory demands it.
     sequence_parallel: bool | Literal["plan"] = False
-    #: Whether blocks are compiled by `torch.compile`, as each device holds them: for a new plan beside
-    #: training, before the switch to it. Not in stages with sequence parallelism.
+    #: Whether blocks are compiled by `torch.compile`, as each device holds them, each width once in a process.
+    #: Not in stages with sequence parallelism.
     compile: bool = False
     #: The first plan: `elasticd.annotations.plan_of` makes one. None: the planner makes it. The planner puts
     #: another in its place once that is better, or one of its devices is lost.

@@ -159,6 +159,7 @@ class StageRunner:
 
     reads: bool  #: whether samples are read on this device
     calls: Calls  #: with what compiled blocks were called
+    before_first_pass: Callable[[], None] | None  #: what is to be called before any
     most_alive: int  #: the largest number of micro-batches whose activations were held at once
 
     def __init__(
@@ -204,7 +205,7 @@ class StageRunner:
         self._stage, self._position = place.stage, place.position
         self._stages = len(plan.pipeline(place).stages)
         self._share, self._layers = stage.fraction(place.position), stage.layers
-        self.calls = Calls()
+        self.calls, self.before_first_pass = Calls(), None
         if recipe.parallelism.compile and slices is None:
             compile_blocks(local.modules, self.calls)
         elif recipe.parallelism.compile:
@@ -224,6 +225,9 @@ class StageRunner:
             micro_batches: sample ids of each micro-batch of this lane.
             scale: the gradients are those of the loss times this.
         """
+        if self.before_first_pass is not None:
+            self.before_first_pass()
+            self.before_first_pass = None
         with running(self._group):
             return self._run(micro_batches, scale)
 

@@ -122,9 +122,6 @@ class Drawing:
         Args:
             place: the section, or "loss".
         """
-        if getattr(_shielded, "now", False):
-            yield
-            return
         ids = "all" if self.samples is None else ",".join(map(str, self.samples))
         seed = _key(self.seed, self.step, ids, place, 0) & (2**62 - 1)
         with kept_states() as used:
@@ -160,63 +157,6 @@ def _tensors_of(args: Iterable[Any]) -> Iterator[Tensor]:
             yield arg
         elif isinstance(arg, Mapping):
             yield from _tensors_of(arg.values())
-
-
-_shielded = threading.local()
-_shields = 0
-
-
-@contextmanager
-def states_left_alone() -> Iterator[None]:
-    """Inside, this thread reads no state of torch's default generators and sets none, whoever asks for it: no
-    pass is `keyed`.
-
-    torch.compile saves their states when it begins and restores them when it ends. Beside a thread that trains
-    this would undo the draws there, and could lock both up, see `STATES`.
-    """
-    global _shields
-    with STATES:
-        if not _shields:
-            _replace_getters_and_setters()
-        _shields += 1
-    _shielded.now = True
-    try:
-        yield
-    finally:
-        _shielded.now = False
-        with STATES:
-            _shields -= 1
-            if not _shields:
-                _put_back()
-
-
-_replaced: list[tuple[Any, str, Any]] = []
-
-
-def _replace_getters_and_setters() -> None:
-    accelerator = torch.accelerator.current_accelerator()
-    modules = [torch.random, *([] if accelerator is None else [torch.get_device_module(accelerator)])]
-    for module in modules:
-        for name in ("get_rng_state", "set_rng_state"):
-            function = getattr(module, name, None)
-            if function is not None:
-                _replaced.append((module, name, function))
-                setattr(module, name, _unless_shielded(function))
-
-
-def _unless_shielded(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if getattr(_shielded, "now", False):
-            return torch.empty(0, dtype=torch.uint8)
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _put_back() -> None:
-    for module, name, function in _replaced:
-        setattr(module, name, function)
-    _replaced.clear()
 
 
 def _key(*parts: object) -> int:

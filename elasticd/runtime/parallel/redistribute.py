@@ -132,14 +132,15 @@ def into_graphs() -> None:
     """Makes the operator that stands for a redistribution in a graph of torch.compile, if this torch can keep
     the order of such operators: all members of a group are to communicate in one order."""
     global _in_graphs
-    if _in_graphs or not hasattr(torch.library.CustomOpDef, "register_effect"):
+    library: Any = torch.library
+    if _in_graphs or not hasattr(getattr(library, "CustomOpDef", None), "register_effect"):
         return
     # `way` is the number of a redistribution, in a tensor: a number of Python's would be a constant of the
     # graph, and each layer, and each plan, would have a graph of its own.
     schema = "(Tensor x, Tensor way, int dim, SymInt length, bool back) -> Tensor"
-    made = torch.library.custom_op("elasticd::redistribute", _operator, mutates_args=(), schema=schema)
+    made = library.custom_op("elasticd::redistribute", _operator, mutates_args=(), schema=schema)
     made.register_fake(_operators_shape)
-    made.register_effect(torch.library.EffectType.ORDERED)
+    made.register_effect(library.EffectType.ORDERED)
     _in_graphs = True
 
 

@@ -118,7 +118,7 @@ class _Hooks:
 
     def watch(self, module: nn.Module) -> None:
         """Of the section itself."""
-        module.entering = self._entering  # for `compiled_blocks`
+        module.__dict__["entering"] = self._entering  # for `compiled_blocks`
         module.register_forward_pre_hook(self._entering.clear)
         module.register_forward_hook(self._entering.clear, always_call=True)
 

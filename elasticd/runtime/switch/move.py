@@ -6,10 +6,10 @@ switch machine's effects say.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from elasticd_migration.local_state import LocalState, NotElementWise, trimmed
@@ -29,7 +29,7 @@ from elasticd.runtime.checkpoint.loader import NoCheckpoint, Types, clear, start
 from elasticd.runtime.comm.communicators import Communicators, agreed
 from elasticd.runtime.comm.device_communicators import DeviceCommunicators
 from elasticd.runtime.comm.groups import Group, PlanGroups
-from elasticd.runtime.engine.compiled_blocks import compile_ahead
+from elasticd.runtime.engine.compiled_blocks import compile_ahead, compile_now
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.pipeline_stage import Pace
 from elasticd.runtime.engine.recipe import Recipe
@@ -37,8 +37,6 @@ from elasticd.runtime.snapshot.restore import stood_in
 from elasticd.runtime.switch.device_transport import DeviceTransport
 from elasticd.runtime.telemetry.main_thread import during
 from elasticd.wire.main_thread import FIRST, MOVING, READING
-
-log = logging.getLogger(__name__)
 
 #: Errors of a move that leave the transition group usable: the rank says not ok in its all-gather.
 SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise, NoCheckpoint)
@@ -110,7 +108,7 @@ def prepare(
         engine = Engine(recipe, layouts, plan_groups_of("groups"), pace)
         engine.after_recovery = recovery is not None
         if recipe.parallelism.compile:
-            _compile_ahead(recipe, plan, device, training)
+            _compile(recipe, plan, engine, training)
     snapshot = None
     if old is not None and recovery is not None and recovery.snapshots:
         snapshot = recipe.snapshots.state(old, recovery, device, recipe.accelerator)
@@ -134,13 +132,16 @@ def prepare(
     )
 
 
-def _compile_ahead(recipe: Recipe, plan: Plan, device: str, training: Engine | None) -> None:
-    """Compiles the blocks of a plan here before this rank says that it has prepared it."""
-    if training is not None and any(place != "loss" for place in training.local.drawing.drew):
-        log.info("plan %d: sections draw without a key, so blocks are compiled in its first steps", plan.number)
-        return  # passes here would change the draws of those beside
-    runner = training.runner if training is not None else None
-    compile_ahead(recipe, plan, device, runner.calls if runner is not None else None)
+def _compile(recipe: Recipe, plan: Plan, engine: Engine, training: Engine | None) -> None:
+    """Has the blocks of a plan compiled: now, where no training goes on here; else after the switch."""
+    if engine.runner is None:
+        return
+    if training is None:
+        engine.runner.before_first_pass = compile_ahead(recipe, plan, engine.device)
+        return
+    seen = tuple(training.runner.calls.seen) if training.runner is not None else ()
+    engine.runner.calls.seen.extend(seen)
+    engine.runner.before_first_pass = partial(compile_now, recipe, plan, engine.device, seen)
 
 
 def _prepare_move(old: Layouts, new: Layouts, group: Group, training: Engine | None) -> PreparedMove | None:
