@@ -44,7 +44,8 @@ class StandardLibrary:
 
 
 def optimizer(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(named, lr=3e-3, weight_decay=0.01)
+    fused = torch.accelerator.is_available() or None
+    return torch.optim.AdamW(named, lr=3e-3, weight_decay=0.01, fused=fused)
 
 
 def model(layers: int = 4, width: int = 64) -> elasticd.Model:

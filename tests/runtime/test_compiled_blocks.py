@@ -17,7 +17,7 @@ from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.engine import compiled_blocks
-from elasticd.runtime.engine.compiled_blocks import Calls, compile_ahead, compile_blocks
+from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_ahead, compile_blocks
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
@@ -76,10 +76,11 @@ def recipe_of(*, compile: bool) -> Recipe:
     )
 
 
-def trained(recipe: Recipe, plan: Plan) -> tuple[list[float | None], dict[str, dict[str, Tensor]]]:
+def trained(plan: Plan, *, compile: bool) -> tuple[list[float | None], dict[str, dict[str, Tensor]]]:
     """The norms of two steps' gradients, and the weights of each device after them."""
 
     def worker(memory: MemoryPlanGroups) -> tuple[list[float | None], dict[str, Tensor]]:
+        recipe = recipe_of(compile=compile)  # whose reader is one rank's
         layouts = Layouts(recipe.model.spec, plan)
         engine = Engine(recipe, layouts, cast(PlanGroups, memory), unpaced)
         engine.adopt(first_state(recipe.model, layouts, memory.me, recipe.seed))
@@ -97,7 +98,7 @@ def test_under_unequal_shares_and_with_recomputation_and_nothing_is_compiled_onc
     plan = plan_of(
         (8, [stage(0, 2, ("a/0", 5), ("a/1", 3), recompute=True), stage(2, 4, ("b/0", 1))]),
     )
-    norms, weights = trained(recipe_of(compile=False), plan)
+    norms, weights = trained(plan, compile=False)
     recipe = recipe_of(compile=True)
     before = graphs()
     for device in plan.members:
@@ -105,7 +106,7 @@ def test_under_unequal_shares_and_with_recomputation_and_nothing_is_compiled_onc
     ahead = graphs()
     # One graph for each width, with and without an autograd graph where blocks recompute; none is broken.
     assert (ahead[0] - before[0], ahead[1] - before[1]) == (5, 0)
-    compiled_norms, compiled = trained(recipe, plan)
+    compiled_norms, compiled = trained(plan, compile=True)
     assert graphs() == ahead
     assert compiled_norms == pytest.approx(norms, abs=1e-12)
     for device, named in weights.items():
@@ -147,7 +148,7 @@ def test_dropouts_and_fused_parameters_are_those_of_eager_blocks(traced: None) -
         for name, (box, parameter) in local.parameters.items():
             parameter.data.copy_(model.first_value(name, box, 0))
         if compile:
-            compile_blocks(local.modules, Calls())
+            compile_blocks(local.modules, BlockCalls())
         found = []
         for step in range(3):
             local.drawing.begin(0, step)
@@ -181,7 +182,7 @@ def test_a_graph_that_no_code_can_be_made_of_runs_eagerly_and_one_line_has_the_r
     monkeypatch.setattr(compiled_blocks, "_said", [])
     plain, module = nn.Linear(3, 3), nn.Linear(3, 3)
     module.load_state_dict(plain.state_dict())
-    compile_blocks({"blocks.0": module}, Calls())
+    compile_blocks({"blocks.0": module}, BlockCalls())
     with caplog.at_level(logging.WARNING):
         for rows in (2, 3):
             x = torch.randn(rows, 3)
@@ -194,7 +195,7 @@ def test_a_graph_that_no_code_can_be_made_of_runs_eagerly_and_one_line_has_the_r
 
 
 def test_a_few_shapes_of_each_mode_are_remembered() -> None:
-    calls = Calls()
+    calls = BlockCalls()
     for length in (5, 5, 6, 7, 8, 9):
         calls.note(True, torch.zeros(2, length, 3))
     with torch.no_grad():
@@ -227,11 +228,11 @@ def test_a_dropouts_one_kernel_has_the_masks_of_the_many() -> None:
 def test_code_for_processors_trains_alike(layers: int) -> None:
     """By inductor's code for CPUs, TP 2 over unequal shares."""
     plan = plan_of((8, [stage(0, layers, ("a/0", 5), ("a/1", 3))]))
-    norms, weights = trained(recipe_of(compile=False), plan)
+    norms, weights = trained(plan, compile=False)
     recipe = recipe_of(compile=True)
     for device in plan.members:  # ranks that are threads cannot compile beside each other
         compile_ahead(recipe, plan, device)()
-    compiled_norms, compiled = trained(recipe, plan)
+    compiled_norms, compiled = trained(plan, compile=True)
     assert not compiled_blocks._said
     assert compiled_norms == pytest.approx(norms, abs=1e-10)
     for device, named in weights.items():

@@ -25,7 +25,9 @@ from elasticd.runtime.parallel.sequence_parallel import TokenSlices
 def _under(recipe: Recipe, variation: Variation) -> Recipe:
     """The recipe of one member. Each has its own, whose reader is one rank's."""
     recompute = (lambda _: True) if variation.recompute else False
-    parallelism = replace(recipe.parallelism, precision=recipe.precision, recompute=recompute, plan=None)
+    parallelism = replace(
+        recipe.parallelism, precision=recipe.precision, recompute=recompute, plan=None, compile=False
+    )
     return replace(recipe, global_batch=variation.plan.global_batch, parallelism=parallelism)
 
 

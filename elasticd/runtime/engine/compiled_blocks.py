@@ -55,7 +55,7 @@ _SHAPES = 3
 
 
 @dataclass(frozen=True)
-class Call:
+class BlockCall:
     """What a block is called with, as far as graphs differ by it."""
 
     training: bool  #: not in an evaluation
@@ -64,11 +64,11 @@ class Call:
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]
 
 
-class Calls:
+class BlockCalls:
     """With what blocks were called so far: a few calls of each mode."""
 
     def __init__(self) -> None:
-        self.seen: list[Call] = []
+        self.seen: list[BlockCall] = []
 
     def note(self, training: bool, entered: object) -> None:
         """One call; `entered` is what came from the section before."""
@@ -76,7 +76,7 @@ class Calls:
             return
         grad = torch.is_grad_enabled()
         alike = [each for each in self.seen if (each.training, each.grad) == (training, grad)]
-        if len(alike) < _SHAPES and (call := Call(training, grad, _described(entered))) not in alike:
+        if len(alike) < _SHAPES and (call := BlockCall(training, grad, _described(entered))) not in alike:
             self.seen.append(call)
 
 
@@ -85,7 +85,7 @@ def _described(entered: Bundle) -> tuple[tuple[str, tuple[int, ...], torch.dtype
     return tuple((name, tuple(x.shape), x.dtype, x.requires_grad or not name) for name, x in named.items())
 
 
-def compile_blocks(modules: Mapping[str, nn.Module], calls: Calls) -> None:
+def compile_blocks(modules: Mapping[str, nn.Module], calls: BlockCalls) -> None:
     """Has the blocks among `modules` compiled when they are called, once all their hooks are there.
 
     Args:
@@ -99,7 +99,7 @@ def compile_blocks(modules: Mapping[str, nn.Module], calls: Calls) -> None:
             _compile(module, calls)
 
 
-def _compile(module: nn.Module, calls: Calls) -> None:
+def _compile(module: nn.Module, calls: BlockCalls) -> None:
     plain, entering = module.forward, getattr(module, "entering", None)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -198,7 +198,7 @@ def compile_ahead(recipe: Recipe, plan: Plan, device: str) -> Callable[[], None]
         device: this device.
 
     Returns:
-        Waits for the rest. Call it before the first pass.
+        Waits for the rest. BlockCall it before the first pass.
     """
     done = _ahead(partial(compile_now, recipe, plan, device, ()))
     with suppress(TimeoutError):
@@ -210,7 +210,7 @@ def compile_ahead(recipe: Recipe, plan: Plan, device: str) -> Callable[[], None]
     return finish
 
 
-def compile_now(recipe: Recipe, plan: Plan, device: str, calls: Sequence[Call]) -> None:
+def compile_now(recipe: Recipe, plan: Plan, device: str, calls: Sequence[BlockCall]) -> None:
     """Compiles a device's blocks under a plan.
 
     Args:
@@ -233,7 +233,7 @@ def compile_now(recipe: Recipe, plan: Plan, device: str, calls: Sequence[Call]) 
     log.info("blocks of plan %d: compiled in %.1f s", plan.number, time.perf_counter() - began)
 
 
-def _pass_a_copy(recipe: Recipe, stage: Stage, position: int, section: str, calls: Sequence[Call]) -> None:
+def _pass_a_copy(recipe: Recipe, stage: Stage, position: int, section: str, calls: Sequence[BlockCall]) -> None:
     """Passes of one block of a stage, which torch compiles meanwhile, without the other members of its group. A
     block that cannot be called so is compiled in the first step."""
     local = local_model(recipe.model, stage, position, recipe.accelerator, only=section)
@@ -249,14 +249,14 @@ def _pass_a_copy(recipe: Recipe, stage: Stage, position: int, section: str, call
         try:
             for call in calls[:1]:  # eagerly: what modules make in their first call is then in no graph
                 _pass(local, section, replace(call, grad=False), recipe.accelerator)
-            compile_blocks(local.modules, Calls())
+            compile_blocks(local.modules, BlockCalls())
             for call in calls:
                 _pass(local, section, call, recipe.accelerator)
         except Exception as error:
             log.debug("%s cannot be passed beforehand: %s", section, error, exc_info=True)
 
 
-def _pass(local: LocalModel, section: str, call: Call, accelerator: Accelerator) -> None:
+def _pass(local: LocalModel, section: str, call: BlockCall, accelerator: Accelerator) -> None:
     module = local.modules[section].train(call.training)
     bundle = {
         name: torch.zeros(shape, dtype=dtype, device=accelerator.device, requires_grad=needs)
@@ -294,7 +294,7 @@ def _kind(model: Model, section: str) -> tuple[str, str]:
     return str(attributes), str(model.spec.section(section))
 
 
-def _first_calls(recipe: Recipe, plan: Plan) -> Iterator[Call]:
+def _first_calls(recipe: Recipe, plan: Plan) -> Iterator[BlockCall]:
     """With what training will call blocks: what the embedding gives of the first samples. It is asked on the
     meta device. Where a model or a dataset cannot say it, blocks are compiled in the first step."""
     dataset: Any = recipe.dataset
@@ -307,4 +307,4 @@ def _first_calls(recipe: Recipe, plan: Plan) -> Iterator[Call]:
             batch = recipe.data.collate([dataset[index]] * plan.micro_batch)
             batch = converted(batch, lambda x: x.to("meta"))
             out = embed(recipe.precision.entering(batch) if recipe.precision else batch)
-            yield Call(training=True, grad=True, tensors=_described(out))
+            yield BlockCall(training=True, grad=True, tensors=_described(out))

@@ -28,7 +28,7 @@ from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import hash_samples
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
-from elasticd.runtime.engine.compiled_blocks import Calls, compile_blocks, warn_of_slices
+from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks, warn_of_slices
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.p2p import NextStage, PrevStage
 from elasticd.runtime.engine.recipe import Loss, Recipe
@@ -158,7 +158,7 @@ class StageRunner:
     """Runs the micro-batches of a step through the sections of one device."""
 
     reads: bool  #: whether samples are read on this device
-    calls: Calls  #: with what compiled blocks were called
+    calls: BlockCalls  #: with what compiled blocks were called
     before_first_pass: Callable[[], None] | None  #: what is to be called before any
     most_alive: int  #: the largest number of micro-batches whose activations were held at once
 
@@ -205,7 +205,7 @@ class StageRunner:
         self._stage, self._position = place.stage, place.position
         self._stages = len(plan.pipeline(place).stages)
         self._share, self._layers = stage.fraction(place.position), stage.layers
-        self.calls, self.before_first_pass = Calls(), None
+        self.calls, self.before_first_pass = BlockCalls(), None
         if recipe.parallelism.compile and slices is None:
             compile_blocks(local.modules, self.calls)
         elif recipe.parallelism.compile:

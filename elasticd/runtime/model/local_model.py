@@ -94,16 +94,18 @@ def _settle(module: nn.Module, device: torch.device) -> None:
 
 def _fuse(section: nn.Module, owner: nn.Module, leaf: str, held: nn.Parameter, dim: int) -> None:
     """The module sees the parts of a fused parameter as one, as it made them; what is trained has a dimension
-    of its own for the parts, so that one box is a member's. They are one in each forward pass of the section,
-    before it begins: no graph of torch.compile has to make them so."""
+    of its own for the parts, so that one box is a member's. A graph of torch.compile takes them as they are one
+    when its section is called."""
     delattr(owner, leaf)
     owner.register_parameter(f"{leaf}_parts", held)
 
     def view(*_: object) -> None:
-        owner.__dict__[leaf] = held.flatten(dim, dim + 1)
+        if not torch.compiler.is_dynamo_compiling():
+            owner.__dict__[leaf] = held.flatten(dim, dim + 1)
 
     view()
-    section.register_forward_pre_hook(view, prepend=True)
+    for module in dict.fromkeys((section, owner)):
+        module.register_forward_pre_hook(view, prepend=True)
 
 
 def repeats(model: Model, kind: str, shares: tuple[int, ...], position: int) -> list[int] | None:
