@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -274,3 +275,30 @@ def test_zero_two_lets_gradients_go_as_they_are_reduced() -> None:
         whole = result["gradient bytes"]
         assert result["owned bytes"] < 0.3 * whole
         assert whole < result["most bytes"] <= 2 * whole
+
+
+def test_a_fused_optimizer_steps_as_another_on_parts_of_parameters() -> None:
+    """torch's fused kernel for CPUs takes a part's memory for one without gaps."""
+    policy = StatePolicy(zero=1, replicas=1)
+    pipelines = (4, [stage(0, 6, ("a/0", 5), ("a/1", 3))]), (4, [stage(0, 6, ("b/0", 1))])
+    plan, gaps = plan_of(*pipelines).replace(state=policy), list[bool]()
+
+    def weights(fused: bool) -> dict[str, dict[str, torch.Tensor]]:
+        def worker(memory: Any) -> dict[str, torch.Tensor]:
+            made = replace(recipe(), optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2, fused=fused))
+            layouts = Layouts(made.model.spec, plan)
+            engine = Engine(made, layouts, memory, unpaced)
+            engine.adopt(first_state(made.model, layouts, memory.me, SEED))
+            gaps.extend(not part.parameter.is_contiguous() for part in engine.zero.owned)
+            for step in range(2):
+                engine.step(step, lambda: 0)
+            engine.settle()
+            return {name: value.detach() for name, (_, value) in engine.local.parameters.items()}
+
+        return run_threads(plan.members, worker)
+
+    others = weights(fused=False)
+    assert any(gaps)
+    for device, named in weights(fused=True).items():
+        for name, value in named.items():
+            torch.testing.assert_close(value, others[device][name], rtol=0, atol=1e-12)

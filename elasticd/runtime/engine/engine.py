@@ -49,6 +49,7 @@ from elasticd.runtime.engine.vote import Draining, RankRecord, StepOutcome, Step
 from elasticd.runtime.model.buffer_check import Constants
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.optimizer_check import unfused
 from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, gradient_dtype
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices
@@ -243,6 +244,7 @@ class Engine:
         owned, where = self.zero.attach(state), self.plan_groups.stopwatch.where
         with during(where, OPTIMIZER):
             self.optimizer = self._recipe.optimizer((part.name, part.parameter) for part in owned)
+        unfused(self.optimizer)
         if self._recipe.scheduler is not None:
             with during(where, SCHEDULER):
                 self.scheduler = self._recipe.scheduler(self.optimizer)

@@ -60,6 +60,16 @@ def refuse_others(make: MakeOptimizer, names: Sequence[tuple[str, int]]) -> None
             raise NotElementWise(_refusal(whole.optimizer, why))
 
 
+def unfused(optimizer: torch.optim.Optimizer) -> None:
+    """Has the groups of an optimizer step without torch's fused kernels where parameters have gaps between
+    their elements, as parts of a sharded parameter may: torch's kernel for CPUs changes what lies in the gaps
+    instead, without an error. That changes how a step is computed, not what. Call it before the first step."""
+    for group in optimizer.param_groups:
+        if group.get("fused") and not all(parameter.is_contiguous() for parameter in group["params"]):
+            log.info("%s: fused=True is left out where state is sharded inside rows", type(optimizer).__name__)
+            group["fused"] = None
+
+
 def _refusal(optimizer: torch.optim.Optimizer, why: str) -> str:
     return (
         f"{type(optimizer).__name__} {why}: no layout could cut its parameters and stay exact; use an "
