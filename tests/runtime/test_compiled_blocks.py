@@ -171,22 +171,24 @@ def test_dropouts_and_fused_parameters_are_those_of_eager_blocks(traced: None) -
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-def test_a_graph_that_no_code_can_be_made_of_runs_eagerly_and_one_line_has_the_remedy(
+def test_graphs_that_no_code_can_be_made_of_run_eagerly_and_one_line_has_the_remedy(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    import torch._dynamo
+
     def fails(*_: Any) -> None:
         raise RuntimeError("no working C++ compiler\nand more")
 
-    monkeypatch.setattr(compiled_blocks, "BACKEND", fails)
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda made: made)
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: fails)
     monkeypatch.setattr(compiled_blocks, "_said", [])
-    plain, module = nn.Linear(3, 3), nn.Linear(3, 3)
-    module.load_state_dict(plain.state_dict())
-    compile_blocks({"blocks.0": module}, BlockCalls())
+    plan = plan_of((8, [stage(0, 4, ("a/0", 5), ("a/1", 3))]))
+    norms, _ = trained(plan, compile=False)
     with caplog.at_level(logging.WARNING):
-        for rows in (2, 3):
-            x = torch.randn(rows, 3)
-            assert torch.equal(module(x), plain(x))
+        for device in plan.members:
+            compile_ahead(recipe_of(compile=True), plan, device)()
+        ahead = graphs()
+        assert trained(plan, compile=True)[0] == pytest.approx(norms, abs=1e-12)
+    assert graphs() == ahead
     (line,) = [record.getMessage() for record in caplog.records if "torch.compile" in record.getMessage()]
     assert "no working C++ compiler" in line
     assert "install g++" in line
