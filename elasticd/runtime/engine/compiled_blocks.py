@@ -211,7 +211,7 @@ def compile_ahead(recipe: Recipe, plan: Plan, device: str) -> Callable[[], None]
 
 
 def compile_now(recipe: Recipe, plan: Plan, device: str, calls: Sequence[BlockCall]) -> None:
-    """Compiles a device's blocks under a plan.
+    """Compiles a device's blocks under a plan. What cannot be compiled so is compiled when it is called.
 
     Args:
         recipe: of the job.
@@ -219,18 +219,26 @@ def compile_now(recipe: Recipe, plan: Plan, device: str, calls: Sequence[BlockCa
         device: this device.
         calls: with what blocks were called before; none: the first samples say it.
     """
+    if device not in plan.places or plan.stage(plan.places[device]).sliced:
+        return
+    began = time.perf_counter()
+    try:
+        _compile_stage(recipe, plan, device, calls)
+    except Exception as error:
+        log.info("blocks of plan %d are compiled in its first steps: %s", plan.number, error)
+        return
+    log.info("blocks of plan %d: compiled in %.1f s", plan.number, time.perf_counter() - began)
+
+
+def _compile_stage(recipe: Recipe, plan: Plan, device: str, calls: Sequence[BlockCall]) -> None:
+    recipe.accelerator.use()
     place = plan.places[device]
     stage = plan.stage(place)
-    if stage.sliced:
-        return
-    recipe.accelerator.use()
-    began = time.perf_counter()
     found = list(calls or _first_calls(recipe, plan))
     if stage.recompute or recipe.recomputed:
         found += [again for call in found if (again := replace(call, grad=False)) not in found]
     for section in _kinds(recipe.model, stage):
         _pass_a_copy(recipe, stage, place.position, section, found)
-    log.info("blocks of plan %d: compiled in %.1f s", plan.number, time.perf_counter() - began)
 
 
 def _pass_a_copy(recipe: Recipe, stage: Stage, position: int, section: str, calls: Sequence[BlockCall]) -> None:

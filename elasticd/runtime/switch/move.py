@@ -134,10 +134,14 @@ def prepare(
 
 def _compile(recipe: Recipe, plan: Plan, engine: Engine, training: Engine | None) -> None:
     """Has the blocks of a plan compiled: now, where no training goes on here; else after the switch."""
-    if engine.runner is None:
-        return
     if training is None:
-        engine.runner.before_first_pass = compile_ahead(recipe, plan, engine.device)
+        finish = compile_ahead(recipe, plan, engine.device)
+        if engine.runner is None:
+            finish()  # perhaps of a plan that was given up
+        else:
+            engine.runner.before_first_pass = finish
+        return
+    if engine.runner is None:
         return
     seen = tuple(training.runner.calls.seen) if training.runner is not None else ()
     engine.runner.calls.seen.extend(seen)
