@@ -198,7 +198,7 @@ def compile_ahead(recipe: Recipe, plan: Plan, device: str) -> Callable[[], None]
         device: this device.
 
     Returns:
-        Waits for the rest. BlockCall it before the first pass.
+        Waits for the rest. Call it before the first pass.
     """
     done = _ahead(partial(compile_now, recipe, plan, device, ()))
     with suppress(TimeoutError):
