@@ -25,7 +25,7 @@ from elasticd_planner.spec.plan import Plan, StatePolicy
 from torch import Tensor
 
 from elasticd.models import Decoder
-from elasticd.runtime.accelerator import CPU
+from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.api.evaluation import HeldOut, evaluate
 from elasticd.runtime.comm.communicators import GlooCommunicators
 from elasticd.runtime.comm.groups import Group, PlanGroups
@@ -91,8 +91,10 @@ class Noted:
 class Notes:
     """`Communicators` that note what is launched on the plan's channels; others raise KeyError."""
 
-    def __init__(self, log: list[Launched], groups: PlanGroups, listed: Sequence[Channel], all_: Group) -> None:
-        self._inner, self._me = GlooCommunicators(groups, tuple(listed), all_), groups.me
+    def __init__(
+        self, log: list[Launched], groups: PlanGroups, listed: Sequence[Channel], all_: Group, on: Accelerator
+    ) -> None:
+        self._inner, self._me = GlooCommunicators(groups, tuple(listed), all_, on), groups.me
         self._log, self._listed = log, {channel: channel for channel in listed}
 
     def team(self, channel: Channel) -> Any:
@@ -333,8 +335,10 @@ def test_deliveries_are_received_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch
     most: dict[str, int] = {}
 
     class Counted(GlooCommunicators):
-        def __init__(self, groups: PlanGroups, listed: tuple[Channel, ...], everyone: Group) -> None:
-            super().__init__(groups, listed, everyone)
+        def __init__(
+            self, groups: PlanGroups, listed: tuple[Channel, ...], everyone: Group, on: Accelerator
+        ) -> None:
+            super().__init__(groups, listed, everyone, on)
             self.now, self.me = 0, groups.me
 
         def mesh(self, channel: Channel) -> Any:

@@ -25,10 +25,8 @@ from elasticd_planner.layout.channels import Channel
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from elasticd.runtime.comm.groups import MEANWHILE, Cancelled, Group, PeerLost, PlanGroups
+from elasticd.runtime.comm.groups import MEANWHILE, Cancelled, Group, PeerLost, PlanGroups, pause
 
-#: Seconds between two looks at a communicator that connects.
-_PAUSE = 2e-3
 #: What the stopwatch counts the host's seconds for, by what a communicator is for.
 _LABELS = {"activation": "boundary", "gradient": "boundary", "state": "reduce"}
 
@@ -121,14 +119,15 @@ class DeviceCommunicators:
     def _await(self, channels: Sequence[Channel]) -> None:
         """Until all are connected: the first launch then waits for nobody who is not there yet."""
         for channel in channels:
-            start = time.monotonic()
+            start, turns = time.monotonic(), 0
             with self.launching(str(channel)):
                 while not self._made[channel].ready():
                     if self.plan_groups.dead:
                         raise Cancelled(MEANWHILE)
                     if time.monotonic() - start > self.plan_groups.seconds:
                         raise RuntimeError(f"peers did not connect within {self.plan_groups.seconds:.0f} s")
-                    time.sleep(_PAUSE)
+                    turns += 1
+                    time.sleep(pause(turns, time.monotonic() - start))
 
     def team(self, channel: Channel) -> DeviceTeam:
         """Those that compute sums together."""
