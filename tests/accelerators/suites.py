@@ -43,10 +43,12 @@ class Ran(NamedTuple):
 
 def run(name: str, *options: str, seconds: float = 1800.0) -> Ran:
     """One suite on vgpu."""
-    command = (
-        *(sys.executable, "-m", "pytest", "-q", "-p", "tests.accelerators.on_vgpu", "-p", "no:cacheprovider"),
-        *("--full", "-m", "not slow", *options, *SUITES[name]),
-    )
+    return ran("-p", "tests.accelerators.on_vgpu", "-m", "not slow", *options, *SUITES[name], seconds=seconds)
+
+
+def ran(*options: str, seconds: float = 1800.0) -> Ran:
+    """Tests in a process of their own, with all sizes."""
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--full", *options)
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False

@@ -1,0 +1,249 @@
+"""What a step costs on one GPU beside plain torch, and what it reaches: rows of `accelerators`.
+
+    python benchmarks/_on_a_gpu.py            # on the GPU at hand
+    python benchmarks/_on_a_gpu.py cpu        # tries this program, on a tiny model; says nothing of speed
+
+Both sides train the same decoder in bf16 on the same batches, with a fused AdamW, in turns in one process, so
+that clocks and temperature are the same for both. A turn ends when the device has done all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from _trained import SEED, Text, described, filled, plan_of, sampler, stage
+from elasticd_planner.layout.layouts import Layouts
+
+from elasticd.models import DecoderConfig, next_token_loss
+from elasticd.runtime.accelerator import Accelerator
+from elasticd.runtime.checkpoint.staging import pieces, shares, without_planes
+from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, unpaced
+from elasticd.runtime.data.loader import pad
+from elasticd.runtime.engine.engine import Engine, first_state
+from elasticd.runtime.engine.parallelism import ParallelismOptions
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.snapshot.memory_file import MemoryFile, size_of
+from elasticd.runtime.telemetry.step_times import Telemetry
+
+BF16 = torch.bfloat16
+#: About 1 B parameters, and a tenth of that.
+LARGE = DecoderConfig(vocabulary=32_000, width=2048, layers=16, heads=16, kv_heads=16, hidden=5632, dtype=BF16)
+SMALL = DecoderConfig(vocabulary=32_000, width=768, layers=12, heads=12, kv_heads=12, hidden=2048, dtype=BF16)
+TINY = DecoderConfig(vocabulary=64, width=32, layers=2, heads=4, kv_heads=4, hidden=88, dtype=BF16)
+#: Dense bf16 operations a second that a GPU of this name has at most, by its maker's data sheet.
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, tokens of a sample, micro-batches of a step; steps of a turn, and turns."""
+
+    config: DecoderConfig
+    tokens: int
+    micro_batches: int
+    steps: int = 5
+    turns: int = 20
+
+
+class Ours:
+    """One device of a plan."""
+
+    def __init__(self, size: Size, accelerator: Accelerator, *, compiled: bool = False) -> None:
+        data = Text.of(size.config.vocabulary, size.tokens)
+        plan = plan_of((size.micro_batches, [stage(0, size.config.layers, a0=1)]), micro_batch=1)
+        recipe = Recipe(
+            model=described(size.config),
+            loss=next_token_loss,
+            optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4, fused=not accelerator.immediate),
+            dataset=data,
+            global_batch=plan.global_batch,
+            seed=SEED,
+            clip=1.0,
+            parallelism=ParallelismOptions(compile=compiled),
+            accelerator=accelerator,
+        )
+        layouts = Layouts(recipe.model.spec, plan)
+        groups = cast(PlanGroups, MemoryPlanGroups(MemoryWorld(), "a/0"))
+        self.layouts, self.engine, self._next = layouts, Engine(recipe, layouts, groups, unpaced), 0
+        self.engine.adopt(first_state(recipe.model, layouts, "a/0", SEED, accelerator=accelerator))
+
+    def step(self) -> None:
+        self.engine.step(self._next, lambda: 0)
+        self._next += 1
+
+
+class Plain:
+    """A loop of plain torch."""
+
+    def __init__(self, size: Size, accelerator: Accelerator, *, compiled: bool = False) -> None:
+        self._data = Text.of(size.config.vocabulary, size.tokens)
+        plan = plan_of((size.micro_batches, [stage(0, size.config.layers, a0=1)]), micro_batch=1)
+        self._sampler, self._next, self._device = sampler(plan, self._data), 0, accelerator.device
+        self.model = filled(size.config).to(accelerator.device)
+        if compiled:
+            for block in self.model.blocks:
+                block.compile()
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=not accelerator.immediate)
+
+    def step(self) -> None:
+        total, count = torch.zeros((), device=self._device), 0.0
+        for index in self._sampler.samples(self._next):
+            batch = {
+                key: value.to(self._device, non_blocking=True)
+                for key, value in pad([self._data[index]]).items()
+            }
+            loss, targets = next_token_loss(self.model(batch), batch)
+            loss.backward()
+            total += loss.detach()
+            count = count + targets
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        torch._foreach_div_(gradients, count)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        float(total)  # a loop tells its loss
+        self._next += 1
+
+
+def in_turns(accelerator: Accelerator, size: Size, *sides: Callable[[], None]) -> list[list[float]]:
+    """Seconds of a step of each side, by turn."""
+    found: list[list[float]] = [[] for _ in sides]
+    for turn in range(-2, size.turns):
+        for side, seconds in zip(sides, found, strict=True):
+            accelerator.wait()
+            began = time.perf_counter()
+            for _ in range(size.steps):
+                side()
+            accelerator.wait()
+            if turn >= 0:  # kernels are loaded, and the clocks are up
+                seconds.append((time.perf_counter() - began) / size.steps)
+    return found
+
+
+def ratio(mine: list[float], theirs: list[float]) -> tuple[float, float]:
+    """The median ratio of turns beside each other, and half of what the middle half of them spans."""
+    ratios = sorted(a / b for a, b in zip(mine, theirs, strict=True))
+    low, high = int(len(ratios) * 0.25), max(0, int(len(ratios) * 0.75) - 1)
+    return statistics.median(ratios), (ratios[high] - ratios[low]) / 2
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Without telemetry's marks."""
+    names = ("begin", "mark", "passed", "worked", "named")
+    kept = {name: getattr(Telemetry, name) for name in names}
+    for name in names:
+        setattr(Telemetry, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(Telemetry, name, method)
+
+
+def snapshots(ours: Ours, accelerator: Accelerator) -> Callable[[], None]:
+    """A step, and the copy of all state into a memory file."""
+    ours.step()
+    share = shares(ours.layouts)["a/0"]
+    state = ours.engine.state()
+    file = MemoryFile(size_of(pieces(state, share), without_planes(state, share)), accelerator)
+
+    def step() -> None:
+        ours.step()
+        file.copy(pieces(ours.engine.delivered_state(), share))
+
+    return step
+
+
+def dry(ours: Ours, accelerator: Accelerator) -> float:
+    """Milliseconds that the device stands still around the vote: from the end of all that was asked of it
+    before until the update's first kernel may begin; the median of some steps."""
+    read, apply, gaps = accelerator.read, ours.engine.apply, []
+    before, after = accelerator.event(timing=True), accelerator.event(timing=True)
+
+    def reads(*numbers: Any, **given: Any) -> list[float]:
+        before.record()
+        return read(*numbers, **given)
+
+    def applies(vote: Any) -> None:
+        after.record()
+        apply(vote)
+
+    vars(accelerator)["read"], vars(ours.engine)["apply"] = reads, applies
+    try:
+        for _ in range(20):
+            ours.step()
+            accelerator.wait()
+            gaps.append(before.elapsed_time(after))
+    finally:
+        del vars(accelerator)["read"], vars(ours.engine)["apply"]
+    return statistics.median(gaps)
+
+
+def to_host(accelerator: Accelerator, size: int) -> float:
+    """Bytes a second into a snapshot's memory over those into memory that the driver gave."""
+    values = torch.ones(size, dtype=torch.uint8, device=accelerator.device)
+    file = MemoryFile(size, accelerator)
+    given = torch.empty(size, dtype=torch.uint8, pin_memory=not accelerator.immediate)
+
+    def seconds(memory: torch.Tensor) -> float:
+        began = time.perf_counter()
+        accelerator.to_host([(memory, values)])
+        return time.perf_counter() - began
+
+    pairs = [(seconds(given), seconds(file._raw)) for _ in range(10)][2:]
+    return statistics.median(theirs / mine for theirs, mine in pairs)
+
+
+def beside_others(size: Size, accelerator: Accelerator) -> dict[str, Any]:
+    """A step beside plain torch's, beside one without telemetry, and beside one with a snapshot."""
+    ours, plain, quiet = Ours(size, accelerator), Plain(size, accelerator), Ours(size, accelerator)
+
+    def unmeasured() -> None:
+        with silent():
+            quiet.step()
+
+    return {
+        "plain": ratio(*in_turns(accelerator, size, ours.step, plain.step)),
+        "telemetry": ratio(*in_turns(accelerator, size, ours.step, unmeasured)),
+        "snapshot": ratio(*in_turns(accelerator, size, snapshots(quiet, accelerator), ours.step)),
+        "vote": dry(ours, accelerator),
+    }
+
+
+def measured(device: str) -> dict[str, Any]:
+    """All figures, by their names in `accelerators`."""
+    accelerator = Accelerator(device)
+    accelerator.use()
+    tiny = accelerator.immediate
+    small = Size(TINY, 16, 2, steps=1, turns=4) if tiny else Size(SMALL, 1024, 4)
+    large = Size(TINY, 16, 1, steps=1, turns=2) if tiny else Size(LARGE, 4096, 2, steps=2, turns=8)
+    found: dict[str, Any] = {"device": accelerator.text, "torch": torch.__version__}
+    found |= beside_others(small, accelerator)
+    pair = Ours(small, accelerator, compiled=True), Plain(small, accelerator, compiled=True)
+    found["compiled"] = ratio(*in_turns(accelerator, small, *(side.step for side in pair)))
+    del pair
+    big = Ours(large, accelerator)
+    (seconds,) = in_turns(accelerator, large, big.step)
+    count = sum(parameter.numel() for _, parameter in big.engine.local.parameters.values())
+    config, tokens = large.config, large.tokens * large.micro_batches
+    attention = 6 * config.layers * config.width * large.tokens  # causal: half of all pairs
+    reached = (6 * count + attention) * tokens / statistics.median(seconds)
+    peak = next((value for name, value in PEAKS.items() if name in accelerator.name), None)
+    found |= {"parameters": count, "flops": reached, "mfu": reached / peak if peak else None}
+    del big
+    found["to_host"] = to_host(accelerator, (1 << 24) if tiny else (1 << 30))
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(measured(sys.argv[1] if len(sys.argv) > 1 else "cuda:0")))
