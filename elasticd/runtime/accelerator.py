@@ -182,7 +182,8 @@ class Accelerator:
                 to be believed.
         """
         there = [each for each in numbers if isinstance(each, Tensor) and each.device.type != "cpu"]
-        if not there:
+        if not there:  # what else was asked of the device is waited for all the same
+            self.passed(check)
             return [float(each) for each in numbers]
         for each in there:
             self._here(each)
@@ -279,9 +280,10 @@ class Accelerator:
 
     def _poll(self, event: Event, check: Callable[[], None] = lambda: None) -> None:
         start = time.perf_counter()
+        check()  # first: to ask a device that an abort is freeing may block
         while not event.query():
-            check()
             time.sleep(min(_PAUSE, (time.perf_counter() - start) / 20))
+            check()
         check()
 
 

@@ -115,11 +115,16 @@ class StrictProcessGroup:
         self._made = Communicator(self._name, gloo, self._members, self._me, device, self._log)
         self._ready.set()
 
-    def _is_initialized(self) -> bool:
-        return self._ready.is_set()
+    def _comm_ptr(self) -> int:
+        """Waits until it is connected, or was aborted."""
+        self._ready.wait()
+        if self._aborted:
+            raise RuntimeError("NCCL communicator was aborted")
+        return id(self)
 
     def _communicator(self, what: str) -> Communicator:
         self._before(f"{what} {self._name}")
+        self._ready.wait()  # as the first launch of NCCL's does
         if self._aborted:
             raise RuntimeError("NCCL communicator was aborted")
         assert self._made is not None
@@ -153,6 +158,7 @@ class StrictProcessGroup:
 
     def abort(self) -> None:
         self._aborted = True
+        self._ready.set()
         if self._made is not None:
             self._made.abort()
         if self._groups is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -60,6 +61,19 @@ def test_a_wait_ends_with_the_fault_also_where_the_device_passes_at_that_moment(
     beside_the_host(Moment(3), monkeypatch).passed(check)
 
 
+def test_a_rank_that_has_nothing_to_read_waits_for_its_device_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may only send, or keep state for others: its vote says that it has what they sent."""
+    looks = Moment(3)
+    assert beside_the_host(looks, monkeypatch).read(0.0, 1.5) == [0.0, 1.5]
+    assert looks.after < 0
+
+    def check() -> None:
+        raise Cancelled("shut")
+
+    with pytest.raises(Cancelled):
+        beside_the_host(Moment(0), monkeypatch).read(0.0, check=check)
+
+
 def test_a_device_that_hangs_and_one_with_an_error_do_not_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert beside_the_host(Moment(3), monkeypatch).drained(10.0)
     assert not beside_the_host(Moment(1 << 30), monkeypatch).drained(0.05)
@@ -82,13 +96,19 @@ def test_what_was_delivered_is_believed_once_the_device_has_it_and_no_fault_came
     engine.stale, engine._delivered = True, Moment(2)
     engine._look()
     assert engine.stale, "it is under way"
-    engine.plan_groups.dead = True
+
+    class Ended(Moment):
+        def query(self) -> bool:
+            engine.plan_groups.dead = True
+            return True
+
+    engine._delivered = Ended(0)
     engine._look()
     engine._look()
     assert engine.stale, "an abort may have ended it"
     with pytest.raises(Cancelled):
         engine.check()
-    engine.plan_groups.dead = False
+    engine.plan_groups.dead, engine._delivered = False, Moment(0)
     engine._look()
     assert not engine.stale
 
@@ -153,7 +173,8 @@ OTHER = Channel("tensor", ("a/0", "b/0"))
 
 
 def made(library: Library, groups: Groups, *channels: Channel) -> DeviceCommunicators:
-    return DeviceCommunicators(groups, channels or (TEAM,), cast(Group, None), cast(Any, library))
+    everyone = cast(Group, SimpleNamespace(all_gather=lambda tensor: tensor))
+    return DeviceCommunicators(groups, channels or (TEAM,), everyone, cast(Any, library))
 
 
 def test_communicators_of_all_plans_are_aborted_in_one_call_and_once() -> None:
@@ -199,6 +220,18 @@ def test_tensors_are_kept_until_the_abort_has_returned() -> None:
     leave.set()
     assert plane.rest(10.0)
     assert not plane._open
+
+
+def test_an_error_of_the_device_while_tensors_are_let_go_is_a_device_that_does_not_come_to_rest() -> None:
+    class Broken(Library):
+        def join(self) -> None:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    library, groups = Broken(), Groups("one")
+    plane = made(library, groups)
+    plane.team(TEAM).begin_all_reduce(torch.ones(1))
+    groups.shut()
+    assert not plane.rest(10.0)
 
 
 def test_a_connection_that_does_not_come_ends_with_the_fault_or_at_its_time() -> None:

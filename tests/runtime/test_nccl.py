@@ -20,6 +20,7 @@ from elasticd.runtime.comm.communicators import GlooCommunicators, agreed
 from elasticd.runtime.comm.in_memory import run_threads
 from elasticd.runtime.comm.nccl import NcclLibrary, NotUsable
 from elasticd.system.torch_build import CONNECTIONS_VARIABLE
+from elasticd.testing.waiting import until
 
 FINE = dict(nccl.SETTINGS, **{CONNECTIONS_VARIABLE: "32"})
 
@@ -90,6 +91,28 @@ def test_a_batch_whose_launch_fails_is_closed() -> None:
     assert group.calls[-1] == ("_end_coalescing",)
 
 
+def test_a_connection_is_waited_for_beside_the_host_and_tells_why_it_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)  # there may be no GPU here
+    made, group = connected("reduce")
+    there = threading.Event()
+    group._comm_ptr = lambda: there.wait(30)  # type: ignore[attr-defined]
+    assert not made.ready()
+    assert not made.ready()
+    there.set()
+    made._connecting.join(30)
+    assert made.ready()
+
+    def refused() -> None:
+        raise RuntimeError("ncclRemoteError")
+
+    made, group = connected("reduce")
+    group._comm_ptr = refused  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="ncclRemoteError"):
+        until(made.ready, lambda: "it failed")
+
+
 def test_all_are_aborted_side_by_side_though_one_waits_for_another() -> None:
     """As an abort does that waits for the device, which another communicator's kernel holds."""
     freed = threading.Event()
@@ -109,7 +132,7 @@ def test_all_are_aborted_side_by_side_though_one_waits_for_another() -> None:
 @pytest.mark.parametrize(
     ("version", "channels", "environ", "lacking", "said"),
     [
-        ((2, 25, 1), 3, FINE, [], "NCCL 2.25.1 may hang when a peer dies: install torch with NCCL 2.26.2"),
+        ((2, 25, 1), 3, FINE, [], "NCCL 2.25.1 may hang when a peer dies: install torch with NCCL 2.27"),
         (
             (2, 27, 5),
             3,
@@ -127,17 +150,17 @@ def test_what_would_hang_is_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(NotUsable, match=said):
         nccl.check(version, channels, environ, lacking)
-    nccl.check((2, 26, 2), 24, FINE)
+    nccl.check((2, 27), 24, FINE)
     nccl.check((2, 27, 5), 4, nccl.SETTINGS)  # 8 queues are enough
 
 
 def test_the_environment_is_settled_before_cuda_begins_and_the_users_values_stay() -> None:
     environ = {"TORCH_NCCL_ENABLE_MONITORING": "1"}
     nccl.settle_environment(environ, began=False)
-    assert environ == FINE | {"TORCH_NCCL_ENABLE_MONITORING": "1"}
+    assert environ == FINE | nccl.DEFAULTS | {"TORCH_NCCL_ENABLE_MONITORING": "1"}
     late: dict[str, str] = {}
     nccl.settle_environment(late, began=True)
-    assert late == nccl.SETTINGS, "the driver would not read it any more"
+    assert late == nccl.SETTINGS | nccl.DEFAULTS, "the driver would not read it any more"
 
 
 def test_torch_has_the_names_that_are_called() -> None:

@@ -11,7 +11,6 @@ library `nccl` is.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -246,11 +245,6 @@ def agreed(everyone: Group, accelerator: Accelerator) -> Connect:
 
 
 def settle(accelerator: Accelerator) -> None:
-    """Before a device is used: sets what its library wants in the environment.
-
-    Raises:
-        RuntimeError: the library cannot be used so, with the remedy.
-    """
+    """Before a device is used: sets what its library wants in the environment."""
     if accelerator.device.type == "cuda" and nccl.available() and not accelerator.shared:
         nccl.settle_environment()
-        nccl.check(nccl.version(), 0, os.environ, nccl.missing())

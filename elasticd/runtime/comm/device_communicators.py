@@ -14,6 +14,7 @@ device looks at it before it uses a value.
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
@@ -21,11 +22,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from elasticd_planner.layout.channels import Channel
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from elasticd.runtime.comm.groups import MEANWHILE, Cancelled, Group, PeerLost, PlanGroups, pause
+
+log = logging.getLogger(__name__)
 
 #: What the stopwatch counts the host's seconds for, by what a communicator is for.
 _LABELS = {"activation": "boundary", "gradient": "boundary", "state": "reduce"}
@@ -114,7 +118,10 @@ class DeviceCommunicators:
             if late:
                 library.abort([made])
                 raise Cancelled(MEANWHILE)
-        self._await(channels)
+        if channels:
+            with self.launching("the members' meeting"):
+                everyone.all_gather(torch.zeros(1))  # all are there: what is awaited now takes no peer's time
+            self._await(channels)
 
     def _await(self, channels: Sequence[Channel]) -> None:
         """Until all are connected: the first launch then waits for nobody who is not there yet."""
@@ -159,8 +166,12 @@ class DeviceCommunicators:
         """See `Communicators`. Until an abort has returned the device may write to tensors of what it ends."""
         if self._made and not self._ended.wait(seconds):
             return False
-        for work in list(self._open.values()):
-            self.join(work)
+        try:
+            for work in list(self._open.values()):
+                self.join(work)
+        except RuntimeError as error:
+            log.error("the device is lost: %s", _short(error))
+            return False
         self._sent.clear()
         return True
 

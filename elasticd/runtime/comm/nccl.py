@@ -39,11 +39,19 @@ SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
+#: What is better so, and may be otherwise: the longest wait for a connection in seconds; no log of launches,
+#: whose entries the watchdog would retire; no warning that messages are in line with a communicator's others.
+DEFAULTS = {
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "60",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
 #: Streams beside those of communicators: of computation, of copies, and torch's own.
 OTHERS = 4
-#: The oldest NCCL whose abort does not hang: 2.25.1's does (pytorch/pytorch#149153).
-OLDEST = (2, 26, 2)
-#: Seconds that torch waits in an abort before it gives up and raises.
+#: The oldest NCCL that is known not to hang: 2.25.1 does in an abort (pytorch/pytorch#149153), 2.26 where
+#: communicators connect beside the host (pytorch/pytorch#153960).
+OLDEST = (2, 27)
+#: Seconds after which torch calls an abort too long. It waits on even so; the device's drain has a bound.
 ABORT_SECONDS = 30.0
 #: Thread blocks of a communicator between two devices, at most. Receipts are launched early, and those that
 #: wait must leave room for what they wait for. What this costs in bandwidth was not measured.
@@ -61,7 +69,6 @@ NAMES = {
         "_start_coalescing",
         "_end_coalescing",
         "eager_connect_single_device",
-        "_is_initialized",
     ),
     "Work": ("synchronize", "is_completed"),
 }
@@ -72,8 +79,9 @@ class NotUsable(RuntimeError):
 
 
 def version() -> tuple[int, ...]:
-    """NCCL's."""
-    found: tuple[int, ...] = torch.cuda.nccl.version()
+    """NCCL's: of the library that is loaded, where torch tells it, else of that it was built with."""
+    ask = getattr(c10d.ProcessGroupNCCL, "get_runtime_nccl_version", None)
+    found: tuple[int, ...] = tuple(ask()) if ask is not None else torch.cuda.nccl.version()
     return found
 
 
@@ -100,7 +108,7 @@ def settle_environment(environ: dict[str, str] | None = None, *, began: bool | N
         began: whether the driver has read it already. None: as torch says.
     """
     taken: Any = os.environ if environ is None else environ
-    for name, value in SETTINGS.items():
+    for name, value in (SETTINGS | DEFAULTS).items():
         taken.setdefault(name, value)
     if not (torch.cuda.is_initialized() if began is None else began):
         taken.setdefault(CONNECTIONS_VARIABLE, str(CONNECTIONS))
@@ -148,7 +156,8 @@ def nccl_communicators(
         NotUsable: NCCL cannot carry out this plan here.
     """
     settle_environment()
-    check(version(), len(channels), os.environ, missing())
+    if channels:
+        check(version(), len(channels), os.environ, missing())
     library = NcclLibrary(accelerator.device, c10d.ProcessGroupNCCL)
     return DeviceCommunicators(plan_groups, channels, everyone, library)
 
@@ -174,7 +183,7 @@ class NcclLibrary:
         options.group_name = str(channel)
         group = self._make(store, channel.members.index(me), len(channel.members), options)
         group.eager_connect_single_device(self._device)
-        return NcclCommunicator(group)
+        return NcclCommunicator(group, self._device)
 
     def abort(self, communicators: Sequence[Communicator]) -> None:
         """See `Library`. Each has a thread: an abort may wait for the device, which another one must free."""
@@ -192,12 +201,29 @@ class NcclLibrary:
 class NcclCommunicator:
     """One process group of torch's."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._connecting: threading.Thread | None = None
+        self._error: Exception | None = None
 
     def ready(self) -> bool:
-        """See `Communicator`."""
-        return bool(self._group._is_initialized())
+        """See `Communicator`. Torch has no question for it that does not wait: its pointer is asked for in a
+        thread. Where torch does not give that, the first launch waits."""
+        if not hasattr(self._group, "_comm_ptr"):
+            return True
+        if self._connecting is None:
+            self._connecting = threading.Thread(target=self._connect, name="connect", daemon=True)
+            self._connecting.start()
+        if self._error is not None:
+            raise self._error
+        return not self._connecting.is_alive()
+
+    def _connect(self) -> None:
+        try:
+            torch.accelerator.set_device_index(self._device.index or 0)
+            self._group._comm_ptr()
+        except RuntimeError as error:
+            self._error = error
 
     def all_reduce(self, tensor: Tensor) -> NcclWork:
         """See `Communicator`."""
@@ -233,8 +259,8 @@ class NcclCommunicator:
         """Ends the process group, and lets it go."""
         try:
             self._group.abort()
-        except RuntimeError as error:  # torch gave up waiting: the device is not free, which its drain finds
-            log.warning("a communicator could not be aborted: %s", error)
+        except RuntimeError as error:  # it took long; whether the device is free its drain finds
+            log.warning("a communicator was not aborted in time: %s", error)
 
 
 class NcclWork:

@@ -315,7 +315,9 @@ class Engine:
 
     def _look(self) -> None:
         """Whether that is known by now. An abort may end what was under way, so its mark is looked at later."""
-        if self._delivered is not None and self._delivered.query() and not self.plan_groups.dead:
+        if self._delivered is None or self.plan_groups.dead:
+            return
+        if self._delivered.query() and not self.plan_groups.dead:
             self._arrived()
 
     def _section_done(self, section: str) -> None:

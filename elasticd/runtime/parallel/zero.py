@@ -9,7 +9,7 @@ the updated values of each part go from a keeper to all devices that compute wit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import compress, groupby
+from itertools import groupby
 from operator import attrgetter
 
 import torch
@@ -177,16 +177,22 @@ class ZeroState:
 
     def _drop_without_terms(self) -> None:
         """Drops the received gradients that stand for none: one wait for the device tells of all."""
-        received: dict[nn.Parameter, Tensor] = {}
+        received: list[tuple[nn.Parameter, Tensor]] = []
         for delivery in self._away:
             if delivery.source != self._device:
                 for name, box in delivery.pieces:
-                    parameter = self._part(name, box).parameter
-                    if parameter.grad is not None:
-                        received[parameter] = no_terms(parameter.grad.view(-1)[:1])
-        if received:
-            without = torch.cat(list(received.values())).tolist()
-            for parameter in compress(received, without):
+                    part = self._part(name, box)
+                    if part.parameter.grad is not None:
+                        came = part.parameter.grad[box.slices(part.box)].reshape(-1)
+                        received.append((part.parameter, no_terms(came[:1])))
+        if not received:
+            return
+        with_terms: dict[nn.Parameter, bool] = {}
+        without = torch.cat([mark for _, mark in received]).tolist()
+        for (parameter, _), none in zip(received, without, strict=True):
+            with_terms[parameter] = with_terms.get(parameter, False) or not none
+        for parameter, some in with_terms.items():
+            if not some:
                 parameter.grad = None
 
     def _deliver(
@@ -211,10 +217,15 @@ class ZeroState:
                     receives.append((delivery.source, flat))
                     coming.append(parts)
             assert mesh is not None
-            mesh.finish(mesh.begin_round(sends, receives))
+            mesh.finish(mesh.begin_round(_as_bytes(sends), _as_bytes(receives)))
             for (_, flat), parts in zip(receives, coming, strict=True):
                 for part, came in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
                     part.copy_(came.view(part.shape))
+
+
+def _as_bytes(messages: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Values of any type travel so, also those that a library cannot add up."""
+    return [(device, flat.view(torch.uint8)) for device, flat in messages]
 
 
 def _buffers(

@@ -18,6 +18,7 @@ import torch
 
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Proposal, Vote
+from elasticd.runtime.accelerator import DeviceLost
 from elasticd.runtime.comm.groups import BootstrapKeyValue, Cancelled, PlanGroups
 from elasticd.runtime.comm.groups_by_plan import GroupsByPlan
 from elasticd.runtime.control.agent_client import Control
@@ -272,6 +273,8 @@ class Switcher:
             while not self._todo.empty():
                 self._do(self._todo.get_nowait())
             if self._state.phase is sw.SwitchPhase.STOPPING:
+                if self.engine is not None:
+                    self.engine.rest()
                 self._feed(sw.Rested())
                 continue
             standby = not self._state.trains and not self._state.fenced and self.engine is None
@@ -338,8 +341,10 @@ class Switcher:
         except Exception as error:
             log.debug("moving to %d", number, exc_info=True)
             prepared.transition.shut()  # frees the others, who learn it the same way
-            if prepared.communicators is not None:
-                prepared.communicators.rest(DRAIN)  # where it does not come to rest the next step finds it
+            if prepared.communicators is not None and not prepared.communicators.rest(DRAIN):
+                if self.engine is not None:
+                    self.engine.torn = True
+                raise DeviceLost(f"{self._device}: it did not come to rest after a failed move") from error
             self._feed(sw.MoveFailed(number=number, reason=f"{self._device}: {error}"))
         else:
             self._feed(sw.StateMoved(number=number))
@@ -354,6 +359,8 @@ class Switcher:
                 engine.apply(vote)  # decided, and this rank had not heard it
                 self.missed(engine.plan.number, vote)
                 step = self.step
+        if recovery is None and engine is not None:
+            engine.delivered()  # the new engine takes tensors of this one for true, and frees its communicators
         return move(prepared, engine, step, self._recipe)
 
     def _all_gather_ok(self, number: int, ok: bool) -> None:
