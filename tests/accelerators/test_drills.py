@@ -103,13 +103,7 @@ def test_a_death_while_communicators_connect_costs_one_device(nth: int) -> None:
     made = plans(0)
     with Cluster({"a": 2, "b": 2}, plans=made, settings=SETTINGS) as cluster:
         start(cluster, ("connect", connections(made[""]) + nth, signal.SIGKILL))
-        cluster.runs(1, steps=5)
-        cluster.pace("b/1", SLOW)
-        until(
-            lambda: cluster.events("fenced") and cluster.job()["phase"] in ("running", "done"),
-            lambda: told(cluster),
-        )
-        gone_on(cluster, plans=2)
+        lost_in_a_switch(cluster)
 
 
 @pytest.mark.slow
@@ -120,13 +114,7 @@ def test_a_death_in_a_move_costs_one_device(nth: int) -> None:
     with Cluster({"a": 2, "b": 2}, plans=plans(0), settings=SETTINGS) as cluster:
         drill = {"drill": ("state", nth, signal.SIGKILL)}
         cluster.run(Path(train.__file__), **options(), **{LOST: drill}, round=4096)
-        cluster.runs(1, steps=5)
-        cluster.pace("b/1", SLOW)
-        until(
-            lambda: cluster.events("fenced") and cluster.job()["phase"] in ("running", "done"),
-            lambda: told(cluster),
-        )
-        gone_on(cluster, plans=2)
+        lost_in_a_switch(cluster)
 
 
 @pytest.mark.slow
@@ -156,6 +144,17 @@ def start(cluster: Cluster, drill: tuple[str, int, int]) -> None:
 def told(cluster: Cluster) -> str:
     logs = "\n".join(f"{device}: {cluster.log(device)[-1500:]}" for device in cluster.workers)
     return f"{[event['text'] for event in cluster.events()]}\n{logs}"
+
+
+def lost_in_a_switch(cluster: Cluster) -> None:
+    """A switch begins, in which the device is struck; the others go on."""
+    cluster.runs(1, steps=5)
+    cluster.pace("b/1", SLOW)
+    until(
+        lambda: cluster.events("fenced") and cluster.job()["phase"] in ("running", "done"),
+        lambda: told(cluster),
+    )
+    gone_on(cluster, plans=2)
 
 
 def gone_on(cluster: Cluster, plans: int) -> None:

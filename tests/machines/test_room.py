@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 from elasticd_planner.cost.model_profile import derive
 from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
 
 from elasticd.machines.job.copies.memory import Room, room
-from elasticd.machines.job.state.job_state import JobPhase, NodeState
+from elasticd.machines.job.replan import _cluster
+from elasticd.machines.job.state.job_state import JobPhase, JobSettings
+from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.worker import PeersLost, StateReport
-from tests.machines.cast import model, node_record
+from tests.machines.cast import model
 from tests.machines.vaulted import Vaulted
 
 SPEC = model()
@@ -27,9 +32,8 @@ def plan(state: StatePolicy) -> Plan:
     return with_carriers(made)
 
 
-def nodes(memory: int) -> dict[str, NodeState]:
-    records = (node_record("alpha", 3, memory=1 << 30), node_record("beta", 1, memory=memory))
-    return {record.node: NodeState(record=record, connected=True, since=0.0) for record in records}
+def nodes(memory: int) -> dict[str, int]:
+    return {"alpha/0": 1 << 30, "alpha/1": 1 << 30, "alpha/2": 1 << 30, "beta/0": memory}
 
 
 def test_a_carrier_without_room_for_its_replicas_is_named() -> None:
@@ -57,9 +61,8 @@ def two(cut: int) -> Plan:
     return Plan(number=1, strategies=(strategy,), micro_batch=1, global_batch=2)
 
 
-def alone(memory: int) -> dict[str, NodeState]:
-    record = node_record("alpha", 2, memory=memory)
-    return {"alpha": NodeState(record=record, connected=True, since=0.0)}
+def alone(memory: int) -> dict[str, int]:
+    return {"alpha/0": memory, "alpha/1": memory}
 
 
 def test_only_what_changes_is_needed_twice() -> None:
@@ -75,6 +78,23 @@ def test_only_what_changes_is_needed_twice() -> None:
     anew = 3 * (4 * block + end)
     for memory, cramped in ((anew, False), (anew - 1, True)):
         assert bool(room(two(4), two(4), SPEC, PROFILE, alone(memory), anew=True).cramped) == cramped
+
+
+def test_plans_leave_room_for_as_many_communicators_as_a_device_may_have() -> None:
+    assert JobSettings().usable(1000) == 1000
+    assert JobSettings(communicator=10).usable(1000) == 1000 - 24 * 10
+    assert JobSettings(communicator=100).usable(1000) == 1, "no plan fits, and the refusal says what it needs"
+
+
+def test_a_problem_and_a_switch_count_with_that_room() -> None:
+    world = Vaulted(memory=CRAMPED)
+    world.start()
+    world.settle()
+    world.train(12)
+    turn = SimpleNamespace(settings=JobSettings(communicator=1000), nodes=world.state.nodes, job=world.job)
+    devices = tuple(d for node in world.state.nodes.values() for d in node.record.devices)
+    memory = {device.memory for device in _cluster(cast(Turn, turn), devices).devices}
+    assert memory == {CRAMPED - 24 * 1000}
 
 
 #: Room for one copy of what the planner asks of a device, not for two.

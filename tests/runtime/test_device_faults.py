@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,15 +10,23 @@ from typing import Any, cast
 
 import pytest
 import torch
+from elasticd_migration.local_state import Owned
 from elasticd_planner.layout.channels import Channel
+from elasticd_planner.layout.gradient_reduction import Delivery
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.box import Box
 
+from elasticd.machines.worker.switch import SwitchPhase
 from elasticd.runtime.accelerator import Accelerator, DeviceLost
 from elasticd.runtime.comm.device_communicators import DeviceCommunicators
 from elasticd.runtime.comm.groups import Cancelled, Group, PeerLost, PlanGroups, shut
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
 from elasticd.runtime.engine import engine as engines
 from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.parallel.zero import ZeroState
+from elasticd.runtime.switch import switcher
+from elasticd.runtime.switch.switcher import Switcher
+from elasticd.runtime.telemetry.comm_timer import Stopwatch
 from tests.runtime.test_parity import make_recipe, plan_of, stage, unpaced
 
 
@@ -157,8 +166,6 @@ class Groups(PlanGroups):
 
     def __init__(self, name: str) -> None:
         self.name, self.me, self.dead, self.seconds, self.planes = name, "a/0", False, 60.0, []
-        from elasticd.runtime.telemetry.comm_timer import Stopwatch
-
         self.stopwatch = Stopwatch()
 
     def store(self, prefix: str) -> Any:
@@ -246,3 +253,62 @@ def test_a_connection_that_does_not_come_ends_with_the_fault_or_at_its_time() ->
         made(library, groups)
     timer.join()
     assert library.aborted[-1] == [library]
+
+
+def test_a_switch_moves_nothing_before_the_old_plans_deliveries_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The new engine takes tensors of the old one by reference, and vouches for them."""
+    moves: list[Any] = []
+    monkeypatch.setattr(switcher, "move", lambda *given: moves.append(given))
+    made = Switcher.__new__(Switcher)
+    made.step, made._recipe = 3, cast(Any, None)
+
+    def shut_meanwhile() -> None:
+        raise Cancelled("shut")
+
+    made.engine = cast(Any, SimpleNamespace(delivered=shut_meanwhile))
+    prepared = SimpleNamespace(proposal=SimpleNamespace(recovery=None), old=None)
+    with pytest.raises(Cancelled):
+        made._moved(cast(Any, prepared))
+    assert not moves
+    made.engine = cast(Any, SimpleNamespace(delivered=lambda: None))
+    made._moved(cast(Any, prepared))
+    assert len(moves) == 1
+
+
+def test_a_rank_that_is_fenced_anywhere_brings_its_device_to_rest_before_it_reports() -> None:
+    done: list[str] = []
+    made = Switcher.__new__(Switcher)
+    made._todo = queue.Queue()
+    made.engine = cast(Any, SimpleNamespace(rest=lambda: done.append("rest"), spent=False))
+    made._state = cast(
+        Any, SimpleNamespace(phase=SwitchPhase.STOPPING, trains=True, fenced=False, at_work=False)
+    )
+
+    def feed(event: Any) -> None:
+        done.append(type(event).__name__)
+        made._state = cast(
+            Any, SimpleNamespace(phase=SwitchPhase.FENCED, trains=True, fenced=False, at_work=True)
+        )
+
+    made._feed = feed  # type: ignore[method-assign]
+    made._rest()
+    assert done == ["rest", "Rested"]
+
+
+def test_a_received_gradient_is_dropped_only_if_no_source_had_a_term_of_it() -> None:
+    """Parts of one parameter may come from several devices, of which some had no gradient."""
+    halves = [Box(start=(0,), stop=(2,)), Box(start=(2,), stop=(4,))]
+    state = ZeroState.__new__(ZeroState)
+    state._device = "a/0"
+    state._away = tuple(
+        Delivery(round=0, source=f"b/{at}", destinations=("a/0",), pieces=(("w", half),))
+        for at, half in enumerate(halves)
+    )
+    for first, second, kept in ((-0.0, -0.0, False), (-0.0, 1e-300, True), (0.0, -0.0, True), (2.0, 3.0, True)):
+        parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        parameter.grad = torch.tensor([first, first, second, second], dtype=torch.float64)
+        state._boxes = {"w": [Owned("w", Box.whole((4,)), parameter)]}
+        state._drop_without_terms()
+        assert (parameter.grad is not None) == kept

@@ -8,7 +8,6 @@ from collections import Counter
 import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile, derive, suited
 from elasticd_planner.detection.stragglers import expectation, observe
-from elasticd_planner.layout.channels import MOST
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.policy.policy import Decision, decide, measured_price
 from elasticd_planner.policy.stability import payoff_horizon, settled
@@ -392,10 +391,9 @@ def _devices(turn: Turn) -> tuple[Device, ...]:
 
 def _cluster(turn: Turn, devices: tuple[Device, ...]) -> Cluster:
     nodes: dict[str, list[Device]] = {}
-    taken = MOST * turn.settings.communicator
     for device in devices:
-        left = msgspec.structs.replace(device, memory=max(1, device.memory - taken)) if taken else device
-        nodes.setdefault(node_of(device.name), []).append(left)
+        usable = msgspec.structs.replace(device, memory=turn.settings.usable(device.memory))
+        nodes.setdefault(node_of(device.name), []).append(usable)
     return Cluster(
         nodes=tuple(Node(name=name, devices=tuple(held)) for name, held in nodes.items()),
         inside=turn.settings.inside,

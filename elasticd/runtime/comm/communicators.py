@@ -23,6 +23,7 @@ from torch import Tensor
 
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm import nccl
+from elasticd.runtime.comm.device_communicators import LABELS
 from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.comm.two_level_sums import ProgressThread, TwoLevelTeam
 
@@ -131,8 +132,6 @@ class Peers:
 
 #: Tags of the messages of each use among those of the group of all members.
 _TAGS: dict[Use, int] = {"activation": (1 << 24) + 1, "gradient": (1 << 24) + 2, "state": (1 << 24) + 3}
-#: What the stopwatch counts their seconds for.
-_LABELS: dict[Use, str] = {"activation": "boundary", "gradient": "boundary", "state": "reduce"}
 
 
 class GlooCommunicators:
@@ -182,7 +181,7 @@ class GlooMesh:
     """A `Mesh` in the group of all members."""
 
     def __init__(self, everyone: Group, use: Use) -> None:
-        self._everyone, self._tag, self._label = everyone, _TAGS[use], _LABELS[use]
+        self._everyone, self._tag, self._label = everyone, _TAGS[use], LABELS[use]
 
     def begin_round(
         self, sends: Sequence[tuple[str, Tensor]], receives: Sequence[tuple[str, Tensor]]
@@ -207,7 +206,7 @@ class GlooPair:
     def __init__(self, everyone: Group, channel: Channel) -> None:
         source, to = map(everyone.members.index, channel.members)
         self._everyone, self._peer = everyone, to if source == everyone.rank else source
-        self._tag, self._label = _TAGS[channel.use], _LABELS[channel.use]
+        self._tag, self._label = _TAGS[channel.use], LABELS[channel.use]
 
     def send(self, tensor: Tensor) -> int:
         """See `Group.send`. Nothing is sent of an empty tensor."""

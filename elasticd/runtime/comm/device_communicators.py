@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from elasticd_planner.layout.channels import Channel
+from elasticd_planner.layout.channels import Channel, Use
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
@@ -31,8 +31,8 @@ from elasticd.runtime.comm.groups import MEANWHILE, Cancelled, Group, PeerLost, 
 
 log = logging.getLogger(__name__)
 
-#: What the stopwatch counts the host's seconds for, by what a communicator is for.
-_LABELS = {"activation": "boundary", "gradient": "boundary", "state": "reduce"}
+#: What the stopwatch counts the host's seconds for, by what messages are.
+LABELS: dict[Use, str] = {"activation": "boundary", "gradient": "boundary", "state": "reduce"}
 
 
 class Work(Protocol):
@@ -185,6 +185,12 @@ class DeviceCommunicators:
         work.join()
         del self._open[id(work)]
 
+    def finish(self, work: Work | None, label: str, what: str) -> None:
+        """`join`, if there is an operation; its seconds count for `label`. Raises as `launching`."""
+        if work is not None:
+            with self.plan_groups.stopwatch.measure(label), self.launching(what):
+                self.join(work)
+
     @contextmanager
     def launching(self, what: str) -> Iterator[None]:
         """Around a launch.
@@ -259,9 +265,7 @@ class DeviceTeam:
 
     def finish(self, work: Any) -> None:
         """The device waits for it."""
-        if work is not None:
-            with self._of.plan_groups.stopwatch.measure(self._label), self._of.launching(self._name):
-                self._of.join(work)
+        self._of.finish(work, self._label, self._name)
 
 
 class DevicePair:
@@ -270,7 +274,7 @@ class DevicePair:
     def __init__(self, of: DeviceCommunicators, channel: Channel, communicator: Communicator) -> None:
         self._of, self._name, self._communicator = of, str(channel), communicator
         self._peer = 1 - channel.members.index(of.plan_groups.me)
-        self._label = _LABELS[channel.use]
+        self._label = LABELS[channel.use]
 
     def send(self, tensor: Tensor) -> int:
         """See `Pair`."""
@@ -288,9 +292,7 @@ class DevicePair:
 
     def finish(self, work: Any) -> None:
         """The device waits for it."""
-        if work is not None:
-            with self._of.plan_groups.stopwatch.measure(self._label), self._of.launching(self._name):
-                self._of.join(work)
+        self._of.finish(work, self._label, self._name)
 
     def arrived(self, numbers: Iterable[int]) -> None:
         """See `Pair`."""
@@ -303,7 +305,7 @@ class DeviceMesh:
     def __init__(self, of: DeviceCommunicators, channel: Channel, communicator: Communicator) -> None:
         self._of, self._name, self._communicator = of, str(channel), communicator
         self._rank = {member: rank for rank, member in enumerate(channel.members)}
-        self._label = _LABELS[channel.use]
+        self._label = LABELS[channel.use]
 
     def begin_round(self, sends: Sequence[tuple[str, Tensor]], receives: Sequence[tuple[str, Tensor]]) -> Any:
         """See `Mesh`."""
@@ -316,6 +318,4 @@ class DeviceMesh:
 
     def finish(self, work: Any) -> None:
         """The device waits for all messages of the round, also for those that this member sends."""
-        if work is not None:
-            with self._of.plan_groups.stopwatch.measure(self._label), self._of.launching(self._name):
-                self._of.join(work)
+        self._of.finish(work, self._label, self._name)

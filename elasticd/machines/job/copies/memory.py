@@ -22,7 +22,6 @@ from elasticd_planner.value import Value
 
 from elasticd.machines.job.copies.rollback import Source
 from elasticd.machines.job.copies.snapshots import secured
-from elasticd.machines.job.state.job_state import NodeState
 from elasticd.machines.job.state.transaction import Turn
 
 
@@ -42,7 +41,12 @@ def room_for(turn: Turn, plan: Plan, source: Source | None) -> Room:
     older = source is not None and (source.plan is None or bool(source.recovery.snapshots))
     old = source.plan if source is not None and not older else job.plan
     holders = {worker.device for worker in job.bound(old)}
-    found = room(plan, old, job.spec.model, job.profile, turn.nodes, holders=holders, anew=older)
+    memory = {
+        device.name: turn.settings.usable(device.memory)
+        for node in turn.nodes.values()
+        for device in node.record.devices
+    }
+    found = room(plan, old, job.spec.model, job.profile, memory, holders=holders, anew=older)
     # An older state is read from where it stays; of `old` no copy is needed once snapshots of it can be read.
     if not found.cramped or older or old is None or secured(turn, old) is not None:
         return found
@@ -57,15 +61,14 @@ def room(
     old: Plan | None,
     spec: ModelSpec,
     profile: ModelProfile,
-    nodes: Mapping[str, NodeState],
+    memory: Mapping[str, int],
     *,
     holders: Collection[str] = (),
     anew: bool = False,
 ) -> Room:
     """For a switch from `old` (None: from nothing) to `plan`. Without ZeRO the planner alone says whether one
-    copy fits. holders: whoever has its copy of `old`; anew: all of `plan` is read from elsewhere, not only what
-    changes."""
-    memory = {device.name: device.memory for node in nodes.values() for device in node.record.devices}
+    copy fits. memory: bytes that each device may use; holders: whoever has its copy of `old`; anew: all of
+    `plan` is read from elsewhere, not only what changes."""
     new = Layouts(spec, plan)
     if plan.state.zero:
         needs = _resident(new, profile)

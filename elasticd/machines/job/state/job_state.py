@@ -39,6 +39,7 @@ from elasticd_planner.cost.model_profile import GUESSED_FLOPS, ModelProfile
 from elasticd_planner.detection.data_shift import ShiftState
 from elasticd_planner.detection.idle_probes import ProbeState
 from elasticd_planner.detection.stragglers import DetectSettings, RateState
+from elasticd_planner.layout.channels import MOST
 from elasticd_planner.policy.policy import Moved, PolicySettings
 from elasticd_planner.policy.stability import Stability
 from elasticd_planner.problem import Answer, Problem
@@ -134,6 +135,10 @@ class JobSettings(Value, frozen=True, kw_only=True):
         times = [getattr(self, name) for name in self.__struct_fields__ if name.endswith("_seconds")]
         if min(*times, self.keep_jobs) < 0 or self.fit_steps < STEPS:
             refuse(f"coordinator: times must not be negative and fit_steps at least {STEPS}, not {self}")
+
+    def usable(self, memory: int) -> int:
+        """Of a device's bytes those that plans may use; the rest is for its communicators."""
+        return max(1, memory - MOST * self.communicator)
 
 
 class NodeState(Value, frozen=True, kw_only=True):
