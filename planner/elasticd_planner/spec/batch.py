@@ -4,7 +4,8 @@ Made for each step, identically on every rank, never through the store: a pure f
 where they are known, the samples' lengths. Everything that needs sample ids reads it and nothing else.
 
 A pipeline's micro-batches are its rows: row i has a micro-batch of each lane, in pieces of samples. Lanes that
-have fewer micro-batches than others have empty places in the last rows. A piece is a whole sample.
+have fewer micro-batches than others have empty places in the last rows. Here all pieces are whole samples, padded
+to the longest of a micro-batch; `elasticd_planner.batching` packs them without padding.
 """
 
 from __future__ import annotations
@@ -21,13 +22,10 @@ from elasticd_planner.spec import sample_packing
 from elasticd_planner.spec.plan import ModulePlan, Place, Plan
 from elasticd_planner.value import Value, refuse
 
-#: The ids of the samples of a micro-batch.
-MicroBatch = tuple[int, ...]
-
-
 class SequencePiece(NamedTuple):
     """A part of a sample, in pairs of tokens {i, length - 1 - i}, of which a sequence has (length + 1) // 2.
-    Each pair sees as many keys under a causal mask, so that equal parts of the pairs are equal work."""
+    Each pair sees length + 1 keys under a causal mask, so that equal parts of the pairs are equal work. The token
+    in the middle of an odd length is a pair by itself, and sees half as many."""
 
     sample: int  # its id
     length: int  # [tokens] of the whole sample; 0: not known
@@ -39,6 +37,19 @@ class SequencePiece(NamedTuple):
         """All of a sample."""
         return cls(sample, length, 0, (length + 1) // 2)
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens it has."""
+        return sum(stop - start for start, stop in self.spans)
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Its tokens, as ranges [start, stop) of the sequence: one where its pairs meet in the middle, else two."""
+        inner = self.length - self.start
+        if 2 * self.stop >= self.length:
+            return ((self.start, inner),) if self.start < inner else ()
+        return ((self.start, self.stop), (self.length - self.stop, inner)) if self.start < self.stop else ()
+
     @classmethod
     def all_whole(cls, samples: Iterable[int]) -> list[SequencePiece]:
         """All of each sample; their lengths are not known."""
@@ -47,10 +58,19 @@ class SequencePiece(NamedTuple):
         return list(map(tuple.__new__, repeat(cls), fields))  # in few instructions: a batch is made each step
 
 
+#: What a lane takes at once: pieces of samples.
+MicroBatch = tuple[SequencePiece, ...]
+
+
+def ids_of(pieces: Iterable[SequencePiece]) -> tuple[int, ...]:
+    """The ids of the samples that these are pieces of, in order."""
+    return tuple([piece.sample for piece in pieces])
+
+
 class BatchRow(Value, frozen=True, kw_only=True, gc=False):
     """What the lanes of a pipeline do in their micro-batches of one index."""
 
-    lanes: tuple[tuple[SequencePiece, ...], ...]  # by lane; empty: the lane has fewer micro-batches than others
+    lanes: tuple[MicroBatch, ...]  # by lane; empty: the lane has fewer micro-batches than others
 
 
 class BatchPlan(Value, frozen=True, kw_only=True):
@@ -59,6 +79,7 @@ class BatchPlan(Value, frozen=True, kw_only=True):
     step: int
     plan: int  # its number
     modules: tuple[tuple[tuple[BatchRow, ...], ...], ...]  # by module and pipeline: its rows
+    packed: bool = False  # the sequences of a micro-batch follow each other in one row, without padding
 
     def __post_init__(self) -> None:
         for rows in chain.from_iterable(self.modules):
@@ -70,12 +91,10 @@ class BatchPlan(Value, frozen=True, kw_only=True):
                     refuse(f"step {self.step}: the rows of a lane must have no gap")
 
     def of(self, place: Place) -> tuple[MicroBatch, ...]:
-        """The micro-batches of the lane that a device is in, by the ids of their samples."""
+        """The micro-batches of the lane that a device is in."""
         lane = place.lane
         return tuple(
-            tuple([piece.sample for piece in row.lanes[lane]])
-            for row in self.modules[place.module][place.pipeline]
-            if row.lanes[lane]
+            row.lanes[lane] for row in self.modules[place.module][place.pipeline] if row.lanes[lane]
         )
 
     def samples(self, module: int = 0) -> tuple[int, ...]:
@@ -152,7 +171,6 @@ def short_batch_plan(plan: Plan, step: int, samples: Sequence[int]) -> BatchPlan
 
 #: The rows of each pipeline of a module.
 _Rows = tuple[tuple[BatchRow, ...], ...]
-_Pieces = tuple[SequencePiece, ...]
 
 
 def _in_order(plan: Plan, module: ModulePlan, samples: Sequence[int]) -> _Rows:
@@ -170,7 +188,7 @@ def _in_order(plan: Plan, module: ModulePlan, samples: Sequence[int]) -> _Rows:
 
 def _in_turn(plan: Plan, module: ModulePlan, samples: Sequence[int]) -> _Rows:
     slots = _slots(module)
-    dealt: list[list[_Pieces]] = [[] for _ in slots]
+    dealt: list[list[MicroBatch]] = [[] for _ in slots]
     turns = (lane for turn in range(max(slots)) for lane, slot in enumerate(slots) if turn < slot)
     for lane, micro in zip(turns, _cut(plan, samples), strict=False):
         dealt[lane].append(micro)
@@ -191,12 +209,12 @@ def _slots(module: ModulePlan) -> list[int]:
     return [count for pipeline in module.pipelines for count in pipeline.micro_batches_by_lane]
 
 
-def _cut(plan: Plan, samples: Sequence[int]) -> list[_Pieces]:
+def _cut(plan: Plan, samples: Sequence[int]) -> list[MicroBatch]:
     pieces, size = SequencePiece.all_whole(samples), plan.micro_batch
     return [tuple(pieces[first : first + size]) for first in range(0, len(pieces), size)]
 
 
-def _by_pipeline(module: ModulePlan, dealt: Sequence[Sequence[_Pieces]]) -> _Rows:
+def _by_pipeline(module: ModulePlan, dealt: Sequence[Sequence[MicroBatch]]) -> _Rows:
     """Rows of what each lane of the module has."""
     lanes = iter(dealt)
     mine = [tuple(islice(lanes, len(pipeline.micro_batches_by_lane))) for pipeline in module.pipelines]
