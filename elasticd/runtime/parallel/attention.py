@@ -44,7 +44,7 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of the tokens of each sequence to one another, as `F.scaled_dot_product_attention` where samples
+    """Attention of the tokens of each sequence to one another: `F.scaled_dot_product_attention` where samples
     are not packed.
 
     Args:
@@ -64,9 +64,7 @@ def attention(
     return _packed(q, k, v, row, causal=causal, window=window, scale=scale)
 
 
-def _plain(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, scale: float | None
-) -> Tensor:
+def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, scale: float | None) -> Tensor:
     grouped, mask = q.shape[1] != k.shape[1], None
     if window is not None and window < q.shape[2]:
         ones = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
@@ -87,9 +85,7 @@ def _packed(
     scale: float | None,
 ) -> Tensor:
     parts = [
-        _plain(
-            q[:, :, at.rows], k[:, :, at.rows], v[:, :, at.rows], causal=causal, window=window, scale=scale
-        )
+        _plain(q[:, :, at.rows], k[:, :, at.rows], v[:, :, at.rows], causal=causal, window=window, scale=scale)
         for at in row.segments
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
