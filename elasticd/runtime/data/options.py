@@ -33,5 +33,7 @@ class DataOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.readers, int) or self.readers < 0:
             raise ValueError(f"data: readers is {self.readers!r}; it must be a whole number from 0 on")
+        if not isinstance(self.packing, Packing | None):
+            raise TypeError(f"data: packing is {self.packing!r}; it must be elasticd.Packing(...)")
         if self.packing is not None and self.collate is not pad:
             raise ValueError("data: collate makes padded batches; give either collate or packing")
