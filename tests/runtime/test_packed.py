@@ -218,12 +218,13 @@ def test_a_sequence_longer_than_a_row_is_named_on_every_rank_before_the_step() -
 class OneSided(Mapped):
     """Gives all sequences to the first lane of all."""
 
-    def batch(self, plan: Plan, step: int) -> BatchPlan:
+    def dealing(self, plan: Plan, step: int) -> Callable[[], BatchPlan]:
         samples = self.samples(step)
         rows = tuple((SequencePiece.whole(i, length(i)),) for i in samples)
         first, *others = (len(pipeline.micro_batches_by_lane) for pipeline in plan.pipelines)
         mine = tuple(BatchRow(lanes=(row, *[()] * (first - 1))) for row in rows)
-        return BatchPlan(step=step, plan=plan.number, modules=((mine, *[()] * len(others)),), packed=True)
+        dealt = BatchPlan(step=step, plan=plan.number, modules=((mine, *[()] * len(others)),), packed=True)
+        return lambda: dealt
 
 
 @pytest.mark.parametrize("policy", ["zero 0", "zero 2"])
