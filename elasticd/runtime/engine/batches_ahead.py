@@ -58,7 +58,8 @@ class BatchesAhead:
         if beside:
             self._made[step] = self._thread(dealing)
             return
-        self._made[step] = made = Future()
+        made: Future[BatchPlan] = Future()
+        self._made[step] = made
         try:
             made.set_result(dealing())
         except Exception as error:
