@@ -318,3 +318,36 @@ def test_an_evaluation_packs_as_the_training_does_and_gives_the_same_mean(name: 
 
     for loss, counted in run_threads(plan.members, run).values():
         assert (loss, counted) == (pytest.approx(float(total) / count, abs=1e-12), count)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_packed_rows_like_one_process() -> None:
+    plan = PLANS["one device"]
+
+    def make() -> Recipe:
+        return packed(parallelism=ParallelismOptions(compile=True))
+
+    check(plan, in_threads(plan, make))
+
+
+def test_a_batch_of_the_script_is_packed_by_the_tokens_of_its_samples() -> None:
+    plan = PLANS["pipelines of 2 and 3 stages"]
+    batch = [Text()[i] for i in range(8)]
+
+    def run(memory: MemoryPlanGroups) -> tuple[float | None, int]:
+        engine = engine_on(memory, packed(), plan)
+        feed = engine._recipe.feed
+        assert isinstance(feed, Mapped)
+        feed.give(0, batch)
+        vote = engine.step(0, lambda: 0).outcome.vote
+        return vote.loss, vote.tokens
+
+    model, whole = Decoder(test_parity.CONFIG), pad(batch)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = make_recipe().model.first_value(name, Box.whole(parameter.shape), test_parity.SEED)
+            parameter.copy_(value)
+        total, count = next_token_loss(model(whole), whole)
+    for loss, tokens in run_threads(plan.members, run).values():
+        assert loss == pytest.approx(float(total) / count, abs=1e-12)
+        assert tokens == sum(map(length, range(8)))
