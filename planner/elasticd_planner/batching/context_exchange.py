@@ -89,8 +89,8 @@ class ContextMembers:
         return self._sources[key].get(source, [])
 
     def _sources_of(self, lane: int, taker: int) -> Mapping[int, _Spans]:
-        """From which devices of a lane another device gets its kv-heads: of those that hold one, from one of its
-        own node, if there is any; devices of a lane take turns."""
+        """From which devices of a lane another device gets its kv-heads: of those that hold one, from one of
+        its own node, if there is any; devices of a lane take turns."""
         members = self.members
         (start, stop), node = members[taker].kv_heads, node_of(members[taker].device)
         holders = [at for at, member in enumerate(members) if member.lane == lane]
