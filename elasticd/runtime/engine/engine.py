@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -428,10 +429,13 @@ class Engine:
         if self.runner is None:
             return batch, Passed(loss=0.0, count=0.0, tokens=0, samples=NO_SAMPLES)
         place = self.plan.places[self.device]
-        batches = (batch, self._batch(step + 1)) if self._recipe.feed.ahead else (batch,)
+        batches = [batch]
+        if self._recipe.feed.ahead:
+            with suppress(SampleError):  # of a sample that goes into no row: the next step raises it
+                batches.append(self._batch(step + 1))
         mine, *next_ = (each.of(place) for each in batches)
         self.runner.prepare(micro for micros in (mine, *next_) for micro in micros)
-        passed = self.runner.run(mine, self.scale)
+        passed = self.runner.run(mine, self.scale, packed=batch.packed)
         self._constants.check()
         return batch, passed
 

@@ -39,6 +39,7 @@ class PackedRow:
     segments: tuple[Segment, ...]  #: of each piece the earlier tokens, then the later ones
     tokens: int  #: of all pieces
     positions: Tensor  #: of each token in its own sequence [tokens], int64
+    sample_of_token: Tensor  #: of each token the place of its piece in `pieces` [tokens], int64
     whole: bool  #: no sequence is cut: each piece is all of its sequence
 
     def __init__(self, pieces: Sequence[SequencePiece], device: torch.device) -> None:
@@ -51,7 +52,9 @@ class PackedRow:
         self.segments, self.tokens = tuple(segments), at
         self.whole = all(piece.tokens == piece.length for piece in pieces)
         spans = [torch.arange(each.start, each.stop) for each in segments]
-        self.positions = put(torch.cat(spans) if spans else torch.arange(0), device)
+        of_piece = torch.tensor([piece.tokens for piece in pieces])
+        both = torch.stack([torch.cat(spans), torch.arange(len(self.pieces)).repeat_interleave(of_piece)])
+        self.positions, self.sample_of_token = put(both, device)  # in one copy
 
 
 _of_thread = threading.local()

@@ -6,8 +6,8 @@ The host's clock tells where the host computes. For a device that computes behin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.sequence_lengths import bucket
@@ -18,6 +18,14 @@ from elasticd.runtime.telemetry.device_timer import Spans
 
 #: What a block's computation is told apart in.
 PASSES = ("blocks", "forward", "backward", "recompute")
+
+
+class SequenceHere(NamedTuple):
+    """What this device has of a sequence."""
+
+    tokens: int  #: here, padding included
+    length: int  #: of the whole sequence, padding included
+    begins: bool  #: its first token is here, so that it is counted here
 
 
 class Telemetry:
@@ -41,7 +49,7 @@ class Telemetry:
         self._start = time.perf_counter()
         self._stopwatch.take()
         self._compute = dict.fromkeys((*PASSES, "embed", "head", "optimizer"), 0.0)
-        self._worked: list[tuple[int, float, int]] = []
+        self._worked: list[tuple[int, float, Sequence[SequenceHere]]] = []
         self._modalities: dict[str, int] = {}
         if self._spans is not None:  # passes since the last step, of an evaluation, are no part of this one
             self._compute["optimizer"] += self._spans.take().get("optimizer", 0.0)
@@ -76,10 +84,16 @@ class Telemetry:
             for name, count in counts.items():
                 self._modalities[str(name)] = self._modalities.get(str(name), 0) + int(count)
 
-    def worked(self, tokens: int, layers: int, share: float, length: int = 0) -> None:
-        """A micro-batch of `tokens`, in sequences of `length` with their padding (0: not known), went through
-        `layers` blocks of which this device holds `share`."""
-        self._worked.append((tokens, layers * share, length))
+    def worked(self, tokens: int, layers: int, share: float, sequences: Sequence[SequenceHere] = ()) -> None:
+        """A micro-batch went through `layers` blocks.
+
+        Args:
+            tokens: of the micro-batch, padding included.
+            layers: the blocks.
+            share: of each, that this device holds.
+            sequences: those that its tokens are of. Empty: not known.
+        """
+        self._worked.append((tokens, layers * share, sequences))
 
     def finish(self, plan: int, step: int) -> Measurement:
         """The measurement of the step that ends now.
@@ -99,14 +113,15 @@ class Telemetry:
         tokens = longest = 0
         work = squares = 0.0
         lengths: dict[int, int] = {}
-        for each, blocks, length in self._worked:
+        for each, blocks, sequences in self._worked:
             tokens += each
             work += each * blocks
-            if length:
-                squares += each * length
+            for here, length, begins in sequences:
+                squares += here * length
                 longest = max(longest, length)
-                at = bucket(length)
-                lengths[at] = lengths.get(at, 0) + each // length
+                if begins:
+                    at = bucket(length)
+                    lengths[at] = lengths.get(at, 0) + 1
         return Measurement(
             device=self._device,
             plan=plan,

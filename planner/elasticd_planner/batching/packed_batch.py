@@ -1,8 +1,8 @@
-"""The packed batch of a step: sequences dealt to the lanes of a plan, one after the other in rows without padding.
+"""The packed batch of a step: sequences dealt to the lanes of a plan, in rows without padding.
 
-A sequence of L tokens costs L x (linear + L), in units of one token's attention to one other; a row costs the sum
-of its sequences, because attention does not look over their borders. A row has so many tokens as its lane holds.
-All is a pure function of plan, samples and lengths, in integers, so that every rank has the same batch.
+A sequence of L tokens costs L x (linear + L), in units of one token's attention to one other; a row costs the
+sum of its sequences, because attention does not look over their borders. A row has as many tokens as its lane
+holds. All is a pure function of plan, samples and lengths, in integers, so that every rank has the same batch.
 """
 
 from __future__ import annotations

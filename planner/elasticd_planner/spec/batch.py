@@ -4,8 +4,8 @@ Made for each step, identically on every rank, never through the store: a pure f
 where they are known, the samples' lengths. Everything that needs sample ids reads it and nothing else.
 
 A pipeline's micro-batches are its rows: row i has a micro-batch of each lane, in pieces of samples. Lanes that
-have fewer micro-batches than others have empty places in the last rows. Here all pieces are whole samples, padded
-to the longest of a micro-batch; `elasticd_planner.batching` packs them without padding.
+have fewer micro-batches than others have empty places in the last rows. Here all pieces are whole samples,
+padded to the longest of a micro-batch; `elasticd_planner.batching` packs them without padding.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from elasticd_planner.spec import sample_packing
 from elasticd_planner.spec.plan import ModulePlan, Place, Plan
 from elasticd_planner.value import Value, refuse
 
+
 class SequencePiece(NamedTuple):
     """A part of a sample, in pairs of tokens {i, length - 1 - i}, of which a sequence has (length + 1) // 2.
-    Each pair sees length + 1 keys under a causal mask, so that equal parts of the pairs are equal work. The token
-    in the middle of an odd length is a pair by itself, and sees half as many."""
+    Each pair sees length + 1 keys under a causal mask, so that equal parts of the pairs are equal work. The
+    token in the middle of an odd length is a pair by itself, and sees half as many."""
 
     sample: int  # its id
     length: int  # [tokens] of the whole sample; 0: not known
@@ -44,7 +45,7 @@ class SequencePiece(NamedTuple):
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Its tokens, as ranges [start, stop) of the sequence: one where its pairs meet in the middle, else two."""
+        """Its tokens, as ranges [start, stop) of the sequence: two, or one that the middle is in."""
         inner = self.length - self.start
         if 2 * self.stop >= self.length:
             return ((self.start, inner),) if self.start < inner else ()
@@ -93,9 +94,7 @@ class BatchPlan(Value, frozen=True, kw_only=True):
     def of(self, place: Place) -> tuple[MicroBatch, ...]:
         """The micro-batches of the lane that a device is in."""
         lane = place.lane
-        return tuple(
-            row.lanes[lane] for row in self.modules[place.module][place.pipeline] if row.lanes[lane]
-        )
+        return tuple(row.lanes[lane] for row in self.modules[place.module][place.pipeline] if row.lanes[lane])
 
     def samples(self, module: int = 0) -> tuple[int, ...]:
         """All sample ids of the step, in order."""
