@@ -75,8 +75,9 @@ class ContextExchange(NamedTuple):
 class ContextMembers:
     """The devices of a stage in the order of the plan, with the heads that each computes in a layer."""
 
-    def __init__(self, members: Sequence[ContextMember]) -> None:
-        self.members = tuple(members)
+    def __init__(self, members: Sequence[ContextMember], each: int) -> None:
+        """`each`: query heads that a kv-head serves."""
+        self.members, self.each = tuple(members), each
         self.index = {member.device: at for at, member in enumerate(self.members)}
         self._sources: dict[tuple[int, int], Mapping[int, _Spans]] = {}
         self._numbers: dict[_Sets, dict[int, int]] = {}
@@ -152,13 +153,14 @@ def context_members(spec: ModelSpec, stage: Stage, device: str, heads: int, kv_h
         each = spec.units_of(kind).count // spec.units_of(kv_kind).count
         whole = all(edge % each == 0 for edge in mine.heads)
         if (heads, kv_heads) == (_size(mine.heads), _size(mine.kv_heads if whole else mine.heads)):
-            return ContextMembers(members)
+            return ContextMembers(members, each)
     return ContextMembers(
         [
             ContextMember(name, number, (0, heads), (0, kv_heads))
             for number, lane in enumerate(stage.by_lane)
             for name in lane.devices
-        ]
+        ],
+        heads // kv_heads,
     )
 
 
