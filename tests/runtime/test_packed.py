@@ -10,11 +10,16 @@ from typing import Any, cast
 import pytest
 import torch
 from elasticd_planner.spec.batch import BatchPlan, BatchRow, SequencePiece
+from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Plan
+from torch import Tensor
 
+from elasticd.models import Decoder, next_token_loss
+from elasticd.models.decoder import Block, DecoderConfig
+from elasticd.runtime.api.evaluation import HeldOut, evaluate, rounds
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
-from elasticd.runtime.data.collate import Unlike
+from elasticd.runtime.data.collate import Unlike, pad
 from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing, pack
@@ -197,9 +202,12 @@ def test_a_sequence_longer_than_a_row_is_named_on_every_rank_before_the_step() -
 
     def run(memory: MemoryPlanGroups) -> str:
         engine = engine_on(memory, packed(tokens=12), plan)
+        samples = make_recipe().sampler.samples
+        step = next(k for k in range(9) if max(map(length, samples(k))) > 12)
+        if step:
+            engine.step(step - 1, lambda: 0)
         with pytest.raises(SampleError) as refused:
-            for step in range(9):
-                engine.step(step, lambda: 0)
+            engine.step(step, lambda: 0)
         return str(refused.value)
 
     assert {said[said.index(": ") + 2 :] for said in run_threads(plan.members, run).values()} == {
@@ -210,12 +218,13 @@ def test_a_sequence_longer_than_a_row_is_named_on_every_rank_before_the_step() -
 class OneSided(Mapped):
     """Gives all sequences to the first lane of all."""
 
-    def batch(self, plan: Plan, step: int) -> BatchPlan:
+    def dealing(self, plan: Plan, step: int) -> Callable[[], BatchPlan]:
         samples = self.samples(step)
         rows = tuple((SequencePiece.whole(i, length(i)),) for i in samples)
         first, *others = (len(pipeline.micro_batches_by_lane) for pipeline in plan.pipelines)
         mine = tuple(BatchRow(lanes=(row, *[()] * (first - 1))) for row in rows)
-        return BatchPlan(step=step, plan=plan.number, modules=((mine, *[()] * len(others)),), packed=True)
+        dealt = BatchPlan(step=step, plan=plan.number, modules=((mine, *[()] * len(others)),), packed=True)
+        return lambda: dealt
 
 
 @pytest.mark.parametrize("policy", ["zero 0", "zero 2"])
@@ -244,3 +253,101 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], sa
 def test_packing_without_lengths_is_refused() -> None:
     with pytest.raises(ValueError, match="packing needs the tokens of each sample before it is read"):
         replace(make_recipe(), data=DataOptions(packing=Packing()))
+
+
+class DroppingBlock(Block):
+    """Dropouts behind the attention and behind the feed-forward."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.attention_dropout, self.feed_forward_dropout = torch.nn.Dropout(0.3), torch.nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x)))
+        return x + self.feed_forward_dropout(self.feed_forward(self.feed_forward_norm(x)))
+
+
+def dropping(make: Callable[[], Recipe]) -> Recipe:
+    """The same job with such blocks."""
+    with torch.device("meta"):
+        model = Decoder(test_parity.CONFIG)
+        model.blocks = torch.nn.ModuleList(DroppingBlock(test_parity.CONFIG) for _ in model.blocks)
+        return replace(make(), model=model.describe())
+
+
+@pytest.mark.parametrize(
+    "name", ["sequence parallel, interleaved, beside a group without", "2 + 1, uneven, in two stages"]
+)
+def test_dropouts_drop_of_a_packed_row_what_they_drop_of_padded_samples(name: str) -> None:
+    padded = in_threads(PLANS["one device"], lambda: dropping(make_recipe))["a/0"]
+    for device, result in in_threads(PLANS[name], lambda: dropping(packed)).items():
+        assert result["losses"] == pytest.approx(padded["losses"], abs=1e-10)
+        for parameter, (start, stop, value) in result["weights"].items():
+            whole = padded["weights"][parameter][2][tuple(map(slice, start, stop))]
+            assert float(abs(value - whole).max()) < 1e-10, f"{device} {parameter}"
+
+
+class HeldOutText(Text):
+    """As many samples as make a whole round and a part of one."""
+
+    lengths = tuple(length(i) for i in range(64))
+
+    def __len__(self) -> int:
+        return 21
+
+
+@pytest.mark.parametrize("name", ["pipelines of 2 and 3 stages", "2 + 1, uneven, in two stages"])
+def test_an_evaluation_packs_as_the_training_does_and_gives_the_same_mean(name: str) -> None:
+    batch = pad([HeldOutText()[i] for i in range(21)])
+    model = Decoder(test_parity.CONFIG)
+    with torch.no_grad():
+        for each, parameter in model.named_parameters():
+            value = make_recipe().model.first_value(each, Box.whole(parameter.shape), test_parity.SEED)
+            parameter.copy_(value)
+        total, count = next_token_loss(model(batch), batch)
+    plan = PLANS[name]
+
+    def run(memory: MemoryPlanGroups) -> tuple[float, int]:
+        recipe = packed()
+        engine = engine_on(memory, recipe, plan)
+        held = HeldOut(dataset=HeldOutText())
+        dealt = list(rounds(plan, held.dataset, engine.linear, recipe.data.packing))
+        assert all(each.packed for each in dealt)
+        done = evaluate(engine, held, "held", 0, next_token_loss, recipe.data, "value")
+        return done.loss, int(done.counts["loss"])
+
+    for loss, counted in run_threads(plan.members, run).values():
+        assert (loss, counted) == (pytest.approx(float(total) / count, abs=1e-12), count)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_packed_rows_like_one_process() -> None:
+    plan = PLANS["one device"]
+
+    def make() -> Recipe:
+        return packed(parallelism=ParallelismOptions(compile=True))
+
+    check(plan, in_threads(plan, make))
+
+
+def test_a_batch_of_the_script_is_packed_by_the_tokens_of_its_samples() -> None:
+    plan = PLANS["pipelines of 2 and 3 stages"]
+    batch = [Text()[i] for i in range(8)]
+
+    def run(memory: MemoryPlanGroups) -> tuple[float | None, int]:
+        engine = engine_on(memory, packed(), plan)
+        feed = engine._recipe.feed
+        assert isinstance(feed, Mapped)
+        feed.give(0, batch)
+        vote = engine.step(0, lambda: 0).outcome.vote
+        return vote.loss, vote.tokens
+
+    model, whole = Decoder(test_parity.CONFIG), pad(batch)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = make_recipe().model.first_value(name, Box.whole(parameter.shape), test_parity.SEED)
+            parameter.copy_(value)
+        total, count = next_token_loss(model(whole), whole)
+    for loss, tokens in run_threads(plan.members, run).values():
+        assert loss == pytest.approx(float(total) / count, abs=1e-12)
+        assert tokens == sum(map(length, range(8)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -39,13 +40,19 @@ class Feed(Samples, Protocol):
 
     @property
     def ahead(self) -> bool:
-        """Whether `batch` can be asked for later steps."""
+        """Whether `dealing` can be asked for later steps."""
 
     def samples(self, step: int) -> tuple[int, ...]:
         """The ids of a step, once it has begun."""
 
-    def batch(self, plan: Plan, step: int) -> BatchPlan:
-        """The samples of a step as the plan's lanes take them."""
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+
+    def dealing(self, plan: Plan, step: int) -> Callable[[], BatchPlan]:
+        """A function that gives the samples of a step as the plan's lanes take them. It asks for nothing of the
+        user's, so that it may be called in another thread; it raises SampleError where a sample goes into no
+        row."""
 
     def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
         """Begins a step, together with all members of the plan. If it raises, it raises on all of them.
@@ -132,8 +139,17 @@ class Mapped:
         given = self._given.get(step)
         return given.ids if given is not None else self._sampler.samples(step)
 
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+        return self._packing is not None
+
     def batch(self, plan: Plan, step: int) -> BatchPlan:
-        """The samples of a step as the plan's lanes take them; samples of known length are dealt by it."""
+        """The samples of a step as the plan's lanes take them."""
+        return self.dealing(plan, step)()
+
+    def dealing(self, plan: Plan, step: int) -> Callable[[], BatchPlan]:
+        """A function that deals the samples of a step; those of known length are dealt by it."""
         samples, given = self.samples(step), self._given.get(step)
         tokens: tuple[int, ...] | None = None
         if given is not None and given.held is not None:
@@ -141,7 +157,7 @@ class Mapped:
         elif self._length is not None:
             tokens = tuple(map(self._length, samples))
         lengths = None if tokens is None else BatchLengths(tokens=tokens, linear=self._linear)
-        return deal(self._packing, plan, step, samples, lengths)
+        return partial(deal, self._packing, plan, step, samples, lengths)
 
     def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
         """Compares the hash of the script's batch on all ranks.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -130,10 +131,19 @@ class Streamed:
         """The ids of a step."""
         return tuple(range(step * self._batch, (step + 1) * self._batch))
 
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+        return self._packing is not None
+
     def batch(self, plan: Plan, step: int) -> BatchPlan:
         """The samples of the step that has begun as the plan's lanes take them."""
+        return self.dealing(plan, step)()
+
+    def dealing(self, plan: Plan, step: int) -> Callable[[], BatchPlan]:
+        """A function that deals the samples of the step that has begun."""
         lengths = BatchLengths(tokens=self._tokens, linear=self._linear)
-        return deal(self._packing, plan, step, self.samples(step), lengths)
+        return partial(deal, self._packing, plan, step, self.samples(step), lengths)
 
     def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
         """Reads a step's samples from the position `carried`, or receives them; gives the next position."""

@@ -49,9 +49,9 @@ from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
 from elasticd.runtime.telemetry.step_times import SequenceHere, Telemetry
 from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
 
-#: (kind of pass, tokens, share of the TP group, time at its begin, seconds of communication in it) -> time at
-#: its end. On an emulated device it sleeps.
-Pace = Callable[[str, int, float, float, float], float]
+#: (kind of pass, tokens, share of the TP group, time at its begin, seconds of communication in it, sum over
+#: tokens of the length of their sequence) -> time at its end. On an emulated device it sleeps.
+Pace = Callable[[str, int, float, float, float, float], float]
 
 _Stage = TypeVar("_Stage", PrevStage, NextStage)
 BorderOf = Callable[[Pipeline, Place, str], Border]
@@ -63,6 +63,7 @@ class _MicroBatchState:
 
     tokens: int
     length: int  #: of its samples, in tokens; of a packed row, of all its pieces
+    squares: float  #: the sum over its tokens of the length of their sequence
     ids: Sequence[int]  #: what the ledger has of it, as it came with the activation
     segments: list[tuple[str, Bundle, Bundle]] = field(default_factory=list)  #: section, its input, its output
     loss: Tensor | None = None  #: sum over targets; None: not the last stage
@@ -364,16 +365,17 @@ class StageRunner:
         samples, length = sizes(x)
         if self._slices is not None:
             length = self._slices.length
-        state = _MicroBatchState(tokens=samples * length, length=length, ids=ids)
+        sequences = self._sequences(micro, samples, length)
+        squares = sum(here.tokens * here.length for here in sequences)
+        state = _MicroBatchState(tokens=samples * length, length=length, squares=squares, ids=ids)
         state.segments.append(("embed", x, x))
         if chunk is self._chunks[0]:
-            sequences = self._sequences(micro, samples, length)
             telemetry.worked(state.tokens, self._layers, self._share, sequences)
         start = time.perf_counter()
         for section, module in chunk.blocks.items():
             communicated = self._stopwatch.read("tensor")
             x = self._segment(state, section, module, x)
-            start = self._end_pace("forward", state.tokens, start, communicated)
+            start = self._end_pace("forward", state, start, communicated)
         telemetry.passed("forward")
         counted: float | Tensor = 0
         if chunk.after is None:
@@ -452,12 +454,12 @@ class StageRunner:
             if section in self._recomputed:
                 communicated = self._stopwatch.read("tensor")
                 out = self._recomputed[section].recompute(entered)
-                start = self._end_pace("forward", state.tokens, start, communicated)
+                start = self._end_pace("forward", state, start, communicated)
                 telemetry.passed("recompute")
             communicated = self._stopwatch.read("tensor")
             self._drawing.forget(section)
             backward(out, given)
-            start = self._end_pace("backward", state.tokens, start, communicated)
+            start = self._end_pace("backward", state, start, communicated)
             given = gradients(entered)
             if last or self._recomputed or not rest:
                 telemetry.passed("backward")
@@ -479,5 +481,6 @@ class StageRunner:
         if last:
             self._on_section_done("embed")
 
-    def _end_pace(self, kind: str, tokens: int, start: float, communicated: float) -> float:
-        return self._pace(kind, tokens, self._share, start, self._stopwatch.read("tensor") - communicated)
+    def _end_pace(self, kind: str, state: _MicroBatchState, start: float, communicated: float) -> float:
+        spent = self._stopwatch.read("tensor") - communicated
+        return self._pace(kind, state.tokens, self._share, start, spent, state.squares)

@@ -293,7 +293,8 @@ class Dropout(nn.Module):
         """The keys of those tokens of a packed row, from the `first` on, that `x` [1, tokens, ...] has."""
         if keys is None:
             keys = self._next_keys(-1, x.device)
-        if x.dim() < 2 or x.shape[0] != 1 or x.shape[1] > keys.shape[0] - first:
+        here = x.shape[1] if self.first_token is not None and x.dim() > 1 else keys.shape[0]
+        if x.dim() < 2 or tuple(x.shape[:2]) != (1, here) or here > keys.shape[0] - first:
             raise ValueError(
                 f"{self.site}: a dropout's input must be [1, tokens, ...] of the {keys.shape[0]} tokens of a "
                 f"packed row, not {tuple(x.shape)}"

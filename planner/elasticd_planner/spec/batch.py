@@ -10,8 +10,10 @@ padded to the longest of a micro-batch; `elasticd_planner.batching` packs them w
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, islice, repeat, zip_longest
 from typing import NamedTuple
 
@@ -84,7 +86,7 @@ class BatchRow(Value, frozen=True, kw_only=True, gc=False):
         return tuple(sorted(found)) if parts[lane] else ()
 
 
-class BatchPlan(Value, frozen=True, kw_only=True):
+class BatchPlan(Value, frozen=True, kw_only=True, dict=True):
     """The micro-batches of one step under one plan."""
 
     step: int
@@ -105,6 +107,17 @@ class BatchPlan(Value, frozen=True, kw_only=True):
         """The micro-batches of the lane that a device is in."""
         lane = place.lane
         return tuple(row.lanes[lane] for row in self.modules[place.module][place.pipeline] if row.lanes[lane])
+
+    @cached_property
+    def digest(self) -> int:
+        """A 64-bit hash of all pieces and their places; never 0."""
+        digest = hashlib.blake2b(struct.pack("<qq", self.step, self.plan), digest_size=8)
+        for rows in chain.from_iterable(self.modules):
+            for row in rows:
+                for lane in row.lanes:
+                    digest.update(struct.pack(f"<q{4 * len(lane)}q", len(lane), *chain.from_iterable(lane)))
+            digest.update(b"/")
+        return int.from_bytes(digest.digest(), "little") or 1
 
     def samples(self, module: int = 0) -> tuple[int, ...]:
         """All sample ids of the step, in order."""
