@@ -160,7 +160,12 @@ def _packed(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """Attention of each sequence by itself: views of a row of one sequence, which is in no need of a copy."""
+    """Attention of each sequence by itself: views of a row of one sequence, which is in no need of a copy. Of
+    sequences that are cut the rest is fetched."""
+    if not row.whole:
+        if row.exchange is None:
+            raise RuntimeError("a row has a part of a sequence, and no other lane to fetch the rest from")
+        return row.exchange.attention(q, k, v, row, causal=causal, window=window, scale=scale)
     parts = [
         _plain(q[:, :, at.rows], k[:, :, at.rows], v[:, :, at.rows], causal=causal, window=window, scale=scale)
         for at in row.segments

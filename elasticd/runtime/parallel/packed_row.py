@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple, Protocol
 
 import torch
 from elasticd_planner.spec.batch import MicroBatch, SequencePiece
@@ -32,6 +32,29 @@ class Segment(NamedTuple):
         return slice(self.first, self.first + self.stop - self.start)
 
 
+class KeyExchange(Protocol):
+    """What this device exchanges with other lanes, because sequences of a row are cut over them."""
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        row: PackedRow,
+        *,
+        causal: bool,
+        window: int | None,
+        scale: float | None,
+    ) -> Tensor:
+        """`elasticd.attention` of the row."""
+
+    def first_pass(self, section: str) -> AbstractContextManager[None]:
+        """Around the first forward pass of a block that recomputes its activations."""
+
+    def second_pass(self, section: str) -> AbstractContextManager[None]:
+        """Around its second forward pass, which exchanges nothing."""
+
+
 class PackedRow:
     """The pieces of one row on this device, in their order, and where their tokens are."""
 
@@ -41,9 +64,12 @@ class PackedRow:
     positions: Tensor  #: of each token in its own sequence [tokens], int64
     sample_of_token: Tensor  #: of each token the place of its piece in `pieces` [tokens], int64
     whole: bool  #: no sequence is cut: each piece is all of its sequence
+    exchange: KeyExchange | None  #: with the lanes that have the rest of sequences
 
-    def __init__(self, pieces: Sequence[SequencePiece], device: torch.device) -> None:
-        self.pieces = tuple(pieces)
+    def __init__(
+        self, pieces: Sequence[SequencePiece], device: torch.device, exchange: KeyExchange | None = None
+    ) -> None:
+        self.pieces, self.exchange = tuple(pieces), exchange
         segments, at = [], 0
         for piece in pieces:
             for start, stop in piece.spans:
@@ -75,3 +101,15 @@ def current_row() -> PackedRow | None:
     """The packed row that this thread's pass is of; None: there is none, samples are [samples, tokens, ...]."""
     row: PackedRow | None = getattr(_of_thread, "row", None)
     return row
+
+
+def first_pass(section: str) -> AbstractContextManager[None]:
+    """Around the first forward pass of a block that recomputes its activations, under `passing`."""
+    row = current_row()
+    return nullcontext() if row is None or row.exchange is None else row.exchange.first_pass(section)
+
+
+def second_pass(section: str) -> AbstractContextManager[None]:
+    """Around its second forward pass."""
+    row = current_row()
+    return nullcontext() if row is None or row.exchange is None else row.exchange.second_pass(section)

@@ -75,8 +75,9 @@ class ContextExchange(NamedTuple):
 class ContextMembers:
     """The devices of a stage in the order of the plan, with the heads that each computes in a layer."""
 
-    def __init__(self, members: Sequence[ContextMember]) -> None:
-        self.members = tuple(members)
+    def __init__(self, members: Sequence[ContextMember], each: int) -> None:
+        """`each`: query heads that a kv-head serves."""
+        self.members, self.each = tuple(members), each
         self.index = {member.device: at for at, member in enumerate(self.members)}
         self._sources: dict[tuple[int, int], Mapping[int, _Spans]] = {}
         self._numbers: dict[_Sets, dict[int, int]] = {}
@@ -89,8 +90,8 @@ class ContextMembers:
         return self._sources[key].get(source, [])
 
     def _sources_of(self, lane: int, taker: int) -> Mapping[int, _Spans]:
-        """From which devices of a lane another device gets its kv-heads: of those that hold one, from one of its
-        own node, if there is any; devices of a lane take turns."""
+        """From which devices of a lane another device gets its kv-heads: of those that hold one, from one of
+        its own node, if there is any; devices of a lane take turns."""
         members = self.members
         (start, stop), node = members[taker].kv_heads, node_of(members[taker].device)
         holders = [at for at, member in enumerate(members) if member.lane == lane]
@@ -152,13 +153,14 @@ def context_members(spec: ModelSpec, stage: Stage, device: str, heads: int, kv_h
         each = spec.units_of(kind).count // spec.units_of(kv_kind).count
         whole = all(edge % each == 0 for edge in mine.heads)
         if (heads, kv_heads) == (_size(mine.heads), _size(mine.kv_heads if whole else mine.heads)):
-            return ContextMembers(members)
+            return ContextMembers(members, each)
     return ContextMembers(
         [
             ContextMember(name, number, (0, heads), (0, kv_heads))
             for number, lane in enumerate(stage.by_lane)
             for name in lane.devices
-        ]
+        ],
+        heads // kv_heads,
     )
 
 

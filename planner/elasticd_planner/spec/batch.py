@@ -75,6 +75,16 @@ class BatchRow(Value, frozen=True, kw_only=True, gc=False):
 
     lanes: tuple[MicroBatch, ...]  # by lane; empty: the lane has fewer micro-batches than others
 
+    def connected(self, lane: int) -> tuple[int, ...]:
+        """The lanes that a lane shares sequences with, those that these share sequences with, and so on, the
+        lane among them; none if it has whole sequences alone."""
+        parts = [{piece.sample for piece in pieces if piece.tokens < piece.length} for pieces in self.lanes]
+        found, samples = {lane}, set(parts[lane])
+        while more := {other for other in range(len(parts)) if other not in found and parts[other] & samples}:
+            found |= more
+            samples = samples.union(*(parts[other] for other in more))
+        return tuple(sorted(found)) if parts[lane] else ()
+
 
 class BatchPlan(Value, frozen=True, kw_only=True, dict=True):
     """The micro-batches of one step under one plan."""
