@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from elasticd.runtime.exits import JobStopped
     from elasticd.runtime.model.model import Model
     from elasticd.runtime.model.tp_rules import Column, PartialGrad, Row, Rule, Sharded, UnitsOf
+    from elasticd.runtime.parallel.attention import attention, positions
 
 __all__ = [
     "Callback",
@@ -52,8 +53,10 @@ __all__ = [
     "Stream",
     "UnitsOf",
     "__version__",
+    "attention",
     "average",
     "from_hf",
+    "positions",
     "watch",
 ]
 
@@ -74,6 +77,7 @@ _NAMES = {
     "elasticd.runtime.exits": ("JobStopped",),
     "elasticd.runtime.model.model": ("Model",),
     "elasticd.runtime.model.tp_rules": ("Column", "PartialGrad", "Row", "Rule", "Sharded", "UnitsOf"),
+    "elasticd.runtime.parallel.attention": ("attention", "positions"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 #: The present names of those of release 0.1, which are accepted with a warning until release 0.3.
