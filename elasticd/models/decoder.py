@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from elasticd.runtime.model.graph_breaks import breaks_graphs
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.tp_rules import Column, Row, UnitsOf
+from elasticd.runtime.parallel.attention import attention, positions
+from elasticd.runtime.parallel.packed_row import current_row
 
 #: The target that the loss leaves out (padding).
 IGNORED = -100
@@ -70,20 +72,48 @@ class RMSNorm(nn.Module):
         return normal.to(x.dtype) * self.weight
 
 
-def rotate(x: Tensor, base: float) -> Tensor:
-    """Rotary position embedding (Su et al., 2021) of x: [batch, heads, tokens, head size]."""
+#: Cosine and sine of the angles of each token and pair of elements, both [tokens, head size / 2].
+Angles = tuple[Tensor, Tensor]
+
+
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Rotary position embedding (Su et al., 2021) of x [batch, heads, tokens, head size] by `rotary_angles`."""
+    cos, sin = angles
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def rotary_angles(x: Tensor, base: float) -> Angles:
+    """The angles that the tokens of x [batch, heads, tokens, head size] are rotated by: each by its position in
+    its own sequence."""
+    if current_row() is not None:
+        return _angles_in_row(x, base)
     tokens, size = x.shape[-2:]
-    room = _SHORTEST
-    while room < tokens:  # few tables, and few graphs of torch.compile, whatever the lengths
-        room *= 2
     # No tensor is kept that stands for others (torch.export's, FakeTensorMode's). torch.compile takes a kept
     # table as an input of its graph.
     traced = torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
     kept = type(x) is Tensor and not traced
-    cos, sin = (_kept_tables if kept else _tables)(room, size, base, x.dtype, x.device)
-    cos, sin = cos[:tokens], sin[:tokens]
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    cos, sin = (_kept_tables if kept else _tables)(_room(tokens), size, base, x.dtype, x.device)
+    return cos[:tokens], sin[:tokens]
+
+
+@breaks_graphs
+def _angles_in_row(x: Tensor, base: float) -> Angles:
+    row, at = current_row(), positions(x.transpose(1, 2))
+    assert row is not None
+    longest = max(piece.length for piece in row.pieces)  # the tokens of a cut sequence lie anywhere in it
+    made = _kept_tables if type(x) is Tensor else _tables
+    cos, sin = made(_room(longest), x.shape[-1], base, x.dtype, x.device)
+    return cos[at], sin[at]
+
+
+def _room(tokens: int) -> int:
+    """Positions of the table for so many: there are few tables, and few graphs of torch.compile, whatever the
+    lengths."""
+    room = _SHORTEST
+    while room < tokens:
+        room *= 2
+    return room
 
 
 #: Positions of the smallest table.
@@ -91,25 +121,23 @@ _SHORTEST = 1024
 #: Tables that are kept.
 _MOST = 64
 _Key = tuple[int, int, float, torch.dtype, torch.device]
-_kept: dict[_Key, tuple[Tensor, Tensor]] = {}
+_kept: dict[_Key, Angles] = {}
 
 
-def _kept_tables(*key: Any) -> tuple[Tensor, Tensor]:
+def _kept_tables(*key: Any) -> Angles:
     found = _kept.get(key)
     return _keep(key) if found is None else found
 
 
 @breaks_graphs
-def _keep(key: _Key) -> tuple[Tensor, Tensor]:
+def _keep(key: _Key) -> Angles:
     while len(_kept) >= _MOST:
         _kept.pop(next(iter(_kept)), None)
     made = _kept[key] = _tables(*key)
     return made
 
 
-def _tables(
-    tokens: int, size: int, base: float, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _tables(tokens: int, size: int, base: float, dtype: torch.dtype, device: torch.device) -> Angles:
     """Cosine and sine of the angle of each position and pair of elements: [tokens, size / 2], made on the host
     in double precision."""
     with torch.inference_mode(False), torch.no_grad():
@@ -133,16 +161,15 @@ class Attention(nn.Module):
         self.o = linear(config.width, config.width, config.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, tokens, width] to the same shape; a token attends to itself and to earlier ones."""
+        """[batch, tokens, width] to the same shape; a token attends to itself and to earlier ones of its
+        sequence."""
 
         def split(y: Tensor, heads: int) -> Tensor:
             return y.view(*y.shape[:2], heads, self.head_size).transpose(1, 2)
 
-        q = rotate(split(self.q(x), self.heads), self.rope_base)
-        k = rotate(split(self.k(x), self.kv_heads), self.rope_base)
-        v = split(self.v(x), self.kv_heads)
-        k, v = (y.repeat_interleave(self.heads // self.kv_heads, dim=1) for y in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k, v = split(self.q(x), self.heads), split(self.k(x), self.kv_heads), split(self.v(x), self.kv_heads)
+        angles = rotary_angles(q, self.rope_base)
+        y = attention(rotate(q, angles), rotate(k, angles), v)
         return self.o(y.transpose(1, 2).flatten(2))
 
 
