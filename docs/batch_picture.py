@@ -1,7 +1,8 @@
 """A picture of one step's rows, as `packed_batch_plan` deals them: SVG for docs/batches.md.
 
-A line for each lane, time to the right. Each box is what a lane has of a sequence, as wide as it takes; those that
-several lanes share have a colour and a letter. docs/draw.py writes it; it is the same text on every machine.
+A line for each lane, time to the right. Each box is what a lane has of a sequence, as wide as the time that it
+takes; those that several lanes share have a colour and a letter. docs/draw.py writes it; it is the same text on
+every machine.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def numbers() -> str:
     """The step in words."""
     found = summary_of(batch(), LINEAR, SLOWDOWN)
     return (
-        f"{found.sequences} sequences of {found.tokens:,} tokens on {LANES} lanes of {CAPACITY:,} tokens a row, in "
-        f"{found.rows} rows; {found.cut} of them are cut, over {found.widest} lanes at most. The busiest lane works "
-        f"{found.imbalance:.3f} times as long as if all work could be divided evenly by speed.\n"
+        f"{found.sequences} sequences of {found.tokens:,} tokens on {LANES} lanes of {CAPACITY:,} tokens a "
+        f"row, in {found.rows} rows; {found.cut} of them are cut, over {found.widest} lanes at most. The "
+        f"busiest lane works {found.imbalance:.3f} times as long as if all work were divided evenly by speed.\n"
     )
 
 

@@ -62,3 +62,14 @@ def test_a_running_job_is_planned_anew_when_its_pipelines_may_have_lanes() -> No
     world.planner_waits = False
     world.settle()
     assert world.phase is JobPhase.RUNNING
+
+
+def test_a_job_whose_sequences_may_be_cut_is_planned_with_as_many_lanes_as_there_are() -> None:
+    world = running(spec=spec(cuts=True))
+    assert world.job.decided is not None
+    assert world.job.decided.lanes == len(world.job.decided.devices) > 1
+    world.planner_waits = True
+    allowed(world, 1, lanes=1)
+    world.train(2)
+    assert world.planning is not None
+    assert world.planning.problem.search_space.lanes == 1, "the policy forbids it"
