@@ -125,8 +125,9 @@ class _Rank:
             self._rows = batch.modules[place.module][place.pipeline] if batch.packed else ()
             of_lanes = layouts.plan.modules[place.module].pipelines[place.pipeline].stages[place.stage]
             self._context, self._lanes = Channel("context", of_lanes.devices), of_lanes.by_lane
-            micro_batches = len(batch.of(place))
-            self._passes(list(schedule(len(pipeline.stages), place.stage, micro_batches, pipeline.chunks)))
+            rows = len(batch.of(place))
+            order = schedule(len(pipeline.stages), place.stage, len(self._rows) or rows, pipeline.chunks)
+            self._passes([each for each in order if each[1] < rows])
         self._reduce(None)
         for together in passed_on(layouts, mine, own):
             self._pass_on(together)
