@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from elasticd_planner.batching.packed_batch import packed_batch_plan, token_capacity
+from elasticd_planner.batching.packed_batch import CutOptions, NoRoom, packed_batch_plan
 from elasticd_planner.spec.batch import BatchLengths, BatchPlan, SequencePiece, batch_plan
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
@@ -34,22 +34,43 @@ class Packing:
     `elasticd.positions` for what depends on where a sequence begins; models of `from_hf` do so by themselves.
 
     Raises:
-        ValueError: `tokens` is not positive.
+        ValueError: `tokens` or `least` is not positive.
     """
 
     #: The most tokens of a row: what a device holds at once. None: those of a padded micro-batch, which are
     #: `micro_batch` x the longest sequence of the step.
     tokens: int | None = None
+    #: Whether a sequence may be cut over lanes of a pipeline (context parallelism): where the row of one lane
+    #: does not hold it, or lanes would wait for each other.
+    cut: bool = True
+    #: The least pairs of tokens that a lane gets of a sequence that memory does not ask to cut, because kernels
+    #: are slow on few tokens. 1,000 and more suits a GPU.
+    least: int = 256
 
     def __post_init__(self) -> None:
+        if not isinstance(self.least, int) or self.least < 1:
+            raise ValueError(f"packing: least is {self.least!r}; it must be a whole number from 1 on")
         if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 1):
             raise ValueError(f"packing: tokens is {self.tokens!r}; it must be a whole number from 1 on")
 
 
 def deal(
-    packing: Packing | None, plan: Plan, step: int, samples: Sequence[int], lengths: BatchLengths | None
+    packing: Packing | None,
+    plan: Plan,
+    step: int,
+    samples: Sequence[int],
+    lengths: BatchLengths | None,
+    slowdown: Sequence[int] | None = None,
 ) -> BatchPlan:
     """The micro-batches of a step, padded or packed.
+
+    Args:
+        packing: None: they are padded.
+        plan: the plan.
+        step: its index.
+        samples: their ids.
+        lengths: of the samples; None: not known.
+        slowdown: of each lane, see `packed_batch_plan`.
 
     Raises:
         SampleError: a sample goes into no row.
@@ -57,11 +78,11 @@ def deal(
     if packing is None:
         return batch_plan(plan, step, samples, lengths)
     assert lengths is not None  # the recipe refuses packing without lengths
-    capacity = token_capacity(plan, lengths) if packing.tokens is None else packing.tokens
-    for sample, tokens in zip(samples, lengths.tokens, strict=True):
-        if not 1 <= tokens <= capacity:
-            raise SampleError(sample, f"it has {tokens} tokens, and a packed row has 1 to {capacity}")
-    return packed_batch_plan(plan, step, samples, lengths, capacity)
+    cut = CutOptions(least=packing.least) if packing.cut else None
+    try:
+        return packed_batch_plan(plan, step, samples, lengths, packing.tokens, cut=cut, slowdown=slowdown)
+    except NoRoom as error:
+        raise SampleError(error.sample, f"it {error.why}") from error
 
 
 def tokens_of(sample: Mapping[str, Any]) -> int:

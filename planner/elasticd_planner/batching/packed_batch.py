@@ -26,7 +26,15 @@ from elasticd_planner.numeric import Ints
 from elasticd_planner.spec.batch import BatchLengths, BatchPlan, BatchRow, MicroBatch, SequencePiece
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan
-from elasticd_planner.value import Value, refuse
+from elasticd_planner.value import Invalid, Value, refuse
+
+
+class NoRoom(Invalid):
+    """A sequence that no row holds."""
+
+    def __init__(self, step: int, sample: int, why: str) -> None:
+        super().__init__(f"step {step}: sample {sample} {why}")
+        self.sample, self.why = sample, why
 
 
 class CutOptions(Value, frozen=True, kw_only=True):
@@ -69,15 +77,15 @@ def packed_batch_plan(
             None: the shares of the work are those of the plan's micro-batches.
 
     Raises:
-        Invalid: samples and lengths are not as many, lanes and slowdowns or capacities are not as many, or no
-            set of lanes of a pipeline holds a sequence.
+        NoRoom: a sequence has no token, or no set of lanes of a pipeline holds it.
+        Invalid: samples and lengths are not as many, or lanes and slowdowns or capacities.
     """
     if len(lengths.tokens) != len(samples):
         refuse(f"step {step}: {len(lengths.tokens)} lengths for {len(samples)} samples")
     most = token_capacity(plan, lengths) if capacity is None else capacity
     for sample, tokens in zip(samples, lengths.tokens, strict=True):
         if tokens < 1:
-            refuse(f"step {step}: sample {sample} has {tokens} tokens: a packed sequence needs at least one")
+            raise NoRoom(step, sample, f"has {tokens} tokens: a packed sequence needs at least one")
     modules = tuple(
         _Dealing(step, module, samples, lengths, most, cut, slowdown).rows() for module in plan.modules
     )
@@ -188,9 +196,8 @@ class _Dealing:
 
     def _refuse(self, index: int, held: str) -> NoReturn:
         """Refuses a sequence that nothing holds."""
-        refuse(
-            f"step {self.step}: sample {self.samples[index]} has {self.lengths.tokens[index]} tokens, {held}"
-        )
+        why = f"has {self.lengths.tokens[index]} tokens, {held}"
+        raise NoRoom(self.step, self.samples[index], why)
 
 
 def _holds(room: Sequence[int], length: int) -> bool:
