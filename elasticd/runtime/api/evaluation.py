@@ -208,7 +208,7 @@ def _round(engine: Engine, dealt: BatchPlan, loader: Loader, measures: Mapping[s
         mine = dealt.of(place)
         if engine.runner.reads:
             loader.prepare([piece.sample for micro in mine for piece in micro])
-        passed = engine.runner.forward(mine, loader, sums, packed=dealt.packed)
+        passed = engine.runner.forward(mine, loader, sums, dealt.rows(place))
         seen, failure = passed.samples, passed.failure
     values = sums.values(engine.accelerator)
     if engine.runner is not None and place.position:

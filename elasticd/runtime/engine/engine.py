@@ -81,7 +81,8 @@ class StepDone:
 def connect(plan_groups: PlanGroups, layouts: Layouts, recipe: Recipe) -> Peers:
     """Makes the group of all members, and then this device's communicators, in the same order on all ranks."""
     everyone = plan_groups.group(layouts.plan.members, "vote")
-    listed = channels(layouts, plan_groups.me)
+    packing = recipe.data.packing
+    listed = channels(layouts, plan_groups.me, cuts=packing is not None and packing.cut)
     make = recipe.connect or agreed(everyone, recipe.accelerator)
     made = make(plan_groups, listed, everyone, recipe.accelerator)
     return Peers(everyone=everyone, communicators=made, channels=listed)
@@ -433,7 +434,7 @@ class Engine:
         place = self.plan.places[self.device]
         mine, after = batch.of(place), self._batches.next(step)
         self.runner.prepare([*mine, *(after.of(place) if after is not None else ())])
-        passed = self.runner.run(mine, self.scale, packed=batch.packed)
+        passed = self.runner.run(mine, self.scale, batch.rows(place))
         self._constants.check()
         return batch, passed
 

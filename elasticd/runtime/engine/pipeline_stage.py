@@ -19,7 +19,7 @@ from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.launches import AHEAD, gradient_receipts
 from elasticd_planner.layout.stage_boundary import Border, after, before
-from elasticd_planner.spec.batch import MicroBatch, ids_of
+from elasticd_planner.spec.batch import BatchRow, MicroBatch, ids_of
 from elasticd_planner.spec.plan import Pipeline, Place, Plan
 from torch import Tensor, nn
 
@@ -44,6 +44,7 @@ from elasticd.runtime.model.bundle import (
     tensors,
 )
 from elasticd.runtime.model.local_model import LocalModel
+from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
 from elasticd.runtime.telemetry.step_times import SequenceHere, Telemetry
@@ -126,6 +127,16 @@ def _chunks(recipe: Recipe, plan: Plan, modules: Mapping[str, nn.Module], peers:
     return chunks
 
 
+def _context(recipe: Recipe, plan: Plan, peers: Peers) -> ContextParallel | None:
+    """What this device exchanges with the other lanes of its stage; None: no sequence is cut over lanes."""
+    place, me = plan.places[peers.me], peers.me
+    stage = plan.modules[place.module].pipelines[place.pipeline].stages[place.stage]
+    channel = Channel("context", stage.devices)
+    if channel not in peers.channels:
+        return None
+    return ContextParallel(recipe.model.spec, stage, me, peers.communicators.mesh(channel))
+
+
 def _total(values: Sequence[float | Tensor]) -> float | Tensor:
     """The sum in double precision; on the device, if the values lie there."""
     there = [each for each in values if isinstance(each, Tensor) and each.device.type != "cpu"]
@@ -206,7 +217,7 @@ class StageRunner:
         self._accelerator = recipe.accelerator
         place = plan.places[peers.everyone.me]
         stage = plan.stage(place)
-        self._stage, self._position = place.stage, place.position
+        self._stage, self._position, self._lane = place.stage, place.position, place.lane
         self._stages = len(plan.pipeline(place).stages)
         self._share, self._layers = stage.fraction(place.position), stage.layers
         self.calls, self.before_first_pass = BlockCalls(), None
@@ -216,34 +227,54 @@ class StageRunner:
             warn_of_slices()
         self._recomputed = recomputed_blocks(stage, recipe.recomputed, local.modules)
         self._chunks = _chunks(recipe, plan, local.modules, peers)
+        self._context, self._longest = _context(recipe, plan, peers), 0
         alone = len(stage.devices) == 1
         channel = Channel("tensor", stage.devices)
         self._group = OneDevice(*stage.devices) if alone else peers.communicators.team(channel)
         self.reads = any(chunk.before is None or chunk.after is None for chunk in self._chunks)
         self.most_alive = 0
 
-    def run(self, micro_batches: Sequence[MicroBatch], scale: float = 1.0, *, packed: bool = False) -> Passed:
+    def run(
+        self, micro_batches: Sequence[MicroBatch], scale: float = 1.0, rows: Sequence[BatchRow] = ()
+    ) -> Passed:
         """All passes of one step. Gradients accumulate in the parameters.
 
         Args:
             micro_batches: of this lane.
             scale: the gradients are those of the loss times this.
-            packed: each is one row of its sequences, without padding; else its samples are padded.
+            rows: of all lanes of the pipeline, where each micro-batch is one row of its sequences, without
+                padding. Empty: samples are padded.
         """
         if self.before_first_pass is not None:
             self.before_first_pass()
             self.before_first_pass = None
-        device = self._accelerator.device
-        self._rows = [PackedRow(micro, device) for micro in micro_batches] if packed else []
+        self._rows = [self._row(row.lanes) for row in rows[: len(micro_batches)]]
+        self._longest = len(rows)
+        if self._context is not None:
+            self._context.begin_step()
         with running(self._group):
-            return self._run([entries(micro, packed=packed) for micro in micro_batches], micro_batches, scale)
+            expected = [entries(micro, packed=bool(rows)) for micro in micro_batches]
+            return self._run(expected, micro_batches, scale)
+
+    def _row(self, lanes: Sequence[MicroBatch]) -> PackedRow:
+        """This lane's part of a row. What it lacks of sequences that are cut comes from the other lanes."""
+        mine = lanes[self._lane]
+        cut = self._context is not None and any(piece.tokens < piece.length for piece in mine)
+        exchange = self._context.row(lanes) if self._context is not None and cut else None
+        return PackedRow(mine, self._accelerator.device, exchange)
+
+    def _order(self, stage: int, count: int) -> list[Pass]:
+        """The passes of a stage of this lane. Lanes that share rows pass them in one order, that of the lane
+        with most rows."""
+        order = self._schedule(self._stages, stage, max(self._longest, count), len(self._chunks))
+        return [each for each in order if each.micro_batch < count]
 
     def _run(
         self, expected: Sequence[Sequence[int]], micro_batches: Sequence[MicroBatch], scale: float
     ) -> Passed:
         self._scale = scale
-        count, chunks = len(micro_batches), len(self._chunks)
-        order = list(self._schedule(self._stages, self._stage, count, chunks))
+        count = len(micro_batches)
+        order = self._order(self._stage, count)
         last = {at.chunk: position for position, at in enumerate(order) if at.kind == "backward"}
         alive: dict[tuple[int, int], _MicroBatchState] = {}
         received: list[int] = []
@@ -254,8 +285,7 @@ class StageRunner:
         self._loader.take()
         for chunk in self._chunks:
             if chunk.before is not None:
-                stage_before = (self._stage - 1) % self._stages
-                chunk.before.begin_step(self._schedule(self._stages, stage_before, count, chunks))
+                chunk.before.begin_step(self._order((self._stage - 1) % self._stages, count))
             if chunk.after is not None:
                 chunk.after.begin_step()
         receipts = gradient_receipts(order, lambda number: self._chunks[number].after is not None)
@@ -305,7 +335,7 @@ class StageRunner:
         )
 
     def forward(
-        self, micro_batches: Sequence[MicroBatch], loader: Loader, loss: Loss, *, packed: bool = False
+        self, micro_batches: Sequence[MicroBatch], loader: Loader, loss: Loss, rows: Sequence[BatchRow] = ()
     ) -> Passed:
         """The forward passes alone, of samples of another dataset, without gradients.
 
@@ -313,13 +343,13 @@ class StageRunner:
             micro_batches: of this lane.
             loader: makes batches of that dataset.
             loss: called with each output instead of the loss of the training.
-            packed: as in `run`.
+            rows: as in `run`.
         """
         mine = self._loader, self._loss, self._schedule
         self._loader, self._loss, self._schedule = loader, loss, all_forward
         try:
             with torch.no_grad():
-                return self.run(micro_batches, packed=packed)
+                return self.run(micro_batches, rows=rows)
         finally:
             self._loader, self._loss, self._schedule = mine
 

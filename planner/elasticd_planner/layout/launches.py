@@ -122,11 +122,12 @@ class _Rank:
             self._sections = [list(layouts.spec.sections(*span)) for span in self._stage.chunks]
             if len(pipeline.stages) > 1:
                 self._before, self._after = before(pipeline, place, device), after(pipeline, place, device)
-            self._rows = batch.modules[place.module][place.pipeline] if batch.packed else ()
+            self._rows = batch.rows(place)
             of_lanes = layouts.plan.modules[place.module].pipelines[place.pipeline].stages[place.stage]
             self._context, self._lanes = Channel("context", of_lanes.devices), of_lanes.by_lane
-            micro_batches = len(batch.of(place))
-            self._passes(list(schedule(len(pipeline.stages), place.stage, micro_batches, pipeline.chunks)))
+            count = len(batch.of(place))
+            order = schedule(len(pipeline.stages), place.stage, len(self._rows) or count, pipeline.chunks)
+            self._passes([each for each in order if each[1] < count])  # shared rows in one order on all lanes
         self._reduce(None)
         for together in passed_on(layouts, mine, own):
             self._pass_on(together)

@@ -108,6 +108,10 @@ class BatchPlan(Value, frozen=True, kw_only=True, dict=True):
         lane = place.lane
         return tuple(row.lanes[lane] for row in self.modules[place.module][place.pipeline] if row.lanes[lane])
 
+    def rows(self, place: Place) -> tuple[BatchRow, ...]:
+        """The rows of the pipeline that a device is in, if they are packed; else none."""
+        return self.modules[place.module][place.pipeline] if self.packed else ()
+
     @cached_property
     def digest(self) -> int:
         """A 64-bit hash of all pieces and their places; never 0."""
@@ -120,9 +124,9 @@ class BatchPlan(Value, frozen=True, kw_only=True, dict=True):
         return int.from_bytes(digest.digest(), "little") or 1
 
     def samples(self, module: int = 0) -> tuple[int, ...]:
-        """All sample ids of the step, in order."""
+        """All sample ids of the step, in order; of a sample in pieces where the first of them is."""
         rows = chain.from_iterable(self.modules[module])
-        return tuple(piece.sample for row in rows for lane in row.lanes for piece in lane)
+        return tuple(piece.sample for row in rows for lane in row.lanes for piece in lane if not piece.start)
 
 
 class Sampler(Value, frozen=True, kw_only=True):
