@@ -7,7 +7,7 @@ import msgspec
 
 from elasticd.machines.job.state.events import Configured
 from elasticd.machines.job.state.job_state import JobPhase
-from tests.machines.test_coordinator_faults import recovered, running
+from tests.machines.test_coordinator_faults import ROOM, recovered, running
 from tests.machines.world import World
 
 
@@ -65,9 +65,13 @@ def test_a_running_job_is_planned_anew_when_its_pipelines_may_have_lanes() -> No
 
 
 def test_a_job_whose_sequences_may_be_cut_is_planned_with_as_many_lanes_as_there_are() -> None:
-    world = running(spec=spec(cuts=True))
+    world = World(("alpha", "beta"), memory=ROOM)
+    world.of_spec = {"cuts": True}
+    world.start()
+    world.settle()
     assert world.job.decided is not None
     assert world.job.decided.lanes == len(world.job.decided.devices) > 1
+    world.train(12)
     world.planner_waits = True
     allowed(world, 1, lanes=1)
     world.train(2)
