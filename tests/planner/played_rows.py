@@ -1,7 +1,8 @@
-"""Rows of packed batches played by events, and divisions by brute force: written without the planner's own code.
+"""Rows of packed batches played by events, and divisions by brute force: written without the planner's own
+code.
 
-A lane begins its rows in order. A row with a part of a shared sequence begins when all the lanes that share one,
-directly or through others, have come to it, and goes layer by layer with the slowest of them.
+A lane begins its rows in order. A row with a part of a shared sequence begins when all the lanes that share
+one, directly or through others, have come to it, and goes layer by layer with the slowest of them.
 """
 
 from __future__ import annotations

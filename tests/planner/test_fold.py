@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ def test_shares_follow_each_other_and_are_all_pairs(given: tuple[int, list[int]]
     assert len(found) == len(weights)
     assert found[0][0] == 0
     assert found[-1][1] == fold.pair_count(length)
-    assert all(before[1] == after[0] for before, after in zip(found, found[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in pairwise(found))
     assert all(start < stop for start, stop in found)
 
 

@@ -26,8 +26,8 @@ class SplitCost(Value, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Division:
-    """Pieces in columns: pairs [start, stop) of a sequence, in a row of a lane. Those of one sequence follow each
-    other, from the first of their lanes in the line to the last."""
+    """Pieces in columns: pairs [start, stop) of a sequence, in a row of a lane. Those of one sequence follow
+    each other, from the first of their lanes in the line to the last."""
 
     sequence: Ints  # its place among the step's lengths
     place: Ints  # of the lane in the line
@@ -48,15 +48,16 @@ def bound(lengths: Ints, line: Line, cost: SplitCost) -> int:
 
 
 def seconds(division: Division, lengths: Ints, line: Line, cost: SplitCost) -> int:
-    """When the last lane ends, in units of one token's attention to one other on a normal lane: lanes that share a
-    sequence begin its row together and go through it with the slowest of them. Exchanges are not counted."""
+    """When the last lane ends, in units of one token's attention to one other on a normal lane: lanes that
+    share a sequence begin its row together and go through it with the slowest of them. Exchanges are not
+    counted."""
     sequence, place, row = division.sequence, division.place, division.row
     rows, count = int(row.max()) + 1, len(line)
     work = np.zeros(rows * count, dtype=np.int64)
     products = division.tokens(lengths) * (cost.linear + lengths[sequence])
     cell = row * count + place
     np.add.at(work, cell, products * np.array(line.slowdown)[place])
-    work = (work // NORMAL + (work > 0) * cost.fixed).reshape(rows, count)
+    by_row = (work // NORMAL + (work > 0) * cost.fixed).reshape(rows, count)
     first = np.flatnonzero(np.r_[True, sequence[1:] != sequence[:-1]])
     last = np.r_[first[1:], len(sequence)] - 1
     joined = np.zeros(rows * count + 1, dtype=np.int64)  # with the lane before in the line
@@ -64,7 +65,7 @@ def seconds(division: Division, lengths: Ints, line: Line, cost: SplitCost) -> i
     np.add.at(joined, cell[last] + 1, -1)
     apart = (np.cumsum(joined[:-1]) == 0).reshape(rows, count)
     end = np.zeros(count, dtype=np.int64)
-    for each, alone in zip(work, apart, strict=True):
+    for each, alone in zip(by_row, apart, strict=True):
         begin = np.flatnonzero(alone)
         width = np.diff(np.r_[begin, count])
         end = np.repeat(np.maximum.reduceat(end, begin) + np.maximum.reduceat(each, begin), width)

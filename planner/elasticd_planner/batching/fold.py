@@ -1,9 +1,10 @@
-"""The fold: a sequence counted in mirrored pairs of tokens, so that a share of the pairs is a share of everything.
+"""The fold: a sequence counted in mirrored pairs of tokens, so that a share of the pairs is a share of
+everything.
 
-Under a causal mask token i of a sequence of L tokens sees i + 1 keys, so that the pair {i, L - 1 - i} sees L + 1
-keys for every i. A lane that has a part of the pairs has the same part of the tokens, of the matrix products, of the
-memory and of the attention: s tokens of a sequence of L cost s x (linear + L). The token in the middle of an odd
-length is a pair by itself. A piece is an interval of pairs, and so is a piece of a piece.
+Under a causal mask token i of a sequence of L tokens sees i + 1 keys, so that the pair {i, L - 1 - i} sees L +
+1 keys for every i. A lane that has a part of the pairs has the same part of the tokens, of the matrix products,
+of the memory and of the attention: s tokens of a sequence of L cost s x (linear + L). The token in the middle
+of an odd length is a pair by itself. A piece is an interval of pairs, and so is a piece of a piece.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def nearest(pairs: Ints, part: Ints, whole: Ints) -> Ints:
 
 
 def held_pairs(length: int, most: Sequence[int]) -> list[int]:
-    """The pairs of a sequence that members of so many tokens hold, each for itself. The middle of an odd length is
-    one token alone, and the last member has it."""
+    """The pairs of a sequence that members of so many tokens hold, each for itself. The middle of an odd length
+    is one token alone, and the last member has it."""
     held = [tokens // 2 for tokens in most]
     if length % 2:
         held[-1] = (most[-1] + 1) // 2

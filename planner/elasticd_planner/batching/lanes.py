@@ -1,4 +1,4 @@
-"""The lanes of a pipeline as the division of sequences sees them: speed, memory, and a tree over their nodes."""
+"""The lanes of a pipeline as the division of sequences sees them: speed, memory, a tree over the nodes."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Line:
 
     @cached_property
     def levels(self) -> list[list[Vertex]]:
-        """The vertices of the tree by level, the widest first: halves of the nodes, then halves of a node's lanes,
-        and single lanes at last."""
+        """The vertices of the tree by level, the widest first: halves of the nodes, then halves of a node's
+        lanes, and single lanes at last."""
         levels = [[(0, len(self))]]
         while any(b - a > 1 for a, b in levels[-1]):
             levels.append([half for vertex in levels[-1] for half in self._halves(vertex)])
@@ -70,7 +70,8 @@ class Line:
         return (a, middle), (middle, b)
 
     def near(self, place: int) -> list[Vertex]:
-        """The vertices of several lanes that are in the node of a lane, or have the lane, the narrowest first."""
+        """The vertices of several lanes that are in the node of a lane, or have the lane, the narrowest
+        first."""
         at = bisect_right(self.node_ends, place)
         start, stop = self.node_ends[at - 1] if at else 0, self.node_ends[at]
         if (start, stop) not in self._near:
@@ -95,8 +96,8 @@ class Line:
         return max([holds - margin for holds, margin in map(self._room, level)])
 
     def margin(self, vertex: Vertex) -> int:
-        """The tokens that a sequence may take beyond its own of a vertex's row, because parts are whole pairs. A
-        sequence of so many tokens has one pair for the slowest lane."""
+        """The tokens that a sequence may take beyond its own of a vertex's row, because parts are whole pairs.
+        A sequence of so many tokens has one pair for the slowest lane."""
         return self._room(vertex)[1]
 
     def _room(self, vertex: Vertex) -> tuple[int, int]:

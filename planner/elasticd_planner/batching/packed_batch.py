@@ -1,10 +1,10 @@
-"""The packed batch of a step: sequences dealt to the lanes of a plan, one after the other in rows without padding.
+"""The packed batch of a step: sequences dealt to the lanes of a plan, in rows without padding.
 
-A sequence of L tokens costs L x (linear + L), in units of one token's attention to one other; a row costs the sum
-of its sequences, because attention does not look over their borders. A row has so many tokens as its lane holds.
-First each pipeline gets its part of the sequences, by its speed; then its lanes share that part, as whole sequences
-or cut (`sequence_split`). All is a pure function of plan, samples, lengths and slowdowns, in integers, so that every
-rank has the same batch.
+A sequence of L tokens costs L x (linear + L), in units of one token's attention to one other; a row costs the
+sum of its sequences, because attention does not look over their borders. A row has so many tokens as its lane
+holds. First each pipeline gets its part of the sequences, by its speed; then its lanes share that part, as
+whole sequences or cut (`sequence_split`). All is a pure function of plan, samples, lengths and slowdowns, in
+integers, so that every rank has the same batch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice, pairwise, repeat, zip_longest
 from math import prod
+from typing import NoReturn
 
 import numpy as np
 
@@ -33,6 +34,10 @@ class CutOptions(Value, frozen=True, kw_only=True):
 
     least: int = 256  # [pairs] of a piece: shorter ones waste a kernel, so that only memory asks for them
     fixed: int = 0  # what a row takes whatever is in it, in units of one token's attention to one other
+
+    def __post_init__(self) -> None:
+        if self.least < 1 or self.fixed < 0:
+            refuse("packing: the least piece must be at least 1 pair, and a row's fixed cost not negative")
 
 
 def token_capacity(plan: Plan, lengths: BatchLengths) -> int:
@@ -60,12 +65,12 @@ def packed_batch_plan(
         capacity: the most tokens of a row, of all lanes or of each lane of a module in order; None: see
             `token_capacity`.
         cut: how sequences may be cut over the lanes of a pipeline; None: they stay whole.
-        slowdown: the time of each lane of a module for the same work, in order, in 64ths of a normal lane's; None:
-            the shares of the work are those of the plan's micro-batches.
+        slowdown: the time of each lane of a module for the same work, in order, in 64ths of a normal lane's;
+            None: the shares of the work are those of the plan's micro-batches.
 
     Raises:
-        Invalid: samples and lengths are not as many, lanes and slowdowns or capacities are not as many, or no set of
-            lanes of a pipeline holds a sequence.
+        Invalid: samples and lengths are not as many, lanes and slowdowns or capacities are not as many, or no
+            set of lanes of a pipeline holds a sequence.
     """
     if len(lengths.tokens) != len(samples):
         refuse(f"step {step}: {len(lengths.tokens)} lengths for {len(samples)} samples")
@@ -127,12 +132,11 @@ class _Dealing:
         line = _line(LaneSet(nodes=nodes_of(pipeline), capacity=capacity, slowdown=slowdown))
         lengths = np.array([self.lengths.tokens[index] for index in mine])
         found = divided(lengths, line, cost)
-        check(found, lengths, line)
         return rows_of(found, [self.samples[index] for index in mine], lengths, line)
 
     def _by_pipeline(self) -> list[list[int]]:
-        """The sequences of each pipeline: the costliest first, to that which ends first with it, of those that hold
-        it."""
+        """The sequences of each pipeline: the costliest first, to that which ends first with it, of those that
+        hold it."""
         tokens, linear = self.lengths.tokens, self.lengths.linear
         rooms = [self.capacity[own] for own in self.lanes]
         if len(self.lanes) == 1:
@@ -150,7 +154,8 @@ class _Dealing:
         for room, mine in zip(rooms, dealt, strict=True):
             longest = max(mine, key=tokens.__getitem__, default=None)
             if longest is not None and not _holds(room, tokens[longest]):
-                self._refuse(longest, sum(room))
+                most = max(map(sum, rooms))
+                self._refuse(longest, f"and no pipeline's lanes hold more than {most} in a row")
         return dealt
 
     def _whole(self) -> tuple[tuple[BatchRow, ...], ...]:
@@ -164,7 +169,7 @@ class _Dealing:
             while free and tokens[index] > self.capacity[free[0][1]]:
                 passed.append(heappop(free))
             if not free:
-                self._refuse(index, max(self.capacity))
+                self._refuse(index, f"a row at most {max(self.capacity)}")
             load, lane = heappop(free)
             taken[lane].append(index)
             heappush(free, (load + fold.cost(tokens[index], tokens[index], linear) * self.each[lane], lane))
@@ -181,11 +186,8 @@ class _Dealing:
             for own in self.lanes
         )
 
-    def _refuse(self, index: int, most: int) -> None:
-        """A sequence that nothing holds."""
-        held = (
-            f"a row at most {most}" if self.options is None else f"the lanes of a pipeline hold {most} in a row"
-        )
+    def _refuse(self, index: int, held: str) -> NoReturn:
+        """Refuses a sequence that nothing holds."""
         refuse(
             f"step {self.step}: sample {self.samples[index]} has {self.lengths.tokens[index]} tokens, {held}"
         )
@@ -197,8 +199,8 @@ def _holds(room: Sequence[int], length: int) -> bool:
 
 
 def planned_slowdown(slots: Sequence[int]) -> list[int]:
-    """Slowdowns that give lanes shares of the work as their shares of the plan's micro-batches: 64 of a lane that has
-    as many as the middle one."""
+    """Slowdowns that give lanes shares of the work as their shares of the plan's micro-batches: 64 of a lane
+    that has as many as the middle one."""
     middle = sorted(slots)[len(slots) // 2]
     return [max(1, (2 * NORMAL * middle + slot) // (2 * slot)) for slot in slots]
 
@@ -216,25 +218,41 @@ def _line(lanes: LaneSet) -> Line:
     return Line(lanes)
 
 
-def check(found: Division, lengths: Ints, line: Line) -> None:
-    """Refuses a division that breaks a rule: the pieces of each sequence are all its pairs, each once, in one row, and
-    no row has more tokens than its lane holds."""
-    sequence, count = found.sequence, len(line)
-    first = np.flatnonzero(np.r_[True, sequence[1:] != sequence[:-1]])
-    last = np.r_[first[1:], len(sequence)] - 1
-    inside = np.setdiff1d(np.arange(1, len(sequence)), first, assume_unique=True)
-    right = (
-        np.array_equal(np.sort(sequence[first]), np.arange(len(lengths)))
-        and not found.start[first].any()
-        and np.array_equal(found.stop[last], (lengths[sequence[first]] + 1) // 2)
-        and np.array_equal(found.start[inside], found.stop[inside - 1])
-        and np.array_equal(found.row[inside], found.row[inside - 1])
-        and bool((found.start < found.stop).all())
-    )
-    tokens = np.zeros(count * (1 + int(found.row.max())), dtype=np.int64)
-    np.add.at(tokens, found.row * count + found.place, found.tokens(lengths))
-    if not right or (tokens.reshape(-1, count) > np.array(line.capacity)).any():
-        refuse("division: its pieces are not each pair of a sequence once, in one row that its lanes hold")
+def check_batch(
+    batch: BatchPlan, samples: Sequence[int], lengths: BatchLengths, capacity: int | Sequence[Sequence[int]]
+) -> None:
+    """Refuses a packed batch that breaks a rule: the pieces of each sample are all its pairs, each once; a
+    sample is in one row of one pipeline; no row of a lane has more tokens than the lane holds.
+
+    capacity: of all lanes, or of each lane of each pipeline of a module.
+    """
+    length = dict(zip(samples, lengths.tokens, strict=True))
+    for module in batch.modules:
+        found: dict[int, list[tuple[int, int]]] = {sample: [] for sample in samples}
+        rows: dict[int, set[tuple[int, int]]] = {sample: set() for sample in samples}
+        for number, pipeline in enumerate(module):
+            for index, row in enumerate(pipeline):
+                for lane, micro_batch in enumerate(row.lanes):
+                    holds = capacity if isinstance(capacity, int) else capacity[number][lane]
+                    tokens = sum(piece.tokens for piece in micro_batch)
+                    if tokens > holds:
+                        place = f"row {index} of lane {lane} of pipeline {number}"
+                        _broken(batch, f"{place} has {tokens} tokens, and holds {holds}")
+                    for piece in micro_batch:
+                        found[piece.sample].append((piece.start, piece.stop))
+                        rows[piece.sample].add((number, index))
+        for sample, borders in found.items():
+            if not borders:
+                _broken(batch, f"sample {sample} is not in it")
+            if len(rows[sample]) > 1:
+                _broken(batch, f"sample {sample} is in more than one row")
+            starts, stops = zip(*sorted(borders), strict=True)
+            if (*starts, fold.pair_count(length[sample])) != (0, *stops):
+                _broken(batch, f"the pieces of sample {sample} are not all its pairs, each once")
+
+
+def _broken(batch: BatchPlan, rule: str) -> NoReturn:
+    refuse(f"step {batch.step}: {rule}")
 
 
 def rows_of(found: Division, samples: Sequence[int], lengths: Ints, line: Line) -> tuple[BatchRow, ...]:

@@ -1,23 +1,24 @@
 """The laminar division: sequences over the lanes of a pipeline of one stage, cut where that pays, in rows.
 
-Lanes meet only in the rows in which they share a sequence. So sequences go to the vertices of a tree over the lanes:
-all of them, halves of the nodes, nodes, halves of a node's lanes, single lanes. All lanes of a vertex get parts by
-their speed (see `fold`), which take them equally long. Each lane runs its rows from the widest vertex to its own,
-and by induction over the width all lanes of a vertex have done the same when they come to its rows: no lane waits.
-What is balanced is each lane's sum over the step, not each row, and a sequence is cut no more than memory and the
-end of the step ask.
+Lanes meet only in the rows in which they share a sequence. So sequences go to the vertices of a tree over the
+lanes: all of them, halves of the nodes, nodes, halves of a node's lanes, single lanes. All lanes of a vertex
+get parts by their speed (see `fold`), which take them equally long. Each lane runs its rows from the widest
+vertex to its own, and by induction over the width all lanes of a vertex have done the same when they come to
+its rows: no lane waits. What is balanced is each lane's sum over the step, not each row, and a sequence is cut
+no more than memory and the end of the step ask.
 
-  levels  From the top: the costliest sequences, each to the least busy vertex of a level, as long as they do not fit
-          a vertex of the next one (its memory, or its time in the step). What their rows leave of the memory takes
-          further sequences, cut alike, so that no row is half empty.
-  lanes   The other sequences stay whole: the costliest first, to the lane that ends first with it. A sequence that
-          would end too late on any is cut over the vertex on which it ends first.
-  rows    A vertex's sequences in as few rows as its memory allows. Rows of a vertex have one index on all its lanes,
-          because as many rows come before them on each.
+  levels  From the top: the costliest sequences, each to the least busy vertex of a level, as long as they do
+          not fit a vertex of the next one (its memory, or its time in the step). What their rows leave of the
+          memory takes further sequences, cut alike, so that no row is half empty.
+  lanes   The other sequences stay whole: the costliest first, to the lane that ends first with it. A sequence
+          that would end too late on any is cut over the vertex on which it ends first.
+  rows    A vertex's sequences in as few rows as its memory allows. Rows of a vertex have one index on all its
+          lanes, because as many rows come before them on each.
   merged  If all that follows a vertex's last row on its lanes fits into that row, it goes there.
 
-Uniform degrees (each sequence cut over as many lanes of a node as every other) are divisions of the same kind, and
-are tried where the first division leaves a gap to the bound. All times are integers, so that all ranks divide alike.
+Uniform degrees (each sequence cut over as many lanes of a node as every other) are divisions of the same kind,
+and are tried where the first division leaves a gap to the bound. All times are integers, so that all ranks
+divide alike.
 """
 
 from __future__ import annotations
@@ -89,10 +90,11 @@ class _Row:
 
 
 class _Laminar:
-    """One division under way. Sequences are numbered by falling length; `load` is when a lane, or all lanes of a
-    vertex, end what they have so far.
+    """One division under way. Sequences are numbered by falling length; `load` is when a lane, or all lanes of
+    a vertex, end what they have so far.
 
-    With a `width` every sequence goes to vertices of so many lanes, or of as many fewer as the least piece asks."""
+    With a `width` every sequence goes to vertices of so many lanes, or of as many fewer as the least piece
+    asks."""
 
     def __init__(self, lengths: Ints, line: Line, cost: SplitCost, width: int | None = None) -> None:
         self.lengths, self.line, self.least, self.width = lengths, line, cost.least, width
@@ -209,8 +211,8 @@ class _Laminar:
         return load
 
     def _limit(self, number: int) -> None:
-        """Gives a sequence, which no vertex holds in parts by speed, to one that holds it by memory alone. It has
-        a row of its own."""
+        """Gives a sequence, which no vertex holds in parts by speed, to one that holds it by memory alone. It
+        has a row of its own."""
         length = self.ls[number]
         for vertex in [vertex for level in self.line.levels[:-1] for vertex in level]:
             held = fold.held_pairs(length, self.line.capacity[slice(*vertex)])
@@ -225,8 +227,8 @@ class _Laminar:
     # Single lanes.
 
     def _lanes(self, load: list[int]) -> list[tuple[Ints, Ints, Ints]]:
-        """Gives single lanes the sequences that are left: their numbers, lanes, and rows among those of the lane
-        alone."""
+        """Gives single lanes the sequences that are left: their numbers, lanes, and rows among those of the
+        lane alone."""
         line, count = self.line, len(self.line)
         left = np.flatnonzero(np.array(self.next[:-1]) == np.arange(len(self.ls)))
         if len(left) and self.ls[left[0]] > max(line.capacity):
@@ -270,7 +272,7 @@ class _Laminar:
         for number in left:
             length, cost = ls[number], work[number] * SPEED
             best = (-1, 0, 0)
-            passed = []
+            passed: list[tuple[int, int]] = []
             while heap and (len(passed) < _TRIED or best[0] < 0):
                 each, lane = heap[0]
                 if best[0] >= 0 and each >= best[0]:
@@ -305,8 +307,8 @@ class _Laminar:
         return np.array(numbers, int), np.array(lanes, int), np.array(rows, int)
 
     def _cut(self, number: int, lane: int, load: list[int], end: int) -> bool:
-        """Cuts a sequence over the vertex in a lane's node, or around it, on which it ends first, if that is before
-        `end`; else does nothing."""
+        """Cuts a sequence over the vertex in a lane's node, or around it, on which it ends first, if that is
+        before `end`; else does nothing."""
         line, length, best = self.line, self.ls[number], None
         for vertex in line.near(lane):
             a, b = vertex
@@ -328,53 +330,53 @@ class _Laminar:
 
     def _columns(self, whole: list[tuple[Ints, Ints, Ints]]) -> Division:
         """The pieces of all sequences."""
-        line, count = self.line, len(self.line)
         numbers: list[int] = []
         spans: list[tuple[int, int, int]] = []  # lanes [first, stop), row
-        behind = [0] * count  # rows before those of the next vertex
-        own: dict[Vertex, int] = {}
-        for vertex in [vertex for level in line.levels[:-1] for vertex in level]:
+        behind = [0] * len(self.line)  # the rows of each lane so far
+        last: dict[Vertex, int] = {}
+        for vertex in [vertex for level in self.line.levels[:-1] for vertex in level]:
             a, b = vertex
-            rows = self.rows.pop(vertex, None)
-            limited = self.limited.get(vertex, [])
-            if rows is None and not limited:
-                continue
-            base = behind[a]
-            for row, each in enumerate(
-                [*([number] for number in limited), *(r.numbers for r in rows or ())], base
-            ):
-                numbers += each
-                spans += [(a, b, row)] * len(each)
-                base = row + 1
-            behind[a:b] = [base] * (b - a)
-            own[vertex] = base - 1
-        first, stop, row = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+            own = [[number] for number in self.limited.get(vertex, ())]
+            own += [row.numbers for row in self.rows.get(vertex, ())]
+            for row, members in enumerate(own, behind[a]):
+                numbers += members
+                spans += [(a, b, row)] * len(members)
+            if own:
+                last[vertex] = behind[a] + len(own) - 1
+                behind[a:b] = [last[vertex] + 1] * (b - a)
+        first, stop, rows = np.array(spans, dtype=np.int64).reshape(-1, 3).T
         number, lane, alone = (np.concatenate(each) for each in zip(*whole, strict=True))
-        number = np.concatenate((np.array(numbers, dtype=np.int64), number))
-        first, stop = np.concatenate((first, lane)), np.concatenate((stop, lane + 1))
-        row = np.concatenate((row, alone + np.array(behind)[lane]))
-        sequence = self.order[number]
+        made = self._pieces(
+            np.concatenate((np.array(numbers, dtype=np.int64), number)),
+            np.concatenate((first, lane)),
+            np.concatenate((stop, lane + 1)),
+            np.concatenate((rows, alone + np.array(behind)[lane])),
+        )
+        return _merged(made, self.lengths, self.line, last)
+
+    def _pieces(self, number: Ints, first: Ints, stop: Ints, row: Ints) -> Division:
+        """Sequences cut over lanes [first, stop) by speed, or by memory where nothing else fits."""
+        line, sequence = self.line, self.order[number]
         width = stop - first
         each = np.repeat(np.arange(len(number)), width)
-        place = np.arange(len(each)) - np.repeat(np.cumsum(width) - width, width) + first[each]
+        place = np.arange(len(each)) - np.repeat(np.cumsum(width) - width - first, width)
         before, pairs = np.array(line.before), (self.lengths[sequence] + 1) // 2
-        base, total = before[first], before[stop] - before[first]
-        begin = fold.nearest(pairs[each], before[place] - base[each], total[each])
-        end = fold.nearest(pairs[each], before[place + 1] - base[each], total[each])
-        by_memory = {number for numbers in self.limited.values() for number in numbers}
-        for which in {
-            *np.unique(each[begin >= end]).tolist(),
-            *np.flatnonzero(np.isin(number, list(by_memory))),
-        }:
+        base, total = before[first][each], (before[stop] - before[first])[each]
+        begin = fold.nearest(pairs[each], before[place] - base, total)
+        end = fold.nearest(pairs[each], before[place + 1] - base, total)
+        by_memory = {one for numbers in self.limited.values() for one in numbers}
+        narrow = {*np.unique(each[begin >= end]).tolist()}
+        if by_memory:
+            narrow |= {*np.flatnonzero(np.isin(number, list(by_memory))).tolist()}
+        for which in sorted(narrow):
             a, b = int(first[which]), int(stop[which])
             most = line.capacity[a:b] if number[which] in by_memory else None
-            cut = fold.shared(int(self.lengths[sequence[which]]), line.speeds[a:b], most)
-            begin[each == which], end[each == which] = np.array(cut).T
-        made = Division(sequence=sequence[each], place=place, row=row[each], start=begin, stop=end)
-        return merged(made, self.lengths, line, own)
+            borders = fold.shared(int(self.lengths[sequence[which]]), line.speeds[a:b], most)
+            begin[each == which], end[each == which] = np.array(borders).T
+        return Division(sequence=sequence[each], place=place, row=row[each], start=begin, stop=end)
 
 
-def merged(division: Division, lengths: Ints, line: Line, last: dict[Vertex, int]) -> Division:
+def _merged(division: Division, lengths: Ints, line: Line, last: dict[Vertex, int]) -> Division:
     """Merges all that follows the last row of a vertex into that row where all its lanes hold it.
 
     last: the last row of each vertex of several lanes that has one."""
