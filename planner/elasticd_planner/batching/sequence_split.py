@@ -154,7 +154,7 @@ class _Laminar:
         if self.width is not None:
             late = -1 if max(b - a for a, b in level) <= self.width else work[0]
         load[:] = [each + self.limited_time.get(vertex, 0) for each, vertex in zip(load, level, strict=True)]
-        heap = [(each, place) for place, each in enumerate(load)]
+        heap = [(load[place], place) for place, (a, b) in enumerate(level) if b - a > 1]
         heapify(heap)
         used: set[int] = set()
         at = self._untaken(0)
@@ -334,7 +334,7 @@ class _Laminar:
         spans: list[tuple[int, int, int]] = []  # lanes [first, stop), row
         behind = [0] * len(self.line)  # the rows of each lane so far
         last: dict[Vertex, int] = {}
-        for vertex in [vertex for level in self.line.levels[:-1] for vertex in level]:
+        for vertex in dict.fromkeys(vertex for level in self.line.levels[:-1] for vertex in level):
             a, b = vertex
             own = [[number] for number in self.limited.get(vertex, ())]
             own += [row.numbers for row in self.rows.get(vertex, ())]
