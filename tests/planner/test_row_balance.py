@@ -33,6 +33,9 @@ def test_each_pair_is_on_one_lane_in_one_row_within_memory(problem: Problem, sta
             for piece in own:
                 borders.setdefault(piece.sample, []).append((piece.start, piece.stop))
                 rows.setdefault(piece.sample, set()).add(index)
+    for lane in range(len(lanes.nodes)):
+        filled = [bool(row.lanes[lane]) for row in made]
+        assert filled == sorted(filled, reverse=True)
     assert sorted(borders) == list(range(len(lengths)))
     assert all(len(each) == 1 for each in rows.values())
     for sample, each in borders.items():
@@ -78,5 +81,5 @@ def test_more_stages_make_more_rows() -> None:
 
 def test_what_no_lanes_hold_is_refused() -> None:
     line = Line(LaneSet(nodes=(0, 0), capacity=(10, 10), slowdown=(64, 64)))
-    with pytest.raises(Invalid, match="no rows of 20 tokens hold the step's sequences, of 24 tokens at most"):
+    with pytest.raises(Invalid, match="sequence 1 has 24 tokens, which no set of lanes holds"):
         balanced(np.array([4, 24]), line, SplitCost(linear=1), 2)

@@ -25,9 +25,9 @@ import numpy as np
 from elasticd_planner.batching import fold
 from elasticd_planner.batching.division import Division, SplitCost
 from elasticd_planner.batching.lanes import NORMAL, SPEED, Line, Vertex
+from elasticd_planner.batching.sequence_split import divided
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.numeric import Ints
-from elasticd_planner.value import refuse
 
 #: How many numbers of rows are tried, where they hold the sequences.
 _TRIED = 2
@@ -68,10 +68,8 @@ def balanced(lengths: Ints, line: Line, cost: SplitCost, stages: int) -> Divisio
                 best = time, made
         if best is not None and tried >= _TRIED:
             break
-    if best is None:
-        room = sum(line.capacity)
-        refuse(f"no rows of {room} tokens hold the step's sequences, of {lengths.max()} tokens at most")
-    return best[1]
+    # Sequences that no even rows hold are so few or so short that there is nothing to balance.
+    return divided(lengths, line, cost) if best is None else best[1]
 
 
 def pipeline_time(rows: Sequence[int], stages: int) -> int:
@@ -119,8 +117,16 @@ class _Rows:
             times.append(row)
         if not times:
             return None
+        # A lane without a piece in a row has none in later ones: such a row can only be the last.
         times.sort(key=lambda row: row[0])
-        times = times[0::2] + times[1::2][::-1]  # the longest rows in the middle: fill and drain wait for none
+        full = [row for row in times if len({piece[1] for piece in row[1]}) == len(self.line)]
+        if len(times) - len(full) > 1:
+            return None
+        times = [
+            *full[0::2],
+            *full[1::2][::-1],  # the longest rows in the middle: fill and drain wait for none
+            *(row for row in times if row not in full),
+        ]
         pieces = [(*piece, row) for row, (_, own) in enumerate(times) for piece in own]
         number, place, start, stop, row_of = np.array(pieces, dtype=np.int64).T
         made = Division(sequence=self.order[number], place=place, row=row_of, start=start, stop=stop)
@@ -175,6 +181,9 @@ class _Balance:
                 if not self._cut(number, (own[0][0], own[-1][0] + 1)):
                     for piece in own:
                         self._give(number, *piece)
+        used = {piece[0] for own in self.pieces.values() for piece in own}
+        for place in sorted({*range(len(self.line))} - used):
+            self._occupy(place)
         time = max(
             (before - after) * slowdown // NORMAL
             for before, after, slowdown in zip(start, self.left, self.line.slowdown, strict=True)
@@ -245,14 +254,35 @@ class _Balance:
             places = [at for at in range(*vertex) if self.room[at] > 1]
             most = sorted(places, key=lambda at: (-self.room[at], at))[: max(1, length // 2)]
             places, parts = sorted(most), [self.speed[at] for at in sorted(most)]
-        rooms = [self.room[at] for at in places]
-        if sum(room // 2 for room in rooms) < fold.pair_count(length):
+        return self._share(number, places, parts)
+
+    def _share(self, number: int, places: list[int], parts: list[int]) -> bool:
+        """Cuts a sequence over lanes in these proportions, as far as they have room. False where they do not
+        hold it."""
+        length, rooms = self.of.ls[number], [self.room[at] for at in places]
+        if sum(room // 2 for room in rooms) < fold.pair_count(length) or min(rooms) < 2:
             return False
         shift = max(0, max(parts).bit_length() - 24)
         borders = fold.shared(length, [max(1, part >> shift) for part in parts], rooms)
         for place, (start, stop) in zip(places, borders, strict=True):
             self._give(number, place, start, stop)
         return True
+
+    def _occupy(self, place: int) -> None:
+        """Gives a lane that has nothing a part of the sequence that has most pairs for each of its lanes."""
+        number = max(self.pieces, key=lambda each: (self.of.ls[each] // (1 + len(self.pieces[each])), -each))
+        own, length = self.pieces[number], self.of.ls[number]
+        places = sorted([*(piece[0] for piece in own), place])
+        if fold.pair_count(length) < len(places):
+            return
+        self._take(number)
+        work = fold.cost(length, length, self.of.cost.linear)
+        speed = sum(self.speed[at] for at in places)
+        after = sum(self.left[at] for at in places) - work
+        parts = [self.left[at] - after * self.speed[at] // speed for at in places]
+        if not self._share(number, places, parts):
+            for piece in own:
+                self._give(number, *piece)
 
     def _give(self, number: int, place: int, start: int, stop: int) -> None:
         length = self.of.ls[number]
