@@ -103,12 +103,13 @@ class Telemetry:
                 to[kind] = to.get(kind, 0.0) + seconds
         return sum(self._compute[kind] for kind in PASSES)
 
-    def finish(self, plan: int, step: int) -> Measurement:
+    def finish(self, plan: int, step: int, slowdown: int = 0) -> Measurement:
         """The measurement of the step that ends now.
 
         Args:
             plan: number of the plan in force.
             step: index of the step.
+            slowdown: of this device's lane [64ths], see `Measurement`.
 
         Returns:
             Times in seconds, work in tokens x blocks, memory in bytes.
@@ -144,6 +145,7 @@ class Telemetry:
             head_seconds=compute["head"],
             optimizer_seconds=compute["optimizer"],
             tensor_seconds=spent.get("tensor", 0.0),
+            slowdown=slowdown,
             context_seconds=spent.get("context", 0.0),
             boundary_seconds=spent.get("boundary", 0.0),
             reduce_seconds=spent.get("reduce", 0.0),
