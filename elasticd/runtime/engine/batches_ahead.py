@@ -107,9 +107,8 @@ class BatchesAhead:
         )
 
     def _make(self, step: int, *, beside: bool) -> None:
-        dealing = self._feed.dealing(
-            self._plan, step, self._slowdown
-        )  # asks the user's dataset, on the training thread
+        # It asks the user's dataset, on the training thread.
+        dealing = self._feed.dealing(self._plan, step, self._slowdown)
         if beside:
             self._made[step] = self._thread(dealing)
             return

@@ -51,6 +51,6 @@ class Measurement(Value, frozen=True, kw_only=True):
     memory_bytes: int = 0
     modalities: dict[str, int] = msgspec.field(default_factory=dict)
     context_seconds: float = 0.0
-    # How many 64ths of a normal lane's time its lane takes for the same work, by which the lane gets its share of
-    # tokens; 0: shares do not follow.
+    # How many 64ths of a normal lane's time its lane takes for the same work, by which the lane gets its share
+    # of tokens; 0: shares do not follow.
     slowdown: int = 0
