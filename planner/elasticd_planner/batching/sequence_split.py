@@ -18,14 +18,14 @@ no more than memory and the end of the step ask.
 
 Uniform degrees (each sequence cut over as many lanes as every other, or over as many fewer as its least piece
 asks) are divisions of the same kind, and are tried where the first division leaves a gap to the bound: they
-need the fewest rows, for all lanes have like tokens in them. All times are integers, so that all ranks divide
-alike.
+need the fewest rows, for all lanes have like tokens in them. Where that, too, leaves much, rows that are even
+for themselves are tried (`row_balance`). All times are integers, so that all ranks divide alike.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate
@@ -35,14 +35,16 @@ import numpy as np
 from elasticd_planner.batching import fold
 from elasticd_planner.batching.division import Division, SplitCost, bound, seconds
 from elasticd_planner.batching.lanes import SPEED, Line, Vertex
+from elasticd_planner.batching.row_balance import even_rows
 from elasticd_planner.numeric import Ints
 from elasticd_planner.value import refuse
 
 #: Bits of the step's work: costs are scaled to so many, so that rounding is far below what balance is about.
 _BITS = 40
 #: Uniform degrees are tried where the laminar division is so many thousandths or more above the bound;
-#: degrees that shorter sequences do not have, where it is further above, in steps of few sequences.
-_GAP, _WIDE_GAP, _FEW = 20, 50, 2048
+#: degrees that shorter sequences do not have, where it is further above, in steps of few sequences; and the
+#: fewest rows, each even, where it is far above.
+_GAP, _WIDE_GAP, _ROW_GAP, _FEW = 20, 50, 110, 2048
 #: A whole sequence may end so many thousandths of the step late before it is cut.
 _LATE = 10
 #: A part of the step's time: sequences that take less stay whole, even if they end late.
@@ -70,27 +72,33 @@ def divided(lengths: Ints, line: Line, cost: SplitCost) -> Division:
     """
     found = _Laminar(lengths, line, cost).division()
     least, best = bound(lengths, line, cost), seconds(found, lengths, line, cost)
-    for width, gap in _widths(lengths, line, cost):
+    for gap, other in _others(lengths, line, cost):
         if 1000 * (best - least) < gap * least:
             continue
-        other = _Laminar(lengths, line, cost, width).division()
-        if (time := seconds(other, lengths, line, cost)) < best:
-            found, best = other, time
+        made = other()
+        if made is not None and (time := seconds(made, lengths, line, cost)) < best:
+            found, best = made, time
     return found
 
 
-def _widths(lengths: Ints, line: Line, cost: SplitCost) -> Iterator[tuple[int, int]]:
-    """Degrees to try, and from which gap on (thousandths of the bound) each is worth its time."""
+def _others(lengths: Ints, line: Line, cost: SplitCost) -> Iterator[tuple[int, Callable[[], Division | None]]]:
+    """Other divisions, and from which gap on (thousandths of the bound) each is worth its time."""
+
+    def wide(width: int) -> Callable[[], Division]:
+        return lambda: _Laminar(lengths, line, cost, width).division()
+
     shortest, widths = int(lengths.min()), {}
     for level in line.levels[:-1]:
         width = max(b - a for a, b in level)
         widths[width] = shortest >= cost.least * max(map(line.margin, level))
-    yield from ((width, _GAP) for width, uniform in widths.items() if uniform)
+    yield from ((_GAP, wide(width)) for width, uniform in widths.items() if uniform)
     if len(lengths) <= _FEW:
         node = max(b - a for a, b in zip([0, *line.node_ends], line.node_ends, strict=False))
-        for width in dict.fromkeys((node, len(line), node // 2)):
+        for width in dict.fromkeys((node, node // 2)):
             if widths.get(width) is False:
-                yield width, _WIDE_GAP
+                yield _WIDE_GAP, wide(width)
+        rows = -(-int(lengths.sum()) // sum(line.capacity))
+        yield _ROW_GAP, lambda: even_rows(lengths, line, cost, rows)
 
 
 class _Row:
