@@ -3,22 +3,28 @@ on the CPU, and launches what the plan says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import pytest
+import torch
 from elasticd_planner.layout import channels
 from elasticd_planner.layout.gradient_reduction import reductions
 from elasticd_planner.layout.launch_order import Join, Launch, deadlock
 from elasticd_planner.layout.launches import launches
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import SequencePiece
 from elasticd_planner.spec.plan import Plan, StatePolicy
+from torch.utils.checkpoint import checkpoint
 
+import elasticd
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import unpaced
 from elasticd.runtime.engine.engine import Engine, first_state
+from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests import sizes
 from tests.accelerators import vgpu
 from tests.accelerators.strict_process_group import StrictGroups, connected, told
@@ -154,6 +160,31 @@ def test_cut_sequences_on_the_device_train_like_one_process_on_the_cpu(name: str
         expected = _told([entry for step in predicted for entry in step[device]])
         assert _told(result["log"]) == expected, device
         assert any(each.startswith("context") for each in expected)
+
+
+def checkpointed(device: str, store: Any) -> float:
+    """How far the gradients of a forward pass that is made again are from those of one that is not."""
+    vgpu.load()
+    on = Accelerator("vgpu:0")
+    on.use()
+    row = PackedRow([SequencePiece.whole(0, 5), SequencePiece.whole(1, 4)], on.device)
+    drawn = [torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3)]
+
+    def gradients(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        given = [x.to(on.device).requires_grad_() for x in drawn]
+        with passing(row):
+            run(*given).square().sum().backward()
+        return [x.grad.cpu() for x in given if x.grad is not None]
+
+    again = partial(checkpoint, elasticd.attention, use_reentrant=False, preserve_rng_state=False)
+    both = zip(gradients(elasticd.attention), gradients(again), strict=True)
+    return max(float((one - other).abs().max()) for one, other in both)
+
+
+@pytest.mark.slow
+def test_what_autograd_runs_again_in_its_own_thread_knows_its_row() -> None:
+    vgpu.needed()
+    assert gang.run(__file__, "checkpointed", ("a/0",)) == {"a/0": 0.0}
 
 
 def _told(log: Sequence[Launch | Join]) -> list[str]:

@@ -84,22 +84,35 @@ class PackedRow:
 
 
 _of_thread = threading.local()
+#: Of devices other than the CPU. Their backward passes run in a thread of autograd's, and so do forward passes
+#: that a module makes again in these (torch.utils.checkpoint).
+_on_device: dict[torch.device, PackedRow] = {}
 
 
 @contextmanager
 def passing(row: PackedRow | None) -> Iterator[None]:
     """Lets `current_row` be this row meanwhile. None: the pass is of padded samples."""
-    before = current_row()
-    _of_thread.row = row
+    before, _of_thread.row = current_row(), row
+    device = None if row is None else row.positions.device
+    if row is not None and device is not None and device.type != "cpu":
+        _on_device[device] = row
     try:
         yield
     finally:
         _of_thread.row = before
+        if device is not None:
+            _on_device.pop(device, None)
 
 
-def current_row() -> PackedRow | None:
-    """The packed row that this thread's pass is of; None: there is none, samples are [samples, tokens, ...]."""
+def current_row(device: torch.device | None = None) -> PackedRow | None:
+    """The packed row that this thread's pass is of; None: there is none, samples are [samples, tokens, ...].
+
+    Args:
+        device: where the caller computes. In a thread in which no pass began that device's pass counts.
+    """
     row: PackedRow | None = getattr(_of_thread, "row", None)
+    if row is None and device is not None and _on_device and not hasattr(_of_thread, "row"):
+        return _on_device.get(device)
     return row
 
 
