@@ -83,7 +83,15 @@ class PackedRow:
         self.positions, self.sample_of_token = put(both, device)  # in one copy
 
 
-_of_thread = threading.local()
+class _OfThread(threading.local):
+    """What a thread's passes are of. It is there from the first, so that graphs of torch.compile hold in each."""
+
+    def __init__(self) -> None:
+        self.row: PackedRow | None = None
+        self.passed = False  # a pass has begun in this thread
+
+
+_of_thread = _OfThread()
 #: Of devices other than the CPU. Their backward passes run in a thread of autograd's, and so do forward passes
 #: that a module makes again in these (torch.utils.checkpoint).
 _on_device: dict[torch.device, PackedRow] = {}
@@ -92,7 +100,7 @@ _on_device: dict[torch.device, PackedRow] = {}
 @contextmanager
 def passing(row: PackedRow | None) -> Iterator[None]:
     """Lets `current_row` be this row meanwhile. None: the pass is of padded samples."""
-    before, _of_thread.row = current_row(), row
+    before, _of_thread.row, _of_thread.passed = current_row(), row, True
     device = None if row is None else row.positions.device
     if row is not None and device is not None and device.type != "cpu":
         _on_device[device] = row
@@ -110,10 +118,9 @@ def current_row(device: torch.device | None = None) -> PackedRow | None:
     Args:
         device: where the caller computes. In a thread in which no pass began that device's pass counts.
     """
-    row: PackedRow | None = getattr(_of_thread, "row", None)
-    if row is None and device is not None and _on_device and not hasattr(_of_thread, "row"):
+    if _on_device and device is not None and not _of_thread.passed:
         return _on_device.get(device)
-    return row
+    return _of_thread.row
 
 
 def first_pass(section: str) -> AbstractContextManager[None]:
