@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -165,6 +166,19 @@ def tried(kind: Any) -> Family:
     notes = ["to rounding"] * ("equal to the bit" not in described.proved)
     notes += ["with is_decoder=True"] * is_encoder(kind)
     return Family(name=name, outcome="trains", why=", ".join(notes), cut=cut(described))
+
+
+def double_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models in double precision compute in that throughout: norms and rotary tables of transformers go through
+    float32 otherwise."""
+    to, single = torch.Tensor.to, torch.Tensor.float
+    monkeypatch.setattr(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))
+
+    def double(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        wanted = {torch.float32} & {*args, *kwargs.values()} if x.dtype == torch.float64 else ()
+        return x if wanted else to(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", double)
 
 
 def apart(model: Any, described: elasticd.Model) -> tuple[float, tuple[float, str]]:

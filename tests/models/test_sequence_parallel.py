@@ -101,14 +101,7 @@ def test_models_of_transformers_train_like_one_process(name: str, monkeypatch: p
     rows = model.get_input_embeddings().weight.shape[0]
     training = Training(model=described, loss=next_token_loss, dataset=Text(rows), steps=2)
     stages = [stage(0, 1, ("a/0", 2), ("a/1", 1)), stage(1, described.layers, ("b/0", 1), ("b/1", 2))]
-    to, single = Tensor.to, Tensor.float
-    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else single(x))
-
-    def double(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        wanted = {torch.float32} & {*args, *kwargs.values()} if x.dtype == torch.float64 else ()
-        return x if wanted else to(x, *args, **kwargs)
-
-    monkeypatch.setattr(Tensor, "to", double)
+    families.double_throughout(monkeypatch)
     found = under(training, sliced(plan_of((2, stages), micro_batch=4)))
     expected = alone(training, Whole(copy.deepcopy(model)))
     names = {full: f"model.{their_name(described, full)}" for full in found[1]}

@@ -67,6 +67,15 @@ def test_a_sequence_longer_than_any_lane_is_cut_over_a_pipeline() -> None:
     assert [piece.tokens for piece in pieces(batch.modules[0][0])] == [34, 32, 34]
 
 
+def test_a_pipeline_of_several_stages_has_even_rows() -> None:
+    draw = np.random.default_rng(2)
+    tokens = np.clip(draw.lognormal(5, 1, 80), 4, 1500).astype(int).tolist()
+    rows = dealt(planned(lanes(4, 1, stages=2)), tokens, 2048).modules[0][0]
+    cost = [[sum(p.tokens * (50 + p.length) for p in lane) for lane in row.lanes] for row in rows]
+    mean = sum(map(sum, cost)) / 4 / len(rows)
+    assert all(max(row) <= 1.1 * max(mean, sum(row) / 4) for row in cost)
+
+
 def test_a_sequence_goes_to_a_pipeline_that_holds_it() -> None:
     plan = planned(lanes(1, 1), lanes(4, 1, 4), lanes(2, 1, 8))
     batch = dealt(plan, [10, 150, 10], 40)

@@ -62,6 +62,7 @@ def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> M
         + "".join(f"; whole in a TP group: {name} ({why})" for name, why in cuts.whole.items()),
     )
     flat = _FLATTENED.get(model.config.model_type)
+    described.unpackable = proof.unpackable
     described.mixing = (flat, "has samples and tokens in one dimension") if flat else _mixing(described)
     return described
 

@@ -32,6 +32,7 @@ from elasticd.models.huggingface.anatomy import (
 )
 from elasticd.models.huggingface.sections import Sections, sections_of
 from elasticd.runtime.model.validation import ModelError, replace_dropouts
+from elasticd.runtime.parallel.sequence_mixing import RowAndSequences, mixing
 
 #: Of the micro-batch that is tried.
 SAMPLES, TOKENS = 2, 7
@@ -53,6 +54,7 @@ class Proof:
     anatomy: Anatomy
     exact: bool
     numbers: tuple[str, ...]  # of the configuration: those that were changed, and that change the logits
+    unpackable: str  # why its sequences cannot be packed in one row; empty: they can
 
     def __str__(self) -> str:
         said = f"the model's own forward: {self.model}, on a small copy "
@@ -91,7 +93,14 @@ def prove(model: Any) -> Proof:
         exact, numbers = _with_changed_numbers(kind, copy.model.config)
         numbers = [name for name in numbers if acts(copy, name)]
         _refuse_draws(kind, copy.model.config, tiny_config.dropouts(config))
-    return Proof(model=kind.__name__, anatomy=anatomy, exact=same_bits and exact, numbers=tuple(numbers))
+        unpackable = why_unpackable(copy, anatomy)
+    return Proof(
+        model=kind.__name__,
+        anatomy=anatomy,
+        exact=same_bits and exact,
+        numbers=tuple(numbers),
+        unpackable=unpackable,
+    )
 
 
 def _with_changed_numbers(kind: Any, base: Any) -> tuple[bool, list[str]]:
@@ -258,6 +267,27 @@ def refuse_other_tokens(copy: SmallModel) -> None:
             f"{copy.name} attends to later tokens, as an encoder does, so that padding at the end of a sample "
             "would change its output: make it causal (is_decoder=True, where its configuration has that)"
         )
+
+
+def why_unpackable(copy: SmallModel, anatomy: Anatomy) -> str:
+    """Why a packed row does not give what the model itself gives for its sequences, with the name of the
+    module; empty where it does."""
+    lengths = (TOKENS, 1, TOKENS - 2)
+    sequences = [copy.ids[:1], copy.ids[1:, :1], copy.ids[1:, 2:]]
+    x = RowAndSequences(
+        lengths, {"inputs": torch.cat(sequences, dim=1)}, [{"inputs": ids} for ids in sequences]
+    )
+    refused = f"samples of {copy.name} can be padded, not packed"
+    for section, module in sections_of(copy.model, anatomy):
+        outcome = mixing(section, module, x)
+        if isinstance(outcome, str):
+            return f"{refused}: {outcome}"
+        x = outcome
+    with torch.no_grad():
+        own = [logits_of(copy.model(input_ids=ids, **arguments(copy.model))) for ids in sequences]
+    if (apart := _apart(x.together, torch.cat(own, dim=1))) > copy.near:
+        return f"{refused}: the logits of a packed row are {apart:.0e} off"
+    return ""
 
 
 def _refuse_draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> None:

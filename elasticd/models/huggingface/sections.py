@@ -12,11 +12,15 @@ So positions, rotary tables, masks, multipliers, logit scales and soft caps are 
 embedding ends the forward at the first layer, whose input it gives. A block ends it at its own layer, which
 takes the activation of the stage before it, and everything else as the model gives it. The head lets the first
 layer give the activation, and goes on to the end.
+
+In a packed row the model is given the position of each token in its sequence, and attends by
+`packed_attention`.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +39,10 @@ from elasticd.models.huggingface.anatomy import (
     parts,
     text_of,
 )
+from elasticd.models.huggingface.packed_attention import configurations, packed
 from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.parallel.attention import positions
+from elasticd.runtime.parallel.packed_row import current_row
 
 #: Where nn.Module keeps its hooks.
 _HOOKS = (
@@ -148,6 +155,10 @@ class Section(nn.Module):
         standing = dict.fromkeys(parts(model, anatomy.layers), absent) | dict.fromkeys(anatomy.before, zeros)
         shell = self._shell_of(model, "", anatomy.layers, mine, made, standing)
         self._hidden = (shell, zeros)  # no submodules: the parameters are named once
+        self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
+        self._configurations = configurations(
+            [*shell.modules(), *(m for layer in layers for m in layer.modules())]
+        )
 
     def _shell_of(
         self,
@@ -192,7 +203,7 @@ class Section(nn.Module):
             ids = torch.full((samples, tokens), self._id, dtype=torch.long, device=x.device)
             zeros.like = x.new_zeros((samples, tokens, *width))
         try:
-            output = shell(input_ids=ids, **self._arguments)
+            output = self._called(shell, ids)
         except _Reached as reached:
             return reached.value
         else:
@@ -201,6 +212,15 @@ class Section(nn.Module):
             return output
         finally:
             zeros.like = None
+
+    def _called(self, shell: nn.Module, ids: Tensor | None) -> Any:
+        if current_row() is None:
+            return shell(input_ids=ids, **self._arguments)
+        assert ids is not None
+        if not self._takes_positions:
+            raise ModelError(f"the forward of {type(shell).__name__} takes no position_ids")
+        with packed(self._configurations):
+            return shell(input_ids=ids, position_ids=positions(ids)[None], **self._arguments)
 
 
 class HfEmbed(Section):

@@ -36,7 +36,7 @@ LABELS: dict[Use, str] = {
     "activation": "boundary",
     "gradient": "boundary",
     "state": "reduce",
-    "context": "tensor",  # inside of sections, as the collectives of a TP group
+    "context": "context",
 }
 
 

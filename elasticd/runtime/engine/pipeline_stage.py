@@ -19,7 +19,7 @@ from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.launches import AHEAD, gradient_receipts
 from elasticd_planner.layout.stage_boundary import Border, after, before
-from elasticd_planner.spec.batch import BatchRow, MicroBatch, ids_of
+from elasticd_planner.spec.batch import BatchRow, MicroBatch, ids_of, passes_of_rows
 from elasticd_planner.spec.plan import Pipeline, Place, Plan
 from torch import Tensor, nn
 
@@ -202,6 +202,7 @@ class StageRunner:
         """
         self._slices = slices
         self._rows: list[PackedRow] = []  # of the micro-batches of the step; empty: they are padded
+        self._own: tuple[Sequence[int], int] = ((), 0)  # which of how many rows of the pipeline they are
         self._drawing, self._loss, self._loader = (
             local.drawing,
             recipe.loss,
@@ -227,7 +228,7 @@ class StageRunner:
             warn_of_slices()
         self._recomputed = recomputed_blocks(stage, recipe.recomputed, local.modules)
         self._chunks = _chunks(recipe, plan, local.modules, peers)
-        self._context, self._longest = _context(recipe, plan, peers), 0
+        self._context = _context(recipe, plan, peers)
         alone = len(stage.devices) == 1
         channel = Channel("tensor", stage.devices)
         self._group = OneDevice(*stage.devices) if alone else peers.communicators.team(channel)
@@ -248,8 +249,8 @@ class StageRunner:
         if self.before_first_pass is not None:
             self.before_first_pass()
             self.before_first_pass = None
-        self._rows = [self._row(row.lanes) for row in rows[: len(micro_batches)]]
-        self._longest = len(rows)
+        mine = [number for number, row in enumerate(rows) if row.lanes[self._lane]]
+        self._rows, self._own = [self._row(rows[number].lanes) for number in mine], (mine, len(rows))
         if self._context is not None:
             self._context.begin_step()
         with running(self._group):
@@ -264,10 +265,10 @@ class StageRunner:
         return PackedRow(mine, self._accelerator.device, exchange)
 
     def _order(self, stage: int, count: int) -> list[Pass]:
-        """The passes of a stage of this lane. Lanes that share rows pass them in one order, that of the lane
-        with most rows."""
-        order = self._schedule(self._stages, stage, max(self._longest, count), len(self._chunks))
-        return [each for each in order if each.micro_batch < count]
+        """The passes of a stage of this lane. Lanes pass the rows that they share in one order, that of all."""
+        mine, rows = self._own if self._rows else (range(count), count)
+        order = self._schedule(self._stages, stage, rows, len(self._chunks))
+        return [Pass(*each) for each in passes_of_rows(order, mine)]
 
     def _run(
         self, expected: Sequence[Sequence[int]], micro_batches: Sequence[MicroBatch], scale: float
@@ -403,7 +404,7 @@ class StageRunner:
             telemetry.worked(state.tokens, self._layers, self._share, sequences)
         start = time.perf_counter()
         for section, module in chunk.blocks.items():
-            communicated = self._stopwatch.read("tensor")
+            communicated = self._stopwatch.inside
             x = self._segment(state, section, module, x)
             start = self._end_pace("forward", state, start, communicated)
         telemetry.passed("forward")
@@ -482,11 +483,11 @@ class StageRunner:
             section, entered, out = rest.pop()
             where.at(BACKWARD)
             if section in self._recomputed:
-                communicated = self._stopwatch.read("tensor")
+                communicated = self._stopwatch.inside
                 out = self._recomputed[section].recompute(entered)
                 start = self._end_pace("forward", state, start, communicated)
                 telemetry.passed("recompute")
-            communicated = self._stopwatch.read("tensor")
+            communicated = self._stopwatch.inside
             self._drawing.forget(section)
             backward(out, given)
             start = self._end_pace("backward", state, start, communicated)
@@ -512,5 +513,5 @@ class StageRunner:
             self._on_section_done("embed")
 
     def _end_pace(self, kind: str, state: _MicroBatchState, start: float, communicated: float) -> float:
-        spent = self._stopwatch.read("tensor") - communicated
+        spent = self._stopwatch.inside - communicated
         return self._pace(kind, state.tokens, self._share, start, spent, state.squares)

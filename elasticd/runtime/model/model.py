@@ -94,6 +94,8 @@ class Model:
         #: A module of blocks that may take several tokens at once and is whole on every member of a TP group,
         #: and what is said of it: the model has no sequence parallelism. None: no such module is known.
         self.mixing: tuple[str, str] | None = None
+        #: Why its sequences cannot be packed, as far as that is known without trying it; else empty.
+        self.unpackable = ""
         self.rules, self.units = dict(rules or {}), dict(units or {})
         if tp_plan:
             planned, self.units = rules_of_plan(tp_plan, given, self.rules, self.units)

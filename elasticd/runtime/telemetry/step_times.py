@@ -59,7 +59,7 @@ class Telemetry:
         if self._spans is not None:
             self._spans.mark()
         else:
-            self._since = time.perf_counter() - self._stopwatch.seconds.get(INSIDE, 0.0)
+            self._since = time.perf_counter() - self._stopwatch.inside
 
     def passed(self, kind: str) -> None:
         """Adds the seconds since the mark to a kind of computation, and sets the mark anew.
@@ -73,7 +73,7 @@ class Telemetry:
         if self._spans is not None:
             self._spans.passed(kind)
         else:
-            now = time.perf_counter() - self._stopwatch.seconds.get(INSIDE, 0.0)
+            now = time.perf_counter() - self._stopwatch.inside
             self._compute[kind] += now - self._since
             self._since = now
 
@@ -95,6 +95,14 @@ class Telemetry:
         """
         self._worked.append((tokens, layers * share, sequences))
 
+    def block_seconds(self) -> float:
+        """Seconds of computation of blocks in this step, as far as it has come; the device has passed it."""
+        if self._spans is not None:
+            for kind, seconds in self._spans.take().items():
+                to = self._stopwatch.seconds if kind in INSIDE else self._compute
+                to[kind] = to.get(kind, 0.0) + seconds
+        return sum(self._compute[kind] for kind in PASSES)
+
     def finish(self, plan: int, step: int) -> Measurement:
         """The measurement of the step that ends now.
 
@@ -108,7 +116,7 @@ class Telemetry:
         spent, compute = self._stopwatch.take(), self._compute
         if self._spans is not None:
             for kind, seconds in self._spans.take().items():
-                to = spent if kind == INSIDE else compute
+                to = spent if kind in INSIDE else compute
                 to[kind] = to.get(kind, 0.0) + seconds
         tokens = longest = 0
         work = squares = 0.0
@@ -136,6 +144,7 @@ class Telemetry:
             head_seconds=compute["head"],
             optimizer_seconds=compute["optimizer"],
             tensor_seconds=spent.get("tensor", 0.0),
+            context_seconds=spent.get("context", 0.0),
             boundary_seconds=spent.get("boundary", 0.0),
             reduce_seconds=spent.get("reduce", 0.0),
             vote_seconds=spent.get("vote", 0.0),

@@ -58,10 +58,11 @@ class Line:
         lanes, and single lanes at last."""
         levels = [[(0, len(self))]]
         while any(b - a > 1 for a, b in levels[-1]):
-            levels.append([half for vertex in levels[-1] for half in self._halves(vertex)])
+            levels.append([half for vertex in levels[-1] for half in self.halves(vertex)])
         return levels
 
-    def _halves(self, vertex: Vertex) -> tuple[Vertex, ...]:
+    def halves(self, vertex: Vertex) -> tuple[Vertex, ...]:
+        """The halves of a vertex, which is its own where it has one lane."""
         a, b = vertex
         if b - a == 1:
             return (vertex,)
@@ -78,7 +79,7 @@ class Line:
             found, level = [], [(0, len(self))]
             while level:
                 found.append(level)
-                halves = [half for a, b in level if b - a > 1 for half in self._halves((a, b))]
+                halves = [half for a, b in level if b - a > 1 for half in self.halves((a, b))]
                 level = [(a, b) for a, b in halves if a < stop and start < b and b - a > 1]
             self._near[start, stop] = [vertex for level in reversed(found) for vertex in level]
         return self._near[start, stop]

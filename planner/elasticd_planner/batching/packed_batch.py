@@ -3,8 +3,9 @@
 A sequence of L tokens costs L x (linear + L), in units of one token's attention to one other; a row costs the
 sum of its sequences, because attention does not look over their borders. A row has so many tokens as its lane
 holds. First each pipeline gets its part of the sequences, by its speed; then its lanes share that part, as
-whole sequences or cut (`sequence_split`). All is a pure function of plan, samples, lengths and slowdowns, in
-integers, so that every rank has the same batch.
+whole sequences or cut: in a pipeline of one stage so that lanes end the step together (`sequence_split`), in
+one of several so that each row is even (`row_balance`). All is a pure function of plan, samples, lengths and
+slowdowns, in integers, so that every rank has the same batch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from elasticd_planner.batching import fold
 from elasticd_planner.batching.division import Division, SplitCost
 from elasticd_planner.batching.lanes import NORMAL, LaneSet, Line
+from elasticd_planner.batching.row_balance import balanced
 from elasticd_planner.batching.sequence_split import divided
 from elasticd_planner.numeric import Ints
 from elasticd_planner.spec.batch import BatchLengths, BatchPlan, BatchRow, MicroBatch, SequencePiece
@@ -139,7 +141,8 @@ class _Dealing:
         capacity, slowdown = tuple(self.capacity[own]), tuple(self.slowdown[own])
         line = _line(LaneSet(nodes=nodes_of(pipeline), capacity=capacity, slowdown=slowdown))
         lengths = np.array([self.lengths.tokens[index] for index in mine])
-        found = divided(lengths, line, cost)
+        stages = len(pipeline.stages)
+        found = divided(lengths, line, cost) if stages == 1 else balanced(lengths, line, cost, stages)
         return rows_of(found, [self.samples[index] for index in mine], lengths, line)
 
     def _by_pipeline(self) -> list[list[int]]:

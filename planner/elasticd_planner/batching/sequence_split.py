@@ -16,15 +16,16 @@ no more than memory and the end of the step ask.
           lanes, because as many rows come before them on each.
   merged  If all that follows a vertex's last row on its lanes fits into that row, it goes there.
 
-Uniform degrees (each sequence cut over as many lanes of a node as every other) are divisions of the same kind,
-and are tried where the first division leaves a gap to the bound. All times are integers, so that all ranks
-divide alike.
+Uniform degrees (each sequence cut over as many lanes as every other, or over as many fewer as its least piece
+asks) are divisions of the same kind, and are tried where the first division leaves a gap to the bound: they
+need the fewest rows, for all lanes have like tokens in them. All times are integers, so that all ranks divide
+alike.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate
@@ -39,8 +40,9 @@ from elasticd_planner.value import refuse
 
 #: Bits of the step's work: costs are scaled to so many, so that rounding is far below what balance is about.
 _BITS = 40
-#: Uniform degrees are tried where the laminar division is so many thousandths or more above the bound.
-_GAP = 20
+#: Uniform degrees are tried where the laminar division is so many thousandths or more above the bound;
+#: degrees that shorter sequences do not have, where it is further above, in steps of few sequences.
+_GAP, _WIDE_GAP, _FEW = 20, 50, 2048
 #: A whole sequence may end so many thousandths of the step late before it is cut.
 _LATE = 10
 #: A part of the step's time: sequences that take less stay whole, even if they end late.
@@ -51,6 +53,8 @@ _OPEN = 3
 _TRIED = 6
 #: Rows of a lane alone, up to which sequences are dealt to all lanes at once.
 _OPEN_MOST = 16
+#: So many sequences more than there are lanes are dealt one by one at the end, so that lanes end together.
+_LAST = 256
 
 
 def divided(lengths: Ints, line: Line, cost: SplitCost) -> Division:
@@ -65,18 +69,28 @@ def divided(lengths: Ints, line: Line, cost: SplitCost) -> Division:
         Invalid: no vertex holds a sequence; the message has its place among the lengths.
     """
     found = _Laminar(lengths, line, cost).division()
-    least = bound(lengths, line, cost)
-    best = seconds(found, lengths, line, cost)
-    if 1000 * (best - least) >= _GAP * least:
-        shortest = int(lengths.min())
-        for level in line.levels[:-1]:
-            width = max(stop - start for start, stop in level)
-            if shortest < cost.least * max(map(line.margin, level)):
-                continue  # pieces would be too short
-            other = _Laminar(lengths, line, cost, width).division()
-            if (time := seconds(other, lengths, line, cost)) < best:
-                found, best = other, time
+    least, best = bound(lengths, line, cost), seconds(found, lengths, line, cost)
+    for width, gap in _widths(lengths, line, cost):
+        if 1000 * (best - least) < gap * least:
+            continue
+        other = _Laminar(lengths, line, cost, width).division()
+        if (time := seconds(other, lengths, line, cost)) < best:
+            found, best = other, time
     return found
+
+
+def _widths(lengths: Ints, line: Line, cost: SplitCost) -> Iterator[tuple[int, int]]:
+    """Degrees to try, and from which gap on (thousandths of the bound) each is worth its time."""
+    shortest, widths = int(lengths.min()), {}
+    for level in line.levels[:-1]:
+        width = max(b - a for a, b in level)
+        widths[width] = shortest >= cost.least * max(map(line.margin, level))
+    yield from ((width, _GAP) for width, uniform in widths.items() if uniform)
+    if len(lengths) <= _FEW:
+        node = max(b - a for a, b in zip([0, *line.node_ends], line.node_ends, strict=False))
+        for width in dict.fromkeys((node, len(line), node // 2)):
+            if widths.get(width) is False:
+                yield width, _WIDE_GAP
 
 
 class _Row:
@@ -238,7 +252,7 @@ class _Laminar:
         rooms = np.zeros((count, _OPEN_MOST), dtype=np.int64)
         opened, loads = np.zeros(count, dtype=np.int64), np.array(load)
         found, kept = [], []
-        while len(left) >= 2 * count and opened.max() < _OPEN_MOST:
+        while len(left) >= min(2 * count, count + _LAST) and opened.max() < _OPEN_MOST:
             block, left = left[:count], left[count:]
             mean = int(self.costs[block].sum()) // count * SPEED
             lane = np.argsort(loads + mean // speed, kind="stable")
@@ -265,51 +279,56 @@ class _Laminar:
         speed, fastest = line.speeds, max(line.speeds)
         latest = self.end * (1000 + _LATE) // 1000 + fixed // 2  # a lane's last row is half empty in the mean
         worth = self.end // _WORTH
-        heap = [(each, lane) for lane, each in enumerate(load)]
+        heap = [(each, lane) for lane, each in enumerate(load)]  # an entry is of old where its lane has more
         heapify(heap)
         found: list[tuple[int, int, int]] = []
         failed = 0
         for number in left:
             length, cost = ls[number], work[number] * SPEED
-            best = (-1, 0, 0)
+            first, lane, row = -1, -1, -1  # when the lane that ends first does
             passed: list[tuple[int, int]] = []
-            while heap and (len(passed) < _TRIED or best[0] < 0):
-                each, lane = heap[0]
-                if best[0] >= 0 and each >= best[0]:
-                    break
-                passed.append(heappop(heap))
-                if length > line.capacity[lane]:
+            while heap and (first < 0 or (heap[0][0] < first and len(passed) < _TRIED)):
+                each, other = entry = heappop(heap)
+                if each != load[other]:
                     continue
-                end = each + cost // speed[lane]
-                row = next((row for row, room in enumerate(rooms[lane]) if room >= length), -1)
-                if row < 0:
+                passed.append(entry)
+                if length > line.capacity[other]:
+                    continue
+                end, fits = each + cost // speed[other], -1
+                for at, room in enumerate(rooms[other]):
+                    if room >= length:
+                        fits = at
+                        break
+                else:
                     end += fixed
-                if best[0] < 0 or end < best[0]:
-                    best = (end, lane, row)
-                if row >= 0 and speed[lane] == fastest:
+                if first < 0 or end < first:
+                    first, lane, row = end, other, fits
+                if fits >= 0 and speed[other] == fastest:
                     break
-            end, lane, row = best
-            late = end > latest and work[number] > worth and failed < _TRIED
-            if late and self._cut(number, lane, load, end):
-                heap = [(each, lane) for lane, each in enumerate(load)]
-                heapify(heap)
+            late = first > latest and work[number] > worth and failed < _TRIED
+            if late and (vertex := self._cut(number, lane, load, first)):
+                for entry in passed:
+                    heappush(heap, entry)
+                for each, other in zip(load[slice(*vertex)], range(*vertex), strict=True):
+                    heappush(heap, (each, other))
                 continue
             failed += late
             if row < 0:
                 row = len(rooms[lane])
                 rooms[lane].append(line.capacity[lane])
             rooms[lane][row] -= length
-            load[lane] = end
-            for each, other in passed:
-                heappush(heap, (end, lane) if other == lane else (each, other))
+            load[lane] = first
+            for entry in passed:
+                heappush(heap, (first, lane) if entry[1] == lane else entry)
             found.append((number, lane, row))
         numbers, lanes, rows = zip(*found, strict=True) if found else ((), (), ())
         return np.array(numbers, int), np.array(lanes, int), np.array(rows, int)
 
-    def _cut(self, number: int, lane: int, load: list[int], end: int) -> bool:
+    def _cut(self, number: int, lane: int, load: list[int], end: int) -> Vertex | None:
         """Cuts a sequence over the vertex in a lane's node, or around it, on which it ends first, if that is
-        before `end`; else does nothing."""
-        line, length, best = self.line, self.ls[number], None
+        before `end`; returns the vertex."""
+        line, length = self.line, self.ls[number]
+        best: Vertex | None = None
         for vertex in line.near(lane):
             a, b = vertex
             margin = line.margin(vertex)
@@ -320,11 +339,10 @@ class _Laminar:
                 time += self.fixed
             if time < end:
                 end, best = time, vertex
-        if best is None:
-            return False
-        added = self._put(number, best)
-        load[slice(*best)] = [each + added for each in load[slice(*best)]]
-        return True
+        if best is not None:
+            added = self._put(number, best)
+            load[slice(*best)] = [each + added for each in load[slice(*best)]]
+        return best
 
     # Columns.
 

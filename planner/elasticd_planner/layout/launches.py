@@ -30,7 +30,7 @@ from elasticd_planner.layout.gradient_reduction import (
 from elasticd_planner.layout.launch_order import Join, Launch, Operation
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.stage_boundary import Border, after, before
-from elasticd_planner.spec.batch import BatchPlan
+from elasticd_planner.spec.batch import BatchPlan, passes_of_rows
 
 #: (stages, stage, micro-batches, chunks) -> (kind, micro-batch, chunk) of each pass: `cost.schedule.passes`.
 Schedule = Callable[[int, int, int, int], Iterator[tuple[str, int, int]]]
@@ -122,12 +122,14 @@ class _Rank:
             self._sections = [list(layouts.spec.sections(*span)) for span in self._stage.chunks]
             if len(pipeline.stages) > 1:
                 self._before, self._after = before(pipeline, place, device), after(pipeline, place, device)
-            self._rows = batch.rows(place)
+            rows = batch.rows(place)
+            self._rows = [(number, row) for number, row in enumerate(rows) if row.lanes[place.lane]]
             of_lanes = layouts.plan.modules[place.module].pipelines[place.pipeline].stages[place.stage]
             self._context, self._lanes = Channel("context", of_lanes.devices), of_lanes.by_lane
             count = len(batch.of(place))
-            order = schedule(len(pipeline.stages), place.stage, len(self._rows) or count, pipeline.chunks)
-            self._passes([each for each in order if each[1] < count])  # shared rows in one order on all lanes
+            order = schedule(len(pipeline.stages), place.stage, len(rows) or count, pipeline.chunks)
+            numbers = [number for number, _ in self._rows] if rows else range(count)
+            self._passes(list(passes_of_rows(order, numbers)))  # shared rows in one order on all lanes
         self._reduce(None)
         for together in passed_on(layouts, mine, own):
             self._pass_on(together)
@@ -192,10 +194,11 @@ class _Rank:
 
     def _inside(self, kind: str, index: int, sections: Sequence[str]) -> None:
         """The keys of other lanes, and the collectives of the TP group."""
-        joined = self._rows[index].connected(self._place.lane) if self._rows else ()
+        number, row = self._rows[index] if self._rows else (index, None)
+        joined = row.connected(self._place.lane) if row is not None else ()
         for section in sections:
             if joined and section.startswith("blocks."):
-                operation = f"{self._context}: {kind} {index} {section} of lanes {joined}"
+                operation = f"{self._context}: {kind} {number} {section} of lanes {joined}"
                 ends = tuple(device for lane in joined for device in self._lanes[lane].devices)
                 self.log += [Launch(str(self._context), (Operation(operation, ends),)), Join(operation)]
             cut = any(parameter.cut is not None for parameter in self._layouts.spec.section(section))

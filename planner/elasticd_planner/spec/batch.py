@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain, islice, repeat, zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -70,6 +70,9 @@ def ids_of(pieces: Iterable[SequencePiece]) -> tuple[int, ...]:
     return tuple([piece.sample for piece in pieces])
 
 
+_Kind = TypeVar("_Kind")
+
+
 class BatchRow(Value, frozen=True, kw_only=True, gc=False):
     """What the lanes of a pipeline do in their micro-batches of one index."""
 
@@ -86,6 +89,17 @@ class BatchRow(Value, frozen=True, kw_only=True, gc=False):
         return tuple(sorted(found)) if parts[lane] else ()
 
 
+def passes_of_rows(
+    order: Iterable[tuple[_Kind, int, int]], rows: Sequence[int]
+) -> Iterator[tuple[_Kind, int, int]]:
+    """Of the passes of all rows (kind, row, chunk) those of a lane that has a part of these rows alone, which
+    count as its micro-batches. So lanes pass the rows that they share in one order."""
+    places = {row: place for place, row in enumerate(rows)}
+    for kind, row, chunk in order:
+        if row in places:
+            yield kind, places[row], chunk
+
+
 class BatchPlan(Value, frozen=True, kw_only=True, dict=True):
     """The micro-batches of one step under one plan."""
 
@@ -100,7 +114,7 @@ class BatchPlan(Value, frozen=True, kw_only=True, dict=True):
             if len(set(map(len, listed))) > 1:
                 refuse(f"step {self.step}: each row of a pipeline must name all its lanes")
             for own in zip(*listed, strict=True):
-                if not all(own[: len(own) - own.count(())]):
+                if not self.packed and not all(own[: len(own) - own.count(())]):
                     refuse(f"step {self.step}: the rows of a lane must have no gap")
 
     def of(self, place: Place) -> tuple[MicroBatch, ...]:

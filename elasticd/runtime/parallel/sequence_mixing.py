@@ -1,0 +1,469 @@
+"""Which modules of a model take the sequences of a packed row for one: found by trying, and named.
+
+Short sequences pass through the model twice: packed in one row, and each by itself. A module that was given the
+same for each token, and gave something else, is named; the innermost one, and the first. So are a loss that is
+no sum over tokens, and samples that have parts without an entry for each token.
+
+Sections are tried one after the other, with random values in place of the model's, so that a gate or a scale
+that begins at zero hides nothing. Of blocks that are alike one is tried. No section is large in memory: where
+it has many parameters, these are views of a few random numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from elasticd_planner.spec.batch import SequencePiece
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Stage
+from torch import Tensor, nn
+
+from elasticd.runtime.accelerator import CPU
+from elasticd.runtime.model.local_model import LocalModel, local_model
+from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.rng import Dropout
+from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.parallel.packed_row import PackedRow, passing
+
+log = logging.getLogger(__name__)
+
+#: (output of the head, batch) -> sum over targets, how many they are. As in `elasticd.Job`.
+Loss = Callable[[Any, Any], tuple[Tensor, float | Tensor]]
+
+#: Tokens of the sequences that are tried.
+LENGTHS = (6, 3, 5)
+#: Relative differences that rounding explains, by the type that is computed in. What mixes sequences differs by
+#: more: parameters are random.
+NEAR = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+#: Parameters of a section from which on they are views of a few numbers, and single precision is enough.
+_LARGE = 1 << 24
+#: Of how many random numbers.
+_NUMBERS = 1 << 22
+
+_REMEDY = (
+    "modules must call elasticd.attention(q, k, v) in place of F.scaled_dot_product_attention, and "
+    "elasticd.positions(x) in place of torch.arange, and else act on each token by itself"
+)
+
+
+def packable(model: Model, loss: Loss, samples: Sequence[Any]) -> list[str]:
+    """What keeps the sequences of a model from being packed.
+
+    Args:
+        model: of the job.
+        loss: of the job.
+        samples: a few of its dataset, three say. Their last tokens are tried.
+
+    Returns:
+        A line for each finding, with the name of the module and the remedy. Empty: sequences can be packed.
+    """
+    if model.unpackable:
+        return [model.unpackable]
+    try:
+        pieces = [_last(samples[i % len(samples)], length) for i, length in enumerate(LENGTHS)]
+    except _Unfit as unfit:
+        return [str(unfit)]
+    lengths = tuple(map(_length, pieces))
+    given = RowAndSequences(lengths, _row_of(pieces), [_row_of([piece]) for piece in pieces])
+    untried = ""
+    for wide in (True, False):  # some modules compute in the type that they were made in alone
+        for training in (True, False):
+            try:
+                return _tried(model, loss, given, wide=wide, training=training)
+            except _Drew:  # what drops elements draws other masks for other shapes
+                continue
+            except _Untried as why:
+                untried = str(why)
+                break
+    log.warning("whether sequences can be packed was not tried: %s", untried)
+    return []
+
+
+class _Unfit(ValueError):
+    """Samples that make no row."""
+
+
+class _Drew(Exception):
+    """A section drew random numbers."""
+
+
+class _Untried(Exception):
+    """Not even one sequence by itself can be passed here: a kernel of another device, say."""
+
+
+@dataclass(frozen=True)
+class RowAndSequences:
+    """What a section is called with, or gives."""
+
+    lengths: tuple[int, ...]  #: [tokens] of the sequences
+    together: Any  #: all in one row
+    apart: Sequence[Any]  #: each by itself
+
+
+# -- one model ------------------------------------------------------------------------------------------------
+
+
+def _tried(model: Model, loss: Loss, batch: RowAndSequences, *, wide: bool, training: bool) -> list[str]:
+    given, dtype = batch, torch.float64
+    for section in _sections_to_try(model):
+        made = _section(model, section, wide=wide, training=training)
+        module = made.modules[section]
+        dtype = next((p.dtype for p in module.parameters()), dtype)
+        outcome = mixing(section, module, _in_type(given, dtype))
+        if made.drawing.drew and training:
+            raise _Drew
+        if isinstance(outcome, str):
+            return [f"{outcome}. To be packed, {_REMEDY}"]
+        given = outcome
+    return list(_loss_findings(loss, given, _in_type(batch, dtype), NEAR.get(dtype, 1e-2)))
+
+
+def _sections_to_try(model: Model) -> Iterator[str]:
+    """The embedding, a block of each kind, the head."""
+    yield "embed"
+    seen: set[object] = set()
+    for layer in range(model.layers):
+        kind = _kind(model, f"blocks.{layer}")
+        if kind not in seen:
+            seen.add(kind)
+            yield f"blocks.{layer}"
+    yield "head"
+
+
+def _kind(model: Model, section: str) -> object:
+    """Equal for blocks that compute alike, as far as their modules' classes and settings say. What only counts
+    the layers does not."""
+    plain = (bool, int, float, str, tuple, torch.dtype)
+    settings = [
+        (path, type(module), [(k, v) for k, v in sorted(vars(module).items()) if isinstance(v, plain)])
+        for path, module in model.sections[section].named_modules()
+    ]
+    kept = [
+        (
+            path,
+            kind,
+            [(k, v) for k, v in named if not any(word in k for word in ("idx", "index", "layer_id", "site"))],
+        )
+        for path, kind, named in settings
+    ]
+    return str(kept), str(model.spec.section(section))
+
+
+def _section(model: Model, section: str, *, wide: bool, training: bool) -> LocalModel:
+    """A section with random parameters, without dropout. wide: it computes in double precision, or in single
+    where it is large; else as it was made."""
+    stage = Stage(start=0, stop=model.layers, devices=("alone/0",), shares=(1,))
+    made = local_model(model, stage, 0, CPU, only=section)
+    module = made.modules[section].train(training)
+    large = sum(p.numel() for _, p in made.parameters.values()) > _LARGE
+    dtype = torch.float32 if large else torch.float64
+    for full, buffer in made.buffers.items():
+        try:
+            buffer.copy_(model.first_value(full, Box.whole(tuple(buffer.shape)), 0))
+        except ModelError:  # it has none
+            buffer.zero_()
+    for place, (full, (_, parameter)) in enumerate(made.parameters.items()):
+        parameter.data = _random(full, tuple(parameter.shape), place, dtype if wide else parameter.dtype)
+    for buffer in module.buffers():
+        if wide and buffer.is_floating_point():
+            buffer.data = buffer.to(dtype)
+    for each in module.modules():
+        if isinstance(each, Dropout):
+            each.p = 0.0
+        elif isinstance(each, nn.MultiheadAttention):
+            each.dropout = 0.0
+    return made
+
+
+def _random(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    """Random values: matrices keep the size of what they are multiplied with, vectors are around what norms and
+    biases begin with."""
+    count, generator = math.prod(shape), torch.Generator().manual_seed(seed)
+    if len(shape) < 2:
+        noise = torch.randn(shape, generator=generator, dtype=torch.float32)
+        return (1 + 0.3 * noise if name.endswith("weight") else 0.3 * noise).to(dtype)
+    scale = max(1, math.prod(shape[1:])) ** -0.5
+    if count <= _NUMBERS:
+        return (torch.randn(shape, generator=generator, dtype=torch.float32) * scale).to(dtype)
+    # Rows begin at other places of the same numbers.
+    step = max(1, (_NUMBERS - shape[-1]) // math.prod(shape[:-1]))
+    strides = [step * math.prod(shape[dim + 1 : -1]) for dim in range(len(shape) - 1)]
+    numbers = torch.randn(step * math.prod(shape[:-1]) + shape[-1], generator=generator, dtype=torch.float32)
+    return (numbers * scale).to(dtype).as_strided(shape, (*strides, 1))
+
+
+def _loss_findings(loss: Loss, outputs: RowAndSequences, batch: RowAndSequences, near: float) -> Iterator[str]:
+    name = getattr(loss, "__qualname__", type(loss).__name__)
+    with torch.no_grad():
+        try:
+            apart = [loss(out, part) for out, part in zip(outputs.apart, batch.apart, strict=True)]
+        except Exception as error:
+            raise _Untried(f"the loss {name}: {type(error).__name__}: {_first_line(error)}") from error
+        try:
+            with passing(_row(batch.lengths)):
+                total, count = loss(outputs.together, batch.together)
+        except Exception as error:
+            yield f"the loss {name} fails with a packed row: {type(error).__name__}: {_first_line(error)}"
+            return
+    terms = [float(term) for term, counted in apart if float(counted)]
+    if float(count) != sum(float(counted) for _, counted in apart):
+        said = " + ".join(f"{float(counted):g}" for _, counted in apart)
+        yield (
+            f"the loss {name} counts {float(count):g} targets in a packed row, and {said} in its sequences: it "
+            "must give a sum over tokens, and how many were added. (If it shifts targets, the dataset must.)"
+        )
+    elif terms and abs(float(total) - sum(terms)) > near * max(map(abs, (*terms, float(total)))):
+        said = " + ".join(f"{term:.6g}" for term in terms)
+        yield (
+            f"the loss {name} is no sum over tokens: of a packed row it is {float(total):.6g}, and {said} of "
+            "its sequences. Sum over tokens (reduction='sum'), and give how many were added"
+        )
+
+
+# -- one section ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Calls:
+    """The calls of a section's modules in one pass, in the order in which they end."""
+
+    ended: list[tuple[str, int]] = field(default_factory=list)  #: module, and its how-manieth call
+    given: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
+    gave: dict[tuple[str, int], list[Tensor]] = field(default_factory=dict)
+    inside: list[str] = field(default_factory=list)
+    count: Counter[str] = field(default_factory=Counter)
+
+
+def mixing(section: str, module: nn.Module, given: RowAndSequences) -> RowAndSequences | str:
+    """Passes a row of sequences through a section, and each sequence by itself.
+
+    Args:
+        section: its name.
+        module: with values.
+        given: what it is called with.
+
+    Returns:
+        What it gives; or what is wrong with it, with the name of the innermost module.
+    """
+    near = NEAR.get(next((p.dtype for p in module.parameters()), torch.float64), 1e-2)
+    calls: list[_Calls] = []
+    outputs = []
+    for row, entered in [(None, each) for each in given.apart] + [(_row(given.lengths), given.together)]:
+        seen = _Calls()
+        try:
+            with passing(row), torch.no_grad():
+                outputs.append(_watched(section, module, entered, seen))
+        except Exception as error:
+            where, said = (
+                seen.inside[-1] if seen.inside else section,
+                f"{type(error).__name__}: {_first_line(error)}",
+            )
+            if row is None:
+                raise _Untried(f"{where}: {said}") from error
+            if isinstance(error, ModelError):
+                return f"{where}: {error}"
+            return f"{where} fails with a packed row: {said}"
+        calls.append(seen)
+    *apart, together = calls
+    for call in together.ended:
+        if all(call in each.gave for each in apart):
+            parts = [each.given[call] for each in apart], [each.gave[call] for each in apart]
+            entered_alike = _alike(together.given[call], parts[0], given.lengths, near)
+            if entered_alike and not _alike(together.gave[call], parts[1], given.lengths, near):
+                return _said(call[0], _module_at(section, module, call[0]), together, given.lengths)
+    *parts_out, whole = outputs
+    if not all(_joined(a, b, given.lengths) is not None for a, b in _matched(whole, parts_out)):
+        shapes = [tuple(x.shape) for x in _tensors(whole)]
+        return f"{section} gives {shapes} of a packed row, not an entry for each token [1, tokens, ...]"
+    return RowAndSequences(given.lengths, whole, parts_out)
+
+
+def _watched(section: str, module: nn.Module, entered: Any, seen: _Calls) -> Any:
+    """A pass, noted by hooks on all modules."""
+    hooks: list[Any] = []
+    for path, each in module.named_modules(prefix=section):
+        hooks.append(each.register_forward_pre_hook(partial(_enters, seen, path), with_kwargs=True))
+        hooks.append(each.register_forward_hook(partial(_leaves, seen, path)))
+    try:
+        return module(entered)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _enters(seen: _Calls, path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    seen.inside.append(path)
+    seen.count[path] += 1
+    seen.given[path, seen.count[path]] = [x.detach().clone() for x in _tensors((args, kwargs))]
+
+
+def _leaves(seen: _Calls, path: str, _: nn.Module, args: object, output: Any) -> None:
+    seen.inside.pop()
+    call = path, seen.count[path]
+    seen.ended.append(call)
+    seen.gave[call] = [x.detach().clone() for x in _tensors(output)]
+
+
+def _module_at(section: str, module: nn.Module, path: str) -> nn.Module:
+    return module.get_submodule(path.removeprefix(section).removeprefix("."))
+
+
+def _said(path: str, module: nn.Module, calls: _Calls, lengths: Sequence[int]) -> str:
+    """A finding about a module; about the embedding of positions in it, where that has those of the row."""
+    places = list(range(sum(lengths)))
+    for (inner, _), given in calls.given.items():
+        whole_numbers = len(given) == 1 and not given[0].is_floating_point()
+        if inner.startswith(f"{path}.") and whole_numbers and given[0].flatten().tolist() == places:
+            return f"{inner} takes the places of tokens in the packed row for their positions"
+    return (
+        f"{path} ({type(module).__name__}) takes the sequences of a packed row for one: what it gives for a "
+        "token depends on the others"
+    )
+
+
+# -- tensors of tokens ----------------------------------------------------------------------------------------
+
+
+def _alike(
+    whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], lengths: Sequence[int], near: float
+) -> bool:
+    """Whether tensors of a row are those of its sequences, as far as they have tokens."""
+    if any(len(part) != len(whole) for part in parts):
+        return True  # modules that are called otherwise cannot be compared
+    for place, x in enumerate(whole):
+        expected = _joined(x, [part[place] for part in parts], lengths)
+        if expected is not None and _apart(x, expected) > near:
+            return False
+    return True
+
+
+def _matched(whole: Any, parts: Sequence[Any]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    listed = [list(_tensors(part)) for part in parts]
+    for place, x in enumerate(_tensors(whole)):
+        yield x, [each[place] for each in listed if place < len(each)]
+
+
+def _joined(whole: Tensor, parts: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | None:
+    """The tensors of sequences, one after the other along their tokens; None: `whole` has not their shape."""
+    if len(parts) != len(lengths) or any(part.dim() != whole.dim() for part in parts):
+        return None
+    for dim in _dims(whole.dim()):
+        if [part.shape[dim] for part in parts] == list(lengths):
+            shape = (*whole.shape[:dim], sum(lengths), *whole.shape[dim + 1 :])
+            others = {(*part.shape[:dim], sum(lengths), *part.shape[dim + 1 :]) for part in parts}
+            if {tuple(whole.shape)} | others == {shape}:
+                return torch.cat(list(parts), dim)
+    return None
+
+
+def _dims(count: int) -> Iterator[int]:
+    """Where tokens may be: first the dimension where they usually are."""
+    yield from sorted(range(count), key=lambda dim: dim != 1)
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, in units of the largest finite value."""
+    if not expected.numel():
+        return 0.0
+    a, b = found.double(), expected.double()
+    gap = float(torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=math.inf).max())
+    size = float(b.abs().nan_to_num(nan=0.0, posinf=0.0).max())
+    return gap / size if size else gap
+
+
+def _tensors(of: Any) -> Iterator[Tensor]:
+    """The tensors in what a module takes or gives."""
+    if isinstance(of, Tensor):
+        yield of
+    elif isinstance(of, Mapping):
+        yield from _tensors(tuple(of.values()))
+    elif isinstance(of, tuple | list):
+        for part in of:
+            yield from _tensors(part)
+
+
+def _in_type(given: RowAndSequences, dtype: torch.dtype) -> RowAndSequences:
+    apart = [_cast(part, dtype) for part in given.apart]
+    return RowAndSequences(given.lengths, _cast(given.together, dtype), apart)
+
+
+def _cast(of: Any, dtype: torch.dtype) -> Any:
+    return _each(of, lambda x: x.to(dtype) if x.is_floating_point() else x)
+
+
+def _each(of: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(of, Tensor):
+        return change(of)
+    if isinstance(of, Mapping):
+        return {key: _each(part, change) for key, part in of.items()}
+    if isinstance(of, tuple):
+        parts = [_each(part, change) for part in of]
+        return type(of)(*parts) if hasattr(of, "_fields") else tuple(parts)
+    return of
+
+
+# -- samples --------------------------------------------------------------------------------------------------
+
+
+def _row(lengths: Iterable[int]) -> PackedRow:
+    return PackedRow([SequencePiece.whole(i, length) for i, length in enumerate(lengths)], CPU.device)
+
+
+#: Parts of a sample that are counts of it, not of its tokens.
+_COUNTS = ("modalities",)
+
+
+def _last(sample: Any, most: int) -> Any:
+    """The last tokens of a sample, whose parts have one entry for each: those have targets, if any have."""
+    length = _length(sample)
+    if not length:
+        raise _Unfit("samples have no tensor with an entry for each token, so that none can be packed")
+
+    def cut(part: Any, key: str) -> Any:
+        if isinstance(part, Mapping):
+            return {name: cut(inner, str(name)) for name, inner in part.items() if name not in _COUNTS}
+        if isinstance(part, tuple):
+            parts = [cut(inner, f"{key}.{place}" if key else str(place)) for place, inner in enumerate(part)]
+            return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
+        if not isinstance(part, Tensor | np.ndarray) or not part.ndim or len(part) != length:
+            shape = (
+                f"shape {tuple(part.shape)}" if isinstance(part, Tensor | np.ndarray) else type(part).__name__
+            )
+            raise _Unfit(
+                f"{key or 'a sample'} has no entry for each of its sample's {length} tokens ({shape}), so that "
+                "samples cannot be packed"
+            )
+        return torch.as_tensor(part)[-most:]
+
+    return cut(sample, "")
+
+
+def _length(sample: Any) -> int:
+    """[tokens] of a sample: of its first tensor; 0 where it has none."""
+    if isinstance(sample, Tensor | np.ndarray):
+        return len(sample) if sample.ndim else 0
+    parts = sample.values() if isinstance(sample, Mapping) else sample if isinstance(sample, tuple) else ()
+    return next((found for part in parts if (found := _length(part))), 0)
+
+
+def _row_of(samples: Sequence[Any]) -> Any:
+    """Samples one after the other: tensors [1, tokens, ...]."""
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {key: _row_of([sample[key] for sample in samples]) for key in first}
+    if isinstance(first, tuple):
+        parts = [_row_of(part) for part in zip(*samples, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+    return torch.cat(list(samples))[None]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
