@@ -9,9 +9,14 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from elasticd_planner.spec.batch import BatchPlan, BatchRow, SequencePiece
 from elasticd_planner.spec.plan import Pipeline, Plan
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from elasticd.models import Decoder
+from elasticd.models.decoder import Block
 from elasticd.runtime.api.evaluation import HeldOut, evaluate
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
@@ -131,6 +136,27 @@ def test_some_blocks_that_recompute_train_like_one_process() -> None:
 
     plan = PLANS["three lanes of unlike width beside a deeper pipeline"]
     check(plan, in_threads(plan, make))
+
+
+class Checkpointing(Block):
+    """Makes its attention again in the backward pass, by torch's own means."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + checkpoint(self.attention, self.attention_norm(x), use_reentrant=False)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_attention_under_torchs_checkpoint_trains_like_one_process(recompute: bool) -> None:
+    """Its second pass exchanges keys once more, on all lanes alike."""
+
+    def make() -> Recipe:
+        with torch.device("meta"):
+            model = Decoder(test_parity.CONFIG)
+            model.blocks = torch.nn.ModuleList(Checkpointing(test_parity.CONFIG) for _ in model.blocks)
+        return cutting(model=model.describe(), parallelism=ParallelismOptions(recompute=recompute))
+
+    check(PLANS["2 + 1, uneven, in two stages"], in_threads(PLANS["2 + 1, uneven, in two stages"], make))
 
 
 def test_slices_of_tokens_between_cut_modules_train_like_one_process() -> None:

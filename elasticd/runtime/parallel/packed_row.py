@@ -83,24 +83,44 @@ class PackedRow:
         self.positions, self.sample_of_token = put(both, device)  # in one copy
 
 
-_of_thread = threading.local()
+class _OfThread(threading.local):
+    """What a thread's passes are of: there from the first, so that graphs of torch.compile hold in every thread."""
+
+    def __init__(self) -> None:
+        self.row: PackedRow | None = None
+        self.passed = False  # a pass has begun in this thread
+
+
+_of_thread = _OfThread()
+#: Of devices other than the CPU. Their backward passes run in a thread of autograd's, and so do forward passes
+#: that a module makes again in these (torch.utils.checkpoint).
+_on_device: dict[torch.device, PackedRow] = {}
 
 
 @contextmanager
 def passing(row: PackedRow | None) -> Iterator[None]:
     """Lets `current_row` be this row meanwhile. None: the pass is of padded samples."""
-    before = current_row()
-    _of_thread.row = row
+    before, _of_thread.row, _of_thread.passed = current_row(), row, True
+    device = None if row is None else row.positions.device
+    if row is not None and device is not None and device.type != "cpu":
+        _on_device[device] = row
     try:
         yield
     finally:
         _of_thread.row = before
+        if device is not None:
+            _on_device.pop(device, None)
 
 
-def current_row() -> PackedRow | None:
-    """The packed row that this thread's pass is of; None: there is none, samples are [samples, tokens, ...]."""
-    row: PackedRow | None = getattr(_of_thread, "row", None)
-    return row
+def current_row(device: torch.device | None = None) -> PackedRow | None:
+    """The packed row that this thread's pass is of; None: there is none, samples are [samples, tokens, ...].
+
+    Args:
+        device: where the caller computes. In a thread in which no pass began that device's pass counts.
+    """
+    if _on_device and device is not None and not _of_thread.passed:
+        return _on_device.get(device)
+    return _of_thread.row
 
 
 def first_pass(section: str) -> AbstractContextManager[None]:
