@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ def compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     asked = bool(recipe.parallelism.sequence_parallel)
     for said, each in layouts.sliced(model.spec, samples).items():
         good.append(right(said, each, one, True) if asked else _may_be_sliced(recipe, one, said, each, say))
-    good.append(_may_be_packed(recipe, [recipe.dataset[index] for index in range(samples)], say))
+    good.append(_may_be_packed(recipe, samples, say))
     if dealt := layouts.dealt(model.spec, samples):
         by_sample = _one_process(recipe, layouts.by_sample(model.spec, samples))
         if apart := list(findings(model, one, by_sample, outputs=False)):
@@ -78,11 +78,12 @@ def _may_be_sliced(
     return True
 
 
-def _may_be_packed(recipe: Recipe, samples: Sequence[Any], say: Callable[[str], None]) -> bool:
+def _may_be_packed(recipe: Recipe, samples: int, say: Callable[[str], None]) -> bool:
     """Says whether the sequences of the model can be packed. True: nothing is wrong, since the job does not ask
     for that."""
     asked = getattr(recipe.data, "packing", None) is not None
-    found = packable(recipe.model, recipe.loss, samples)
+    dataset: Any = recipe.dataset
+    found = packable(recipe.model, recipe.loss, [dataset[index] for index in range(samples)])
     wrong = "WRONG" if asked else "note  not for this model:"
     said = "packed rows: each sequence by itself"
     say(f"{wrong} {said}" if found else f"ok    {said}")

@@ -54,7 +54,14 @@ class PackedRow:
         self.positions = put(torch.cat(spans) if spans else torch.arange(0), device)
 
 
-_of_thread = threading.local()
+class _OfThread(threading.local):
+    """A thread has the attribute from the first: torch.compile would make graphs anew where it comes later."""
+
+    def __init__(self) -> None:
+        self.row: PackedRow | None = None
+
+
+_of_thread = _OfThread()
 
 
 @contextmanager
@@ -70,5 +77,4 @@ def passing(row: PackedRow | None) -> Iterator[None]:
 
 def current_row() -> PackedRow | None:
     """The packed row that this thread's pass is of; None: there is none, samples are [samples, tokens, ...]."""
-    row: PackedRow | None = getattr(_of_thread, "row", None)
-    return row
+    return _of_thread.row
