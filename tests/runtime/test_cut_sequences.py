@@ -60,7 +60,7 @@ SOME = [
 class Cutting(Mapped):
     """Cuts sequences over drawn lanes in drawn shares, and gives lanes unequal numbers of rows."""
 
-    def dealing(self, plan: Plan, step: int) -> Callable[[], BatchPlan]:
+    def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
         drawn, samples = random.Random(step), list(self.samples(step))
         parts: list[list[int]] = [[] for _ in plan.pipelines]
         for at, sample in enumerate(samples):
