@@ -39,6 +39,7 @@ class Line:
         self.capacity = [lanes.capacity[lane] for lane in self.order]
         self.slowdown = [lanes.slowdown[lane] for lane in self.order]
         self.speeds = [max(1, NORMAL * SPEED // each) for each in self.slowdown]
+        self.fastest = max(self.speeds)
         self.before = [0, *accumulate(self.speeds)]
         self._nodes = [lanes.nodes[lane] for lane in self.order]
         self._rooms: dict[Vertex, tuple[int, int]] = {}

@@ -52,7 +52,7 @@ _WORTH = 64
 #: How many rows of a vertex are looked at for room.
 _OPEN = 3
 #: How many lanes are tried for a sequence, and how often cuts of sequences that end late may fail.
-_TRIED = 6
+_TRIED = 4
 #: Rows of a lane alone, up to which sequences are dealt to all lanes at once.
 _OPEN_MOST = 16
 #: So many sequences more than there are lanes are dealt one by one at the end, so that lanes end together.
@@ -109,6 +109,14 @@ class _Row:
     def __init__(self, room: int) -> None:
         self.room = room  # [tokens] that it still holds
         self.numbers: list[int] = []  # its sequences
+
+
+def _fitting(rooms: list[int], length: int) -> int:
+    """The first row with room for so many tokens; -1: none."""
+    for row, room in enumerate(rooms):
+        if room >= length:
+            return row
+    return -1
 
 
 class _Laminar:
@@ -283,54 +291,68 @@ class _Laminar:
 
     def _one_by_one(self, left: list[int], load: list[int], rooms: list[list[int]]) -> tuple[Ints, Ints, Ints]:
         """The sequences that are left, each to the lane that ends first with it, or cut."""
-        line, ls, work, fixed = self.line, self.ls, self.work, self.fixed
-        speed, fastest = line.speeds, max(line.speeds)
-        latest = self.end * (1000 + _LATE) // 1000 + fixed // 2  # a lane's last row is half empty in the mean
-        worth = self.end // _WORTH
+        line, ls, work, capacity = self.line, self.ls, self.work, self.line.capacity
+        speed, fastest = line.speeds, line.fastest
+        latest = (
+            self.end * (1000 + _LATE) // 1000 + self.fixed // 2
+        )  # a lane's last row is half empty in the mean
+        worth, failed = self.end // _WORTH, 0
         heap = [(each, lane) for lane, each in enumerate(load)]  # an entry is of old where its lane has more
         heapify(heap)
         found: list[tuple[int, int, int]] = []
-        failed = 0
         for number in left:
             length, cost = ls[number], work[number] * SPEED
-            first, lane, row = -1, -1, -1  # when the lane that ends first does
-            passed: list[tuple[int, int]] = []
-            while heap and (first < 0 or (heap[0][0] < first and len(passed) < _TRIED)):
-                each, other = entry = heappop(heap)
-                if each != load[other]:
-                    continue
-                passed.append(entry)
-                if length > line.capacity[other]:
-                    continue
-                end, fits = each + cost // speed[other], -1
-                for at, room in enumerate(rooms[other]):
-                    if room >= length:
-                        fits = at
-                        break
-                else:
-                    end += fixed
-                if first < 0 or end < first:
-                    first, lane, row = end, other, fits
-                if fits >= 0 and speed[other] == fastest:
-                    break
-            late = first > latest and work[number] > worth and failed < _TRIED
-            if late and (vertex := self._cut(number, lane, load, first)):
-                for entry in passed:
-                    heappush(heap, entry)
-                for each, other in zip(load[slice(*vertex)], range(*vertex), strict=True):
-                    heappush(heap, (each, other))
-                continue
-            failed += late
+            while heap[0][0] != load[heap[0][1]]:
+                heappop(heap)
+            end, lane = heap[0]
+            row = _fitting(rooms[lane], length)
+            if row < 0 or speed[lane] < fastest:
+                end, lane, row = self._first(length, cost, heap, load, rooms)
+                if end > latest and work[number] > worth and failed < _TRIED:
+                    if vertex := self._cut(number, lane, load, end):
+                        for place in range(*vertex):
+                            heappush(heap, (load[place], place))
+                        continue
+                    failed += 1
+            else:
+                end += cost // fastest
             if row < 0:
                 row = len(rooms[lane])
-                rooms[lane].append(line.capacity[lane])
+                rooms[lane].append(capacity[lane])
             rooms[lane][row] -= length
-            load[lane] = first
-            for entry in passed:
-                heappush(heap, (first, lane) if entry[1] == lane else entry)
+            if heap[0][1] == lane:
+                heapreplace(heap, (end, lane))
+            else:
+                heappush(heap, (end, lane))
+            load[lane] = end
             found.append((number, lane, row))
         numbers, lanes, rows = zip(*found, strict=True) if found else ((), (), ())
         return np.array(numbers, int), np.array(lanes, int), np.array(rows, int)
+
+    def _first(
+        self, length: int, cost: int, heap: list[tuple[int, int]], load: list[int], rooms: list[list[int]]
+    ) -> tuple[int, int, int]:
+        """When the lane that ends first with a sequence does, the lane, and the row with room for it (-1: a new
+        one). A few of the least busy lanes are looked at."""
+        speed, fastest = self.line.speeds, self.line.fastest
+        first, lane, row = -1, -1, -1
+        passed: list[tuple[int, int]] = []
+        while heap and (first < 0 or (heap[0][0] < first and len(passed) < _TRIED)):
+            each, other = entry = heappop(heap)
+            if each != load[other]:
+                continue
+            passed.append(entry)
+            if length > self.line.capacity[other]:
+                continue
+            fits = _fitting(rooms[other], length)
+            end = each + cost // speed[other] + (self.fixed if fits < 0 else 0)
+            if first < 0 or end < first:
+                first, lane, row = end, other, fits
+            if fits >= 0 and speed[other] == fastest:
+                break
+        for entry in passed:
+            heappush(heap, entry)
+        return first, lane, row
 
     def _cut(self, number: int, lane: int, load: list[int], end: int) -> Vertex | None:
         """Cuts a sequence over the vertex in a lane's node, or around it, on which it ends first, if that is
