@@ -62,6 +62,17 @@ class Line:
             levels.append([half for vertex in levels[-1] for half in self.halves(vertex)])
         return levels
 
+    @cached_property
+    def level_facts(self) -> list[tuple[int, int, int]]:
+        """Of each level: the speed of its slowest vertex, the largest margin of one, and the longest sequence
+        that one of it, or of a level below it, holds in parts by speed [tokens]."""
+        longest, found = 0, []
+        for level in reversed(self.levels):
+            rooms = list(map(self._room, level))
+            longest = max(longest, max(holds - margin for holds, margin in rooms))
+            found.append((min(map(self.speed, level)), max(margin for _, margin in rooms), longest))
+        return found[::-1]
+
     def halves(self, vertex: Vertex) -> tuple[Vertex, ...]:
         """The halves of a vertex, which is its own where it has one lane."""
         a, b = vertex
@@ -92,10 +103,6 @@ class Line:
     def holds(self, vertex: Vertex) -> int:
         """The tokens of a row of a vertex, when its lanes have parts of all sequences by their speed."""
         return self._room(vertex)[0]
-
-    def holds_one(self, level: list[Vertex]) -> int:
-        """The tokens of the longest sequence that some vertex of a level holds, in parts by speed."""
-        return max([holds - margin for holds, margin in map(self._room, level)])
 
     def margin(self, vertex: Vertex) -> int:
         """The tokens that a sequence may take beyond its own of a vertex's row, because parts are whole pairs.

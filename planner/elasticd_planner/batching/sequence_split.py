@@ -28,7 +28,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import accumulate
+from itertools import pairwise
 
 import numpy as np
 
@@ -147,14 +147,13 @@ class _Laminar:
 
     def division(self) -> Division:
         """All sequences divided."""
-        line, load = self.line, [0]
-        fits = [line.holds_one(level) for level in line.levels]
-        fits = list(accumulate(reversed(fits), max))[::-1]  # the longest that a level or one below it holds
-        for level, below, longest in zip(line.levels, line.levels[1:], fits[1:], strict=False):
-            self._level(level, below, load, longest)
+        levels, facts, load = self.line.levels, self.line.level_facts, [0]
+        for number, (level, below) in enumerate(pairwise(levels)):
+            (_, margin, _), (slowest, _, longest) = facts[number : number + 2]
+            self._level(level, load, slowest, self.least * margin, longest)
             inherited, at = [], 0
-            for child in below:
-                while level[at][1] <= child[0]:
+            for start, _ in below:
+                while level[at][1] <= start:
                     at += 1
                 inherited.append(load[at])
             load = inherited
@@ -176,18 +175,21 @@ class _Laminar:
 
     # Vertices of several lanes.
 
-    def _level(self, level: list[Vertex], below: list[Vertex], load: list[int], fits: int) -> None:
-        """Gives vertices of a level what those below cannot take: more than `fits` tokens, or too much work."""
+    def _level(self, level: list[Vertex], load: list[int], slowest: int, shortest: int, fits: int) -> None:
+        """Gives vertices of a level what those below cannot take: more than `fits` tokens, or too much work for
+        the slowest of them, if the sequence is not too short to cut."""
         line, ls, work, count = self.line, self.ls, self.work, len(self.ls)
-        late = self.end * min(map(line.speed, below)) // SPEED
-        shortest = self.least * max(map(line.margin, level))
+        late = self.end * slowest // SPEED
         if self.width is not None:
             late = -1 if max(b - a for a, b in level) <= self.width else work[0]
-        load[:] = [each + self.limited_time.get(vertex, 0) for each, vertex in zip(load, level, strict=True)]
+        if self.limited_time:
+            load[:] = [each + self.limited_time.get(v, 0) for each, v in zip(load, level, strict=True)]
+        at = self._untaken(0)
+        if at == count or (ls[at] <= fits and (work[at] <= late or ls[at] < shortest)):
+            return
         heap = [(load[place], place) for place, (a, b) in enumerate(level) if b - a > 1]
         heapify(heap)
         used: set[int] = set()
-        at = self._untaken(0)
         while at < count and (ls[at] > fits or (work[at] > late and ls[at] >= shortest)):
             passed = []
             while heap and ls[at] + line.margin(level[heap[0][1]]) > line.holds(level[heap[0][1]]):
@@ -244,7 +246,7 @@ class _Laminar:
         """Gives a sequence, which no vertex holds in parts by speed, to one that holds it by memory alone. It
         has a row of its own."""
         length = self.ls[number]
-        for vertex in [vertex for level in self.line.levels[:-1] for vertex in level]:
+        for vertex in dict.fromkeys(vertex for level in self.line.levels[:-1] for vertex in level):
             held = fold.held_pairs(length, self.line.capacity[slice(*vertex)])
             if min(held) > 0 and sum(held) >= fold.pair_count(length) >= len(held):
                 self.next[number] = number + 1
@@ -263,7 +265,8 @@ class _Laminar:
         left = np.flatnonzero(np.array(self.next[:-1]) == np.arange(len(self.ls)))
         if len(left) and self.ls[left[0]] > max(line.capacity):
             self._limit(int(left[0]))
-        self.end = self._end(load, left)
+        # A lane's last row is half empty in the mean.
+        self.end = self._end(load, left) + self.fixed // 2
         speed, capacity = np.array(line.speeds), np.array(line.capacity)
         rooms = np.zeros((count, _OPEN_MOST), dtype=np.int64)
         opened, loads = np.zeros(count, dtype=np.int64), np.array(load)
@@ -382,8 +385,8 @@ class _Laminar:
         spans: list[tuple[int, int, int]] = []  # lanes [first, stop), row
         behind = [0] * len(self.line)  # the rows of each lane so far
         last: dict[Vertex, int] = {}
-        for vertex in dict.fromkeys(vertex for level in self.line.levels[:-1] for vertex in level):
-            a, b = vertex
+        for a, b in sorted({*self.rows, *self.limited}, key=lambda vertex: (vertex[0] - vertex[1], vertex)):
+            vertex = a, b
             own = [[number] for number in self.limited.get(vertex, ())]
             own += [row.numbers for row in self.rows.get(vertex, ())]
             for row, members in enumerate(own, behind[a]):
