@@ -36,7 +36,7 @@ from elasticd_planner.batching.lane_slowdown import SlowdownState, step
 from elasticd_planner.batching.row_balance import pipeline_time
 from elasticd_planner.spec.plan import Plan
 
-SEED = 23_000_000
+SEED = 23_110_000
 LANES, BATCH, BATCHES = 64, 512, 100
 LARGE, LARGE_BATCH, LARGE_SLOW, LARGE_BATCHES = 1024, 8192, 20, 8
 SLOW = 3

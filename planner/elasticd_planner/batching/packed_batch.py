@@ -217,6 +217,7 @@ def planned_slowdown(slots: Sequence[int]) -> list[int]:
     return [max(1, (2 * NORMAL * middle + slot) // (2 * slot)) for slot in slots]
 
 
+@lru_cache(maxsize=64)
 def nodes_of(pipeline: Pipeline) -> tuple[int, ...]:
     """The node of each lane of a pipeline, by the order in which nodes come up: that of its first device."""
     names = [node_of(lane.stages[0].devices[0]) for lane in pipeline.by_lane]

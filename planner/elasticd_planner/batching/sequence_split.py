@@ -28,7 +28,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import accumulate
+from itertools import pairwise
 
 import numpy as np
 
@@ -52,7 +52,7 @@ _WORTH = 64
 #: How many rows of a vertex are looked at for room.
 _OPEN = 3
 #: How many lanes are tried for a sequence, and how often cuts of sequences that end late may fail.
-_TRIED = 6
+_TRIED = 4
 #: Rows of a lane alone, up to which sequences are dealt to all lanes at once.
 _OPEN_MOST = 16
 #: So many sequences more than there are lanes are dealt one by one at the end, so that lanes end together.
@@ -111,6 +111,14 @@ class _Row:
         self.numbers: list[int] = []  # its sequences
 
 
+def _fitting(rooms: list[int], length: int) -> int:
+    """The first row with room for so many tokens; -1: none."""
+    for row, room in enumerate(rooms):
+        if room >= length:
+            return row
+    return -1
+
+
 class _Laminar:
     """One division under way. Sequences are numbered by falling length; `load` is when a lane, or all lanes of
     a vertex, end what they have so far.
@@ -139,14 +147,13 @@ class _Laminar:
 
     def division(self) -> Division:
         """All sequences divided."""
-        line, load = self.line, [0]
-        fits = [line.holds_one(level) for level in line.levels]
-        fits = list(accumulate(reversed(fits), max))[::-1]  # the longest that a level or one below it holds
-        for level, below, longest in zip(line.levels, line.levels[1:], fits[1:], strict=False):
-            self._level(level, below, load, longest)
+        levels, facts, load = self.line.levels, self.line.level_facts, [0]
+        for number, (level, below) in enumerate(pairwise(levels)):
+            (_, margin, _), (slowest, _, longest) = facts[number : number + 2]
+            self._level(level, load, slowest, self.least * margin, longest)
             inherited, at = [], 0
-            for child in below:
-                while level[at][1] <= child[0]:
+            for start, _ in below:
+                while level[at][1] <= start:
                     at += 1
                 inherited.append(load[at])
             load = inherited
@@ -168,18 +175,21 @@ class _Laminar:
 
     # Vertices of several lanes.
 
-    def _level(self, level: list[Vertex], below: list[Vertex], load: list[int], fits: int) -> None:
-        """Gives vertices of a level what those below cannot take: more than `fits` tokens, or too much work."""
+    def _level(self, level: list[Vertex], load: list[int], slowest: int, shortest: int, fits: int) -> None:
+        """Gives vertices of a level what those below cannot take: more than `fits` tokens, or too much work for
+        the slowest of them, if the sequence is not too short to cut."""
         line, ls, work, count = self.line, self.ls, self.work, len(self.ls)
-        late = self.end * min(map(line.speed, below)) // SPEED
-        shortest = self.least * max(map(line.margin, level))
+        late = self.end * slowest // SPEED
         if self.width is not None:
             late = -1 if max(b - a for a, b in level) <= self.width else work[0]
-        load[:] = [each + self.limited_time.get(vertex, 0) for each, vertex in zip(load, level, strict=True)]
+        if self.limited_time:
+            load[:] = [each + self.limited_time.get(v, 0) for each, v in zip(load, level, strict=True)]
+        at = self._untaken(0)
+        if at == count or (ls[at] <= fits and (work[at] <= late or ls[at] < shortest)):
+            return
         heap = [(load[place], place) for place, (a, b) in enumerate(level) if b - a > 1]
         heapify(heap)
         used: set[int] = set()
-        at = self._untaken(0)
         while at < count and (ls[at] > fits or (work[at] > late and ls[at] >= shortest)):
             passed = []
             while heap and ls[at] + line.margin(level[heap[0][1]]) > line.holds(level[heap[0][1]]):
@@ -236,7 +246,7 @@ class _Laminar:
         """Gives a sequence, which no vertex holds in parts by speed, to one that holds it by memory alone. It
         has a row of its own."""
         length = self.ls[number]
-        for vertex in [vertex for level in self.line.levels[:-1] for vertex in level]:
+        for vertex in dict.fromkeys(vertex for level in self.line.levels[:-1] for vertex in level):
             held = fold.held_pairs(length, self.line.capacity[slice(*vertex)])
             if min(held) > 0 and sum(held) >= fold.pair_count(length) >= len(held):
                 self.next[number] = number + 1
@@ -255,7 +265,8 @@ class _Laminar:
         left = np.flatnonzero(np.array(self.next[:-1]) == np.arange(len(self.ls)))
         if len(left) and self.ls[left[0]] > max(line.capacity):
             self._limit(int(left[0]))
-        self.end = self._end(load, left)
+        # A lane's last row is half empty in the mean.
+        self.end = self._end(load, left) + self.fixed // 2
         speed, capacity = np.array(line.speeds), np.array(line.capacity)
         rooms = np.zeros((count, _OPEN_MOST), dtype=np.int64)
         opened, loads = np.zeros(count, dtype=np.int64), np.array(load)
@@ -283,54 +294,68 @@ class _Laminar:
 
     def _one_by_one(self, left: list[int], load: list[int], rooms: list[list[int]]) -> tuple[Ints, Ints, Ints]:
         """The sequences that are left, each to the lane that ends first with it, or cut."""
-        line, ls, work, fixed = self.line, self.ls, self.work, self.fixed
-        speed, fastest = line.speeds, max(line.speeds)
-        latest = self.end * (1000 + _LATE) // 1000 + fixed // 2  # a lane's last row is half empty in the mean
-        worth = self.end // _WORTH
+        line, ls, work, capacity = self.line, self.ls, self.work, self.line.capacity
+        speed, fastest = line.speeds, line.fastest
+        latest = (
+            self.end * (1000 + _LATE) // 1000 + self.fixed // 2
+        )  # a lane's last row is half empty in the mean
+        worth, failed = self.end // _WORTH, 0
         heap = [(each, lane) for lane, each in enumerate(load)]  # an entry is of old where its lane has more
         heapify(heap)
         found: list[tuple[int, int, int]] = []
-        failed = 0
         for number in left:
             length, cost = ls[number], work[number] * SPEED
-            first, lane, row = -1, -1, -1  # when the lane that ends first does
-            passed: list[tuple[int, int]] = []
-            while heap and (first < 0 or (heap[0][0] < first and len(passed) < _TRIED)):
-                each, other = entry = heappop(heap)
-                if each != load[other]:
-                    continue
-                passed.append(entry)
-                if length > line.capacity[other]:
-                    continue
-                end, fits = each + cost // speed[other], -1
-                for at, room in enumerate(rooms[other]):
-                    if room >= length:
-                        fits = at
-                        break
-                else:
-                    end += fixed
-                if first < 0 or end < first:
-                    first, lane, row = end, other, fits
-                if fits >= 0 and speed[other] == fastest:
-                    break
-            late = first > latest and work[number] > worth and failed < _TRIED
-            if late and (vertex := self._cut(number, lane, load, first)):
-                for entry in passed:
-                    heappush(heap, entry)
-                for each, other in zip(load[slice(*vertex)], range(*vertex), strict=True):
-                    heappush(heap, (each, other))
-                continue
-            failed += late
+            while heap[0][0] != load[heap[0][1]]:
+                heappop(heap)
+            end, lane = heap[0]
+            row = _fitting(rooms[lane], length)
+            if row < 0 or speed[lane] < fastest:
+                end, lane, row = self._first(length, cost, heap, load, rooms)
+                if end > latest and work[number] > worth and failed < _TRIED:
+                    if vertex := self._cut(number, lane, load, end):
+                        for place in range(*vertex):
+                            heappush(heap, (load[place], place))
+                        continue
+                    failed += 1
+            else:
+                end += cost // fastest
             if row < 0:
                 row = len(rooms[lane])
-                rooms[lane].append(line.capacity[lane])
+                rooms[lane].append(capacity[lane])
             rooms[lane][row] -= length
-            load[lane] = first
-            for entry in passed:
-                heappush(heap, (first, lane) if entry[1] == lane else entry)
+            if heap[0][1] == lane:
+                heapreplace(heap, (end, lane))
+            else:
+                heappush(heap, (end, lane))
+            load[lane] = end
             found.append((number, lane, row))
         numbers, lanes, rows = zip(*found, strict=True) if found else ((), (), ())
         return np.array(numbers, int), np.array(lanes, int), np.array(rows, int)
+
+    def _first(
+        self, length: int, cost: int, heap: list[tuple[int, int]], load: list[int], rooms: list[list[int]]
+    ) -> tuple[int, int, int]:
+        """When the lane that ends first with a sequence does, the lane, and the row with room for it (-1: a new
+        one). A few of the least busy lanes are looked at."""
+        speed, fastest = self.line.speeds, self.line.fastest
+        first, lane, row = -1, -1, -1
+        passed: list[tuple[int, int]] = []
+        while heap and (first < 0 or (heap[0][0] < first and len(passed) < _TRIED)):
+            each, other = entry = heappop(heap)
+            if each != load[other]:
+                continue
+            passed.append(entry)
+            if length > self.line.capacity[other]:
+                continue
+            fits = _fitting(rooms[other], length)
+            end = each + cost // speed[other] + (self.fixed if fits < 0 else 0)
+            if first < 0 or end < first:
+                first, lane, row = end, other, fits
+            if fits >= 0 and speed[other] == fastest:
+                break
+        for entry in passed:
+            heappush(heap, entry)
+        return first, lane, row
 
     def _cut(self, number: int, lane: int, load: list[int], end: int) -> Vertex | None:
         """Cuts a sequence over the vertex in a lane's node, or around it, on which it ends first, if that is
@@ -360,8 +385,8 @@ class _Laminar:
         spans: list[tuple[int, int, int]] = []  # lanes [first, stop), row
         behind = [0] * len(self.line)  # the rows of each lane so far
         last: dict[Vertex, int] = {}
-        for vertex in dict.fromkeys(vertex for level in self.line.levels[:-1] for vertex in level):
-            a, b = vertex
+        for a, b in sorted({*self.rows, *self.limited}, key=lambda vertex: (vertex[0] - vertex[1], vertex)):
+            vertex = a, b
             own = [[number] for number in self.limited.get(vertex, ())]
             own += [row.numbers for row in self.rows.get(vertex, ())]
             for row, members in enumerate(own, behind[a]):
