@@ -84,7 +84,7 @@ class PackedRow:
 
 
 class _OfThread(threading.local):
-    """What a thread's passes are of: there from the first, so that graphs of torch.compile hold in every thread."""
+    """What a thread's passes are of. It is there from the first, so that a compiled graph holds in all."""
 
     def __init__(self) -> None:
         self.row: PackedRow | None = None
