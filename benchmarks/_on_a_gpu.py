@@ -27,7 +27,7 @@ from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.checkpoint.staging import pieces, shares, without_planes
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, unpaced
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.models import DecoderConfig, next_token_loss
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 
 
 def ddp(rank: int, config: DecoderConfig, data: Text, sampler: Sampler, micro_batch: int) -> StepOf:

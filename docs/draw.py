@@ -1,7 +1,7 @@
 """Writes what the documentation takes from the program: diagrams, the map of the tree and the reference pages.
 
 python docs/draw.py           writes docs/map.md, docs/reference/, docs/layouts/, and between the marks of
-                              README.md, docs/architecture.md and docs/layouts.md
+                              README.md, docs/architecture.md, docs/batches.md and docs/layouts.md
 python docs/draw.py --check   exits with 1 when one of them is stale
 """
 
@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import batch_picture
 import msgspec
 from elasticd_planner.value import Value
 from layout_pictures import EXAMPLES, picture, steps_as_text
@@ -392,6 +393,9 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "agent": lambda: _events(machine.TABLE, machine.AgentPhase),
     "layout figures": partial(figures, "layouts", "lines"),
     **{f"layout {name}": partial(layout_example, name) for name in EXAMPLES},
+    "batch": lambda: (
+        f"![A step's rows: lanes down, time across](layouts/batch.svg)\n\n{batch_picture.numbers()}"
+    ),
 }
 
 
@@ -413,6 +417,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "layouts.md": lambda: drawn(
         DOCS / "layouts.md", "layout figures", *(f"layout {name}" for name in EXAMPLES)
     ),
+    "batches.md": lambda: drawn(DOCS / "batches.md", "batch"),
+    "layouts/batch.svg": batch_picture.picture,
     **{f"layouts/{name}.svg": partial(picture, example) for name, example in EXAMPLES.items()},
     "map.md": map_page,
     "reference/configuration.md": configuration_page,

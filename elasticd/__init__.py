@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from elasticd.runtime.api.watch import watch
     from elasticd.runtime.checkpoint.options import CheckpointingOptions
     from elasticd.runtime.data.options import DataOptions
+    from elasticd.runtime.data.packing import Packing
     from elasticd.runtime.data.stream import Stream
     from elasticd.runtime.engine.mixed_precision import LossScale, Precision
     from elasticd.runtime.engine.parallelism import ParallelismOptions
@@ -43,6 +44,7 @@ __all__ = [
     "LossScale",
     "Metrics",
     "Model",
+    "Packing",
     "ParallelismOptions",
     "PartialGrad",
     "Precision",
@@ -71,6 +73,7 @@ _NAMES = {
     "elasticd.runtime.api.watch": ("watch",),
     "elasticd.runtime.checkpoint.options": ("CheckpointingOptions",),
     "elasticd.runtime.data.options": ("DataOptions",),
+    "elasticd.runtime.data.packing": ("Packing",),
     "elasticd.runtime.data.stream": ("Stream",),
     "elasticd.runtime.engine.mixed_precision": ("LossScale", "Precision"),
     "elasticd.runtime.engine.parallelism": ("ParallelismOptions",),

@@ -30,7 +30,7 @@ from train_gpt2 import StandardLibrary, loss
 import elasticd
 from elasticd import Sharded
 from elasticd.annotations import Annotation, plan_of
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 
 #: As in parallelize_module, names of modules in a layer. The one dropout between them is on cut activations.
 TP_PLAN = {

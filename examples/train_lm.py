@@ -21,7 +21,7 @@ from elasticd_planner.spec.box import Box
 
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 
 
 class StandardLibrary:

@@ -113,7 +113,13 @@ class Agent:
         self._pulses = Pulses(look)
         self._standing = Standing()
         emulate = config.emulate
-        pace = EmulatedSpeed(forward=emulate.forward, backward=emulate.backward) if emulate.enabled else None
+        pace = None
+        if emulate.enabled:
+            pace = EmulatedSpeed(
+                forward=emulate.forward,
+                backward=emulate.backward,
+                attention_tokens=emulate.attention_tokens,
+            )
         self._state = AgentState(
             record=self._node_record(),
             pace=pace,

@@ -14,6 +14,7 @@ from elasticd_planner.spec.plan import Plan
 from rich.console import Console
 from rich.text import Text
 
+from elasticd.cli.batch import batch_lines, batch_of, dealt, step_lengths
 from elasticd.cli.moves import answered, moves_of, shown
 from elasticd.cli.options import cluster_options, json_option, write_json
 from elasticd.cli.picture import StageTimes, busy, lane_names, named, picture
@@ -58,6 +59,11 @@ from elasticd.client import reach
     metavar="MODEL",
     help="With --explain: whose parameters these are, a file of `elasticd profile` or FILE.py:NAME.",
 )
+@click.option(
+    "--batch",
+    metavar="LENGTHS.json",
+    help="How a step's sequences of these lengths are packed in rows of the lanes, [512, 60, 4096].",
+)
 @click.option("--diff", nargs=2, metavar="OLD NEW", help="What moves between two answers written with --json.")
 @cluster_options
 def plan(
@@ -69,6 +75,7 @@ def plan(
     lanes: int | None,
     explain: bool,
     model: str | None,
+    batch: str | None,
     diff: tuple[str, str] | None,
     config: str | None,
     coordinator: str | None,
@@ -88,9 +95,10 @@ def plan(
             console.print(shown(old, new))
         return
     given = {"current": current, "interleave": interleave, "lanes": lanes, "explain": explain}
+    given["batch"] = batch
     if problem is not None:
         pins = {"interleave": interleave, "lanes": lanes}
-        _solve(_text(problem), objective, as_json, current, pins, (explain, model), console)
+        _solve(_text(problem), objective, as_json, current, pins, (explain, model), batch, console)
     elif asked := [f"--{name}" for name, value in given.items() if value]:
         option = asked[0]
         raise click.UsageError(f"{option} goes with a problem: name the file of one")
@@ -112,6 +120,7 @@ def _solve(
     current: str | None,
     pins: Mapping[str, int | None],
     explain: tuple[bool, str | None],
+    batch: str | None,
     console: Console,
 ) -> None:
     from elasticd_planner.cost.model import stage_seconds
@@ -128,6 +137,7 @@ def _solve(
 
         spec = explanation.model_of(model) if model is not None else None
         shapes_of(given, spec)  # refuses what cannot be listed, before the search
+    lengths = step_lengths(_text(batch), batch) if batch is not None else None
     start = time.perf_counter()
     near = None
     running = answered(_text(current), current).plan if current is not None else None
@@ -138,6 +148,7 @@ def _solve(
     if planned.plan is None or planned.figures is None:
         raise click.ClickException(planned.refusal)
     explained = explanation.explained(given, planned.plan, running, spec) if listing else None
+    rows = dealt(planned.plan, lengths) if lengths is not None else None
     if as_json:
         found = file_format.answer(planned, seconds)
         found["state_bytes"] = msgspec.to_builtins(convert.state_bytes(given))
@@ -145,6 +156,8 @@ def _solve(
             found["current"] = {"value": near.current, "moved_bytes": near.moved}
         if explained is not None:
             found["explanation"] = explanation.explanation_of(explained)
+        if rows is not None and lengths is not None:
+            found["batch"] = batch_of(planned.plan, rows, lengths.linear)
         write_json(found)
         return
     task = convert.task_of(given, objective, planned.plan)
@@ -157,6 +170,10 @@ def _solve(
     console.print(Text.assemble(("limited by ", "dim"), _limit(planned.plan, times, task.rates)))
     if explained is not None:
         console.print(explanation.shown(explained))
+    if rows is not None and lengths is not None:
+        console.print()
+        for line in batch_lines(planned.plan, rows, lengths.linear):
+            console.print(line, soft_wrap=True)
 
 
 def _nearness(near: Any, unit: str) -> Text:

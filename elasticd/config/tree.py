@@ -239,6 +239,9 @@ class EmulateSection(Value, frozen=True, kw_only=True):
     forward: float | None = None
     # [seconds] The backward pass of one token through one block on a normal device.
     backward: float | None = None
+    # [tokens] The length of a sequence whose tokens take as long in attention as in all else of a block, since
+    # attention goes with the square of the length. 0: attention takes no time.
+    attention_tokens: int = 0
     # [bytes] The memory that each device claims to have; a number, or as "3 MiB".
     memory: int | None = None
 
@@ -250,6 +253,8 @@ class EmulateSection(Value, frozen=True, kw_only=True):
                 refuse(f"{name} = {seconds} must be the seconds that one token takes, as 0.0002")
         if self.memory is not None and self.memory < 1:
             refuse(f"memory = {self.memory} must be a positive number of bytes, as 3 MiB")
+        if self.attention_tokens < 0:
+            refuse(f"attention_tokens = {self.attention_tokens} must be a number of tokens, or 0")
         if self.enabled and self.forward is None:
             refuse("enabled = true needs forward and backward, in seconds per token of one block")
 

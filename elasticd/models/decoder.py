@@ -86,7 +86,7 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 def rotary_angles(x: Tensor, base: float) -> Angles:
     """The angles that the tokens of x [batch, heads, tokens, head size] are rotated by: each by its position in
     its own sequence."""
-    if current_row() is not None:
+    if current_row(x.device) is not None:
         return _angles_in_row(x, base)
     tokens, size = x.shape[-2:]
     # No tensor is kept that stands for others (torch.export's, FakeTensorMode's). torch.compile takes a kept
@@ -99,7 +99,7 @@ def rotary_angles(x: Tensor, base: float) -> Angles:
 
 @breaks_graphs
 def _angles_in_row(x: Tensor, base: float) -> Angles:
-    row, at = current_row(), positions(x.transpose(1, 2))
+    row, at = current_row(x.device), positions(x.transpose(1, 2))
     assert row is not None
     longest = max(piece.length for piece in row.pieces)  # the tokens of a cut sequence lie anywhere in it
     made = _kept_tables if type(x) is Tensor else _tables

@@ -66,7 +66,14 @@ BETWEEN = frozenset({FIRST, OPTIMIZER, SCHEDULER, CALLBACK, EVALUATION, READING,
 FACTORIES = frozenset({OPTIMIZER, SCHEDULER})
 _EVALUATES = frozenset({LOADER, FORWARD, LOSS})
 #: What communication is labelled with, where that is no collective of another kind.
-LABELS = {"input": LOADER, "tensor": TENSOR, "boundary": BOUNDARY, "reduce": REDUCE, "vote": VOTE}
+LABELS = {
+    "input": LOADER,
+    "tensor": TENSOR,
+    "context": TENSOR,
+    "boundary": BOUNDARY,
+    "reduce": REDUCE,
+    "vote": VOTE,
+}
 
 
 class Place(NamedTuple):

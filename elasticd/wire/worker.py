@@ -233,6 +233,8 @@ class EmulatedSpeed(Message, frozen=True, kw_only=True, tag="emulated-speed"):
     forward: float | None = None  # seconds a token takes in one complete block on a normal device
     backward: float | None = None  # the same of the backward pass
     factor: float = 1.0  # how many times slower this device is now
+    # Tokens of a sequence of this length take as long in attention as in all else; 0: attention takes no time.
+    attention_tokens: int = 0
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):

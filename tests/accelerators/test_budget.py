@@ -13,7 +13,7 @@ from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.engine import Engine, first_state
 from tests import sizes
 from tests.accelerators import vgpu

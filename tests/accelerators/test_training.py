@@ -3,22 +3,32 @@ on the CPU, and launches what the plan says."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import pytest
+import torch
 from elasticd_planner.layout import channels
 from elasticd_planner.layout.gradient_reduction import reductions
-from elasticd_planner.layout.launch_order import deadlock
+from elasticd_planner.layout.launch_order import Join, Launch, deadlock
 from elasticd_planner.layout.launches import launches
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import SequencePiece
 from elasticd_planner.spec.plan import Plan, StatePolicy
+from torch.utils.checkpoint import checkpoint
 
+import elasticd
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.comm.in_memory import unpaced
+from elasticd.runtime.engine.engine import Engine, first_state
+from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests import sizes
 from tests.accelerators import vgpu
 from tests.accelerators.strict_process_group import StrictGroups, connected, told
-from tests.runtime import gang, test_lanes, test_parity
+from tests.runtime import gang, test_cut_sequences, test_lanes, test_packed, test_parity
 
 #: A pipeline of interleaved chunks with unequal tensor parallelism; and pipelines of unlike depth.
 HERE = ("interleaved and uneven beside a plain pipeline", "pipelines of 2 and 3 stages")
@@ -97,3 +107,90 @@ def check(plan: Plan, member: str = "worker") -> None:
     for device, result in results.items():
         assert result["communicators"] == len(listed[device])
         assert told(result["log"]) == [at for step in predicted for at in told(step[device])], device
+
+
+#: Lanes of one device beside such of three and one, in two stages, and lanes that are interleaved.
+CUT = ("TP 1 beside 3 + 1, two stages", "interleaved, fewer rows than stages in one lane")
+
+
+def cutting_worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
+    """The same, of sequences that are cut over lanes."""
+    vgpu.load()
+    accelerator = Accelerator(f"vgpu:{plan.rank(device)}")
+    accelerator.use()
+    groups = PlanGroups("plan/1", device, "127.0.0.1", store)
+    made: list[StrictGroups] = []
+    recipe = test_cut_sequences.cutting(accelerator=accelerator, connect=connected(made))
+    layouts = Layouts(recipe.model.spec, plan)
+    engine = Engine(recipe, layouts, groups, unpaced)
+    engine.adopt(first_state(recipe.model, layouts, device, test_parity.SEED, accelerator=accelerator))
+    done = [engine.step(step, lambda: 0) for step in range(test_parity.STEPS)]
+    engine.settle()
+    return {
+        "losses": [each.outcome.vote.loss for each in done],
+        "tokens": [each.outcome.vote.tokens for each in done],
+        "samples": [each.samples for each in done],
+        "weights": {
+            name: (box.start, box.stop, parameter.detach().cpu().numpy())
+            for name, (box, parameter) in engine.local.parameters.items()
+        },
+        "communicators": made[0].made,
+        "noted": vgpu.settled_errors(),
+        "log": made[0].log.entries,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sizes.beside(CUT[:1], CUT))
+def test_cut_sequences_on_the_device_train_like_one_process_on_the_cpu(name: str) -> None:
+    vgpu.needed()
+    plan = test_cut_sequences.PLANS[name]
+    results = gang.run(__file__, "cutting_worker", plan.members, plan)
+    test_packed.check(plan, results)
+    assert not any(result["noted"] for result in results.values())
+    assert deadlock({device: result["log"] for device, result in results.items()}) is None
+    recipe = test_cut_sequences.cutting()
+    layouts = Layouts(recipe.model.spec, plan)
+    predicted = [
+        launches(layouts, recipe.feed.batch(plan, step), recipe.schedule) for step in range(test_parity.STEPS)
+    ]
+    listed = channels.channels_by_device(layouts, cuts=True)
+    for device, result in results.items():
+        assert result["communicators"] == len(listed[device])
+        expected = _told([entry for step in predicted for entry in step[device]])
+        assert _told(result["log"]) == expected, device
+        assert any(each.startswith("context") for each in expected)
+
+
+def checkpointed(device: str, store: Any) -> float:
+    """How far the gradients of a forward pass that is made again are from those of one that is not."""
+    vgpu.load()
+    on = Accelerator("vgpu:0")
+    on.use()
+    row = PackedRow([SequencePiece.whole(0, 5), SequencePiece.whole(1, 4)], on.device)
+    drawn = [torch.randn(1, 2, 9, 4, dtype=torch.float64) for _ in range(3)]
+
+    def gradients(run: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        given = [x.to(on.device).requires_grad_() for x in drawn]
+        with passing(row):
+            run(*given).square().sum().backward()
+        return [x.grad.cpu() for x in given if x.grad is not None]
+
+    again = partial(checkpoint, elasticd.attention, use_reentrant=False, preserve_rng_state=False)
+    both = zip(gradients(elasticd.attention), gradients(again), strict=True)
+    return max(float((one - other).abs().max()) for one, other in both)
+
+
+@pytest.mark.slow
+def test_what_autograd_runs_again_in_its_own_thread_knows_its_row() -> None:
+    vgpu.needed()
+    assert gang.run(__file__, "checkpointed", ("a/0",)) == {"a/0": 0.0}
+
+
+def _told(log: Sequence[Launch | Join]) -> list[str]:
+    """Where a rank launched, all rounds of the blocks of a pass as one."""
+    return [
+        name
+        for name, together in groupby(told(log))
+        for _ in (range(1) if name.startswith("context") else together)
+    ]

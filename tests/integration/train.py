@@ -24,7 +24,7 @@ from elasticd_planner.spec.plan import Plan
 
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine import compiled_blocks
 from elasticd.runtime.switch import move as moves
 from elasticd.runtime.switch.switcher import Switcher

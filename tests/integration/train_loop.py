@@ -15,7 +15,7 @@ from elasticd_planner.spec.plan import Plan
 
 import elasticd
 from elasticd.models import Decoder, next_token_loss
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 from tests.integration import train
 
 DECAY, EVERY = 0.75, 5

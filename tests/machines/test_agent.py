@@ -426,11 +426,12 @@ def test_chaos_paces_the_device_now_and_its_next_worker() -> None:
 
 
 def test_emulated_times_go_with_every_pace() -> None:
-    start = AgentState(record=RECORD, pace=EmulatedSpeed(forward=1e-4, backward=2e-4))
+    speed = EmulatedSpeed(forward=1e-4, backward=2e-4, attention_tokens=4096)
+    start = AgentState(record=RECORD, pace=speed)
     state, effects = run(LinkUp(), hello(0), state=start)
     ((_, welcome),) = sent(effects)
     assert isinstance(welcome, Welcome)
-    assert welcome.pace == EmulatedSpeed(forward=1e-4, backward=2e-4)
+    assert welcome.pace == speed
     for factor in (3.0, 1.0):
         _, effects = run(down(DEVICE_PREFIX + "n0/0", EmulatedSpeed(factor=factor)), state=state)
-        assert sent(effects) == [("w0", EmulatedSpeed(forward=1e-4, backward=2e-4, factor=factor))]
+        assert sent(effects) == [("w0", msgspec.structs.replace(speed, factor=factor))]

@@ -7,7 +7,7 @@ import msgspec
 
 from elasticd.machines.job.state.events import Configured
 from elasticd.machines.job.state.job_state import JobPhase
-from tests.machines.test_coordinator_faults import recovered, running
+from tests.machines.test_coordinator_faults import ROOM, recovered, running
 from tests.machines.world import World
 
 
@@ -62,3 +62,18 @@ def test_a_running_job_is_planned_anew_when_its_pipelines_may_have_lanes() -> No
     world.planner_waits = False
     world.settle()
     assert world.phase is JobPhase.RUNNING
+
+
+def test_a_job_whose_sequences_may_be_cut_is_planned_with_as_many_lanes_as_there_are() -> None:
+    world = World(("alpha", "beta"), memory=ROOM)
+    world.of_spec = {"cuts": True}
+    world.start()
+    world.settle()
+    assert world.job.decided is not None
+    assert world.job.decided.lanes == len(world.job.decided.devices) > 1
+    world.train(12)
+    world.planner_waits = True
+    allowed(world, 1, lanes=1)
+    world.train(2)
+    assert world.planning is not None
+    assert world.planning.problem.search_space.lanes == 1, "the policy forbids it"

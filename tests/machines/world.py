@@ -88,6 +88,7 @@ class World(Checked):
         self.recorded: dict[int, Plan] = {}
         self.rates: dict[str, float] = {}
         self.length = 64  # tokens of each sequence
+        self.of_spec: dict[str, object] = {}  # what workers say of the job beside what is usual
         self.closes = True  # workers can make a last checkpoint that another one asks for
         self.refuse: set[str] = set()
         self.deaf: set[str] = set()
@@ -247,7 +248,7 @@ class World(Checked):
 
     def hello(self, worker: FakeWorker, **changes: object) -> Hello:
         world_size = sum(len(record.devices) for record in self.records.values())
-        made = spec(**changes)
+        made = spec(**{**self.of_spec, **changes})
         return Hello(job=JOB, local_rank=0, world_size=world_size, pid=100, spec=made, closes=self.closes)
 
     def _read(self, proposal: Proposal) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, run_threads, unpaced
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe

@@ -8,6 +8,7 @@ from elasticd_planner.spec.batch import (
     Sampler,
     SequencePiece,
     batch_plan,
+    ids_of,
     short_batch_plan,
 )
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
@@ -80,7 +81,10 @@ def test_whatever_the_lengths_each_sample_is_dealt_once_and_lanes_have_no_gaps(
 def test_micro_batches_of_several_samples_stay_together() -> None:
     made = plan((1, [(1, ["n0/0"], [1])]), (2, [(1, ["n0/1"], [1])])).replace(micro_batch=2, global_batch=6)
     batch = batch_plan(made, 0, range(6))
-    assert [batch.of(place) for place in made.places.values()] == [((0, 1),), ((2, 3), (4, 5))]
+    assert [tuple(map(ids_of, batch.of(place))) for place in made.places.values()] == [
+        ((0, 1),),
+        ((2, 3), (4, 5)),
+    ]
 
 
 def lanes(*rows: int) -> Plan:
@@ -94,7 +98,10 @@ def lanes(*rows: int) -> Plan:
 def test_rows_are_dealt_in_order_and_short_lanes_have_none_in_the_last_ones() -> None:
     made = lanes(1, 3)
     batch = batch_plan(made, 0, range(4))
-    assert [batch.of(place) for place in made.places.values()] == [((0,),), ((1,), (2,), (3,))]
+    assert [tuple(map(ids_of, batch.of(place))) for place in made.places.values()] == [
+        ((0,),),
+        ((1,), (2,), (3,)),
+    ]
     assert [[bool(lane) for lane in row.lanes] for row in batch.modules[0][0]] == [
         [True, True],
         [False, True],

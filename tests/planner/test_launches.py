@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from elasticd_planner.cost.schedule import Pass, passes
@@ -12,7 +13,8 @@ from elasticd_planner.layout.gradient_reduction import reductions
 from elasticd_planner.layout.launch_order import Join, Launch, deadlock
 from elasticd_planner.layout.launches import AHEAD, gradient_receipts, launches
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.spec.batch import batch_plan
+from elasticd_planner.spec.batch import BatchPlan, BatchRow, SequencePiece, batch_plan
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from tests import sizes
 from tests.planner.drawn_plans import SPEC, drawn_plan
@@ -103,3 +105,89 @@ def test_receipts_of_gradients_are_launched_ahead_once_their_activation_is_there
 def test_receipts_keep_the_order_of_the_passes_where_one_activation_comes_late() -> None:
     order = [("forward", 0, 0), ("forward", 1, 0), ("forward", 2, 0), ("backward", 2, 0), ("backward", 0, 0)]
     assert gradient_receipts(order, lambda chunk: True) == [[], [], [], [(2, 0), (0, 0)], []]
+
+
+def lanes_of(rows: Sequence[Sequence[Sequence[int]]]) -> dict[str, tuple[Launch | Join, ...]]:
+    """The launches of two stages with three lanes, of one device, of two and of one. A row names by lane the
+    sequences that the lane has all of, or, those below 0, a part of."""
+    made = _lanes(tuple(sum(bool(row[lane]) for row in rows) for lane in range(3)))
+    owners = {
+        sample: [lane for row in rows for lane in range(3) if sample in row[lane]]
+        for row in rows
+        for own in row
+        for sample in own
+    }
+
+    def piece(sample: int, lane: int) -> SequencePiece:
+        if sample >= 0:
+            return SequencePiece.whole(sample, 12)
+        at, of = owners[sample].index(lane), len(owners[sample])
+        return SequencePiece(sample, 12, 6 * at // of, 6 * (at + 1) // of)
+
+    listed = tuple(
+        BatchRow(lanes=tuple(tuple(piece(sample, lane) for sample in row[lane]) for lane in range(3)))
+        for row in rows
+    )
+    batch = BatchPlan(step=0, plan=0, modules=((listed,),), packed=True)
+    return launches(Layouts(SPEC, made), batch, passes)
+
+
+def _lanes(counts: tuple[int, ...]) -> Plan:
+    stages = tuple(
+        Stage(start=6 * at, stop=6 * at + 6, devices=devices, shares=(1,) * 4, lanes=(1, 2, 1))
+        for at, devices in enumerate([("a/0", "b/0", "b/1", "c/0"), ("a/1", "b/2", "b/3", "c/1")])
+    )
+    assert stages[-1].stop == len(SPEC.layers)
+    pipeline = Pipeline(stages=stages, micro_batches=sum(counts), rows=counts)
+    module = ModulePlan(module="model", pipelines=(pipeline,))
+    return Plan(number=0, strategies=(Strategy(modules=(module,)),), micro_batch=1, global_batch=sum(counts))
+
+
+#: Rows by lane; the sequences below 0 are cut.
+JOINT = {
+    "first": [[[-1], [-1], [-1]], [[1], [2], [3]], [[4], [], [5]], [[6], [], []]],
+    "anywhere": [[[1], [2], [3]], [[-1], [-1], [4]], [[5], [-2], [-2, 6]], [[7], [], [8]], [[9], [], []]],
+    "several in a row": [[[-1, -3], [-1, -2], [-2, -3, 1]], [[-4], [-4], [2]], [[3], [], [4]]],
+    "last of some": [[[1], [2], [3]], [[-1, 4], [-1], [-1]], [[5], [], []], [[6], [], []], [[7], [], []]],
+}
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_lanes_that_share_sequences_never_wait_for_ever(name: str) -> None:
+    """Whatever the numbers of their rows, because all rows that they share have one index."""
+    logs = lanes_of(JOINT[name])
+    joint = sum(any(sample < 0 for own in row for sample in own) for row in JOINT[name])
+    shared = {e.communicator for log in logs.values() for e in log if isinstance(e, Launch)}
+    assert any(name.startswith("context") for name in shared)
+    counted = sum(isinstance(e, Launch) and e.communicator.startswith("context") for e in logs["b/0"])
+    assert counted == 2 * 6 * joint, "once in each block of the stage, both ways"
+    assert deadlock(logs) is None
+
+
+@pytest.mark.parametrize("seed", sizes.beside(range(20), range(500)))
+def test_no_drawn_rows_of_lanes_deadlock(seed: int) -> None:
+    drawn = random.Random(seed)
+    counts = [drawn.randint(1, 6) for _ in range(3)]
+    rows: list[list[list[int]]] = [
+        [[100 * lane + at + 1] if at < counts[lane] else [] for lane in range(3)] for at in range(max(counts))
+    ]
+    for sample in range(1, drawn.randint(2, 5)):
+        row = drawn.choice(rows)
+        have = [lane for lane in range(3) if row[lane]]
+        for lane in drawn.sample(have, drawn.randint(min(2, len(have)), len(have))) if len(have) > 1 else ():
+            row[lane].append(-sample)
+    logs = lanes_of(rows)
+    assert deadlock(logs) is None
+
+
+def test_lanes_that_pass_shared_rows_in_another_order_would_wait_for_ever() -> None:
+    logs = lanes_of([[[-1], [-1], [1]], [[-2], [-2], [2]]])
+    assert deadlock(logs) is None
+    log = logs["a/0"]
+    first, second = (
+        next(at for at, entry in enumerate(log) if f"forward {row} blocks.1" in str(entry)) for row in range(2)
+    )
+    assert first < second
+    other = list(log)
+    other[first : first + 2], other[second : second + 2] = log[second : second + 2], log[first : first + 2]
+    assert deadlock({**logs, "a/0": other}) is not None

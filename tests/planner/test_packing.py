@@ -6,7 +6,7 @@ import time
 from itertools import combinations, pairwise
 
 import pytest
-from elasticd_planner.spec.batch import BatchLengths, BatchPlan, MicroBatch, batch_plan
+from elasticd_planner.spec.batch import BatchLengths, BatchPlan, batch_plan, ids_of
 from elasticd_planner.spec.model import ModelSpec, Parameter
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sample_packing import cost, dealt, linear_of, runs
@@ -83,9 +83,9 @@ def test_short_samples_share_a_micro_batch_and_a_long_one_has_its_own() -> None:
     ]
 
 
-def dealt_to(made: Plan, batch: BatchPlan) -> list[tuple[MicroBatch, ...]]:
-    """What the members get, in rank order."""
-    return [batch.of(place) for place in made.places.values()]
+def dealt_to(made: Plan, batch: BatchPlan) -> list[tuple[tuple[int, ...], ...]]:
+    """The samples that the members get, in rank order."""
+    return [tuple(map(ids_of, batch.of(place))) for place in made.places.values()]
 
 
 def test_pipelines_of_unequal_speed_get_work_as_planned() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from elasticd.models import next_token_loss
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.communicators import Connect, GlooCommunicators
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import ids_of
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Plan, StatePolicy
 
@@ -52,7 +53,7 @@ def trained(device: str, plan: Plan, plan_groups: PlanGroups, recipe: Recipe) ->
     engine.adopt(first_state(recipe.model, layouts, device, SEED, recipe.master, recipe.accelerator))
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
     held_out = HeldOut(dataset=_First())
-    evaluated = evaluate(engine, held_out, "held out", STEPS, recipe.loss, recipe.data.collate, "value")
+    evaluated = evaluate(engine, held_out, "held out", STEPS, recipe.loss, recipe.data, "value")
     place = plan.places[device]
     return {
         "losses": [each.outcome.vote.loss for each in done],
@@ -89,7 +90,7 @@ def check(plan: Plan, results: Mapping[str, dict[str, Any]], frozen: tuple[str, 
             apart = float((torch.from_numpy(value) - expected).abs().max())
             assert apart < 1e-10, f"{device} {name}: {apart}"
         for micros, (tokens, longest) in zip(result["mine"], result["tokens"], strict=True):
-            lengths = [max(4 + i % 7 for i in micro) for micro in micros]
+            lengths = [max(4 + i % 7 for i in ids_of(micro)) for micro in micros]
             counted = [len(micro) * length for micro, length in zip(micros, lengths, strict=True)]
             assert (tokens, longest) == (sum(counted), max(lengths)), "those of the hidden states"
 

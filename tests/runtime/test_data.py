@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from elasticd_planner.spec.batch import batch_plan
+from elasticd_planner.spec.batch import MicroBatch, SequencePiece, batch_plan
 from torch.utils.data import default_collate
 
-from elasticd.runtime.data.loader import Loader, Unlike, length_of, pad, sample_tokens
+from elasticd.runtime.data.collate import Unlike, pad
+from elasticd.runtime.data.loader import Loader, length_of, sample_tokens
 from elasticd.runtime.data.prefetch import SampleError, SampleReader
 from elasticd.runtime.data.sample_ledger import expected_hashes, hash_samples
 from tests.runtime.test_parity import plan_of, stage
@@ -108,10 +109,14 @@ def loader(dataset: object, threads: int = 0) -> Loader:
     return Loader(SampleReader(dataset, threads), pad)  # type: ignore[arg-type]
 
 
+def pieces(*samples: int) -> MicroBatch:
+    return tuple(SequencePiece.all_whole(samples))
+
+
 def test_the_loader_remembers_what_the_dataset_was_asked_for() -> None:
     made = loader(Numbers())
-    made.batch((3, 1))
-    made.batch((2,))
+    made.batch(pieces(3, 1))
+    made.batch(pieces(2))
     assert made.take() == ([3, 1, 2], None)
     assert made.take() == ([], None)
 
@@ -130,7 +135,7 @@ class Holed(Numbers):
 
 def test_another_sample_stands_in_for_one_that_cannot_be_read_and_it_is_named() -> None:
     made = loader(Holed(3))
-    assert made.batch((2, 3, 1))["inputs"].tolist() == [[2, 2, 2], [2, 2, 2], [1, 1, 0]]
+    assert made.batch(pieces(2, 3, 1))["inputs"].tolist() == [[2, 2, 2], [2, 2, 2], [1, 1, 0]]
     asked, failure = made.take()
     assert asked == [2, 3, 1]
     assert failure is not None
@@ -140,9 +145,9 @@ def test_another_sample_stands_in_for_one_that_cannot_be_read_and_it_is_named() 
 
 def test_where_nothing_of_a_micro_batch_can_be_read_one_of_the_first_samples_stands_in() -> None:
     made = loader(Holed(0, 3))
-    assert made.batch((3,))["inputs"].tolist() == [[1, 1]]
+    assert made.batch(pieces(3))["inputs"].tolist() == [[1, 1]]
     with pytest.raises(SampleError, match="sample 3"):
-        loader(Holed(*range(16))).batch((3,))
+        loader(Holed(*range(16))).batch(pieces(3))
 
 
 def test_the_expected_hash_of_a_rank_is_that_of_its_lanes_micro_batches_in_order() -> None:
@@ -194,7 +199,7 @@ class Mixed(Numbers):
 
 def test_a_sample_that_makes_no_batch_is_named_and_others_stand_in_until_the_vote() -> None:
     made = loader(Mixed())
-    batch = made.batch([2, 4, 1])
+    batch = made.batch(pieces(2, 4, 1))
     assert batch["image"].shape == (3, 2, 2)
     asked, failure = made.take()
     assert asked == [2, 4, 1]
@@ -210,6 +215,6 @@ def test_a_collate_of_the_users_that_fails_names_a_sample_too() -> None:
         return pad(samples)
 
     made = Loader(SampleReader(Numbers(), 0), refuses)
-    made.batch([4, 3])
+    made.batch(pieces(4, 3))
     _, failure = made.take()
     assert "collate: KeyError: 'mask'" in str(failure)

@@ -49,6 +49,16 @@ def test_a_block_takes_seconds_by_tokens_share_and_rate(clock: Clock) -> None:
     assert pacer.take() == (0, 0)
 
 
+def test_attention_takes_as_long_as_all_else_where_sequences_are_as_long_as_said(clock: Clock) -> None:
+    pacer = Pacer(EmulatedSpeed(forward=0.0002, backward=0.0004, attention_tokens=50))
+    start = clock.now
+    pacer("forward", 100, 1.0, start, 0.0, squares=100 * 50.0)
+    assert clock.now - start == pytest.approx(0.04)
+    start = clock.now
+    pacer("backward", 100, 0.5, start, 0.0, squares=100 * 100.0)
+    assert clock.now - start == pytest.approx(0.06)
+
+
 def test_the_clock_is_the_real_one() -> None:
     start = time.perf_counter()
     assert Pacer(EmulatedSpeed(forward=0.0002))("forward", 100, 1.0, start, 0.0) >= start + 0.02

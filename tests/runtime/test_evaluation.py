@@ -16,7 +16,8 @@ import elasticd
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.api.evaluation import Evaluation, HeldOut, evaluate, rounds
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
+from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.engine.mixed_precision import Precision
 from elasticd.runtime.engine.parallelism import ParallelismOptions
@@ -106,7 +107,7 @@ def under(plan: Plan, dataset: Any, precision: Precision | None = None) -> dict[
         for step in range(STEPS):
             engine.step(step, lambda: 0)
             for weights in ("average", "value"):
-                done = evaluate(engine, held, "held", step + 1, next_token_loss, pad, weights)
+                done = evaluate(engine, held, "held", step + 1, next_token_loss, DataOptions(), weights)
                 found.setdefault(weights, []).append(done)
         assert not engine.stale
         assert all(part.training for module in engine.local.modules.values() for part in module.modules())
@@ -161,7 +162,7 @@ def test_weights_are_as_they_were_after_their_average_was_evaluated_in_bfloat16(
             engine.step(step, lambda: 0)
         before = {n: p.detach().clone() for n, (_, p) in engine.local.parameters.items()}
         masters = [part.parameter.detach().clone() for part in engine.zero.owned]
-        evaluate(engine, HeldOut(dataset=Held()), "held", 2, next_token_loss, pad, "average")
+        evaluate(engine, HeldOut(dataset=Held()), "held", 2, next_token_loss, DataOptions(), "average")
         assert all(torch.equal(before[n], p) for n, (_, p) in engine.local.parameters.items())
         assert all(torch.equal(a, b.parameter) for a, b in zip(masters, engine.zero.owned, strict=True))
 
@@ -206,7 +207,7 @@ def test_a_sample_that_cannot_be_read_is_named_on_every_member_and_the_weights_a
             engine.step(step, lambda: 0)
         before = {n: p.detach().clone() for n, (_, p) in engine.local.parameters.items()}
         with pytest.raises(SampleError, match="sample 19 ") as caught:
-            evaluate(engine, HeldOut(dataset=Torn(19)), "held", 2, next_token_loss, pad, weights)
+            evaluate(engine, HeldOut(dataset=Torn(19)), "held", 2, next_token_loss, DataOptions(), weights)
         same = all(torch.equal(before[n], p) for n, (_, p) in engine.local.parameters.items())
         return str(caught.value), same, engine.stale
 
@@ -219,7 +220,7 @@ def test_an_average_that_nobody_keeps_is_refused() -> None:
     def worker(plan_groups: MemoryPlanGroups) -> None:
         engine = engine_on(plan_groups, make_recipe(), TWO_STAGES)
         with pytest.raises(ValueError, match=r"elasticd.average\(optimizer, decay\)"):
-            evaluate(engine, HeldOut(dataset=Held()), "held", 0, next_token_loss, pad, "average")
+            evaluate(engine, HeldOut(dataset=Held()), "held", 0, next_token_loss, DataOptions(), "average")
 
     run_threads(TWO_STAGES.members, worker)
 

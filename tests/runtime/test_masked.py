@@ -14,7 +14,7 @@ from torch import Tensor
 
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads, unpaced
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from tests.runtime.test_engine import TWO_STAGES

@@ -160,7 +160,7 @@ def test_every_rank_launches_what_the_plan_says_with_an_evaluation_after_each_st
             except SampleError:
                 assert changes["torn"]
             steps.append((begin, len(log), applied))
-            evaluate(engine, HeldOut(dataset=Held()), "held", step, made.loss, made.data.collate, "value")
+            evaluate(engine, HeldOut(dataset=Held()), "held", step, made.loss, made.data, "value")
         engine.settle()
         named = {n: gradient_dtype(p) for n, (_, p) in engine.local.parameters.items()}
         return steps, {n: str(dtype).removeprefix("torch.") for n, dtype in named.items()}

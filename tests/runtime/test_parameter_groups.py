@@ -18,7 +18,7 @@ import elasticd
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.api.ema import AVERAGE
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.recipe import Recipe
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, engine_on

@@ -19,7 +19,7 @@ from elasticd.runtime.comm.communicators import Connect, GlooCommunicators
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads
 from elasticd.runtime.comm.in_memory import unpaced as unpaced
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes

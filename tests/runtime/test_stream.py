@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
+from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.data.prefetch import SampleError, SampleReader
 from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.data.stream import Stream, Streamed, _Handed, _packed, _unpacked, first_samples
@@ -83,6 +84,13 @@ def recipe(owner: str, **changes: Any) -> Recipe:
     return replace(made, source=source)
 
 
+def packed(owner: str) -> Recipe:
+    """The same stream in packed rows."""
+    made = make_recipe()
+    source = Streamed(Stream(dataset=Counted(owner), tokens=8.0), BATCH, 100, packing=Packing(tokens=30))
+    return replace(made, source=source)
+
+
 @pytest.fixture(autouse=True)
 def begun() -> None:
     Counted.given.clear()
@@ -108,19 +116,20 @@ def alone() -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "plan",
+    ("plan", "make"),
     [
-        TWO_STAGES,
-        UNEQUAL,
-        UNEQUAL.replace(state=StatePolicy(zero=2, replicas=1)),
-        LANES["2 + 1, uneven, in two stages"],
+        (TWO_STAGES, recipe),
+        (UNEQUAL, recipe),
+        (UNEQUAL.replace(state=StatePolicy(zero=2, replicas=1)), recipe),
+        (LANES["2 + 1, uneven, in two stages"], recipe),
+        (LANES["2 + 1, uneven, in two stages"], packed),
     ],
 )
 def test_a_stream_trains_like_its_samples_in_order_and_one_rank_reads_each_once(
-    plan: Plan, alone: list[float]
+    plan: Plan, make: Callable[[str], Recipe], alone: list[float]
 ) -> None:
     def worker(plan_groups: MemoryPlanGroups) -> list[float]:
-        engine = engine_on(plan_groups, recipe(plan_groups.me), plan)
+        engine = engine_on(plan_groups, make(plan_groups.me), plan)
         return [engine.step(step, lambda: 0).outcome.vote.loss for step in range(STEPS)]
 
     found = run_threads(plan.members, worker)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from elasticd.runtime.accelerator import CPU
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
-from elasticd.runtime.telemetry.step_times import Telemetry
+from elasticd.runtime.telemetry.step_times import SequenceHere, Telemetry
 
 
 def spend(seconds: float) -> None:
@@ -40,8 +40,8 @@ def test_passes_are_told_apart_and_communication_is_no_computation() -> None:
 
 def test_sequences_are_counted_by_length_with_the_sum_of_their_squares() -> None:
     telemetry = Telemetry("n0/0", Stopwatch(), memory=lambda: 123)
-    telemetry.worked(4 * 256, 3, 0.5, 256)
-    telemetry.worked(2 * 1024, 3, 0.5, 1024)
+    telemetry.worked(4 * 256, 3, 0.5, [SequenceHere(256, 256, True)] * 4)
+    telemetry.worked(2 * 1024, 3, 0.5, [SequenceHere(1024, 1024, True)] * 2)
     made = telemetry.finish(1, 0)
     assert (made.tokens, made.block_work, made.micro_batches) == (3072, 3072 * 1.5, 2)
     assert made.squares == 4 * 256**2 + 2 * 1024**2
@@ -49,6 +49,15 @@ def test_sequences_are_counted_by_length_with_the_sum_of_their_squares() -> None
     telemetry.begin()
     again = telemetry.finish(1, 1)
     assert (again.squares, again.longest, again.lengths) == (0.0, 0, {})
+
+
+def test_a_part_of_a_sequence_counts_its_tokens_by_the_length_of_the_whole_and_the_sequence_once() -> None:
+    parts = [Telemetry("n0/0", Stopwatch()), Telemetry("n0/1", Stopwatch())]
+    for begins, (telemetry, tokens) in zip((True, False), zip(parts, (768, 256), strict=True), strict=True):
+        telemetry.worked(tokens, 1, 1.0, [SequenceHere(tokens, 1024, begins)])
+    made = [telemetry.finish(1, 0) for telemetry in parts]
+    assert sum(each.squares for each in made) == 1024**2
+    assert [each.lengths for each in made] == [{40: 1}, {}]
 
 
 def test_a_failed_section_counts_for_nothing_and_memory_is_that_of_the_process() -> None:

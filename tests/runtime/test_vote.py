@@ -54,6 +54,12 @@ def test_a_record_survives_the_wire(**fields: object) -> None:
         assert found == [[*made.values()]] * 2
 
 
+def test_a_rank_that_deals_the_next_batch_otherwise_is_named() -> None:
+    assert fold([record(next=5), record(next=5)], [7, 7]).vote.apply
+    with pytest.raises(LedgerError, match=r"step 3: ranks \[1\] have another batch plan for step 4"):
+        fold([record(next=5), record(next=6), record(next=5)], [7, 7, 7])
+
+
 def test_sums_are_divided_once_by_the_global_count() -> None:
     outcome = fold([record(loss=2.0, targets=4.0), record(loss=10.0, targets=2.0, squares=5.0)], [7, 7])
     assert outcome.vote.loss == pytest.approx(2.0)

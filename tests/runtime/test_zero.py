@@ -18,7 +18,7 @@ from torch import nn
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes

@@ -25,7 +25,7 @@ from elasticd_planner.spec.box import Box
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.api.job import Job
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.testing.script_faults import Finder
 

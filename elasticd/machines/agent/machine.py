@@ -757,7 +757,7 @@ def _failed(key: tuple[str, int], why: str) -> AgentSend:
 def _pace(state: AgentState, device: str) -> EmulatedSpeed | None:
     factor = state.factors.get(device, 1.0)
     if state.pace is not None:
-        return EmulatedSpeed(forward=state.pace.forward, backward=state.pace.backward, factor=factor)
+        return msgspec.structs.replace(state.pace, factor=factor)
     return EmulatedSpeed(factor=factor) if factor != 1.0 else None
 
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 
 import msgspec
-from elasticd_planner.cost.model_profile import ModelProfile, derive, suited
+from elasticd_planner.cost.model_profile import ModelProfile, derive, in_rows, suited
 from elasticd_planner.detection.stragglers import expectation, observe
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.policy.policy import Decision, decide, measured_price
@@ -214,7 +214,8 @@ def _told_kept(turn: Turn, basis: Basis) -> None:
 def first_profile(spec: JobSpec, flops: float) -> ModelProfile:
     """What was measured of the model before the job, or what its shapes say."""
     profile = spec.profile or derive(spec.model, spec.sample_tokens, spec.micro_batch, flops=flops)
-    return suited(profile, spec.numbers, len(spec.recomputed) / profile.layers)
+    profile = suited(profile, spec.numbers, len(spec.recomputed) / profile.layers)
+    return in_rows(profile, spec.row_tokens) if spec.row_tokens else profile
 
 
 def problem_now(turn: Turn) -> Problem | None:
@@ -232,7 +233,8 @@ def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile) -> Ba
     rates = turn.job.rates.rates
     names = {device.name for device in devices} if rates else set()
     slow = {name: rate for name, rate in rates.items() if name in names}
-    lanes = turn.settings.policy.lanes
+    cuts = turn.job.spec is not None and turn.job.spec.cuts
+    lanes = turn.settings.policy.lanes or (len(devices) if cuts else 1)
     return Basis(devices=devices, rates=slow, profile=profile, interleave=chunks, lanes=lanes)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 
 from elasticd.runtime.api.evaluation import EvaluationOptions, HeldOut
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
-from elasticd.runtime.data.loader import Collate
+from elasticd.runtime.data.collate import Collate
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import Dataset
 from elasticd.runtime.engine.activation_checkpoint import Recompute

@@ -22,7 +22,10 @@ from torch import Tensor
 
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.ema import averaged
-from elasticd.runtime.data.loader import Batch, Collate, Loader, length_of
+from elasticd.runtime.data.collate import Batch, Collate
+from elasticd.runtime.data.loader import Loader, length_of
+from elasticd.runtime.data.options import DataOptions
+from elasticd.runtime.data.packing import Packing, deal
 from elasticd.runtime.data.prefetch import Dataset, SampleError, SampleReader
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, LedgerError, expected_hashes
 from elasticd.runtime.engine.engine import Engine
@@ -135,7 +138,7 @@ def _now(number: Tensor | float) -> Tensor | float:
 
 
 def evaluate(
-    engine: Engine, held_out: HeldOut, name: str, step: int, loss: Loss, collate: Collate, weights: str
+    engine: Engine, held_out: HeldOut, name: str, step: int, loss: Loss, data: DataOptions, weights: str
 ) -> Evaluation:
     """Evaluates a held-out set. All members of the plan call it together, between two steps.
 
@@ -145,7 +148,7 @@ def evaluate(
         name: its name.
         step: updates that were made.
         loss: that of the training.
-        collate: that of the training.
+        data: how the training makes batches. A set with a collate of its own is padded.
         weights: "value" or "average".
 
     Raises:
@@ -154,10 +157,11 @@ def evaluate(
         ValueError: there is no average to evaluate, or a measure counted nothing.
     """
     measures = {LOSS: held_out.loss or loss, **held_out.measures}
-    loader = Loader(held_out.reader, held_out.collate or collate)
+    loader = Loader(held_out.reader, held_out.collate or data.collate)
+    packing = data.packing if held_out.collate is None else None
     rows: list[Tensor] = []
     with averaged(engine, weights), _evaluating(engine):
-        for dealt in rounds(engine.plan, held_out.dataset, engine.linear):
+        for dealt in rounds(engine.plan, held_out.dataset, engine.linear, packing):
             rows += _round(engine, dealt, loader, measures)
     sums = torch.stack(rows)
     totals = [math.fsum(sums[:, row, 0].tolist()) for row in range(len(measures))]
@@ -176,19 +180,21 @@ def evaluate(
     )
 
 
-def rounds(plan: Plan, dataset: Dataset, linear: int) -> Iterator[BatchPlan]:
+def rounds(plan: Plan, dataset: Dataset, linear: int, packing: Packing | None = None) -> Iterator[BatchPlan]:
     """The micro-batches of each lane, round by round.
 
-    A round has the samples of a step, the last one fewer. Samples of known length are packed by it, as in
-    training.
+    A round has the samples of a step, the last one fewer. Samples of known length are dealt by it, as in
+    training, and packed if those are.
     """
     length, size = length_of(dataset), len(dataset)
     for first in range(0, size, plan.global_batch):
         samples = tuple(range(first, min(size, first + plan.global_batch)))
-        if len(samples) == plan.global_batch:
-            lengths = None
-            if length is not None:
-                lengths = BatchLengths(tokens=tuple(map(length, samples)), linear=linear)
+        lengths = None
+        if length is not None:
+            lengths = BatchLengths(tokens=tuple(map(length, samples)), linear=linear)
+        if lengths is not None and packing is not None:
+            yield deal(packing, plan, 0, samples, lengths)
+        elif len(samples) == plan.global_batch:
             yield batch_plan(plan, 0, samples, lengths)
         else:
             yield short_batch_plan(plan, 0, samples)
@@ -201,8 +207,8 @@ def _round(engine: Engine, dealt: BatchPlan, loader: Loader, measures: Mapping[s
         place = engine.plan.places[engine.device]
         mine = dealt.of(place)
         if engine.runner.reads:
-            loader.prepare([index for micro in mine for index in micro])
-        passed = engine.runner.forward(mine, loader, sums)
+            loader.prepare([piece.sample for micro in mine for piece in micro])
+        passed = engine.runner.forward(mine, loader, sums, dealt.rows(place))
         seen, failure = passed.samples, passed.failure
     values = sums.values(engine.accelerator)
     if engine.runner is not None and place.position:

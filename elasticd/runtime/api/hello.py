@@ -52,6 +52,7 @@ def job_spec(recipe: Recipe, job: str) -> JobSpec:
         ValueError: the batch does not divide into micro-batches, or the profile is not one of this model.
     """
     may_recompute, recomputed = asked(recipe.parallelism.recompute, recipe.model.layers)
+    packing = recipe.data.packing
     return JobSpec(
         job=job,
         model=recipe.model.spec,
@@ -67,6 +68,8 @@ def job_spec(recipe: Recipe, job: str) -> JobSpec:
         recompute=may_recompute,
         recomputed=recomputed,
         sequence_parallel=recipe.parallelism.may_slice,
+        cuts=packing is not None and packing.cut,
+        row_tokens=(packing.tokens or 0) if packing is not None else 0,
         plan=recipe.parallelism.plan,
         keep_plan=recipe.parallelism.keep_plan,
         shifts=hasattr(recipe.dataset, "at_length"),

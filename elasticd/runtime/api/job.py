@@ -550,9 +550,7 @@ class Job(RankInfo):
         recipe = self._recipe
         try:
             with during(self._where, EVALUATION):
-                return evaluate(
-                    engine, self._held_out[name], name, step, recipe.loss, recipe.data.collate, weights
-                )
+                return evaluate(engine, self._held_out[name], name, step, recipe.loss, recipe.data, weights)
         except SampleError as error:
             raise self._loop.unreadable(engine, step, error) from error
         except LedgerError as error:

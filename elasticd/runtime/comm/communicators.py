@@ -14,7 +14,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from elasticd_planner.layout.channels import Channel, Use
@@ -87,6 +87,9 @@ class Mesh(Protocol):
     def finish(self, work: Any) -> None:
         """Waits for the messages that this device receives in a round."""
 
+    def arrived(self, work: Any) -> None:
+        """Drops the tensors of what this device sent in a round, which has arrived."""
+
 
 class Communicators(Protocol):
     """All communicators of one member of a plan."""
@@ -131,7 +134,12 @@ class Peers:
 
 
 #: Tags of the messages of each use among those of the group of all members.
-_TAGS: dict[Use, int] = {"activation": (1 << 24) + 1, "gradient": (1 << 24) + 2, "state": (1 << 24) + 3}
+_TAGS: dict[Use, int] = {
+    "activation": (1 << 24) + 1,
+    "gradient": (1 << 24) + 2,
+    "state": (1 << 24) + 3,
+    "context": (1 << 24) + 4,
+}
 
 
 class GlooCommunicators:
@@ -177,6 +185,13 @@ class GlooCommunicators:
         return True
 
 
+class _Round(NamedTuple):
+    """What was launched: the receipts and from whom, and the numbers of what was sent."""
+
+    receipts: list[tuple[Any, int]]
+    sent: list[int]
+
+
 class GlooMesh:
     """A `Mesh` in the group of all members."""
 
@@ -185,19 +200,23 @@ class GlooMesh:
 
     def begin_round(
         self, sends: Sequence[tuple[str, Tensor]], receives: Sequence[tuple[str, Tensor]]
-    ) -> list[tuple[Any, int]]:
+    ) -> _Round:
         """See `Group.send` and `Group.post`."""
         rank = self._everyone.members.index
-        for to, tensor in sends:
-            self._everyone.send(tensor, rank(to), self._tag, self._label)
-        return [
+        sent = [self._everyone.send(tensor, rank(to), self._tag, self._label) for to, tensor in sends]
+        receipts = [
             (self._everyone.post(tensor, rank(source), self._tag), rank(source)) for source, tensor in receives
         ]
+        return _Round(receipts, sent)
 
-    def finish(self, work: list[tuple[Any, int]]) -> None:
+    def finish(self, work: _Round) -> None:
         """See `Group.take`."""
-        for posted, source in work:
+        for posted, source in work.receipts:
             self._everyone.take(posted, self._label, source)
+
+    def arrived(self, work: _Round) -> None:
+        """See `Group.arrived`."""
+        self._everyone.arrived(work.sent)
 
 
 class GlooPair:

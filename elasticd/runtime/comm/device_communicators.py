@@ -32,7 +32,12 @@ from elasticd.runtime.comm.groups import MEANWHILE, Cancelled, Group, PeerLost, 
 log = logging.getLogger(__name__)
 
 #: What the stopwatch counts the host's seconds for, by what messages are.
-LABELS: dict[Use, str] = {"activation": "boundary", "gradient": "boundary", "state": "reduce"}
+LABELS: dict[Use, str] = {
+    "activation": "boundary",
+    "gradient": "boundary",
+    "state": "reduce",
+    "context": "context",
+}
 
 
 class Work(Protocol):
@@ -319,3 +324,6 @@ class DeviceMesh:
     def finish(self, work: Any) -> None:
         """The device waits for all messages of the round, also for those that this member sends."""
         self._of.finish(work, self._label, self._name)
+
+    def arrived(self, work: Any) -> None:
+        """Nothing of a round is kept after `finish`."""

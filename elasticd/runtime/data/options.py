@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from elasticd.runtime.data.loader import Collate, pad
+from elasticd.runtime.data.collate import Collate, pad
+from elasticd.runtime.data.packing import Packing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +14,7 @@ class DataOptions:
     """How samples become batches: the argument `data` of `elasticd.Job`.
 
     Raises:
-        ValueError: `readers` is negative.
+        ValueError: `readers` is negative, or there is both `collate` and `packing`.
     """
 
     #: Makes a batch of a list of samples. The default is torch's own `default_collate`, with sequences of
@@ -25,7 +26,14 @@ class DataOptions:
     length: Callable[[int], int] | None = None
     #: Threads of each process that read samples ahead, of this step and the next. 0: the training thread reads.
     readers: int = 1
+    #: Sequences follow each other in rows without padding, and attention stays inside each. None: samples of a
+    #: micro-batch are padded to the longest.
+    packing: Packing | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.readers, int) or self.readers < 0:
             raise ValueError(f"data: readers is {self.readers!r}; it must be a whole number from 0 on")
+        if not isinstance(self.packing, Packing | None):
+            raise TypeError(f"data: packing is {self.packing!r}; it must be elasticd.Packing(...)")
+        if self.packing is not None and self.collate is not pad:
+            raise ValueError("data: collate makes padded batches; give either collate or packing")

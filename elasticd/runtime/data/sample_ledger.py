@@ -1,7 +1,7 @@
 """The ledger of samples: every rank compares a hash of the samples that it saw with that of the batch plan.
 
 Sample ids pass from stage to stage with the activations, and each rank brings the hash of those that it got to
-the vote.
+the vote. Of a packed row they are ids and the parts of the samples.
 """
 
 from __future__ import annotations
@@ -12,12 +12,20 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import chain
 
-from elasticd_planner.spec.batch import BatchPlan
+from elasticd_planner.spec.batch import BatchPlan, MicroBatch, ids_of
 from elasticd_planner.spec.plan import Plan
 
 
 class LedgerError(RuntimeError):
     """A rank saw other samples than the batch plan gives it."""
+
+
+def entries(micro_batch: MicroBatch, *, packed: bool) -> tuple[int, ...]:
+    """What the ledger has of a micro-batch: the ids of its samples; of a packed row of each piece the id and
+    the range of its pairs of tokens."""
+    if not packed:
+        return ids_of(micro_batch)
+    return tuple(chain.from_iterable((piece.sample, piece.start, piece.stop) for piece in micro_batch))
 
 
 def hash_samples(ids: Iterable[int]) -> int:
@@ -48,6 +56,7 @@ def expected_hashes(plan: Plan, batch: BatchPlan) -> list[int]:
     for place in plan.places.values():
         lane = place.module, place.pipeline, place.lane
         if lane not in hashes:
-            hashes[lane] = hash_samples(chain.from_iterable(batch.of(place)))
+            mine = (entries(micro, packed=batch.packed) for micro in batch.of(place))
+            hashes[lane] = hash_samples(chain.from_iterable(mine))
         found.append(hashes[lane])
     return found + [NO_SAMPLES] * len(plan.carriers)

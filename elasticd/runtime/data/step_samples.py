@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from elasticd_planner.spec.batch import BatchLengths, BatchPlan, Sampler, batch_plan
+from elasticd_planner.spec.batch import BatchLengths, BatchPlan, Sampler
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
 from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.data.packing import Packing, deal, tokens_of
 from elasticd.runtime.data.prefetch import SampleError
 
 #: Steps whose given batch is kept: the current one, and the one before, whose end may be heard late.
@@ -38,13 +40,19 @@ class Feed(Samples, Protocol):
 
     @property
     def ahead(self) -> bool:
-        """Whether `batch` can be asked for later steps."""
+        """Whether `dealing` can be asked for later steps."""
 
     def samples(self, step: int) -> tuple[int, ...]:
         """The ids of a step, once it has begun."""
 
-    def batch(self, plan: Plan, step: int) -> BatchPlan:
-        """The samples of a step as the plan's lanes take them."""
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+
+    def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
+        """A function that gives the samples of a step as the plan's lanes take them. It asks for nothing of the
+        user's, so that it may be called in another thread; it raises SampleError where a sample goes into no
+        row. `slowdown`: of each lane, by which packed rows are shared."""
 
     def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
         """Begins a step, together with all members of the plan. If it raises, it raises on all of them.
@@ -68,7 +76,12 @@ class Mapped:
     """The `Feed` of a map-style dataset: a step's samples are those of the sampler, or those of the script."""
 
     def __init__(
-        self, sampler: Sampler, reader: Samples, length: Callable[[int], int] | None, linear: int
+        self,
+        sampler: Sampler,
+        reader: Samples,
+        length: Callable[[int], int] | None,
+        linear: int,
+        packing: Packing | None = None,
     ) -> None:
         """
         Args:
@@ -76,8 +89,9 @@ class Mapped:
             reader: gives samples by their indices.
             length: tokens of a sample by its index; None: samples are of equal length.
             linear: see `elasticd_planner.spec.sample_packing.linear_of`.
+            packing: of sequences in rows; None: they are padded.
         """
-        self._sampler, self._length, self._linear = sampler, length, linear
+        self._sampler, self._length, self._linear, self._packing = sampler, length, linear, packing
         self._reader = reader
         self._given: dict[int, _Given] = {}
         self._now: _Given | None = None
@@ -125,13 +139,25 @@ class Mapped:
         given = self._given.get(step)
         return given.ids if given is not None else self._sampler.samples(step)
 
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+        return self._packing is not None
+
     def batch(self, plan: Plan, step: int) -> BatchPlan:
-        """The samples of a step as the plan's lanes take them; samples of known length are packed by it."""
+        """The samples of a step as the plan's lanes take them."""
+        return self.dealing(plan, step)()
+
+    def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
+        """A function that deals the samples of a step; those of known length are dealt by it."""
         samples, given = self.samples(step), self._given.get(step)
-        if self._length is None or (given is not None and given.held is not None):
-            return batch_plan(plan, step, samples)
-        lengths = BatchLengths(tokens=tuple(map(self._length, samples)), linear=self._linear)
-        return batch_plan(plan, step, samples, lengths)
+        tokens: tuple[int, ...] | None = None
+        if given is not None and given.held is not None:
+            tokens = tuple(map(tokens_of, given.held)) if self._packing is not None else None
+        elif self._length is not None:
+            tokens = tuple(map(self._length, samples))
+        lengths = None if tokens is None else BatchLengths(tokens=tokens, linear=self._linear)
+        return partial(deal, self._packing, plan, step, samples, lengths, slowdown)
 
     def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
         """Compares the hash of the script's batch on all ranks.

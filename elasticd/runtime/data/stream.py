@@ -12,16 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 import torch
 from elasticd_migration.text_codec import from_text, to_text
-from elasticd_planner.spec.batch import BatchLengths, BatchPlan, batch_plan
+from elasticd_planner.spec.batch import BatchLengths, BatchPlan, ids_of
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
 from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.data.packing import Packing, deal, tokens_of
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.threads import DaemonThreads
 
@@ -94,13 +96,20 @@ class _Read:
 
 
 class Streamed:
-    """The `Feed` of a stream, packed by length. Sample i of step s has the id s x global batch + i."""
+    """The `Feed` of a stream, dealt by length. Sample i of step s has the id s x global batch + i."""
 
     ahead = False
 
-    def __init__(self, stream: Stream, global_batch: int, linear: int, readers: int = 1) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        global_batch: int,
+        linear: int,
+        readers: int = 1,
+        packing: Packing | None = None,
+    ) -> None:
         self._source = _Source(stream.dataset, global_batch, threaded=readers > 0)
-        self._batch, self._linear = global_batch, linear
+        self._batch, self._linear, self._packing = global_batch, linear, packing
         self._held: Mapping[int, Any] = {}
         self._tokens: tuple[int, ...] = ()
 
@@ -122,11 +131,19 @@ class Streamed:
         """The ids of a step."""
         return tuple(range(step * self._batch, (step + 1) * self._batch))
 
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+        return self._packing is not None
+
     def batch(self, plan: Plan, step: int) -> BatchPlan:
         """The samples of the step that has begun as the plan's lanes take them."""
-        return batch_plan(
-            plan, step, self.samples(step), BatchLengths(tokens=self._tokens, linear=self._linear)
-        )
+        return self.dealing(plan, step)()
+
+    def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
+        """A function that deals the samples of the step that has begun."""
+        lengths = BatchLengths(tokens=self._tokens, linear=self._linear)
+        return partial(deal, self._packing, plan, step, self.samples(step), lengths, slowdown)
 
     def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
         """Reads a step's samples from the position `carried`, or receives them; gives the next position."""
@@ -149,7 +166,7 @@ class Streamed:
             return _Handed(failed=read.failed, why=read.why)
         ids = self.samples(step)
         by_id = dict(zip(ids, read.samples, strict=True))
-        self._tokens = tuple(map(_tokens, read.samples))
+        self._tokens = tuple(map(tokens_of, read.samples))
         dealt = self.batch(plan, step)
         mine, *others = (
             _Handed(
@@ -172,7 +189,7 @@ def _read_by(plan: Plan, device: str, dealt: BatchPlan) -> tuple[int, ...]:
     stages = plan.pipeline(place).stages
     if place.stage not in (0, len(stages) - 1):
         return ()
-    return tuple(index for micro in dealt.of(place) for index in micro)
+    return ids_of(piece for micro in dealt.of(place) for piece in micro)
 
 
 def _send(everyone: Group, rank: int, handed: _Handed) -> None:
@@ -196,10 +213,6 @@ def _unpacked(code: int, data: memoryview) -> Tensor:
 
 
 _decoder = msgspec.msgpack.Decoder(_Handed, ext_hook=_unpacked)
-
-
-def _tokens(sample: Any) -> int:
-    return int(next(value.numel() for value in sample.values() if isinstance(value, Tensor)))
 
 
 def _checked(sample: Any) -> Any:

@@ -9,6 +9,7 @@ recomputation changes no result.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.model.bundle import Bundle, tensors
 from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.parallel.packed_row import first_pass, second_pass
 
 #: Which blocks recompute: none, all, those that the plan says, or those for whose index the function is true.
 Recompute = bool | Literal["plan"] | Callable[[int], bool]
@@ -72,8 +74,9 @@ class Recomputed:
         """
         named = {"the activation": entered} if isinstance(entered, Tensor) else entered
         versions = {name: x._version for name, x in named.items()}
-        with torch.no_grad():
-            out = self.recompute(entered)
+        kept = first_pass(self._section) if torch.is_grad_enabled() else nullcontext()
+        with torch.no_grad(), kept:
+            out: Bundle = self._module(entered)
         for name, x in named.items():
             if x._version != versions[name] and torch.is_grad_enabled():
                 what = name if x is entered else repr(name)
@@ -90,4 +93,6 @@ class Recomputed:
 
     def recompute(self, entered: Bundle) -> Bundle:
         """The output once more, with its autograd graph."""
-        return self._module(entered)
+        with second_pass(self._section):
+            out: Bundle = self._module(entered)
+        return out

@@ -42,6 +42,7 @@ from elasticd.runtime.comm.communicators import Communicators, Peers, agreed
 from elasticd.runtime.comm.groups import Cancelled, Group, PlanGroups
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hashes
+from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.engine.mixed_precision import LossScaler
 from elasticd.runtime.engine.pipeline_stage import Pace, Passed, StageRunner
 from elasticd.runtime.engine.recipe import Recipe
@@ -80,7 +81,8 @@ class StepDone:
 def connect(plan_groups: PlanGroups, layouts: Layouts, recipe: Recipe) -> Peers:
     """Makes the group of all members, and then this device's communicators, in the same order on all ranks."""
     everyone = plan_groups.group(layouts.plan.members, "vote")
-    listed = channels(layouts, plan_groups.me)
+    packing = recipe.data.packing
+    listed = channels(layouts, plan_groups.me, cuts=packing is not None and packing.cut)
     make = recipe.connect or agreed(everyone, recipe.accelerator)
     made = make(plan_groups, listed, everyone, recipe.accelerator)
     return Peers(everyone=everyone, communicators=made, channels=listed)
@@ -184,7 +186,7 @@ class Engine:
         self._after: str | None = None
         self._delivered: Event | None = None  # after the last step's deliveries; None: they are over
         self.after_recovery = self.torn = self.stale = self.spent = False
-        self._batches: dict[int, BatchPlan] = {}
+        self._batches = BatchesAhead(recipe.feed, self.plan, self.linear)
         self.reduced = self.last = None
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self.slices = None
@@ -400,8 +402,11 @@ class Engine:
                 samples=passed.samples,
                 failed=passed.failure.index + 1 if passed.failure is not None else 0,
                 draining=draining(),
+                seconds=self._telemetry.block_seconds() if batch.packed else 0.0,
+                next=after.digest if (after := self._batches.next(step)) is not None and after.packed else 0,
             )
             outcome = self._vote.vote(record, expected_hashes(self.plan, batch))
+            self._batches.voted(batch, outcome.seconds)
             self.communicators.received()
             if outcome.failed is not None:
                 self._drop(*outcome.failed, passed.failure)
@@ -415,7 +420,9 @@ class Engine:
             self._delivered = self.accelerator.event()
             self._delivered.record()
             self._look()
-            measurement = self._telemetry.finish(self.plan.number, step)
+            measurement = self._telemetry.finish(
+                self.plan.number, step, slowdown=self._batches.slowdown_of(self.device)
+            )
             return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
 
     def _passes(self, step: int) -> tuple[BatchPlan, Passed]:
@@ -424,25 +431,15 @@ class Engine:
         self.local.drawing.begin(self._recipe.seed, step)
         self.plan_groups.stopwatch.where.at(LOADER)  # a stream is read here, and the lengths of samples
         self._after = self._recipe.feed.begin(step, self.plan, self.everyone, self._carried.get(DATA))
-        batch = self._batch(step)
+        batch = self._batches.of(step)
         if self.runner is None:
             return batch, Passed(loss=0.0, count=0.0, tokens=0, samples=NO_SAMPLES)
         place = self.plan.places[self.device]
-        batches = (batch, self._batch(step + 1)) if self._recipe.feed.ahead else (batch,)
-        mine, *next_ = (each.of(place) for each in batches)
-        self.runner.prepare(micro for micros in (mine, *next_) for micro in micros)
-        passed = self.runner.run(mine, self.scale)
+        mine, after = batch.of(place), self._batches.next(step)
+        self.runner.prepare([*mine, *(after.of(place) if after is not None else ())])
+        passed = self.runner.run(mine, self.scale, batch.rows(place))
         self._constants.check()
         return batch, passed
-
-    def _batch(self, step: int) -> BatchPlan:
-        """The batch of a step. It is made once, though it is looked at a step ahead."""
-        if not self._recipe.feed.ahead:
-            return self._recipe.feed.batch(self.plan, step)
-        self._batches = {at: batch for at, batch in self._batches.items() if at >= step - 1}
-        if step not in self._batches:
-            self._batches[step] = self._recipe.feed.batch(self.plan, step)
-        return self._batches[step]
 
     def _drop(self, rank: int, index: int, mine: SampleError | None) -> NoReturn:
         """Drops the gradients of a step with a sample that could not be read, and raises its error."""

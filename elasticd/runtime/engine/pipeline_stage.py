@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -18,7 +19,7 @@ from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.launches import AHEAD, gradient_receipts
 from elasticd_planner.layout.stage_boundary import Border, after, before
-from elasticd_planner.spec.batch import MicroBatch
+from elasticd_planner.spec.batch import BatchRow, MicroBatch, ids_of, passes_of_rows
 from elasticd_planner.spec.plan import Pipeline, Place, Plan
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.comm.running_group import OneDevice, running
 from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import SampleError
-from elasticd.runtime.data.sample_ledger import hash_samples
+from elasticd.runtime.data.sample_ledger import entries, hash_samples
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
 from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks, warn_of_slices
 from elasticd.runtime.engine.mixed_precision import converted
@@ -43,13 +44,15 @@ from elasticd.runtime.model.bundle import (
     tensors,
 )
 from elasticd.runtime.model.local_model import LocalModel
+from elasticd.runtime.parallel.context_parallel import ContextParallel
+from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
-from elasticd.runtime.telemetry.step_times import Telemetry
+from elasticd.runtime.telemetry.step_times import SequenceHere, Telemetry
 from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
 
-#: (kind of pass, tokens, share of the TP group, time at its begin, seconds of communication in it) -> time at
-#: its end. On an emulated device it sleeps.
-Pace = Callable[[str, int, float, float, float], float]
+#: (kind of pass, tokens, share of the TP group, time at its begin, seconds of communication in it, sum over
+#: tokens of the length of their sequence) -> time at its end. On an emulated device it sleeps.
+Pace = Callable[[str, int, float, float, float, float], float]
 
 _Stage = TypeVar("_Stage", PrevStage, NextStage)
 BorderOf = Callable[[Pipeline, Place, str], Border]
@@ -60,8 +63,9 @@ class _MicroBatchState:
     """What the backward pass of a micro-batch through a chunk needs of its forward pass."""
 
     tokens: int
-    length: int  #: of its samples, in tokens
-    ids: Sequence[int]  #: of its samples, as they came with the activation
+    length: int  #: of its samples, in tokens; of a packed row, of all its pieces
+    squares: float  #: the sum over its tokens of the length of their sequence
+    ids: Sequence[int]  #: what the ledger has of it, as it came with the activation
     segments: list[tuple[str, Bundle, Bundle]] = field(default_factory=list)  #: section, its input, its output
     loss: Tensor | None = None  #: sum over targets; None: not the last stage
     targets: float | Tensor = 0
@@ -121,6 +125,16 @@ def _chunks(recipe: Recipe, plan: Plan, modules: Mapping[str, nn.Module], peers:
         names = ["embed"] * (prev is None) + names + ["head"] * (next_ is None)
         chunks.append(_Chunk(modules={name: modules[name] for name in names}, before=prev, after=next_))
     return chunks
+
+
+def _context(recipe: Recipe, plan: Plan, peers: Peers) -> ContextParallel | None:
+    """What this device exchanges with the other lanes of its stage; None: no sequence is cut over lanes."""
+    place, me = plan.places[peers.me], peers.me
+    stage = plan.modules[place.module].pipelines[place.pipeline].stages[place.stage]
+    channel = Channel("context", stage.devices)
+    if channel not in peers.channels:
+        return None
+    return ContextParallel(recipe.model.spec, stage, me, peers.communicators.mesh(channel))
 
 
 def _total(values: Sequence[float | Tensor]) -> float | Tensor:
@@ -187,6 +201,8 @@ class StageRunner:
             slices: of the tokens that blocks are on; None: they are on all. All tokens pass between stages.
         """
         self._slices = slices
+        self._rows: list[PackedRow] = []  # of the micro-batches of the step; empty: they are padded
+        self._own: tuple[Sequence[int], int] = ((), 0)  # which of how many rows of the pipeline they are
         self._drawing, self._loss, self._loader = (
             local.drawing,
             recipe.loss,
@@ -202,7 +218,7 @@ class StageRunner:
         self._accelerator = recipe.accelerator
         place = plan.places[peers.everyone.me]
         stage = plan.stage(place)
-        self._stage, self._position = place.stage, place.position
+        self._stage, self._position, self._lane = place.stage, place.position, place.lane
         self._stages = len(plan.pipeline(place).stages)
         self._share, self._layers = stage.fraction(place.position), stage.layers
         self.calls, self.before_first_pass = BlockCalls(), None
@@ -212,29 +228,54 @@ class StageRunner:
             warn_of_slices()
         self._recomputed = recomputed_blocks(stage, recipe.recomputed, local.modules)
         self._chunks = _chunks(recipe, plan, local.modules, peers)
+        self._context = _context(recipe, plan, peers)
         alone = len(stage.devices) == 1
         channel = Channel("tensor", stage.devices)
         self._group = OneDevice(*stage.devices) if alone else peers.communicators.team(channel)
         self.reads = any(chunk.before is None or chunk.after is None for chunk in self._chunks)
         self.most_alive = 0
 
-    def run(self, micro_batches: Sequence[MicroBatch], scale: float = 1.0) -> Passed:
+    def run(
+        self, micro_batches: Sequence[MicroBatch], scale: float = 1.0, rows: Sequence[BatchRow] = ()
+    ) -> Passed:
         """All passes of one step. Gradients accumulate in the parameters.
 
         Args:
-            micro_batches: sample ids of each micro-batch of this lane.
+            micro_batches: of this lane.
             scale: the gradients are those of the loss times this.
+            rows: of all lanes of the pipeline, where each micro-batch is one row of its sequences, without
+                padding. Empty: samples are padded.
         """
         if self.before_first_pass is not None:
             self.before_first_pass()
             self.before_first_pass = None
+        mine = [number for number, row in enumerate(rows) if row.lanes[self._lane]]
+        self._rows, self._own = [self._row(rows[number].lanes) for number in mine], (mine, len(rows))
+        if self._context is not None:
+            self._context.begin_step()
         with running(self._group):
-            return self._run(micro_batches, scale)
+            expected = [entries(micro, packed=bool(rows)) for micro in micro_batches]
+            return self._run(expected, micro_batches, scale)
 
-    def _run(self, micro_batches: Sequence[MicroBatch], scale: float) -> Passed:
+    def _row(self, lanes: Sequence[MicroBatch]) -> PackedRow:
+        """This lane's part of a row. What it lacks of sequences that are cut comes from the other lanes."""
+        mine = lanes[self._lane]
+        cut = self._context is not None and any(piece.tokens < piece.length for piece in mine)
+        exchange = self._context.row(lanes) if self._context is not None and cut else None
+        return PackedRow(mine, self._accelerator.device, exchange)
+
+    def _order(self, stage: int, count: int) -> list[Pass]:
+        """The passes of a stage of this lane. Lanes pass the rows that they share in one order, that of all."""
+        mine, rows = self._own if self._rows else (range(count), count)
+        order = self._schedule(self._stages, stage, rows, len(self._chunks))
+        return [Pass(*each) for each in passes_of_rows(order, mine)]
+
+    def _run(
+        self, expected: Sequence[Sequence[int]], micro_batches: Sequence[MicroBatch], scale: float
+    ) -> Passed:
         self._scale = scale
-        count, chunks = len(micro_batches), len(self._chunks)
-        order = list(self._schedule(self._stages, self._stage, count, chunks))
+        count = len(micro_batches)
+        order = self._order(self._stage, count)
         last = {at.chunk: position for position, at in enumerate(order) if at.kind == "backward"}
         alive: dict[tuple[int, int], _MicroBatchState] = {}
         received: list[int] = []
@@ -245,14 +286,13 @@ class StageRunner:
         self._loader.take()
         for chunk in self._chunks:
             if chunk.before is not None:
-                stage_before = (self._stage - 1) % self._stages
-                chunk.before.begin_step(self._schedule(self._stages, stage_before, count, chunks))
+                chunk.before.begin_step(self._order((self._stage - 1) % self._stages, count))
             if chunk.after is not None:
                 chunk.after.begin_step()
         receipts = gradient_receipts(order, lambda number: self._chunks[number].after is not None)
         for position, (kind, index, number) in enumerate(order):
             for ahead in order[position : position + 1 + AHEAD]:
-                self._post_header(ahead, micro_batches)
+                self._post_header(ahead, expected)
             for micro_batch, of_chunk in receipts[position]:
                 after_chunk = self._chunks[of_chunk].after
                 assert after_chunk is not None
@@ -260,20 +300,25 @@ class StageRunner:
                 after_chunk.post(micro_batch, self._like(waiting.output, waiting))
             chunk = self._chunks[number]
             if kind == "forward":
-                state, counted = self._forward(index, micro_batches[index], chunk)
+                with self._passing(index, micro_batches[index]):
+                    state, counted = self._forward(index, micro_batches[index], expected[index], chunk)
                 if torch.is_grad_enabled():  # else there is no backward pass
                     alive[number, index] = state
                     self.most_alive = max(self.most_alive, len(alive))
                 if number == 0:
                     received.extend(state.ids)
                     tokens += state.tokens
-                elif state.ids != micro_batches[index]:
+                elif state.ids != expected[index]:
                     unexpected_ids.extend(state.ids)  # so that the vote reports them
                 if state.loss is not None and self._position == 0:
                     losses.append(state.loss.detach())
                     counts.append(counted)
             else:
-                self._backward(index, alive.pop((number, index)), chunk, last=position == last[number])
+                with self._passing(index, micro_batches[index]):
+                    self._backward(index, alive.pop((number, index)), chunk, last=position == last[number])
+        if not order and torch.is_grad_enabled():  # a lane without a sequence in this step adds nothing
+            for section in [name for chunk in reversed(self._chunks) for name in reversed(chunk.modules)]:
+                self._on_section_done(section)
         for chunk in self._chunks:
             for border in (chunk.before, chunk.after):
                 if border is not None:
@@ -290,45 +335,57 @@ class StageRunner:
             failure=failure,
         )
 
-    def forward(self, micro_batches: Sequence[MicroBatch], loader: Loader, loss: Loss) -> Passed:
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], loader: Loader, loss: Loss, rows: Sequence[BatchRow] = ()
+    ) -> Passed:
         """The forward passes alone, of samples of another dataset, without gradients.
 
         Args:
-            micro_batches: sample ids of each micro-batch of this lane.
+            micro_batches: of this lane.
             loader: makes batches of that dataset.
             loss: called with each output instead of the loss of the training.
+            rows: as in `run`.
         """
         mine = self._loader, self._loss, self._schedule
         self._loader, self._loss, self._schedule = loader, loss, all_forward
         try:
             with torch.no_grad():
-                return self.run(micro_batches)
+                return self.run(micro_batches, rows=rows)
         finally:
             self._loader, self._loss, self._schedule = mine
 
     def prepare(self, micro_batches: Iterable[MicroBatch]) -> None:
         """Has the samples of these micro-batches read ahead, if this stage reads any."""
         if self.reads:
-            self._loader.prepare([index for micro in micro_batches for index in micro])
+            self._loader.prepare([piece.sample for micro in micro_batches for piece in micro])
 
-    def _post_header(self, ahead: Pass, micro_batches: Sequence[MicroBatch]) -> None:
+    @contextmanager
+    def _passing(self, index: int, micro: MicroBatch) -> Iterator[None]:
+        """A pass of a micro-batch: modules ask for its row, and dropouts for its samples."""
+        row = self._rows[index] if self._rows else None
+        self._drawing.samples = ids_of(micro)
+        self._drawing.tokens = None if row is None else (row.sample_of_token, row.positions)
+        with passing(row):
+            yield
+
+    def _post_header(self, ahead: Pass, expected: Sequence[Sequence[int]]) -> None:
         before = self._chunks[ahead.chunk].before
         if ahead.kind == "forward" and before is not None:
-            before.post(ahead.micro_batch, len(micro_batches[ahead.micro_batch]))
+            before.post(ahead.micro_batch, len(expected[ahead.micro_batch]))
 
-    def _forward(self, index: int, micro: MicroBatch, chunk: _Chunk) -> tuple[_MicroBatchState, float | Tensor]:
-        telemetry = self._telemetry
-        ids: Sequence[int] = micro
+    def _forward(
+        self, index: int, micro: MicroBatch, expected: Sequence[int], chunk: _Chunk
+    ) -> tuple[_MicroBatchState, float | Tensor]:
+        telemetry, ids = self._telemetry, expected
         batch = None
         if chunk.before is None or chunk.after is None:
             with self._stopwatch.measure("input"):
-                batch = self._loader.batch(micro)
+                batch = self._loader.batch(micro, packed=bool(self._rows))
             if chunk.before is None:
                 telemetry.named(batch)
             batch = converted(batch, self._accelerator.put)
-        self._drawing.samples = ids
         if chunk.before is not None:
-            x, ids = chunk.before.activation(index, len(micro))
+            x, ids = chunk.before.activation(index, len(expected))
             telemetry.mark()
             x = self._cut(x)
         else:
@@ -339,15 +396,17 @@ class StageRunner:
         samples, length = sizes(x)
         if self._slices is not None:
             length = self._slices.length
-        state = _MicroBatchState(tokens=samples * length, length=length, ids=ids)
+        sequences = self._sequences(micro, samples, length)
+        squares = sum(here.tokens * here.length for here in sequences)
+        state = _MicroBatchState(tokens=samples * length, length=length, squares=squares, ids=ids)
         state.segments.append(("embed", x, x))
         if chunk is self._chunks[0]:
-            telemetry.worked(state.tokens, self._layers, self._share, length)
+            telemetry.worked(state.tokens, self._layers, self._share, sequences)
         start = time.perf_counter()
         for section, module in chunk.blocks.items():
-            communicated = self._stopwatch.read("tensor")
+            communicated = self._stopwatch.inside
             x = self._segment(state, section, module, x)
-            start = self._end_pace("forward", state.tokens, start, communicated)
+            start = self._end_pace("forward", state, start, communicated)
         telemetry.passed("forward")
         counted: float | Tensor = 0
         if chunk.after is None:
@@ -365,6 +424,12 @@ class StageRunner:
         else:
             chunk.after.send_activation(index, self._joined(x), ids)
         return state, counted
+
+    def _sequences(self, micro: MicroBatch, samples: int, length: int) -> list[SequenceHere]:
+        """What telemetry counts of a micro-batch: its pieces, or its samples padded to a length."""
+        if self._rows:
+            return [SequenceHere(piece.tokens, piece.length, not piece.start) for piece in micro]
+        return [SequenceHere(length, length, True)] * samples if length else []
 
     def _cut(self, x: Bundle) -> Bundle:
         """This device's part of what came from another stage."""
@@ -390,7 +455,6 @@ class StageRunner:
         """One backward pass. `last`: no other one of the step goes through the chunk."""
         telemetry, where = self._telemetry, self._stopwatch.where
         where.at(BACKWARD)
-        self._drawing.samples = state.ids
         if self._slices is not None:
             self._slices.length = state.length
         first, *rest = state.segments
@@ -419,14 +483,14 @@ class StageRunner:
             section, entered, out = rest.pop()
             where.at(BACKWARD)
             if section in self._recomputed:
-                communicated = self._stopwatch.read("tensor")
+                communicated = self._stopwatch.inside
                 out = self._recomputed[section].recompute(entered)
-                start = self._end_pace("forward", state.tokens, start, communicated)
+                start = self._end_pace("forward", state, start, communicated)
                 telemetry.passed("recompute")
-            communicated = self._stopwatch.read("tensor")
+            communicated = self._stopwatch.inside
             self._drawing.forget(section)
             backward(out, given)
-            start = self._end_pace("backward", state.tokens, start, communicated)
+            start = self._end_pace("backward", state, start, communicated)
             given = gradients(entered)
             if last or self._recomputed or not rest:
                 telemetry.passed("backward")
@@ -448,5 +512,6 @@ class StageRunner:
         if last:
             self._on_section_done("embed")
 
-    def _end_pace(self, kind: str, tokens: int, start: float, communicated: float) -> float:
-        return self._pace(kind, tokens, self._share, start, self._stopwatch.read("tensor") - communicated)
+    def _end_pace(self, kind: str, state: _MicroBatchState, start: float, communicated: float) -> float:
+        spent = self._stopwatch.inside - communicated
+        return self._pace(kind, state.tokens, self._share, start, spent, state.squares)

@@ -70,6 +70,11 @@ class Recipe:
             raise ValueError(f"global_batch must be at least 1, not {self.global_batch}")
         if isinstance(self.dataset, Stream) and self.data.length is not None:
             raise ValueError("length is of a map-style dataset's samples; a stream's are dealt by their tokens")
+        if self.data.packing is not None and not isinstance(self.dataset, Stream) and self.length is None:
+            raise ValueError(
+                "packing needs the tokens of each sample before it is read: give the dataset an attribute "
+                "`lengths`, or give DataOptions(length=...)"
+            )
         if self.parallelism.sequence_parallel:
             refuse_model(self.model)
         object.__setattr__(self, "model", lowered(self.model, self.precision))
@@ -95,6 +100,12 @@ class Recipe:
         """Blocks that recompute their activations under every plan, because the user named them."""
         return asked(self.parallelism.recompute, self.model.layers)[1]
 
+    @cached_property
+    def length(self) -> Callable[[int], int] | None:
+        """Tokens of a sample of a map-style dataset by its index; None: not known."""
+        assert not isinstance(self.dataset, Stream)
+        return length_of(self.dataset) if self.data.length is None else self.data.length
+
     @property
     def samples(self) -> int:
         """Samples of a map-style dataset; 0 of a stream."""
@@ -110,8 +121,8 @@ class Recipe:
         """Gives the samples of each step: one object under all plans, so that a new one finds what was read."""
         if self.source is not None:
             return self.source
-        linear = linear_of(self.model.spec)
+        linear, packing = linear_of(self.model.spec), self.data.packing
         if isinstance(self.dataset, Stream):
-            return Streamed(self.dataset, self.global_batch, linear, self.data.readers)
-        length = length_of(self.dataset) if self.data.length is None else self.data.length
-        return Mapped(self.sampler, SampleReader(self.dataset, self.data.readers), length, linear)
+            return Streamed(self.dataset, self.global_batch, linear, self.data.readers, packing)
+        reader = SampleReader(self.dataset, self.data.readers)
+        return Mapped(self.sampler, reader, self.length, linear, packing)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -19,8 +20,8 @@ from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.sample_ledger import LedgerError
 
-#: The fields of `RankRecord` in their order, 68 bytes.
-_RECORD = struct.Struct("<qqq??qdddQqb")
+#: The fields of `RankRecord` in their order, 84 bytes.
+_RECORD = struct.Struct("<qqq??qdddQqbQd")
 
 
 class Draining(IntEnum):
@@ -46,6 +47,8 @@ class RankRecord(NamedTuple):
     samples: int  #: hash of the sample ids that came with the activations into its forward passes
     failed: int = 0  #: 1 + index of a sample that this rank could not read; 0: none
     draining: int = Draining.NO
+    next: int = 0  #: digest of the next step's batch plan; 0: it is not known yet, or not packed
+    seconds: float = 0.0  #: that its blocks computed in this step
 
 
 class StepOutcome(Value, frozen=True, kw_only=True):
@@ -57,6 +60,7 @@ class StepOutcome(Value, frozen=True, kw_only=True):
     saving: tuple[int, ...]  # of each rank, as in its record
     snapshot: tuple[bool, ...]  # of each rank, as in its record
     failed: tuple[int, int] | None = None  # the first rank that could not read a sample, and the sample's index
+    seconds: tuple[float, ...] = ()  # of each rank, as in its record
     last: bool = False  # all ranks leave the job, and a last checkpoint is to be made
 
 
@@ -68,7 +72,7 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> StepOut
         expected: of each rank the hash of the samples that the batch plan gives it.
 
     Raises:
-        LedgerError: steps or samples differ; on every rank alike.
+        LedgerError: steps, samples or the next batch plan differ; on every rank alike.
     """
     every: Any = RankRecord._make(zip(*records, strict=True))  # each field has the values of all ranks
     step = every.step[0]
@@ -77,6 +81,13 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> StepOut
     if every.samples != tuple(expected):
         wrong = [rank for rank, hashed in enumerate(every.samples) if hashed != expected[rank]]
         raise LedgerError(f"step {step}: ranks {wrong} did not see the samples of the batch plan")
+    if len(set(every.next)) > 1:
+        usual, _ = Counter(every.next).most_common(1)[0]
+        odd = [rank for rank, digest in enumerate(every.next) if digest != usual]
+        raise LedgerError(
+            f"step {step}: ranks {odd} have another batch plan for step {step + 1} than the others: do their "
+            "nodes have other lengths in the dataset, or another elasticd or NumPy?"
+        )
     count, squares = _total(every.targets), _total(every.squares)
     unread = next((rank for rank, index in enumerate(every.failed) if index), None)
     loss = _total(every.loss) / count if count else math.nan
@@ -94,6 +105,7 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> StepOut
         prepared=every.prepared,
         saving=every.saving,
         snapshot=every.snapshot,
+        seconds=every.seconds,
         failed=None if unread is None else (unread, every.failed[unread] - 1),
         last=all(every.draining) and Draining.UNSAVED in every.draining,
     )

@@ -44,11 +44,14 @@ class Drawing:
     """
 
     samples: Sequence[int] | None  #: ids of the samples in the pass; None: they are counted from 0
+    #: Of a packed row, whose activations are [1, tokens, ...]: the place in `samples` of each token's sample,
+    #: and its position in that sample, both [tokens] on the activation's device. None: samples are padded.
+    tokens: tuple[Tensor, Tensor] | None
     drew: set[str]  #: the places that drew from a generator without a key
 
     def __init__(self) -> None:
         self.seed = self.step = 0
-        self.samples, self.drew = None, set()
+        self.samples, self.tokens, self.drew = None, None, set()
         self._calls: Counter[str] = Counter()
 
     def begin(self, seed: int, step: int) -> None:
@@ -66,7 +69,7 @@ class Drawing:
 
         Args:
             site: the full name of the dropout.
-            samples: the size of its input's first dimension.
+            samples: how many are expected, the size of its input's first dimension.
 
         Raises:
             ValueError: the pass has another number of samples.
@@ -79,6 +82,14 @@ class Drawing:
             )
         self._calls[site] += 1
         return [_key(self.seed, self.step, i, site, self._calls[site]) for i in ids]
+
+    def on(self, keys: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+        """Keys of samples [draws, samples] on a device; of a packed row those of its tokens [draws, tokens]."""
+        put_there = put(torch.tensor(keys, dtype=torch.int64), device)
+        if self.tokens is None:
+            return put_there
+        sample, position = self.tokens
+        return _mixed(put_there[:, sample] + (position + 1) * _GOLDEN)
 
     def watch(self, section: str, module: nn.Module) -> None:
         """Hooks `keyed` around every forward pass of a section, also around those of recomputation."""
@@ -108,7 +119,7 @@ class Drawing:
         if self.samples is None or not drawing or device is None:
             return
         keys = [self.keys(each.site, len(self.samples)) for each in drawing]
-        for each, row in zip(drawing, put(torch.tensor(keys, dtype=torch.int64), device), strict=True):
+        for each, row in zip(drawing, self.on(keys, device), strict=True):
             each.ready = row
 
     @contextmanager
@@ -240,7 +251,8 @@ class Dropout(nn.Module):
     It takes the place of every nn.Dropout of a model. `site` names it; `cut` is the dimension along which its
     input is cut in a TP group, if it is, and the global index of the first element there. Otherwise the input
     may be a slice of the tokens: `first_token` says by their number which the first one is. `ready` has the
-    keys of the first draw in the pass of its section, [samples]."""
+    keys of the first draw in the pass of its section, [samples]; of a packed row [tokens], because each of its
+    tokens is dropped as in its sample."""
 
     def __init__(self, p: float, site: str = "") -> None:
         super().__init__()
@@ -254,10 +266,10 @@ class Dropout(nn.Module):
         """Sets elements to 0 with probability p and scales the others by 1 / (1 - p), in training mode.
 
         Args:
-            x: [samples, ...], of the samples that `drawing` names.
+            x: [samples, ...], of the samples that `drawing` names; of a packed row [1, tokens, ...].
 
         Raises:
-            ValueError: the first dimension of `x` has another size than `drawing` has samples.
+            ValueError: `x` has another number of samples, or of tokens in a row, than `drawing`.
         """
         if not self.training or self.p == 0:
             return x
@@ -268,16 +280,33 @@ class Dropout(nn.Module):
         elif self.first_token is not None and x.dim() > 1:
             start[0] = self.first_token(x.shape[1])
         keys, self.ready = self.ready, None
-        if keys is None or keys.shape[0] != x.shape[0]:
-            keys = self._next_keys(x.shape[0], x.device)
-        keys = keys.to(x.device)
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
         drop = dropped if torch.compiler.is_compiling() else _dropped_on(x.device.type)
-        return drop(x, keys, start, _least(self.p), scale)
+        if self.drawing.tokens is not None:
+            keys = self._of_tokens(x, keys, start[0] if start else 0)
+            return drop(x[0], keys, start[1:], _least(self.p), scale)[None]
+        if keys is None or keys.shape[0] != x.shape[0]:
+            keys = self._next_keys(x.shape[0], x.device)
+        return drop(x, keys.to(x.device), start, _least(self.p), scale)
+
+    def _of_tokens(self, x: Tensor, keys: Tensor | None, first: int) -> Tensor:
+        """The keys of those tokens of a packed row, from the `first` on, that `x` [1, tokens, ...] has."""
+        if keys is None:
+            keys = self._next_keys(-1, x.device)
+        here = x.shape[1] if self.first_token is not None and x.dim() > 1 else keys.shape[0]
+        if x.dim() < 2 or tuple(x.shape[:2]) != (1, here) or here > keys.shape[0] - first:
+            raise ValueError(
+                f"{self.site}: a dropout's input must be [1, tokens, ...] of the {keys.shape[0]} tokens of a "
+                f"packed row, not {tuple(x.shape)}"
+            )
+        return keys[first : first + x.shape[1]].to(x.device)
 
     @breaks_graphs
     def _next_keys(self, samples: int, device: torch.device) -> Tensor:
-        return put(torch.tensor(self.drawing.keys(self.site, samples), dtype=torch.int64), device)
+        drawing = self.drawing
+        if drawing.tokens is not None:
+            samples = len(drawing.samples or ())
+        return drawing.on([drawing.keys(self.site, samples)], device)[0]
 
     def extra_repr(self) -> str:
         """The probability, for `print(model)`."""

@@ -30,14 +30,14 @@ def positions(x: Tensor) -> Tensor:
     """
     if x.dim() < 2:
         raise ValueError(f"elasticd.positions takes a tensor [samples, tokens, ...], not {tuple(x.shape)}")
-    if current_row() is None:
+    if current_row(x.device) is None:
         return torch.arange(x.shape[1], device=x.device)
     return _positions_of_row(x)
 
 
 @breaks_graphs
 def _positions_of_row(x: Tensor) -> Tensor:
-    row = _row()
+    row = _row(x.device)
     if x.shape[0] != 1 or x.shape[1] != row.tokens:
         raise ValueError(
             f"elasticd.positions got {tuple(x.shape)}, and the packed row is [1, {row.tokens}, ...]: give it a "
@@ -80,7 +80,7 @@ def attention(
         raise ValueError(
             f"elasticd.attention got a window of {window} tokens: a token attends to itself at least"
         )
-    if current_row() is None:
+    if current_row(q.device) is None:
         return _plain(q, k, v, causal=causal, window=window, scale=scale)
     return _of_row(q, k, v, causal, window, scale)
 
@@ -135,7 +135,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 @breaks_graphs
 def _of_row(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, scale: float | None) -> Tensor:
-    row = _row()
+    row = _row(q.device)
     if q.shape[0] != 1 or q.shape[2] != row.tokens:
         raise ValueError(
             f"elasticd.attention got queries {tuple(q.shape)}, and the packed row is [1, heads, {row.tokens}, "
@@ -144,8 +144,8 @@ def _of_row(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, s
     return _packed(q, k, v, row, causal=causal, window=window, scale=scale)
 
 
-def _row() -> PackedRow:
-    row = current_row()
+def _row(device: torch.device) -> PackedRow:
+    row = current_row(device)
     assert row is not None
     return row
 
@@ -161,7 +161,11 @@ def _packed(
     scale: float | None,
 ) -> Tensor:
     """Attention of each sequence by itself. The sequences are views of the row, whose gradients are joined in
-    one copy; a row of one sequence is not copied."""
+    one copy; a row of one sequence is not copied. Of sequences that are cut the rest is fetched."""
+    if not row.whole:
+        if row.exchange is None:
+            raise RuntimeError("a row has a part of a sequence, and no other lane to fetch the rest from")
+        return row.exchange.attention(q, k, v, row, causal=causal, window=window, scale=scale)
     if len(row.segments) == 1:
         return _plain(q, k, v, causal=causal, window=window, scale=scale)
     lengths = [each.stop - each.start for each in row.segments]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elasticd.runtime.data.loader import Batch
+from elasticd.runtime.data.collate import Batch
 from elasticd.runtime.engine.recipe import Loss
 from elasticd.runtime.model.model import Model, ModelError
 

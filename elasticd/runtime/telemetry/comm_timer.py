@@ -8,8 +8,8 @@ from elasticd.runtime.telemetry.device_timer import Spans
 from elasticd.runtime.telemetry.main_thread import Where
 from elasticd.wire.main_thread import LABELS, OTHER
 
-#: Communication that is a part of a section's computation, where a device does both behind its host's back.
-INSIDE = "tensor"
+#: Communication inside of a section's computation: in its TP group, and with lanes that share sequences.
+INSIDE = ("tensor", "context")
 
 
 class Stopwatch:
@@ -31,6 +31,11 @@ class Stopwatch:
         """Seconds that were spent for `label` since the last `take`."""
         return self.seconds.get(label, 0.0)
 
+    @property
+    def inside(self) -> float:
+        """Seconds since the last `take` that were spent inside of sections, see `INSIDE`."""
+        return sum(self.seconds.get(label, 0.0) for label in INSIDE)
+
     def take(self) -> dict[str, float]:
         """All seconds since the last take."""
         seconds, self.seconds = self.seconds, {}
@@ -44,7 +49,7 @@ class Measure:
 
     def __init__(self, stopwatch: Stopwatch, label: str, rank: int | None = None) -> None:
         self._stopwatch, self._label, self._rank = stopwatch, label, rank
-        self._marks = stopwatch.marks if label == INSIDE else None
+        self._marks = stopwatch.marks if label in INSIDE else None
 
     def __enter__(self) -> None:
         where = self._stopwatch.where

@@ -1,7 +1,8 @@
 """Emulated devices: numbers stay real, speed is made. Each block is paced to a set time by sleeping.
 
 A block on a device of rate r that holds the share w of it takes seconds-per-token x tokens x w x r of
-computation; communication comes on top. What the real small computation did not take is slept, to an absolute
+computation, and as much again for tokens of sequences of the length that the speed names; communication comes
+on top. What the real small computation did not take is slept, to an absolute
 deadline; where it took longer, that is an overrun, and a figure with more than 1 % of them is invalid.
 """
 
@@ -23,17 +24,21 @@ class Pacer:
         self.paced = 0
         self.overruns = 0
 
-    def __call__(self, kind: str, tokens: int, share: float, start: float, communicated: float) -> float:
+    def __call__(
+        self, kind: str, tokens: int, share: float, start: float, communicated: float, squares: float = 0.0
+    ) -> float:
         """Sleeps at the end of one block's pass ("forward" or "backward") that began at `start`
-        (perf_counter) and spent `communicated` seconds in communication. Returns when it ended, by the table:
-        that is the start of what follows at once, so that late waking does not add up."""
+        (perf_counter) and spent `communicated` seconds in communication. `squares` is the sum over tokens of
+        the length of their sequence. Returns when it ended, by the table: that is the start of what follows at
+        once, so that late waking does not add up."""
         pace = self.pace
         each = pace.forward if kind == "forward" else pace.backward
         spent = time.perf_counter() - start - communicated
         if each is None:  # no table: stretch what the real computation took
             _until(start + communicated + spent * pace.factor)
             return time.perf_counter()  # what was slept too long is not stretched once more
-        target = each * tokens * share * pace.factor
+        work = tokens + (squares / pace.attention_tokens if pace.attention_tokens else 0.0)
+        target = each * work * share * pace.factor
         self.paced += 1
         if spent > target:
             self.overruns += 1

@@ -6,8 +6,8 @@ The host's clock tells where the host computes. For a device that computes behin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.sequence_lengths import bucket
@@ -18,6 +18,14 @@ from elasticd.runtime.telemetry.device_timer import Spans
 
 #: What a block's computation is told apart in.
 PASSES = ("blocks", "forward", "backward", "recompute")
+
+
+class SequenceHere(NamedTuple):
+    """What this device has of a sequence."""
+
+    tokens: int  #: here, padding included
+    length: int  #: of the whole sequence, padding included
+    begins: bool  #: its first token is here, so that it is counted here
 
 
 class Telemetry:
@@ -41,7 +49,7 @@ class Telemetry:
         self._start = time.perf_counter()
         self._stopwatch.take()
         self._compute = dict.fromkeys((*PASSES, "embed", "head", "optimizer"), 0.0)
-        self._worked: list[tuple[int, float, int]] = []
+        self._worked: list[tuple[int, float, Sequence[SequenceHere]]] = []
         self._modalities: dict[str, int] = {}
         if self._spans is not None:  # passes since the last step, of an evaluation, are no part of this one
             self._compute["optimizer"] += self._spans.take().get("optimizer", 0.0)
@@ -51,7 +59,7 @@ class Telemetry:
         if self._spans is not None:
             self._spans.mark()
         else:
-            self._since = time.perf_counter() - self._stopwatch.seconds.get(INSIDE, 0.0)
+            self._since = time.perf_counter() - self._stopwatch.inside
 
     def passed(self, kind: str) -> None:
         """Adds the seconds since the mark to a kind of computation, and sets the mark anew.
@@ -65,7 +73,7 @@ class Telemetry:
         if self._spans is not None:
             self._spans.passed(kind)
         else:
-            now = time.perf_counter() - self._stopwatch.seconds.get(INSIDE, 0.0)
+            now = time.perf_counter() - self._stopwatch.inside
             self._compute[kind] += now - self._since
             self._since = now
 
@@ -76,17 +84,32 @@ class Telemetry:
             for name, count in counts.items():
                 self._modalities[str(name)] = self._modalities.get(str(name), 0) + int(count)
 
-    def worked(self, tokens: int, layers: int, share: float, length: int = 0) -> None:
-        """A micro-batch of `tokens`, in sequences of `length` with their padding (0: not known), went through
-        `layers` blocks of which this device holds `share`."""
-        self._worked.append((tokens, layers * share, length))
+    def worked(self, tokens: int, layers: int, share: float, sequences: Sequence[SequenceHere] = ()) -> None:
+        """A micro-batch went through `layers` blocks.
 
-    def finish(self, plan: int, step: int) -> Measurement:
+        Args:
+            tokens: of the micro-batch, padding included.
+            layers: the blocks.
+            share: of each, that this device holds.
+            sequences: those that its tokens are of. Empty: not known.
+        """
+        self._worked.append((tokens, layers * share, sequences))
+
+    def block_seconds(self) -> float:
+        """Seconds of computation of blocks in this step, as far as it has come; the device has passed it."""
+        if self._spans is not None:
+            for kind, seconds in self._spans.take().items():
+                to = self._stopwatch.seconds if kind in INSIDE else self._compute
+                to[kind] = to.get(kind, 0.0) + seconds
+        return sum(self._compute[kind] for kind in PASSES)
+
+    def finish(self, plan: int, step: int, slowdown: int = 0) -> Measurement:
         """The measurement of the step that ends now.
 
         Args:
             plan: number of the plan in force.
             step: index of the step.
+            slowdown: of this device's lane [64ths], see `Measurement`.
 
         Returns:
             Times in seconds, work in tokens x blocks, memory in bytes.
@@ -94,19 +117,20 @@ class Telemetry:
         spent, compute = self._stopwatch.take(), self._compute
         if self._spans is not None:
             for kind, seconds in self._spans.take().items():
-                to = spent if kind == INSIDE else compute
+                to = spent if kind in INSIDE else compute
                 to[kind] = to.get(kind, 0.0) + seconds
         tokens = longest = 0
         work = squares = 0.0
         lengths: dict[int, int] = {}
-        for each, blocks, length in self._worked:
+        for each, blocks, sequences in self._worked:
             tokens += each
             work += each * blocks
-            if length:
-                squares += each * length
+            for here, length, begins in sequences:
+                squares += here * length
                 longest = max(longest, length)
-                at = bucket(length)
-                lengths[at] = lengths.get(at, 0) + each // length
+                if begins:
+                    at = bucket(length)
+                    lengths[at] = lengths.get(at, 0) + 1
         return Measurement(
             device=self._device,
             plan=plan,
@@ -121,6 +145,8 @@ class Telemetry:
             head_seconds=compute["head"],
             optimizer_seconds=compute["optimizer"],
             tensor_seconds=spent.get("tensor", 0.0),
+            slowdown=slowdown,
+            context_seconds=spent.get("context", 0.0),
             boundary_seconds=spent.get("boundary", 0.0),
             reduce_seconds=spent.get("reduce", 0.0),
             vote_seconds=spent.get("vote", 0.0),

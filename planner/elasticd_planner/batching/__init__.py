@@ -1,1 +1,1 @@
-"""Which lane takes which part of which sequence of a step, in which row: planned for every step, on every rank."""
+"""Which lane takes which part of which sequence of a step, in which row: planned each step, on every rank."""

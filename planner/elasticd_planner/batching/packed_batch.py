@@ -1,19 +1,53 @@
-"""The packed batch of a step: sequences dealt to the lanes of a plan, one after the other in rows without padding.
+"""The packed batch of a step: sequences dealt to the lanes of a plan, in rows without padding.
 
-A sequence of L tokens costs L x (linear + L), in units of one token's attention to one other; a row costs the sum
-of its sequences, because attention does not look over their borders. A row has so many tokens as its lane holds.
-All is a pure function of plan, samples and lengths, in integers, so that every rank has the same batch.
+A sequence of L tokens costs L x (linear + L), in units of one token's attention to one other; a row costs the
+sum of its sequences, because attention does not look over their borders. A row has so many tokens as its lane
+holds. First each pipeline gets its part of the sequences, by its speed; then its lanes share that part, as
+whole sequences or cut: in a pipeline of one stage so that lanes end the step together (`sequence_split`), in
+one of several so that each row is even (`row_balance`). All is a pure function of plan, samples, lengths and
+slowdowns, in integers, so that every rank has the same batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from heapq import heappop, heappush
-from itertools import islice, zip_longest
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, islice, pairwise, repeat, zip_longest
+from math import prod
+from typing import NoReturn
 
+import numpy as np
+
+from elasticd_planner.batching import fold
+from elasticd_planner.batching.division import Division, SplitCost
+from elasticd_planner.batching.lanes import NORMAL, LaneSet, Line
+from elasticd_planner.batching.row_balance import balanced
+from elasticd_planner.batching.sequence_split import divided
+from elasticd_planner.numeric import Ints
 from elasticd_planner.spec.batch import BatchLengths, BatchPlan, BatchRow, MicroBatch, SequencePiece
-from elasticd_planner.spec.plan import ModulePlan, Plan
-from elasticd_planner.value import refuse
+from elasticd_planner.spec.cluster import node_of
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan
+from elasticd_planner.value import Invalid, Value, refuse
+
+
+class NoRoom(Invalid):
+    """A sequence that no row holds."""
+
+    def __init__(self, step: int, sample: int, why: str) -> None:
+        super().__init__(f"step {step}: sample {sample} {why}")
+        self.sample, self.why = sample, why
+
+
+class CutOptions(Value, frozen=True, kw_only=True):
+    """How sequences may be cut."""
+
+    least: int = 256  # [pairs] of a piece: shorter ones waste a kernel, so that only memory asks for them
+    fixed: int = 0  # what a row takes whatever is in it, in units of one token's attention to one other
+
+    def __post_init__(self) -> None:
+        if self.least < 1 or self.fixed < 0:
+            refuse("packing: the least piece must be at least 1 pair, and a row's fixed cost not negative")
 
 
 def token_capacity(plan: Plan, lengths: BatchLengths) -> int:
@@ -22,63 +56,233 @@ def token_capacity(plan: Plan, lengths: BatchLengths) -> int:
 
 
 def packed_batch_plan(
-    plan: Plan, step: int, samples: Sequence[int], lengths: BatchLengths, capacity: int | None = None
+    plan: Plan,
+    step: int,
+    samples: Sequence[int],
+    lengths: BatchLengths,
+    capacity: int | Sequence[int] | None = None,
+    *,
+    cut: CutOptions | None = None,
+    slowdown: Sequence[int] | None = None,
 ) -> BatchPlan:
     """Deals the samples of a step to the lanes of each module, and to rows of those.
 
     Args:
-        plan: the plan; a lane's share of the work is its share of the plan's micro-batches.
+        plan: the plan.
         step: its index.
         samples: their ids.
         lengths: tokens of each sample, and what they cost.
-        capacity: the most tokens of a row; None: see `token_capacity`.
+        capacity: the most tokens of a row, of all lanes or of each lane of a module in order; None: see
+            `token_capacity`.
+        cut: how sequences may be cut over the lanes of a pipeline; None: they stay whole.
+        slowdown: the time of each lane of a module for the same work, in order, in 64ths of a normal lane's;
+            None: the shares of the work are those of the plan's micro-batches.
 
     Raises:
-        Invalid: samples and lengths are not as many, or a sequence is longer than a row may be.
+        NoRoom: a sequence has no token, or no set of lanes of a pipeline holds it.
+        Invalid: samples and lengths are not as many, or lanes and slowdowns or capacities.
     """
     if len(lengths.tokens) != len(samples):
         refuse(f"step {step}: {len(lengths.tokens)} lengths for {len(samples)} samples")
     most = token_capacity(plan, lengths) if capacity is None else capacity
     for sample, tokens in zip(samples, lengths.tokens, strict=True):
         if tokens < 1:
-            refuse(f"step {step}: sample {sample} has {tokens} tokens: a packed sequence needs at least one")
-        if tokens > most:
-            refuse(f"step {step}: sample {sample} has {tokens} tokens, a row at most {most}")
-    modules = tuple(_dealt(module, samples, lengths, most) for module in plan.modules)
+            raise NoRoom(step, sample, f"has {tokens} tokens: a packed sequence needs at least one")
+    modules = tuple(
+        _Dealing(step, module, samples, lengths, most, cut, slowdown).rows() for module in plan.modules
+    )
     return BatchPlan(step=step, plan=plan.number, modules=modules, packed=True)
 
 
-def _dealt(
-    module: ModulePlan, samples: Sequence[int], lengths: BatchLengths, most: int
-) -> tuple[tuple[BatchRow, ...], ...]:
-    """The rows of each pipeline of a module: the costliest sequence first, to the lane that is done first."""
-    tokens = lengths.tokens
-    slots = [count for pipeline in module.pipelines for count in pipeline.micro_batches_by_lane]
-    common = sum(slots)
-    each = [common // slot for slot in slots]  # the time of a unit of work
-    taken: list[list[int]] = [[] for _ in slots]
-    free = [(0, lane) for lane in range(len(slots))]
-    for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
-        work = tokens[index] * (lengths.linear + tokens[index])
-        load, lane = heappop(free)
-        taken[lane].append(index)
-        heappush(free, (load + work * each[lane], lane))
-    lanes = iter(
-        [
-            _rows([SequencePiece.whole(samples[i], tokens[i]) for i in own], most, lengths.linear)
-            for own in taken
-        ]
-    )
-    return tuple(
-        tuple(
-            BatchRow(lanes=row)
-            for row in zip_longest(*islice(lanes, len(pipeline.micro_batches_by_lane)), fillvalue=())
+class _Dealing:
+    """The dealing of a step's samples to one module."""
+
+    def __init__(
+        self,
+        step: int,
+        module: ModulePlan,
+        samples: Sequence[int],
+        lengths: BatchLengths,
+        capacity: int | Sequence[int],
+        cut: CutOptions | None,
+        slowdown: Sequence[int] | None,
+    ) -> None:
+        self.step, self.module, self.samples, self.lengths, self.options = step, module, samples, lengths, cut
+        slots = [count for pipeline in module.pipelines for count in pipeline.micro_batches_by_lane]
+        lanes = len(slots)
+        self.capacity = [capacity] * lanes if isinstance(capacity, int) else list(capacity)
+        self.slowdown = planned_slowdown(slots) if slowdown is None else list(slowdown)
+        # The time of a unit of work on each lane, in a unit that all have in common.
+        common = prod({*slots})
+        self.each = [common // slot for slot in slots] if slowdown is None else self.slowdown
+        for name, given in (("capacities", self.capacity), ("slowdowns", self.slowdown)):
+            if len(given) != lanes or min(given) < 1:
+                refuse(
+                    f"step {step}: module {module.module} has {lanes} lanes, which need {name} of at least 1"
+                )
+        ends = [0, *accumulate(len(pipeline.micro_batches_by_lane) for pipeline in module.pipelines)]
+        self.lanes = [slice(*pair) for pair in pairwise(ends)]
+
+    def rows(self) -> tuple[tuple[BatchRow, ...], ...]:
+        """The rows of each pipeline."""
+        if self.options is None:
+            return self._whole()
+        options = self.options
+        cost = SplitCost(linear=self.lengths.linear, fixed=options.fixed, least=options.least)
+        return tuple(
+            self._cut(pipeline, own, mine, cost)
+            for pipeline, own, mine in zip(self.module.pipelines, self.lanes, self._by_pipeline(), strict=True)
         )
-        for pipeline in module.pipelines
-    )
+
+    def _cut(self, pipeline: Pipeline, own: slice, mine: list[int], cost: SplitCost) -> tuple[BatchRow, ...]:
+        """The rows of one pipeline that has these of the step's sequences."""
+        if not mine:
+            return ()
+        capacity, slowdown = tuple(self.capacity[own]), tuple(self.slowdown[own])
+        line = _line(LaneSet(nodes=nodes_of(pipeline), capacity=capacity, slowdown=slowdown))
+        lengths = np.array([self.lengths.tokens[index] for index in mine])
+        stages = len(pipeline.stages)
+        even = balanced(lengths, line, cost, stages) if stages > 1 else None
+        # Sequences that no even rows hold are so few or so short that there is nothing to balance.
+        found = divided(lengths, line, cost) if even is None else even
+        return rows_of(found, [self.samples[index] for index in mine], lengths, line)
+
+    def _by_pipeline(self) -> list[list[int]]:
+        """The sequences of each pipeline: the costliest first, to that which ends first with it, of those that
+        hold it."""
+        tokens, linear = self.lengths.tokens, self.lengths.linear
+        rooms = [self.capacity[own] for own in self.lanes]
+        if len(self.lanes) == 1:
+            dealt = [list(range(len(tokens)))]
+        else:
+            speeds = [sum(2**40 // each for each in self.each[own]) for own in self.lanes]
+            dealt, loads = [[] for _ in rooms], [0] * len(rooms)
+            for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+                length = tokens[index]
+                work = length * (linear + length) << 40
+                held = [at for at, room in enumerate(rooms) if _holds(room, length)]
+                at = min(held, key=lambda at: loads[at] + work // speeds[at], default=0)
+                loads[at] += work // speeds[at]
+                dealt[at].append(index)
+        for room, mine in zip(rooms, dealt, strict=True):
+            longest = max(mine, key=tokens.__getitem__, default=None)
+            if longest is not None and not _holds(room, tokens[longest]):
+                most = max(map(sum, rooms))
+                self._refuse(longest, f"and no pipeline's lanes hold more than {most} in a row")
+        return dealt
+
+    def _whole(self) -> tuple[tuple[BatchRow, ...], ...]:
+        """Whole sequences: the costliest first, to the lane that is done first of those that hold it."""
+        tokens, linear = self.lengths.tokens, self.lengths.linear
+        taken: list[list[int]] = [[] for _ in self.each]
+        free = [(0, lane) for lane in range(len(self.each))]
+        heapify(free)
+        for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+            passed = []
+            while free and tokens[index] > self.capacity[free[0][1]]:
+                passed.append(heappop(free))
+            if not free:
+                self._refuse(index, f"a row at most {max(self.capacity)}")
+            load, lane = heappop(free)
+            taken[lane].append(index)
+            heappush(free, (load + fold.cost(tokens[index], tokens[index], linear) * self.each[lane], lane))
+            for entry in passed:
+                heappush(free, entry)
+        rows = iter(
+            [
+                _whole_rows([SequencePiece.whole(self.samples[i], tokens[i]) for i in own], most, linear)
+                for own, most in zip(taken, self.capacity, strict=True)
+            ]
+        )
+        return tuple(
+            tuple(BatchRow(lanes=row) for row in zip_longest(*islice(rows, own.stop - own.start), fillvalue=()))
+            for own in self.lanes
+        )
+
+    def _refuse(self, index: int, held: str) -> NoReturn:
+        """Refuses a sequence that nothing holds."""
+        why = f"has {self.lengths.tokens[index]} tokens, {held}"
+        raise NoRoom(self.step, self.samples[index], why)
 
 
-def _rows(pieces: Sequence[SequencePiece], most: int, linear: int) -> list[MicroBatch]:
+def _holds(room: Sequence[int], length: int) -> bool:
+    """Whether lanes of so many tokens hold a sequence in one row, whole or cut."""
+    return length <= max(room) or sum(fold.held_pairs(length, room)) >= fold.pair_count(length)
+
+
+def planned_slowdown(slots: Sequence[int]) -> list[int]:
+    """Slowdowns that give lanes shares of the work as their shares of the plan's micro-batches: 64 of a lane
+    that has as many as the middle one."""
+    middle = sorted(slots)[len(slots) // 2]
+    return [max(1, (2 * NORMAL * middle + slot) // (2 * slot)) for slot in slots]
+
+
+def nodes_of(pipeline: Pipeline) -> tuple[int, ...]:
+    """The node of each lane of a pipeline, by the order in which nodes come up: that of its first device."""
+    names = [node_of(lane.stages[0].devices[0]) for lane in pipeline.by_lane]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
+
+
+@lru_cache(maxsize=64)
+def _line(lanes: LaneSet) -> Line:
+    """Kept, because most steps have the lanes of the step before."""
+    return Line(lanes)
+
+
+def check_batch(
+    batch: BatchPlan, samples: Sequence[int], lengths: BatchLengths, capacity: int | Sequence[Sequence[int]]
+) -> None:
+    """Refuses a packed batch that breaks a rule: the pieces of each sample are all its pairs, each once; a
+    sample is in one row of one pipeline; no row of a lane has more tokens than the lane holds.
+
+    capacity: of all lanes, or of each lane of each pipeline of a module.
+    """
+    length = dict(zip(samples, lengths.tokens, strict=True))
+    for module in batch.modules:
+        found: dict[int, list[tuple[int, int]]] = {sample: [] for sample in samples}
+        rows: dict[int, set[tuple[int, int]]] = {sample: set() for sample in samples}
+        for number, pipeline in enumerate(module):
+            for index, row in enumerate(pipeline):
+                for lane, micro_batch in enumerate(row.lanes):
+                    holds = capacity if isinstance(capacity, int) else capacity[number][lane]
+                    tokens = sum(piece.tokens for piece in micro_batch)
+                    if tokens > holds:
+                        place = f"row {index} of lane {lane} of pipeline {number}"
+                        _broken(batch, f"{place} has {tokens} tokens, and holds {holds}")
+                    for piece in micro_batch:
+                        found[piece.sample].append((piece.start, piece.stop))
+                        rows[piece.sample].add((number, index))
+        for sample, borders in found.items():
+            if not borders:
+                _broken(batch, f"sample {sample} is not in it")
+            if len(rows[sample]) > 1:
+                _broken(batch, f"sample {sample} is in more than one row")
+            starts, stops = zip(*sorted(borders), strict=True)
+            if (*starts, fold.pair_count(length[sample])) != (0, *stops):
+                _broken(batch, f"the pieces of sample {sample} are not all its pairs, each once")
+
+
+def _broken(batch: BatchPlan, rule: str) -> NoReturn:
+    refuse(f"step {batch.step}: {rule}")
+
+
+def rows_of(found: Division, samples: Sequence[int], lengths: Ints, line: Line) -> tuple[BatchRow, ...]:
+    """The rows of a pipeline from the columns of a division."""
+    count = len(line)
+    lane = np.array(line.order)[found.place]
+    cell = found.row * count + lane
+    order = np.argsort(cell, kind="stable")
+    sequence = found.sequence[order]
+    ids: Iterable[int] = np.array(samples)[sequence].tolist()
+    columns = (ids, lengths[sequence].tolist(), found.start[order].tolist(), found.stop[order].tolist())
+    pieces = list(map(tuple.__new__, repeat(SequencePiece), zip(*columns, strict=True)))
+    ends = np.searchsorted(cell[order], np.arange(count * (1 + int(found.row.max())) + 1)).tolist()
+    cells = [tuple(pieces[start:stop]) for start, stop in pairwise(ends)]
+    return tuple(BatchRow(lanes=tuple(cells[at : at + count])) for at in range(0, len(cells), count))
+
+
+def _whole_rows(pieces: Sequence[SequencePiece], most: int, linear: int) -> list[MicroBatch]:
     """A lane's sequences, the costliest first, in rows of like cost: as few as hold their tokens."""
     count = -(-sum(piece.length for piece in pieces) // most)
     while True:

@@ -306,6 +306,28 @@ class Numbers(Value, frozen=True, kw_only=True):
             refuse(f"numbers: master weights of {self.master} are no finer than {self.compute}")
 
 
+def in_rows(profile: ModelProfile, row_tokens: int) -> ModelProfile:
+    """The profile of the same micro-batches, with room for activations of so many tokens: packed rows differ in
+    their tokens, and the fullest must fit."""
+    return with_room(profile, row_tokens / profile.tokens)
+
+
+def with_room(profile: ModelProfile, factor: float) -> ModelProfile:
+    """The profile with so many times the room for what a token's activations keep."""
+
+    def fuller(section: SectionProfile) -> SectionProfile:
+        return msgspec.structs.replace(
+            section,
+            cut_activation=section.cut_activation * factor,
+            whole_activation=section.whole_activation * factor,
+            recomputed_activation=section.recomputed_activation * factor,
+        )
+
+    return msgspec.structs.replace(
+        profile, block=fuller(profile.block), embed=fuller(profile.embed), head=fuller(profile.head)
+    )
+
+
 def suited(profile: ModelProfile, numbers: Numbers | None, recomputed_part: float = 0.0) -> ModelProfile:
     """The profile of a model in `compute` (its spec's types), whose state is of these numbers (None: all is of
     the parameters' own type) and of whose blocks this part makes its activations again by the user's word."""

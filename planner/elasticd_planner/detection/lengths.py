@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.cost.model_profile import ModelProfile, with_room
 from elasticd_planner.detection.fleet_baseline import Curve
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.sequence_lengths import Lengths
@@ -26,31 +26,22 @@ def attention_rise(spec: ModelSpec, measured: Curve | None = None) -> float:
     return spec.width / (sum(elements[kind] for kind in spec.layers) / len(spec.layers))
 
 
-def evaluated(profile: ModelProfile, before: Lengths, after: Lengths, rise: float) -> ModelProfile:
+def evaluated(
+    profile: ModelProfile, before: Lengths, after: Lengths, rise: float, *, rows: bool = False
+) -> ModelProfile:
     """The profile of the same model for sequences like `after`, where it was made or fitted for those like
     `before`. `rise`: by what a block's token costs more for each token of its sequence's length.
 
     Micro-batches have as many sequences as before: their tokens follow the mean. A block's seconds follow
     tokens and the effective length. Kept activations are those of a micro-batch of the longest sequences, since
-    it must fit too. There and back again is the profile that it was.
+    it must fit too; of packed rows (`rows`) they stay as they are. There and back again is the
+    profile that it was.
     """
     if rise < 0:
         refuse(f"lengths: attention cannot make a token cheaper (a rise of {rise})")
-    block = profile.block
-    seconds = block.seconds * (1 + rise * after.effective) / (1 + rise * before.effective)
+    seconds = profile.block.seconds * (1 + rise * after.effective) / (1 + rise * before.effective)
     sized = profile.sized(profile.tokens * after.mean / before.mean)
-    room = (after.longest / after.mean) / (before.longest / before.mean)
-    fuller = {
-        name: msgspec.structs.replace(
-            section,
-            cut_activation=section.cut_activation * room,
-            whole_activation=section.whole_activation * room,
-            recomputed_activation=section.recomputed_activation * room,
-        )
-        for name, section in (
-            ("block", msgspec.structs.replace(block, seconds=seconds)),
-            ("embed", profile.embed),
-            ("head", profile.head),
-        )
-    }
-    return msgspec.structs.replace(sized, **fuller)
+    block = msgspec.structs.replace(sized.block, seconds=seconds)
+    longest = 1.0 if rows else after.longest / before.longest
+    room = longest * before.mean / after.mean
+    return with_room(msgspec.structs.replace(sized, block=block), room)

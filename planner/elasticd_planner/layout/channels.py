@@ -5,6 +5,9 @@ each set of devices that reduce gradients together, up to a limit for each devic
 parameter is cut at all their borders, and a device may be in dozens of sets. Sets beyond the limit, those with
 the fewest bytes, and what ZeRO delivers, go as messages over one communicator of all members.
 
+Where sequences may be cut over lanes, the devices of a stage with several lanes have one communicator more, for
+keys and values: it is the same whichever lanes share a sequence. Every plan with lanes has room for it.
+
 The limit is about NCCL, whose communicators take memory of the device. Over gloo a set that is summed in two
 levels is one communicator in this count, and three groups with fewer connections than a single one has.
 """
@@ -27,7 +30,8 @@ MOST = 24
 
 #: What a communicator is for. "tensor": collectives inside of sections. "reduce": sums of gradients.
 #: "activation", "gradient": between stages, forth and back. "state": what ZeRO delivers, between any members.
-Use = Literal["tensor", "reduce", "activation", "gradient", "state"]
+#: "context": keys and values of cut sequences, between any members of a stage's lanes.
+Use = Literal["tensor", "reduce", "activation", "gradient", "state", "context"]
 
 
 class Channel(NamedTuple):
@@ -41,13 +45,19 @@ class Channel(NamedTuple):
         return f"{self.use} {' '.join(self.members)}"
 
 
-def channels(layouts: Layouts, device: str) -> tuple[Channel, ...]:
-    """The communicators that a device is a member of, in an order that is the same on all devices."""
-    return channels_by_device(layouts, (device,))[device]
+def channels(layouts: Layouts, device: str, *, cuts: bool = False) -> tuple[Channel, ...]:
+    """The communicators that a device is a member of, in an order that is the same on all devices.
+
+    Args:
+        layouts: of the plan.
+        device: one of its members.
+        cuts: whether sequences may be cut over lanes.
+    """
+    return channels_by_device(layouts, (device,), cuts=cuts)[device]
 
 
 def channels_by_device(
-    layouts: Layouts, devices: Sequence[str] | None = None
+    layouts: Layouts, devices: Sequence[str] | None = None, *, cuts: bool = False
 ) -> dict[str, tuple[Channel, ...]]:
     """`channels` of each of some devices; None: of all members of the plan."""
     plan, sets, fixed = layouts.plan, _sets(layouts), _fixed(layouts.plan)
@@ -64,7 +74,15 @@ def channels_by_device(
 
     state = {Channel("state", plan.members)} if among else set()
     listed = plan.members if devices is None else devices
-    return {device: tuple(sorted(fixed[device] | reducing[device] | state, key=order)) for device in listed}
+    return {
+        device: tuple(
+            sorted(
+                (each for each in fixed[device] | reducing[device] | state if cuts or each.use != "context"),
+                key=order,
+            )
+        )
+        for device in listed
+    }
 
 
 def own_sets(layouts: Layouts, most: int | None = None) -> frozenset[tuple[str, ...]]:
@@ -106,10 +124,12 @@ def _chosen(
 
 
 def _fixed(plan: Plan) -> _Fixed:
-    """Those of TP groups and of the boundaries of stages."""
+    """Those of TP groups, of the boundaries of stages, and of lanes."""
     found: dict[str, set[Channel]] = defaultdict(set)
     for number, module in enumerate(plan.modules):
-        for channel in chain.from_iterable(map(_of_lane, module.by_lane)):
+        stages = [stage for pipeline in module.pipelines for stage in pipeline.stages]
+        of_lanes = (Channel("context", stage.devices) for stage in stages if stage.lanes)
+        for channel in chain(of_lanes, *map(_of_lane, module.by_lane)):
             for device in channel.members:
                 if plan.places[device].module == number:
                     found[device].add(channel)

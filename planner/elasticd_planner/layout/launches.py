@@ -2,7 +2,8 @@
 
 Tensors of the model go over communicators: one for each TP group, one for each set of devices that reduce
 gradients together, one for each direction between two devices of neighbouring stages, and under ZeRO one of all
-members, over which they deliver values to each other in rounds. A communicator carries out the operations of a
+members, over which they deliver values to each other in rounds. Devices of a stage with several lanes have one
+more, for keys of sequences that are cut over lanes. A communicator carries out the operations of a
 rank one after the other, as NCCL does: messages have no tags, and a receive takes the next message of exactly
 its size. So all members of a communicator must launch the same
 operations in the same order. `launches` derives that order from the plan and the batch; the runtime launches in
@@ -29,7 +30,7 @@ from elasticd_planner.layout.gradient_reduction import (
 from elasticd_planner.layout.launch_order import Join, Launch, Operation
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.stage_boundary import Border, after, before
-from elasticd_planner.spec.batch import BatchPlan
+from elasticd_planner.spec.batch import BatchPlan, passes_of_rows
 
 #: (stages, stage, micro-batches, chunks) -> (kind, micro-batch, chunk) of each pass: `cost.schedule.passes`.
 Schedule = Callable[[int, int, int, int], Iterator[tuple[str, int, int]]]
@@ -70,7 +71,8 @@ def launches(
 ) -> dict[str, tuple[Launch | Join, ...]]:
     """What each member of a plan launches in one step, and where its computation waits for it, in its order.
 
-    The collectives of a section of one pass count as one. A rank alone in a set launches nothing for it.
+    The collectives of a section of one pass count as one, and so do the rounds in which lanes exchange the keys
+    of a block: of all lanes that sequences of the row connect. A rank alone in a set launches nothing for it.
 
     Args:
         layouts: of the plan.
@@ -120,8 +122,14 @@ class _Rank:
             self._sections = [list(layouts.spec.sections(*span)) for span in self._stage.chunks]
             if len(pipeline.stages) > 1:
                 self._before, self._after = before(pipeline, place, device), after(pipeline, place, device)
-            micro_batches = len(batch.of(place))
-            self._passes(list(schedule(len(pipeline.stages), place.stage, micro_batches, pipeline.chunks)))
+            rows = batch.rows(place)
+            self._rows = [(number, row) for number, row in enumerate(rows) if row.lanes[place.lane]]
+            of_lanes = layouts.plan.modules[place.module].pipelines[place.pipeline].stages[place.stage]
+            self._context, self._lanes = Channel("context", of_lanes.devices), of_lanes.by_lane
+            count = len(batch.of(place))
+            order = schedule(len(pipeline.stages), place.stage, len(rows) or count, pipeline.chunks)
+            numbers = [number for number, _ in self._rows] if rows else range(count)
+            self._passes(list(passes_of_rows(order, numbers)))  # shared rows in one order on all lanes
         self._reduce(None)
         for together in passed_on(layouts, mine, own):
             self._pass_on(together)
@@ -185,8 +193,14 @@ class _Rank:
             yield f"{channel}: tensor {tensor} of micro-batch {index} of chunk {chunk}"
 
     def _inside(self, kind: str, index: int, sections: Sequence[str]) -> None:
-        """The collectives of the TP group."""
+        """The keys of other lanes, and the collectives of the TP group."""
+        number, row = self._rows[index] if self._rows else (index, None)
+        joined = row.connected(self._place.lane) if row is not None else ()
         for section in sections:
+            if joined and section.startswith("blocks."):
+                operation = f"{self._context}: {kind} {number} {section} of lanes {joined}"
+                ends = tuple(device for lane in joined for device in self._lanes[lane].devices)
+                self.log += [Launch(str(self._context), (Operation(operation, ends),)), Join(operation)]
             cut = any(parameter.cut is not None for parameter in self._layouts.spec.section(section))
             if cut and len(self._stage.devices) > 1:
                 channel = Channel("tensor", self._stage.devices)

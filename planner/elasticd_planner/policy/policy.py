@@ -26,15 +26,16 @@ class PolicySettings(Value, frozen=True, kw_only=True):
     # [chunks] How many chunks of layers a pipeline stage may have at most (interleaved 1F1B). 1: plain 1F1B.
     interleave: int = 1
     # [lanes] How many lanes a pipeline may have at most: pipelines of equal borders are joined. 1: none are.
-    lanes: int = 1
+    # 0: as many as there are, in jobs whose sequences may be cut over lanes; in others none.
+    lanes: int = 0
 
     def __post_init__(self) -> None:
         if self.horizon_steps < 1:
             refuse(f"policy: horizon_steps must be at least 1, not {self.horizon_steps}")
         if self.interleave < 1:
             refuse(f"policy: interleave must be at least 1 (plain stages), not {self.interleave}")
-        if self.lanes < 1:
-            refuse(f"policy: lanes must be at least 1 (pipelines of one lane), not {self.lanes}")
+        if self.lanes < 0:
+            refuse(f"policy: lanes must be at least 1 (pipelines of one lane) or 0, not {self.lanes}")
         if not 0 <= self.minimum_saving < 1:
             refuse(f"policy: minimum_saving is a fraction from 0 to below 1, not {self.minimum_saving}")
         if not self.bandwidth > 0 or self.pause_seconds < 0:

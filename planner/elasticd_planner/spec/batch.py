@@ -4,16 +4,18 @@ Made for each step, identically on every rank, never through the store: a pure f
 where they are known, the samples' lengths. Everything that needs sample ids reads it and nothing else.
 
 A pipeline's micro-batches are its rows: row i has a micro-batch of each lane, in pieces of samples. Lanes that
-have fewer micro-batches than others have empty places in the last rows. Here all pieces are whole samples, padded
-to the longest of a micro-batch; `elasticd_planner.batching` packs them without padding.
+have fewer micro-batches than others have empty places in the last rows. Here all pieces are whole samples,
+padded to the longest of a micro-batch; `elasticd_planner.batching` packs them without padding.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, islice, repeat, zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,10 +24,11 @@ from elasticd_planner.spec import sample_packing
 from elasticd_planner.spec.plan import ModulePlan, Place, Plan
 from elasticd_planner.value import Value, refuse
 
+
 class SequencePiece(NamedTuple):
     """A part of a sample, in pairs of tokens {i, length - 1 - i}, of which a sequence has (length + 1) // 2.
-    Each pair sees length + 1 keys under a causal mask, so that equal parts of the pairs are equal work. The token
-    in the middle of an odd length is a pair by itself, and sees half as many."""
+    Each pair sees length + 1 keys under a causal mask, so that equal parts of the pairs are equal work. The
+    token in the middle of an odd length is a pair by itself, and sees half as many."""
 
     sample: int  # its id
     length: int  # [tokens] of the whole sample; 0: not known
@@ -44,7 +47,7 @@ class SequencePiece(NamedTuple):
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Its tokens, as ranges [start, stop) of the sequence: one where its pairs meet in the middle, else two."""
+        """Its tokens, as ranges [start, stop) of the sequence: two, or one that the middle is in."""
         inner = self.length - self.start
         if 2 * self.stop >= self.length:
             return ((self.start, inner),) if self.start < inner else ()
@@ -67,13 +70,37 @@ def ids_of(pieces: Iterable[SequencePiece]) -> tuple[int, ...]:
     return tuple([piece.sample for piece in pieces])
 
 
+_Kind = TypeVar("_Kind")
+
+
 class BatchRow(Value, frozen=True, kw_only=True, gc=False):
     """What the lanes of a pipeline do in their micro-batches of one index."""
 
     lanes: tuple[MicroBatch, ...]  # by lane; empty: the lane has fewer micro-batches than others
 
+    def connected(self, lane: int) -> tuple[int, ...]:
+        """The lanes that a lane shares sequences with, those that these share sequences with, and so on, the
+        lane among them; none if it has whole sequences alone."""
+        parts = [{piece.sample for piece in pieces if piece.tokens < piece.length} for pieces in self.lanes]
+        found, samples = {lane}, set(parts[lane])
+        while more := {other for other in range(len(parts)) if other not in found and parts[other] & samples}:
+            found |= more
+            samples = samples.union(*(parts[other] for other in more))
+        return tuple(sorted(found)) if parts[lane] else ()
 
-class BatchPlan(Value, frozen=True, kw_only=True):
+
+def passes_of_rows(
+    order: Iterable[tuple[_Kind, int, int]], rows: Sequence[int]
+) -> Iterator[tuple[_Kind, int, int]]:
+    """Of the passes of all rows (kind, row, chunk) those of a lane that has a part of these rows alone, which
+    count as its micro-batches. So lanes pass the rows that they share in one order."""
+    places = {row: place for place, row in enumerate(rows)}
+    for kind, row, chunk in order:
+        if row in places:
+            yield kind, places[row], chunk
+
+
+class BatchPlan(Value, frozen=True, kw_only=True, dict=True):
     """The micro-batches of one step under one plan."""
 
     step: int
@@ -87,20 +114,33 @@ class BatchPlan(Value, frozen=True, kw_only=True):
             if len(set(map(len, listed))) > 1:
                 refuse(f"step {self.step}: each row of a pipeline must name all its lanes")
             for own in zip(*listed, strict=True):
-                if not all(own[: len(own) - own.count(())]):
+                if not self.packed and not all(own[: len(own) - own.count(())]):
                     refuse(f"step {self.step}: the rows of a lane must have no gap")
 
     def of(self, place: Place) -> tuple[MicroBatch, ...]:
         """The micro-batches of the lane that a device is in."""
         lane = place.lane
-        return tuple(
-            row.lanes[lane] for row in self.modules[place.module][place.pipeline] if row.lanes[lane]
-        )
+        return tuple(row.lanes[lane] for row in self.modules[place.module][place.pipeline] if row.lanes[lane])
+
+    def rows(self, place: Place) -> tuple[BatchRow, ...]:
+        """The rows of the pipeline that a device is in, if they are packed; else none."""
+        return self.modules[place.module][place.pipeline] if self.packed else ()
+
+    @cached_property
+    def digest(self) -> int:
+        """A 64-bit hash of all pieces and their places; never 0."""
+        digest = hashlib.blake2b(struct.pack("<qq", self.step, self.plan), digest_size=8)
+        for rows in chain.from_iterable(self.modules):
+            for row in rows:
+                for lane in row.lanes:
+                    digest.update(struct.pack(f"<q{4 * len(lane)}q", len(lane), *chain.from_iterable(lane)))
+            digest.update(b"/")
+        return int.from_bytes(digest.digest(), "little") or 1
 
     def samples(self, module: int = 0) -> tuple[int, ...]:
-        """All sample ids of the step, in order."""
+        """All sample ids of the step, in order; of a sample in pieces where the first of them is."""
         rows = chain.from_iterable(self.modules[module])
-        return tuple(piece.sample for row in rows for lane in row.lanes for piece in lane)
+        return tuple(piece.sample for row in rows for lane in row.lanes for piece in lane if not piece.start)
 
 
 class Sampler(Value, frozen=True, kw_only=True):

@@ -16,8 +16,9 @@ class Measurement(Value, frozen=True, kw_only=True):
     apart); what blocks took that made their activations again comes on top, in again_seconds. tensor_seconds
     is the time in the TP group's collectives, waiting for slower members included; boundary_seconds in
     receiving from neighbour stages, bubbles included; reduce_seconds in the gradients' reduction; vote_seconds
-    in the vote; input_seconds in waiting for the data. The step's wall time is step_seconds; memory_bytes the
-    most memory that was in use (0: not known).
+    in the vote; input_seconds in waiting for the data; context_seconds in the exchange of keys of
+    sequences that are cut over lanes. The step's wall time is step_seconds; memory_bytes the most memory that
+    was in use (0: not known).
 
     tokens counts the tokens of this rank's pipeline, as computed (padding included), in sequences of which
     `squares` is the sum of squared lengths, `longest` the longest, and `lengths` a histogram: how many by
@@ -49,3 +50,7 @@ class Measurement(Value, frozen=True, kw_only=True):
     lengths: dict[int, int] = msgspec.field(default_factory=dict)
     memory_bytes: int = 0
     modalities: dict[str, int] = msgspec.field(default_factory=dict)
+    context_seconds: float = 0.0
+    # How many 64ths of a normal lane's time its lane takes for the same work, by which the lane gets its share
+    # of tokens; 0: shares do not follow.
+    slowdown: int = 0

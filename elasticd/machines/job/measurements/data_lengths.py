@@ -41,7 +41,7 @@ def measured(turn: Turn, step: Step) -> None:
     if shift is None and not _off(before, after):
         return
     rise = attention_rise(job.spec.model, job.rates.curve)
-    profile = evaluated(job.profile, before, after, rise)
+    profile = evaluated(job.profile, before, after, rise, rows=job.spec.row_tokens > 0)
     if profile.fitted and job.plan is not None:
         alike = [step for step in job.last_steps if _is_like(step, after)]
         profile = remeasured(profile, job.plan, alike, job.rates.rates)

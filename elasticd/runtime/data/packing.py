@@ -1,0 +1,167 @@
+"""`pack`: makes one row of sequences, one after the other, of samples.
+
+A sample's tensors have one entry for each of its tokens. A row of them is [1, tokens, ...]; of a sequence that
+is cut it has the tokens of its pieces alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from elasticd_planner.batching.packed_batch import CutOptions, NoRoom, packed_batch_plan
+from elasticd_planner.spec.batch import BatchLengths, BatchPlan, SequencePiece, batch_plan
+from elasticd_planner.spec.plan import Plan
+from torch import Tensor
+
+from elasticd.runtime.data.collate import MODALITIES, Unlike, described, summed, where
+from elasticd.runtime.data.prefetch import SampleError
+
+#: What to do where a sample makes no row.
+_REMEDY = (
+    "packed samples have one entry for each token in every part; else train without DataOptions(packing=...)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How the sequences of a step share rows: the argument `packing` of `elasticd.DataOptions`.
+
+    Sequences follow each other in a row [1, tokens] without padding. Modules ask `elasticd.attention` and
+    `elasticd.positions` for what depends on where a sequence begins; models of `from_hf` do so by themselves.
+
+    Raises:
+        ValueError: `tokens` or `least` is not positive.
+    """
+
+    #: The most tokens of a row: what a device holds at once. None: those of a padded micro-batch, which are
+    #: `micro_batch` x the longest sequence of the step.
+    tokens: int | None = None
+    #: Whether a sequence may be cut over lanes of a pipeline (context parallelism): where the row of one lane
+    #: does not hold it, or lanes would wait for each other.
+    cut: bool = True
+    #: The least pairs of tokens that a lane gets of a sequence that memory does not ask to cut, because kernels
+    #: are slow on few tokens. 1,000 and more suits a GPU.
+    least: int = 256
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.least, int) or self.least < 1:
+            raise ValueError(f"packing: least is {self.least!r}; it must be a whole number from 1 on")
+        if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 1):
+            raise ValueError(f"packing: tokens is {self.tokens!r}; it must be a whole number from 1 on")
+
+
+def deal(
+    packing: Packing | None,
+    plan: Plan,
+    step: int,
+    samples: Sequence[int],
+    lengths: BatchLengths | None,
+    slowdown: Sequence[int] | None = None,
+) -> BatchPlan:
+    """The micro-batches of a step, padded or packed.
+
+    Args:
+        packing: None: they are padded.
+        plan: the plan.
+        step: its index.
+        samples: their ids.
+        lengths: of the samples; None: not known.
+        slowdown: of each lane, see `packed_batch_plan`.
+
+    Raises:
+        SampleError: a sample goes into no row.
+    """
+    if packing is None:
+        return batch_plan(plan, step, samples, lengths)
+    assert lengths is not None  # the recipe refuses packing without lengths
+    cut = CutOptions(least=packing.least) if packing.cut else None
+    try:
+        return packed_batch_plan(plan, step, samples, lengths, packing.tokens, cut=cut, slowdown=slowdown)
+    except NoRoom as error:
+        raise SampleError(error.sample, f"it {error.why}") from error
+
+
+def tokens_of(sample: Mapping[str, Any]) -> int:
+    """The tokens of a sample: the entries of its first tensor."""
+    return next((value.numel() for value in sample.values() if isinstance(value, Tensor)), 0)
+
+
+def pack(samples: Sequence[Any], pieces: Sequence[SequencePiece]) -> Any:
+    """One row of these samples' pieces.
+
+    Tensors and arrays with an entry for each token ([tokens] or [tokens, ...]) are cut to the piece and follow
+    each other, [1, tokens, ...]; mappings and tuples are packed part by part. Counts under the key "modalities"
+    are summed over the samples whose first token is here.
+
+    Args:
+        samples: the whole sample of each piece.
+        pieces: what is to be in the row, in order.
+
+    Raises:
+        Unlike: a sample is not as long as its piece says, or has a part that is not one entry for each token.
+    """
+    return _row(samples, pieces, ())
+
+
+def blank(like: Any, piece: SequencePiece) -> Any:
+    """A sample of zeros as long as a piece says, with the parts that another sample has."""
+    if isinstance(like, Mapping):
+        return {key: part if key == MODALITIES else blank(part, piece) for key, part in like.items()}
+    if isinstance(like, tuple):
+        parts = [blank(part, piece) for part in like]
+        return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+    tensor = torch.as_tensor(like)
+    return tensor.new_zeros((piece.length, *tensor.shape[1:]))
+
+
+def _row(parts: Sequence[Any], pieces: Sequence[SequencePiece], keys: tuple[str, ...]) -> Any:
+    first = parts[0]
+    if isinstance(first, Mapping):
+        if keys[-1:] == (MODALITIES,) and all(isinstance(part, Mapping) for part in parts):
+            return summed([part for part, piece in zip(parts, pieces, strict=True) if not piece.start])
+        for place, part in enumerate(parts):
+            if not isinstance(part, Mapping) or part.keys() != first.keys():
+                raise Unlike(place, f"{where(keys)}: {described(part)} beside {described(first)}")
+        return {key: _row([part[key] for part in parts], pieces, (*keys, str(key))) for key in first}
+    if isinstance(first, tuple):
+        for place, part in enumerate(parts):
+            if not isinstance(part, tuple) or len(part) != len(first):
+                raise Unlike(place, f"{where(keys)}: {described(part)} beside {described(first)}")
+        columns = zip(*parts, strict=True)
+        made = [_row(part, pieces, (*keys, str(place))) for place, part in enumerate(columns)]
+        return type(first)(*made) if hasattr(first, "_fields") else tuple(made)
+    tensors = [_tokens(part, place, pieces[place], keys) for place, part in enumerate(parts)]
+    for place, tensor in enumerate(tensors):
+        if tensor.shape[1:] != tensors[0].shape[1:]:
+            raise Unlike(
+                place, f"{where(keys)}: shape {tuple(tensor.shape)} beside {tuple(tensors[0].shape)}: {_REMEDY}"
+            )
+    common = tensors[0].dtype
+    for tensor in tensors[1:]:
+        common = torch.promote_types(common, tensor.dtype)
+    cut = [
+        tensor[start:stop].to(common)
+        for tensor, piece in zip(tensors, pieces, strict=True)
+        for start, stop in piece.spans
+    ]
+    return torch.cat(cut)[None]
+
+
+def _tokens(part: Any, place: int, piece: SequencePiece, keys: tuple[str, ...]) -> Tensor:
+    """A part of a sample with an entry for each token."""
+    if not isinstance(part, Tensor | np.ndarray):
+        raise Unlike(place, f"{where(keys)}: {described(part)} has no entry for each token: {_REMEDY}")
+    try:
+        tensor = torch.as_tensor(part)
+    except TypeError as error:  # an array of text or of objects
+        raise Unlike(place, f"{where(keys)}: {error}: {_REMEDY}") from error
+    if tensor.dim() == 0 or len(tensor) != piece.length:
+        raise Unlike(
+            place,
+            f"{where(keys)}: shape {tuple(tensor.shape)}, and its length says {piece.length} tokens: {_REMEDY}",
+        )
+    return tensor

@@ -1,0 +1,111 @@
+"""The lanes of a pipeline as the division of sequences sees them: speed, memory, a tree over the nodes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from functools import cached_property
+from itertools import accumulate
+
+from elasticd_planner.value import Value, refuse
+
+#: Slowdowns are in parts of a normal lane's time for the same work.
+NORMAL = 64
+#: The speed of a normal lane: large, because speeds are rounded.
+SPEED = 1 << 14
+
+#: Lanes [first, stop) of a line.
+Vertex = tuple[int, int]
+
+
+class LaneSet(Value, frozen=True, kw_only=True):
+    """The lanes of a pipeline, in their order."""
+
+    nodes: tuple[int, ...]  # the node of each; lanes of one node have the quicker link
+    capacity: tuple[int, ...]  # [tokens] of a row that each holds
+    slowdown: tuple[int, ...]  # [64ths] of a normal lane's time that each takes for the same work
+
+    def __post_init__(self) -> None:
+        if not self.nodes or not len(self.nodes) == len(self.capacity) == len(self.slowdown):
+            refuse("lanes: each needs a node, a capacity and a slowdown")
+        if min(self.capacity) < 1 or min(self.slowdown) < 1:
+            refuse("lanes: capacities and slowdowns must be at least 1")
+
+
+class Line:
+    """The lanes of a pipeline in a line, node by node; all that follows counts them by their place in it."""
+
+    def __init__(self, lanes: LaneSet) -> None:
+        self.order = sorted(range(len(lanes.nodes)), key=lambda lane: (lanes.nodes[lane], lane))
+        self.capacity = [lanes.capacity[lane] for lane in self.order]
+        self.slowdown = [lanes.slowdown[lane] for lane in self.order]
+        self.speeds = [max(1, NORMAL * SPEED // each) for each in self.slowdown]
+        self.before = [0, *accumulate(self.speeds)]
+        self._nodes = [lanes.nodes[lane] for lane in self.order]
+        self._rooms: dict[Vertex, tuple[int, int]] = {}
+        self._near: dict[Vertex, list[Vertex]] = {}
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @cached_property
+    def node_ends(self) -> list[int]:
+        """Where each node's lanes end."""
+        return [at for at in range(1, len(self)) if self._nodes[at] != self._nodes[at - 1]] + [len(self)]
+
+    @cached_property
+    def levels(self) -> list[list[Vertex]]:
+        """The vertices of the tree by level, the widest first: halves of the nodes, then halves of a node's
+        lanes, and single lanes at last."""
+        levels = [[(0, len(self))]]
+        while any(b - a > 1 for a, b in levels[-1]):
+            levels.append([half for vertex in levels[-1] for half in self.halves(vertex)])
+        return levels
+
+    def halves(self, vertex: Vertex) -> tuple[Vertex, ...]:
+        """The halves of a vertex, which is its own where it has one lane."""
+        a, b = vertex
+        if b - a == 1:
+            return (vertex,)
+        first, last = bisect_right(self.node_ends, a), bisect_left(self.node_ends, b)
+        middle = self.node_ends[(first + last) // 2] if last > first else (a + b + 1) // 2
+        return (a, middle), (middle, b)
+
+    def near(self, place: int) -> list[Vertex]:
+        """The vertices of several lanes that are in the node of a lane, or have the lane, the narrowest
+        first."""
+        at = bisect_right(self.node_ends, place)
+        start, stop = self.node_ends[at - 1] if at else 0, self.node_ends[at]
+        if (start, stop) not in self._near:
+            found, level = [], [(0, len(self))]
+            while level:
+                found.append(level)
+                halves = [half for a, b in level if b - a > 1 for half in self.halves((a, b))]
+                level = [(a, b) for a, b in halves if a < stop and start < b and b - a > 1]
+            self._near[start, stop] = [vertex for level in reversed(found) for vertex in level]
+        return self._near[start, stop]
+
+    def speed(self, vertex: Vertex) -> int:
+        """Of all its lanes together."""
+        return self.before[vertex[1]] - self.before[vertex[0]]
+
+    def holds(self, vertex: Vertex) -> int:
+        """The tokens of a row of a vertex, when its lanes have parts of all sequences by their speed."""
+        return self._room(vertex)[0]
+
+    def holds_one(self, level: list[Vertex]) -> int:
+        """The tokens of the longest sequence that some vertex of a level holds, in parts by speed."""
+        return max([holds - margin for holds, margin in map(self._room, level)])
+
+    def margin(self, vertex: Vertex) -> int:
+        """The tokens that a sequence may take beyond its own of a vertex's row, because parts are whole pairs.
+        A sequence of so many tokens has one pair for the slowest lane."""
+        return self._room(vertex)[1]
+
+    def _room(self, vertex: Vertex) -> tuple[int, int]:
+        found = self._rooms.get(vertex)
+        if found is None:
+            a, b = vertex
+            total, speeds = self.speed(vertex), self.speeds[a:b]
+            holds = min([room * total // speed for room, speed in zip(self.capacity[a:b], speeds, strict=True)])
+            found = self._rooms[vertex] = holds, 2 * -(-total // min(speeds)) if b - a > 1 else 0
+        return found

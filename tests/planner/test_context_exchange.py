@@ -1,0 +1,283 @@
+"""Exchange of keys: what a device lacks between two layouts, whoever it is, and never more than that."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import accumulate
+
+import pytest
+from elasticd_planner.batching.context_exchange import (
+    ContextExchange,
+    ContextMembers,
+    ContextPart,
+    context_exchange,
+    context_members,
+)
+from elasticd_planner.spec.batch import MicroBatch, SequencePiece
+from elasticd_planner.spec.box import Box, Holding, TensorLayout, lacking
+from elasticd_planner.spec.model import ModelSpec, Parameter, Units, apportion
+from elasticd_planner.spec.plan import Stage
+from elasticd_planner.value import Invalid
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SPEC = ModelSpec(
+    name="any",
+    embed=(Parameter(name="e", shape=(4,), dtype="float64"),),
+    kinds=((Parameter(name="b", shape=(4,), dtype="float64"),),),
+    layers=(0, 0),
+    head=(Parameter(name="h", shape=(4,), dtype="float64"),),
+    units=(
+        Units(kind="columns", count=24),
+        Units(kind="heads", count=8),
+        Units(kind="kv_heads", count=4, follows="heads"),
+    ),
+)
+
+
+def cut(sample: int, length: int, shares: dict[int, int]) -> dict[int, SequencePiece]:
+    """The piece of each lane of a sequence that is cut by these shares."""
+    pairs = (length + 1) // 2
+    given = apportion(pairs, tuple(shares.values())) if len(shares) > 1 else (pairs,)
+    ends = list(accumulate(given, initial=0))
+    return {
+        lane: SequencePiece(sample, length, a, b) for lane, a, b in zip(shares, ends, ends[1:], strict=False)
+    }
+
+
+def row_of(lanes: int, sequences: Sequence[tuple[int, dict[int, int]]]) -> tuple[MicroBatch, ...]:
+    """A row of sequences, each with its length and its shares by lane."""
+    found: list[list[SequencePiece]] = [[] for _ in range(lanes)]
+    for sample, (length, shares) in enumerate(sequences):
+        for lane, piece in cut(sample, length, shares).items():
+            found[lane].append(piece)
+    return tuple(map(tuple, found))
+
+
+def stage_of(*widths: Sequence[int], nodes: str = "abcdefgh") -> Stage:
+    """A stage whose lanes have members with these shares, each lane on a node of its own."""
+    devices = [f"{nodes[lane]}/{at}" for lane, shares in enumerate(widths) for at in range(len(shares))]
+    return Stage(
+        start=0,
+        stop=2,
+        devices=tuple(devices),
+        shares=tuple(share for shares in widths for share in shares),
+        lanes=tuple(map(len, widths)),
+    )
+
+
+def members_of(stage: Stage) -> ContextMembers:
+    """Of a layer whose heads are cut."""
+    device, lane = stage.devices[0], stage.by_lane[0]
+    given = apportion(8, lane.shares)
+    kv_heads = given[0] if given[0] % 2 else given[0] // 2
+    return context_members(SPEC, stage, device, given[0], kv_heads)
+
+
+def exchanges(
+    row: tuple[MicroBatch, ...],
+    members: ContextMembers,
+    window: int | None = None,
+    *,
+    causal: bool = True,
+) -> dict[str, ContextExchange]:
+    """Those of all devices."""
+    return {
+        member.device: context_exchange(row, members, member.device, causal=causal, window=window)
+        for member in members.members
+    }
+
+
+def layouts(
+    row: tuple[MicroBatch, ...],
+    members: ContextMembers,
+    sample: int,
+    window: int | None,
+    *,
+    causal: bool,
+) -> tuple[TensorLayout, TensorLayout]:
+    """Keys of a sequence as they are computed and as they are needed, token by token."""
+    held, needed, length = [], [], 0
+    for member in members.members:
+        for piece in row[member.lane]:
+            if piece.sample != sample:
+                continue
+            length, (first, last) = piece.length, member.kv_heads
+            for start, stop in piece.spans:
+                held.append(Holding(device=member.device, box=Box(start=(start, first), stop=(stop, last))))
+                for token in range(start, stop):
+                    begin = 0 if window is None else max(0, token - window + 1)
+                    box = Box(start=(begin, first), stop=(token + 1 if causal else length, last))
+                    needed.append(Holding(device=member.device, box=box))
+    kv_heads = max(member.kv_heads[1] for member in members.members)
+    return (
+        TensorLayout(name="kv", shape=(length, kv_heads), dtype="float64", holdings=tuple(held)),
+        TensorLayout(name="kv", shape=(length, kv_heads), dtype="float64", holdings=tuple(needed)),
+    )
+
+
+def cells(parts: Sequence[ContextPart]) -> list[tuple[int, int, int]]:
+    """Each token and kv-head of some parts, as often as it is there."""
+    return [
+        (part.sequence, token, head)
+        for part in parts
+        for token in range(part.start, part.stop)
+        for head in range(part.first, part.last)
+    ]
+
+
+def check(
+    row: tuple[MicroBatch, ...],
+    members: ContextMembers,
+    window: int | None = None,
+    *,
+    causal: bool = True,
+) -> None:
+    """Against `lacking`, by single cells."""
+    found = exchanges(row, members, window, causal=causal)
+    number = {}
+    for member in members.members:
+        for piece, sequence in zip(row[member.lane], found[member.device].sequences, strict=True):
+            assert number.setdefault(piece.sample, sequence) == sequence, "one number on all devices"
+    lacks: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    held: dict[str, set[tuple[int, int, int]]] = defaultdict(set)
+    for sample, sequence in number.items():
+        old, new = layouts(row, members, sample, window, causal=causal)
+        for device, boxes in lacking(old, new).items():
+            parts = [ContextPart(sequence, b.start[0], b.stop[0], b.start[1], b.stop[1]) for b in boxes]
+            lacks[device] += cells(parts)
+        for holding in old.holdings:
+            box = holding.box
+            part = ContextPart(sequence, box.start[0], box.stop[0], box.start[1], box.stop[1])
+            held[holding.device] |= set(cells([part]))
+    sent, taken, partners = {}, {}, set()
+    for device, exchange in found.items():
+        assert sorted(each.number for each in exchange.rounds) == [each.number for each in exchange.rounds]
+        for each in exchange.rounds:
+            assert each.sends or each.takes
+            assert (device, each.number) not in partners, "one partner in a round"
+            partners.add((device, each.number))
+            sent[device, each.peer, each.number] = each.sends
+            taken[each.peer, device, each.number] = each.takes
+            assert set(cells(each.sends)) <= held[device]
+        came = [cell for each in exchange.rounds for cell in cells(each.takes)]
+        assert sorted(came) == sorted(lacks[device]), "what it lacks, each cell once"
+    for key in {**sent, **taken}:
+        assert sent.get(key, ()) == taken.get(key, ()), "both ends know the same messages in the same order"
+
+
+THREE = [(101, {0: 5, 1: 3, 2: 2}), (40, {1: 1, 2: 1}), (17, {0: 1}), (24, {2: 1}), (7, {2: 1, 0: 3})]
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, 30, 200])
+def test_lanes_of_unlike_width_get_what_they_lack(window: int | None) -> None:
+    for widths in ([(1,), (1,), (1,)], [(1,), (3, 1), (5, 3, 2)], [(1, 1), (1,), (1, 1, 1, 1)]):
+        check(row_of(3, THREE), members_of(stage_of(*widths)), window)
+
+
+def test_without_a_causal_mask_all_keys_are_needed() -> None:
+    check(row_of(3, THREE), members_of(stage_of((1,), (3, 1), (1,))), causal=False)
+
+
+SHARES = st.dictionaries(st.integers(0, 3), st.integers(1, 6), min_size=1, max_size=4)
+WIDTHS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=4, max_size=4)
+
+
+@given(
+    st.lists(st.tuples(st.integers(8, 60), SHARES), min_size=1, max_size=5),
+    WIDTHS,
+    st.none() | st.integers(1, 40),
+    st.sampled_from(["abcd", "aabb", "aaaa"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_row_of_any_lanes(
+    sequences: list[tuple[int, dict[int, int]]],
+    widths: list[list[int]],
+    window: int | None,
+    nodes: str,
+) -> None:
+    made = [f"{nodes[lane]}/{lane}{at}" for lane, shares in enumerate(widths) for at in range(len(shares))]
+    stage = Stage(
+        start=0,
+        stop=2,
+        devices=tuple(made),
+        shares=tuple(share for shares in widths for share in shares),
+        lanes=tuple(map(len, widths)),
+    )
+    check(row_of(4, sequences), members_of(stage), window)
+
+
+@pytest.mark.parametrize("lanes", [2, 3, 5, 8])
+def test_equal_shares_need_three_quarters_of_what_a_ring_passes_around(lanes: int) -> None:
+    length = 2 * lanes * 64
+    row = row_of(lanes, [(length, dict.fromkeys(range(lanes), 1))])
+    found = exchanges(row, members_of(stage_of(*[(1,)] * lanes)))
+    sizes = sum(part.size for exchange in found.values() for each in exchange.rounds for part in each.takes)
+    around = (lanes - 1) * length * 4
+    assert sizes <= 0.76 * around
+
+
+def test_a_device_of_the_same_node_is_asked_first() -> None:
+    """Where several members of a lane hold the same heads."""
+    stage = Stage(
+        start=0,
+        stop=2,
+        devices=("a/0", "b/0", "a/1", "b/1"),
+        shares=(1, 1, 1, 1),
+        lanes=(2, 2),
+    )
+    members = context_members(SPEC, stage, "a/0", 3, 3)  # of another number than units have: all hold all
+    assert {member.kv_heads for member in members.members} == {(0, 3)}
+    for device, exchange in exchanges(row_of(2, [(40, {0: 1, 1: 1})]), members).items():
+        assert [each.peer.split("/")[0] for each in exchange.rounds] == [device.split("/")[0]]
+
+
+def test_members_take_turns_where_none_is_nearer() -> None:
+    stage = Stage(start=0, stop=2, devices=("a/0", "a/1", "b/0", "b/1"), shares=(1, 1, 1, 1), lanes=(2, 2))
+    members = context_members(SPEC, stage, "a/0", 3, 3)
+    found = exchanges(row_of(2, [(40, {0: 1, 1: 1})]), members)
+    assert {device: [each.peer for each in exchange.rounds] for device, exchange in found.items()} == {
+        "a/0": ["b/0"],
+        "a/1": ["b/1"],
+        "b/0": ["a/0"],
+        "b/1": ["a/1"],
+    }
+
+
+def test_two_lanes_need_one_round() -> None:
+    for lanes in (2, 3, 8):
+        row = row_of(lanes, [(64, {0: 1, lanes - 1: 1})])
+        found = exchanges(row, members_of(stage_of(*[(1,)] * lanes)))
+        assert [each.number for each in found["a/0"].rounds] == [0]
+        assert all(each.sends and each.takes for each in found["a/0"].rounds)
+
+
+def test_heads_of_members_are_known_from_what_one_computes() -> None:
+    stage = stage_of((1,), (5, 3))
+    cut_heads = context_members(SPEC, stage, "a/0", 8, 4)
+    assert [member.heads for member in cut_heads.members] == [(0, 8), (0, 5), (5, 8)]
+    assert [member.kv_heads for member in cut_heads.members] == [(0, 4), (0, 3), (2, 4)]
+    repeated = context_members(SPEC, stage, "b/0", 5, 5)  # 5 heads over 3 kv-heads: one for each head
+    assert repeated.members == cut_heads.members
+    multi_head = context_members(SPEC, stage, "a/0", 8, 8)
+    assert [member.kv_heads for member in multi_head.members] == [(0, 8), (0, 5), (5, 8)]
+    alone = context_members(SPEC, stage, "b/1", 6, 2)  # no units are as many: the attention is not cut
+    assert {(member.heads, member.kv_heads) for member in alone.members} == {((0, 6), (0, 2))}
+
+
+def test_a_sample_that_is_in_a_row_twice_is_two_sequences() -> None:
+    first, second = cut(3, 20, {0: 1, 1: 1}), cut(3, 20, {0: 1, 1: 1})
+    row = ((first[0], second[0]), (first[1], second[1]))
+    found = exchanges(row, members_of(stage_of((1,), (1,))))
+    assert [len(set(exchange.sequences)) for exchange in found.values()] == [2, 2]
+    assert sorted(found["a/0"].sequences) == sorted(found["b/0"].sequences)
+
+
+def test_a_sequence_with_a_gap_is_refused() -> None:
+    pieces = cut(3, 20, {0: 1, 1: 1, 2: 1})
+    members = members_of(stage_of((1,), (1,), (1,)))
+    with pytest.raises(Invalid, match="sample 3: no lane has its pairs before"):
+        context_exchange(((pieces[0],), (), (pieces[2],)), members, "a/0")
+    with pytest.raises(Invalid, match="sample 3: no lane of the row has its pairs from"):
+        context_exchange(((pieces[0],), (pieces[1],), ()), members, "a/0")

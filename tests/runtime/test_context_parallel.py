@@ -1,0 +1,418 @@
+"""Sequences cut over lanes: attention and its gradients are those of one process, whatever the lanes."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import pytest
+import torch
+from elasticd_planner.batching.context_exchange import context_exchange, context_members
+from elasticd_planner.layout.channels import Channel
+from elasticd_planner.layout.launch_order import Join, Launch, Operation, deadlock
+from elasticd_planner.spec.batch import MicroBatch
+from elasticd_planner.spec.model import ModelSpec, Units, apportion
+from elasticd_planner.spec.plan import Stage
+from torch import Tensor
+
+import elasticd
+from elasticd.runtime.accelerator import CPU, Accelerator
+from elasticd.runtime.comm.communicators import Connect, GlooCommunicators, Mesh
+from elasticd.runtime.comm.groups import Cancelled, PeerLost, PlanGroups
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
+from elasticd.runtime.parallel.context_parallel import ContextParallel
+from elasticd.runtime.parallel.packed_row import PackedRow, first_pass, passing, second_pass
+from tests.planner.test_context_exchange import SPEC, row_of, stage_of
+from tests.runtime import gang
+
+SIZE = 6
+LAYERS = 3
+Lanes = tuple[tuple[int, ...], ...]
+Sequences = tuple[tuple[int, dict[int, int]], ...]
+
+
+class Case(NamedTuple):
+    """Lanes with the shares of their members, and the sequences of a row with their shares by lane."""
+
+    lanes: Lanes
+    sequences: Sequences
+    kv: str = "grouped"
+    values: int = SIZE
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def stage(self) -> Stage:
+        return stage_of(*self.lanes)
+
+    @property
+    def row(self) -> tuple[MicroBatch, ...]:
+        return row_of(len(self.lanes), self.sequences)
+
+    @property
+    def kv_heads(self) -> int:
+        return {"grouped": 4, "multi-head": 8, "multi-query": 1}[self.kv]
+
+
+THREE: Sequences = (
+    (101, {0: 5, 1: 3, 2: 2}),
+    (40, {1: 1, 2: 1}),
+    (17, {0: 1}),
+    (24, {2: 1}),
+    (9, {2: 3, 0: 1}),
+)
+CASES = {
+    "two lanes, evenly": Case(((1,), (1,)), ((64, {0: 1, 1: 1}),)),
+    "two lanes, unevenly": Case(((1,), (1,)), ((63, {0: 5, 1: 2}), (20, {1: 3, 0: 1}))),
+    "three lanes": Case(((1,), (1,), (1,)), ((60, {0: 1, 1: 1, 2: 1}),)),
+    "sequences of all lanes, of two and of one": Case(((1,), (1,), (1,)), THREE),
+    "five lanes": Case(
+        ((1,),) * 5,
+        ((120, {0: 1, 1: 2, 2: 3, 3: 4, 4: 5}), (31, {4: 1, 3: 1}), (12, {0: 1}), (50, {1: 1, 0: 2, 2: 3})),
+    ),
+    "one device beside three heads and one": Case(
+        ((1,), (3, 1)), ((101, {0: 5, 1: 3}), (17, {0: 1}), (23, {1: 1}))
+    ),
+    "heads that do not divide": Case(((5, 3), (1,), (1, 1, 1)), THREE),
+    "heads of each": Case(((1,), (3, 1), (5, 3)), THREE, kv="multi-head"),
+    "one kv-head for all": Case(((1,), (3, 1), (1, 1, 1)), THREE, kv="multi-query"),
+    "a window": Case(((1,), (3, 1), (1, 1, 1)), THREE, options=(("window", 13),)),
+    "a window that some lanes need nothing under": Case(
+        ((1,), (1,), (1,)), ((90, {0: 1, 1: 1, 2: 1}),), options=(("window", 3),)
+    ),
+    "no causal mask": Case(((1,), (3, 1), (1,)), THREE, options=(("causal", False),)),
+    "values of another size": Case(((1,), (3, 1), (1,)), THREE, values=5),
+    "another scale": Case(((1,), (1,), (1,)), THREE, options=(("scale", 0.7),)),
+}
+
+
+def drawn(case: Case, layer: int) -> list[list[Tensor]]:
+    """Of each sequence q, k, v and the gradient of the output, [heads, tokens, size]."""
+    generator = torch.Generator().manual_seed(7 + layer)
+    shapes = [(8, SIZE), (case.kv_heads, SIZE), (case.kv_heads, case.values), (8, case.values)]
+    return [
+        [torch.randn(heads, length, size, generator=generator, dtype=torch.float64) for heads, size in shapes]
+        for length, _ in case.sequences
+    ]
+
+
+def expected(case: Case, layer: int) -> list[list[Tensor]]:
+    """Of each sequence the output, dq, dk and dv, by the formula."""
+    options, found = dict(case.options), []
+    for q, k, v, grad in drawn(case, layer):
+        given = [x.requires_grad_() for x in (q, k, v)]
+        each = 8 // case.kv_heads
+        keys, values = (x.repeat_interleave(each, 0) for x in (k, v))
+        scores = q @ keys.transpose(-1, -2) * options.get("scale", 1 / math.sqrt(SIZE))
+        distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+        seen = (distance >= 0) if options.get("causal", True) else torch.ones_like(distance, dtype=torch.bool)
+        seen = seen & (distance < options.get("window", 10**6))
+        out = scores.masked_fill(~seen, -math.inf).softmax(-1) @ values
+        out.backward(grad)
+        found.append([out.detach(), *(x.grad for x in given if x.grad is not None)])
+    return found
+
+
+def spec_of(case: Case) -> ModelSpec:
+    """A model with as many kv-heads."""
+    units: tuple[Units, ...] = (Units(kind="heads", count=8),)
+    if case.kv_heads < 8:
+        units = (*units, Units(kind="kv_heads", count=case.kv_heads, follows="heads"))
+    return msgspec.structs.replace(SPEC, units=units)
+
+
+def heads_of(case: Case, shares: Sequence[int], position: int) -> tuple[list[int], list[int]]:
+    """The heads of a member of a lane, and the kv-head of each of its keys: one for each head where they do not
+    divide, as `UnitsOf` says."""
+    given = apportion(8, tuple(shares))
+    start = sum(given[:position])
+    stop, each = start + given[position], 8 // case.kv_heads
+    if start % each or stop % each:
+        return list(range(start, stop)), [head // each for head in range(start, stop)]
+    return list(range(start, stop)), list(range(start // each, stop // each))
+
+
+class Device:
+    """One device at work: its part of each layer's tensors, and its row."""
+
+    def __init__(self, case: Case, device: str, mesh: Mesh, on: Accelerator = CPU) -> None:
+        stage, row = case.stage, case.row
+        lane, position = next(
+            (number, lane.devices.index(device))
+            for number, lane in enumerate(stage.by_lane)
+            if device in lane.devices
+        )
+        self._case, self._on, self.dtype = case, on, torch.float64
+        self.heads, self.reads = heads_of(case, stage.by_lane[lane].shares, position)
+        self.parallel = ContextParallel(spec_of(case), stage, device, mesh)
+        self._lanes, self._pieces = row, row[lane]
+
+    def step(self, recomputed: Sequence[int] = ()) -> list[list[Found]]:
+        """All layers forward, then backward, as of a block each."""
+        self.parallel.begin_step()
+        row = PackedRow(self._pieces, self._on.device, self.parallel.row(self._lanes))
+        options, made = dict(self._case.options), []
+        with passing(row):
+            for layer in range(LAYERS):
+                *given, grad = self._given(row, layer)
+                if layer in recomputed:
+                    with first_pass(f"blocks.{layer}"), torch.no_grad():
+                        out = elasticd.attention(*given, **options)
+                else:
+                    out = elasticd.attention(*given, **options)
+                made.append((given, grad, out))
+            for layer, (given, grad, out) in reversed(list(enumerate(made))):
+                if layer in recomputed:
+                    with second_pass(f"blocks.{layer}"):
+                        again = elasticd.attention(*given, **options)
+                    assert torch.equal(again, out)
+                    again.backward(grad)
+                else:
+                    out.backward(grad)
+        return [self._found(row, given, out) for given, _, out in made]
+
+    def _given(self, row: PackedRow, layer: int) -> list[Tensor]:
+        """q, k, v and the gradient of the output, [1, heads, tokens, size]."""
+        whole = drawn(self._case, layer)
+        found = []
+        for at, heads in enumerate((self.heads, self.reads, self.reads, self.heads)):
+            parts = [whole[s.piece.sample][at][heads, s.start : s.stop] for s in row.segments]
+            found.append(torch.cat(parts, 1)[None].to(self._on.device, self.dtype))
+        return [x.requires_grad_() for x in found[:3]] + found[3:]
+
+    def _found(self, row: PackedRow, given: Sequence[Tensor], out: Tensor) -> list[Found]:
+        made = [x[0].detach().cpu().double() for x in (out, *(x.grad for x in given if x.grad is not None))]
+        assert len(made) == 4
+        return [
+            Found(s.piece.sample, s.start, s.stop, self.heads, self.reads, [x[:, s.rows].numpy() for x in made])
+            for s in row.segments
+        ]
+
+
+class Found(NamedTuple):
+    """What a device has of a sequence: output, dq, dk and dv of some tokens, by head and by kv-head."""
+
+    sequence: int
+    start: int
+    stop: int
+    heads: list[int]
+    reads: list[int]
+    values: list[Any]
+
+
+def check(case: Case, found: Mapping[str, list[list[Found]]], close: float = 1e-12) -> None:
+    """Against one process: each element of output and queries once, the terms of keys added up."""
+    for layer in range(LAYERS):
+        wanted = expected(case, layer)
+        made = [[torch.zeros_like(x) for x in each] for each in wanted]
+        for layers in found.values():
+            for each in layers[layer]:
+                for at, (into, values) in enumerate(zip(made[each.sequence], each.values, strict=True)):
+                    for column, head in enumerate(each.heads if at < 2 else each.reads):
+                        into[head, each.start : each.stop] += torch.from_numpy(values[column])
+        for number, (mine, right) in enumerate(zip(made, wanted, strict=True)):
+            for name, got, want in zip(("output", "dq", "dk", "dv"), mine, right, strict=True):
+                worst = float((got - want).abs().max())
+                assert worst < close, f"{name} of sequence {number} in layer {layer}: {worst}"
+
+
+def at_work(
+    case: Case, device: str, groups: PlanGroups, make: Connect = GlooCommunicators, on: Accelerator = CPU
+) -> Device:
+    channel = Channel("context", case.stage.devices)
+    everyone = groups.group(case.stage.devices, "vote")
+    return Device(case, device, make(groups, (channel,), everyone, on).mesh(channel), on)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_that_of_one_process(name: str) -> None:
+    case = CASES[name]
+
+    def run(memory: MemoryPlanGroups) -> list[list[Found]]:
+        return at_work(case, memory.me, cast(PlanGroups, memory)).step()
+
+    check(case, run_threads(case.stage.devices, run))
+
+
+def worker(device: str, store: Any, names: Sequence[str]) -> dict[str, list[list[tuple[Any, ...]]]]:
+    """As one of several processes, over gloo; each case twice."""
+    groups, found = PlanGroups("plan/1", device, "127.0.0.1", store), {}
+    for name in names:
+        mine = at_work(CASES[name], device, groups)
+        found[name] = mine.step()
+        everyone = groups.group(CASES[name].stage.devices, "vote")
+        everyone.all_gather(torch.zeros(1))
+        assert_same_bits(found[name], mine.step())
+        everyone.all_gather(torch.zeros(1))
+    return {name: [[tuple(each) for each in layer] for layer in layers] for name, layers in found.items()}
+
+
+def assert_same_bits(one: list[list[Found]], other: list[list[Found]]) -> None:
+    for mine, its in zip(chain(*one), chain(*other), strict=True):
+        for x, y in zip(mine.values, its.values, strict=True):
+            assert (x == y).all(), "a repeated step has the same bits"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("two lanes, evenly", "two lanes, unevenly"),
+        pytest.param(("one device beside three heads and one",), marks=pytest.mark.slow),
+        pytest.param(("heads that do not divide",), marks=pytest.mark.slow),
+        pytest.param(
+            ("sequences of all lanes, of two and of one", "a window that some lanes need nothing under"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_processes_do_as_one_process(names: tuple[str, ...]) -> None:
+    found = gang.run(__file__, "worker", CASES[names[0]].stage.devices, names)
+    for name in names:
+        check(
+            CASES[name],
+            {device: [[Found(*x) for x in layer] for layer in each[name]] for device, each in found.items()},
+        )
+
+
+class Noted:
+    """A mesh with a log of what is launched and joined, as the checker of launches reads it."""
+
+    def __init__(self, mesh: Mesh, me: str) -> None:
+        self._mesh, self._me = mesh, me
+        self.log: list[Launch | Join] = []
+        self.rounds: list[int] = []  # elements that were sent
+        self._counts: dict[tuple[str, str], int] = defaultdict(int)
+        self.kept = self.most_kept = 0
+
+    def begin_round(self, sends: Any, receives: Any) -> Any:
+        ends = [(self._me, to) for to, _ in sends] + [(source, self._me) for source, _ in receives]
+        named = []
+        for pair in ends:
+            self._counts[pair] += 1
+            named.append(Operation(f"{pair} {self._counts[pair]}", pair))
+        self.log.append(Launch("context", tuple(named)))
+        self.rounds += [tensor.numel() for _, tensor in sends]
+        self.kept += len(sends)
+        self.most_kept = max(self.kept, self.most_kept)
+        return named[0].name, len(sends), self._mesh.begin_round(sends, receives)
+
+    def finish(self, work: Any) -> None:
+        self.log.append(Join(work[0]))
+        self._mesh.finish(work[2])
+
+    def arrived(self, work: Any) -> None:
+        self.kept -= work[1]
+        self._mesh.arrived(work[2])
+
+
+def noted(case: Case, recomputed: Mapping[str, Sequence[int]] = {}) -> dict[str, Noted]:
+    """What is launched in a step, which is checked, too."""
+
+    def run(memory: MemoryPlanGroups) -> tuple[Noted, list[list[Found]]]:
+        mine = at_work(case, memory.me, cast(PlanGroups, memory))
+        mine.parallel.mesh = mesh = Noted(mine.parallel.mesh, memory.me)
+        return mesh, mine.step(recomputed.get(memory.me, ()))
+
+    found = run_threads(case.stage.devices, run)
+    check(case, {device: each for device, (_, each) in found.items()})
+    return {device: mesh for device, (mesh, _) in found.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_launches_run_whatever_the_timing(name: str) -> None:
+    logs = {device: mesh.log for device, mesh in noted(CASES[name]).items()}
+    assert deadlock(logs) is None
+
+
+@pytest.mark.parametrize("name", ["three lanes", "a window that some lanes need nothing under"])
+def test_messages_are_kept_for_two_passes_at_most(name: str) -> None:
+    """Of one attention, not of all layers."""
+    for mesh in noted(CASES[name]).values():
+        assert mesh.most_kept <= 6
+        assert len(mesh.rounds) >= 3 * LAYERS
+
+
+@pytest.mark.parametrize("who", [(), ("b/0",), ("a/0", "b/0", "c/0")])
+def test_a_second_forward_pass_exchanges_nothing(who: tuple[str, ...]) -> None:
+    """Also where one lane recomputes and others do not."""
+    case = CASES["sequences of all lanes, of two and of one"]
+    plain = {device: mesh.rounds for device, mesh in noted(case).items()}
+    again = {device: mesh.rounds for device, mesh in noted(case, dict.fromkeys(who, (0, 2))).items()}
+    assert again == plain
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_sent_is_what_is_lacking(name: str) -> None:
+    """Keys and values once forward, and once more backward with their gradients; and numbers where keys go one
+    way alone."""
+    case = CASES[name]
+    device, (heads, reads) = case.stage.devices[0], heads_of(case, case.lanes[0], 0)
+    members = context_members(spec_of(case), case.stage, device, len(heads), len(reads))
+    options = {key: value for key, value in case.options if key != "scale"}
+    parts = rounds = 0
+    for each in members.members:
+        exchange = context_exchange(case.row, members, each.device, **options)
+        parts += sum(part.size for one in exchange.rounds for part in one.takes) * (SIZE + case.values)
+        rounds += sum(not one.sends for one in exchange.rounds)
+    assert rounds or name != "one kv-head for all"
+    sent = sum(sum(mesh.rounds) for mesh in noted(case).values())
+    assert sent == LAYERS * (3 * parts + 2 * rounds)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_in_other_types(dtype: torch.dtype, close: float) -> None:
+    case = CASES["heads that do not divide"]
+
+    def run(memory: MemoryPlanGroups) -> list[Any]:
+        mine = at_work(case, memory.me, cast(PlanGroups, memory))
+        mine.dtype = dtype
+        return mine.step()
+
+    check(case, run_threads(case.stage.devices, run), close)
+
+
+def dying(device: str, store: Any) -> str:
+    """The last device dies in the middle of a round, once the first keys are under way."""
+    case = CASES["sequences of all lanes, of two and of one"]
+    groups = PlanGroups("plan/1", device, "127.0.0.1", store)
+    mine = at_work(case, device, groups)
+    mine.step()
+    if device == case.stage.devices[-1]:
+        finish, count = mine.parallel.mesh.finish, 0
+
+        def last(work: Any) -> None:
+            nonlocal count
+            count += 1
+            if count == 8:
+                os.kill(os.getpid(), signal.SIGKILL)
+            finish(work)
+
+        mine.parallel.mesh.finish = last  # type: ignore[method-assign]
+    else:
+        threading.Timer(1.0, groups.shut).start()  # as the agent's word does
+    try:
+        mine.step()
+    except (Cancelled, PeerLost) as error:
+        return type(error).__name__
+    return "finished"
+
+
+@pytest.mark.slow
+def test_a_death_in_the_middle_of_a_round_frees_the_others() -> None:
+    devices = CASES["sequences of all lanes, of two and of one"].stage.devices
+    found = gang.run(__file__, "dying", devices, dying=devices[-1:], seconds=60)
+    assert set(found.values()) <= {"Cancelled", "PeerLost"}
+    assert set(found) == set(devices[:-1])
+
+
+def test_a_part_of_a_sequence_without_other_lanes_is_refused() -> None:
+    row = PackedRow(CASES["two lanes, evenly"].row[0], CPU.device)
+    x = torch.zeros(1, 2, row.tokens, 4)
+    with passing(row), pytest.raises(RuntimeError, match="no other lane to fetch the rest from"):
+        elasticd.attention(x, x, x)

@@ -1,0 +1,209 @@
+"""Training with sequences that are cut over lanes is that of one process, to the last bits of float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from elasticd_planner.spec.batch import BatchPlan, BatchRow, SequencePiece
+from elasticd_planner.spec.plan import Pipeline, Plan
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from elasticd.models import Decoder
+from elasticd.models.decoder import Block
+from elasticd.runtime.api.evaluation import HeldOut, evaluate
+from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
+from elasticd.runtime.data.options import DataOptions
+from elasticd.runtime.data.packing import Packing
+from elasticd.runtime.data.prefetch import SampleReader
+from elasticd.runtime.data.step_samples import Mapped
+from elasticd.runtime.engine.parallelism import ParallelismOptions
+from elasticd.runtime.engine.recipe import Recipe
+from tests import sizes
+from tests.planner.test_context_exchange import cut
+from tests.runtime import gang, test_lanes, test_parity
+from tests.runtime.test_engine import engine_on
+from tests.runtime.test_packed import HeldOutText, check, dropping, in_threads, length, packed, trained
+from tests.runtime.test_parity import Text, make_recipe, plan_of, stage
+
+PLANS = {
+    **test_lanes.PLANS,
+    "five lanes": plan_of(
+        ((1, 2, 2, 2, 1), [stage(0, 6, *((f"{n}/0", 1) for n in "abcde"), lanes=(1, 1, 1, 1, 1))]),
+    ),
+    "TP 1 beside 3 + 1, two stages": plan_of(
+        (
+            (5, 3),
+            [
+                stage(0, 3, ("a/0", 1), ("b/0", 3), ("b/1", 1), lanes=(1, 2)),
+                stage(3, 6, ("a/1", 1), ("b/2", 1), lanes=(1, 1)),
+            ],
+        ),
+    ),
+}
+POLICIES = test_lanes.POLICIES
+#: Each layout without ZeRO, and each policy once.
+SOME = [
+    *((name, "zero 0") for name in PLANS),
+    ("2 + 1, uneven, in two stages", "zero 1"),
+    ("two pipelines of lanes, micro-batches of two", "zero 2"),
+]
+
+
+class Cutting(Mapped):
+    """Cuts sequences over drawn lanes in drawn shares, and gives lanes unequal numbers of rows."""
+
+    def dealing(self, plan: Plan, step: int) -> Callable[[], BatchPlan]:
+        drawn, samples = random.Random(step), list(self.samples(step))
+        parts: list[list[int]] = [[] for _ in plan.pipelines]
+        for at, sample in enumerate(samples):
+            parts[at % len(parts)].append(sample)
+        rows = tuple(
+            tuple(self._rows(drawn, pipeline, part))
+            for pipeline, part in zip(plan.pipelines, parts, strict=True)
+        )
+        dealt = BatchPlan(step=step, plan=plan.number, modules=(rows,), packed=True)
+        return lambda: dealt
+
+    def _rows(self, drawn: random.Random, pipeline: Pipeline, samples: list[int]) -> Iterator[BatchRow]:
+        lanes = len(pipeline.micro_batches_by_lane)
+        left = list(samples)
+        while left:
+            row: list[list[SequencePiece]] = [[] for _ in range(lanes)]
+            for sample in [left.pop() for _ in range(min(len(left), drawn.choice([1, 2, 3])))]:
+                among = drawn.sample(range(lanes), drawn.randint(1, min(lanes, (length(sample) + 1) // 2)))
+                shares = {lane: drawn.randint(1, 5) for lane in among}
+                for lane, piece in cut(sample, length(sample), shares).items():
+                    row[lane].append(piece)
+            if not all(row) and left:
+                row = [own or [self._whole(left)] if left else own for own in row]
+            yield BatchRow(lanes=tuple(map(tuple, row)))
+
+    @staticmethod
+    def _whole(left: list[int]) -> SequencePiece:
+        sample = left.pop()
+        return SequencePiece.whole(sample, length(sample))
+
+
+def cutting(**changes: Any) -> Recipe:
+    data = DataOptions(length=length, packing=Packing())
+    made = replace(make_recipe(), data=data, **changes)
+    return replace(made, source=Cutting(made.sampler, SampleReader(Text(), 0), length, 1))
+
+
+def cut_by_memory(**changes: Any) -> Recipe:
+    """A row holds less than most sequences have."""
+    data = DataOptions(length=length, packing=Packing(tokens=8, least=1))
+    return replace(make_recipe(), data=data, **changes)
+
+
+@pytest.mark.parametrize(("name", "policy"), sizes.beside(SOME, list(product(PLANS, POLICIES))))
+def test_drawn_cuts_train_like_one_process(name: str, policy: str) -> None:
+    plan = PLANS[name].replace(state=POLICIES[policy])
+    check(plan, in_threads(plan, cutting))
+
+
+@pytest.mark.parametrize("policy", ["zero 0", "zero 2"])
+@pytest.mark.parametrize("name", sizes.beside(["TP 1 beside 3 + 1, two stages"], PLANS))
+def test_sequences_that_memory_cuts_train_like_one_process(name: str, policy: str) -> None:
+    plan = PLANS[name].replace(state=POLICIES[policy])
+    dealt = [cut_by_memory().feed.batch(plan, step) for step in range(test_parity.STEPS)]
+    pieces = [p for each in dealt for row in each.modules[0][0] for lane in row.lanes for p in lane]
+    assert any(piece.tokens < piece.length for piece in pieces)
+    check(plan, in_threads(plan, cut_by_memory))
+
+
+@pytest.mark.parametrize(
+    "name", ["2 + 1, uneven, in two stages", "interleaved, fewer rows than stages in one lane"]
+)
+def test_blocks_that_recompute_train_like_one_process(name: str) -> None:
+    def make() -> Recipe:
+        return cutting(parallelism=ParallelismOptions(recompute=True))
+
+    check(PLANS[name], in_threads(PLANS[name], make))
+
+
+def test_some_blocks_that_recompute_train_like_one_process() -> None:
+    def make() -> Recipe:
+        return cutting(parallelism=ParallelismOptions(recompute=lambda layer: layer % 2 == 0))
+
+    plan = PLANS["three lanes of unlike width beside a deeper pipeline"]
+    check(plan, in_threads(plan, make))
+
+
+class Checkpointing(Block):
+    """Makes its attention again in the backward pass, by torch's own means."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + checkpoint(self.attention, self.attention_norm(x), use_reentrant=False)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_attention_under_torchs_checkpoint_trains_like_one_process(recompute: bool) -> None:
+    """Its second pass exchanges keys once more, on all lanes alike."""
+
+    def make() -> Recipe:
+        with torch.device("meta"):
+            model = Decoder(test_parity.CONFIG)
+            model.blocks = torch.nn.ModuleList(Checkpointing(test_parity.CONFIG) for _ in model.blocks)
+        return cutting(model=model.describe(), parallelism=ParallelismOptions(recompute=recompute))
+
+    check(PLANS["2 + 1, uneven, in two stages"], in_threads(PLANS["2 + 1, uneven, in two stages"], make))
+
+
+def test_slices_of_tokens_between_cut_modules_train_like_one_process() -> None:
+    plan = test_parity.plan_of(
+        (
+            (5, 3),
+            [stage(0, 6, ("a/0", 5), ("a/1", 3), ("b/0", 1), lanes=(2, 1), sequence_parallel=True)],
+        ),
+    )
+    check(plan, in_threads(plan, lambda: cutting(parallelism=ParallelismOptions(sequence_parallel=True))))
+
+
+def test_dropouts_drop_of_a_cut_sequence_what_they_drop_of_the_whole() -> None:
+    whole = in_threads(plan_of((8, [stage(0, 6, ("a/0", 1))])), lambda: dropping(make_recipe))["a/0"]
+    for result in in_threads(PLANS["2 + 1, uneven, in two stages"], lambda: dropping(cutting)).values():
+        assert result["losses"] == pytest.approx(whole["losses"], abs=1e-10)
+
+
+def test_a_repeated_step_has_the_same_bits() -> None:
+    plan = PLANS["three lanes of unlike width beside a deeper pipeline"]
+    one, other = (in_threads(plan, cutting) for _ in range(2))
+    for device, result in one.items():
+        assert result["losses"] == other[device]["losses"]
+        for name, (_, _, value) in result["weights"].items():
+            assert (value == other[device]["weights"][name][2]).all(), name
+
+
+def test_an_evaluation_cuts_sequences_as_the_training_does() -> None:
+    plan, alone = PLANS["2 + 1, uneven, in two stages"], plan_of((8, [stage(0, 6, ("a/0", 1))]))
+
+    def run(memory: MemoryPlanGroups, plan: Plan, make: Callable[[], Recipe]) -> tuple[float, int]:
+        recipe = make()
+        engine = engine_on(memory, recipe, plan)
+        done = evaluate(engine, HeldOut(dataset=HeldOutText()), "held", 0, recipe.loss, recipe.data, "value")
+        return done.loss, int(done.counts["loss"])
+
+    right = run_threads(alone.members, lambda memory: run(memory, alone, packed))["a/0"]
+    for loss, count in run_threads(plan.members, lambda memory: run(memory, plan, cut_by_memory)).values():
+        assert (loss, count) == (pytest.approx(right[0], abs=1e-12), right[1])
+
+
+def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
+    """As one of several processes, over gloo."""
+    return trained(device, plan, PlanGroups("plan/1", device, "127.0.0.1", store), cutting(), test_parity.STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sizes.beside(["three lanes of unlike width beside a deeper pipeline"], PLANS))
+def test_processes_train_cut_sequences_like_one(name: str) -> None:
+    check(PLANS[name], gang.run(__file__, "worker", PLANS[name].members, PLANS[name]))
