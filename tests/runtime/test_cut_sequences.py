@@ -82,7 +82,7 @@ class Cutting(Mapped):
                 shares = {lane: drawn.randint(1, 5) for lane in among}
                 for lane, piece in cut(sample, length(sample), shares).items():
                     row[lane].append(piece)
-            if not all(row) and left:
+            if not all(row) and drawn.random() < 0.5:  # else lanes are left out of the row
                 row = [own or [self._whole(left)] if left else own for own in row]
             yield BatchRow(lanes=tuple(map(tuple, row)))
 
