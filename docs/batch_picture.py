@@ -30,7 +30,7 @@ LENGTHS = (
 LEFT, LANE, GAP, WIDTH = 96, 26, 6, 800
 
 
-def batch() -> BatchPlan:
+def batch() -> tuple[Plan, BatchPlan]:
     """The step of the picture."""
     devices = tuple(f"n{lane // NODE}/{lane % NODE}" for lane in range(LANES))
     stage = Stage(start=0, stop=1, devices=devices, shares=(1,) * LANES, lanes=(1,) * LANES)
@@ -40,14 +40,14 @@ def batch() -> BatchPlan:
     modules = (ModulePlan(module="model", pipelines=(pipeline,)),)
     plan = Plan(number=1, strategies=(Strategy(modules=modules),), micro_batch=1, global_batch=count)
     lengths = BatchLengths(tokens=LENGTHS, linear=LINEAR)
-    return packed_batch_plan(
+    return plan, packed_batch_plan(
         plan, 0, range(count), lengths, CAPACITY, cut=CutOptions(fixed=1000 * LINEAR), slowdown=SLOWDOWN
     )
 
 
 def numbers() -> str:
     """The step in words."""
-    found = summary_of(batch(), LINEAR, SLOWDOWN)
+    found = summary_of(*batch(), LINEAR, SLOWDOWN)
     return (
         f"{found.sequences} sequences of {found.tokens:,} tokens on {LANES} lanes of {CAPACITY:,} tokens a "
         f"row, in {found.rows} rows; {found.cut} of them are cut, over {found.widest} lanes at most. The "
@@ -57,7 +57,7 @@ def numbers() -> str:
 
 def picture() -> str:
     """The SVG."""
-    dealt = batch()
+    _, dealt = batch()
     (rows,) = dealt.modules[0]
     pieces = [piece.sample for row in rows for lane in row.lanes for piece in lane]
     shared = [sample for sample, count in Counter(pieces).items() if count > 1]

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import click
 import msgspec
-from elasticd_planner.batching.batch_summary import BatchSummary, lane_work, summary_of
+from elasticd_planner.batching.batch_summary import lane_work, summary_of
 from elasticd_planner.batching.fold import cost
 from elasticd_planner.batching.packed_batch import CutOptions, packed_batch_plan, planned_slowdown
-from elasticd_planner.spec.batch import BatchLengths, BatchPlan, MicroBatch
+from elasticd_planner.spec.batch import BatchLengths, BatchPlan, BatchSummary, MicroBatch
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Invalid
 from rich.text import Text
@@ -71,7 +71,7 @@ def batch_lines(plan: Plan, batch: BatchPlan, linear: int) -> Iterator[Text]:
     shared = [sample for sample, count in Counter(pieces).items() if count > 1]
     marks = {sample: at for at, sample in enumerate(shared)}
     slowdown = _slowdown(plan)
-    most = max(work * pace for work, pace in zip(lane_work(batch, linear), slowdown, strict=True))
+    most = max(work * pace for work, pace in zip(lane_work(plan, batch, linear), slowdown, strict=True))
     shown, lanes = 0, len(slowdown)
     for number, (pipeline, rows) in enumerate(zip(plan.pipelines, batch.modules[0], strict=True)):
         for lane in range(len(pipeline.micro_batches_by_lane)):
@@ -85,7 +85,7 @@ def batch_lines(plan: Plan, batch: BatchPlan, linear: int) -> Iterator[Text]:
             shown += 1
         if shown == _SHOWN:
             break
-    yield from _numbers(summary_of(batch, linear, slowdown), lanes, bool(shared))
+    yield from _numbers(summary_of(plan, batch, linear, slowdown), lanes, bool(shared))
 
 
 def _slowdown(plan: Plan) -> list[int]:
@@ -134,7 +134,7 @@ def _numbers(summary: BatchSummary, lanes: int, shared: bool) -> Iterator[Text]:
 
 def batch_of(plan: Plan, batch: BatchPlan, linear: int) -> dict[str, object]:
     """The same as JSON."""
-    summary = summary_of(batch, linear, _slowdown(plan))
+    summary = summary_of(plan, batch, linear, _slowdown(plan))
     return {"summary": msgspec.to_builtins(summary), "pipelines": _pipelines(batch)}
 
 

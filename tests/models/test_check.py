@@ -18,6 +18,7 @@ from elasticd.annotations import Annotation, devices, redistribute
 from elasticd.models import next_token_loss
 from elasticd.runtime.checking.__main__ import compared
 from elasticd.runtime.checking.script import CannotCheck, recipe_of
+from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.engine.mixed_precision import LossScale, Precision
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
@@ -164,6 +165,51 @@ def test_good_rules_pass_on_every_layout() -> None:
         "data parallel 2, ZeRO 2",
     ):
         assert tried in text
+
+
+class Packable(Block):
+    """It asks elasticd for its attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (
+            part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q(y), self.k(y), self.v(y))
+        )
+        y = elasticd.attention(q * self.scale, k, v)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(self.dropout(F.gelu(self.up(self.norm2(x)))))
+
+
+class Positioned(Embed):
+    def forward(self, batch: Any) -> Tensor:
+        ids = batch["inputs"]
+        return self.dropout(self.tokens(ids) + self.positions(elasticd.positions(ids)))
+
+
+class AskedToPack(DataOptions):
+    packing = True
+
+
+def test_whether_sequences_can_be_packed_is_said_with_what_keeps_them_from_it() -> None:
+    good, text = said({})
+    assert good, text
+    assert "note  not for this model: packed rows" in text
+    assert "embed.positions takes the places of tokens in the packed row for their positions" in text
+    packs = subject({}, Packable)
+    embed = Positioned(41, WIDTH, 16, 0.1).double()
+    model = elasticd.Model(
+        embed=embed, blocks=[Packable().double()], head=Head(41, WIDTH).double(), width=WIDTH
+    )
+    lines: list[str] = []
+    assert compared(replace(packs, model=model), lines.append), lines
+    assert "ok    packed rows: each sequence by itself" in lines
+
+
+def test_a_job_that_packs_what_takes_a_row_for_one_sequence_is_wrong() -> None:
+    lines: list[str] = []
+    assert not compared(replace(subject({}, Packable), data=AskedToPack()), lines.append)
+    wrong = lines.index("WRONG packed rows: each sequence by itself")
+    assert "embed.positions takes the places of tokens" in lines[wrong + 1]
 
 
 class Norming(torch.optim.SGD):

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import SequencePiece
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.engine import compiled_blocks
-from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_ahead, compile_blocks
+from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_ahead, compile_blocks, compile_now
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
@@ -25,6 +26,7 @@ from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.rng import Dropout, dropped, fused, kept
 from elasticd.runtime.model.tp_rules import Column, Row, UnitsOf
+from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests import sizes
 from tests.runtime.test_parity import plan_of, stage, unpaced
 
@@ -112,6 +114,33 @@ def test_under_unequal_shares_and_with_recomputation_and_nothing_is_compiled_onc
     for device, named in weights.items():
         for name, value in named.items():
             torch.testing.assert_close(compiled[device][name], value, rtol=0, atol=1e-12)
+
+
+def test_packed_rows_are_compiled_beforehand_as_padded_samples_are(traced: None) -> None:
+    """By a row of one sequence. The first rows of training make no graph, whatever their borders."""
+    plan = plan_of((8, [stage(0, 4, ("a/0", 1))]))
+    recipe = recipe_of(compile=True)
+    local = local_model(recipe.model, plan.stage(plan.places["a/0"]), 0, only="blocks.0")
+    for _, parameter in local.parameters.values():
+        parameter.data = torch.randn(parameter.shape, dtype=parameter.dtype)
+    calls = BlockCalls()
+    compile_blocks(local.modules, calls)
+
+    def passed(*lengths: int) -> None:
+        row = PackedRow([SequencePiece.whole(i, n) for i, n in enumerate(lengths)], torch.device("cpu"))
+        x = torch.randn(1, row.tokens, 16, dtype=torch.float64, requires_grad=True)
+        with passing(row):
+            local.modules["blocks.0"](x).sum().backward()
+
+    passed(4, 3)
+    passed(2, 6)
+    assert [call.packed for call in calls.seen] == [True, True]
+    torch.compiler.reset()
+    compile_now(recipe, plan, "a/0", calls.seen)
+    made = graphs()[0]
+    for lengths in ((7,), (3, 6), (1, 1, 9), (5, 5)):
+        passed(*lengths)
+    assert graphs()[0] == made
 
 
 class Block(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, cast
@@ -220,7 +220,7 @@ def test_a_sequence_longer_than_a_row_is_named_on_every_rank_before_the_step() -
 class OneSided(Mapped):
     """Gives all sequences to the first lane of all."""
 
-    def dealing(self, plan: Plan, step: int) -> Callable[[], BatchPlan]:
+    def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
         samples = self.samples(step)
         rows = tuple((SequencePiece.whole(i, length(i)),) for i in samples)
         first, *others = (len(pipeline.micro_batches_by_lane) for pipeline in plan.pipelines)

@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from elasticd.runtime.checking.trial import Trial, tried
 from elasticd.runtime.checking.verdict import findings
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.parallel.sequence_mixing import packable
 from elasticd.runtime.parallel.sequence_parallel import refuse_model
 
 #: Samples of the step: of two replicas the second has two micro-batches.
@@ -50,6 +52,7 @@ def compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     asked = bool(recipe.parallelism.sequence_parallel)
     for said, each in layouts.sliced(model.spec, samples).items():
         good.append(right(said, each, one, True) if asked else _may_be_sliced(recipe, one, said, each, say))
+    good.append(_may_be_packed(recipe, samples, say))
     if dealt := layouts.dealt(model.spec, samples):
         by_sample = _one_process(recipe, layouts.by_sample(model.spec, samples))
         if apart := list(findings(model, one, by_sample, outputs=False)):
@@ -73,6 +76,20 @@ def _may_be_sliced(
     if found:
         say(f"      {found[0]}")
     return True
+
+
+def _may_be_packed(recipe: Recipe, samples: int, say: Callable[[str], None]) -> bool:
+    """Says whether the sequences of the model can be packed. True: nothing is wrong, since the job does not ask
+    for that."""
+    asked = getattr(recipe.data, "packing", None) is not None
+    dataset: Any = recipe.dataset
+    found = packable(recipe.model, recipe.loss, [dataset[index] for index in range(samples)])
+    wrong = "WRONG" if asked else "note  not for this model:"
+    said = "packed rows: each sequence by itself"
+    say(f"{wrong} {said}" if found else f"ok    {said}")
+    for line in found:
+        say(f"      {line}")
+    return not (found and asked)
 
 
 def _one_process(recipe: Recipe, variation: Variation) -> Trial:

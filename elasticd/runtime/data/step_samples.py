@@ -49,10 +49,10 @@ class Feed(Samples, Protocol):
     def packed(self) -> bool:
         """Whether sequences are packed."""
 
-    def dealing(self, plan: Plan, step: int) -> Callable[[], BatchPlan]:
+    def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
         """A function that gives the samples of a step as the plan's lanes take them. It asks for nothing of the
         user's, so that it may be called in another thread; it raises SampleError where a sample goes into no
-        row."""
+        row. `slowdown`: of each lane, by which packed rows are shared."""
 
     def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
         """Begins a step, together with all members of the plan. If it raises, it raises on all of them.
@@ -148,7 +148,7 @@ class Mapped:
         """The samples of a step as the plan's lanes take them."""
         return self.dealing(plan, step)()
 
-    def dealing(self, plan: Plan, step: int) -> Callable[[], BatchPlan]:
+    def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
         """A function that deals the samples of a step; those of known length are dealt by it."""
         samples, given = self.samples(step), self._given.get(step)
         tokens: tuple[int, ...] | None = None
@@ -157,7 +157,7 @@ class Mapped:
         elif self._length is not None:
             tokens = tuple(map(self._length, samples))
         lengths = None if tokens is None else BatchLengths(tokens=tokens, linear=self._linear)
-        return partial(deal, self._packing, plan, step, samples, lengths)
+        return partial(deal, self._packing, plan, step, samples, lengths, slowdown)
 
     def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
         """Compares the hash of the script's batch on all ranks.

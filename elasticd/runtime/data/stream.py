@@ -140,10 +140,10 @@ class Streamed:
         """The samples of the step that has begun as the plan's lanes take them."""
         return self.dealing(plan, step)()
 
-    def dealing(self, plan: Plan, step: int) -> Callable[[], BatchPlan]:
+    def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
         """A function that deals the samples of the step that has begun."""
         lengths = BatchLengths(tokens=self._tokens, linear=self._linear)
-        return partial(deal, self._packing, plan, step, self.samples(step), lengths)
+        return partial(deal, self._packing, plan, step, self.samples(step), lengths, slowdown)
 
     def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
         """Reads a step's samples from the position `carried`, or receives them; gives the next position."""

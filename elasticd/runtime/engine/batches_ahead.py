@@ -7,22 +7,44 @@ before any rank trains on it.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import accumulate
 
-from elasticd_planner.spec.batch import BatchPlan
+from elasticd_planner.batching.batch_summary import lane_work, summary_of
+from elasticd_planner.batching.lane_slowdown import SlowdownChange, SlowdownState
+from elasticd_planner.batching.lane_slowdown import step as slowdowns_after
+from elasticd_planner.batching.lanes import NORMAL
+from elasticd_planner.batching.packed_batch import planned_slowdown
+from elasticd_planner.spec.batch import BatchPlan, BatchSummary
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.step_samples import Feed
 from elasticd.runtime.threads import DaemonThreads
 
+log = logging.getLogger(__name__)
+
 
 class BatchesAhead:
     """The batch plans of one plan, by step."""
 
-    def __init__(self, feed: Feed, plan: Plan) -> None:
-        self._feed, self._plan = feed, plan
+    def __init__(self, feed: Feed, plan: Plan, linear: int) -> None:
+        """
+        Args:
+            feed: gives the samples of each step.
+            plan: the plan in force.
+            linear: see `elasticd_planner.spec.sample_packing.linear_of`.
+        """
+        self._feed, self._plan, self._linear = feed, plan, linear
+        slots = [count for pipeline in plan.pipelines for count in pipeline.micro_batches_by_lane]
+        self._speeds = SlowdownState.begin(planned_slowdown(slots))
+        self._slowdown: tuple[int, ...] | None = None  # agreed by votes; None: nothing was since the plan
+        ends = [0, *accumulate(len(pipeline.micro_batches_by_lane) for pipeline in plan.pipelines)]
+        #: Of each rank that computes the place of its lane among those of all pipelines.
+        self._lanes = [ends[place.pipeline] + place.lane for place in plan.places.values()]
         self._made: dict[int, Future[BatchPlan]] = {}
         self._thread = DaemonThreads("batches")
 
@@ -48,13 +70,49 @@ class BatchesAhead:
             return self._made[step + 1].result()
         return None
 
-    def voted(self, step: int) -> None:
-        """A step ends: the one after the next can be dealt."""
-        if self._feed.ahead and self._feed.packed:
-            self._make(step + 2, beside=True)
+    def voted(self, batch: BatchPlan, seconds: Sequence[float]) -> None:
+        """A step ends: the one after the next can be dealt.
+
+        Args:
+            batch: of the step.
+            seconds: that blocks computed on each rank, the same on all of them.
+        """
+        if not self._feed.packed:
+            return
+        spent = [0.0] * len(self._speeds.lanes)
+        for lane, each in zip(self._lanes, seconds, strict=False):  # carriers compute nothing
+            spent[lane] = max(spent[lane], each)
+        work = lane_work(self._plan, batch, self._linear)
+        self._speeds, changes = slowdowns_after(self._speeds, spent, work)
+        if changes:
+            self._slowdown = self._speeds.slowdown
+            for change in changes:
+                log.info("step %d: %s", batch.step, self._said(change))
+        if self._feed.ahead:
+            self._make(batch.step + 2, beside=True)
+
+    def summary(self, batch: BatchPlan) -> BatchSummary | None:
+        """A packed batch in numbers; None: it is padded."""
+        return summary_of(self._plan, batch, self._linear, self._speeds.slowdown) if batch.packed else None
+
+    def slowdown_of(self, device: str) -> int:
+        """By which the lane of a device gets its share of tokens [64ths]; 0: shares do not follow."""
+        if not self._feed.packed or device not in self._plan.places:
+            return 0
+        return self._speeds.slowdown[self._lanes[self._plan.rank(device)]]
+
+    def _said(self, change: SlowdownChange) -> str:
+        device = next(
+            name for name, lane in zip(self._plan.places, self._lanes, strict=True) if lane == change.lane
+        )
+        return (
+            f"the lane of {device} takes {change.after / NORMAL:.2f} times as long as a normal one "
+            f"(before: {change.before / NORMAL:.2f}); its share of tokens follows in two steps"
+        )
 
     def _make(self, step: int, *, beside: bool) -> None:
-        dealing = self._feed.dealing(self._plan, step)  # asks the user's dataset, on the training thread
+        # It asks the user's dataset, on the training thread.
+        dealing = self._feed.dealing(self._plan, step, self._slowdown)
         if beside:
             self._made[step] = self._thread(dealing)
             return

@@ -25,6 +25,7 @@ from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
+from elasticd_planner.spec.batch import SequencePiece
 from elasticd_planner.spec.plan import Plan, Stage
 from torch import Tensor, nn
 
@@ -33,11 +34,12 @@ from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.comm.running_group import Alone, running
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.model.bundle import Bundle, backward, tensors
+from elasticd.runtime.model.bundle import Bundle, backward, sizes, tensors
 from elasticd.runtime.model.graph_breaks import before_compiling
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.parallel import tp_hooks
+from elasticd.runtime.parallel.packed_row import PackedRow, current_row, passing
 from elasticd.runtime.parallel.redistribute import into_graphs
 from elasticd.runtime.threads import DaemonThreads
 
@@ -62,6 +64,7 @@ class BlockCall:
     grad: bool  #: whether there is an autograd graph
     #: Of each tensor its name ("" of one that is no bundle), shape, type, and whether it needs a gradient.
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]
+    packed: bool = False  #: its tensors are those of a packed row
 
 
 class BlockCalls:
@@ -74,9 +77,10 @@ class BlockCalls:
         """One call; `entered` is what came from the section before."""
         if not isinstance(entered, Tensor | Mapping):
             return
-        grad = torch.is_grad_enabled()
-        alike = [each for each in self.seen if (each.training, each.grad) == (training, grad)]
-        if len(alike) < _SHAPES and (call := BlockCall(training, grad, _described(entered))) not in alike:
+        call = BlockCall(training, torch.is_grad_enabled(), _described(entered), current_row() is not None)
+        mode = call.training, call.grad, call.packed
+        alike = [each for each in self.seen if (each.training, each.grad, each.packed) == mode]
+        if len(alike) < _SHAPES and call not in alike:
             self.seen.append(call)
 
 
@@ -272,7 +276,9 @@ def _pass(local: LocalModel, section: str, call: BlockCall, accelerator: Acceler
     }
     entered: Bundle = bundle[""] if list(bundle) == [""] else bundle
     local.drawing.samples = range(tensors(entered)[0].shape[0])
-    with torch.set_grad_enabled(call.grad):
+    _, tokens = sizes(entered)
+    row = PackedRow([SequencePiece.whole(0, tokens)], accelerator.device) if call.packed else None
+    with torch.set_grad_enabled(call.grad), passing(row):
         out: Bundle = module(entered)
     if not call.grad:
         return
@@ -312,7 +318,8 @@ def _first_calls(recipe: Recipe, plan: Plan) -> Iterator[BlockCall]:
     with suppress(Exception):
         embed = local_model(recipe.model, stage, 0, only="embed").modules["embed"].to("meta")
         for index in range(min(_SHAPES, len(dataset))):
-            batch = recipe.data.collate([dataset[index]] * plan.micro_batch)
+            packed = getattr(recipe.data, "packing", None) is not None  # of a row, one sequence says it all
+            batch = recipe.data.collate([dataset[index]] * (1 if packed else plan.micro_batch))
             batch = converted(batch, lambda x: x.to("meta"))
             out = embed(recipe.precision.entering(batch) if recipe.precision else batch)
-            yield BlockCall(training=True, grad=True, tensors=_described(out))
+            yield BlockCall(training=True, grad=True, tensors=_described(out), packed=packed)

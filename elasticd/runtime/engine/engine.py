@@ -186,7 +186,7 @@ class Engine:
         self._after: str | None = None
         self._delivered: Event | None = None  # after the last step's deliveries; None: they are over
         self.after_recovery = self.torn = self.stale = self.spent = False
-        self._batches = BatchesAhead(recipe.feed, self.plan)
+        self._batches = BatchesAhead(recipe.feed, self.plan, self.linear)
         self.reduced = self.last = None
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self.slices = None
@@ -402,10 +402,11 @@ class Engine:
                 samples=passed.samples,
                 failed=passed.failure.index + 1 if passed.failure is not None else 0,
                 draining=draining(),
+                seconds=self._telemetry.block_seconds() if batch.packed else 0.0,
                 next=after.digest if (after := self._batches.next(step)) is not None and after.packed else 0,
             )
             outcome = self._vote.vote(record, expected_hashes(self.plan, batch))
-            self._batches.voted(step)
+            self._batches.voted(batch, outcome.seconds)
             self.communicators.received()
             if outcome.failed is not None:
                 self._drop(*outcome.failed, passed.failure)
@@ -419,7 +420,12 @@ class Engine:
             self._delivered = self.accelerator.event()
             self._delivered.record()
             self._look()
-            measurement = self._telemetry.finish(self.plan.number, step)
+            measurement = self._telemetry.finish(
+                self.plan.number,
+                step,
+                slowdown=self._batches.slowdown_of(self.device),
+                batch=self._batches.summary(batch) if self.rank == 0 else None,
+            )
             return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
 
     def _passes(self, step: int) -> tuple[BatchPlan, Passed]:

@@ -20,8 +20,8 @@ from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.sample_ledger import LedgerError
 
-#: The fields of `RankRecord` in their order, 76 bytes.
-_RECORD = struct.Struct("<qqq??qdddQqbQ")
+#: The fields of `RankRecord` in their order, 84 bytes.
+_RECORD = struct.Struct("<qqq??qdddQqbQd")
 
 
 class Draining(IntEnum):
@@ -48,6 +48,7 @@ class RankRecord(NamedTuple):
     failed: int = 0  #: 1 + index of a sample that this rank could not read; 0: none
     draining: int = Draining.NO
     next: int = 0  #: digest of the next step's batch plan; 0: it is not known yet, or not packed
+    seconds: float = 0.0  #: that its blocks computed in this step
 
 
 class StepOutcome(Value, frozen=True, kw_only=True):
@@ -59,6 +60,7 @@ class StepOutcome(Value, frozen=True, kw_only=True):
     saving: tuple[int, ...]  # of each rank, as in its record
     snapshot: tuple[bool, ...]  # of each rank, as in its record
     failed: tuple[int, int] | None = None  # the first rank that could not read a sample, and the sample's index
+    seconds: tuple[float, ...] = ()  # of each rank, as in its record
     last: bool = False  # all ranks leave the job, and a last checkpoint is to be made
 
 
@@ -103,6 +105,7 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> StepOut
         prepared=every.prepared,
         saving=every.saving,
         snapshot=every.snapshot,
+        seconds=every.seconds,
         failed=None if unread is None else (unread, every.failed[unread] - 1),
         last=all(every.draining) and Draining.UNSAVED in every.draining,
     )

@@ -4,9 +4,8 @@ Short sequences pass through the model twice: packed in one row, and each by its
 same for each token, and gave something else, is named; the innermost one, and the first. So are a loss that is
 no sum over tokens, and samples that have parts without an entry for each token.
 
-Sections are tried one after the other, with random values in place of the model's, so that a gate or a scale
-that begins at zero hides nothing. Of blocks that are alike one is tried. No section is large in memory: where
-it has many parameters, these are views of a few random numbers.
+Sections are made and tried one after the other, with random values in place of the model's, so that a gate or a
+scale that begins at zero hides nothing. Of blocks of a large model that are alike one is tried.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -43,10 +43,10 @@ LENGTHS = (6, 3, 5)
 #: Relative differences that rounding explains, by the type that is computed in. What mixes sequences differs by
 #: more: parameters are random.
 NEAR = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-#: Parameters of a section from which on they are views of a few numbers, and single precision is enough.
+#: Parameters from which on a section is tried in single precision, and blocks that are alike are tried once.
 _LARGE = 1 << 24
-#: Of how many random numbers.
-_NUMBERS = 1 << 22
+#: Random numbers of a parameter that has more elements: a prime, so that its rows differ.
+_NUMBERS = 4194301
 
 _REMEDY = (
     "modules must call elasticd.attention(q, k, v) in place of F.scaled_dot_product_attention, and "
@@ -69,10 +69,12 @@ def packable(model: Model, loss: Loss, samples: Sequence[Any]) -> list[str]:
         return [model.unpackable]
     try:
         pieces = [_last(samples[i % len(samples)], length) for i, length in enumerate(LENGTHS)]
-    except _Unfit as unfit:
-        return [str(unfit)]
-    lengths = tuple(map(_length, pieces))
-    given = RowAndSequences(lengths, _row_of(pieces), [_row_of([piece]) for piece in pieces])
+        given = RowAndSequences(
+            tuple(map(_length, pieces)), _row_of(pieces), [_row_of([piece]) for piece in pieces]
+        )
+    except (_Unfit, KeyError, RuntimeError, TypeError, ValueError) as error:
+        unfit = isinstance(error, _Unfit)
+        return [str(error) if unfit else f"samples make no packed row: {type(error).__name__}: {error}"]
     untried = ""
     for wide in (True, False):  # some modules compute in the type that they were made in alone
         for training in (True, False):
@@ -127,11 +129,12 @@ def _tried(model: Model, loss: Loss, batch: RowAndSequences, *, wide: bool, trai
 
 
 def _sections_to_try(model: Model) -> Iterator[str]:
-    """The embedding, a block of each kind, the head."""
+    """The embedding, the blocks, the head; of a large model a block of each kind."""
     yield "embed"
+    sizes = [sum(math.prod(p.shape) for p in model.spec.section(f"blocks.{i}")) for i in range(model.layers)]
     seen: set[object] = set()
     for layer in range(model.layers):
-        kind = _kind(model, f"blocks.{layer}")
+        kind = _kind(model, f"blocks.{layer}") if sum(sizes) > _LARGE else layer
         if kind not in seen:
             seen.add(kind)
             yield f"blocks.{layer}"
@@ -141,17 +144,14 @@ def _sections_to_try(model: Model) -> Iterator[str]:
 def _kind(model: Model, section: str) -> object:
     """Equal for blocks that compute alike, as far as their modules' classes and settings say. What only counts
     the layers does not."""
-    plain = (bool, int, float, str, tuple, torch.dtype)
+    plain = (bool, int, float, str, tuple, torch.dtype, FunctionType)
+    counts = ("idx", "index", "layer_id", "site")
     settings = [
-        (path, type(module), [(k, v) for k, v in sorted(vars(module).items()) if isinstance(v, plain)])
-        for path, module in model.sections[section].named_modules()
+        (path, type(each), sorted((k, str(v)) for k, v in vars(each).items() if isinstance(v, plain)))
+        for path, each in model.sections[section].named_modules()
     ]
     kept = [
-        (
-            path,
-            kind,
-            [(k, v) for k, v in named if not any(word in k for word in ("idx", "index", "layer_id", "site"))],
-        )
+        (path, kind, [(name, value) for name, value in named if not any(word in name for word in counts)])
         for path, kind, named in settings
     ]
     return str(kept), str(model.spec.section(section))
@@ -171,7 +171,8 @@ def _section(model: Model, section: str, *, wide: bool, training: bool) -> Local
         except ModelError:  # it has none
             buffer.zero_()
     for place, (full, (_, parameter)) in enumerate(made.parameters.items()):
-        parameter.data = _random(full, tuple(parameter.shape), place, dtype if wide else parameter.dtype)
+        of = dtype if wide else parameter.dtype
+        parameter.data = _random(full, tuple(parameter.shape), place, of, looked_up=section == "embed")
     for buffer in module.buffers():
         if wide and buffer.is_floating_point():
             buffer.data = buffer.to(dtype)
@@ -183,21 +184,27 @@ def _section(model: Model, section: str, *, wide: bool, training: bool) -> Local
     return made
 
 
-def _random(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+def _random(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype, *, looked_up: bool) -> Tensor:
     """Random values: matrices keep the size of what they are multiplied with, vectors are around what norms and
-    biases begin with."""
+    biases begin with. Large ones repeat a few numbers; looked_up: it is a view of them, in no more memory."""
     count, generator = math.prod(shape), torch.Generator().manual_seed(seed)
     if len(shape) < 2:
         noise = torch.randn(shape, generator=generator, dtype=torch.float32)
         return (1 + 0.3 * noise if name.endswith("weight") else 0.3 * noise).to(dtype)
     scale = max(1, math.prod(shape[1:])) ** -0.5
+    numbers = (torch.randn(min(count, _NUMBERS), generator=generator) * scale).to(dtype)
     if count <= _NUMBERS:
-        return (torch.randn(shape, generator=generator, dtype=torch.float32) * scale).to(dtype)
-    # Rows begin at other places of the same numbers.
-    step = max(1, (_NUMBERS - shape[-1]) // math.prod(shape[:-1]))
-    strides = [step * math.prod(shape[dim + 1 : -1]) for dim in range(len(shape) - 1)]
-    numbers = torch.randn(step * math.prod(shape[:-1]) + shape[-1], generator=generator, dtype=torch.float32)
-    return (numbers * scale).to(dtype).as_strided(shape, (*strides, 1))
+        return numbers.view(shape)
+    if looked_up:  # rows begin at other places of the same numbers
+        step = max(1, (_NUMBERS - shape[-1]) // math.prod(shape[:-1]))
+        strides = [step * math.prod(shape[dim + 1 : -1]) for dim in range(len(shape) - 1)]
+        numbers = torch.cat([numbers] * (1 + (step * math.prod(shape[:-1]) + shape[-1]) // _NUMBERS))
+        return numbers.as_strided(shape, (*strides, 1))
+    made = torch.empty(count, dtype=dtype)
+    for first in range(0, count, _NUMBERS):
+        part = made[first : first + _NUMBERS]
+        part.copy_(numbers[: len(part)])
+    return made.view(shape)
 
 
 def _loss_findings(loss: Loss, outputs: RowAndSequences, batch: RowAndSequences, near: float) -> Iterator[str]:
@@ -339,8 +346,9 @@ def _alike(
     if any(len(part) != len(whole) for part in parts):
         return True  # modules that are called otherwise cannot be compared
     for place, x in enumerate(whole):
-        expected = _joined(x, [part[place] for part in parts], lengths)
-        if expected is not None and _apart(x, expected) > near:
+        found = (_joined(x, [part[place] for part in parts], lengths, more) for more in range(_PADDED))
+        both = next((pair for pair in found if pair is not None), None)
+        if both is not None and _apart(*both) > near:
             return False
     return True
 
@@ -351,17 +359,24 @@ def _matched(whole: Any, parts: Sequence[Any]) -> Iterator[tuple[Tensor, list[Te
         yield x, [each[place] for each in listed if place < len(each)]
 
 
-def _joined(whole: Tensor, parts: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | None:
-    """The tensors of sequences, one after the other along their tokens; None: `whole` has not their shape."""
+def _joined(
+    whole: Tensor, parts: Sequence[Tensor], lengths: Sequence[int], more: int = 0
+) -> tuple[Tensor, Tensor] | None:
+    """A tensor of a row, and those of its sequences one after the other, along their tokens; None: they have no
+    dimension of tokens. more: elements after the last token, which padding made; they are left out."""
     if len(parts) != len(lengths) or any(part.dim() != whole.dim() for part in parts):
         return None
     for dim in _dims(whole.dim()):
-        if [part.shape[dim] for part in parts] == list(lengths):
-            shape = (*whole.shape[:dim], sum(lengths), *whole.shape[dim + 1 :])
-            others = {(*part.shape[:dim], sum(lengths), *part.shape[dim + 1 :]) for part in parts}
-            if {tuple(whole.shape)} | others == {shape}:
-                return torch.cat(list(parts), dim)
+        tokens = [part.shape[dim] - more for part in parts]
+        others = {(*x.shape[:dim], *x.shape[dim + 1 :]) for x in (whole, *parts)}
+        if tokens == list(lengths) and whole.shape[dim] - more == sum(lengths) and len(others) == 1:
+            cut = [part.narrow(dim, 0, length) for part, length in zip(parts, lengths, strict=True)]
+            return whole.narrow(dim, 0, sum(lengths)), torch.cat(cut, dim)
     return None
+
+
+#: The most elements that a module adds to the tokens: a convolution's padding.
+_PADDED = 8
 
 
 def _dims(count: int) -> Iterator[int]:

@@ -7,37 +7,27 @@ from collections.abc import Sequence
 
 from elasticd_planner.batching.fold import cost
 from elasticd_planner.batching.lanes import NORMAL
-from elasticd_planner.spec.batch import BatchPlan, BatchRow
-from elasticd_planner.value import Value
+from elasticd_planner.spec.batch import BatchPlan, BatchRow, BatchSummary
+from elasticd_planner.spec.plan import Plan
 
 
-class BatchSummary(Value, frozen=True, kw_only=True):
-    """A packed batch in numbers."""
-
-    sequences: int
-    tokens: int
-    rows: int  # of the lane that has most
-    cut: int  # sequences that are on several lanes
-    widest: int  # the most lanes that share a sequence
-    imbalance: float  # time of the busiest lane over that of all work divided evenly by speed; 1: none is idle
-
-
-def lane_work(batch: BatchPlan, linear: int, module: int = 0) -> list[int]:
+def lane_work(plan: Plan, batch: BatchPlan, linear: int, module: int = 0) -> list[int]:
     """The cost of each lane's pieces, lane by lane over all pipelines, in units of one token's attention to one
     other."""
     return [
         sum(cost(piece.tokens, piece.length, linear) for row in rows for piece in row.lanes[lane])
-        for rows in batch.modules[module]
-        for lane in range(len(rows[0].lanes) if rows else 0)
+        for pipeline, rows in zip(plan.modules[module].pipelines, batch.modules[module], strict=True)
+        for lane in range(len(pipeline.micro_batches_by_lane))
     ]
 
 
 def summary_of(
-    batch: BatchPlan, linear: int, slowdown: Sequence[int] | None = None, module: int = 0
+    plan: Plan, batch: BatchPlan, linear: int, slowdown: Sequence[int] | None = None, module: int = 0
 ) -> BatchSummary:
     """A packed batch in numbers.
 
     Args:
+        plan: the plan in force.
         batch: the batch.
         linear: what a token's matrix products cost.
         slowdown: of each lane, in 64ths of a normal lane's time; None: all are normal.
@@ -47,7 +37,7 @@ def summary_of(
     lanes: dict[int, int] = defaultdict(int)
     for piece in pieces:
         lanes[piece.sample] += 1
-    work = lane_work(batch, linear, module)
+    work = lane_work(plan, batch, linear, module)
     pace = list(slowdown) if slowdown is not None else [NORMAL] * len(work)
     even = sum(work) / sum(NORMAL / each for each in pace)
     busiest = max((each * at / NORMAL for each, at in zip(work, pace, strict=True)), default=0.0)

@@ -142,7 +142,9 @@ class _Dealing:
         line = _line(LaneSet(nodes=nodes_of(pipeline), capacity=capacity, slowdown=slowdown))
         lengths = np.array([self.lengths.tokens[index] for index in mine])
         stages = len(pipeline.stages)
-        found = divided(lengths, line, cost) if stages == 1 else balanced(lengths, line, cost, stages)
+        even = balanced(lengths, line, cost, stages) if stages > 1 else None
+        # Sequences that no even rows hold are so few or so short that there is nothing to balance.
+        found = divided(lengths, line, cost) if even is None else even
         return rows_of(found, [self.samples[index] for index in mine], lengths, line)
 
     def _by_pipeline(self) -> list[list[int]]:
@@ -215,6 +217,7 @@ def planned_slowdown(slots: Sequence[int]) -> list[int]:
     return [max(1, (2 * NORMAL * middle + slot) // (2 * slot)) for slot in slots]
 
 
+@lru_cache(maxsize=64)
 def nodes_of(pipeline: Pipeline) -> tuple[int, ...]:
     """The node of each lane of a pipeline, by the order in which nodes come up: that of its first device."""
     names = [node_of(lane.stages[0].devices[0]) for lane in pipeline.by_lane]

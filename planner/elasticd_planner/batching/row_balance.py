@@ -17,7 +17,7 @@ schedule. All is in integers, so that all ranks have the same rows.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -25,41 +25,32 @@ import numpy as np
 from elasticd_planner.batching import fold
 from elasticd_planner.batching.division import Division, SplitCost
 from elasticd_planner.batching.lanes import NORMAL, SPEED, Line, Vertex
-from elasticd_planner.batching.sequence_split import divided
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.numeric import Ints
 
 #: How many numbers of rows are tried, where they hold the sequences.
-_TRIED = 2
+_TRIED = 3
 #: A part of its own time: a sequence may take so much more than a lane has left.
 _LATE = 100
 #: Rows are filled to so many hundredths of their memory, so that short sequences find a lane with room.
 _FULL = 97
 
 
-def balanced(lengths: Ints, line: Line, cost: SplitCost, stages: int) -> Division:
-    """Divides sequences over lanes of a pipeline of so many equal stages.
+def balanced(lengths: Ints, line: Line, cost: SplitCost, stages: int) -> Division | None:
+    """Divides sequences over lanes of a pipeline of several stages.
 
     Args:
-        lengths: tokens of each sequence, at least 1, which all lanes together hold [sequences].
+        lengths: tokens of each sequence, at least 1 [sequences].
         line: the lanes.
-        cost: what the division is made for; a row's fixed time is that of one stage times the stages.
-        stages: of the pipeline.
+        cost: what the division is made for; a row's fixed time is that of all stages together.
+        stages: of the pipeline, which are equally fast.
 
-    Raises:
-        Invalid: no division in rows holds the sequences, as when one is too short to cut and too long for a
-            lane.
+    Returns:
+        The division; None where even rows do not hold the sequences.
     """
-    least = -(-int(lengths.sum()) // sum(line.capacity))
     work = int((lengths * (cost.linear + lengths)).sum()) * SPEED // line.before[-1]
-    most = max(least, len(lengths))
-    likely = min(
-        range(least, most + 1),
-        key=lambda rows: (rows + stages - 1) * (work + rows * cost.fixed) * 1000 // rows,
-    )
     best: tuple[int, Division] | None = None
-    counts = (*dict.fromkeys((likely, (least + likely) // 2)), *range(likely + 1, most + 1))
-    for tried, rows in enumerate(counts, 1):
+    for tried, rows in enumerate(_counts(lengths, line, cost, work, stages), 1):
         found = _Rows(lengths, line, cost, rows).division()
         if found is not None:
             made, times = found
@@ -68,8 +59,34 @@ def balanced(lengths: Ints, line: Line, cost: SplitCost, stages: int) -> Divisio
                 best = time, made
         if best is not None and tried >= _TRIED:
             break
-    # Sequences that no even rows hold are so few or so short that there is nothing to balance.
-    return divided(lengths, line, cost) if best is None else best[1]
+    return best and best[1]
+
+
+def _counts(lengths: Ints, line: Line, cost: SplitCost, work: int, stages: int) -> Iterator[int]:
+    """Numbers of rows, the likely ones first."""
+    least = -(-int(lengths.sum()) // sum(line.capacity))
+    most = max(least, len(lengths))
+    likely = min(
+        range(least, most + 1),
+        key=lambda rows: (rows + stages - 1) * (work + rows * cost.fixed) * 1000 // rows,
+    )
+    # Where the longest sequence alone costs more than a row, larger rows are more even.
+    longest = fold.cost(int(lengths.max()), int(lengths.max()), cost.linear) * SPEED // line.before[-1]
+    even = min(likely, max(least, work // max(1, longest)))
+    yield from dict.fromkeys((likely, even, (even + likely) // 2))
+    yield from range(likely + 1, most + 1)
+
+
+def even_rows(lengths: Ints, line: Line, cost: SplitCost, rows: int) -> Division | None:
+    """The sequences in so many rows of equal cost; None where these do not hold them, or only with a piece that
+    is too short."""
+    found = _Rows(lengths, line, cost, rows).division()
+    if found is None:
+        return None
+    made, _ = found
+    cut = np.bincount(made.sequence) > 1
+    short = made.stop - made.start < cost.least
+    return None if (short & cut[made.sequence]).any() else made
 
 
 def pipeline_time(rows: Sequence[int], stages: int) -> int:
@@ -182,8 +199,9 @@ class _Balance:
                     for piece in own:
                         self._give(number, *piece)
         used = {piece[0] for own in self.pieces.values() for piece in own}
-        for place in sorted({*range(len(self.line))} - used):
-            self._occupy(place)
+        if self.of.rows > 1:
+            for place in sorted({*range(len(self.line))} - used):
+                self._occupy(place)
         time = max(
             (before - after) * slowdown // NORMAL
             for before, after, slowdown in zip(start, self.left, self.line.slowdown, strict=True)

@@ -18,31 +18,33 @@ no more than memory and the end of the step ask.
 
 Uniform degrees (each sequence cut over as many lanes as every other, or over as many fewer as its least piece
 asks) are divisions of the same kind, and are tried where the first division leaves a gap to the bound: they
-need the fewest rows, for all lanes have like tokens in them. All times are integers, so that all ranks divide
-alike.
+need the fewest rows, for all lanes have like tokens in them. Where that, too, leaves much, rows that are even
+for themselves are tried (`row_balance`). All times are integers, so that all ranks divide alike.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import accumulate
+from itertools import pairwise
 
 import numpy as np
 
 from elasticd_planner.batching import fold
 from elasticd_planner.batching.division import Division, SplitCost, bound, seconds
 from elasticd_planner.batching.lanes import SPEED, Line, Vertex
+from elasticd_planner.batching.row_balance import even_rows
 from elasticd_planner.numeric import Ints
 from elasticd_planner.value import refuse
 
 #: Bits of the step's work: costs are scaled to so many, so that rounding is far below what balance is about.
 _BITS = 40
 #: Uniform degrees are tried where the laminar division is so many thousandths or more above the bound;
-#: degrees that shorter sequences do not have, where it is further above, in steps of few sequences.
-_GAP, _WIDE_GAP, _FEW = 20, 50, 2048
+#: degrees that shorter sequences do not have, where it is further above, in steps of few sequences; and the
+#: fewest rows, each even, where it is far above.
+_GAP, _WIDE_GAP, _ROW_GAP, _FEW = 20, 50, 110, 2048
 #: A whole sequence may end so many thousandths of the step late before it is cut.
 _LATE = 10
 #: A part of the step's time: sequences that take less stay whole, even if they end late.
@@ -50,7 +52,7 @@ _WORTH = 64
 #: How many rows of a vertex are looked at for room.
 _OPEN = 3
 #: How many lanes are tried for a sequence, and how often cuts of sequences that end late may fail.
-_TRIED = 6
+_TRIED = 4
 #: Rows of a lane alone, up to which sequences are dealt to all lanes at once.
 _OPEN_MOST = 16
 #: So many sequences more than there are lanes are dealt one by one at the end, so that lanes end together.
@@ -70,27 +72,33 @@ def divided(lengths: Ints, line: Line, cost: SplitCost) -> Division:
     """
     found = _Laminar(lengths, line, cost).division()
     least, best = bound(lengths, line, cost), seconds(found, lengths, line, cost)
-    for width, gap in _widths(lengths, line, cost):
+    for gap, other in _others(lengths, line, cost):
         if 1000 * (best - least) < gap * least:
             continue
-        other = _Laminar(lengths, line, cost, width).division()
-        if (time := seconds(other, lengths, line, cost)) < best:
-            found, best = other, time
+        made = other()
+        if made is not None and (time := seconds(made, lengths, line, cost)) < best:
+            found, best = made, time
     return found
 
 
-def _widths(lengths: Ints, line: Line, cost: SplitCost) -> Iterator[tuple[int, int]]:
-    """Degrees to try, and from which gap on (thousandths of the bound) each is worth its time."""
+def _others(lengths: Ints, line: Line, cost: SplitCost) -> Iterator[tuple[int, Callable[[], Division | None]]]:
+    """Other divisions, and from which gap on (thousandths of the bound) each is worth its time."""
+
+    def wide(width: int) -> Callable[[], Division]:
+        return lambda: _Laminar(lengths, line, cost, width).division()
+
     shortest, widths = int(lengths.min()), {}
     for level in line.levels[:-1]:
         width = max(b - a for a, b in level)
         widths[width] = shortest >= cost.least * max(map(line.margin, level))
-    yield from ((width, _GAP) for width, uniform in widths.items() if uniform)
+    yield from ((_GAP, wide(width)) for width, uniform in widths.items() if uniform)
     if len(lengths) <= _FEW:
         node = max(b - a for a, b in zip([0, *line.node_ends], line.node_ends, strict=False))
-        for width in dict.fromkeys((node, len(line), node // 2)):
+        for width in dict.fromkeys((node, node // 2)):
             if widths.get(width) is False:
-                yield width, _WIDE_GAP
+                yield _WIDE_GAP, wide(width)
+        rows = -(-int(lengths.sum()) // sum(line.capacity))
+        yield _ROW_GAP, lambda: even_rows(lengths, line, cost, rows)
 
 
 class _Row:
@@ -101,6 +109,14 @@ class _Row:
     def __init__(self, room: int) -> None:
         self.room = room  # [tokens] that it still holds
         self.numbers: list[int] = []  # its sequences
+
+
+def _fitting(rooms: list[int], length: int) -> int:
+    """The first row with room for so many tokens; -1: none."""
+    for row, room in enumerate(rooms):
+        if room >= length:
+            return row
+    return -1
 
 
 class _Laminar:
@@ -131,14 +147,13 @@ class _Laminar:
 
     def division(self) -> Division:
         """All sequences divided."""
-        line, load = self.line, [0]
-        fits = [line.holds_one(level) for level in line.levels]
-        fits = list(accumulate(reversed(fits), max))[::-1]  # the longest that a level or one below it holds
-        for level, below, longest in zip(line.levels, line.levels[1:], fits[1:], strict=False):
-            self._level(level, below, load, longest)
+        levels, facts, load = self.line.levels, self.line.level_facts, [0]
+        for number, (level, below) in enumerate(pairwise(levels)):
+            (_, margin, _), (slowest, _, longest) = facts[number : number + 2]
+            self._level(level, load, slowest, self.least * margin, longest)
             inherited, at = [], 0
-            for child in below:
-                while level[at][1] <= child[0]:
+            for start, _ in below:
+                while level[at][1] <= start:
                     at += 1
                 inherited.append(load[at])
             load = inherited
@@ -160,18 +175,21 @@ class _Laminar:
 
     # Vertices of several lanes.
 
-    def _level(self, level: list[Vertex], below: list[Vertex], load: list[int], fits: int) -> None:
-        """Gives vertices of a level what those below cannot take: more than `fits` tokens, or too much work."""
+    def _level(self, level: list[Vertex], load: list[int], slowest: int, shortest: int, fits: int) -> None:
+        """Gives vertices of a level what those below cannot take: more than `fits` tokens, or too much work for
+        the slowest of them, if the sequence is not too short to cut."""
         line, ls, work, count = self.line, self.ls, self.work, len(self.ls)
-        late = self.end * min(map(line.speed, below)) // SPEED
-        shortest = self.least * max(map(line.margin, level))
+        late = self.end * slowest // SPEED
         if self.width is not None:
             late = -1 if max(b - a for a, b in level) <= self.width else work[0]
-        load[:] = [each + self.limited_time.get(vertex, 0) for each, vertex in zip(load, level, strict=True)]
+        if self.limited_time:
+            load[:] = [each + self.limited_time.get(v, 0) for each, v in zip(load, level, strict=True)]
+        at = self._untaken(0)
+        if at == count or (ls[at] <= fits and (work[at] <= late or ls[at] < shortest)):
+            return
         heap = [(load[place], place) for place, (a, b) in enumerate(level) if b - a > 1]
         heapify(heap)
         used: set[int] = set()
-        at = self._untaken(0)
         while at < count and (ls[at] > fits or (work[at] > late and ls[at] >= shortest)):
             passed = []
             while heap and ls[at] + line.margin(level[heap[0][1]]) > line.holds(level[heap[0][1]]):
@@ -228,7 +246,7 @@ class _Laminar:
         """Gives a sequence, which no vertex holds in parts by speed, to one that holds it by memory alone. It
         has a row of its own."""
         length = self.ls[number]
-        for vertex in [vertex for level in self.line.levels[:-1] for vertex in level]:
+        for vertex in dict.fromkeys(vertex for level in self.line.levels[:-1] for vertex in level):
             held = fold.held_pairs(length, self.line.capacity[slice(*vertex)])
             if min(held) > 0 and sum(held) >= fold.pair_count(length) >= len(held):
                 self.next[number] = number + 1
@@ -247,7 +265,8 @@ class _Laminar:
         left = np.flatnonzero(np.array(self.next[:-1]) == np.arange(len(self.ls)))
         if len(left) and self.ls[left[0]] > max(line.capacity):
             self._limit(int(left[0]))
-        self.end = self._end(load, left)
+        # A lane's last row is half empty in the mean.
+        self.end = self._end(load, left) + self.fixed // 2
         speed, capacity = np.array(line.speeds), np.array(line.capacity)
         rooms = np.zeros((count, _OPEN_MOST), dtype=np.int64)
         opened, loads = np.zeros(count, dtype=np.int64), np.array(load)
@@ -275,54 +294,68 @@ class _Laminar:
 
     def _one_by_one(self, left: list[int], load: list[int], rooms: list[list[int]]) -> tuple[Ints, Ints, Ints]:
         """The sequences that are left, each to the lane that ends first with it, or cut."""
-        line, ls, work, fixed = self.line, self.ls, self.work, self.fixed
-        speed, fastest = line.speeds, max(line.speeds)
-        latest = self.end * (1000 + _LATE) // 1000 + fixed // 2  # a lane's last row is half empty in the mean
-        worth = self.end // _WORTH
+        line, ls, work, capacity = self.line, self.ls, self.work, self.line.capacity
+        speed, fastest = line.speeds, line.fastest
+        latest = (
+            self.end * (1000 + _LATE) // 1000 + self.fixed // 2
+        )  # a lane's last row is half empty in the mean
+        worth, failed = self.end // _WORTH, 0
         heap = [(each, lane) for lane, each in enumerate(load)]  # an entry is of old where its lane has more
         heapify(heap)
         found: list[tuple[int, int, int]] = []
-        failed = 0
         for number in left:
             length, cost = ls[number], work[number] * SPEED
-            first, lane, row = -1, -1, -1  # when the lane that ends first does
-            passed: list[tuple[int, int]] = []
-            while heap and (first < 0 or (heap[0][0] < first and len(passed) < _TRIED)):
-                each, other = entry = heappop(heap)
-                if each != load[other]:
-                    continue
-                passed.append(entry)
-                if length > line.capacity[other]:
-                    continue
-                end, fits = each + cost // speed[other], -1
-                for at, room in enumerate(rooms[other]):
-                    if room >= length:
-                        fits = at
-                        break
-                else:
-                    end += fixed
-                if first < 0 or end < first:
-                    first, lane, row = end, other, fits
-                if fits >= 0 and speed[other] == fastest:
-                    break
-            late = first > latest and work[number] > worth and failed < _TRIED
-            if late and (vertex := self._cut(number, lane, load, first)):
-                for entry in passed:
-                    heappush(heap, entry)
-                for each, other in zip(load[slice(*vertex)], range(*vertex), strict=True):
-                    heappush(heap, (each, other))
-                continue
-            failed += late
+            while heap[0][0] != load[heap[0][1]]:
+                heappop(heap)
+            end, lane = heap[0]
+            row = _fitting(rooms[lane], length)
+            if row < 0 or speed[lane] < fastest:
+                end, lane, row = self._first(length, cost, heap, load, rooms)
+                if end > latest and work[number] > worth and failed < _TRIED:
+                    if vertex := self._cut(number, lane, load, end):
+                        for place in range(*vertex):
+                            heappush(heap, (load[place], place))
+                        continue
+                    failed += 1
+            else:
+                end += cost // fastest
             if row < 0:
                 row = len(rooms[lane])
-                rooms[lane].append(line.capacity[lane])
+                rooms[lane].append(capacity[lane])
             rooms[lane][row] -= length
-            load[lane] = first
-            for entry in passed:
-                heappush(heap, (first, lane) if entry[1] == lane else entry)
+            if heap[0][1] == lane:
+                heapreplace(heap, (end, lane))
+            else:
+                heappush(heap, (end, lane))
+            load[lane] = end
             found.append((number, lane, row))
         numbers, lanes, rows = zip(*found, strict=True) if found else ((), (), ())
         return np.array(numbers, int), np.array(lanes, int), np.array(rows, int)
+
+    def _first(
+        self, length: int, cost: int, heap: list[tuple[int, int]], load: list[int], rooms: list[list[int]]
+    ) -> tuple[int, int, int]:
+        """When the lane that ends first with a sequence does, the lane, and the row with room for it (-1: a new
+        one). A few of the least busy lanes are looked at."""
+        speed, fastest = self.line.speeds, self.line.fastest
+        first, lane, row = -1, -1, -1
+        passed: list[tuple[int, int]] = []
+        while heap and (first < 0 or (heap[0][0] < first and len(passed) < _TRIED)):
+            each, other = entry = heappop(heap)
+            if each != load[other]:
+                continue
+            passed.append(entry)
+            if length > self.line.capacity[other]:
+                continue
+            fits = _fitting(rooms[other], length)
+            end = each + cost // speed[other] + (self.fixed if fits < 0 else 0)
+            if first < 0 or end < first:
+                first, lane, row = end, other, fits
+            if fits >= 0 and speed[other] == fastest:
+                break
+        for entry in passed:
+            heappush(heap, entry)
+        return first, lane, row
 
     def _cut(self, number: int, lane: int, load: list[int], end: int) -> Vertex | None:
         """Cuts a sequence over the vertex in a lane's node, or around it, on which it ends first, if that is
@@ -352,8 +385,8 @@ class _Laminar:
         spans: list[tuple[int, int, int]] = []  # lanes [first, stop), row
         behind = [0] * len(self.line)  # the rows of each lane so far
         last: dict[Vertex, int] = {}
-        for vertex in dict.fromkeys(vertex for level in self.line.levels[:-1] for vertex in level):
-            a, b = vertex
+        for a, b in sorted({*self.rows, *self.limited}, key=lambda vertex: (vertex[0] - vertex[1], vertex)):
+            vertex = a, b
             own = [[number] for number in self.limited.get(vertex, ())]
             own += [row.numbers for row in self.rows.get(vertex, ())]
             for row, members in enumerate(own, behind[a]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from elasticd_planner.spec.batch import BatchSummary
 from elasticd_planner.value import Value
 
 
@@ -51,3 +52,7 @@ class Measurement(Value, frozen=True, kw_only=True):
     memory_bytes: int = 0
     modalities: dict[str, int] = msgspec.field(default_factory=dict)
     context_seconds: float = 0.0
+    # How many 64ths of a normal lane's time its lane takes for the same work, by which the lane gets its share
+    # of tokens; 0: shares do not follow.
+    slowdown: int = 0
+    batch: BatchSummary | None = None  # the packed batch of the step; from the first rank alone
