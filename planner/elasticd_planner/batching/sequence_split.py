@@ -141,9 +141,8 @@ class _Laminar:
         self.work: list[int] = self.costs.tolist()
         self.next = list(range(len(self.ls) + 1))  # from each on, a sequence that may have no place yet
         self.rows: dict[Vertex, list[_Row]] = {}
-        self.limited: dict[
-            Vertex, list[int]
-        ] = {}  # sequences that fit by memory alone, each with a row of its own
+        # Sequences that fit by memory alone, each with a row of its own, and the time of these.
+        self.limited: dict[Vertex, list[int]] = {}
         self.limited_time: dict[Vertex, int] = {}
         self.end = self._end([0] * len(tree), slice(None))
 
@@ -298,9 +297,7 @@ class _Laminar:
         """The sequences that are left, each to the lane that ends first with it, or cut."""
         tree, ls, work, capacity = self.tree, self.ls, self.work, self.tree.capacity
         speed, fastest = tree.speeds, tree.fastest
-        latest = (
-            self.end * (1000 + _LATE) // 1000 + self.fixed // 2
-        )  # a lane's last row is half empty in the mean
+        latest = self.end * (1000 + _LATE) // 1000
         worth, failed = self.end // _WORTH, 0
         heap = [(each, lane) for lane, each in enumerate(load)]  # an entry is of old where its lane has more
         heapify(heap)
