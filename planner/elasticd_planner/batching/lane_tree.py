@@ -44,6 +44,7 @@ class LaneTree:
         self.before = [0, *accumulate(self.speeds)]
         self._nodes = [lanes.nodes[lane] for lane in self.order]
         self._rooms: dict[Vertex, tuple[int, int]] = {}
+        self._paths: list[list[Vertex]] = []
         self._near: dict[Vertex, list[Vertex]] = {}
 
     def __len__(self) -> int:
@@ -73,6 +74,21 @@ class LaneTree:
             longest = max(longest, max(holds - margin for holds, margin in rooms))
             found.append((min(map(self.speed, level)), max(margin for _, margin in rooms), longest))
         return found[::-1]
+
+    @cached_property
+    def vertices(self) -> list[Vertex]:
+        """All vertices, the widest first."""
+        return list(dict.fromkeys(vertex for level in self.levels for vertex in level))
+
+    def path(self, place: int) -> list[Vertex]:
+        """The vertices that have a lane."""
+        if not self._paths:
+            found: list[list[Vertex]] = [[] for _ in self.order]
+            for a, b in self.vertices:
+                for at in range(a, b):
+                    found[at].append((a, b))
+            self._paths = found
+        return self._paths[place]
 
     def halves(self, vertex: Vertex) -> tuple[Vertex, ...]:
         """The halves of a vertex, which is its own where it has one lane."""
