@@ -70,7 +70,7 @@ class LaneTree:
         that one of it, or of a level below it, holds in parts by speed [tokens]."""
         longest, found = 0, []
         for level in reversed(self.levels):
-            rooms = list(map(self._room, level))
+            rooms = list(map(self.room, level))
             longest = max(longest, max(holds - margin for holds, margin in rooms))
             found.append((min(map(self.speed, level)), max(margin for _, margin in rooms), longest))
         return found[::-1]
@@ -117,16 +117,10 @@ class LaneTree:
         """Of all its lanes together."""
         return self.before[vertex[1]] - self.before[vertex[0]]
 
-    def holds(self, vertex: Vertex) -> int:
-        """The tokens of a row of a vertex, when its lanes have parts of all sequences by their speed."""
-        return self._room(vertex)[0]
-
-    def margin(self, vertex: Vertex) -> int:
-        """The tokens that a sequence may take beyond its own of a vertex's row, because parts are whole pairs.
-        A sequence of so many tokens has one pair for the slowest lane."""
-        return self._room(vertex)[1]
-
-    def _room(self, vertex: Vertex) -> tuple[int, int]:
+    def room(self, vertex: Vertex) -> tuple[int, int]:
+        """The tokens of a row of a vertex, when its lanes have parts of all sequences by their speed; and the
+        tokens that a sequence may take beyond its own of them, because parts are whole pairs. (A sequence of so
+        many tokens as the latter has one pair for the slowest lane.)"""
         found = self._rooms.get(vertex)
         if found is None:
             a, b = vertex
