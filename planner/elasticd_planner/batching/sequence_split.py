@@ -96,9 +96,8 @@ def _others(
     yield from ((_GAP, wide(width)) for width, uniform in widths.items() if uniform)
     if len(lengths) <= _FEW:
         node = max(b - a for a, b in zip([0, *tree.node_ends], tree.node_ends, strict=False))
-        for width in dict.fromkeys((node, node // 2)):
-            if widths.get(width) is False:
-                yield _WIDE_GAP, wide(width)
+        if widths.get(node) is False:
+            yield _WIDE_GAP, wide(node)
         rows = -(-int(lengths.sum()) // sum(tree.capacity))
         yield _ROW_GAP, lambda: even_rows(lengths, tree, cost, rows)
 
