@@ -81,7 +81,7 @@ def picture() -> str:
         y = 8 + lane * (LANE + GAP)
         slow = f", {SLOWDOWN[lane] / 64:g}x" if SLOWDOWN[lane] != 64 else ""
         parts.append(
-            f'<text x="8" y="{y + 17}" font-size="12" fill="#000000">n{lane // NODE}/{lane % NODE}{slow}</text>'
+            f'<text x="8" y="{y + 17}" font-size="12" text-anchor="start" fill="#000000">n{lane // NODE}/{lane % NODE}{slow}</text>'
         )
         done = 0
         for row in own:
