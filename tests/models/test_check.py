@@ -186,28 +186,39 @@ class Positioned(Embed):
         return self.dropout(self.tokens(ids) + self.positions(elasticd.positions(ids)))
 
 
-class AskedToPack(DataOptions):
-    packing = True
-
-
 def test_whether_sequences_can_be_packed_is_said_with_what_keeps_them_from_it() -> None:
     good, text = said({})
     assert good, text
     assert "note  not for this model: packed rows" in text
     assert "embed.positions takes the places of tokens in the packed row for their positions" in text
-    packs = subject({}, Packable)
-    embed = Positioned(41, WIDTH, 16, 0.1).double()
-    model = elasticd.Model(
-        embed=embed, blocks=[Packable().double()], head=Head(41, WIDTH).double(), width=WIDTH
-    )
     lines: list[str] = []
-    assert compared(replace(packs, model=model), lines.append), lines
+    assert compared(packs(), lines.append), lines
+    assert "ok    packed rows: each sequence by itself" in lines
+
+
+def packs(**more: Any) -> Recipe:
+    """A job whose model asks elasticd for attention and positions."""
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="no tensor-parallel rules"):
+        model = elasticd.Model(
+            embed=Positioned(41, WIDTH, 16, 0.1).double(),
+            blocks=[Packable().double() for _ in range(2)],
+            head=Head(41, WIDTH).double(),
+            width=WIDTH,
+        )
+    return replace(subject({}), model=model, data=DataOptions(length=lambda index: 5 + index % 9), **more)
+
+
+def test_a_job_that_packs_is_tried_on_a_packed_row() -> None:
+    """Its dropouts are those of padded samples."""
+    asked, lines = DataOptions(length=lambda index: 5 + index % 9, packing=elasticd.Packing()), list[str]()
+    assert compared(replace(packs(), data=asked), lines.append), lines
     assert "ok    packed rows: each sequence by itself" in lines
 
 
 def test_a_job_that_packs_what_takes_a_row_for_one_sequence_is_wrong() -> None:
-    lines: list[str] = []
-    assert not compared(replace(subject({}, Packable), data=AskedToPack()), lines.append)
+    asked, lines = DataOptions(length=lambda index: 5 + index % 9, packing=elasticd.Packing()), list[str]()
+    assert not compared(replace(subject({}, Packable), data=asked), lines.append)
     wrong = lines.index("WRONG packed rows: each sequence by itself")
     assert "embed.positions takes the places of tokens" in lines[wrong + 1]
 

@@ -214,9 +214,9 @@ class Section(nn.Module):
             zeros.like = None
 
     def _called(self, shell: nn.Module, ids: Tensor | None) -> Any:
-        if current_row() is None:
-            return shell(input_ids=ids, **self._arguments)
         assert ids is not None
+        if current_row(ids.device) is None:
+            return shell(input_ids=ids, **self._arguments)
         if not self._takes_positions:
             raise ModelError(f"the forward of {type(shell).__name__} takes no position_ids")
         with packed(self._configurations):

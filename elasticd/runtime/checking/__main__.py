@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ _SAMPLES = 3
 
 def compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     """Tries every layout; whether all are as one process. What deals samples to several micro-batches is tried
-    where the rules are right, and compared with one process that takes them one by one."""
+    where the rules are right, and compared with one process that takes them one by one. Samples are padded, and
+    packed where that is what is tried."""
+    asked_for, recipe = recipe, replace(recipe, data=replace(recipe.data, packing=None))
     model, samples = recipe.model, min(_SAMPLES, recipe.samples)
     one = _one_process(recipe, layouts.alone(model.spec, samples))
     say(f"{model.name}: {model.layers} blocks; one process has a loss of {one.loss:.6g}")
@@ -52,7 +55,7 @@ def compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     asked = bool(recipe.parallelism.sequence_parallel)
     for said, each in layouts.sliced(model.spec, samples).items():
         good.append(right(said, each, one, True) if asked else _may_be_sliced(recipe, one, said, each, say))
-    good.append(_may_be_packed(recipe, samples, say))
+    good.append(_may_be_packed(asked_for, one, samples, say))
     if dealt := layouts.dealt(model.spec, samples):
         by_sample = _one_process(recipe, layouts.by_sample(model.spec, samples))
         if apart := list(findings(model, one, by_sample, outputs=False)):
@@ -78,12 +81,14 @@ def _may_be_sliced(
     return True
 
 
-def _may_be_packed(recipe: Recipe, samples: int, say: Callable[[str], None]) -> bool:
-    """Says whether the sequences of the model can be packed. True: nothing is wrong, since the job does not ask
-    for that."""
-    asked = getattr(recipe.data, "packing", None) is not None
+def _may_be_packed(recipe: Recipe, one: Trial, samples: int, say: Callable[[str], None]) -> bool:
+    """Says whether sequences can be packed; of a job that packs them, whether a step on one row is that of one
+    process with padded samples. True: nothing is wrong with what the job asks for."""
     dataset: Any = recipe.dataset
-    found = packable(recipe.model, recipe.loss, [dataset[index] for index in range(samples)])
+    asked, model = recipe.data.packing is not None, recipe.model
+    found = packable(model, recipe.loss, [dataset[index] for index in range(samples)])
+    if asked and not found:
+        found = list(findings(model, one, tried(recipe, layouts.alone(model.spec, samples)), outputs=False))
     wrong = "WRONG" if asked else "note  not for this model:"
     said = "packed rows: each sequence by itself"
     say(f"{wrong} {said}" if found else f"ok    {said}")

@@ -318,7 +318,7 @@ def _first_calls(recipe: Recipe, plan: Plan) -> Iterator[BlockCall]:
     with suppress(Exception):
         embed = local_model(recipe.model, stage, 0, only="embed").modules["embed"].to("meta")
         for index in range(min(_SHAPES, len(dataset))):
-            packed = getattr(recipe.data, "packing", None) is not None  # of a row, one sequence says it all
+            packed = recipe.data.packing is not None  # of a row, one sequence says it all
             batch = recipe.data.collate([dataset[index]] * (1 if packed else plan.micro_batch))
             batch = converted(batch, lambda x: x.to("meta"))
             out = embed(recipe.precision.entering(batch) if recipe.precision else batch)

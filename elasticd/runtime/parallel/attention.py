@@ -160,14 +160,14 @@ def _packed(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """Attention of each sequence by itself: views of a row of one sequence, which is in no need of a copy. Of
-    sequences that are cut the rest is fetched."""
+    """Attention of each sequence by itself. The sequences are views of the row, whose gradients are joined in
+    one copy; a row of one sequence is not copied. Of sequences that are cut the rest is fetched."""
     if not row.whole:
         if row.exchange is None:
             raise RuntimeError("a row has a part of a sequence, and no other lane to fetch the rest from")
         return row.exchange.attention(q, k, v, row, causal=causal, window=window, scale=scale)
-    parts = [
-        _plain(q[:, :, at.rows], k[:, :, at.rows], v[:, :, at.rows], causal=causal, window=window, scale=scale)
-        for at in row.segments
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    if len(row.segments) == 1:
+        return _plain(q, k, v, causal=causal, window=window, scale=scale)
+    lengths = [each.stop - each.start for each in row.segments]
+    sequences = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
+    return torch.cat([_plain(*each, causal=causal, window=window, scale=scale) for each in sequences], dim=2)
