@@ -27,6 +27,8 @@ from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.communicators import Connect, GlooCommunicators, Mesh
 from elasticd.runtime.comm.groups import Cancelled, PeerLost, PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
+from elasticd.runtime.comm.running_group import running
+from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.packed_row import PackedRow, first_pass, passing, second_pass
 from tests.planner.test_context_exchange import SPEC, row_of, stage_of
@@ -423,6 +425,28 @@ def test_a_death_in_the_middle_of_a_round_frees_the_others() -> None:
     found = gang.run(__file__, "dying", devices, dying=devices[-1:], seconds=60)
     assert set(found.values()) <= {"Cancelled", "PeerLost"}
     assert set(found) == set(devices[:-1])
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_members_of_a_tp_group_whose_heads_no_units_tell_of_are_refused(alike: bool) -> None:
+    """Unless they are replicas, which all have the same keys."""
+    case = CASES["replicas in equal numbers"]
+
+    def run(memory: MemoryPlanGroups) -> list[list[Found]]:
+        mine = at_work(case, memory.me, cast(PlanGroups, memory))
+        lane = next(lane.devices for lane in case.stage.by_lane if memory.me in lane.devices)
+        if not alike and memory.me == lane[-1]:
+            mine.heads, mine.reads = mine.heads[::-1], mine.reads[::-1]
+        with running(memory.group(lane, "tensor")):
+            return mine.step()
+
+    if alike:
+        check(case, run_threads(case.stage.devices, run))
+        return
+    with pytest.raises(
+        ModelError, match="8 heads and 4 kv-heads of its own, and no kind of units"
+    ):
+        run_threads(case.stage.devices, run)
 
 
 def test_a_part_of_a_sequence_without_other_lanes_is_refused() -> None:

@@ -48,6 +48,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from elasticd.runtime.comm.communicators import Mesh
+from elasticd.runtime.comm.running_group import running_group
+from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import attention_kernels as kernels
 from elasticd.runtime.parallel.attention_kernels import Visible
 from elasticd.runtime.parallel.packed_row import PackedRow, Segment
@@ -81,11 +83,22 @@ class ContextParallel:
         """
         return RowExchange(self, tuple(lanes))
 
-    def members(self, heads: int, kv_heads: int) -> ContextMembers:
-        """Who has which heads, in layers in which this device has so many."""
-        key = heads, kv_heads
+    def members(self, q: Tensor, k: Tensor) -> ContextMembers:
+        """Who has which heads, in layers in which this device has as many as these queries and keys.
+
+        Raises:
+            ModelError: no kind of units says which of them this device has.
+        """
+        key = q.shape[1], k.shape[1]
         if key not in self._members:
-            self._members[key] = context_members(self._spec, self._stage, self.device, *key)
+            found = context_members(self._spec, self._stage, self.device, *key)
+            if found.replicas and not _replicated(k):
+                raise ModelError(
+                    f"a member of a TP group attends with {key[0]} heads and {key[1]} kv-heads of its own, and "
+                    "no kind of units has such a part: cut the attention in units that are its heads, or keep "
+                    "sequences whole with DataOptions(packing=Packing(cut=False))"
+                )
+            self._members[key] = found
         return self._members[key]
 
     def begin(self) -> int:
@@ -128,6 +141,14 @@ class ContextParallel:
         self._sent[peer] = left
 
 
+def _replicated(k: Tensor) -> bool:
+    """Whether all members of the TP group have the same keys: so many of them, and those of the first token."""
+    first = k[0, 0, 0, :8].double()
+    mine = torch.cat([first.new_tensor(k.shape[1:2]), first, first.new_zeros(8 - len(first))])
+    every = running_group().all_gather(mine)
+    return bool(torch.allclose(every, mine, rtol=1e-2, atol=1e-6))
+
+
 class RowExchange:
     """What one device exchanges for the attention of a row, in all layers of its stage, both ways."""
 
@@ -156,16 +177,16 @@ class RowExchange:
             row: the pieces of this lane.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        layer = self._layer(row, q.shape[1], k.shape[1], causal, window)
+        layer = self._layer(row, q, k, causal, window)
         out: Tensor = _CutAttention.apply(q, k, v, layer, scale)
         return out
 
-    def _layer(self, row: PackedRow, heads: int, kv_heads: int, causal: bool, window: int | None) -> _Layer:
-        key = heads, kv_heads, causal, window
+    def _layer(self, row: PackedRow, q: Tensor, k: Tensor, causal: bool, window: int | None) -> _Layer:
+        key = q.shape[1], k.shape[1], causal, window
         if key not in self._layers:
-            members = self._of.members(heads, kv_heads)
+            members = self._of.members(q, k)
             exchange = context_exchange(self._lanes, members, self._of.device, causal=causal, window=window)
-            self._layers[key] = _Layer(self, self._of, row, members, kv_heads, exchange, causal, window)
+            self._layers[key] = _Layer(self, self._of, row, members, k.shape[1], exchange, causal, window)
         return self._layers[key]
 
     @contextmanager
