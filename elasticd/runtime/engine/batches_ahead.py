@@ -16,7 +16,7 @@ from itertools import accumulate
 from elasticd_planner.batching.batch_summary import lane_work, summary_of
 from elasticd_planner.batching.lane_slowdown import SlowdownChange, SlowdownState
 from elasticd_planner.batching.lane_slowdown import step as slowdowns_after
-from elasticd_planner.batching.lanes import NORMAL
+from elasticd_planner.batching.lane_tree import NORMAL
 from elasticd_planner.batching.packed_batch import planned_slowdown
 from elasticd_planner.spec.batch import BatchPlan, BatchSummary
 from elasticd_planner.spec.plan import Plan

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from elasticd_planner.batching.fold import cost
-from elasticd_planner.batching.lanes import NORMAL
+from elasticd_planner.batching.lane_tree import NORMAL
 from elasticd_planner.spec.batch import BatchPlan, BatchRow, BatchSummary
 from elasticd_planner.spec.plan import Plan
 

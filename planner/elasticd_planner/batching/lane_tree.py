@@ -1,4 +1,4 @@
-"""The lanes of a pipeline as the division of sequences sees them: speed, memory, a tree over the nodes."""
+"""The lanes of a pipeline as a division of sequences sees them: speed, memory, and a tree over their nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NORMAL = 64
 #: The speed of a normal lane: large, because speeds are rounded.
 SPEED = 1 << 14
 
-#: Lanes [first, stop) of a line.
+#: Lanes [first, stop) of a tree, by their places in its order.
 Vertex = tuple[int, int]
 
 
@@ -31,8 +31,9 @@ class LaneSet(Value, frozen=True, kw_only=True):
             refuse("lanes: capacities and slowdowns must be at least 1")
 
 
-class Line:
-    """The lanes of a pipeline in a line, node by node; all that follows counts them by their place in it."""
+class LaneTree:
+    """The lanes of a pipeline in an order in which those of a node follow each other, and a tree over them.
+    Whatever follows counts lanes by their place in this order."""
 
     def __init__(self, lanes: LaneSet) -> None:
         self.order = sorted(range(len(lanes.nodes)), key=lambda lane: (lanes.nodes[lane], lane))
