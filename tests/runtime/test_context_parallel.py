@@ -443,9 +443,7 @@ def test_members_of_a_tp_group_whose_heads_no_units_tell_of_are_refused(alike: b
     if alike:
         check(case, run_threads(case.stage.devices, run))
         return
-    with pytest.raises(
-        ModelError, match="8 heads and 4 kv-heads of its own, and no kind of units"
-    ):
+    with pytest.raises(ModelError, match="8 heads and 4 kv-heads of its own, and no kind of units"):
         run_threads(case.stage.devices, run)
 
 

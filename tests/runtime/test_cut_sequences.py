@@ -27,6 +27,7 @@ from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.data.prefetch import SampleReader
 from elasticd.runtime.data.step_samples import Mapped
+from elasticd.runtime.engine import compiled_blocks
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
@@ -160,6 +161,18 @@ def test_attention_under_torchs_checkpoint_trains_like_one_process(recompute: bo
         return cutting(model=model.describe(), parallelism=ParallelismOptions(recompute=recompute))
 
     check(PLANS["2 + 1, uneven, in two stages"], in_threads(PLANS["2 + 1, uneven, in two stages"], make))
+
+
+@pytest.mark.full
+def test_compiled_blocks_train_cut_sequences_like_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
+    torch.compiler.reset()
+
+    def make() -> Recipe:
+        return cutting(parallelism=ParallelismOptions(compile=True))
+
+    check(PLANS["1 + 1"], in_threads(PLANS["1 + 1"], make))
+    torch.compiler.reset()
 
 
 def test_slices_of_tokens_between_cut_modules_train_like_one_process() -> None:
