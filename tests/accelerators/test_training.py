@@ -3,6 +3,8 @@ on the CPU, and launches what the plan says."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
@@ -21,14 +23,21 @@ from torch.utils.checkpoint import checkpoint
 
 import elasticd
 from elasticd.runtime.accelerator import Accelerator
-from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.comm.groups import Cancelled, PeerLost, PlanGroups
 from elasticd.runtime.comm.in_memory import unpaced
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests import sizes
 from tests.accelerators import vgpu
-from tests.accelerators.strict_process_group import StrictGroups, connected, told
-from tests.runtime import gang, test_cut_sequences, test_lanes, test_packed, test_parity
+from tests.accelerators.strict_process_group import StrictGroups, connected, struck, told
+from tests.runtime import (
+    gang,
+    test_context_parallel,
+    test_cut_sequences,
+    test_lanes,
+    test_packed,
+    test_parity,
+)
 
 #: A pipeline of interleaved chunks with unequal tensor parallelism; and pipelines of unlike depth.
 HERE = ("interleaved and uneven beside a plain pipeline", "pipelines of 2 and 3 stages")
@@ -160,6 +169,50 @@ def test_cut_sequences_on_the_device_train_like_one_process_on_the_cpu(name: str
         expected = _told([entry for step in predicted for entry in step[device]])
         assert _told(result["log"]) == expected, device
         assert any(each.startswith("context") for each in expected)
+
+
+KEYS = test_context_parallel.CASES["one device beside three heads and one"]
+
+
+def exchanging(device: str, store: Any, kill: bool) -> Any:
+    """The exchange of keys alone; with `kill` the last device dies as it launches a round."""
+    vgpu.load()
+    accelerator = Accelerator(f"vgpu:{KEYS.stage.devices.index(device)}")
+    accelerator.use()
+    groups = PlanGroups("plan/1", device, "127.0.0.1", store)
+    dies = kill and device == KEYS.stage.devices[-1]
+    connect = connected([], struck("context", 15, signal.SIGKILL) if dies else lambda what: None)
+    mine = test_context_parallel.at_work(KEYS, device, groups, connect, accelerator)
+    if not kill:
+        return [[tuple(each) for each in layer] for layer in mine.step()], vgpu.settled_errors()
+    threading.Timer(3.0, groups.shut).start()  # as the agent's word does
+    try:
+        for _ in range(9):
+            mine.step()
+    except (Cancelled, PeerLost) as error:
+        return type(error).__name__
+    return "finished"
+
+
+@pytest.mark.slow
+def test_keys_are_exchanged_on_the_device_as_on_the_cpu() -> None:
+    vgpu.needed()
+    results = gang.run(__file__, "exchanging", KEYS.stage.devices, False)
+    assert not any(noted for _, noted in results.values())
+    found = test_context_parallel.Found
+    test_context_parallel.check(
+        KEYS,
+        {device: [[found(*each) for each in layer] for layer in made] for device, (made, _) in results.items()},
+    )
+
+
+@pytest.mark.slow
+def test_a_death_in_the_middle_of_a_round_frees_the_devices_of_others() -> None:
+    vgpu.needed()
+    *others, last = KEYS.stage.devices
+    found = gang.run(__file__, "exchanging", KEYS.stage.devices, True, dying=[last], seconds=90)
+    assert found.keys() == set(others)
+    assert set(found.values()) == {"Cancelled"}
 
 
 def checkpointed(device: str, store: Any) -> float:

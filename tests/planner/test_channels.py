@@ -13,7 +13,7 @@ from elasticd_planner.spec.model import item_size
 
 from tests import sizes
 from tests.planner.drawn_plans import SPEC, drawn_plan
-from tests.planner.test_launches import logs_of
+from tests.planner.test_launches import logs_of, plan_of_lanes
 
 
 @pytest.mark.parametrize("seed", sizes.beside(range(20), range(1000)))
@@ -73,3 +73,20 @@ def test_rounds_have_every_bucket_of_a_set_without_a_communicator_once() -> None
     together = [bucket for each in passed_on(layouts, listed, own) for bucket in each]
     assert sorted(map(repr, together)) == sorted(repr(b) for b in listed if b.devices not in own)
     assert together
+
+
+@pytest.mark.parametrize("most", [5, 24])
+def test_lanes_that_may_share_sequences_have_one_communicator_more_and_room_for_it(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST", most)
+    layouts = Layouts(SPEC, plan_of_lanes((2, 3, 1)))
+    for device in layouts.plan.members:
+        whole, cut = (channels(layouts, device, cuts=cuts) for cuts in (False, True))
+        (more,) = {*cut} - {*whole}
+        assert len(cut) == len(whole) + 1
+        assert (more.use, device in more.members) == ("context", True)
+        stage = layouts.plan.places[device].stage
+        assert more.members == layouts.plan.pipelines[0].stages[stage].devices
+        fixed = sum(channel.use not in ("reduce", "state") for channel in cut)
+        assert len(cut) <= max(most, fixed + 1)

@@ -180,6 +180,50 @@ def test_without_a_causal_mask_all_keys_are_needed() -> None:
     check(row_of(3, THREE), members_of(stage_of((1,), (3, 1), (1,))), causal=False)
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_each_replica_gets_all_of_its_gradient_once(window: int | None) -> None:
+    """Of members that all compute all of an attention: from each other lane the terms of all its keys."""
+    devices = ("a/0", "a/1", "b/0", "b/1", "b/2", "c/0")
+    stage = Stage(start=0, stop=2, devices=devices, shares=(1,) * 6, lanes=(1, 2, 3))
+    row = row_of(3, THREE)
+    members = context_members(SPEC, stage, stage.devices[0], 3, 3)
+    assert members.replicas
+    found = exchanges(row, members, window)
+    check(row, members, window)
+    for device, exchange in found.items():
+        mine = members.members[members.index[device]].lane
+        for lane in {0, 1, 2} - {mine}:
+            others = {member.device for member in members.members if member.lane == lane}
+            sent = next(found[other] for other in others)
+            right = [
+                cell
+                for each in sent.rounds
+                for cell in cells(each.takes)
+                if _has(row, members, mine, cell, found)
+            ]
+            got = [cell for each in exchange.rounds if each.peer in others for cell in cells(each.gets)]
+            assert sorted(got) == sorted(right)
+        for each in exchange.rounds:
+            (its,) = (other for other in found[each.peer].rounds if other.peer == device)
+            assert (each.gives, each.gets, each.number) == (its.gets, its.gives, its.number)
+            assert set(cells(each.gives)) <= {cell for one in exchange.rounds for cell in cells(one.takes)}
+
+
+def _has(
+    row: tuple[MicroBatch, ...],
+    members: ContextMembers,
+    lane: int,
+    cell: tuple[int, int, int],
+    found: dict[str, ContextExchange],
+) -> bool:
+    """Whether a lane has a token of a sequence."""
+    device = next(member.device for member in members.members if member.lane == lane)
+    return any(
+        number == cell[0] and any(start <= cell[1] < stop for start, stop in piece.spans)
+        for number, piece in zip(found[device].sequences, row[lane], strict=True)
+    )
+
+
 SHARES = st.dictionaries(st.integers(0, 3), st.integers(1, 6), min_size=1, max_size=4)
 WIDTHS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=4, max_size=4)
 

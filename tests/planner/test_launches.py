@@ -127,12 +127,13 @@ def lanes_of(rows: Sequence[Sequence[Sequence[int]]], chunks: int = 1) -> dict[s
         BatchRow(lanes=tuple(tuple(piece(sample, lane) for sample in row[lane]) for lane in range(3)))
         for row in rows
     )
-    made = _lanes(tuple(max(1, sum(bool(row[lane]) for row in rows)) for lane in range(3)), chunks)
+    made = plan_of_lanes(tuple(max(1, sum(bool(row[lane]) for row in rows)) for lane in range(3)), chunks)
     batch = BatchPlan(step=0, plan=0, modules=((listed,),), packed=True)
     return launches(Layouts(SPEC, made), batch, passes)
 
 
-def _lanes(counts: tuple[int, ...], chunks: int) -> Plan:
+def plan_of_lanes(counts: tuple[int, ...], chunks: int = 1) -> Plan:
+    """Two stages of three lanes."""
     size = len(SPEC.layers) // (2 * chunks)
     spans = [[(size * at, size * (at + 1)) for at in range(stage, 2 * chunks, 2)] for stage in range(2)]
     stages = tuple(

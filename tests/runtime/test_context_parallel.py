@@ -27,6 +27,8 @@ from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.communicators import Connect, GlooCommunicators, Mesh
 from elasticd.runtime.comm.groups import Cancelled, PeerLost, PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
+from elasticd.runtime.comm.running_group import running
+from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.packed_row import PackedRow, first_pass, passing, second_pass
 from tests.planner.test_context_exchange import SPEC, row_of, stage_of
@@ -57,7 +59,7 @@ class Case(NamedTuple):
 
     @property
     def kv_heads(self) -> int:
-        return {"grouped": 4, "multi-head": 8, "multi-query": 1}[self.kv]
+        return {"grouped": 4, "multi-head": 8, "multi-query": 1, "not cut": 4}[self.kv]
 
 
 THREE: Sequences = (
@@ -82,6 +84,8 @@ CASES = {
     "heads that do not divide": Case(((5, 3), (1,), (1, 1, 1)), THREE),
     "heads of each": Case(((1,), (3, 1), (5, 3)), THREE, kv="multi-head"),
     "one kv-head for all": Case(((1,), (3, 1), (1, 1, 1)), THREE, kv="multi-query"),
+    "replicas": Case(((1,), (3, 1), (5, 3)), THREE, kv="not cut"),
+    "replicas in equal numbers": Case(((1, 1), (1, 1)), ((63, {0: 5, 1: 2}), (20, {1: 3, 0: 1})), kv="not cut"),
     "a window": Case(((1,), (3, 1), (1, 1, 1)), THREE, options=(("window", 13),)),
     "a window that some lanes need nothing under": Case(
         ((1,), (1,), (1,)), ((90, {0: 1, 1: 1, 2: 1}),), options=(("window", 3),)
@@ -121,6 +125,8 @@ def expected(case: Case, layer: int) -> list[list[Tensor]]:
 
 def spec_of(case: Case) -> ModelSpec:
     """A model with as many kv-heads."""
+    if case.kv == "not cut":
+        return msgspec.structs.replace(SPEC, units=(Units(kind="columns", count=24),))
     units: tuple[Units, ...] = (Units(kind="heads", count=8),)
     if case.kv_heads < 8:
         units = (*units, Units(kind="kv_heads", count=case.kv_heads, follows="heads"))
@@ -130,6 +136,8 @@ def spec_of(case: Case) -> ModelSpec:
 def heads_of(case: Case, shares: Sequence[int], position: int) -> tuple[list[int], list[int]]:
     """The heads of a member of a lane, and the kv-head of each of its keys: one for each head where they do not
     divide, as `UnitsOf` says."""
+    if case.kv == "not cut":
+        return list(range(8)), list(range(4))
     given = apportion(8, tuple(shares))
     start = sum(given[:position])
     stop, each = start + given[position], 8 // case.kv_heads
@@ -207,7 +215,13 @@ class Found(NamedTuple):
 
 
 def check(case: Case, found: Mapping[str, list[list[Found]]], close: float = 1e-12) -> None:
-    """Against one process: each element of output and queries once, the terms of keys added up."""
+    """Against one process: each element of output and queries once, the terms of keys added up. Each replica
+    has all of it."""
+    lanes = [lane.devices for lane in case.stage.by_lane]
+    if case.kv == "not cut" and len(found) > len(lanes):
+        for turn in range(max(map(len, lanes))):
+            check(case, {own[turn % len(own)]: found[own[turn % len(own)]] for own in lanes}, close)
+        return
     for layer in range(LAYERS):
         wanted = expected(case, layer)
         made = [[torch.zeros_like(x) for x in each] for each in wanted]
@@ -358,11 +372,13 @@ def test_what_is_sent_is_what_is_lacking(name: str) -> None:
     parts = rounds = 0
     for each in members.members:
         exchange = context_exchange(case.row, members, each.device, **options)
-        parts += sum(part.size for one in exchange.rounds for part in one.takes) * (SIZE + case.values)
+        keys = sum(part.size for one in exchange.rounds for part in one.takes)
+        terms = sum(part.size for one in exchange.rounds for part in one.gets)
+        parts += (2 * keys + terms) * (SIZE + case.values)
         rounds += sum(not one.sends for one in exchange.rounds)
     assert rounds or name != "one kv-head for all"
     sent = sum(sum(mesh.rounds) for mesh in noted(case).values())
-    assert sent == LAYERS * (3 * parts + 2 * rounds)
+    assert sent == LAYERS * (parts + 2 * rounds)
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
@@ -409,6 +425,26 @@ def test_a_death_in_the_middle_of_a_round_frees_the_others() -> None:
     found = gang.run(__file__, "dying", devices, dying=devices[-1:], seconds=60)
     assert set(found.values()) <= {"Cancelled", "PeerLost"}
     assert set(found) == set(devices[:-1])
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_members_of_a_tp_group_whose_heads_no_units_tell_of_are_refused(alike: bool) -> None:
+    """Unless they are replicas, which all have the same keys."""
+    case = CASES["replicas in equal numbers"]
+
+    def run(memory: MemoryPlanGroups) -> list[list[Found]]:
+        mine = at_work(case, memory.me, cast(PlanGroups, memory))
+        lane = next(lane.devices for lane in case.stage.by_lane if memory.me in lane.devices)
+        if not alike and memory.me == lane[-1]:
+            mine.heads, mine.reads = mine.heads[::-1], mine.reads[::-1]
+        with running(memory.group(lane, "tensor")):
+            return mine.step()
+
+    if alike:
+        check(case, run_threads(case.stage.devices, run))
+        return
+    with pytest.raises(ModelError, match="8 heads and 4 kv-heads of its own, and no kind of units"):
+        run_threads(case.stage.devices, run)
 
 
 def test_a_part_of_a_sequence_without_other_lanes_is_refused() -> None:

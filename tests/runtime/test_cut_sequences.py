@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from elasticd_planner.spec.batch import BatchPlan, BatchRow, SequencePiece
+from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Pipeline, Plan
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -24,6 +27,7 @@ from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.data.prefetch import SampleReader
 from elasticd.runtime.data.step_samples import Mapped
+from elasticd.runtime.engine import compiled_blocks
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
@@ -95,7 +99,7 @@ class Cutting(Mapped):
 def cutting(**changes: Any) -> Recipe:
     data = DataOptions(length=length, packing=Packing())
     made = replace(make_recipe(), data=data, **changes)
-    return replace(made, source=Cutting(made.sampler, SampleReader(Text(), 0), length, 1))
+    return replace(made, source=Cutting(made.sampler, SampleReader(made.dataset, 0), length, 1))
 
 
 def cut_by_memory(**changes: Any) -> Recipe:
@@ -159,6 +163,18 @@ def test_attention_under_torchs_checkpoint_trains_like_one_process(recompute: bo
     check(PLANS["2 + 1, uneven, in two stages"], in_threads(PLANS["2 + 1, uneven, in two stages"], make))
 
 
+@pytest.mark.full
+def test_compiled_blocks_train_cut_sequences_like_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
+    torch.compiler.reset()
+
+    def make() -> Recipe:
+        return cutting(parallelism=ParallelismOptions(compile=True))
+
+    check(PLANS["1 + 1"], in_threads(PLANS["1 + 1"], make))
+    torch.compiler.reset()
+
+
 def test_slices_of_tokens_between_cut_modules_train_like_one_process() -> None:
     plan = test_parity.plan_of(
         (
@@ -186,23 +202,40 @@ def test_pieces_without_targets_give_their_keys_gradients(recompute: bool) -> No
     """Those of the queries of other lanes, and no lane waits for a backward pass that does not come."""
     options = {"dataset": Masked(), "parallelism": ParallelismOptions(recompute=recompute)}
     alone = in_threads(plan_of((8, [stage(0, 6, ("a/0", 1))])), lambda: packed(**options))["a/0"]
-    check_against(alone, in_threads(PLANS["2 + 1, uneven, in two stages"], lambda: cutting(**options)), 1e-10)
-
-
-@pytest.mark.parametrize(("name", "close"), [("bf16", 2e-2), ("fp32", 1e-5)])
-def test_other_precisions_train_as_one_device_does(name: Any, close: float) -> None:
-    options = {"parallelism": ParallelismOptions(precision=name)}
-    alone = in_threads(plan_of((8, [stage(0, 6, ("a/0", 1))])), lambda: packed(**options))["a/0"]
-    check_against(alone, in_threads(PLANS["2 + 1, uneven, in two stages"], lambda: cutting(**options)), close)
-
-
-def check_against(alone: dict[str, Any], found: dict[str, dict[str, Any]], close: float) -> None:
-    """Losses and weights as those of one device."""
-    for device, result in found.items():
-        assert result["losses"] == pytest.approx(alone["losses"], abs=close)
+    for result in in_threads(PLANS["2 + 1, uneven, in two stages"], lambda: cutting(**options)).values():
+        assert result["losses"] == pytest.approx(alone["losses"], abs=1e-10)
         for name, (start, stop, value) in result["weights"].items():
             whole = alone["weights"][name][2][tuple(map(slice, start, stop))]
-            assert float(abs(value - whole).max()) < close, f"{device} {name}"
+            assert float(abs(value - whole).max()) < 1e-10, name
+
+
+def test_single_precision_trains_as_one_device_does() -> None:
+    options = {"parallelism": ParallelismOptions(precision="fp32")}
+    alone = in_threads(plan_of((8, [stage(0, 6, ("a/0", 1))])), lambda: packed(**options))["a/0"]
+    found = in_threads(PLANS["2 + 1, uneven, in two stages"], lambda: cutting(**options))
+    for result in found.values():
+        assert result["losses"] == pytest.approx(alone["losses"], abs=1e-5)
+        apart = size = 0.0
+        for parameter, (start, stop, value) in result["weights"].items():
+            there = tuple(map(slice, start, stop))
+            apart += float(np.square(value - alone["weights"][parameter][2][there], dtype=np.float64).sum())
+            first = make_recipe().model.first_value(parameter, Box(start=start, stop=stop), test_parity.SEED)
+            size += float(np.square(value - first.numpy(), dtype=np.float64).sum())
+        assert apart < 1e-8 * size, f"{math.sqrt(apart / size)} of the update"
+
+
+def test_half_precision_trains_as_one_device_does() -> None:
+    options = {"parallelism": ParallelismOptions(precision="bf16")}
+
+    def losses(plan: Plan, make: Callable[..., Recipe]) -> list[float | None]:
+        def run(memory: MemoryPlanGroups) -> list[float | None]:
+            engine = engine_on(memory, make(**options), plan)
+            return [engine.step(step, lambda: 0).outcome.vote.loss for step in range(test_parity.STEPS)]
+
+        return run_threads(plan.members, run)[plan.members[0]]
+
+    alone = losses(plan_of((8, [stage(0, 6, ("a/0", 1))])), packed)
+    assert losses(PLANS["2 + 1, uneven, in two stages"], cutting) == pytest.approx(alone, abs=1e-2)
 
 
 def test_dropouts_drop_of_a_cut_sequence_what_they_drop_of_the_whole() -> None:

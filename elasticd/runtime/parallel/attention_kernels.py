@@ -13,6 +13,7 @@ at a time. `tests/runtime/test_attention_kernels.py` compares each with float64.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -334,12 +335,18 @@ class CudaFlashAttention:
     ) -> tuple[list[Tensor], list[int], bool, dict[str, int]]:
         """Where the sequence of queries and that of keys begin and end, their tokens, and the mask."""
         counts = [q.shape[1], k.shape[1]]
-        borders = [torch.tensor([0, count], dtype=torch.int32, device=q.device) for count in counts]
+        borders = [_borders(count, q.device) for count in counts]
         causal = not visible.all(*counts)
         before = visible.window - 1 if causal and visible.window is not None else -1
         after = 0 if causal else -1
         window = {"window_size_left": before, "window_size_right": after}
         return borders, counts, causal and before < 0, window
+
+
+@lru_cache(maxsize=4096)
+def _borders(count: int, device: torch.device) -> Tensor:
+    """Where one sequence begins and ends, on a device: kept, because each is a copy there."""
+    return torch.tensor([0, count], dtype=torch.int32, device=device)
 
 
 PRODUCTS = MatrixProducts()

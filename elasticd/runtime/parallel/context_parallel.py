@@ -13,8 +13,8 @@ What must hold, so that nobody waits for ever:
   same layers, forward and backward, and each layer's attention in the same order. Rows that share no sequence
   may come between them, in any number.
 - Within a row each device launches its rounds in the order of their numbers. In a backward pass the terms of
-  round n follow the keys of round n + 1, of all devices alike. So launches have an order that all agree on, and
-  a communicator that runs them one after the other cannot be stuck.
+  round n follow the keys of round n + 1, or, between replicas, the keys of all rounds; of all devices alike. So
+  launches have an order that all agree on, and a communicator that runs them one by one is never stuck.
 - A device waits in a round for its partner alone, which waits for nobody before it sends.
 
 A message is kept until its arrival is known: a peer's message of a later exchange proves that it has received
@@ -25,10 +25,12 @@ of each other, because their pieces are mirrored, under a window, too.)
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import torch
 from elasticd_planner.batching.context_exchange import (
@@ -46,6 +48,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from elasticd.runtime.comm.communicators import Mesh
+from elasticd.runtime.comm.running_group import running_group
+from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import attention_kernels as kernels
 from elasticd.runtime.parallel.attention_kernels import Visible
 from elasticd.runtime.parallel.packed_row import PackedRow, Segment
@@ -79,11 +83,22 @@ class ContextParallel:
         """
         return RowExchange(self, tuple(lanes))
 
-    def members(self, heads: int, kv_heads: int) -> ContextMembers:
-        """Who has which heads, in layers in which this device has so many."""
-        key = heads, kv_heads
+    def members(self, q: Tensor, k: Tensor) -> ContextMembers:
+        """Who has which heads, in layers in which this device has as many as these queries and keys.
+
+        Raises:
+            ModelError: no kind of units says which of them this device has.
+        """
+        key = q.shape[1], k.shape[1]
         if key not in self._members:
-            self._members[key] = context_members(self._spec, self._stage, self.device, *key)
+            found = context_members(self._spec, self._stage, self.device, *key)
+            if found.replicas and not _replicated(k):
+                raise ModelError(
+                    f"a member of a TP group attends with {key[0]} heads and {key[1]} kv-heads of its own, and "
+                    "no kind of units has such a part: cut the attention in units that are its heads, or keep "
+                    "sequences whole with DataOptions(packing=Packing(cut=False))"
+                )
+            self._members[key] = found
         return self._members[key]
 
     def begin(self) -> int:
@@ -126,6 +141,14 @@ class ContextParallel:
         self._sent[peer] = left
 
 
+def _replicated(k: Tensor) -> bool:
+    """Whether all members of the TP group have the same keys: so many of them, and those of the first token."""
+    first = k[0, 0, 0, :8].double()
+    mine = torch.cat([first.new_tensor(k.shape[1:2]), first, first.new_zeros(8 - len(first))])
+    every = running_group().all_gather(mine)
+    return bool(torch.allclose(every, mine, rtol=1e-2, atol=1e-6))
+
+
 class RowExchange:
     """What one device exchanges for the attention of a row, in all layers of its stage, both ways."""
 
@@ -154,16 +177,16 @@ class RowExchange:
             row: the pieces of this lane.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        layer = self._layer(row, q.shape[1], k.shape[1], causal, window)
+        layer = self._layer(row, q, k, causal, window)
         out: Tensor = _CutAttention.apply(q, k, v, layer, scale)
         return out
 
-    def _layer(self, row: PackedRow, heads: int, kv_heads: int, causal: bool, window: int | None) -> _Layer:
-        key = heads, kv_heads, causal, window
+    def _layer(self, row: PackedRow, q: Tensor, k: Tensor, causal: bool, window: int | None) -> _Layer:
+        key = q.shape[1], k.shape[1], causal, window
         if key not in self._layers:
-            members = self._of.members(heads, kv_heads)
+            members = self._of.members(q, k)
             exchange = context_exchange(self._lanes, members, self._of.device, causal=causal, window=window)
-            self._layers[key] = _Layer(self, self._of, row, members, kv_heads, exchange, causal, window)
+            self._layers[key] = _Layer(self, self._of, row, members, k.shape[1], exchange, causal, window)
         return self._layers[key]
 
     @contextmanager
@@ -210,6 +233,9 @@ class _Pair(NamedTuple):
     visible: Visible
 
 
+_Act = Literal["fetch", "compute", "give back"]
+
+
 class _Layer:
     """How the attention of layers of one shape is computed in a row: heads, masks, and what is exchanged."""
 
@@ -226,7 +252,7 @@ class _Layer:
     ) -> None:
         me = members.members[members.index[parallel.device]]
         self.row_exchange, self.parallel = row_exchange, parallel
-        self.rounds = exchange.rounds
+        self.rounds, self.replicas = exchange.rounds, exchange.replicas
         self._causal, self._window = causal, window
         self._heads, self._kv_heads, self._each = me.heads, me.kv_heads, members.each
         #: Where heads and kv-heads do not divide, there are keys for each head.
@@ -235,6 +261,17 @@ class _Layer:
         self._segments: list[tuple[int, Segment]] = []  # with the number of its sequence
         for number, piece in zip(exchange.sequences, row.pieces, strict=True):
             self._segments += [(number, next(by_piece)) for _ in piece.spans]
+
+    @cached_property
+    def order(self) -> list[tuple[_Act, ContextRound]]:
+        """What a backward pass does, the same on all devices but for rounds that one has no part in."""
+        at: list[tuple[tuple[float, ...], _Act, ContextRound]] = []
+        for each in self.rounds:
+            first = 2 * each.number
+            at.append(((first,), "fetch", each))
+            at.append(((first + 2.5,), "compute", each))
+            at.append(((math.inf, first) if self.replicas else (first + 3,), "give back", each))
+        return [(what, each) for _, what, each in sorted(at, key=lambda one: one[0])]
 
     def own(self) -> Iterator[tuple[slice, _Pair]]:
         """Rows of keys here and queries here that attend to them; first those of each segment to itself."""
@@ -297,18 +334,18 @@ class _Exchange:
         self._parallel.finish(self._number, each.peer, work, received=True, keys=True)
 
     def give_back(self, each: ContextRound, terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Any, list[_Came]]:
-        """Launches the round of the gradients: those of keys that came go to who has the keys."""
+        """Launches the round of the gradients: those of keys that came go to a device that has the keys."""
         message = room = None
-        if each.takes:
+        if each.gives:
             message = torch.cat([x.flatten() for term in terms for x in term]).to(self._k.dtype)
-        if each.sends:
-            room = self._k.new_empty(self._size(each.sends))
+        if each.gets:
+            room = self._k.new_empty(self._size(each.gets))
         work = self._parallel.launch(self._number, each.peer, message, room, keys=False)
-        return work, [] if room is None else list(self._views(each.sends, room))
+        return work, [] if room is None else list(self._views(each.gets, room))
 
     def given_back(self, each: ContextRound, work: Any) -> None:
         """Waits for it."""
-        self._parallel.finish(self._number, each.peer, work, received=bool(each.sends), keys=False)
+        self._parallel.finish(self._number, each.peer, work, received=bool(each.gets), keys=False)
 
     def _cut(self, part: ContextPart) -> Iterator[Tensor]:
         """Keys and values of a part."""
@@ -377,25 +414,27 @@ class _Gradients:
 
     def run(self) -> None:
         """All of it. The keys of a round are fetched while those of the one before are computed with, and the
-        terms of that follow them."""
+        terms of that follow them; between replicas the terms of all rounds follow the last of them."""
         layer, exchange = self._layer, _Exchange(self._layer, self._k, self._v)
-        events = [(2 * each.number, False, each) for each in layer.rounds]
-        events += [(2 * each.number + 3, True, each) for each in layer.rounds]
+        terms: dict[ContextPart, tuple[Tensor, Tensor]] = {}
         fetched: dict[int, tuple[Any, list[_Came]]] = {}
         before: tuple[ContextRound, Any, list[_Came]] | None = None
-        for at, (_, arrives, each) in enumerate(sorted(events)):
-            if not arrives:
+        for at, (what, each) in enumerate(layer.order):
+            if what == "fetch":
                 fetched[each.number] = exchange.fetch(each)
-                if not at:
-                    self._own()
-                continue
-            work, came = fetched.pop(each.number)
-            exchange.fetched(each, work)
-            begun = exchange.give_back(each, [self._of(*one) for one in came])
-            self._collect(exchange, before)
-            before = each, *begun
+            if not at:
+                self._own()
+            if what == "compute":
+                work, came = fetched.pop(each.number)
+                exchange.fetched(each, work)
+                terms |= {part: self._of(part, *both) for part, *both in came}
+            if what == "give back" and (each.gives or each.gets):
+                pieces = [terms[part] if layer.replicas else terms.pop(part) for part in each.gives]
+                begun = exchange.give_back(each, pieces)
+                self._collect(exchange, before)
+                before = each, *begun
         self._collect(exchange, before)
-        if not events:
+        if not layer.order:
             self._own()
 
     def _own(self) -> None:

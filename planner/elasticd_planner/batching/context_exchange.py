@@ -4,7 +4,11 @@ A sequence may be cut over any set of lanes, in any shares. Its keys and values 
 kv-heads: as they are computed (each member of a lane has the tokens of its piece and its own kv-heads), and as
 they are needed (queries of tokens [a, b) under a causal mask need the tokens [0, b) of their kv-heads; of a
 window the last of those). What a device lacks between the two is what it is sent, whatever the widths of the
-lanes. Gradients of keys go back the same way.
+lanes. Gradients of keys go back the same way: a device that was sent keys has a term of their gradient.
+
+Where an attention is not cut, the members of a lane are replicas that all compute all of it, and each must have
+all of the gradient: once from each other lane, by the member that sends it that lane's keys. Replicas have the
+same terms, so that it does not matter by whom the keys were sent.
 
 Messages go in rounds. Of n devices, i and j exchange in round (i + j) mod n: so each device has one partner in
 a round, and the two send to each other. Rounds are in one order on all devices; those that no device can have a
@@ -59,8 +63,10 @@ class ContextRound(NamedTuple):
 
     number: int  #: among the rounds of all devices
     peer: str
-    sends: tuple[ContextPart, ...]
+    sends: tuple[ContextPart, ...]  #: keys
     takes: tuple[ContextPart, ...]
+    gives: tuple[ContextPart, ...]  #: terms of the gradients of these keys
+    gets: tuple[ContextPart, ...]
 
 
 class ContextExchange(NamedTuple):
@@ -70,14 +76,20 @@ class ContextExchange(NamedTuple):
     #: number on all devices.
     sequences: tuple[int, ...]
     rounds: tuple[ContextRound, ...]  #: with messages of this device, in their order
+    replicas: bool  #: what is given in a round may be of keys that come in a later one
 
 
 class ContextMembers:
     """The devices of a stage in the order of the plan, with the heads that each computes in a layer."""
 
-    def __init__(self, members: Sequence[ContextMember], each: int) -> None:
-        """`each`: query heads that a kv-head serves."""
-        self.members, self.each = tuple(members), each
+    def __init__(self, members: Sequence[ContextMember], each: int, *, replicas: bool = False) -> None:
+        """
+        Args:
+            members: the devices.
+            each: query heads that a kv-head serves.
+            replicas: the members of a lane all compute all of the attention, and some lane has several.
+        """
+        self.members, self.each, self.replicas = tuple(members), each, replicas
         self.index = {member.device: at for at, member in enumerate(self.members)}
         self._sources: dict[tuple[int, int], Mapping[int, _Spans]] = {}
         self._numbers: dict[_Sets, dict[int, int]] = {}
@@ -161,6 +173,7 @@ def context_members(spec: ModelSpec, stage: Stage, device: str, heads: int, kv_h
             for name in lane.devices
         ],
         heads // kv_heads,
+        replicas=max(stage.widths) > 1,
     )
 
 
@@ -209,8 +222,7 @@ def context_exchange(
     mine, chains = listed[index].lane, _chains(lanes)
     shared = [tuple(sorted({lane for lane, _, _ in chain})) for chain in chains]
     numbers = members.numbers(tuple(sorted({each for each in shared if len(each) > 1})))
-    sends: dict[int, list[ContextPart]] = defaultdict(list)
-    takes: dict[int, list[ContextPart]] = defaultdict(list)
+    sends, takes, gives, gets = (defaultdict[int, list[ContextPart]](list) for _ in range(4))
     sequences = [0] * len(lanes[mine])
     for number, chain in enumerate(chains):
         for lane, at, _ in chain:
@@ -224,20 +236,26 @@ def context_exchange(
         for peer, member in enumerate(listed):
             if member.lane == mine or member.lane not in held:
                 continue
-            for into, source, taker in ((sends, index, peer), (takes, peer, index)):
-                spans = _overlaps(held[listed[source].lane], needed[listed[taker].lane])
-                for first, last in members.served(source, taker) if spans else ():
-                    into[peer] += [ContextPart(number, start, stop, first, last) for start, stop in spans]
+            here = _overlaps(held[mine], needed[member.lane])
+            there = _overlaps(held[member.lane], needed[mine])
+            for first, last in members.served(index, peer):
+                sends[peer] += [ContextPart(number, *span, first, last) for span in here]
+                gives[peer] += [ContextPart(number, *span, first, last) for span in there]
+            for first, last in members.served(peer, index):
+                takes[peer] += [ContextPart(number, *span, first, last) for span in there]
+                gets[peer] += [ContextPart(number, *span, first, last) for span in here]
+    if not members.replicas:
+        gives, gets = takes, sends
     rounds = [
         ContextRound(
             numbers[(index + peer) % len(listed)],
             listed[peer].device,
-            tuple(sends.get(peer, ())),
-            tuple(takes.get(peer, ())),
+            *(tuple(parts.get(peer, ())) for parts in (sends, takes, gives, gets)),
         )
-        for peer in {**sends, **takes}
+        for peer in {**sends, **takes, **gives, **gets}
+        if sends.get(peer) or takes.get(peer) or gives.get(peer) or gets.get(peer)
     ]
-    return ContextExchange(tuple(sequences), tuple(sorted(rounds)))
+    return ContextExchange(tuple(sequences), tuple(sorted(rounds)), members.replicas)
 
 
 #: The pieces of a sequence by their pairs: (lane, index in the lane's micro-batch, piece).
