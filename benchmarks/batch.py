@@ -28,6 +28,7 @@ from _batch_baselines import (
     without_stragglers,
 )
 from _batch_corpora import CORPORA, Lengths
+from _batch_emulated import emulated_rows
 from _batch_played import Gang, bound, cut_share, dealt, normal, plan_of, row_times, seconds, with_stragglers
 from _batch_pool import pool_rows
 from _parts import measured
@@ -36,7 +37,7 @@ from elasticd_planner.batching.lane_slowdown import SlowdownState, step
 from elasticd_planner.batching.row_balance import pipeline_time
 from elasticd_planner.spec.plan import Plan
 
-SEED = 23_000_000
+SEED = 23_110_000
 LANES, BATCH, BATCHES = 64, 512, 100
 LARGE, LARGE_BATCH, LARGE_SLOW, LARGE_BATCHES = 1024, 8192, 20, 8
 SLOW = 3
@@ -267,6 +268,7 @@ PARTS: dict[str, Callable[[], Iterable[Row]]] = {
     "published": published_rows,
     "pool": pool_rows,
     "slowdown": slowdown_rows,
+    "emulated": emulated_rows,
 }
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import click
 import msgspec
-from elasticd_planner.batching.batch_summary import BatchSummary, lane_work, summary_of
+from elasticd_planner.batching.batch_summary import lane_work, summary_of
 from elasticd_planner.batching.fold import cost
 from elasticd_planner.batching.packed_batch import CutOptions, packed_batch_plan, planned_slowdown
-from elasticd_planner.spec.batch import BatchLengths, BatchPlan, MicroBatch
+from elasticd_planner.spec.batch import BatchLengths, BatchPlan, BatchSummary, MicroBatch
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Invalid
 from rich.text import Text

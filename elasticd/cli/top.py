@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 import click
+from elasticd_planner.spec.batch import BatchSummary
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -106,6 +107,14 @@ def spark(values: Sequence[float]) -> str:
     return "".join(_BLOCKS[round(value / most * (len(_BLOCKS) - 1))] for value in values) if most > 0 else ""
 
 
+def packed(batch: BatchSummary) -> str:
+    """A packed batch in one line."""
+    cut = "none cut"
+    if batch.cut:
+        cut = f"{batch.cut / batch.sequences:.0%} cut, over {batch.widest} lanes at most"
+    return f"batch of {batch.sequences:,} sequences, {cut}; busiest lane over even work {batch.imbalance:.2f}"
+
+
 def _job(job: JobStatus, steps: Sequence[StepRecord], rates: Mapping[str, float]) -> Iterator[RenderableType]:
     speed = "-" if job.tokens_per_second is None else f"{job.tokens_per_second:,.0f}"
     seconds = [step.seconds for step in steps]
@@ -117,6 +126,8 @@ def _job(job: JobStatus, steps: Sequence[StepRecord], rates: Mapping[str, float]
     )  # fmt: skip
     if job.reason:
         yield Text(f"  {job.reason}")
+    if job.batch is not None:
+        yield Text(f"  {packed(job.batch)}")
     if seconds:
         yield Text.assemble(("  seconds a step, the last 60  ", "dim"), spark(seconds))
     if job.plan is not None:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 from elasticd_planner.detection.slowness_history import Slowness
+from elasticd_planner.spec.batch import BatchSummary
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
 
@@ -79,6 +80,7 @@ class JobStatus(Value, frozen=True, kw_only=True):
     snapshot: int | None = None
     #: the last that the script's own code raised, until the job has trained on beyond its step
     exception: ExceptionStatus | None = None
+    batch: BatchSummary | None = None  # the newest packed batch (None: samples are padded)
     members: tuple[MemberStatus, ...]  # its workers, by device
 
 

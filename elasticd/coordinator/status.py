@@ -122,6 +122,7 @@ def _job(job: JobState, at: float, limit: float) -> JobStatus:
         loss=job.progress.loss,
         tokens_per_second=job.progress.tokens_per_second,
         exception=_exception(job),
+        batch=job.batch,
         members=tuple(
             MemberStatus(
                 device=worker.device,

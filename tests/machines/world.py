@@ -10,6 +10,7 @@ from collections import deque
 
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
+from msgspec import structs
 
 from elasticd.coordinator.store_transactions import Ledger, Sweep
 from elasticd.coordinator.store_writer import stored
@@ -88,6 +89,7 @@ class World(Checked):
         self.recorded: dict[int, Plan] = {}
         self.rates: dict[str, float] = {}
         self.length = 64  # tokens of each sequence
+        self.slowdowns: dict[str, int] = {}  # by which devices say that their lanes get shares of tokens
         self.of_spec: dict[str, object] = {}  # what workers say of the job beside what is usual
         self.closes = True  # workers can make a last checkpoint that another one asks for
         self.refuse: set[str] = set()
@@ -368,6 +370,7 @@ class World(Checked):
     def report(self, plan: Plan, device: str) -> Report:
         """What a device of this rate would report of a step."""
         measured = measurement(plan, device, self.records, self.rates, length=self.length, step=self.steps - 1)
+        measured = structs.replace(measured, slowdown=self.slowdowns.get(device, 0))
         if plan.members[0] != device:
             return Report(measurement=measured, loss=None, tokens=None)
         return Report(measurement=measured, loss=2.0, tokens=self.length * plan.global_batch)

@@ -107,10 +107,9 @@ def test_receipts_keep_the_order_of_the_passes_where_one_activation_comes_late()
     assert gradient_receipts(order, lambda chunk: True) == [[], [], [], [(2, 0), (0, 0)], []]
 
 
-def lanes_of(rows: Sequence[Sequence[Sequence[int]]]) -> dict[str, tuple[Launch | Join, ...]]:
+def lanes_of(rows: Sequence[Sequence[Sequence[int]]], chunks: int = 1) -> dict[str, tuple[Launch | Join, ...]]:
     """The launches of two stages with three lanes, of one device, of two and of one. A row names by lane the
     sequences that the lane has all of, or, those below 0, a part of."""
-    made = _lanes(tuple(sum(bool(row[lane]) for row in rows) for lane in range(3)))
     owners = {
         sample: [lane for row in rows for lane in range(3) if sample in row[lane]]
         for row in rows
@@ -128,16 +127,20 @@ def lanes_of(rows: Sequence[Sequence[Sequence[int]]]) -> dict[str, tuple[Launch 
         BatchRow(lanes=tuple(tuple(piece(sample, lane) for sample in row[lane]) for lane in range(3)))
         for row in rows
     )
+    made = _lanes(tuple(max(1, sum(bool(row[lane]) for row in rows)) for lane in range(3)), chunks)
     batch = BatchPlan(step=0, plan=0, modules=((listed,),), packed=True)
     return launches(Layouts(SPEC, made), batch, passes)
 
 
-def _lanes(counts: tuple[int, ...]) -> Plan:
+def _lanes(counts: tuple[int, ...], chunks: int) -> Plan:
+    size = len(SPEC.layers) // (2 * chunks)
+    spans = [[(size * at, size * (at + 1)) for at in range(stage, 2 * chunks, 2)] for stage in range(2)]
     stages = tuple(
-        Stage(start=6 * at, stop=6 * at + 6, devices=devices, shares=(1,) * 4, lanes=(1, 2, 1))
-        for at, devices in enumerate([("a/0", "b/0", "b/1", "c/0"), ("a/1", "b/2", "b/3", "c/1")])
+        Stage(start=start, stop=stop, later=tuple(later), devices=devices, shares=(1,) * 4, lanes=(1, 2, 1))
+        for ((start, stop), *later), devices in zip(
+            spans, [("a/0", "b/0", "b/1", "c/0"), ("a/1", "b/2", "b/3", "c/1")], strict=True
+        )
     )
-    assert stages[-1].stop == len(SPEC.layers)
     pipeline = Pipeline(stages=stages, micro_batches=sum(counts), rows=counts)
     module = ModulePlan(module="model", pipelines=(pipeline,))
     return Plan(number=0, strategies=(Strategy(modules=(module,)),), micro_batch=1, global_batch=sum(counts))
@@ -164,20 +167,18 @@ def test_lanes_that_share_sequences_never_wait_for_ever(name: str) -> None:
     assert deadlock(logs) is None
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("seed", sizes.beside(range(20), range(500)))
-def test_no_drawn_rows_of_lanes_deadlock(seed: int) -> None:
+def test_no_drawn_rows_of_lanes_deadlock(seed: int, chunks: int) -> None:
+    """Rows may leave out lanes anywhere, and stages may be interleaved."""
     drawn = random.Random(seed)
-    counts = [drawn.randint(1, 6) for _ in range(3)]
-    rows: list[list[list[int]]] = [
-        [[100 * lane + at + 1] if at < counts[lane] else [] for lane in range(3)] for at in range(max(counts))
-    ]
-    for sample in range(1, drawn.randint(2, 5)):
-        row = drawn.choice(rows)
-        have = [lane for lane in range(3) if row[lane]]
-        for lane in drawn.sample(have, drawn.randint(min(2, len(have)), len(have))) if len(have) > 1 else ():
-            row[lane].append(-sample)
-    logs = lanes_of(rows)
-    assert deadlock(logs) is None
+    rows: list[list[list[int]]] = []
+    for row in range(drawn.randint(1, 8)):
+        rows.append([[100 * lane + row + 1] if drawn.random() < 0.7 else [] for lane in range(3)])
+    for sample in range(1, drawn.randint(2, 7)):
+        for own in drawn.sample(drawn.choice(rows), drawn.randint(2, 3)):
+            own.append(-sample)
+    assert deadlock(lanes_of([row for row in rows if any(row)], chunks)) is None
 
 
 def test_lanes_that_pass_shared_rows_in_another_order_would_wait_for_ever() -> None:

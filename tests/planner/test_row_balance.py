@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from elasticd_planner.batching.division import SplitCost
-from elasticd_planner.batching.lanes import LaneSet, Line
+from elasticd_planner.batching.lane_tree import LaneSet, LaneTree
 from elasticd_planner.batching.packed_batch import rows_of
 from elasticd_planner.batching.row_balance import balanced, pipeline_time
 from elasticd_planner.numeric import Ints
@@ -21,12 +21,12 @@ from tests.sizes import examples, number
 @given(problems(), st.integers(2, 4))
 def test_each_pair_is_on_one_lane_in_one_row_within_memory(problem: Problem, stages: int) -> None:
     lengths, lanes, cost = problem
-    line = Line(lanes)
-    found = balanced(lengths, line, cost, stages)
+    tree = LaneTree(lanes)
+    found = balanced(lengths, tree, cost, stages)
     if found is None:
-        assert len(lengths) <= 2 * len(line) or lengths.max() > max(lanes.capacity)
+        assert len(lengths) <= 2 * len(tree) or lengths.max() > max(lanes.capacity)
         return
-    made = rows_of(found, list(range(len(lengths))), lengths, line)
+    made = rows_of(found, list(range(len(lengths))), lengths, tree)
     borders: dict[int, list[tuple[int, int]]] = {}
     rows: dict[int, set[int]] = {}
     for index, row in enumerate(made):
@@ -54,13 +54,13 @@ def test_a_pipelines_time_is_that_of_the_schedule_played_by_events(rows: list[in
     assert pipeline_time(rows, stages) == timeline.simulate(forward, backward).seconds // (3 * stages)
 
 
-def times(lengths: Ints, line: Line, cost: SplitCost, stages: int) -> Ints:
+def times(lengths: Ints, tree: LaneTree, cost: SplitCost, stages: int) -> Ints:
     """The time of each row."""
-    found = balanced(lengths, line, cost, stages)
+    found = balanced(lengths, tree, cost, stages)
     assert found is not None
-    work = np.zeros((1 + int(found.row.max()), len(line)))
+    work = np.zeros((1 + int(found.row.max()), len(tree)))
     tokens = found.tokens(lengths) * (cost.linear + lengths[found.sequence])
-    np.add.at(work, (found.row, found.place), tokens * np.array(line.slowdown)[found.place] / 64)
+    np.add.at(work, (found.row, found.place), tokens * np.array(tree.slowdown)[found.place] / 64)
     return work.max(1) + cost.fixed  # type: ignore[no-any-return]
 
 
@@ -68,21 +68,21 @@ def times(lengths: Ints, line: Line, cost: SplitCost, stages: int) -> Ints:
 def test_rows_of_16_lanes_in_4_stages_take_little_more_than_equal_rows(slow: int, most: float) -> None:
     cost, found = SplitCost(linear=12 * 4096, fixed=1000 * 12 * 4096), []
     for seed in range(number(12, 3)):
-        lengths, line = drawn(seed, 512, slow, 16)
+        lengths, tree = drawn(seed, 512, slow, 16)
         lengths = np.minimum(lengths, 30_000)
-        rows = times(lengths, line, cost, 4)
-        work = int((lengths * (cost.linear + lengths)).sum()) / sum(64 / each for each in line.slowdown)
+        rows = times(lengths, tree, cost, 4)
+        work = int((lengths * (cost.linear + lengths)).sum()) / sum(64 / each for each in tree.slowdown)
         even = (work / len(rows) + cost.fixed) * (len(rows) + 3) / 4
         found.append(pipeline_time(rows.astype(int).tolist(), 4) / even)
     assert np.mean(found) <= most
 
 
 def test_more_stages_make_more_rows() -> None:
-    lengths, line = drawn(1, 512, 0, 16)
+    lengths, tree = drawn(1, 512, 0, 16)
     cost = SplitCost(linear=12 * 4096, fixed=1000 * 12 * 4096)
-    assert len(times(lengths, line, cost, 8)) > len(times(lengths, line, cost, 2))
+    assert len(times(lengths, tree, cost, 8)) > len(times(lengths, tree, cost, 2))
 
 
 def test_what_no_lanes_hold_has_no_even_rows() -> None:
-    line = Line(LaneSet(nodes=(0, 0), capacity=(10, 10), slowdown=(64, 64)))
-    assert balanced(np.array([4, 24]), line, SplitCost(linear=1), 2) is None
+    tree = LaneTree(LaneSet(nodes=(0, 0), capacity=(10, 10), slowdown=(64, 64)))
+    assert balanced(np.array([4, 24]), tree, SplitCost(linear=1), 2) is None

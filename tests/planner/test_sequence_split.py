@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 import pytest
-from elasticd_planner.batching.division import Division, SplitCost, bound, seconds
-from elasticd_planner.batching.lanes import LaneSet, Line
+from elasticd_planner.batching.division import SequenceDivision, SplitCost, bound, seconds
+from elasticd_planner.batching.lane_tree import LaneSet, LaneTree
 from elasticd_planner.batching.packed_batch import rows_of
 from elasticd_planner.batching.sequence_split import divided
 from elasticd_planner.numeric import Ints
@@ -47,16 +47,16 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-def rows(found: Division, lengths: Ints, line: Line) -> tuple[BatchRow, ...]:
-    return rows_of(found, list(range(len(lengths))), lengths, line)
+def rows(found: SequenceDivision, lengths: Ints, tree: LaneTree) -> tuple[BatchRow, ...]:
+    return rows_of(found, list(range(len(lengths))), lengths, tree)
 
 
 @settings(max_examples=examples(400))
 @given(problems())
 def test_each_pair_is_on_one_lane_in_one_row_within_memory_and_no_lane_has_a_gap(problem: Problem) -> None:
     lengths, lanes, cost = problem
-    line = Line(lanes)
-    made = rows(divided(lengths, line, cost), lengths, line)
+    tree = LaneTree(lanes)
+    made = rows(divided(lengths, tree, cost), lengths, tree)
     pieces: dict[int, list[SequencePiece]] = {}
     where: dict[int, set[int]] = {}
     for index, row in enumerate(made):
@@ -84,19 +84,19 @@ def test_each_pair_is_on_one_lane_in_one_row_within_memory_and_no_lane_has_a_gap
 @given(problems())
 def test_the_time_is_what_playing_the_rows_by_events_says(problem: Problem) -> None:
     lengths, lanes, cost = problem
-    line = Line(lanes)
-    found = divided(lengths, line, cost)
-    played = played_rows.seconds(rows(found, lengths, line), lanes.slowdown, cost.linear, cost.fixed)
+    tree = LaneTree(lanes)
+    found = divided(lengths, tree, cost)
+    played = played_rows.seconds(rows(found, lengths, tree), lanes.slowdown, cost.linear, cost.fixed)
     most_rows = 1 + int(found.row.max())
-    assert played - most_rows <= seconds(found, lengths, line, cost) <= played
-    assert played >= bound(lengths, line, cost)
+    assert played - most_rows <= seconds(found, lengths, tree, cost) <= played
+    assert played >= bound(lengths, tree, cost)
 
 
 @settings(max_examples=examples(300))
 @given(problems())
 def test_pieces_are_no_shorter_than_the_least_unless_memory_asks(problem: Problem) -> None:
     lengths, lanes, cost = problem
-    found = divided(lengths, Line(lanes), cost)
+    found = divided(lengths, LaneTree(lanes), cost)
     smallest = np.full(len(lengths), np.iinfo(np.int64).max)
     np.minimum.at(smallest, found.sequence, found.stop - found.start)
     cut = np.bincount(found.sequence, minlength=len(lengths)) > 1
@@ -111,11 +111,11 @@ def test_small_steps_end_within_a_tenth_of_the_best_laminar_division(
 ) -> None:
     """Against every assignment of the sequences to vertices and rows."""
     lengths, capacity = np.array(ls) * 8, 3300
-    line = Line(LaneSet(nodes=(0,) * count, capacity=(capacity,) * count, slowdown=(64,) * count))
+    tree = LaneTree(LaneSet(nodes=(0,) * count, capacity=(capacity,) * count, slowdown=(64,) * count))
     cost = SplitCost(linear=500, fixed=fixed, least=1)
-    vertices = sorted({vertex for level in line.levels for vertex in level})
+    vertices = sorted({vertex for level in tree.levels for vertex in level})
     best = played_rows.best_laminar(lengths.tolist(), vertices, capacity - 8, cost.linear, fixed)
-    assert seconds(divided(lengths, line, cost), lengths, line, cost) <= best * 11 / 10
+    assert seconds(divided(lengths, tree, cost), lengths, tree, cost) <= best * 11 / 10
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -124,10 +124,10 @@ def test_a_step_of_long_sequences_is_no_slower_than_any_uniform_degree(count: in
     set."""
     draw = np.random.default_rng(count)
     cost = SplitCost(linear=4096, fixed=10**7)
-    line = Line(LaneSet(nodes=(0,) * count, capacity=(8192,) * count, slowdown=(64,) * count))
+    tree = LaneTree(LaneSet(nodes=(0,) * count, capacity=(8192,) * count, slowdown=(64,) * count))
     for _ in range(number(40, 10)):
         lengths = draw.integers(512 * count, 6000, 3 * count)
-        ours = seconds(divided(lengths, line, cost), lengths, line, cost)
+        ours = seconds(divided(lengths, tree, cost), lengths, tree, cost)
         for width in (1 << k for k in range(count.bit_length())):
             loads, tokens = [0] * (count // width), [0] * (count // width)
             for length in sorted(lengths.tolist(), reverse=True):
@@ -138,28 +138,28 @@ def test_a_step_of_long_sequences_is_no_slower_than_any_uniform_degree(count: in
             assert ours <= 1.02 * max(a + b for a, b in zip(loads, rows, strict=True))
 
 
-def drawn(seed: int, count: int, slow: int = 0, lanes: int = 64) -> tuple[Ints, Line]:
+def drawn(seed: int, count: int, slow: int = 0, lanes: int = 64) -> tuple[Ints, LaneTree]:
     draw = np.random.default_rng(seed)
     slowdown = np.full(lanes, 64)
     slowdown[draw.choice(lanes, slow, replace=False)] = draw.choice((96, 128, 165), slow)
     nodes = tuple((np.arange(lanes) // 8).tolist())
-    line = Line(LaneSet(nodes=nodes, capacity=(8192,) * lanes, slowdown=tuple(slowdown.tolist())))
-    return np.clip(draw.lognormal(7.6, 1.3, count), 32, 131072).astype(np.int64), line
+    tree = LaneTree(LaneSet(nodes=nodes, capacity=(8192,) * lanes, slowdown=tuple(slowdown.tolist())))
+    return np.clip(draw.lognormal(7.6, 1.3, count), 32, 131072).astype(np.int64), tree
 
 
 @pytest.mark.parametrize("slow", [0, 3])
 def test_a_step_of_64_lanes_ends_near_its_bound(slow: int) -> None:
     cost = SplitCost(linear=12 * 4096, fixed=1000 * 12 * 4096)
     for seed in range(number(20, 4)):
-        lengths, line = drawn(seed, 512, slow)
-        assert seconds(divided(lengths, line, cost), lengths, line, cost) <= 1.06 * bound(lengths, line, cost)
+        lengths, tree = drawn(seed, 512, slow)
+        assert seconds(divided(lengths, tree, cost), lengths, tree, cost) <= 1.06 * bound(lengths, tree, cost)
 
 
 def test_a_slow_lane_gets_a_share_by_its_speed() -> None:
     lengths = np.full(4, 4000)
-    line = Line(LaneSet(nodes=(0,) * 4, capacity=(8192,) * 4, slowdown=(64, 64, 64, 128)))
+    tree = LaneTree(LaneSet(nodes=(0,) * 4, capacity=(8192,) * 4, slowdown=(64, 64, 64, 128)))
     cost = SplitCost(linear=100, fixed=0)
-    found = divided(lengths, line, cost)
+    found = divided(lengths, tree, cost)
     tokens = np.bincount(found.place, weights=found.tokens(lengths))
     assert tokens[3] == pytest.approx(tokens[:3].mean() / 2, rel=0.05)
 
@@ -167,27 +167,27 @@ def test_a_slow_lane_gets_a_share_by_its_speed() -> None:
 def test_a_faster_lane_does_not_make_the_step_longer() -> None:
     cost = SplitCost(linear=12 * 4096, fixed=1000 * 12 * 4096)
     for seed in range(number(40, 8)):
-        lengths, line = drawn(seed, 128, 4, 16)
-        slowdown = list(line.slowdown)
-        before = seconds(divided(lengths, line, cost), lengths, line, cost)
+        lengths, tree = drawn(seed, 128, 4, 16)
+        slowdown = list(tree.slowdown)
+        before = seconds(divided(lengths, tree, cost), lengths, tree, cost)
         slowdown[slowdown.index(max(slowdown))] = 64
-        quicker = Line(LaneSet(nodes=(0,) * 8 + (1,) * 8, capacity=(8192,) * 16, slowdown=tuple(slowdown)))
+        quicker = LaneTree(LaneSet(nodes=(0,) * 8 + (1,) * 8, capacity=(8192,) * 16, slowdown=tuple(slowdown)))
         assert seconds(divided(lengths, quicker, cost), lengths, quicker, cost) <= 1.02 * before
 
 
 def test_a_sequence_that_no_lanes_hold_is_refused() -> None:
-    line = Line(LaneSet(nodes=(0, 0), capacity=(10, 10), slowdown=(64, 64)))
+    tree = LaneTree(LaneSet(nodes=(0, 0), capacity=(10, 10), slowdown=(64, 64)))
     with pytest.raises(Invalid, match="sequence 1 has 22 tokens, which no set of lanes holds"):
-        divided(np.array([4, 22]), line, SplitCost(linear=1))
-    alone = Line(LaneSet(nodes=(0,), capacity=(10,), slowdown=(64,)))
+        divided(np.array([4, 22]), tree, SplitCost(linear=1))
+    alone = LaneTree(LaneSet(nodes=(0,), capacity=(10,), slowdown=(64,)))
     with pytest.raises(Invalid, match="sequence 0 has 11 tokens, which no set of lanes holds"):
         divided(np.array([11]), alone, SplitCost(linear=1))
 
 
 def test_a_sequence_that_fits_by_memory_alone_is_cut_by_memory() -> None:
     """A slow lane has to take more than its speed says, for the others hold no more."""
-    line = Line(LaneSet(nodes=(0, 0), capacity=(100, 100), slowdown=(64, 640)))
-    found = divided(np.array([200]), line, SplitCost(linear=1))
+    tree = LaneTree(LaneSet(nodes=(0, 0), capacity=(100, 100), slowdown=(64, 640)))
+    found = divided(np.array([200]), tree, SplitCost(linear=1))
     assert found.tokens(np.array([200])).tolist() == [100, 100]
 
 
@@ -195,8 +195,8 @@ def test_another_process_divides_alike() -> None:
     """With other hash seeds."""
     program = (
         "import hashlib, numpy as np; from tests.planner.test_sequence_split import *\n"
-        "lengths, line = drawn(3, 300, 3, 32)\n"
-        "found = divided(lengths, line, SplitCost(linear=5000, fixed=10**7))\n"
+        "lengths, tree = drawn(3, 300, 3, 32)\n"
+        "found = divided(lengths, tree, SplitCost(linear=5000, fixed=10**7))\n"
         "columns = (found.sequence, found.place, found.row, found.start, found.stop)\n"
         "print(hashlib.sha256(np.array(columns).tobytes()).hexdigest())"
     )

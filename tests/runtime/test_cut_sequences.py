@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from elasticd.models import Decoder
-from elasticd.models.decoder import Block
+from elasticd.models.decoder import IGNORED, Block
 from elasticd.runtime.api.evaluation import HeldOut, evaluate
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
@@ -60,7 +60,7 @@ SOME = [
 class Cutting(Mapped):
     """Cuts sequences over drawn lanes in drawn shares, and gives lanes unequal numbers of rows."""
 
-    def dealing(self, plan: Plan, step: int) -> Callable[[], BatchPlan]:
+    def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
         drawn, samples = random.Random(step), list(self.samples(step))
         parts: list[list[int]] = [[] for _ in plan.pipelines]
         for at, sample in enumerate(samples):
@@ -82,7 +82,7 @@ class Cutting(Mapped):
                 shares = {lane: drawn.randint(1, 5) for lane in among}
                 for lane, piece in cut(sample, length(sample), shares).items():
                     row[lane].append(piece)
-            if not all(row) and left:
+            if not all(row) and drawn.random() < 0.5:  # else lanes are left out of the row
                 row = [own or [self._whole(left)] if left else own for own in row]
             yield BatchRow(lanes=tuple(map(tuple, row)))
 
@@ -167,6 +167,42 @@ def test_slices_of_tokens_between_cut_modules_train_like_one_process() -> None:
         ),
     )
     check(plan, in_threads(plan, lambda: cutting(parallelism=ParallelismOptions(sequence_parallel=True))))
+
+
+class Masked(Text):
+    """Targets at both ends alone, so that a piece from the middle has none; some samples have no target."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        targets = sample["targets"].clone()
+        targets[1:-1] = IGNORED
+        if index % 5 == 0:
+            targets[:] = IGNORED
+        return sample | {"targets": targets}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_pieces_without_targets_give_their_keys_gradients(recompute: bool) -> None:
+    """Those of the queries of other lanes, and no lane waits for a backward pass that does not come."""
+    options = {"dataset": Masked(), "parallelism": ParallelismOptions(recompute=recompute)}
+    alone = in_threads(plan_of((8, [stage(0, 6, ("a/0", 1))])), lambda: packed(**options))["a/0"]
+    check_against(alone, in_threads(PLANS["2 + 1, uneven, in two stages"], lambda: cutting(**options)), 1e-10)
+
+
+@pytest.mark.parametrize(("name", "close"), [("bf16", 2e-2), ("fp32", 1e-5)])
+def test_other_precisions_train_as_one_device_does(name: Any, close: float) -> None:
+    options = {"parallelism": ParallelismOptions(precision=name)}
+    alone = in_threads(plan_of((8, [stage(0, 6, ("a/0", 1))])), lambda: packed(**options))["a/0"]
+    check_against(alone, in_threads(PLANS["2 + 1, uneven, in two stages"], lambda: cutting(**options)), close)
+
+
+def check_against(alone: dict[str, Any], found: dict[str, dict[str, Any]], close: float) -> None:
+    """Losses and weights as those of one device."""
+    for device, result in found.items():
+        assert result["losses"] == pytest.approx(alone["losses"], abs=close)
+        for name, (start, stop, value) in result["weights"].items():
+            whole = alone["weights"][name][2][tuple(map(slice, start, stop))]
+            assert float(abs(value - whole).max()) < close, f"{device} {name}"
 
 
 def test_dropouts_drop_of_a_cut_sequence_what_they_drop_of_the_whole() -> None:

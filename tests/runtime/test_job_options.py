@@ -208,3 +208,39 @@ def test_old_keywords_of_checkpoints_mean_what_they_meant(made: list[Job]) -> No
         with pytest.warns(DeprecationWarning, match="checkpointing="), pytest.raises(Reached):
             job(**old)
     assert len(made) == 2
+
+
+class Sentences(list[dict[str, torch.Tensor]]):
+    """Samples whose lengths are known."""
+
+    lengths = (8, 8, 8, 8)
+
+
+def packed_job(loss: Any = next_token_loss, **packing: Any) -> None:
+    with torch.device("meta"):
+        config = DecoderConfig(vocabulary=16, width=16, layers=2, heads=2, kv_heads=2, hidden=8)
+        model = Decoder(config).describe()
+    elasticd.Job(
+        model=model,
+        loss=loss,
+        optimizer=torch.optim.AdamW,
+        dataset=Sentences([{"inputs": torch.arange(8), "targets": torch.arange(8)}] * 4),
+        global_batch=4,
+        data=elasticd.DataOptions(packing=elasticd.Packing(**packing)),
+    )
+
+
+def test_a_job_that_can_pack_starts(made: list[Job]) -> None:
+    with pytest.raises(Reached):
+        packed_job(tokens=6)
+
+
+def test_a_job_that_cannot_pack_is_refused_before_it_starts(made: list[Job]) -> None:
+    def mean_of_sequences(output: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return output.square().mean(1).sum(), len(output)
+
+    with pytest.raises(JobStopped, match=r"this job cannot pack its sequences: .*loss"):
+        packed_job(loss=mean_of_sequences)
+    with pytest.raises(JobStopped, match="sample 0 has 8 tokens, and a row has 6: raise Packing"):
+        packed_job(tokens=6, cut=False)
+    assert not made

@@ -23,7 +23,7 @@ from elasticd.machines.job.faults import user_exceptions
 from elasticd.machines.job.faults.network_partition import stepped, unplanned, usable
 from elasticd.machines.job.lifecycle.drain import to_leave, words
 from elasticd.machines.job.lifecycle.job_end import stop
-from elasticd.machines.job.measurements import all_reduce_probes, data_lengths, idle_probes
+from elasticd.machines.job.measurements import all_reduce_probes, data_lengths, idle_probes, lane_shares
 from elasticd.machines.job.state.events import Planned, RequestPlan
 from elasticd.machines.job.state.job_state import (
     Asked,
@@ -65,7 +65,7 @@ def measured(turn: Turn, worker: Worker, report: Report) -> None:
             loss=report.loss,
             tokens_per_second=speed,
         )
-        turn.set(progress=progress)
+        turn.set(progress=progress, batch=measurement.batch)
         if measurement.plan == job.number:
             stepped(turn)
             if job.phase is JobPhase.RUNNING and job.reason:  # a hang that was none
@@ -98,6 +98,7 @@ def _observe(turn: Turn, plan: Plan, step: Step) -> None:
     last = tuple(known for known in turn.job.last_steps if known.plan == plan.number)
     turn.set(rates=rates, last_steps=(*last, step)[-MOST_RECENT:])
     data_lengths.measured(turn, step)
+    lane_shares.measured(turn, plan, step)
     idle_probes.told(turn, changes)
     profile = turn.job.profile
     if profile is None or turn.job.taught_by == plan.number or not _teaches(turn, plan, profile):

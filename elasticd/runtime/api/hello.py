@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.spec.plan_checks import check_batch, check_model
 from elasticd_planner.value import Invalid
@@ -12,9 +13,11 @@ from elasticd_planner.value import Invalid
 from elasticd.records import JobSpec
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.checkpoint.loader import offered
+from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.optimizer_check import refuse_others
+from elasticd.runtime.parallel.sequence_mixing import packable
 from elasticd.version import __version__
 from elasticd.wire.unix_socket import SLOT_VARIABLE
 from elasticd.wire.worker import MOST_NAME, Hello, WorkerDevice
@@ -43,6 +46,33 @@ def check_plan(recipe: Recipe) -> None:
     if (given := recipe.parallelism.plan) is not None:
         check_model(given, recipe.model.spec)
         check_batch(given, recipe.global_batch, recipe.micro_batch)
+
+
+def check_packing(recipe: Recipe) -> None:
+    """Tries whether the model trains on packed rows, if the job packs: a few samples in one row and apart.
+
+    Raises:
+        ValueError: a module sees one sequence through another, the loss is no sum over tokens, or a sample is
+            longer than a row.
+    """
+    packing = recipe.data.packing
+    if packing is None:
+        return
+    if isinstance(recipe.dataset, Stream):  # it is read by one rank alone, and not before the first step
+        found = [recipe.model.unpackable] if recipe.model.unpackable else []
+    else:
+        dataset = recipe.dataset
+        found = packable(recipe.model, recipe.loss, [dataset[i] for i in range(min(3, len(dataset)))])
+        lengths = getattr(dataset, "lengths", None)
+        if lengths is not None and packing.tokens is not None and not packing.cut:
+            listed = np.asarray(lengths)
+            if (longest := int(listed.argmax())) >= 0 and listed[longest] > packing.tokens:
+                found.append(
+                    f"sample {longest} has {listed[longest]} tokens, and a row has {packing.tokens}: raise "
+                    "Packing(tokens=...), or let sequences be cut over devices, Packing(cut=True)"
+                )
+    if found:
+        raise ValueError("this job cannot pack its sequences: " + "; ".join(found))
 
 
 def job_spec(recipe: Recipe, job: str) -> JobSpec:

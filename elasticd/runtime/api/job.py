@@ -18,7 +18,14 @@ from elasticd.runtime.api import full_state_dict
 from elasticd.runtime.api.between_steps import BetweenSteps, Run
 from elasticd.runtime.api.deprecated import DEFAULTS, OldKeywords, OptionGroups, with_old_keywords
 from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evaluate
-from elasticd.runtime.api.hello import check_optimizer, check_plan, environment, hello, job_spec
+from elasticd.runtime.api.hello import (
+    check_optimizer,
+    check_packing,
+    check_plan,
+    environment,
+    hello,
+    job_spec,
+)
 from elasticd.runtime.api.rank_info import RankInfo
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.api.train_loop import Loop, Next
@@ -167,6 +174,7 @@ class Job(RankInfo):
             )
             check_optimizer(self._recipe)
             check_plan(self._recipe)
+            check_packing(self._recipe)
             self._held_out = groups.evaluation.sets
             self._callbacks = tuple(callbacks)
             self._connect()

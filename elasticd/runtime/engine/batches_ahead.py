@@ -13,12 +13,12 @@ from concurrent.futures import Future
 from contextlib import suppress
 from itertools import accumulate
 
-from elasticd_planner.batching.batch_summary import lane_work
+from elasticd_planner.batching.batch_summary import lane_work, summary_of
 from elasticd_planner.batching.lane_slowdown import SlowdownChange, SlowdownState
 from elasticd_planner.batching.lane_slowdown import step as slowdowns_after
-from elasticd_planner.batching.lanes import NORMAL
+from elasticd_planner.batching.lane_tree import NORMAL
 from elasticd_planner.batching.packed_batch import planned_slowdown
-from elasticd_planner.spec.batch import BatchPlan
+from elasticd_planner.spec.batch import BatchPlan, BatchSummary
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.runtime.data.prefetch import SampleError
@@ -90,6 +90,10 @@ class BatchesAhead:
                 log.info("step %d: %s", batch.step, self._said(change))
         if self._feed.ahead:
             self._make(batch.step + 2, beside=True)
+
+    def summary(self, batch: BatchPlan) -> BatchSummary | None:
+        """A packed batch in numbers; None: it is padded."""
+        return summary_of(self._plan, batch, self._linear, self._speeds.slowdown) if batch.packed else None
 
     def slowdown_of(self, device: str) -> int:
         """By which the lane of a device gets its share of tokens [64ths]; 0: shares do not follow."""

@@ -421,7 +421,10 @@ class Engine:
             self._delivered.record()
             self._look()
             measurement = self._telemetry.finish(
-                self.plan.number, step, slowdown=self._batches.slowdown_of(self.device)
+                self.plan.number,
+                step,
+                slowdown=self._batches.slowdown_of(self.device),
+                batch=self._batches.summary(batch) if self.rank == 0 else None,
             )
             return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
 

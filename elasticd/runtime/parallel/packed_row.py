@@ -84,7 +84,7 @@ class PackedRow:
 
 
 class _OfThread(threading.local):
-    """What a thread's passes are of: there from the first, so that graphs of torch.compile hold in every thread."""
+    """What a thread's passes are of: there from the first, so that compiled graphs hold in every thread."""
 
     def __init__(self) -> None:
         self.row: PackedRow | None = None

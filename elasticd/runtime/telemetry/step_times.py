@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from elasticd_planner.spec.batch import BatchSummary
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.sequence_lengths import bucket
 
@@ -103,13 +104,14 @@ class Telemetry:
                 to[kind] = to.get(kind, 0.0) + seconds
         return sum(self._compute[kind] for kind in PASSES)
 
-    def finish(self, plan: int, step: int, slowdown: int = 0) -> Measurement:
+    def finish(self, plan: int, step: int, slowdown: int = 0, batch: BatchSummary | None = None) -> Measurement:
         """The measurement of the step that ends now.
 
         Args:
             plan: number of the plan in force.
             step: index of the step.
             slowdown: of this device's lane [64ths], see `Measurement`.
+            batch: the packed batch of the step, if this device is to tell of it.
 
         Returns:
             Times in seconds, work in tokens x blocks, memory in bytes.
@@ -146,6 +148,7 @@ class Telemetry:
             optimizer_seconds=compute["optimizer"],
             tensor_seconds=spent.get("tensor", 0.0),
             slowdown=slowdown,
+            batch=batch,
             context_seconds=spent.get("context", 0.0),
             boundary_seconds=spent.get("boundary", 0.0),
             reduce_seconds=spent.get("reduce", 0.0),

@@ -6,21 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from elasticd_planner.batching.fold import cost
-from elasticd_planner.batching.lanes import NORMAL
-from elasticd_planner.spec.batch import BatchPlan, BatchRow
+from elasticd_planner.batching.lane_tree import NORMAL
+from elasticd_planner.spec.batch import BatchPlan, BatchRow, BatchSummary
 from elasticd_planner.spec.plan import Plan
-from elasticd_planner.value import Value
-
-
-class BatchSummary(Value, frozen=True, kw_only=True):
-    """A packed batch in numbers."""
-
-    sequences: int
-    tokens: int
-    rows: int  # of the lane that has most
-    cut: int  # sequences that are on several lanes
-    widest: int  # the most lanes that share a sequence
-    imbalance: float  # time of the busiest lane over that of all work divided evenly by speed; 1: none is idle
 
 
 def lane_work(plan: Plan, batch: BatchPlan, linear: int, module: int = 0) -> list[int]:

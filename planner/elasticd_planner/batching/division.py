@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from elasticd_planner.batching import fold
-from elasticd_planner.batching.lanes import NORMAL, Line
+from elasticd_planner.batching.lane_tree import NORMAL, LaneTree
 from elasticd_planner.numeric import Ints
 from elasticd_planner.value import Value, refuse
 
@@ -25,12 +25,12 @@ class SplitCost(Value, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Division:
+class SequenceDivision:
     """Pieces in columns: pairs [start, stop) of a sequence, in a row of a lane. Those of one sequence follow
-    each other, from the first of their lanes in the line to the last."""
+    each other, from the first of their lanes in the tree to the last."""
 
     sequence: Ints  # its place among the step's lengths
-    place: Ints  # of the lane in the line
+    place: Ints  # of the lane in the tree's order
     row: Ints
     start: Ints
     stop: Ints
@@ -40,27 +40,27 @@ class Division:
         return fold.token_counts(lengths[self.sequence], self.start, self.stop)
 
 
-def bound(lengths: Ints, line: Line, cost: SplitCost) -> int:
+def bound(lengths: Ints, tree: LaneTree, cost: SplitCost) -> int:
     """A time that no division undercuts: all work over all speed, and the fewest rows that memory allows."""
-    rows = -(-int(lengths.sum()) // sum(line.capacity))
-    speed = sum(2**40 // each for each in line.slowdown)
+    rows = -(-int(lengths.sum()) // sum(tree.capacity))
+    speed = sum(2**40 // each for each in tree.slowdown)
     return int((lengths * (cost.linear + lengths)).sum()) * 2**40 // (NORMAL * speed) + rows * cost.fixed
 
 
-def seconds(division: Division, lengths: Ints, line: Line, cost: SplitCost) -> int:
+def seconds(division: SequenceDivision, lengths: Ints, tree: LaneTree, cost: SplitCost) -> int:
     """When the last lane ends, in units of one token's attention to one other on a normal lane: lanes that
     share a sequence begin its row together and go through it with the slowest of them. Exchanges are not
     counted."""
     sequence, place, row = division.sequence, division.place, division.row
-    rows, count = int(row.max()) + 1, len(line)
+    rows, count = int(row.max()) + 1, len(tree)
     work = np.zeros(rows * count, dtype=np.int64)
     products = division.tokens(lengths) * (cost.linear + lengths[sequence])
     cell = row * count + place
-    np.add.at(work, cell, products * np.array(line.slowdown)[place])
+    np.add.at(work, cell, products * np.array(tree.slowdown)[place])
     by_row = (work // NORMAL + (work > 0) * cost.fixed).reshape(rows, count)
     first = np.flatnonzero(np.r_[True, sequence[1:] != sequence[:-1]])
     last = np.r_[first[1:], len(sequence)] - 1
-    joined = np.zeros(rows * count + 1, dtype=np.int64)  # with the lane before in the line
+    joined = np.zeros(rows * count + 1, dtype=np.int64)  # with the lane before in the tree
     np.add.at(joined, cell[first] + 1, 1)
     np.add.at(joined, cell[last] + 1, -1)
     apart = (np.cumsum(joined[:-1]) == 0).reshape(rows, count)

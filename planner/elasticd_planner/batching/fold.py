@@ -1,5 +1,4 @@
-"""The fold: a sequence counted in mirrored pairs of tokens, so that a share of the pairs is a share of
-everything.
+"""The fold: a sequence counted in mirrored pairs of tokens, so that equal shares of pairs are equal work.
 
 Under a causal mask token i of a sequence of L tokens sees i + 1 keys, so that the pair {i, L - 1 - i} sees L +
 1 keys for every i. A lane that has a part of the pairs has the same part of the tokens, of the matrix products,

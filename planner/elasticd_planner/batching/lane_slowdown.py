@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import structs
 
-from elasticd_planner.batching.lanes import NORMAL
+from elasticd_planner.batching.lane_tree import NORMAL
 from elasticd_planner.numeric import Ints
 from elasticd_planner.value import Value, refuse
 

@@ -20,8 +20,8 @@ from typing import NoReturn
 import numpy as np
 
 from elasticd_planner.batching import fold
-from elasticd_planner.batching.division import Division, SplitCost
-from elasticd_planner.batching.lanes import NORMAL, LaneSet, Line
+from elasticd_planner.batching.division import SequenceDivision, SplitCost
+from elasticd_planner.batching.lane_tree import NORMAL, LaneSet, LaneTree
 from elasticd_planner.batching.row_balance import balanced
 from elasticd_planner.batching.sequence_split import divided
 from elasticd_planner.numeric import Ints
@@ -139,13 +139,13 @@ class _Dealing:
         if not mine:
             return ()
         capacity, slowdown = tuple(self.capacity[own]), tuple(self.slowdown[own])
-        line = _line(LaneSet(nodes=nodes_of(pipeline), capacity=capacity, slowdown=slowdown))
+        tree = _tree(LaneSet(nodes=nodes_of(pipeline), capacity=capacity, slowdown=slowdown))
         lengths = np.array([self.lengths.tokens[index] for index in mine])
         stages = len(pipeline.stages)
-        even = balanced(lengths, line, cost, stages) if stages > 1 else None
+        even = balanced(lengths, tree, cost, stages) if stages > 1 else None
         # Sequences that no even rows hold are so few or so short that there is nothing to balance.
-        found = divided(lengths, line, cost) if even is None else even
-        return rows_of(found, [self.samples[index] for index in mine], lengths, line)
+        found = divided(lengths, tree, cost) if even is None else even
+        return rows_of(found, [self.samples[index] for index in mine], lengths, tree)
 
     def _by_pipeline(self) -> list[list[int]]:
         """The sequences of each pipeline: the costliest first, to that which ends first with it, of those that
@@ -217,6 +217,7 @@ def planned_slowdown(slots: Sequence[int]) -> list[int]:
     return [max(1, (2 * NORMAL * middle + slot) // (2 * slot)) for slot in slots]
 
 
+@lru_cache(maxsize=64)
 def nodes_of(pipeline: Pipeline) -> tuple[int, ...]:
     """The node of each lane of a pipeline, by the order in which nodes come up: that of its first device."""
     names = [node_of(lane.stages[0].devices[0]) for lane in pipeline.by_lane]
@@ -225,9 +226,9 @@ def nodes_of(pipeline: Pipeline) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=64)
-def _line(lanes: LaneSet) -> Line:
+def _tree(lanes: LaneSet) -> LaneTree:
     """Kept, because most steps have the lanes of the step before."""
-    return Line(lanes)
+    return LaneTree(lanes)
 
 
 def check_batch(
@@ -267,10 +268,12 @@ def _broken(batch: BatchPlan, rule: str) -> NoReturn:
     refuse(f"step {batch.step}: {rule}")
 
 
-def rows_of(found: Division, samples: Sequence[int], lengths: Ints, line: Line) -> tuple[BatchRow, ...]:
+def rows_of(
+    found: SequenceDivision, samples: Sequence[int], lengths: Ints, tree: LaneTree
+) -> tuple[BatchRow, ...]:
     """The rows of a pipeline from the columns of a division."""
-    count = len(line)
-    lane = np.array(line.order)[found.place]
+    count = len(tree)
+    lane = np.array(tree.order)[found.place]
     cell = found.row * count + lane
     order = np.argsort(cell, kind="stable")
     sequence = found.sequence[order]

@@ -4,7 +4,7 @@ A 1F1B pipeline wants rows of equal cost, because each row's time on a stage is 
 it. So each of m rows is balanced for itself, over all lanes:
 
   rows   The costliest sequences first, each to the row with the least work that has memory for it.
-  lanes  In a row, the costliest first, down the tree of lanes (`lanes.Line.levels`) for as long as one half
+  lanes  In a row, the costliest first, down the tree of lanes (`LaneTree.levels`) for as long as one half
          alone can still take it within the row's time. Where that ends, the sequence is cut over the lanes that
          have time left, in proportion to it: all lanes of a row go through it together, so that shares need not
          go by speed alone. Sequences that are too short to cut come last, each to the lane that ends first.
@@ -23,8 +23,8 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from elasticd_planner.batching import fold
-from elasticd_planner.batching.division import Division, SplitCost
-from elasticd_planner.batching.lanes import NORMAL, SPEED, Line, Vertex
+from elasticd_planner.batching.division import SequenceDivision, SplitCost
+from elasticd_planner.batching.lane_tree import NORMAL, SPEED, LaneTree, Vertex
 from elasticd_planner.cost.schedule import passes
 from elasticd_planner.numeric import Ints
 
@@ -36,22 +36,22 @@ _LATE = 100
 _FULL = 97
 
 
-def balanced(lengths: Ints, line: Line, cost: SplitCost, stages: int) -> Division | None:
+def balanced(lengths: Ints, tree: LaneTree, cost: SplitCost, stages: int) -> SequenceDivision | None:
     """Divides sequences over lanes of a pipeline of several stages.
 
     Args:
         lengths: tokens of each sequence, at least 1 [sequences].
-        line: the lanes.
+        tree: the lanes.
         cost: what the division is made for; a row's fixed time is that of all stages together.
         stages: of the pipeline, which are equally fast.
 
     Returns:
         The division; None where even rows do not hold the sequences.
     """
-    work = int((lengths * (cost.linear + lengths)).sum()) * SPEED // line.before[-1]
-    best: tuple[int, Division] | None = None
-    for tried, rows in enumerate(_counts(lengths, line, cost, work, stages), 1):
-        found = _Rows(lengths, line, cost, rows).division()
+    work = int((lengths * (cost.linear + lengths)).sum()) * SPEED // tree.before[-1]
+    best: tuple[int, SequenceDivision] | None = None
+    for tried, rows in enumerate(_counts(lengths, tree, cost, work, stages), 1):
+        found = _Rows(lengths, tree, cost, rows).division()
         if found is not None:
             made, times = found
             time = pipeline_time(times, stages)
@@ -62,25 +62,25 @@ def balanced(lengths: Ints, line: Line, cost: SplitCost, stages: int) -> Divisio
     return best and best[1]
 
 
-def _counts(lengths: Ints, line: Line, cost: SplitCost, work: int, stages: int) -> Iterator[int]:
+def _counts(lengths: Ints, tree: LaneTree, cost: SplitCost, work: int, stages: int) -> Iterator[int]:
     """Numbers of rows, the likely ones first."""
-    least = -(-int(lengths.sum()) // sum(line.capacity))
+    least = -(-int(lengths.sum()) // sum(tree.capacity))
     most = max(least, len(lengths))
     likely = min(
         range(least, most + 1),
         key=lambda rows: (rows + stages - 1) * (work + rows * cost.fixed) * 1000 // rows,
     )
     # Where the longest sequence alone costs more than a row, larger rows are more even.
-    longest = fold.cost(int(lengths.max()), int(lengths.max()), cost.linear) * SPEED // line.before[-1]
+    longest = fold.cost(int(lengths.max()), int(lengths.max()), cost.linear) * SPEED // tree.before[-1]
     even = min(likely, max(least, work // max(1, longest)))
     yield from dict.fromkeys((likely, even, (even + likely) // 2))
     yield from range(likely + 1, most + 1)
 
 
-def even_rows(lengths: Ints, line: Line, cost: SplitCost, rows: int) -> Division | None:
+def even_rows(lengths: Ints, tree: LaneTree, cost: SplitCost, rows: int) -> SequenceDivision | None:
     """The sequences in so many rows of equal cost; None where these do not hold them, or only with a piece that
     is too short."""
-    found = _Rows(lengths, line, cost, rows).division()
+    found = _Rows(lengths, tree, cost, rows).division()
     if found is None:
         return None
     made, _ = found
@@ -119,12 +119,12 @@ def pipeline_time(rows: Sequence[int], stages: int) -> int:
 class _Rows:
     """A division into so many rows under way. Sequences are numbered by falling length."""
 
-    def __init__(self, lengths: Ints, line: Line, cost: SplitCost, rows: int) -> None:
-        self.lengths, self.line, self.cost, self.rows = lengths, line, cost, rows
+    def __init__(self, lengths: Ints, tree: LaneTree, cost: SplitCost, rows: int) -> None:
+        self.lengths, self.tree, self.cost, self.rows = lengths, tree, cost, rows
         self.order = np.argsort(-lengths, kind="stable")
         self.ls: list[int] = lengths[self.order].tolist()
 
-    def division(self) -> tuple[Division, list[int]] | None:
+    def division(self) -> tuple[SequenceDivision, list[int]] | None:
         """All sequences divided, and the time of each row; None where they do not fit."""
         times: list[tuple[int, list[tuple[int, int, int, int]]]] = []
         for numbers in self._dealt() or ():
@@ -136,7 +136,7 @@ class _Rows:
             return None
         # A lane without a piece in a row has none in later ones: such a row can only be the last.
         times.sort(key=lambda row: row[0])
-        full = [row for row in times if len({piece[1] for piece in row[1]}) == len(self.line)]
+        full = [row for row in times if len({piece[1] for piece in row[1]}) == len(self.tree)]
         if len(times) - len(full) > 1:
             return None
         times = [
@@ -146,12 +146,12 @@ class _Rows:
         ]
         pieces = [(*piece, row) for row, (_, own) in enumerate(times) for piece in own]
         number, place, start, stop, row_of = np.array(pieces, dtype=np.int64).T
-        made = Division(sequence=self.order[number], place=place, row=row_of, start=start, stop=stop)
+        made = SequenceDivision(sequence=self.order[number], place=place, row=row_of, start=start, stop=stop)
         return made, [time + self.cost.fixed for time, _ in times]
 
     def _dealt(self) -> list[list[int]] | None:
         """The sequences of each row: the costliest first, to the row with the least work that has room."""
-        capacity = sum(self.line.capacity)
+        capacity = sum(self.tree.capacity)
         room = [capacity * _FULL // 100 if self.rows > 1 else capacity] * self.rows
         rows: list[list[int]] = [[] for _ in room]
         heap = [(0, row) for row in range(self.rows)]
@@ -174,9 +174,9 @@ class _Balance:
     """One row under way: the work that each lane still has time for, and the tokens that it has room for."""
 
     def __init__(self, rows: _Rows) -> None:
-        self.of, self.line = rows, rows.line
-        self.speed = rows.line.speeds
-        self.room = list(rows.line.capacity)
+        self.of, self.tree = rows, rows.tree
+        self.speed = rows.tree.speeds
+        self.room = list(rows.tree.capacity)
         self.left: list[int] = []
         self.pieces: dict[int, list[tuple[int, int, int]]] = {}  # of each sequence: place, start, stop
 
@@ -185,7 +185,7 @@ class _Balance:
         do not fit."""
         ls, linear = self.of.ls, self.of.cost.linear
         total = sum(ls[number] * (linear + ls[number]) for number in numbers)
-        start = [total * speed // self.line.before[-1] for speed in self.speed]
+        start = [total * speed // self.tree.before[-1] for speed in self.speed]
         self.left = list(start)
         shortest = 4 * self.of.cost.least
         long = bisect_left(numbers, True, key=lambda number: ls[number] < shortest)
@@ -200,11 +200,11 @@ class _Balance:
                         self._give(number, *piece)
         used = {piece[0] for own in self.pieces.values() for piece in own}
         if self.of.rows > 1:
-            for place in sorted({*range(len(self.line))} - used):
+            for place in sorted({*range(len(self.tree))} - used):
                 self._occupy(place)
         time = max(
             (before - after) * slowdown // NORMAL
-            for before, after, slowdown in zip(start, self.left, self.line.slowdown, strict=True)
+            for before, after, slowdown in zip(start, self.left, self.tree.slowdown, strict=True)
         )
         return time, [(number, *piece) for number in numbers for piece in self.pieces[number]]
 
@@ -220,7 +220,7 @@ class _Balance:
                 place = heappop(heap)[1]
                 self._give(number, place, 0, fold.pair_count(self.of.ls[number]))
                 heappush(heap, (-self.left[place] * SPEED // self.speed[place], place))
-            elif not self._cut(number, (0, len(self.line))):
+            elif not self._cut(number, (0, len(self.tree))):
                 return False
             for entry in passed:
                 heappush(heap, entry)
@@ -233,11 +233,11 @@ class _Balance:
         """A sequence that may be cut: to the narrowest vertex that has time and room for it."""
         length = self.of.ls[number]
         work = fold.cost(length, length, self.of.cost.linear)
-        vertex = (0, len(self.line))
+        vertex = (0, len(self.tree))
         while vertex[1] - vertex[0] > 1:
             halves = [
-                (sum(self.left[a:b]) * SPEED // self.line.speed((a, b)), (a, b))
-                for a, b in self.line.halves(vertex)
+                (sum(self.left[a:b]) * SPEED // self.tree.speed((a, b)), (a, b))
+                for a, b in self.tree.halves(vertex)
                 if sum(self.left[a:b]) >= work - work // _LATE and self._holds(length, (a, b))
             ]
             if not halves:
@@ -246,7 +246,7 @@ class _Balance:
         if vertex[1] - vertex[0] == 1:
             self._give(number, vertex[0], 0, fold.pair_count(length))
             return True
-        return self._cut(number, vertex) or self._cut(number, (0, len(self.line))) or self._short([number])
+        return self._cut(number, vertex) or self._cut(number, (0, len(self.tree))) or self._short([number])
 
     def _holds(self, length: int, vertex: Vertex) -> bool:
         rooms = self.room[slice(*vertex)]

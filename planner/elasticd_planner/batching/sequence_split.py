@@ -28,13 +28,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import accumulate
+from itertools import pairwise
 
 import numpy as np
 
 from elasticd_planner.batching import fold
-from elasticd_planner.batching.division import Division, SplitCost, bound, seconds
-from elasticd_planner.batching.lanes import SPEED, Line, Vertex
+from elasticd_planner.batching.division import SequenceDivision, SplitCost, bound, seconds
+from elasticd_planner.batching.lane_tree import SPEED, LaneTree, Vertex
 from elasticd_planner.batching.row_balance import even_rows
 from elasticd_planner.numeric import Ints
 from elasticd_planner.value import refuse
@@ -52,53 +52,55 @@ _WORTH = 64
 #: How many rows of a vertex are looked at for room.
 _OPEN = 3
 #: How many lanes are tried for a sequence, and how often cuts of sequences that end late may fail.
-_TRIED = 6
+_TRIED = 4
 #: Rows of a lane alone, up to which sequences are dealt to all lanes at once.
 _OPEN_MOST = 16
 #: So many sequences more than there are lanes are dealt one by one at the end, so that lanes end together.
 _LAST = 256
 
 
-def divided(lengths: Ints, line: Line, cost: SplitCost) -> Division:
+def divided(lengths: Ints, tree: LaneTree, cost: SplitCost) -> SequenceDivision:
     """Divides sequences over lanes.
 
     Args:
         lengths: tokens of each sequence, at least 1 [sequences].
-        line: the lanes.
+        tree: the lanes.
         cost: what the division is made for.
 
     Raises:
         Invalid: no vertex holds a sequence; the message has its place among the lengths.
     """
-    found = _Laminar(lengths, line, cost).division()
-    least, best = bound(lengths, line, cost), seconds(found, lengths, line, cost)
-    for gap, other in _others(lengths, line, cost):
+    found = _Laminar(lengths, tree, cost).division()
+    least, best = bound(lengths, tree, cost), seconds(found, lengths, tree, cost)
+    for gap, other in _others(lengths, tree, cost):
         if 1000 * (best - least) < gap * least:
             continue
         made = other()
-        if made is not None and (time := seconds(made, lengths, line, cost)) < best:
+        if made is not None and (time := seconds(made, lengths, tree, cost)) < best:
             found, best = made, time
     return found
 
 
-def _others(lengths: Ints, line: Line, cost: SplitCost) -> Iterator[tuple[int, Callable[[], Division | None]]]:
+def _others(
+    lengths: Ints, tree: LaneTree, cost: SplitCost
+) -> Iterator[tuple[int, Callable[[], SequenceDivision | None]]]:
     """Other divisions, and from which gap on (thousandths of the bound) each is worth its time."""
 
-    def wide(width: int) -> Callable[[], Division]:
-        return lambda: _Laminar(lengths, line, cost, width).division()
+    def wide(width: int) -> Callable[[], SequenceDivision]:
+        return lambda: _Laminar(lengths, tree, cost, width).division()
 
     shortest, widths = int(lengths.min()), {}
-    for level in line.levels[:-1]:
+    for level in tree.levels[:-1]:
         width = max(b - a for a, b in level)
-        widths[width] = shortest >= cost.least * max(map(line.margin, level))
+        widths[width] = shortest >= cost.least * max(map(tree.margin, level))
     yield from ((_GAP, wide(width)) for width, uniform in widths.items() if uniform)
     if len(lengths) <= _FEW:
-        node = max(b - a for a, b in zip([0, *line.node_ends], line.node_ends, strict=False))
+        node = max(b - a for a, b in zip([0, *tree.node_ends], tree.node_ends, strict=False))
         for width in dict.fromkeys((node, node // 2)):
             if widths.get(width) is False:
                 yield _WIDE_GAP, wide(width)
-        rows = -(-int(lengths.sum()) // sum(line.capacity))
-        yield _ROW_GAP, lambda: even_rows(lengths, line, cost, rows)
+        rows = -(-int(lengths.sum()) // sum(tree.capacity))
+        yield _ROW_GAP, lambda: even_rows(lengths, tree, cost, rows)
 
 
 class _Row:
@@ -111,6 +113,14 @@ class _Row:
         self.numbers: list[int] = []  # its sequences
 
 
+def _fitting(rooms: list[int], length: int) -> int:
+    """The first row with room for so many tokens; -1: none."""
+    for row, room in enumerate(rooms):
+        if room >= length:
+            return row
+    return -1
+
+
 class _Laminar:
     """One division under way. Sequences are numbered by falling length; `load` is when a lane, or all lanes of
     a vertex, end what they have so far.
@@ -118,8 +128,8 @@ class _Laminar:
     With a `width` every sequence goes to vertices of so many lanes, or of as many fewer as the least piece
     asks."""
 
-    def __init__(self, lengths: Ints, line: Line, cost: SplitCost, width: int | None = None) -> None:
-        self.lengths, self.line, self.least, self.width = lengths, line, cost.least, width
+    def __init__(self, lengths: Ints, tree: LaneTree, cost: SplitCost, width: int | None = None) -> None:
+        self.lengths, self.tree, self.least, self.width = lengths, tree, cost.least, width
         self.order = np.argsort(-lengths, kind="stable")
         falling = lengths[self.order]
         work = falling * (cost.linear + falling)
@@ -135,18 +145,17 @@ class _Laminar:
             Vertex, list[int]
         ] = {}  # sequences that fit by memory alone, each with a row of its own
         self.limited_time: dict[Vertex, int] = {}
-        self.end = self._end([0] * len(line), slice(None))
+        self.end = self._end([0] * len(tree), slice(None))
 
-    def division(self) -> Division:
+    def division(self) -> SequenceDivision:
         """All sequences divided."""
-        line, load = self.line, [0]
-        fits = [line.holds_one(level) for level in line.levels]
-        fits = list(accumulate(reversed(fits), max))[::-1]  # the longest that a level or one below it holds
-        for level, below, longest in zip(line.levels, line.levels[1:], fits[1:], strict=False):
-            self._level(level, below, load, longest)
+        levels, facts, load = self.tree.levels, self.tree.level_facts, [0]
+        for number, (level, below) in enumerate(pairwise(levels)):
+            (_, margin, _), (slowest, _, longest) = facts[number : number + 2]
+            self._level(level, load, slowest, self.least * margin, longest)
             inherited, at = [], 0
-            for child in below:
-                while level[at][1] <= child[0]:
+            for start, _ in below:
+                while level[at][1] <= start:
                     at += 1
                 inherited.append(load[at])
             load = inherited
@@ -154,9 +163,9 @@ class _Laminar:
 
     def _end(self, load: Sequence[int], left: slice | Ints) -> int:
         """When all lanes would end if the sequences that are `left` were divided evenly."""
-        done = sum(each * speed for each, speed in zip(load, self.line.speeds, strict=True))
+        done = sum(each * speed for each, speed in zip(load, self.tree.speeds, strict=True))
         work, tokens = int(self.costs[left].sum()), int(self.falling[left].sum())
-        return (done + work * SPEED) // self.line.before[-1] + self.fixed * tokens // sum(self.line.capacity)
+        return (done + work * SPEED) // self.tree.before[-1] + self.fixed * tokens // sum(self.tree.capacity)
 
     def _untaken(self, number: int) -> int:
         """The first sequence from `number` on that has no place yet."""
@@ -168,21 +177,24 @@ class _Laminar:
 
     # Vertices of several lanes.
 
-    def _level(self, level: list[Vertex], below: list[Vertex], load: list[int], fits: int) -> None:
-        """Gives vertices of a level what those below cannot take: more than `fits` tokens, or too much work."""
-        line, ls, work, count = self.line, self.ls, self.work, len(self.ls)
-        late = self.end * min(map(line.speed, below)) // SPEED
-        shortest = self.least * max(map(line.margin, level))
+    def _level(self, level: list[Vertex], load: list[int], slowest: int, shortest: int, fits: int) -> None:
+        """Gives vertices of a level what those below cannot take: more than `fits` tokens, or too much work for
+        the slowest of them, if the sequence is not too short to cut."""
+        tree, ls, work, count = self.tree, self.ls, self.work, len(self.ls)
+        late = self.end * slowest // SPEED
         if self.width is not None:
             late = -1 if max(b - a for a, b in level) <= self.width else work[0]
-        load[:] = [each + self.limited_time.get(vertex, 0) for each, vertex in zip(load, level, strict=True)]
+        if self.limited_time:
+            load[:] = [each + self.limited_time.get(v, 0) for each, v in zip(load, level, strict=True)]
+        at = self._untaken(0)
+        if at == count or (ls[at] <= fits and (work[at] <= late or ls[at] < shortest)):
+            return
         heap = [(load[place], place) for place, (a, b) in enumerate(level) if b - a > 1]
         heapify(heap)
         used: set[int] = set()
-        at = self._untaken(0)
         while at < count and (ls[at] > fits or (work[at] > late and ls[at] >= shortest)):
             passed = []
-            while heap and ls[at] + line.margin(level[heap[0][1]]) > line.holds(level[heap[0][1]]):
+            while heap and ls[at] + tree.margin(level[heap[0][1]]) > tree.holds(level[heap[0][1]]):
                 passed.append(heappop(heap))
             if heap:
                 place = heap[0][1]
@@ -203,11 +215,11 @@ class _Laminar:
         """Puts a sequence into the rows of a vertex; returns the time that this adds to each of its lanes."""
         self.next[number] = number + 1
         rows = self.rows.setdefault(vertex, [])
-        took = self.ls[number] + self.line.margin(vertex)
-        added = self.work[number] * SPEED // self.line.speed(vertex)
+        took = self.ls[number] + self.tree.margin(vertex)
+        added = self.work[number] * SPEED // self.tree.speed(vertex)
         row = next((row for row in rows[-_OPEN:] if row.room >= took), None)
         if row is None:
-            row = _Row(self.line.holds(vertex))
+            row = _Row(self.tree.holds(vertex))
             rows.append(row)
             added += self.fixed
         row.room -= took
@@ -216,7 +228,7 @@ class _Laminar:
 
     def _filled(self, vertex: Vertex, load: int) -> int:
         """Fills the room of a vertex's rows with further sequences; returns when its lanes then end."""
-        margin, speed, count = self.line.margin(vertex), self.line.speed(vertex), len(self.ls)
+        margin, speed, count = self.tree.margin(vertex), self.tree.speed(vertex), len(self.ls)
         shortest = self.least * margin
         for row in self.rows[vertex]:
             while row.room - margin >= shortest:
@@ -236,12 +248,12 @@ class _Laminar:
         """Gives a sequence, which no vertex holds in parts by speed, to one that holds it by memory alone. It
         has a row of its own."""
         length = self.ls[number]
-        for vertex in [vertex for level in self.line.levels[:-1] for vertex in level]:
-            held = fold.held_pairs(length, self.line.capacity[slice(*vertex)])
+        for vertex in dict.fromkeys(vertex for level in self.tree.levels[:-1] for vertex in level):
+            held = fold.held_pairs(length, self.tree.capacity[slice(*vertex)])
             if min(held) > 0 and sum(held) >= fold.pair_count(length) >= len(held):
                 self.next[number] = number + 1
                 self.limited.setdefault(vertex, []).append(number)
-                time = self.work[number] * SPEED // self.line.speed(vertex) + self.fixed
+                time = self.work[number] * SPEED // self.tree.speed(vertex) + self.fixed
                 self.limited_time[vertex] = self.limited_time.get(vertex, 0) + time
                 return
         refuse(f"sequence {self.order[number]} has {length} tokens, which no set of lanes holds")
@@ -251,12 +263,13 @@ class _Laminar:
     def _lanes(self, load: list[int]) -> list[tuple[Ints, Ints, Ints]]:
         """Gives single lanes the sequences that are left: their numbers, lanes, and rows among those of the
         lane alone."""
-        line, count = self.line, len(self.line)
+        tree, count = self.tree, len(self.tree)
         left = np.flatnonzero(np.array(self.next[:-1]) == np.arange(len(self.ls)))
-        if len(left) and self.ls[left[0]] > max(line.capacity):
+        if len(left) and self.ls[left[0]] > max(tree.capacity):
             self._limit(int(left[0]))
-        self.end = self._end(load, left)
-        speed, capacity = np.array(line.speeds), np.array(line.capacity)
+        # A lane's last row is half empty in the mean.
+        self.end = self._end(load, left) + self.fixed // 2
+        speed, capacity = np.array(tree.speeds), np.array(tree.capacity)
         rooms = np.zeros((count, _OPEN_MOST), dtype=np.int64)
         opened, loads = np.zeros(count, dtype=np.int64), np.array(load)
         found, kept = [], []
@@ -283,66 +296,80 @@ class _Laminar:
 
     def _one_by_one(self, left: list[int], load: list[int], rooms: list[list[int]]) -> tuple[Ints, Ints, Ints]:
         """The sequences that are left, each to the lane that ends first with it, or cut."""
-        line, ls, work, fixed = self.line, self.ls, self.work, self.fixed
-        speed, fastest = line.speeds, max(line.speeds)
-        latest = self.end * (1000 + _LATE) // 1000 + fixed // 2  # a lane's last row is half empty in the mean
-        worth = self.end // _WORTH
+        tree, ls, work, capacity = self.tree, self.ls, self.work, self.tree.capacity
+        speed, fastest = tree.speeds, tree.fastest
+        latest = (
+            self.end * (1000 + _LATE) // 1000 + self.fixed // 2
+        )  # a lane's last row is half empty in the mean
+        worth, failed = self.end // _WORTH, 0
         heap = [(each, lane) for lane, each in enumerate(load)]  # an entry is of old where its lane has more
         heapify(heap)
         found: list[tuple[int, int, int]] = []
-        failed = 0
         for number in left:
             length, cost = ls[number], work[number] * SPEED
-            first, lane, row = -1, -1, -1  # when the lane that ends first does
-            passed: list[tuple[int, int]] = []
-            while heap and (first < 0 or (heap[0][0] < first and len(passed) < _TRIED)):
-                each, other = entry = heappop(heap)
-                if each != load[other]:
-                    continue
-                passed.append(entry)
-                if length > line.capacity[other]:
-                    continue
-                end, fits = each + cost // speed[other], -1
-                for at, room in enumerate(rooms[other]):
-                    if room >= length:
-                        fits = at
-                        break
-                else:
-                    end += fixed
-                if first < 0 or end < first:
-                    first, lane, row = end, other, fits
-                if fits >= 0 and speed[other] == fastest:
-                    break
-            late = first > latest and work[number] > worth and failed < _TRIED
-            if late and (vertex := self._cut(number, lane, load, first)):
-                for entry in passed:
-                    heappush(heap, entry)
-                for each, other in zip(load[slice(*vertex)], range(*vertex), strict=True):
-                    heappush(heap, (each, other))
-                continue
-            failed += late
+            while heap[0][0] != load[heap[0][1]]:
+                heappop(heap)
+            end, lane = heap[0]
+            row = _fitting(rooms[lane], length)
+            if row < 0 or speed[lane] < fastest:
+                end, lane, row = self._first(length, cost, heap, load, rooms)
+                if end > latest and work[number] > worth and failed < _TRIED:
+                    if vertex := self._cut(number, lane, load, end):
+                        for place in range(*vertex):
+                            heappush(heap, (load[place], place))
+                        continue
+                    failed += 1
+            else:
+                end += cost // fastest
             if row < 0:
                 row = len(rooms[lane])
-                rooms[lane].append(line.capacity[lane])
+                rooms[lane].append(capacity[lane])
             rooms[lane][row] -= length
-            load[lane] = first
-            for entry in passed:
-                heappush(heap, (first, lane) if entry[1] == lane else entry)
+            if heap[0][1] == lane:
+                heapreplace(heap, (end, lane))
+            else:
+                heappush(heap, (end, lane))
+            load[lane] = end
             found.append((number, lane, row))
         numbers, lanes, rows = zip(*found, strict=True) if found else ((), (), ())
         return np.array(numbers, int), np.array(lanes, int), np.array(rows, int)
 
+    def _first(
+        self, length: int, cost: int, heap: list[tuple[int, int]], load: list[int], rooms: list[list[int]]
+    ) -> tuple[int, int, int]:
+        """When the lane that ends first with a sequence does, the lane, and the row with room for it (-1: a new
+        one). A few of the least busy lanes are looked at."""
+        speed, fastest = self.tree.speeds, self.tree.fastest
+        first, lane, row = -1, -1, -1
+        passed: list[tuple[int, int]] = []
+        while heap and (first < 0 or (heap[0][0] < first and len(passed) < _TRIED)):
+            each, other = entry = heappop(heap)
+            if each != load[other]:
+                continue
+            passed.append(entry)
+            if length > self.tree.capacity[other]:
+                continue
+            fits = _fitting(rooms[other], length)
+            end = each + cost // speed[other] + (self.fixed if fits < 0 else 0)
+            if first < 0 or end < first:
+                first, lane, row = end, other, fits
+            if fits >= 0 and speed[other] == fastest:
+                break
+        for entry in passed:
+            heappush(heap, entry)
+        return first, lane, row
+
     def _cut(self, number: int, lane: int, load: list[int], end: int) -> Vertex | None:
         """Cuts a sequence over the vertex in a lane's node, or around it, on which it ends first, if that is
         before `end`; returns the vertex."""
-        line, length = self.line, self.ls[number]
+        tree, length = self.tree, self.ls[number]
         best: Vertex | None = None
-        for vertex in line.near(lane):
+        for vertex in tree.near(lane):
             a, b = vertex
-            margin = line.margin(vertex)
-            if length < self.least * margin or length + margin > line.holds(vertex):
+            margin = tree.margin(vertex)
+            if length < self.least * margin or length + margin > tree.holds(vertex):
                 continue
-            time = max(load[a:b]) + self.work[number] * SPEED // line.speed(vertex)
+            time = max(load[a:b]) + self.work[number] * SPEED // tree.speed(vertex)
             if not any(row.room >= length + margin for row in self.rows.get(vertex, [])[-_OPEN:]):
                 time += self.fixed
             if time < end:
@@ -354,14 +381,14 @@ class _Laminar:
 
     # Columns.
 
-    def _columns(self, whole: list[tuple[Ints, Ints, Ints]]) -> Division:
+    def _columns(self, whole: list[tuple[Ints, Ints, Ints]]) -> SequenceDivision:
         """The pieces of all sequences."""
         numbers: list[int] = []
         spans: list[tuple[int, int, int]] = []  # lanes [first, stop), row
-        behind = [0] * len(self.line)  # the rows of each lane so far
+        behind = [0] * len(self.tree)  # the rows of each lane so far
         last: dict[Vertex, int] = {}
-        for vertex in dict.fromkeys(vertex for level in self.line.levels[:-1] for vertex in level):
-            a, b = vertex
+        for a, b in sorted({*self.rows, *self.limited}, key=lambda vertex: (vertex[0] - vertex[1], vertex)):
+            vertex = a, b
             own = [[number] for number in self.limited.get(vertex, ())]
             own += [row.numbers for row in self.rows.get(vertex, ())]
             for row, members in enumerate(own, behind[a]):
@@ -378,15 +405,15 @@ class _Laminar:
             np.concatenate((stop, lane + 1)),
             np.concatenate((rows, alone + np.array(behind)[lane])),
         )
-        return _merged(made, self.lengths, self.line, last)
+        return _merged(made, self.lengths, self.tree, last)
 
-    def _pieces(self, number: Ints, first: Ints, stop: Ints, row: Ints) -> Division:
+    def _pieces(self, number: Ints, first: Ints, stop: Ints, row: Ints) -> SequenceDivision:
         """Sequences cut over lanes [first, stop) by speed, or by memory where nothing else fits."""
-        line, sequence = self.line, self.order[number]
+        tree, sequence = self.tree, self.order[number]
         width = stop - first
         each = np.repeat(np.arange(len(number)), width)
         place = np.arange(len(each)) - np.repeat(np.cumsum(width) - width - first, width)
-        before, pairs = np.array(line.before), (self.lengths[sequence] + 1) // 2
+        before, pairs = np.array(tree.before), (self.lengths[sequence] + 1) // 2
         base, total = before[first][each], (before[stop] - before[first])[each]
         begin = fold.nearest(pairs[each], before[place] - base, total)
         end = fold.nearest(pairs[each], before[place + 1] - base, total)
@@ -396,23 +423,25 @@ class _Laminar:
             narrow |= {*np.flatnonzero(np.isin(number, list(by_memory))).tolist()}
         for which in sorted(narrow):
             a, b = int(first[which]), int(stop[which])
-            most = line.capacity[a:b] if number[which] in by_memory else None
-            borders = fold.shared(int(self.lengths[sequence[which]]), line.speeds[a:b], most)
+            most = tree.capacity[a:b] if number[which] in by_memory else None
+            borders = fold.shared(int(self.lengths[sequence[which]]), tree.speeds[a:b], most)
             begin[each == which], end[each == which] = np.array(borders).T
-        return Division(sequence=sequence[each], place=place, row=row[each], start=begin, stop=end)
+        return SequenceDivision(sequence=sequence[each], place=place, row=row[each], start=begin, stop=end)
 
 
-def _merged(division: Division, lengths: Ints, line: Line, last: dict[Vertex, int]) -> Division:
+def _merged(
+    division: SequenceDivision, lengths: Ints, tree: LaneTree, last: dict[Vertex, int]
+) -> SequenceDivision:
     """Merges all that follows the last row of a vertex into that row where all its lanes hold it.
 
     last: the last row of each vertex of several lanes that has one."""
     if not last:
         return division
-    count, rows = len(line), int(division.row.max()) + 1
+    count, rows = len(tree), int(division.row.max()) + 1
     tokens = np.zeros(rows * count, dtype=np.int64)
     np.add.at(tokens, division.row * count + division.place, division.tokens(lengths))
     following = tokens.reshape(rows, count)[::-1].cumsum(0)[::-1]  # from a row on
-    fits = following <= np.array(line.capacity)
+    fits = following <= np.array(tree.capacity)
     limit = np.full(count, rows)
     for (a, b), row in last.items():
         if fits[row, a:b].all():

@@ -143,6 +143,17 @@ class BatchPlan(Value, frozen=True, kw_only=True, dict=True):
         return tuple(piece.sample for row in rows for lane in row.lanes for piece in lane if not piece.start)
 
 
+class BatchSummary(Value, frozen=True, kw_only=True):
+    """A packed batch in numbers."""
+
+    sequences: int
+    tokens: int
+    rows: int  # of the lane that has most
+    cut: int  # sequences that are on several lanes
+    widest: int  # the most lanes that share a sequence
+    imbalance: float  # time of the busiest lane over that of all work divided evenly by speed; 1: none is idle
+
+
 class Sampler(Value, frozen=True, kw_only=True):
     """Samples of a map-style dataset without replacement, epoch by epoch, as a function of (seed, step)."""
 

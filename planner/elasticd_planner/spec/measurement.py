@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from elasticd_planner.spec.batch import BatchSummary
 from elasticd_planner.value import Value
 
 
@@ -54,3 +55,4 @@ class Measurement(Value, frozen=True, kw_only=True):
     # How many 64ths of a normal lane's time its lane takes for the same work, by which the lane gets its share
     # of tokens; 0: shares do not follow.
     slowdown: int = 0
+    batch: BatchSummary | None = None  # the packed batch of the step; from the first rank alone

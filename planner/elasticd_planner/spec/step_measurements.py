@@ -31,6 +31,7 @@ COLUMNS = (
     "tensor_seconds",
     "reduce_seconds",
     "step_seconds",
+    "slowdown",
 )
 _numbers = attrgetter(*COLUMNS)
 _START = struct.Struct(f"<{len(STARTS)}d")

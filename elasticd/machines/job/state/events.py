@@ -44,6 +44,7 @@ EventKind = Literal[
     "slow",  # A device became a straggler, or slower still.
     "recovered",  # A straggler became faster, or normal again.
     "link",  # A link between nodes became slow, or normal again.
+    "shares",  # A lane gets another share of the tokens, since it has become slower or faster. No state moves.
     "shifted",  # The sequence lengths of the data have changed.
     "kept_plan",  # The running plan stays: a switch would not pay, or the job keeps its plan.
     "put_off",  # After failed switches the next one is put off.

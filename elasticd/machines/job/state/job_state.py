@@ -44,6 +44,7 @@ from elasticd_planner.policy.policy import Moved, PolicySettings
 from elasticd_planner.policy.stability import Stability
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiling.fit import STEPS
+from elasticd_planner.spec.batch import BatchSummary
 from elasticd_planner.spec.cluster import Device, Level, Link, node_of
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import Lengths
@@ -322,6 +323,9 @@ class JobState(Value, frozen=True, kw_only=True):
     sampled: tuple[Step, ...] = ()  # steps for the fit of the profile
     shifts: ShiftState = msgspec.field(default_factory=ShiftState)  # what is known of the data's lengths
     lengths: Lengths | None = None  # those that the profile is for (None: all as the spec says)
+    #: by which lanes get their shares of tokens [64ths], by device, as far as it is not that of the others
+    shares: dict[str, int] = msgspec.field(default_factory=dict)
+    batch: BatchSummary | None = None  # the newest packed batch
     progress: JobProgress = JobProgress()  # the newest step
     done_epoch: int = 0  # epoch of the job's end in the store
     stopping: str = ""  # who stops the job (empty: nobody)

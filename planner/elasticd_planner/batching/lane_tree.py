@@ -1,4 +1,4 @@
-"""The lanes of a pipeline as the division of sequences sees them: speed, memory, a tree over the nodes."""
+"""The lanes of a pipeline as a division of sequences sees them: speed, memory, and a tree over their nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NORMAL = 64
 #: The speed of a normal lane: large, because speeds are rounded.
 SPEED = 1 << 14
 
-#: Lanes [first, stop) of a line.
+#: Lanes [first, stop) of a tree, by their places in its order.
 Vertex = tuple[int, int]
 
 
@@ -31,14 +31,16 @@ class LaneSet(Value, frozen=True, kw_only=True):
             refuse("lanes: capacities and slowdowns must be at least 1")
 
 
-class Line:
-    """The lanes of a pipeline in a line, node by node; all that follows counts them by their place in it."""
+class LaneTree:
+    """The lanes of a pipeline in an order in which those of a node follow each other, and a tree over them.
+    Whatever follows counts lanes by their place in this order."""
 
     def __init__(self, lanes: LaneSet) -> None:
         self.order = sorted(range(len(lanes.nodes)), key=lambda lane: (lanes.nodes[lane], lane))
         self.capacity = [lanes.capacity[lane] for lane in self.order]
         self.slowdown = [lanes.slowdown[lane] for lane in self.order]
         self.speeds = [max(1, NORMAL * SPEED // each) for each in self.slowdown]
+        self.fastest = max(self.speeds)
         self.before = [0, *accumulate(self.speeds)]
         self._nodes = [lanes.nodes[lane] for lane in self.order]
         self._rooms: dict[Vertex, tuple[int, int]] = {}
@@ -60,6 +62,17 @@ class Line:
         while any(b - a > 1 for a, b in levels[-1]):
             levels.append([half for vertex in levels[-1] for half in self.halves(vertex)])
         return levels
+
+    @cached_property
+    def level_facts(self) -> list[tuple[int, int, int]]:
+        """Of each level: the speed of its slowest vertex, the largest margin of one, and the longest sequence
+        that one of it, or of a level below it, holds in parts by speed [tokens]."""
+        longest, found = 0, []
+        for level in reversed(self.levels):
+            rooms = list(map(self._room, level))
+            longest = max(longest, max(holds - margin for holds, margin in rooms))
+            found.append((min(map(self.speed, level)), max(margin for _, margin in rooms), longest))
+        return found[::-1]
 
     def halves(self, vertex: Vertex) -> tuple[Vertex, ...]:
         """The halves of a vertex, which is its own where it has one lane."""
@@ -91,10 +104,6 @@ class Line:
     def holds(self, vertex: Vertex) -> int:
         """The tokens of a row of a vertex, when its lanes have parts of all sequences by their speed."""
         return self._room(vertex)[0]
-
-    def holds_one(self, level: list[Vertex]) -> int:
-        """The tokens of the longest sequence that some vertex of a level holds, in parts by speed."""
-        return max([holds - margin for holds, margin in map(self._room, level)])
 
     def margin(self, vertex: Vertex) -> int:
         """The tokens that a sequence may take beyond its own of a vertex's row, because parts are whole pairs.

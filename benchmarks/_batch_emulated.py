@@ -1,0 +1,180 @@
+"""Packed batches on eight emulated devices: engines of the runtime in threads; blocks take the time of a table.
+
+Losses and gradients are real, of a small model; what a block takes is slept, by tokens and by the length of the
+sequences that they are of. Sequences are the files of Python's standard library, a token for each 128 bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sysconfig
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+from _results import Row, row
+from elasticd_planner.batching.batch_summary import lane_work
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import BatchPlan
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+
+from elasticd.models import Decoder, DecoderConfig, next_token_loss
+from elasticd.runtime.comm.communicators import GlooCommunicators
+from elasticd.runtime.comm.groups import PlanGroups
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
+from elasticd.runtime.data.options import DataOptions
+from elasticd.runtime.data.packing import Packing
+from elasticd.runtime.engine.engine import Engine, first_state
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.telemetry.emulation import Pacer
+from elasticd.wire.worker import EmulatedSpeed
+
+CONFIG = DecoderConfig(vocabulary=64, width=16, layers=2, heads=2, kv_heads=1, hidden=32)
+DEVICES, BATCH, BYTES, SEED = 8, 48, 128, 5
+#: Seconds of a token in one block, and the length at which attention takes as long as all else.
+FORWARD, BACKWARD, ATTENTION = 4e-4, 8e-4, 1000
+#: Steps at full speed, of which the first ones count for nothing; and steps with one device at half speed.
+STEPS, WARM, SLOW_STEPS = 10, 2, 12
+SLOW, FACTOR = "n0/1", 2.0
+NAMES = tuple(f"n{device // 4}/{device % 4}" for device in range(DEVICES))
+
+
+def _plan(*pipelines: Pipeline) -> Plan:
+    modules = (ModulePlan(module="model", pipelines=pipelines),)
+    return Plan(number=1, strategies=(Strategy(modules=modules),), micro_batch=1, global_batch=BATCH)
+
+
+#: One pipeline of eight lanes, and eight pipelines: the same devices.
+LANES = _plan(
+    Pipeline(
+        stages=(Stage(start=0, stop=2, devices=NAMES, shares=(1,) * DEVICES, lanes=(1,) * DEVICES),),
+        micro_batches=BATCH,
+        rows=(BATCH // DEVICES,) * DEVICES,
+    )
+)
+PIPELINES = _plan(
+    *(
+        Pipeline(stages=(Stage(start=0, stop=2, devices=(name,), shares=(1,)),), micro_batches=BATCH // DEVICES)
+        for name in NAMES
+    )
+)
+
+
+class Files:
+    """The standard library's files, none cut."""
+
+    def __init__(self) -> None:
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        listed = [path for path in folder.rglob("*.py") if "site-packages" not in path.parts]
+        self.lengths = tuple(max(1, path.stat().st_size // BYTES) for path in sorted(listed))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(self.lengths[index] + 1) * (index + 1)) % CONFIG.vocabulary
+        return {"inputs": ids[:-1], "targets": ids[1:]}
+
+
+@cache
+def files() -> Files:
+    """Listed once."""
+    return Files()
+
+
+def recipe(data: DataOptions) -> Recipe:
+    """The small model on those files."""
+    with torch.device("meta"):
+        model = Decoder(CONFIG).describe()
+    return Recipe(
+        model=model,
+        loss=next_token_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e-3),
+        dataset=files(),
+        global_batch=BATCH,
+        seed=SEED,
+        data=data,
+        connect=GlooCommunicators,
+    )
+
+
+class Ran(NamedTuple):
+    """What came of some steps."""
+
+    seconds: list[float]  # of each step
+    work: list[list[float]]  # of each step, of each lane: seconds of a normal device
+    late: float  # part of the sections that took longer in truth than by the table
+
+
+def ran(plan: Plan, data: DataOptions, steps: int, slow_from: int | None = None) -> Ran:
+    """Trains some steps; from one of them on a device takes twice the time."""
+
+    def member(memory: MemoryPlanGroups) -> tuple[list[float], list[BatchPlan], tuple[int, int]]:
+        made = recipe(data)
+        layouts = Layouts(made.model.spec, plan)
+        speed = EmulatedSpeed(forward=FORWARD, backward=BACKWARD, attention_tokens=ATTENTION)
+        pacer = Pacer(speed)
+        engine = Engine(made, layouts, cast(PlanGroups, memory), pacer)
+        engine.adopt(first_state(made.model, layouts, memory.me, SEED))
+        seconds, batches = [], []
+        for step in range(steps):
+            if step == slow_from and memory.me == SLOW:
+                pacer.pace = EmulatedSpeed(
+                    forward=FORWARD, backward=BACKWARD, attention_tokens=ATTENTION, factor=FACTOR
+                )
+            batches.append(engine._batches.of(step))
+            seconds.append(engine.step(step, lambda: 0).measurement.step_seconds)
+        return seconds, batches, pacer.take()
+
+    found = run_threads(plan.members, member)
+    seconds, batches, _ = found[plan.members[0]]
+    paced, late = (sum(counts) for counts in zip(*(each[2] for each in found.values()), strict=True))
+    unit = (FORWARD + BACKWARD) * CONFIG.layers / ATTENTION
+    work = [[each * unit for each in lane_work(plan, batch, ATTENTION)] for batch in batches]
+    return Ran(seconds, work, late / paced)
+
+
+def emulated_rows() -> Iterator[Row]:
+    """Throughput over the padded plan's and over the bound, and what a device at half speed costs."""
+    padded = ran(PIPELINES, DataOptions(), STEPS)
+    packed = ran(LANES, DataOptions(packing=Packing(least=32)), STEPS + SLOW_STEPS, slow_from=STEPS)
+    counted = slice(WARM, STEPS)
+    yield _ratio(
+        "throughput of 8 emulated devices on the standard library's files, over the padded plan's",
+        [a / b for a, b in zip(padded.seconds[counted], packed.seconds[counted], strict=True)],
+        1.35,
+    )
+    speed = [sum(work) / DEVICES / took for work, took in zip(packed.work, packed.seconds, strict=True)]
+    yield _ratio("throughput of the same over its own bound: all work over all speed", speed[counted], 0.90)
+    yield row(
+        "sections that took longer than the table says, of those runs (more than 0.01: figures are invalid)",
+        max(padded.late, packed.late),
+        "",
+    )
+    place = NAMES.index(SLOW)
+    share = 1 / FACTOR / (DEVICES - 1 + 1 / FACTOR)
+    parts = [work[place] / sum(work) for work in packed.work[STEPS:]]
+    follows = next((step for step, part in enumerate(parts) if abs(part / share - 1) <= 0.1), SLOW_STEPS)
+    yield row(
+        "one of 8 devices 2 x slow: steps until its share of tokens is within 10 % of its speed's",
+        follows,
+        "steps",
+        goal="<= 4",
+        met=follows <= 4,
+        kind="emulated",
+    )
+    scale = DEVICES / (DEVICES - 1 + 1 / FACTOR)
+    yield _ratio(
+        "the same: throughput over the bound of these devices, before any switch",
+        [each * scale for each in speed[STEPS + 4 :]],
+        0.88,
+    )
+    yield row("the same: bytes of state moved", 0, "bytes", goal="0", met=True, kind="emulated")
+
+
+def _ratio(name: str, values: Sequence[float], least: float) -> Row:
+    value = statistics.median(values)
+    noise = statistics.pstdev(values) / value
+    return row(name, value, "x", goal=f">= {least:.2f}", met=value >= least, kind="emulated", noise=noise)
