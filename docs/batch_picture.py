@@ -80,8 +80,9 @@ def picture() -> str:
     for lane, own in enumerate(times):
         y = 8 + lane * (LANE + GAP)
         slow = f", {SLOWDOWN[lane] / 64:g}x" if SLOWDOWN[lane] != 64 else ""
+        name = f"n{lane // NODE}/{lane % NODE}{slow}"
         parts.append(
-            f'<text x="8" y="{y + 17}" font-size="12" text-anchor="start" fill="#000000">n{lane // NODE}/{lane % NODE}{slow}</text>'
+            f'<text x="8" y="{y + 17}" font-size="12" text-anchor="start" fill="#000000">{name}</text>'
         )
         done = 0
         for row in own:

@@ -78,7 +78,8 @@ def deal(
     if packing is None:
         return batch_plan(plan, step, samples, lengths)
     assert lengths is not None  # the recipe refuses packing without lengths
-    cut = CutOptions(least=packing.least) if packing.cut else None
+    # A row takes some time whatever is in it: about that of the least piece that is worth a kernel.
+    cut = CutOptions(least=packing.least, fixed=packing.least * lengths.linear) if packing.cut else None
     try:
         return packed_batch_plan(plan, step, samples, lengths, packing.tokens, cut=cut, slowdown=slowdown)
     except NoRoom as error:

@@ -173,10 +173,10 @@ def _packed(
     if len(runs) == 1:
         return _run(q, k, v, runs[0][1], causal=causal, window=window, scale=scale)
     sizes = [length * count for length, count in runs]
-    parts = zip(*(x.split(sizes, dim=2) for x in (q, k, v)), strict=True)
+    parts = zip(q.split(sizes, dim=2), k.split(sizes, dim=2), v.split(sizes, dim=2), runs, strict=True)
     made = [
-        _run(*part, count, causal=causal, window=window, scale=scale)
-        for part, (_, count) in zip(parts, runs, strict=True)
+        _run(part_q, part_k, part_v, count, causal=causal, window=window, scale=scale)
+        for part_q, part_k, part_v, (_, count) in parts
     ]
     return torch.cat(made, dim=2)
 
