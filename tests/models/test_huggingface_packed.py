@@ -218,6 +218,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.full  # test_attention.py and test_packed.py compile, too
 def test_compiled_blocks_take_each_row_as_it_is(traced: None) -> None:
     model = in_double(lambda: made("Qwen3", True))
     anatomy = prove(model).anatomy
