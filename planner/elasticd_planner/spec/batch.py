@@ -24,6 +24,7 @@ from elasticd_planner.spec import sample_packing
 from elasticd_planner.spec.plan import ModulePlan, Place, Plan
 from elasticd_planner.value import Value, refuse
 
+
 class SequencePiece(NamedTuple):
     """A part of a sample, in pairs of tokens {i, length - 1 - i}, of which a sequence has (length + 1) // 2.
     Each pair sees length + 1 keys under a causal mask, so that equal parts of the pairs are equal work. The
