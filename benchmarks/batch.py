@@ -66,6 +66,11 @@ def planning_rows() -> Iterator[Row]:
         title = f"planning {LANES} lanes x {BATCH} sequences of {corpus}"
         yield _at_most(f"{title}, median", middle, 5, "ms", noise=(high - min(spent)) / middle)
         yield _at_most(f"{title}, 99 % of {BATCHES} steps", high, 10, "ms")
+    staged = normal(16, stages=4)
+    plan = plan_of(staged)
+    spent = [_spent(drawn("files", part, BATCH), staged, plan) for part in range(8)]
+    title = f"planning 16 lanes x 4 stages x {BATCH} sequences of files in even rows, median"
+    yield row(title, statistics.median(spent), "ms")
     plan, lanes = plan_of(normal(LARGE)), gang(0, LARGE, LARGE_SLOW)
     first = _spent(drawn("files", BATCHES, LARGE_BATCH), lanes, plan)
     yield row(f"planning {LARGE:,} lanes x {LARGE_BATCH:,} sequences, the first step of a plan", first, "ms")

@@ -80,7 +80,9 @@ def picture() -> str:
     for lane, own in enumerate(times):
         y = 8 + lane * (LANE + GAP)
         slow = f", {SLOWDOWN[lane] / 64:g}x" if SLOWDOWN[lane] != 64 else ""
-        parts.append(f'<text x="8" y="{y + 17}" fill="#000000">n{lane // NODE}/{lane % NODE}{slow}</text>')
+        parts.append(
+            f'<text x="8" y="{y + 17}" font-size="12" text-anchor="start" fill="#000000">n{lane // NODE}/{lane % NODE}{slow}</text>'
+        )
         done = 0
         for row in own:
             for number, (sample, time) in enumerate(row):
@@ -91,9 +93,10 @@ def picture() -> str:
                 parts.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE}" fill="{fill}"/>')
                 if at >= 0 and width > 12:
                     letter = string.ascii_uppercase[at % 26]
+                    middle = x + width / 2
                     parts.append(
-                        f'<text x="{x + width / 2:.1f}" y="{y + 17}" fill="#ffffff" text-anchor="middle">'
-                        f"{letter}</text>"
+                        f'<text x="{middle:.1f}" y="{y + 17}" font-size="12" fill="#ffffff" '
+                        f'text-anchor="middle">{letter}</text>'
                     )
             x = LEFT + done * scale
             parts.append(f'<rect x="{x - 1:.1f}" y="{y - 3}" width="2" height="{LANE + 6}" fill="#000000"/>')

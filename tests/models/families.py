@@ -63,15 +63,17 @@ OTHERS = ("GPT2LMHeadModel",)
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """What becomes of a class, and why: `trains`, `refused`, or `not made` where its default configuration
-    gives no small model. cut: what a TP group cuts."""
+    gives no small model. cut: what a TP group cuts. packs: whether its sequences can be packed, or what keeps
+    them from it."""
 
     name: str
     outcome: str
     why: str = ""
     cut: str = ""
+    packs: str = ""
 
     def row(self) -> str:
-        return f"| {self.name} | {self.outcome} | {self.cut} | {self.why} |\n"
+        return f"| {self.name} | {self.outcome} | {self.cut} | {self.packs} | {self.why} |\n"
 
 
 class Whole(nn.Module):
@@ -165,7 +167,16 @@ def tried(kind: Any) -> Family:
     assert weight < (near, ""), f"{name}: {weight[1]} is {weight[0]:.1e} off"
     notes = ["to rounding"] * ("equal to the bit" not in described.proved)
     notes += ["with is_decoder=True"] * is_encoder(kind)
-    return Family(name=name, outcome="trains", why=", ".join(notes), cut=cut(described))
+    found = packs(described)
+    return Family(name=name, outcome="trains", why=", ".join(notes), cut=cut(described), packs=found)
+
+
+def packs(described: elasticd.Model) -> str:
+    """Whether sequences can be packed, or what keeps them from it."""
+    if not described.unpackable:
+        return "yes"
+    why = described.unpackable.partition("not packed: ")[2].partition(" takes the sequences of a packed row")[0]
+    return f"no: {_short(why.replace('|', '/'))}"
 
 
 def double_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +298,7 @@ def _write(known: dict[str, str]) -> None:
     outcomes = Counter(row.split("|")[2].strip() for row in known.values())
     counted = ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in ("trains", "refused", "not made"))
     head = f"Of {len(known)} classes: {counted}.\n\n"
-    head += "| class | outcome | a TP group cuts | why |\n|---|---|---|---|\n"
+    head += "| class | outcome | a TP group cuts | packs | why |\n|---|---|---|---|---|\n"
     table = head + "".join(known[name] for name in sorted(known))
     start, end = page.index(START) + len(START), page.index(END)
     PAGE.write_text(page[:start] + table + page[end:])

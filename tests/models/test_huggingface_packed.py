@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,15 +14,22 @@ from elasticd_planner.spec.batch import SequencePiece
 from torch import Tensor
 
 import elasticd
+from elasticd import DataOptions, Packing
+from elasticd.models import next_token_loss
 from elasticd.models.huggingface.packed_attention import NAME, packed, packed_attention
 from elasticd.models.huggingface.proof import fill, prove
 from elasticd.models.huggingface.sections import Sections, sections_of
+from elasticd.runtime.checking import layouts
+from elasticd.runtime.checking.trial import tried
+from elasticd.runtime.checking.verdict import findings
 from elasticd.runtime.engine import compiled_blocks
 from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks
+from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests.models import families
 from tests.models.test_huggingface import OTHERS, made
+from tests.models.texts import Text
 
 transformers = pytest.importorskip("transformers")
 
@@ -183,6 +191,23 @@ def test_what_no_packed_attention_has_is_refused_by_the_names_that_layers_give_i
         packed_attention(layer, q, k, v, None, dropout=0.1, position_bias=q, softcap=None)
     with pytest.raises(ModelError, match=r"^Identity attends with attention_mask, which"):
         packed_attention(layer, q, k, v, torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3, some windows"])
+def test_a_step_on_packed_rows_is_one_processs_on_padded_samples_under_every_layout(name: str) -> None:
+    padded = Recipe(
+        model=elasticd.from_hf(in_double(PACKABLE[name])),
+        loss=next_token_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1.0),
+        dataset=Text(41),
+        global_batch=1,
+    )
+    packing = replace(padded, data=DataOptions(length=lambda index: 5 + index % 9, packing=Packing()))
+    spec = padded.model.spec
+    one = tried(padded, layouts.alone(spec, 3))
+    for layout in (layouts.layouts, layouts.others, layouts.sliced):
+        for said, variation in layout(spec, 3).items():
+            assert list(findings(padded.model, one, tried(packing, variation), outputs=False)) == [], said
 
 
 @pytest.fixture

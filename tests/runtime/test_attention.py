@@ -57,7 +57,7 @@ def random(heads: int, kv_heads: int, tokens: int, size: int, **more: Any) -> tu
     return q, k, v
 
 
-@pytest.mark.parametrize("lengths", [(5, 3, 8), (1, 1, 6), (9,), (1,), (2, 7, 1, 4)])
+@pytest.mark.parametrize("lengths", [(5, 3, 8), (1, 1, 6), (9,), (1,), (2, 7, 1, 4), (3, 3, 3), (4, 2, 2, 4)])
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "values"), [(4, 4, 8, 8), (6, 2, 5, 5), (3, 1, 7, 3)])
 @pytest.mark.parametrize(
     "options", [{}, {"causal": False}, {"window": 3}, {"window": 1}, {"window": 99}, {"scale": 0.3}]
@@ -96,9 +96,18 @@ def test_a_row_has_the_bits_of_its_sequences_in_every_type(dtype: torch.dtype) -
     assert torch.equal(found, torch.cat([elasticd.attention(*each) for each in apart], dim=2))
 
 
-@pytest.mark.parametrize("lengths", [(12,), (5, 7), (3, 1, 8)])
-def test_a_kernel_runs_once_for_each_sequence_and_one_sequence_is_not_copied(
-    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lengths", "runs"),
+    [
+        ((12,), [(1, 12)]),
+        ((5, 7), [(1, 5), (1, 7)]),
+        ((3, 1, 8), [(1, 3), (1, 1), (1, 8)]),
+        ((4, 4, 4), [(3, 4)]),
+        ((2, 5, 5), [(1, 2), (2, 5)]),
+    ],
+)
+def test_a_kernel_runs_once_for_sequences_of_one_length_and_nothing_is_copied_for_it(
+    lengths: tuple[int, ...], runs: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[tuple[Tensor, ...]] = []
     plain = F.scaled_dot_product_attention
@@ -111,13 +120,14 @@ def test_a_kernel_runs_once_for_each_sequence_and_one_sequence_is_not_copied(
     given = random(4, 4, 12, 8)
     with passing(row_of(*lengths)):
         found = elasticd.attention(*given)
-    assert [q.shape[2] for q, *_ in called] == list(lengths)
+    assert [(q.shape[0], q.shape[2]) for q, *_ in called] == runs
     assert all(
         part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         for parts in called
         for part, whole in zip(parts, given, strict=True)
     )
-    assert (found.grad_fn.name() == "CatBackward0") == (len(lengths) > 1)  # type: ignore[union-attr]
+    assert (found.grad_fn.name() == "CatBackward0") == (len(runs) > 1)  # type: ignore[union-attr]
+    assert len(runs) > 1 or found._base is not None or len(lengths) == 1
 
 
 def test_positions_begin_anew_in_each_sequence() -> None:

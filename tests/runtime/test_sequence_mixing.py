@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
@@ -127,6 +128,50 @@ class Recurrent(nn.Module):
         return x + self.rnn(x)[0]
 
 
+class Grouped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(2, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Checkpoints(nn.Module):
+    """It makes its activations again by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Attends(elasticd.attention)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+class Encoder(nn.Module):
+    """torch's own layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 3, 24, 0.1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return self.layer(x, src_mask=mask, is_causal=True)
+
+
+class Rotates(Attends):
+    """It knows of no positions but those in the row."""
+
+    def __init__(self) -> None:
+        super().__init__(self.turned)
+
+    @staticmethod
+    def turned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(q.shape[2], dtype=q.dtype)[:, None]
+        return elasticd.attention(q * at.cos(), k * at.cos(), v)
+
+
 class Shifts(nn.Module):
     """Each token takes a part of the one before it, as RWKV's do."""
 
@@ -170,6 +215,21 @@ class Bundled(nn.Module):
         return {"hidden": self.block(hidden), "places": elasticd.positions(hidden)[None].clone()}
 
 
+class Tabled(Attends):
+    """It passes a table that is the same for all samples."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"hidden": super().forward(x), "table": torch.ones(1, 3)}
+
+
+class Masks(Attends):
+    """It makes a mask for later blocks."""
+
+    def forward(self, x: Tensor) -> Any:
+        shape = 1, 1, x.shape[1], x.shape[1]
+        return {"hidden": super().forward(x), "mask": torch.ones(shape, dtype=torch.bool).tril()}
+
+
 class Takes(nn.Module):
     """A head for bundles."""
 
@@ -206,7 +266,9 @@ def attends(**more: Any) -> Attends:
         lambda: model_of(Attends(lambda q, k, v: elasticd.attention(q, k, v, causal=False))),
         lambda: model_of(Normed(nn.LayerNorm(WIDTH)), Normed(nn.RMSNorm(WIDTH)), Normed(nn.Identity())),
         lambda: model_of(Drops(), attends()),
+        lambda: model_of(Checkpoints()),
         lambda: model_of(Bundled(), Bundled(), head=Takes()),
+        lambda: model_of(Tabled(elasticd.attention), head=Takes()),
         lambda: model_of(attends().to(torch.bfloat16), embed=Embed().to(torch.bfloat16)),
         lambda: Decoder(DecoderConfig(vocabulary=WORDS, width=16, layers=3, kv_heads=1, heads=2)).describe(),
         lambda: Decoder(DecoderConfig(vocabulary=WORDS, heads=4, width=24, kv_heads=4)).describe(),
@@ -240,6 +302,9 @@ ONE = (
         (lambda: model_of(Nested(batch_first=False)), rf"blocks\.0\.attention \(MultiheadAttention\) {ONE}"),
         (lambda: model_of(Feeds(), Normed(BatchNormed())), rf"blocks\.1\.norm \(BatchNormed\) {ONE}"),
         (lambda: model_of(Recurrent()), rf"blocks\.0\.rnn \(GRU\) {ONE}"),
+        (lambda: model_of(Grouped()), rf"blocks\.0\.norm \(GroupNorm\) {ONE}"),
+        (lambda: model_of(Encoder()), rf"blocks\.0\.layer\.self_attn \(MultiheadAttention\) {ONE}"),
+        (lambda: model_of(Rotates()), rf"blocks\.0 \(Rotates\) {ONE}"),
         (lambda: model_of(Shifts()), rf"blocks\.0 \(Shifts\) {ONE}"),
         (lambda: model_of(Drops(), Shifts()), rf"blocks\.1 \(Shifts\) {ONE}"),
         (
@@ -332,6 +397,15 @@ def test_samples_whose_targets_are_at_their_end_are_tried_there() -> None:
     assert packable(model_of(attends()), next_token_loss, given) == []
     (finding,) = packable(model_of(attends()), mean_loss, given)
     assert "is no sum over tokens" in finding
+
+
+def test_a_loss_of_samples_without_targets_is_said_not_to_be_tried(caplog: pytest.LogCaptureFixture) -> None:
+    given = samples()
+    for sample in given:
+        sample["targets"][:] = -100
+    with caplog.at_level(logging.WARNING):
+        assert packable(model_of(attends()), next_token_loss, given) == []
+    assert "whether the loss next_token_loss is a sum over tokens was not tried" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ The graph of padded samples has all of it.
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -161,13 +163,29 @@ def _packed(
     scale: float | None,
 ) -> Tensor:
     """Attention of each sequence by itself. The sequences are views of the row, whose gradients are joined in
-    one copy; a row of one sequence is not copied. Of sequences that are cut the rest is fetched."""
+    one copy. One kernel runs for each run of sequences of one length; a row of one run is not copied. Of
+    sequences that are cut the rest is fetched."""
     if not row.whole:
         if row.exchange is None:
             raise RuntimeError("a row has a part of a sequence, and no other lane to fetch the rest from")
         return row.exchange.attention(q, k, v, row, causal=causal, window=window, scale=scale)
-    if len(row.segments) == 1:
+    runs = [(length, len(list(run))) for length, run in groupby(at.stop - at.start for at in row.segments)]
+    if len(runs) == 1:
+        return _run(q, k, v, runs[0][1], causal=causal, window=window, scale=scale)
+    sizes = [length * count for length, count in runs]
+    parts = zip(*(x.split(sizes, dim=2) for x in (q, k, v)), strict=True)
+    made = [
+        _run(*part, count, causal=causal, window=window, scale=scale)
+        for part, (_, count) in zip(parts, runs, strict=True)
+    ]
+    return torch.cat(made, dim=2)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, count: int, *, causal: bool, window: int | None, scale: float | None
+) -> Tensor:
+    """Attention of so many sequences of one length: a batch of them, which is a view."""
+    if count == 1:
         return _plain(q, k, v, causal=causal, window=window, scale=scale)
-    lengths = [each.stop - each.start for each in row.segments]
-    sequences = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
-    return torch.cat([_plain(*each, causal=causal, window=window, scale=scale) for each in sequences], dim=2)
+    batch = (x[0].unflatten(1, (count, -1)).transpose(0, 1) for x in (q, k, v))
+    return _plain(*batch, causal=causal, window=window, scale=scale).transpose(0, 1).flatten(1, 2)[None]

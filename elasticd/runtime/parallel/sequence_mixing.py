@@ -221,6 +221,10 @@ def _loss_findings(loss: Loss, outputs: RowAndSequences, batch: RowAndSequences,
             yield f"the loss {name} fails with a packed row: {type(error).__name__}: {_first_line(error)}"
             return
     terms = [float(term) for term, counted in apart if float(counted)]
+    if not terms:
+        log.warning(
+            "whether the loss %s is a sum over tokens was not tried: the last tokens have no target", name
+        )
     if float(count) != sum(float(counted) for _, counted in apart):
         said = " + ".join(f"{float(counted):g}" for _, counted in apart)
         yield (
@@ -287,7 +291,8 @@ def mixing(section: str, module: nn.Module, given: RowAndSequences) -> RowAndSeq
             if entered_alike and not _alike(together.gave[call], parts[1], given.lengths, near):
                 return _said(call[0], _module_at(section, module, call[0]), together, given.lengths)
     *parts_out, whole = outputs
-    if not all(_joined(a, b, given.lengths) is not None for a, b in _matched(whole, parts_out)):
+    by_token = (_by_token(x, parts, given.lengths) for x, parts in _matched(whole, parts_out))
+    if section != "head" and not all(by_token):  # of the head's the loss will tell
         shapes = [tuple(x.shape) for x in _tensors(whole)]
         return f"{section} gives {shapes} of a packed row, not an entry for each token [1, tokens, ...]"
     return RowAndSequences(given.lengths, whole, parts_out)
@@ -377,6 +382,13 @@ def _joined(
 
 #: The most elements that a module adds to the tokens: a convolution's padding.
 _PADDED = 8
+
+
+def _by_token(whole: Tensor, parts: Sequence[Tensor], lengths: Sequence[int]) -> bool:
+    """Whether a tensor has an entry for each token; or the same for all sequences, as a table has."""
+    if _joined(whole, parts, lengths) is not None:
+        return True
+    return all(part.shape == whole.shape and bool(torch.equal(part, whole)) for part in parts)
 
 
 def _dims(count: int) -> Iterator[int]:

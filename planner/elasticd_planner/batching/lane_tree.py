@@ -44,6 +44,7 @@ class LaneTree:
         self.before = [0, *accumulate(self.speeds)]
         self._nodes = [lanes.nodes[lane] for lane in self.order]
         self._rooms: dict[Vertex, tuple[int, int]] = {}
+        self._paths: list[list[Vertex]] = []
         self._near: dict[Vertex, list[Vertex]] = {}
 
     def __len__(self) -> int:
@@ -69,10 +70,25 @@ class LaneTree:
         that one of it, or of a level below it, holds in parts by speed [tokens]."""
         longest, found = 0, []
         for level in reversed(self.levels):
-            rooms = list(map(self._room, level))
+            rooms = list(map(self.room, level))
             longest = max(longest, max(holds - margin for holds, margin in rooms))
             found.append((min(map(self.speed, level)), max(margin for _, margin in rooms), longest))
         return found[::-1]
+
+    @cached_property
+    def vertices(self) -> list[Vertex]:
+        """All vertices, the widest first."""
+        return list(dict.fromkeys(vertex for level in self.levels for vertex in level))
+
+    def path(self, place: int) -> list[Vertex]:
+        """The vertices that have a lane."""
+        if not self._paths:
+            found: list[list[Vertex]] = [[] for _ in self.order]
+            for a, b in self.vertices:
+                for at in range(a, b):
+                    found[at].append((a, b))
+            self._paths = found
+        return self._paths[place]
 
     def halves(self, vertex: Vertex) -> tuple[Vertex, ...]:
         """The halves of a vertex, which is its own where it has one lane."""
@@ -101,16 +117,10 @@ class LaneTree:
         """Of all its lanes together."""
         return self.before[vertex[1]] - self.before[vertex[0]]
 
-    def holds(self, vertex: Vertex) -> int:
-        """The tokens of a row of a vertex, when its lanes have parts of all sequences by their speed."""
-        return self._room(vertex)[0]
-
-    def margin(self, vertex: Vertex) -> int:
-        """The tokens that a sequence may take beyond its own of a vertex's row, because parts are whole pairs.
-        A sequence of so many tokens has one pair for the slowest lane."""
-        return self._room(vertex)[1]
-
-    def _room(self, vertex: Vertex) -> tuple[int, int]:
+    def room(self, vertex: Vertex) -> tuple[int, int]:
+        """The tokens of a row of a vertex, when its lanes have parts of all sequences by their speed; and the
+        tokens that a sequence may take beyond its own of them, because parts are whole pairs. (A sequence of so
+        many tokens as the latter has one pair for the slowest lane.)"""
         found = self._rooms.get(vertex)
         if found is None:
             a, b = vertex

@@ -85,9 +85,9 @@ def packed_batch_plan(
     if len(lengths.tokens) != len(samples):
         refuse(f"step {step}: {len(lengths.tokens)} lengths for {len(samples)} samples")
     most = token_capacity(plan, lengths) if capacity is None else capacity
-    for sample, tokens in zip(samples, lengths.tokens, strict=True):
-        if tokens < 1:
-            raise NoRoom(step, sample, f"has {tokens} tokens: a packed sequence needs at least one")
+    if 0 in lengths.tokens:
+        sample = samples[lengths.tokens.index(0)]
+        raise NoRoom(step, sample, "has 0 tokens: a packed sequence needs at least one")
     modules = tuple(
         _Dealing(step, module, samples, lengths, most, cut, slowdown).rows() for module in plan.modules
     )
@@ -140,12 +140,12 @@ class _Dealing:
             return ()
         capacity, slowdown = tuple(self.capacity[own]), tuple(self.slowdown[own])
         tree = _tree(LaneSet(nodes=nodes_of(pipeline), capacity=capacity, slowdown=slowdown))
-        lengths = np.array([self.lengths.tokens[index] for index in mine])
+        lengths = np.array(self.lengths.tokens)[mine]
         stages = len(pipeline.stages)
         even = balanced(lengths, tree, cost, stages) if stages > 1 else None
         # Sequences that no even rows hold are so few or so short that there is nothing to balance.
         found = divided(lengths, tree, cost) if even is None else even
-        return rows_of(found, [self.samples[index] for index in mine], lengths, tree)
+        return rows_of(found, np.array(self.samples)[mine], lengths, tree)
 
     def _by_pipeline(self) -> list[list[int]]:
         """The sequences of each pipeline: the costliest first, to that which ends first with it, of those that
@@ -165,7 +165,7 @@ class _Dealing:
                 loads[at] += work // speeds[at]
                 dealt[at].append(index)
         for room, mine in zip(rooms, dealt, strict=True):
-            longest = max(mine, key=tokens.__getitem__, default=None)
+            longest = mine[int(np.argmax(np.array(tokens)[mine]))] if mine else None
             if longest is not None and not _holds(room, tokens[longest]):
                 most = max(map(sum, rooms))
                 self._refuse(longest, f"and no pipeline's lanes hold more than {most} in a row")
@@ -269,7 +269,7 @@ def _broken(batch: BatchPlan, rule: str) -> NoReturn:
 
 
 def rows_of(
-    found: SequenceDivision, samples: Sequence[int], lengths: Ints, tree: LaneTree
+    found: SequenceDivision, samples: Sequence[int] | Ints, lengths: Ints, tree: LaneTree
 ) -> tuple[BatchRow, ...]:
     """The rows of a pipeline from the columns of a division."""
     count = len(tree)

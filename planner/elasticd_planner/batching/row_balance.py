@@ -178,6 +178,7 @@ class _Balance:
         self.speed = rows.tree.speeds
         self.room = list(rows.tree.capacity)
         self.left: list[int] = []
+        self.sums: dict[Vertex, list[int]] = {}  # of a vertex: work left, and room [pairs]
         self.pieces: dict[int, list[tuple[int, int, int]]] = {}  # of each sequence: place, start, stop
 
     def fill(self, numbers: list[int]) -> tuple[int, list[tuple[int, int, int, int]]] | None:
@@ -187,6 +188,9 @@ class _Balance:
         total = sum(ls[number] * (linear + ls[number]) for number in numbers)
         start = [total * speed // self.tree.before[-1] for speed in self.speed]
         self.left = list(start)
+        for vertex in self.tree.vertices:
+            a, b = vertex
+            self.sums[vertex] = [sum(start[a:b]), sum([room // 2 for room in self.room[a:b]])]
         shortest = 4 * self.of.cost.least
         long = bisect_left(numbers, True, key=lambda number: ls[number] < shortest)
         if not all(map(self._long, numbers[:long])) or not self._short(numbers[long:]):
@@ -235,24 +239,24 @@ class _Balance:
         work = fold.cost(length, length, self.of.cost.linear)
         vertex = (0, len(self.tree))
         while vertex[1] - vertex[0] > 1:
-            halves = [
-                (sum(self.left[a:b]) * SPEED // self.tree.speed((a, b)), (a, b))
-                for a, b in self.tree.halves(vertex)
-                if sum(self.left[a:b]) >= work - work // _LATE and self._holds(length, (a, b))
-            ]
-            if not halves:
+            best = None
+            for half in self.tree.halves(vertex):
+                left, pairs = self.sums[half]
+                if left < work - work // _LATE or pairs < length // 2:
+                    continue
+                if half[1] - half[0] == 1 and self.room[half[0]] < length:
+                    continue
+                if half[1] - half[0] > 1 and pairs < fold.pair_count(length):
+                    continue
+                if best is None or left * SPEED // self.tree.speed(half) > best[0]:
+                    best = left * SPEED // self.tree.speed(half), half
+            if best is None:
                 break
-            vertex = max(halves, key=lambda half: (half[0], -half[1][0]))[1]
+            vertex = best[1]
         if vertex[1] - vertex[0] == 1:
             self._give(number, vertex[0], 0, fold.pair_count(length))
             return True
         return self._cut(number, vertex) or self._cut(number, (0, len(self.tree))) or self._short([number])
-
-    def _holds(self, length: int, vertex: Vertex) -> bool:
-        rooms = self.room[slice(*vertex)]
-        if len(rooms) == 1:
-            return length <= rooms[0]
-        return sum(room // 2 for room in rooms) >= fold.pair_count(length)
 
     def _cut(self, number: int, vertex: Vertex) -> bool:
         """Cuts a sequence over lanes of a vertex, so that all of them have as much time left. False where the
@@ -264,10 +268,12 @@ class _Balance:
             speed = sum(self.speed[at] for at in places)
             after = sum(self.left[at] for at in places) - work  # of all of them, when they have it
             parts = [self.left[at] - after * self.speed[at] // speed for at in places]
-            worst = min(range(len(places)), key=parts.__getitem__)
-            if parts[worst] >= piece or len(places) == 1:
+            small = sorted((part, at) for part, at in zip(parts, places, strict=True) if part < piece)
+            if not small or len(places) == 1:
                 break
-            del places[worst]
+            # With fewer lanes each part is larger, so that some of the small ones may be large enough then.
+            dropped = {at for _, at in small[: min(len(places) - 1, (len(small) + 1) // 2)]}
+            places = [at for at in places if at not in dropped]
         if sum(self.room[at] // 2 for at in places) < fold.pair_count(length):
             places = [at for at in range(*vertex) if self.room[at] > 1]
             most = sorted(places, key=lambda at: (-self.room[at], at))[: max(1, length // 2)]
@@ -305,8 +311,7 @@ class _Balance:
     def _give(self, number: int, place: int, start: int, stop: int) -> None:
         length = self.of.ls[number]
         tokens = 2 * (stop - start) - (2 * stop > length)
-        self.left[place] -= tokens * (self.of.cost.linear + length)
-        self.room[place] -= tokens
+        self._move(place, -tokens * (self.of.cost.linear + length), -tokens)
         self.pieces.setdefault(number, []).append((place, start, stop))
 
     def _take(self, number: int) -> None:
@@ -314,5 +319,14 @@ class _Balance:
         length = self.of.ls[number]
         for place, start, stop in self.pieces.pop(number):
             tokens = 2 * (stop - start) - (2 * stop > length)
-            self.left[place] += tokens * (self.of.cost.linear + length)
-            self.room[place] += tokens
+            self._move(place, tokens * (self.of.cost.linear + length), tokens)
+
+    def _move(self, place: int, work: int, tokens: int) -> None:
+        """A lane has more time and room left, or less."""
+        pairs = (self.room[place] + tokens) // 2 - self.room[place] // 2
+        self.left[place] += work
+        self.room[place] += tokens
+        for vertex in self.tree.path(place):
+            sums = self.sums[vertex]
+            sums[0] += work
+            sums[1] += pairs

@@ -54,7 +54,7 @@ _OPEN = 3
 #: How many lanes are tried for a sequence, and how often cuts of sequences that end late may fail.
 _TRIED = 4
 #: Rows of a lane alone, up to which sequences are dealt to all lanes at once.
-_OPEN_MOST = 16
+_OPEN_MOST = 8
 #: So many sequences more than there are lanes are dealt one by one at the end, so that lanes end together.
 _LAST = 256
 
@@ -92,13 +92,12 @@ def _others(
     shortest, widths = int(lengths.min()), {}
     for level in tree.levels[:-1]:
         width = max(b - a for a, b in level)
-        widths[width] = shortest >= cost.least * max(map(tree.margin, level))
+        widths[width] = shortest >= cost.least * max(tree.room(vertex)[1] for vertex in level)
     yield from ((_GAP, wide(width)) for width, uniform in widths.items() if uniform)
     if len(lengths) <= _FEW:
         node = max(b - a for a, b in zip([0, *tree.node_ends], tree.node_ends, strict=False))
-        for width in dict.fromkeys((node, node // 2)):
-            if widths.get(width) is False:
-                yield _WIDE_GAP, wide(width)
+        if widths.get(node) is False:
+            yield _WIDE_GAP, wide(node)
         rows = -(-int(lengths.sum()) // sum(tree.capacity))
         yield _ROW_GAP, lambda: even_rows(lengths, tree, cost, rows)
 
@@ -141,9 +140,8 @@ class _Laminar:
         self.work: list[int] = self.costs.tolist()
         self.next = list(range(len(self.ls) + 1))  # from each on, a sequence that may have no place yet
         self.rows: dict[Vertex, list[_Row]] = {}
-        self.limited: dict[
-            Vertex, list[int]
-        ] = {}  # sequences that fit by memory alone, each with a row of its own
+        # Sequences that fit by memory alone, each with a row of its own, and the time of these.
+        self.limited: dict[Vertex, list[int]] = {}
         self.limited_time: dict[Vertex, int] = {}
         self.end = self._end([0] * len(tree), slice(None))
 
@@ -194,10 +192,13 @@ class _Laminar:
         used: set[int] = set()
         while at < count and (ls[at] > fits or (work[at] > late and ls[at] >= shortest)):
             passed = []
-            while heap and ls[at] + tree.margin(level[heap[0][1]]) > tree.holds(level[heap[0][1]]):
+            while heap:
+                place = heap[0][1]
+                holds, margin = tree.room(level[place])
+                if ls[at] + margin <= holds:
+                    break
                 passed.append(heappop(heap))
             if heap:
-                place = heap[0][1]
                 load[place] += self._put(at, level[place])
                 heapreplace(heap, (load[place], place))
                 used.add(place)
@@ -214,12 +215,17 @@ class _Laminar:
     def _put(self, number: int, vertex: Vertex) -> int:
         """Puts a sequence into the rows of a vertex; returns the time that this adds to each of its lanes."""
         self.next[number] = number + 1
-        rows = self.rows.setdefault(vertex, [])
-        took = self.ls[number] + self.tree.margin(vertex)
+        rows = self.rows.get(vertex)
+        if rows is None:
+            rows = self.rows[vertex] = []
+        holds, margin = self.tree.room(vertex)
+        took = self.ls[number] + margin
         added = self.work[number] * SPEED // self.tree.speed(vertex)
-        row = next((row for row in rows[-_OPEN:] if row.room >= took), None)
-        if row is None:
-            row = _Row(self.tree.holds(vertex))
+        for row in rows[-_OPEN:]:
+            if row.room >= took:
+                break
+        else:
+            row = _Row(holds)
             rows.append(row)
             added += self.fixed
         row.room -= took
@@ -228,7 +234,7 @@ class _Laminar:
 
     def _filled(self, vertex: Vertex, load: int) -> int:
         """Fills the room of a vertex's rows with further sequences; returns when its lanes then end."""
-        margin, speed, count = self.tree.margin(vertex), self.tree.speed(vertex), len(self.ls)
+        (_, margin), speed, count = self.tree.room(vertex), self.tree.speed(vertex), len(self.ls)
         shortest = self.least * margin
         for row in self.rows[vertex]:
             while row.room - margin >= shortest:
@@ -298,9 +304,7 @@ class _Laminar:
         """The sequences that are left, each to the lane that ends first with it, or cut."""
         tree, ls, work, capacity = self.tree, self.ls, self.work, self.tree.capacity
         speed, fastest = tree.speeds, tree.fastest
-        latest = (
-            self.end * (1000 + _LATE) // 1000 + self.fixed // 2
-        )  # a lane's last row is half empty in the mean
+        latest = self.end * (1000 + _LATE) // 1000
         worth, failed = self.end // _WORTH, 0
         heap = [(each, lane) for lane, each in enumerate(load)]  # an entry is of old where its lane has more
         heapify(heap)
@@ -365,12 +369,13 @@ class _Laminar:
         tree, length = self.tree, self.ls[number]
         best: Vertex | None = None
         for vertex in tree.near(lane):
-            a, b = vertex
-            margin = tree.margin(vertex)
-            if length < self.least * margin or length + margin > tree.holds(vertex):
+            holds, margin = tree.room(vertex)
+            if length < self.least * margin or length + margin > holds:
                 continue
-            time = max(load[a:b]) + self.work[number] * SPEED // tree.speed(vertex)
-            if not any(row.room >= length + margin for row in self.rows.get(vertex, [])[-_OPEN:]):
+            time = max(load[slice(*vertex)]) + self.work[number] * SPEED // tree.speed(vertex)
+            if time >= end:
+                continue
+            if not any(row.room >= length + margin for row in self.rows.get(vertex, ())[-_OPEN:]):
                 time += self.fixed
             if time < end:
                 end, best = time, vertex
