@@ -154,6 +154,17 @@ def test_the_fused_operator_of_cuda_is_plain_attention(heads: str, dtype: torch.
     assert taken == 9
 
 
+@pytest.mark.parametrize("visible", [Visible(37, True), Visible(24, True), Visible(24, True, 9)])
+def test_the_operators_of_cuda_have_the_arguments_that_they_are_given(visible: Visible) -> None:
+    """Shapes alone, where there is no GPU: their names in torch are private."""
+    q, k = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((6, 13, 16), (2, 37, 16)))
+    assert FUSED["cuda"].takes(q, k, k, visible)
+    out, lse = FUSED["cuda"].forward(q, k, k, visible, 0.3)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:2], torch.float32)
+    found = FUSED["cuda"].backward(out, q, k, k, out, lse, visible, 0.3)
+    assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
+
+
 @pytest.mark.parametrize("size", [8, 7])
 def test_parts_of_the_keys_add_up_to_attention_to_all(size: int) -> None:
     """Also where some queries see nothing of a part."""
