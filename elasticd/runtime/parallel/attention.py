@@ -175,8 +175,8 @@ def _packed(
     sizes = [length * count for length, count in runs]
     parts = zip(*(x.split(sizes, dim=2) for x in (q, k, v)), strict=True)
     made = [
-        _run(*part, count, causal=causal, window=window, scale=scale)
-        for part, (_, count) in zip(parts, runs, strict=True)
+        _run(q_run, k_run, v_run, count, causal=causal, window=window, scale=scale)
+        for (q_run, k_run, v_run), (_, count) in zip(parts, runs, strict=True)
     ]
     return torch.cat(made, dim=2)
 
