@@ -393,6 +393,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "agent": lambda: _events(machine.TABLE, machine.AgentPhase),
     "layout figures": partial(figures, "layouts", "lines"),
     **{f"layout {name}": partial(layout_example, name) for name in EXAMPLES},
+    "batch figures": partial(figures, "batch", "planning", "gap", "stages", "published", "pool", "slowdown"),
     "batch": lambda: (
         f"![A step's rows: lanes down, time across](layouts/batch.svg)\n\n{batch_picture.numbers()}"
     ),
@@ -417,7 +418,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "layouts.md": lambda: drawn(
         DOCS / "layouts.md", "layout figures", *(f"layout {name}" for name in EXAMPLES)
     ),
-    "batches.md": lambda: drawn(DOCS / "batches.md", "batch"),
+    "batches.md": lambda: drawn(DOCS / "batches.md", "batch", "batch figures"),
     "layouts/batch.svg": batch_picture.picture,
     **{f"layouts/{name}.svg": partial(picture, example) for name, example in EXAMPLES.items()},
     "map.md": map_page,
