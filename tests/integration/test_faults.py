@@ -59,6 +59,24 @@ def test_a_worker_killed_in_the_midst_of_training_costs_one_device() -> None:
         gone_on(cluster)
 
 
+#: Three lanes, and two.
+LANES = {
+    "": plan_of(((1, 1, 1), [stage(0, 3, ("a/0", 1), ("a/1", 1), ("b/0", 1), lanes=(1, 1, 1))])),
+    "without b/0": plan_of(((2, 1), [stage(0, 3, ("a/0", 1), ("a/1", 1), lanes=(1, 1))])),
+}
+
+
+@pytest.mark.slow
+def test_a_worker_killed_while_sequences_are_cut_over_it_costs_one_device() -> None:
+    """No lane holds a whole sequence, so that all lanes of a row wait for each other in every block."""
+    with Cluster({"a": 2, "b": 1}, plans=LANES, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, job={"data": {"packing": {"tokens": 6, "least": 1}}})
+        cluster.runs(1, steps=5)
+        cluster.workers["b/0"].kill()
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: str(cluster.events()))
+        gone_on(cluster)
+
+
 @pytest.mark.slow
 def test_the_last_survivor_goes_on_alone() -> None:
     with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=SETTINGS) as cluster:

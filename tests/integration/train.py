@@ -48,6 +48,12 @@ class Text:
         return {"inputs": ids[:-1], "targets": ids[1:]}
 
 
+class Known(Text):
+    """The same samples, of which the lengths are known before they are read."""
+
+    lengths = tuple(8 + index % 5 for index in range(1000))
+
+
 def optimizer(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-3, weight_decay=0.1)
 
@@ -196,6 +202,8 @@ def arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     made = dict(given)
     for name in made.keys() & GROUPS.keys():
         fields = dict(made[name])
+        if "packing" in fields:
+            fields["packing"] = elasticd.Packing(**fields["packing"])
         if "plan" in fields:
             fields["plan"] = msgspec.convert(fields["plan"], Plan)
         made[name] = GROUPS[name](**fields)
@@ -224,7 +232,7 @@ def main() -> None:
         model=model,
         loss=failing(*options["fail"]) if "fail" in options and not body else next_token_loss,
         optimizer=optimizer,
-        dataset=Text(),
+        dataset=Known() if "packing" in options.get("job", {}).get("data", {}) else Text(),
         global_batch=options.get("global_batch", BATCH),
         micro_batch=options.get("micro_batch", MICRO),
         seed=SEED,

@@ -77,14 +77,24 @@ class Report(Value, frozen=True, kw_only=True):
 
 
 def soak(
-    script: Faults, shape: Shape, folder: Path, seed: int, still: float, rest: int, *, separate: bool = False
+    script: Faults,
+    shape: Shape,
+    folder: Path,
+    seed: int,
+    still: float,
+    rest: int,
+    *,
+    separate: bool = False,
+    packed: bool = False,
 ) -> Report:
     """Runs the job under the script and checks it; `folder` keeps logs and ledgers; separate: with each node in
-    a network namespace. Raises ProcessError where the cluster does not come up."""
+    a network namespace; packed: with sequences in packed rows, cut over lanes. Raises ProcessError where the
+    cluster does not come up."""
     began = time.monotonic()
     training = Path(__file__).with_name("worker.py")
     steps = max(fault.step or 0 for fault in script) + rest + HELD_STEPS * len(list(script))
     options = ("--steps", str(steps), *(("--zero", str(shape.zero)) if shape.zero else ()))
+    options += ("--packed",) * packed
     processes, wrong = Processes(folder), list[str]()
     with (
         tempfile.TemporaryDirectory(prefix="elasticd-soak-") as sockets,
@@ -196,6 +206,11 @@ def _report(
 )
 @click.option("--only", multiple=True, type=click.Choice([*LIVE_WEIGHTS]), help="Draw these kinds alone.")
 @click.option(
+    "--packed/--padded",
+    default=None,
+    help="Sequences in packed rows, cut over lanes, or padded (default: drawn by the seed).",
+)
+@click.option(
     "--separate/--together",
     default=None,
     help="Each node in a network namespace, so that the data network breaks in silence (default: for root).",
@@ -212,6 +227,7 @@ def command(
     gap: int,
     rest: int,
     only: tuple[str, ...],
+    packed: bool | None,
     separate: bool | None,
 ) -> None:
     """Trains a small job on real processes, under random faults, and checks what must hold."""
@@ -220,14 +236,17 @@ def command(
     shape = Shape(nodes=names, devices=devices, zero=zero, memory=memory)
     weights = {kind: LIVE_WEIGHTS[kind] for kind in only} or LIVE_WEIGHTS
     script = draw(Soaking(count=faults, most=gap, weights=weights), shape.names, seed)
-    print(f"soak: --seed {seed} --faults {faults} --nodes {nodes} --devices {devices}", flush=True)
+    if packed is None:
+        packed = seed % 2 == 1
+    form = "--packed" if packed else "--padded"
+    print(f"soak: --seed {seed} --faults {faults} --nodes {nodes} --devices {devices} {form}", flush=True)
     folder = out or Path(tempfile.mkdtemp(prefix="elasticd-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
     if separate is None:
         separate = not refusal()
     if not separate:
         print("the data network breaks by connections that are shut", flush=True)
-    report = soak(script, shape, folder, seed, still, rest, separate=separate)
+    report = soak(script, shape, folder, seed, still, rest, separate=separate, packed=packed)
     (folder / "report.json").write_bytes(msgspec.json.encode(report))
     print(report.text, flush=True)
     if out is None and not report.wrong:

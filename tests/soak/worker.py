@@ -26,6 +26,8 @@ from elasticd_planner.spec.box import Box
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.api.job import Job
 from elasticd.runtime.data.collate import pad
+from elasticd.runtime.data.options import DataOptions
+from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.testing.script_faults import Finder
 
@@ -49,6 +51,12 @@ class Ladders:
         return {"inputs": ids[:-1], "targets": ids[1:]}
 
 
+class KnownLadders(Ladders):
+    """The same, of which the lengths are known before they are read."""
+
+    lengths = tuple(8 + index % 5 for index in range(1000))
+
+
 def optimizer(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-3, weight_decay=0.1)
 
@@ -58,6 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("folder", type=Path, help="where the ledgers go")
     parser.add_argument("--steps", type=int, required=True, help="updates to make")
     parser.add_argument("--zero", type=int, default=0, help="ZeRO's stage, with two replicas (default 0: none)")
+    parser.add_argument("--packed", action="store_true", help="pack sequences, and cut them over lanes")
     parser.add_argument("--plain", action="store_true", help="one process of plain torch, the same batches")
     return parser.parse_args()
 
@@ -80,10 +89,11 @@ def train(options: argparse.Namespace) -> None:
         model=model,
         loss=loss,
         optimizer=optimizer,
-        dataset=Ladders(finder),
+        dataset=(KnownLadders if options.packed else Ladders)(finder),
         global_batch=BATCH,
         seed=SEED,
         clip=CLIP,
+        data=DataOptions(packing=Packing(least=1) if options.packed else None),
         parallelism=ParallelismOptions(zero=options.zero, replicas=2 if options.zero else None),
     )
     finder.know(job.device)
