@@ -24,6 +24,7 @@ from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.telemetry.emulation import Pacer
+from elasticd.runtime.threads import DaemonThreads
 from elasticd.wire.worker import EmulatedSpeed
 from tests.runtime.test_parity import CONFIG, SEED, make_recipe, plan_of, stage
 
@@ -45,7 +46,7 @@ def batches(plan: Plan, count: int = 8) -> BatchesAhead:
         LINEAR,
         Packing(least=16),
     )
-    return BatchesAhead(feed, plan, LINEAR)
+    return BatchesAhead(feed, plan, LINEAR, DaemonThreads("batches"))
 
 
 def run(made: BatchesAhead, plan: Plan, factors: list[float], steps: range) -> list[list[float]]:
@@ -94,7 +95,7 @@ class Long:
         ids = torch.arange(self.lengths[index] + 1) % CONFIG.vocabulary
         return {"inputs": ids[:-1], "targets": ids[1:]}
 
-    lengths = tuple(60 + 13 * index % 100 for index in range(64))
+    lengths = tuple(30 + 13 * index % 50 for index in range(64))
 
 
 def test_shares_follow_the_seconds_that_engines_measure() -> None:
@@ -115,11 +116,11 @@ def test_shares_follow_the_seconds_that_engines_measure() -> None:
         made = recipe()
         layouts = Layouts(made.model.spec, plan)
         factor = 2.0 if memory.me == "b/0" else 1.0
-        pacer = Pacer(EmulatedSpeed(forward=4e-5, backward=8e-5, factor=factor))
+        pacer = Pacer(EmulatedSpeed(forward=2e-4, backward=4e-4, factor=factor))
         engine = Engine(made, layouts, cast(PlanGroups, memory), pacer)
         engine.adopt(first_state(made.model, layouts, memory.me, SEED))
         found = []
-        for step in range(8):
+        for step in range(7):
             found.append(engine._batches.of(step))
             engine.step(step, lambda: 0)
         return found

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from elasticd_planner.spec.batch import BatchPlan, BatchRow, SequencePiece
@@ -24,6 +25,7 @@ from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing, pack
 from elasticd.runtime.data.prefetch import SampleError, SampleReader
+from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
@@ -212,9 +214,8 @@ def test_a_sequence_longer_than_a_row_is_named_on_every_rank_before_the_step() -
             engine.step(step, lambda: 0)
         return str(refused.value)
 
-    assert {said[said.index(": ") + 2 :] for said in run_threads(plan.members, run).values()} == {
-        "it has 13 tokens, a row at most 12"
-    }
+    (said,) = {said[said.index("goes") :] for said in run_threads(plan.members, run).values()}
+    assert said.startswith("goes into no packed row: it has 13 tokens, a row at most 12: raise Packing(tokens=")
 
 
 class OneSided(Mapped):
@@ -236,6 +237,34 @@ def test_lanes_and_pipelines_without_a_sequence_add_nothing_and_hold_their_place
     def make() -> Recipe:
         made = packed()
         return replace(made, source=OneSided(made.sampler, SampleReader(Text(), 0), length, 1))
+
+    check(plan, in_threads(plan, make))
+
+
+def test_a_rank_whose_dataset_says_other_lengths_is_named_before_it_trains() -> None:
+    plan = PLANS["2 + 1, uneven, in two stages"]
+
+    def run(memory: MemoryPlanGroups) -> str:
+        def other(index: int) -> int:
+            return length(index) + (memory.me == "b/0")
+
+        data = DataOptions(length=other, packing=Packing(tokens=30))
+        engine = engine_on(memory, replace(make_recipe(), data=data), plan)
+        with pytest.raises(LedgerError) as refused:
+            engine.step(0, lambda: 0)
+        return str(refused.value)
+
+    (said,) = set(run_threads(plan.members, run).values())
+    assert "step 0: b/0 deal the samples otherwise than the others: do their nodes have other lengths" in said
+
+
+def test_lengths_may_be_numpys_own() -> None:
+    lengths = np.array([length(i) for i in range(64)], dtype=np.uint8)
+    plan = PLANS["pipelines of 2 and 3 stages"]
+
+    def make() -> Recipe:
+        data = DataOptions(length=lambda index: lengths[index], packing=Packing(tokens=30, cut=False))
+        return replace(make_recipe(), data=data)
 
     check(plan, in_threads(plan, make))
 

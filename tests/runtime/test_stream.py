@@ -140,6 +140,38 @@ def test_a_stream_trains_like_its_samples_in_order_and_one_rank_reads_each_once(
     assert len(read) <= (STEPS + 1) * BATCH, "a step ahead"
 
 
+def test_a_packed_stream_hands_out_what_slowdowns_give_to_each_lane(alone: list[float]) -> None:
+    plan = LANES["2 + 1, uneven, in two stages"]
+
+    def worker(plan_groups: MemoryPlanGroups) -> list[float]:
+        engine = engine_on(plan_groups, packed(plan_groups.me), plan)
+        engine._batches.agreed = (64, 200)
+        return [engine.step(step, lambda: 0).outcome.vote.loss for step in range(STEPS)]
+
+    assert run_threads(plan.members, worker)["a/0"] == pytest.approx(alone, abs=1e-12)
+
+
+def test_a_sample_of_a_stream_that_goes_into_no_row_is_named_on_every_rank() -> None:
+    plan = LANES["2 + 1, uneven, in two stages"]
+
+    def worker(plan_groups: MemoryPlanGroups) -> str:
+        made = packed(plan_groups.me)
+        source = Streamed(
+            Stream(dataset=Counted(plan_groups.me), tokens=8.0), BATCH, 100, packing=Packing(tokens=5, least=1)
+        )
+        engine = engine_on(plan_groups, replace(made, source=source), plan)
+        lengths = [max(len(sample(i)["inputs"]) for i in range(8 * k, 8 * k + 8)) for k in range(9)]
+        step = next(k for k in range(9) if lengths[k] > 10)
+        for earlier in range(step):
+            engine.step(earlier, lambda: 0)
+        with pytest.raises(SampleError) as refused:
+            engine.step(step, lambda: 0)
+        return str(refused.value)
+
+    (said,) = set(run_threads(plan.members, worker).values())
+    assert "tokens, and no pipeline's lanes hold more than 10 in a row" in said
+
+
 def test_the_position_moves_with_the_state_and_another_rank_reads_on_from_there(alone: list[float]) -> None:
     """The first rank of the first plan is no member of the second."""
     after = UNEQUAL.replace(number=2)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from elasticd_planner.cost.model_profile import ModelProfile
@@ -12,7 +15,9 @@ from elasticd_planner.value import Invalid
 
 from elasticd.records import JobSpec
 from elasticd.runtime.accelerator import Accelerator
+from elasticd.runtime.api.evaluation import HeldOut
 from elasticd.runtime.checkpoint.loader import offered
+from elasticd.runtime.data.prefetch import Dataset
 from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.recipe import Recipe
@@ -21,6 +26,8 @@ from elasticd.runtime.parallel.sequence_mixing import packable
 from elasticd.version import __version__
 from elasticd.wire.unix_socket import SLOT_VARIABLE
 from elasticd.wire.worker import MOST_NAME, Hello, WorkerDevice
+
+log = logging.getLogger(__name__)
 
 
 def check_optimizer(recipe: Recipe) -> None:
@@ -48,8 +55,10 @@ def check_plan(recipe: Recipe) -> None:
         check_batch(given, recipe.global_batch, recipe.micro_batch)
 
 
-def check_packing(recipe: Recipe) -> None:
+def check_packing(recipe: Recipe, held_out: Mapping[str, HeldOut] = MappingProxyType({})) -> None:
     """Tries whether the model trains on packed rows, if the job packs: a few samples in one row and apart.
+
+    A stream is read by one rank alone, and not before the first step: its samples are not tried.
 
     Raises:
         ValueError: a module sees one sequence through another, the loss is no sum over tokens, or a sample is
@@ -58,19 +67,27 @@ def check_packing(recipe: Recipe) -> None:
     packing = recipe.data.packing
     if packing is None:
         return
-    if isinstance(recipe.dataset, Stream):  # it is read by one rank alone, and not before the first step
-        found = [recipe.model.unpackable] if recipe.model.unpackable else []
-    else:
-        dataset = recipe.dataset
+    found = [recipe.model.unpackable] if recipe.model.unpackable else []
+    sets: dict[str, Dataset] = {
+        f" of held-out set {name!r}": each.dataset for name, each in held_out.items() if each.collate is None
+    }
+    if not isinstance(recipe.dataset, Stream):
+        dataset = sets[""] = recipe.dataset
         found = packable(recipe.model, recipe.loss, [dataset[i] for i in range(min(3, len(dataset)))])
-        lengths = getattr(dataset, "lengths", None)
-        if lengths is not None and packing.tokens is not None and not packing.cut:
-            listed = np.asarray(lengths)
-            if (longest := int(listed.argmax())) >= 0 and listed[longest] > packing.tokens:
-                found.append(
-                    f"sample {longest} has {listed[longest]} tokens, and a row has {packing.tokens}: raise "
-                    "Packing(tokens=...), or let sequences be cut over devices, Packing(cut=True)"
-                )
+    elif not found:
+        log.warning(
+            "a stream's samples are not tried in packed rows before the job starts: run `elasticd check`"
+        )
+    for name, each in sets.items():
+        lengths = np.asarray(getattr(each, "lengths", ()))
+        if packing.tokens is None or packing.cut or not lengths.size:
+            continue
+        longest = int(lengths.argmax())
+        if lengths[longest] > packing.tokens:
+            found.append(
+                f"sample {longest}{name} has {lengths[longest]} tokens, and a row has {packing.tokens}: raise "
+                "Packing(tokens=...), or let sequences be cut over devices, Packing(cut=True)"
+            )
     if found:
         raise ValueError("this job cannot pack its sequences: " + "; ".join(found))
 

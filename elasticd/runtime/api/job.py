@@ -174,8 +174,8 @@ class Job(RankInfo):
             )
             check_optimizer(self._recipe)
             check_plan(self._recipe)
-            check_packing(self._recipe)
             self._held_out = groups.evaluation.sets
+            check_packing(self._recipe, self._held_out)
             self._callbacks = tuple(callbacks)
             self._connect()
         except (ValueError, TypeError, RuntimeError, ConnectionError) as error:

@@ -6,7 +6,7 @@ is cut it has the tokens of its pieces alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
 from elasticd.runtime.data.collate import MODALITIES, Unlike, described, summed, where
-from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.prefetch import NO_ROW, SampleError
 
 #: What to do where a sample makes no row.
 _REMEDY = (
@@ -83,12 +83,21 @@ def deal(
     try:
         return packed_batch_plan(plan, step, samples, lengths, packing.tokens, cut=cut, slowdown=slowdown)
     except NoRoom as error:
-        raise SampleError(error.sample, f"it {error.why}") from error
+        remedy = "raise Packing(tokens=...), let it be cut, or use more devices"
+        raise SampleError(error.sample, f"it {error.why}: {remedy}", NO_ROW) from error
 
 
-def tokens_of(sample: Mapping[str, Any]) -> int:
-    """The tokens of a sample: the entries of its first tensor."""
-    return next((value.numel() for value in sample.values() if isinstance(value, Tensor)), 0)
+def row_tokens(sample: Any) -> int:
+    """The tokens of a sample in a packed row: its first tensor or array has an entry for each."""
+    return next((len(value) for value in _parts(sample) if len(value.shape)), 0)
+
+
+def _parts(sample: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
+    if isinstance(sample, Tensor | np.ndarray):
+        yield sample
+    elif isinstance(sample, Mapping | tuple):
+        for part in sample.values() if isinstance(sample, Mapping) else sample:
+            yield from _parts(part)
 
 
 def pack(samples: Sequence[Any], pieces: Sequence[SequencePiece]) -> Any:

@@ -21,12 +21,17 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class SampleError(RuntimeError):
-    """A sample could not be read. On the rank that tried, the cause is the dataset's own exception."""
+#: What may be wrong with a sample.
+UNREAD, NO_ROW = "could not be read", "goes into no packed row"
 
-    def __init__(self, index: int, why: str) -> None:
-        super().__init__(f"sample {index} of the dataset could not be read: {why}")
-        self.index = index
+
+class SampleError(RuntimeError):
+    """A sample could not be read, or goes into no packed row. On the rank that tried to read it, the cause is
+    the dataset's own exception."""
+
+    def __init__(self, index: int, why: str, problem: str = UNREAD) -> None:
+        super().__init__(f"sample {index} of the dataset {problem}: {why}")
+        self.index, self.why, self.problem = index, why, problem
 
 
 class SampleReader:

@@ -18,7 +18,7 @@ from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
 from elasticd.runtime.comm.groups import Group
-from elasticd.runtime.data.packing import Packing, deal, tokens_of
+from elasticd.runtime.data.packing import Packing, deal, row_tokens
 from elasticd.runtime.data.prefetch import SampleError
 
 #: Steps whose given batch is kept: the current one, and the one before, whose end may be heard late.
@@ -54,7 +54,14 @@ class Feed(Samples, Protocol):
         user's, so that it may be called in another thread; it raises SampleError where a sample goes into no
         row. `slowdown`: of each lane, by which packed rows are shared."""
 
-    def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
+    def begin(
+        self,
+        step: int,
+        plan: Plan,
+        everyone: Group,
+        carried: str | None,
+        slowdown: Sequence[int] | None = None,
+    ) -> str | None:
         """Begins a step, together with all members of the plan. If it raises, it raises on all of them.
 
         Args:
@@ -62,6 +69,7 @@ class Feed(Samples, Protocol):
             plan: the plan in force.
             everyone: the group of its members.
             carried: what the step before returned; it moves with the state.
+            slowdown: of each lane, as in `dealing`.
 
         Returns:
             What the state is to carry after this step; None: nothing.
@@ -153,13 +161,20 @@ class Mapped:
         samples, given = self.samples(step), self._given.get(step)
         tokens: tuple[int, ...] | None = None
         if given is not None and given.held is not None:
-            tokens = tuple(map(tokens_of, given.held)) if self._packing is not None else None
+            tokens = tuple(map(row_tokens, given.held)) if self._packing is not None else None
         elif self._length is not None:
             tokens = tuple(map(self._length, samples))
         lengths = None if tokens is None else BatchLengths(tokens=tokens, linear=self._linear)
         return partial(deal, self._packing, plan, step, samples, lengths, slowdown)
 
-    def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
+    def begin(
+        self,
+        step: int,
+        plan: Plan,
+        everyone: Group,
+        carried: str | None,
+        slowdown: Sequence[int] | None = None,
+    ) -> str | None:
         """Compares the hash of the script's batch on all ranks.
 
         Raises:

@@ -23,8 +23,8 @@ from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
 from elasticd.runtime.comm.groups import Group
-from elasticd.runtime.data.packing import Packing, deal, tokens_of
-from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.packing import Packing, deal, row_tokens
+from elasticd.runtime.data.prefetch import UNREAD, SampleError
 from elasticd.runtime.threads import DaemonThreads
 
 #: Tags of messages beside those of stages and of ZeRO.
@@ -82,6 +82,7 @@ class _Handed(msgspec.Struct, frozen=True, kw_only=True):
     samples: dict[int, Any] = {}  # those that this member needs, by id
     failed: int = 0  # 1 + id of a sample that could not be read; 0: none
     why: str = ""  # the error of that sample
+    problem: str = UNREAD  # what is wrong with it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,29 +146,40 @@ class Streamed:
         lengths = BatchLengths(tokens=self._tokens, linear=self._linear)
         return partial(deal, self._packing, plan, step, self.samples(step), lengths, slowdown)
 
-    def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
+    def begin(
+        self,
+        step: int,
+        plan: Plan,
+        everyone: Group,
+        carried: str | None,
+        slowdown: Sequence[int] | None = None,
+    ) -> str | None:
         """Reads a step's samples from the position `carried`, or receives them; gives the next position."""
         if everyone.rank == 0:
-            mine = self._hand_out(step, plan, everyone, carried)
+            mine = self._hand_out(step, plan, everyone, carried, slowdown)
         else:
             size = everyone.receive(torch.empty(1, dtype=torch.int64), 0, _SIZE, "input")
             raw = everyone.receive(torch.empty(int(size), dtype=torch.uint8), 0, _HANDED, "input")
             mine = _decoder.decode(raw.numpy().tobytes())
         if mine.failed:
-            raise SampleError(mine.failed - 1, mine.why)
+            raise SampleError(mine.failed - 1, mine.why, mine.problem)
         self._tokens, self._held = mine.tokens, mine.samples
         return mine.position
 
-    def _hand_out(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> _Handed:
+    def _hand_out(
+        self, step: int, plan: Plan, everyone: Group, carried: str | None, slowdown: Sequence[int] | None
+    ) -> _Handed:
         read = self._source.take(step, carried)
         if read.failed:
-            for rank in range(1, everyone.size):
-                _send(everyone, rank, _Handed(failed=read.failed, why=read.why))
-            return _Handed(failed=read.failed, why=read.why)
+            return _failed(everyone, _Handed(failed=read.failed, why=read.why))
         ids = self.samples(step)
         by_id = dict(zip(ids, read.samples, strict=True))
-        self._tokens = tuple(map(tokens_of, read.samples))
-        dealt = self.batch(plan, step)
+        self._tokens = tuple(map(_tokens if self._packing is None else row_tokens, read.samples))
+        try:
+            dealt = self.dealing(plan, step, slowdown)()
+        except SampleError as error:  # a sample goes into no row
+            said = _Handed(failed=error.index + 1, why=error.why, problem=error.problem)
+            return _failed(everyone, said)
         mine, *others = (
             _Handed(
                 tokens=self._tokens,
@@ -179,6 +191,13 @@ class Streamed:
         for rank, handed in enumerate(others, start=1):
             _send(everyone, rank, handed)
         return mine
+
+
+def _failed(everyone: Group, said: _Handed) -> _Handed:
+    """Tells all other members of a sample that this step cannot be made of."""
+    for rank in range(1, everyone.size):
+        _send(everyone, rank, said)
+    return said
 
 
 def _read_by(plan: Plan, device: str, dealt: BatchPlan) -> tuple[int, ...]:
@@ -213,6 +232,10 @@ def _unpacked(code: int, data: memoryview) -> Tensor:
 
 
 _decoder = msgspec.msgpack.Decoder(_Handed, ext_hook=_unpacked)
+
+
+def _tokens(sample: Any) -> int:
+    return int(next(value.numel() for value in sample.values() if isinstance(value, Tensor)))
 
 
 def _checked(sample: Any) -> Any:

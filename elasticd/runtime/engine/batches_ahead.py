@@ -31,22 +31,24 @@ log = logging.getLogger(__name__)
 class BatchesAhead:
     """The batch plans of one plan, by step."""
 
-    def __init__(self, feed: Feed, plan: Plan, linear: int) -> None:
+    def __init__(self, feed: Feed, plan: Plan, linear: int, thread: DaemonThreads) -> None:
         """
         Args:
             feed: gives the samples of each step.
             plan: the plan in force.
             linear: see `elasticd_planner.spec.sample_packing.linear_of`.
+            thread: in which batches are planned beside training.
         """
         self._feed, self._plan, self._linear = feed, plan, linear
         slots = [count for pipeline in plan.pipelines for count in pipeline.micro_batches_by_lane]
         self._speeds = SlowdownState.begin(planned_slowdown(slots))
-        self._slowdown: tuple[int, ...] | None = None  # agreed by votes; None: nothing was since the plan
+        self.agreed: tuple[int, ...] | None = None  #: slowdowns of lanes by votes; None: as the plan has them
         ends = [0, *accumulate(len(pipeline.micro_batches_by_lane) for pipeline in plan.pipelines)]
         #: Of each rank that computes the place of its lane among those of all pipelines.
         self._lanes = [ends[place.pipeline] + place.lane for place in plan.places.values()]
         self._made: dict[int, Future[BatchPlan]] = {}
-        self._thread = DaemonThreads("batches")
+        self._thread = thread
+        self._compared = -1  # the step whose batch plan the last vote has compared
 
     def of(self, step: int) -> BatchPlan:
         """The batch plan of a step that has begun.
@@ -58,6 +60,10 @@ class BatchesAhead:
         if step not in self._made or not self._feed.ahead:
             self._make(step, beside=False)
         return self._made[step].result()
+
+    def compared(self, step: int) -> bool:
+        """Whether all ranks are known to have the same batch plan of a step."""
+        return self._compared == step and self._feed.ahead
 
     def next(self, step: int) -> BatchPlan | None:
         """That of the step after this one. None: its samples are not known yet, or one goes into no row, which
@@ -85,10 +91,11 @@ class BatchesAhead:
         work = lane_work(self._plan, batch, self._linear)
         self._speeds, changes = slowdowns_after(self._speeds, spent, work)
         if changes:
-            self._slowdown = self._speeds.slowdown
+            self.agreed = self._speeds.slowdown
             for change in changes:
                 log.info("step %d: %s", batch.step, self._said(change))
         if self._feed.ahead:
+            self._compared = batch.step + 1
             self._make(batch.step + 2, beside=True)
 
     def summary(self, batch: BatchPlan) -> BatchSummary | None:
@@ -112,7 +119,7 @@ class BatchesAhead:
 
     def _make(self, step: int, *, beside: bool) -> None:
         # It asks the user's dataset, on the training thread.
-        dealing = self._feed.dealing(self._plan, step, self._slowdown)
+        dealing = self._feed.dealing(self._plan, step, self.agreed)
         if beside:
             self._made[step] = self._thread(dealing)
             return

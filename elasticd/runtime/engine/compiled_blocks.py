@@ -278,6 +278,7 @@ def _pass(local: LocalModel, section: str, call: BlockCall, accelerator: Acceler
     local.drawing.samples = range(tensors(entered)[0].shape[0])
     _, tokens = sizes(entered)
     row = PackedRow([SequencePiece.whole(0, tokens)], accelerator.device) if call.packed else None
+    local.drawing.tokens = None if row is None else (row.sample_of_token, row.positions)
     with torch.set_grad_enabled(call.grad), passing(row):
         out: Bundle = module(entered)
     if not call.grad:

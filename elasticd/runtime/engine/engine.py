@@ -41,7 +41,7 @@ from elasticd.runtime.accelerator import CPU, Accelerator, DeviceLost, Event
 from elasticd.runtime.comm.communicators import Communicators, Peers, agreed
 from elasticd.runtime.comm.groups import Cancelled, Group, PlanGroups
 from elasticd.runtime.data.prefetch import SampleError
-from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hashes
+from elasticd.runtime.data.sample_ledger import NO_SAMPLES, LedgerError, expected_hashes
 from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.engine.mixed_precision import LossScaler
 from elasticd.runtime.engine.pipeline_stage import Pace, Passed, StageRunner
@@ -186,7 +186,7 @@ class Engine:
         self._after: str | None = None
         self._delivered: Event | None = None  # after the last step's deliveries; None: they are over
         self.after_recovery = self.torn = self.stale = self.spent = False
-        self._batches = BatchesAhead(recipe.feed, self.plan, self.linear)
+        self._batches = BatchesAhead(recipe.feed, self.plan, self.linear, recipe.planning)
         self.reduced = self.last = None
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self.slices = None
@@ -433,8 +433,12 @@ class Engine:
         self._telemetry.begin()
         self.local.drawing.begin(self._recipe.seed, step)
         self.plan_groups.stopwatch.where.at(LOADER)  # a stream is read here, and the lengths of samples
-        self._after = self._recipe.feed.begin(step, self.plan, self.everyone, self._carried.get(DATA))
+        self._after = self._recipe.feed.begin(
+            step, self.plan, self.everyone, self._carried.get(DATA), self._batches.agreed
+        )
         batch = self._batches.of(step)
+        if batch.packed and not self._batches.compared(step):
+            self._compare(batch)
         if self.runner is None:
             return batch, Passed(loss=0.0, count=0.0, tokens=0, samples=NO_SAMPLES)
         place = self.plan.places[self.device]
@@ -443,6 +447,21 @@ class Engine:
         passed = self.runner.run(mine, self.scale, batch.rows(place))
         self._constants.check()
         return batch, passed
+
+    def _compare(self, batch: BatchPlan) -> None:
+        """Compares a batch plan that no vote has compared: of a plan's first step, or of samples of the script.
+
+        Raises:
+            LedgerError: a rank deals otherwise; on all of them.
+        """
+        digests = self.gather(batch.digest >> 1)
+        if len(set(digests)) > 1:
+            usual = max(digests, key=digests.count)
+            odd = [self.plan.members[rank] for rank, digest in enumerate(digests) if digest != usual]
+            raise LedgerError(
+                f"step {batch.step}: {', '.join(odd)} deal the samples otherwise than the others: do their "
+                "nodes have other lengths in the dataset, or another elasticd or NumPy?"
+            )
 
     def _drop(self, rank: int, index: int, mine: SampleError | None) -> NoReturn:
         """Drops the gradients of a step with a sample that could not be read, and raises its error."""

@@ -28,6 +28,7 @@ from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.optimizer_check import MakeOptimizer
 from elasticd.runtime.parallel.sequence_parallel import refuse_model
 from elasticd.runtime.snapshot.restore import Snapshots
+from elasticd.runtime.threads import DaemonThreads
 
 #: (output of the head, batch) -> (sum of the losses, count of targets). On an accelerator the host waits for no
 #: count that is a tensor there; the sum must then be 0, not NaN, where the count is 0.
@@ -104,7 +105,15 @@ class Recipe:
     def length(self) -> Callable[[int], int] | None:
         """Tokens of a sample of a map-style dataset by its index; None: not known."""
         assert not isinstance(self.dataset, Stream)
-        return length_of(self.dataset) if self.data.length is None else self.data.length
+        given = self.data.length
+        if given is None:
+            return length_of(self.dataset)
+        return lambda index: int(given(index))  # NumPy's integers wrap around
+
+    @cached_property
+    def planning(self) -> DaemonThreads:
+        """The thread in which batches are planned beside training."""
+        return DaemonThreads("batches")
 
     @property
     def samples(self) -> int:

@@ -20,7 +20,7 @@ from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.sample_ledger import LedgerError
 
-#: The fields of `RankRecord` in their order, 84 bytes.
+#: The fields of `RankRecord` in their order, 91 bytes.
 _RECORD = struct.Struct("<qqq??qdddQqbQd")
 
 

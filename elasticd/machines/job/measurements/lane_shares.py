@@ -18,10 +18,11 @@ def measured(turn: Turn, plan: Plan, step: Step) -> None:
     # Of each lane the first device of its first stage stands for all.
     heads = [lane.stages[0].devices[0] for lane in plan.by_lane]
     after = {device: told[device] for device in heads if told.get(device, 0) > 0}
-    if after == before:
+    if after == before and turn.job.shares_plan == plan.number:
         return
-    turn.set(shares=after)
-    if before.keys() != after.keys():  # another plan: what it knows of its lanes is no change
+    same = turn.job.shares_plan == plan.number
+    turn.set(shares=after, shares_plan=plan.number)
+    if not same or before.keys() != after.keys():  # what another plan knows of its lanes is no change
         return
     for device, slowdown in after.items():
         if slowdown != before[device]:

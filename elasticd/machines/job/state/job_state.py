@@ -325,6 +325,7 @@ class JobState(Value, frozen=True, kw_only=True):
     lengths: Lengths | None = None  # those that the profile is for (None: all as the spec says)
     #: by which lanes get their shares of tokens [64ths], by device, as far as it is not that of the others
     shares: dict[str, int] = msgspec.field(default_factory=dict)
+    shares_plan: int = 0  # number of the plan that those are of
     batch: BatchSummary | None = None  # the newest packed batch
     progress: JobProgress = JobProgress()  # the newest step
     done_epoch: int = 0  # epoch of the job's end in the store
