@@ -34,7 +34,7 @@ from elasticd.wire.worker import EmulatedSpeed
 CONFIG = DecoderConfig(vocabulary=64, width=16, layers=2, heads=2, kv_heads=1, hidden=32)
 DEVICES, BATCH, BYTES, SEED = 8, 48, 128, 5
 #: Seconds of a token in one block, and the length at which attention takes as long as all else.
-FORWARD, BACKWARD, ATTENTION = 4e-4, 8e-4, 1000
+FORWARD, BACKWARD, ATTENTION = 2e-4, 4e-4, 1000
 #: Steps at full speed, of which the first ones count for nothing; and steps with one device at half speed.
 STEPS, WARM, SLOW_STEPS = 10, 2, 12
 SLOW, FACTOR = "n0/1", 2.0
@@ -71,7 +71,7 @@ FOUR = _plan(
         rows=(1,) * 4,
     )
 )
-EVEN = 2048
+EVEN = 512
 
 
 class Texts(Protocol):
