@@ -50,7 +50,7 @@ def test_named_tensors_train_on_the_device_as_one_process_and_launch_as_predicte
     recipe = make_recipe()
     layouts = Layouts(recipe.model.spec, PLAN)
     predicted = [
-        launches(layouts, recipe.feed.batch(PLAN, step), recipe.schedule, tensors=TENSORS)
+        launches(layouts, recipe.feed.dealing(PLAN, step)(), recipe.schedule, tensors=TENSORS)
         for step in range(test_bundles.STEPS)
     ]
     for device, result in results.items():

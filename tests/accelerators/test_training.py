@@ -109,7 +109,7 @@ def check(plan: Plan, member: str = "worker") -> None:
     assert deadlock({device: result["log"] for device, result in results.items()}) is None
     recipe = test_parity.make_recipe()
     predicted = [
-        launches(Layouts(recipe.model.spec, plan), recipe.feed.batch(plan, step), recipe.schedule)
+        launches(Layouts(recipe.model.spec, plan), recipe.feed.dealing(plan, step)(), recipe.schedule)
         for step in range(test_parity.STEPS)
     ]
     listed = channels.channels_by_device(Layouts(recipe.model.spec, plan))
@@ -161,7 +161,8 @@ def test_cut_sequences_on_the_device_train_like_one_process_on_the_cpu(name: str
     recipe = test_cut_sequences.cutting()
     layouts = Layouts(recipe.model.spec, plan)
     predicted = [
-        launches(layouts, recipe.feed.batch(plan, step), recipe.schedule) for step in range(test_parity.STEPS)
+        launches(layouts, recipe.feed.dealing(plan, step)(), recipe.schedule)
+        for step in range(test_parity.STEPS)
     ]
     listed = channels.channels_by_device(layouts, cuts=True)
     for device, result in results.items():

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from elasticd_planner.batching.packed_batch import (
     CutOptions,
-    check_batch,
     nodes_of,
     packed_batch_plan,
     planned_slowdown,
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.planner import played_rows
 from tests.planner.models import planned, plans
+from tests.planner.packed_rules import check_batch
 from tests.sizes import examples
 
 CUTS = CutOptions(least=1, fixed=2000)

@@ -63,7 +63,7 @@ def trained(device: str, plan: Plan, plan_groups: PlanGroups, recipe: Recipe) ->
             name: (box.start, box.stop, p.detach().cpu().double().numpy())
             for name, (box, p) in engine.local.parameters.items()
         },
-        "mine": [recipe.feed.batch(plan, step).of(place) for step in range(STEPS)],
+        "mine": [recipe.feed.dealing(plan, step)().of(place) for step in range(STEPS)],
     }
 
 

@@ -118,7 +118,7 @@ def test_drawn_cuts_train_like_one_process(name: str, policy: str) -> None:
 @pytest.mark.parametrize("name", sizes.beside(["TP 1 beside 3 + 1, two stages"], PLANS))
 def test_sequences_that_memory_cuts_train_like_one_process(name: str, policy: str) -> None:
     plan = PLANS[name].replace(state=POLICIES[policy])
-    dealt = [cut_by_memory().feed.batch(plan, step) for step in range(test_parity.STEPS)]
+    dealt = [cut_by_memory().feed.dealing(plan, step)() for step in range(test_parity.STEPS)]
     pieces = [p for each in dealt for row in each.modules[0][0] for lane in row.lanes for p in lane]
     assert any(piece.tokens < piece.length for piece in pieces)
     check(plan, in_threads(plan, cut_by_memory))

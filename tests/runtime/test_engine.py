@@ -77,7 +77,7 @@ def test_samples_dealt_by_their_lengths_train_alike(alone: list[float], readers:
 
 
 def batch(recipe: Recipe, plan: Plan) -> BatchPlan:
-    return recipe.feed.batch(plan, 0)
+    return recipe.feed.dealing(plan, 0)()
 
 
 class Torn(Text):

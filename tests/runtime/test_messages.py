@@ -179,7 +179,7 @@ def test_every_rank_launches_what_the_plan_says_with_an_evaluation_after_each_st
         )
     made, dtypes = recipe_of(**changes), {n: each for _, named in found.values() for n, each in named.items()}
     for step in range(STEPS):
-        layouts, batch = Layouts(made.model.spec, plan), made.feed.batch(plan, step)
+        layouts, batch = Layouts(made.model.spec, plan), made.feed.dealing(plan, step)()
         predicted = launches(layouts, batch, made.schedule, dtype_of=dtypes.__getitem__)
         for device, (steps, _) in found.items():
             begin, end, applied = steps[step]

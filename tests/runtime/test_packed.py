@@ -382,3 +382,20 @@ def test_a_batch_of_the_script_is_packed_by_the_tokens_of_its_samples() -> None:
     for loss, tokens in run_threads(plan.members, run).values():
         assert loss == pytest.approx(float(total) / count, abs=1e-12)
         assert tokens == sum(map(length, range(8)))
+
+
+def test_a_rank_alone_whose_sample_goes_into_no_row_is_named_and_nobody_waits() -> None:
+    plan = PLANS["2 + 1, uneven, in two stages"]
+
+    def run(memory: MemoryPlanGroups) -> str:
+        def other(index: int) -> int:
+            return 99 if memory.me == "b/0" else length(index)
+
+        data = DataOptions(length=other, packing=Packing(tokens=30))
+        engine = engine_on(memory, replace(make_recipe(), data=data), plan)
+        with pytest.raises(LedgerError) as refused:
+            engine.step(0, lambda: 0)
+        return str(refused.value)
+
+    (said,) = set(run_threads(plan.members, run).values())
+    assert "b/0 deal the samples otherwise" in said

@@ -55,7 +55,7 @@ def test_groups_are_made_for_the_sets_that_talk_and_no_others(seed: int) -> None
 
     made, recipe = run_threads(plan.members, member), make_recipe()
     layouts = Layouts(recipe.model.spec, plan)
-    logs = launches(layouts, recipe.feed.batch(plan, 0), recipe.schedule)
+    logs = launches(layouts, recipe.feed.dealing(plan, 0)(), recipe.schedule)
     for device in plan.members:
         named = {entry.communicator for entry in logs[device] if isinstance(entry, Launch)}
         sets = {name for name in named if name.startswith(("tensor ", "reduce "))}

@@ -152,10 +152,6 @@ class Mapped:
         """Whether sequences are packed."""
         return self._packing is not None
 
-    def batch(self, plan: Plan, step: int) -> BatchPlan:
-        """The samples of a step as the plan's lanes take them."""
-        return self.dealing(plan, step)()
-
     def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
         """A function that deals the samples of a step; those of known length are dealt by it."""
         samples, given = self.samples(step), self._given.get(step)

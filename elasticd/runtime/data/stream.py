@@ -137,10 +137,6 @@ class Streamed:
         """Whether sequences are packed."""
         return self._packing is not None
 
-    def batch(self, plan: Plan, step: int) -> BatchPlan:
-        """The samples of the step that has begun as the plan's lanes take them."""
-        return self.dealing(plan, step)()
-
     def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
         """A function that deals the samples of the step that has begun."""
         lengths = BatchLengths(tokens=self._tokens, linear=self._linear)

@@ -114,7 +114,7 @@ class BatchesAhead:
         )
         return (
             f"the lane of {device} takes {change.after / NORMAL:.2f} times as long as a normal one "
-            f"(before: {change.before / NORMAL:.2f}); its share of tokens follows in two steps"
+            f"(before: {change.before / NORMAL:.2f}); its share of tokens follows"
         )
 
     def _make(self, step: int, *, beside: bool) -> None:

@@ -436,9 +436,7 @@ class Engine:
         self._after = self._recipe.feed.begin(
             step, self.plan, self.everyone, self._carried.get(DATA), self._batches.agreed
         )
-        batch = self._batches.of(step)
-        if batch.packed and not self._batches.compared(step):
-            self._compare(batch)
+        batch = self._batch(step)
         if self.runner is None:
             return batch, Passed(loss=0.0, count=0.0, tokens=0, samples=NO_SAMPLES)
         place = self.plan.places[self.device]
@@ -448,18 +446,32 @@ class Engine:
         self._constants.check()
         return batch, passed
 
-    def _compare(self, batch: BatchPlan) -> None:
-        """Compares a batch plan that no vote has compared: of a plan's first step, or of samples of the script.
+    def _batch(self, step: int) -> BatchPlan:
+        """The batch plan of a step that has begun. A packed one that no vote has compared, of a plan's first
+        step or of samples of the script, is compared now.
 
         Raises:
+            SampleError: a sample goes into no row; on all ranks.
             LedgerError: a rank deals otherwise; on all of them.
         """
-        digests = self.gather(batch.digest >> 1)
+        known = not self._recipe.feed.packed or self._batches.compared(step)
+        try:
+            batch = self._batches.of(step)
+        except SampleError:
+            if not known:
+                self._compare(step, 0)
+            raise
+        if not known:
+            self._compare(step, batch.digest >> 1)
+        return batch
+
+    def _compare(self, step: int, digest: int) -> None:
+        digests = self.gather(digest)
         if len(set(digests)) > 1:
             usual = max(digests, key=digests.count)
             odd = [self.plan.members[rank] for rank, digest in enumerate(digests) if digest != usual]
             raise LedgerError(
-                f"step {batch.step}: {', '.join(odd)} deal the samples otherwise than the others: do their "
+                f"step {step}: {', '.join(odd)} deal the samples otherwise than the others: do their "
                 "nodes have other lengths in the dataset, or another elasticd or NumPy?"
             )
 
