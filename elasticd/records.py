@@ -304,6 +304,8 @@ class Proposal(StoredValue, frozen=True, kw_only=True, tag="proposal"):
     reason: str = ""  # why it was aborted
     checkpoints: tuple[str, ...] = ()  # names, newest first; the first that all members can read is taken
     in_place: bool = False  # state moves in place, since memory does not hold the old copy beside the new one
+    #: members of `old` that keep what changes of their old copy in host memory, for the same reason
+    aside: tuple[str, ...] = ()
     version: int = RECORD_VERSION
 
 

@@ -22,6 +22,7 @@ from elasticd_planner.spec.plan import Stage
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.evaluation import _Sums
 from elasticd.runtime.checkpoint.staging import Piece, Staging
+from elasticd.runtime.engine.set_aside import SetAside
 from elasticd.runtime.engine.warmup import warm
 from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.model import Model
@@ -260,3 +261,24 @@ def test_the_idle_probe_and_the_times_of_sections_are_the_devices() -> None:
     assert start.elapsed_time(end) > 0
     assert accelerator.used_bytes() > 0
     assert accelerator.free_bytes() > 0
+
+
+@vgpu.alone
+def test_state_set_aside_makes_room_on_the_device_and_comes_back() -> None:
+    vgpu.limit(3 << 19)  # the old state, and half of as much
+    accelerator = Accelerator("vgpu:0")
+    box = Box.whole((1 << 18,))
+    values = torch.arange(1.0 * (1 << 18), device=accelerator.device)
+    old = LocalState(tensors={ITEM: LocalTensor(shards=(Shard(box=box, planes={"m": values}),))})
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.zeros(1 << 18, device="vgpu")
+    aside = SetAside(old, {}, accelerator)
+    here = aside.state.tensors[ITEM].shards[0].planes["m"]
+    assert here.is_pinned()
+    assert torch.equal(here, torch.arange(1.0 * (1 << 18)))
+    new = here.to("vgpu")  # what the new plan has here
+    with pytest.raises(torch.OutOfMemoryError):
+        aside.back()
+    del new
+    aside.back()
+    assert torch.equal(values.cpu(), torch.arange(1.0 * (1 << 18)))

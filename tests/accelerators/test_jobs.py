@@ -10,9 +10,10 @@ import pytest
 from elasticd.checkpoints.folder import scan, sound
 from elasticd.testing.waiting import until
 from tests.accelerators import vgpu
-from tests.integration import train
+from tests.integration import test_in_place, train
 from tests.integration.cluster import SLOW, Cluster
 from tests.integration.test_faults import PLANS, SETTINGS
+from tests.integration.test_in_place import MEMORY
 from tests.integration.test_switches import check_exactness
 
 
@@ -39,3 +40,20 @@ def test_a_job_on_the_device_switches_and_survives_a_death_exactly(tmp_path: Pat
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
         check_exactness(cluster, steps, plans=3)
         assert sound(scan(tmp_path)), "a checkpoint of values of the device is whole"
+
+
+@pytest.mark.slow
+def test_an_old_copy_that_does_not_fit_beside_the_new_one_waits_in_host_memory() -> None:
+    """No snapshot is made: in place this switch would not be allowed."""
+    vgpu.needed()
+    with Cluster(test_in_place.NODES, plans=test_in_place.PLANS, settings=SETTINGS, memory=MEMORY) as cluster:
+        cluster.run(Path(train.__file__), vgpu=True, job={"parallelism": {"device": "vgpu"}})
+        cluster.runs(1, steps=4)
+        cluster.pace("a/0", SLOW)
+        cluster.runs(2, steps=3)
+        steps = cluster.finish()
+        assert set(cluster.wait(120).values()) == {0}, {d: cluster.log(d)[-3000:] for d in cluster.workers}
+        told = [event["text"] for event in cluster.events("proposed")]
+        assert "for the old copy and the new: what changes" in told[-1]
+        assert told[-1].endswith("what changes of the old copy goes to the host's memory meanwhile")
+        check_exactness(cluster, steps, plans=2)

@@ -5,16 +5,20 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
+import pytest
 from elasticd_planner.cost.model_profile import derive
 from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
 
 from elasticd.machines.job.copies.memory import Room, room
 from elasticd.machines.job.replan import _cluster
+from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.wire.worker import PeersLost, StateReport
-from tests.machines.cast import model
+from elasticd.wire.node_health import Health
+from elasticd.wire.worker import Hello, PeersLost, StateReport, WorkerDevice
+from tests.machines.cast import FakeWorker, model
 from tests.machines.vaulted import Vaulted
 
 SPEC = model()
@@ -127,6 +131,51 @@ def test_where_it_is_safe_nowhere_else_the_plan_stays_and_it_is_said_why() -> No
     assert len(told) >= 1
     assert "plan 1 stays, the new one does not fit" in told[0]
     assert "it could move in place if snapshots (CheckpointingOptions(snapshot_every=...))" in told[0]
+
+
+class OnDevices(Vaulted):
+    """Its workers compute on `device`, and its nodes have so many bytes free (None: they do not say)."""
+
+    def __init__(self, device: str, available: int | None) -> None:
+        self.device = device
+        super().__init__(memory=CRAMPED, every=10**6)
+        for node in self.records:
+            self.say(Received(node=node, message=Health(memory_available=available)))
+
+    def hello(self, worker: FakeWorker, **changes: object) -> Hello:
+        hello = super().hello(worker, **changes)
+        return msgspec.structs.replace(hello, computes_on=WorkerDevice(name=self.device))
+
+
+@pytest.mark.parametrize(
+    ("device", "available", "aside"),
+    [
+        ("cuda:0", 1 << 30, True),
+        ("cuda:0", 1 << 20, False),
+        ("cuda:0", None, False),
+        ("cpu", 1 << 30, False),
+    ],
+)
+def test_where_its_node_has_memory_a_device_sets_the_old_copy_aside(
+    device: str, available: int | None, aside: bool
+) -> None:
+    """No snapshot is needed for that."""
+    world = OnDevices(device, available)
+    world.start()
+    world.settle()
+    world.train(12)
+    world.rates = {"alpha/0": 3.0}
+    world.train(20)
+    if not aside:
+        assert [(p.in_place, p.aside) for p in world.proposals] == [(False, ())]
+        return
+    moved = next(p for p in world.proposals if p.aside)
+    assert moved.old is not None
+    assert set(moved.aside) <= set(moved.old.members)
+    assert not moved.in_place
+    told = next(n.text for n in world.notes if n.kind == "proposed" and n.data["number"] == moved.number)
+    assert told.endswith("what changes of the old copy goes to the host's memory meanwhile")
+    assert world.job.number >= moved.number
 
 
 def test_a_move_in_place_that_fails_is_recovered_from_by_the_snapshots() -> None:

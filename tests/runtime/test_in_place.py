@@ -1,9 +1,11 @@
-"""A move in place: the old engine's memory goes to the new one, and nobody takes what is left for a copy."""
+"""Moves where two copies do not fit: in place, where nobody takes what is left for a copy, and set aside."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 from elasticd_migration.schema import Disagreement
 from elasticd_planner.spec.plan import Plan, StatePolicy
@@ -20,7 +22,8 @@ from tests.runtime.test_zero import STEPS, check, recipe
 SWITCH = 2
 
 
-def worker(device: str, store: Any, old: Plan, new: Plan) -> dict[str, Any]:
+def worker(device: str, store: Any, old: Plan, new: Plan, aside: tuple[str, ...] = ()) -> dict[str, Any]:
+    """In place, unless the members `aside` set their old copies aside."""
     made, engine, done = recipe(), None, []
     if device in old.members:
         engine = first(device, store, old)
@@ -29,7 +32,14 @@ def worker(device: str, store: Any, old: Plan, new: Plan) -> dict[str, Any]:
 
     def attempt(number: int) -> Any:
         prepared = prepare(
-            Proposal(number=number, epoch=1, plan=new.replace(number=number), old=old, in_place=True),
+            Proposal(
+                number=number,
+                epoch=1,
+                plan=new.replace(number=number),
+                old=old,
+                in_place=not aside,
+                aside=aside,
+            ),
             made,
             device,
             unpaced,
@@ -43,15 +53,20 @@ def worker(device: str, store: Any, old: Plan, new: Plan) -> dict[str, Any]:
         with pytest.raises(Disagreement):
             attempt(2)
         assert not engine.spent, "nothing was moved: the old plan can go on"
+        assert (engine.lent is not None) == (device in aside)
+        engine.back()  # as the switcher does: a step under the old plan could follow
         if device == "b/0":
             engine.optimizer.param_groups[0]["lr"] /= 2
     else:
         with pytest.raises(Disagreement):
             attempt(2)
+    before = deepcopy(held_by(engine.state())) if aside and engine is not None else None
     prepared, side = attempt(3)
     said = []
+    if aside and engine is not None:
+        np.testing.assert_equal(held_by(engine.state()), before)  # its copy of the old plan, wherever it lies
     if engine is not None:
-        assert engine.spent
+        assert engine.spent != bool(aside)
         said = [copy.number for copy in Copies(lambda number, engine: None).report(3, engine, SWITCH).copies]
     if prepared.engine is None:
         return {"said": said, "losses": [d.outcome.vote.loss for d in done]}
@@ -65,6 +80,20 @@ def worker(device: str, store: Any, old: Plan, new: Plan) -> dict[str, Any]:
         "held": held_by(engine.state()),
         "gradients left": any(p.grad is not None for _, (_, p) in engine.local.parameters.items()),
     }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_training_goes_on_as_in_one_process_and_the_old_state_can_still_be_read() -> None:
+    """Two of the three that held the old plan set it aside."""
+    old, new = OLD, NEW.replace(number=3, state=StatePolicy(zero=1, replicas=2))
+    names = tuple(dict.fromkeys((*old.members, *new.members)))
+    results = gang.run(__file__, "worker", names, old, new, ("a/0", "b/0"), seconds=280)
+    assert all(result["said"] == [old.number] for name, result in results.items() if name in old.members)
+    joined = {device: results[device] for device in new.members}
+    whole = joined["a/0"]
+    joined["c/0"]["losses"], joined["c/0"]["norms"] = whole["losses"], whole["norms"]
+    check(new, joined)
 
 
 @pytest.mark.slow

@@ -49,7 +49,9 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str, source: Sourc
         return
     if source is not None and source.words:
         reason = f"{reason}; {source.words}"
-    if room.cramped:
+    if room.aside:
+        reason = f"{reason}; {room.cramped}: what changes of the old copy goes to the host's memory meanwhile"
+    elif room.cramped:
         reason = (
             f"{reason}; {room.cramped}: state moves in place, and that cannot be given up once it has begun"
         )
@@ -68,7 +70,8 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str, source: Sourc
         old=source.plan if source is not None else job.plan,
         recovery=source.recovery if source is not None else None,
         checkpoints=names,
-        in_place=bool(room.cramped),
+        in_place=bool(room.cramped) and not room.aside,
+        aside=room.aside,
     )
     turn.drop_request()  # a recovery's plan may have waited for survivors, and others have come
     turn.enter(JobPhase.PROPOSED, proposal=proposal, highest=number, give_up="")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -46,6 +46,7 @@ from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.engine.mixed_precision import LossScaler
 from elasticd.runtime.engine.pipeline_stage import Pace, Passed, StageRunner
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.engine.set_aside import SetAside
 from elasticd.runtime.engine.vote import Draining, RankRecord, StepOutcome, StepVote
 from elasticd.runtime.model.buffer_check import Constants
 from elasticd.runtime.model.local_model import LocalModel, local_model
@@ -148,6 +149,7 @@ class Engine:
     reduced: int | None  #: index of the step whose gradients are reduced here and wait for their update
     last: Vote | None  #: that of the last update
     spent: bool  #: its memory holds the state of another plan, by a move in place: it cannot train any more
+    lent: SetAside | None  #: its state, a part of which lies in host memory until `back`; None: nothing does
     torn: bool  #: an update began and did not end: the state here is of no step
     after_recovery: bool  #: its members may be at different places between two steps, see `between_steps`
 
@@ -187,7 +189,7 @@ class Engine:
         self._delivered: Event | None = None  # after the last step's deliveries; None: they are over
         self.after_recovery = self.torn = self.stale = self.spent = False
         self._batches = BatchesAhead(recipe.feed, self.plan, self.linear, recipe.planning)
-        self.reduced = self.last = None
+        self.reduced = self.last = self.lent = None
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self.slices = None
         self.runner = None
@@ -262,6 +264,8 @@ class Engine:
 
         Settings that nothing here uses are kept as they came.
         """
+        if self.lent is not None:
+            return self.lent.state
         extras: dict[str, object] = {name: from_text(text) for name, text in self._carried.items()}
         if self.scheduler is not None:
             extras["scheduler"] = self.scheduler.state_dict()
@@ -275,6 +279,28 @@ class Engine:
             extras=extras,
             masters=self._recipe.master is not None,
         )
+
+    def set_aside(self, kept: Mapping[Item, Sequence[Box]]) -> LocalState:
+        """Lends this device's memory to another plan; it cannot train until `back`.
+
+        Args:
+            kept: The boxes of that plan here, by item.
+
+        Returns:
+            The state of this device, as `state` gives it from now on.
+
+        Raises:
+            NoHostMemory: nothing was changed.
+        """
+        self.back()  # set aside for a plan that was given up, which kept other boxes
+        self.lent = SetAside(self.state(), kept, self.accelerator)
+        return self.lent.state
+
+    def back(self) -> None:
+        """Takes back what was set aside, once the other plan's memory is free. Nothing where nothing was."""
+        lent, self.lent = self.lent, None
+        if lent is not None:
+            lent.back()
 
     def delivered_state(self) -> LocalState:
         """`state`, once all of it is here: it is to be kept. Raises as `delivered`."""

@@ -33,6 +33,7 @@ from elasticd.runtime.engine.compiled_blocks import compile_ahead, compile_now
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.pipeline_stage import Pace
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.engine.set_aside import NoHostMemory
 from elasticd.runtime.snapshot.restore import stood_in
 from elasticd.runtime.switch.device_transport import DeviceTransport
 from elasticd.runtime.telemetry.main_thread import during
@@ -193,7 +194,7 @@ def _source(spec: ModelSpec, old: Plan, recovery: Recovery | None) -> Layouts:
 
 def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recipe) -> MoveResult:
     """Fills the new engine from what all ranks hold. The old engine is untouched, but by a move in place, which
-    leaves it spent.
+    leaves it spent, and where its state is set aside: it can train again after `Engine.back`.
 
     Args:
         prepared: What `prepare` made.
@@ -266,11 +267,15 @@ def _migrated(
     try:
         if prepared.snapshot is not None:
             state = prepared.snapshot
+        elif engine is None:
+            state = LocalState()
+        elif me in proposal.aside:
+            state = engine.set_aside(prepared.new.held(me))
         else:
-            state = engine.state() if engine else LocalState()
+            state = engine.state()
         if proposal.recovery is not None and me in proposal.recovery.stale:
             state = trimmed(state, old.held(me))
-    except NotElementWise as error:
+    except (NotElementWise, NoHostMemory) as error:
         agree(transport, Schema(refused=str(error)))  # raises it on every rank alike
         raise
     if engine is not None:

@@ -281,6 +281,8 @@ class Switcher:
             if self._todo.empty() and self.at_work and self.engine is not None and self.engine.spent:
                 self._lose_peers("the move in place failed, and took the state that it began with")
                 continue
+            if self._todo.empty() and self.at_work and self.engine is not None:
+                self.engine.back()  # the job stays on its plan
             if self._todo.empty() and (self.at_work or standby):
                 return
             if self._todo.empty():
@@ -356,6 +358,7 @@ class Switcher:
             engine, step = self._copies.get(prepared.old.plan.number, engine, step)
             vote = recovery.vote
             if engine is not None and vote is not None and step == recovery.step - 1:
+                engine.back()
                 engine.apply(vote)  # decided, and this rank had not heard it
                 self.missed(engine.plan.number, vote)
                 step = self.step

@@ -1,10 +1,11 @@
-"""Whether a switch to a plan fits the devices' memory: beside the old copy of the state, or only in place.
+"""Whether a switch fits the devices' memory: beside the old copy of the state, with that aside, or in place.
 
 The planner counts with parts of a profile, evenly spread; where replicas must be on different nodes, one device
 may have to keep more than its part. And a switch holds two copies for a while, of all boxes that change: where
-both do not fit, state can only move in place. Old boxes then give their memory to new ones as these come. If
-that fails midway nobody has a complete copy of either plan, and replicas do not help: each has given something
-up. So it is done only where an older state can be read now.
+both do not fit, what changes of the old copy goes to the host's memory meanwhile, if the device has memory of
+its own and its node has room. Else state can only move in place. Old boxes then give their memory to new ones
+as these come. If that fails midway nobody has a complete copy of either plan, and replicas do not help: each
+has given something up. So it is done only where an older state can be read now.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping
 
+import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.box import Box
@@ -24,12 +26,19 @@ from elasticd.machines.job.copies.rollback import Source
 from elasticd.machines.job.copies.snapshots import secured
 from elasticd.machines.job.state.transaction import Turn
 
+#: The part of a node's free memory that old copies may take during a switch.
+HOST_PART = 0.75
+
 
 class Room(Value, frozen=True, kw_only=True):
     """Whether the devices hold a plan's state."""
 
     lacks: str = ""  # the device that cannot hold its part of the plan, in words
     cramped: str = ""  # the device that can, but not beside what it holds now, in words
+    #: [bytes] Of each such device: what it holds now in boxes that change.
+    changing: dict[str, float] = msgspec.field(default_factory=dict)
+    #: Those devices, where their nodes' memory has room for that.
+    aside: tuple[str, ...] = ()
 
 
 def room_for(turn: Turn, plan: Plan, source: Source | None) -> Room:
@@ -47,6 +56,8 @@ def room_for(turn: Turn, plan: Plan, source: Source | None) -> Room:
         for device in node.record.devices
     }
     found = room(plan, old, job.spec.model, job.profile, memory, holders=holders, anew=older)
+    if found.cramped and not older and _hosts_hold(turn, found.changing):
+        return msgspec.structs.replace(found, aside=tuple(sorted(found.changing)))
     # An older state is read from where it stays; of `old` no copy is needed once snapshots of it can be read.
     if not found.cramped or older or old is None or secured(turn, old) is not None:
         return found
@@ -84,14 +95,32 @@ def room(
     before = Layouts(spec, old)
     changed = _changed(before, new, profile, anew=anew)
     both = _resident(before, profile) if changed else {}
-    for device, size in changed.items():
-        need = both.get(device, 0.0) * (device in holders) + size
-        if need > memory.get(device, math.inf):
-            text = (
-                f"{device} has {_mib(memory[device])} and would need {_mib(need)} for the old copy and the new"
-            )
-            return Room(cramped=text)
-    return Room()
+    needs = {device: both.get(device, 0.0) * (device in holders) + size for device, size in changed.items()}
+    short = [device for device, need in needs.items() if need > memory.get(device, math.inf)]
+    if not short:
+        return Room()
+    first, leaves = short[0], _changed(new, before, profile, anew=False)
+    return Room(
+        cramped=f"{first} has {_mib(memory[first])} and would need {_mib(needs[first])} for the old copy and "
+        "the new",
+        changing={device: leaves.get(device, 0.0) for device in short},
+    )
+
+
+def _hosts_hold(turn: Turn, changing: Mapping[str, float]) -> bool:
+    """Whether each of these devices has memory of its own, and its node has room for what changes there."""
+    asked: dict[str, float] = defaultdict(float)
+    for device, size in changing.items():
+        worker = turn.job.workers.get(device)
+        if worker is None or worker.computes_on is None or worker.computes_on.name == "cpu":
+            return False
+        asked[worker.node] += size
+    for name, size in asked.items():
+        node = turn.nodes.get(name)
+        free = node.health.memory_available if node is not None and node.health is not None else None
+        if free is None or size > HOST_PART * free:
+            return False
+    return True
 
 
 def _mib(size: float) -> str:
