@@ -13,7 +13,7 @@ at a time. `tests/runtime/test_attention_kernels.py` compares each with float64.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -280,8 +280,16 @@ class CudaFlashAttention:
     _types = frozenset({torch.bfloat16, torch.float16})
     _largest = 256  #: head size
 
+    @cached_property
+    def there(self) -> bool:
+        """Whether this torch has the operator with all arguments that are given: 2.9 lacks one."""
+        schema = torch.ops.aten._flash_attention_forward.default._schema
+        return "num_splits" in {argument.name for argument in schema.arguments}
+
     def takes(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> bool:
         """Masks that are none or end in the corner; values of the size of keys."""
+        if not self.there:
+            return False
         queries, keys, size = q.shape[1], k.shape[1], q.shape[2]
         known = q.dtype in self._types and k.shape == v.shape and 0 not in (keys, *q.shape)
         known = known and size % 8 == 0 and size <= self._largest
