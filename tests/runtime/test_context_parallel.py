@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import pytest
 import torch
-from elasticd_planner.batching.context_exchange import context_exchange, context_members
+from elasticd_planner.batching.context_exchange import context_exchange
+from elasticd_planner.batching.context_members import context_members
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.launch_order import Join, Launch, Operation, deadlock
 from elasticd_planner.spec.batch import MicroBatch
@@ -48,10 +49,11 @@ class Case(NamedTuple):
     kv: str = "grouped"
     values: int = SIZE
     options: tuple[tuple[str, Any], ...] = ()
+    nodes: str = "abcdefgh"  #: of the lanes
 
     @property
     def stage(self) -> Stage:
-        return stage_of(*self.lanes)
+        return stage_of(*self.lanes, nodes=self.nodes)
 
     @property
     def row(self) -> tuple[MicroBatch, ...]:
@@ -92,6 +94,32 @@ CASES = {
     ),
     "no causal mask": Case(((1,), (3, 1), (1,)), THREE, options=(("causal", False),)),
     "values of another size": Case(((1,), (3, 1), (1,)), THREE, values=5),
+    "by heads": Case(((1,),) * 4, ((64, dict.fromkeys(range(4), 1)), (9, {2: 1})), kv="multi-head", nodes="aaaa"),
+    "by heads, a device beside three heads and one": Case(
+        ((1,), (3, 1)), ((96, {0: 1, 1: 1}), (17, {0: 1})), kv="multi-head", values=5
+    ),
+    "by heads that cut groups, beside others": Case(
+        ((1,),) * 4,
+        ((160, {0: 3, 1: 1, 2: 3, 3: 1}), (101, {0: 5, 1: 3, 2: 2}), (24, {2: 1}), (64, {3: 1, 1: 1, 2: 1, 0: 1})),
+        nodes="aaaa",
+    ),
+    "by heads without a causal mask": Case(
+        ((1,),) * 4, ((64, dict.fromkeys(range(4), 1)),), options=(("causal", False),)
+    ),
+    "keys that are passed on": Case(
+        ((1,),) * 4, ((90, {0: 1, 1: 2, 2: 3, 3: 2}), (33, {1: 1, 3: 2})), kv="multi-query", nodes="aabb"
+    ),
+    "keys that are passed on in groups of unlike width": Case(
+        ((1,), (3, 1), (1, 1, 1), (1,)),
+        ((90, {0: 1, 1: 2, 2: 3, 3: 2}), (33, {1: 1, 2: 2, 3: 1}), (20, {0: 1})),
+        nodes="aabb",
+    ),
+    "keys that are passed on among three nodes": Case(
+        ((1,),) * 6, ((240, {0: 1, 1: 2, 2: 3, 3: 2, 4: 2, 5: 1}), (60, {1: 1, 2: 2, 3: 1})), nodes="aabbbc"
+    ),
+    "keys under a window that are passed on": Case(
+        ((1,),) * 4, ((90, {0: 1, 1: 2, 2: 3, 3: 2}),), nodes="aabb", options=(("window", 40),)
+    ),
     "another scale": Case(((1,), (1,), (1,)), THREE, options=(("scale", 0.7),)),
 }
 
@@ -363,8 +391,8 @@ def test_a_second_forward_pass_exchanges_nothing(who: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_sent_is_what_is_lacking(name: str) -> None:
-    """Keys and values once forward, and once more backward with their gradients; and numbers where keys go one
-    way alone."""
+    """Keys and values once forward, and once more backward with their gradients, and numbers where keys go one
+    way alone. By heads queries, keys and values with their gradients, and outputs with theirs."""
     case = CASES[name]
     device, (heads, reads) = case.stage.devices[0], heads_of(case, case.lanes[0], 0)
     members = context_members(spec_of(case), case.stage, device, len(heads), len(reads))
@@ -376,6 +404,8 @@ def test_what_is_sent_is_what_is_lacking(name: str) -> None:
         terms = sum(part.size for one in exchange.rounds for part in one.gets)
         parts += (2 * keys + terms) * (SIZE + case.values)
         rounds += sum(not one.sends for one in exchange.rounds)
+        for one in exchange.heads_messages:
+            parts += 2 * sum(part.size for part in (*one.takes_queries, *one.takes_keys)) * (SIZE + case.values)
     assert rounds or name != "one kv-head for all"
     sent = sum(sum(mesh.rounds) for mesh in noted(case).values())
     assert sent == LAYERS * (parts + 2 * rounds)
