@@ -311,6 +311,13 @@ def assert_same_bits(one: list[list[Found]], other: list[list[Found]]) -> None:
             ("sequences of all lanes, of two and of one", "a window that some lanes need nothing under"),
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            ("by heads that cut groups, beside others", "by heads", "keys that are passed on"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("keys that are passed on in groups of unlike width",), marks=(pytest.mark.slow, pytest.mark.full)
+        ),
     ],
 )
 def test_processes_do_as_one_process(names: tuple[str, ...]) -> None:
@@ -372,18 +379,34 @@ def test_launches_run_whatever_the_timing(name: str) -> None:
     assert deadlock(logs) is None
 
 
-@pytest.mark.parametrize("name", ["three lanes", "a window that some lanes need nothing under"])
-def test_messages_are_kept_for_two_passes_at_most(name: str) -> None:
-    """Of one attention, not of all layers."""
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("three lanes", 6),
+        ("a window that some lanes need nothing under", 6),
+        ("by heads", 12),
+        ("keys that are passed on", 12),
+    ],
+)
+def test_messages_are_kept_for_two_passes_at_most(name: str, most: int) -> None:
+    """Of one attention, not of all layers: in a pass by heads, say, twice to three others."""
     for mesh in noted(CASES[name]).values():
-        assert mesh.most_kept <= 6
+        assert mesh.most_kept <= most
         assert len(mesh.rounds) >= 3 * LAYERS
 
 
-@pytest.mark.parametrize("who", [(), ("b/0",), ("a/0", "b/0", "c/0")])
-def test_a_second_forward_pass_exchanges_nothing(who: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "who"),
+    [
+        ("sequences of all lanes, of two and of one", ()),
+        ("sequences of all lanes, of two and of one", ("b/0",)),
+        ("sequences of all lanes, of two and of one", ("a/0", "b/0", "c/0")),
+        ("by heads that cut groups, beside others", ("a/1", "a/2")),
+    ],
+)
+def test_a_second_forward_pass_exchanges_nothing(name: str, who: tuple[str, ...]) -> None:
     """Also where one lane recomputes and others do not."""
-    case = CASES["sequences of all lanes, of two and of one"]
+    case = CASES[name]
     plain = {device: mesh.rounds for device, mesh in noted(case).items()}
     again = {device: mesh.rounds for device, mesh in noted(case, dict.fromkeys(who, (0, 2))).items()}
     assert again == plain
@@ -411,9 +434,10 @@ def test_what_is_sent_is_what_is_lacking(name: str) -> None:
     assert sent == LAYERS * (parts + 2 * rounds)
 
 
+@pytest.mark.parametrize("name", ["heads that do not divide", "by heads that cut groups, beside others"])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_in_other_types(dtype: torch.dtype, close: float) -> None:
-    case = CASES["heads that do not divide"]
+def test_in_other_types(dtype: torch.dtype, close: float, name: str) -> None:
+    case = CASES[name]
 
     def run(memory: MemoryPlanGroups) -> list[Any]:
         mine = at_work(case, memory.me, cast(PlanGroups, memory))
