@@ -312,9 +312,9 @@ def assert_same_bits(one: list[list[Found]], other: list[list[Found]]) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ("by heads that cut groups, beside others", "by heads", "keys that are passed on"),
-            marks=pytest.mark.slow,
+            ("by heads that cut groups, beside others", "by heads"), marks=pytest.mark.slow
         ),
+        pytest.param(("keys that are passed on",), marks=pytest.mark.slow),
         pytest.param(
             ("keys that are passed on in groups of unlike width",), marks=(pytest.mark.slow, pytest.mark.full)
         ),
