@@ -229,7 +229,9 @@ def check_heads(
     """Each device gets the queries and keys that it lacks of its heads, each once, of one that has them; all
     heads of all tokens are computed once."""
     mine = {d: next((h for h in x.heads if h.sequence == sequence), None) for d, x in found.items()}
-    spans = sorted((each.first, each.last) for each in mine.values() if each is not None and each.first < each.last)
+    spans = sorted(
+        (each.first, each.last) for each in mine.values() if each is not None and each.first < each.last
+    )
     assert [0, *(last for _, last in spans)] == [*(first for first, _ in spans), members.heads]
 
     def computed(member: ContextMember, token: int, length: int, each: int) -> list[Box]:
@@ -245,7 +247,11 @@ def check_heads(
         for device, exchange in found.items():
             messages = {each.peer: each for each in exchange.heads_messages}
             takes = {
-                peer: [part for part in (at.takes_queries if queries else at.takes_keys) if part.sequence == sequence]
+                peer: [
+                    part
+                    for part in (at.takes_queries if queries else at.takes_keys)
+                    if part.sequence == sequence
+                ]
                 for peer, at in messages.items()
             }
             came = [cell for parts in takes.values() for cell in cells(parts)]

@@ -94,13 +94,20 @@ CASES = {
     ),
     "no causal mask": Case(((1,), (3, 1), (1,)), THREE, options=(("causal", False),)),
     "values of another size": Case(((1,), (3, 1), (1,)), THREE, values=5),
-    "by heads": Case(((1,),) * 4, ((64, dict.fromkeys(range(4), 1)), (9, {2: 1})), kv="multi-head", nodes="aaaa"),
+    "by heads": Case(
+        ((1,),) * 4, ((64, dict.fromkeys(range(4), 1)), (9, {2: 1})), kv="multi-head", nodes="aaaa"
+    ),
     "by heads, a device beside three heads and one": Case(
         ((1,), (3, 1)), ((96, {0: 1, 1: 1}), (17, {0: 1})), kv="multi-head", values=5
     ),
     "by heads that cut groups, beside others": Case(
         ((1,),) * 4,
-        ((160, {0: 3, 1: 1, 2: 3, 3: 1}), (101, {0: 5, 1: 3, 2: 2}), (24, {2: 1}), (64, {3: 1, 1: 1, 2: 1, 0: 1})),
+        (
+            (160, {0: 3, 1: 1, 2: 3, 3: 1}),
+            (101, {0: 5, 1: 3, 2: 2}),
+            (24, {2: 1}),
+            (64, {3: 1, 1: 1, 2: 1, 0: 1}),
+        ),
         nodes="aaaa",
     ),
     "by heads without a causal mask": Case(
@@ -311,9 +318,7 @@ def assert_same_bits(one: list[list[Found]], other: list[list[Found]]) -> None:
             ("sequences of all lanes, of two and of one", "a window that some lanes need nothing under"),
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            ("by heads that cut groups, beside others", "by heads"), marks=pytest.mark.slow
-        ),
+        pytest.param(("by heads that cut groups, beside others", "by heads"), marks=pytest.mark.slow),
         pytest.param(("keys that are passed on",), marks=pytest.mark.slow),
         pytest.param(
             ("keys that are passed on in groups of unlike width",), marks=(pytest.mark.slow, pytest.mark.full)

@@ -209,8 +209,13 @@ BY_HEADS = {
 }
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", sizes.beside([*BY_HEADS][:2], BY_HEADS))
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    sizes.beside(
+        [("four lanes on two nodes, two stages", True), ("2 + 1, uneven, in two stages", False)],
+        list(product(BY_HEADS, [False, True])),
+    ),
+)
 def test_lanes_that_divide_heads_train_like_one_device(
     name: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

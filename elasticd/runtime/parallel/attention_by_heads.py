@@ -1,7 +1,7 @@
 """Attention by heads: sequences of several lanes of which each device computes all tokens and some heads.
 
-Queries, keys and values of all tokens come in one exchange, and outputs go back in another; in the backward pass
-so do the gradients of the output, and those of queries, keys and values
+Queries, keys and values of all tokens come in one exchange, and outputs go back in another; in the backward
+pass so do the gradients of the output, and those of queries, keys and values
 (`elasticd_planner.batching.heads_exchange`). What came is kept for the backward pass, in the place of what this
 device has of these sequences; also by a block that recomputes its activations, whose second forward pass
 exchanges nothing.
@@ -141,8 +141,8 @@ def kv_heads_here(me: ContextMember, each: int, part: ContextPart, *, repeated: 
 
 
 class _Exchange:
-    """Tensors of one pass that go from the row to all tokens of some heads, and others that go back. Queries, and
-    what is of their layout, come first; keys and values follow, if there are any."""
+    """Tensors of one pass that go from the row to all tokens of some heads, and others that go back. Queries,
+    and what is of their layout, come first; keys and values follow, if there are any."""
 
     def __init__(self, layer: HeadsLayer, parallel: Launching, number: int, dtype: torch.dtype) -> None:
         self._layer, self._parallel, self._number, self._dtype = layer, parallel, number, dtype

@@ -65,7 +65,6 @@ from elasticd.runtime.parallel.attention_by_heads import (
 from elasticd.runtime.parallel.attention_kernels import Visible
 from elasticd.runtime.parallel.packed_row import PackedRow, Segment
 
-
 #: [elements] Rounds are launched together as long as a device sends no more in them.
 TOGETHER = 1 << 15
 
@@ -406,7 +405,7 @@ class _Exchange:
             self._parallel.finish(work, [each.peer for each in rounds], self._number + HEADS_IN)
 
     def give_back(self, rounds: _Rounds) -> tuple[Any, list[_Came]]:
-        """Launches the rounds of the gradients: those of keys that came go to the devices that sent the keys."""
+        """Launches the rounds of the gradients: those of keys that came go to the devices that sent them."""
         sends, takes, got = [], [], []
         for each in rounds:
             if each.gives:

@@ -19,9 +19,9 @@ Where it moves fewer bytes, lanes compute all tokens of a sequence and a part of
 (`heads_exchange`).
 
 Messages go in rounds. Of n devices, i and j exchange in round (i + j) mod n: so each device has one partner in
-a round, and the two send to each other. Rounds are in one order on all devices; those that no device can have a
-message in are left out, and rounds of few bytes are launched as one. All of it is a pure function of the row and
-of who holds which heads; a device derives its own messages alone.
+a round, and the two send to each other. Rounds are in one order on all devices; those that no device can have
+a message in are left out, and rounds of few bytes are launched as one. All of it is a pure function of the row
+and of who holds which heads; a device derives its own messages alone.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from elasticd_planner.batching.token_spans import Spans, joined, overlaps
@@ -84,7 +84,7 @@ class ContextMembers:
                 yield first, last
 
     def holder(self, holders: Sequence[int], cell: tuple[int, int], node: str, turn: int) -> int:
-        """Which of some devices sends keys of some kv-heads: one of this node, if there is any that has them."""
+        """Which of some devices sends keys of some kv-heads: one of this node, if any there has them."""
         holding = [at for at in holders if overlaps([cell], [self.members[at].kv_heads])]
         near = [at for at in holding if self.nodes[at] == node] or holding
         return near[turn % len(near)]
@@ -119,6 +119,27 @@ def context_members(spec: ModelSpec, stage: Stage, device: str, heads: int, kv_h
         heads // kv_heads,
         replicas=max(stage.widths) > 1,
     )
+
+
+def attention_members(spec: ModelSpec, stage: Stage) -> tuple[ContextMembers, int] | None:
+    """The devices of a stage, as far as the model's units say what its attention is, and the size of a head;
+    None: no units are said to be heads.
+
+    Args:
+        spec: of the model.
+        stage: with all its lanes.
+    """
+    for kind, kv_kind in _kinds(spec):
+        count = spec.units_of(kv_kind).count
+        sizes = [
+            parameter.shape[parameter.cut.dim] // count
+            for parameter in chain.from_iterable(spec.kinds)
+            if parameter.cut is not None and parameter.cut.units == kv_kind
+        ]
+        if sizes and (kind != kv_kind or "head" in kind):
+            each = spec.units_of(kind).count // count
+            return ContextMembers(_cut_members(spec, stage, kind, kv_kind), each), min(sizes)
+    return None
 
 
 def _size(span: tuple[int, int]) -> int:

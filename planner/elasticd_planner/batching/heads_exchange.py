@@ -1,13 +1,13 @@
-"""Context parallelism by heads: lanes that share a sequence compute all of its tokens and a part of its heads.
+"""Context parallelism by heads: lanes that share a sequence compute all its tokens and a part of its heads.
 
-Queries, keys and values have two layouts over tokens and heads: as they are computed (own tokens, own heads) and
-as attention takes them here (all tokens, some heads). What a device lacks between the two it gets in one
-exchange, and the outputs go back by the transposed one; so do gradients, the other way round (DeepSpeed-Ulysses,
-Jacobs et al., 2023, for heads in any parts). What came is kept for the backward pass: it takes the place of what
-was sent.
+Queries, keys and values have two layouts over tokens and heads: as they are computed (own tokens, own heads)
+and as attention takes them here (all tokens, some heads). What a device lacks between the two it gets in one
+exchange, and the outputs go back by the transposed one; so do gradients, the other way round
+(DeepSpeed-Ulysses, Jacobs et al., 2023, for heads in any parts). What came is kept for the backward pass: it
+takes the place of what was sent.
 
-Heads are divided as tokens are, so that each device has as much attention and memory in either form. `heads_form`
-says whether this form moves fewer bytes than keys do that every lane needs of every other (`context_exchange`).
+Heads are divided as tokens are, so that each device has as much attention and memory in either form.
+`heads_form` says whether this form moves fewer bytes than the exchange of keys does (`context_exchange`).
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def heads_form(
 ) -> HeadsDivision | None:
     """How the heads of a sequence are divided, if that moves fewer bytes than keys do.
 
-    Counted are forward and backward passes of one attention: keys go forth, once more, and their gradients back;
-    in the other form queries, keys and values go forth and outputs back, and the gradients of all once. Values
+    Counted are forward and backward passes of one attention: keys go forth, once more, and their gradients
+    back; in the other form queries, keys and values go forth and outputs back, and the gradients of all once. Values
     and outputs are as wide as each other, and so are queries and keys, so that sizes of heads do not matter.
 
     Args:
