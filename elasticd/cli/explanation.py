@@ -11,6 +11,7 @@ import click
 import msgspec
 from elasticd_migration.explained_switch import ExplainedSwitch, explain_switch
 from elasticd_migration.reshard import Lost
+from elasticd_planner.batching.explained_keys import key_flows
 from elasticd_planner.layout.channels import MOST, channels_by_device
 from elasticd_planner.layout.explained_plan import Communications, PlanOperation, explain_step
 from elasticd_planner.layout.layouts import Layouts
@@ -20,6 +21,7 @@ from elasticd_planner.problem_files.convert import cluster_of
 from elasticd_planner.problem_files.file_format import TableProblem
 from elasticd_planner.problem_files.shapes import Shapes, shapes_of
 from elasticd_planner.readable import readable
+from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan
@@ -57,6 +59,7 @@ class Explained(Value, frozen=True, kw_only=True):
     switch: ExplainedSwitch | None = None
     lost: str = ""
     communicators: dict[str, int] = msgspec.field(default_factory=dict)  # of each device
+    batch: bool = False  # the sequences of the step are known
 
 
 class _ProfileView(msgspec.Struct):
@@ -83,8 +86,21 @@ def model_of(given: str) -> ModelSpec:
         ) from None
 
 
-def explained(problem: TableProblem, plan: Plan, current: Plan | None, model: ModelSpec | None) -> Explained:
+def explained(
+    problem: TableProblem,
+    plan: Plan,
+    current: Plan | None,
+    model: ModelSpec | None,
+    batch: BatchPlan | None = None,
+) -> Explained:
     """What goes over links in a step of a problem's plan, and in the switch from the current one.
+
+    Args:
+        problem: the problem.
+        plan: its plan.
+        current: the plan that runs.
+        model: its own parameters; None: those of the problem's bytes.
+        batch: the sequences of a step, which lanes may share; None: not known.
 
     Raises:
         Invalid: the problem does not say enough, or the model cannot be cut so.
@@ -98,11 +114,14 @@ def explained(problem: TableProblem, plan: Plan, current: Plan | None, model: Mo
             tokens=round((problem.batch.sequence or 0) * plan.micro_batch),
             boundary=shapes.boundary,
             gradients=shapes.gradients,
+            keys=key_flows(layouts, batch) if batch is not None and shapes.exact else (),
         )
     except Invalid as error:
         refuse(f"the plan is none for the model {shapes.spec.name}: {error}")
-    made = {device: len(each) for device, each in channels_by_device(layouts).items()}
-    found = Explained(plan=plan, cluster=cluster, shapes=shapes, step=step, communicators=made)
+    made = {device: len(each) for device, each in channels_by_device(layouts, cuts=True).items()}
+    found = Explained(
+        plan=plan, cluster=cluster, shapes=shapes, step=step, communicators=made, batch=batch is not None
+    )
     if current is None:
         return found
     alive = {device.name for device in cluster.devices if problem.rates.get(device.name, 1.0) is not None}
@@ -112,6 +131,10 @@ def explained(problem: TableProblem, plan: Plan, current: Plan | None, model: Mo
     except Lost as error:
         return msgspec.structs.replace(found, lost=str(error))
     return msgspec.structs.replace(found, switch=switch)
+
+
+def _has_lanes(plan: Plan) -> bool:
+    return any(stage.lanes for m in plan.modules for pipeline in m.pipelines for stage in pipeline.stages)
 
 
 def explanation_of(found: Explained) -> dict[str, Any]:
@@ -174,6 +197,11 @@ def _notes(found: Explained) -> Iterator[str]:
     if most := max(found.communicators.values(), default=0):
         fullest = [device for device, count in found.communicators.items() if count == most]
         yield f"A device has {MOST} communicators at most; {fullest[0]} has {most}, and none has more."
+    if _has_lanes(found.plan) and not (found.batch and found.shapes.exact):
+        yield (
+            "A stage's lanes have one communicator for keys of sequences that they share. What these weigh is "
+            "not listed: name the lengths of a step with --batch, and the model with --model."
+        )
     if not found.shapes.spec.width:
         yield (
             "Activations are not listed: the problem does not say what they weigh. Give it "

@@ -147,8 +147,8 @@ def _solve(
     seconds = time.perf_counter() - start
     if planned.plan is None or planned.figures is None:
         raise click.ClickException(planned.refusal)
-    explained = explanation.explained(given, planned.plan, running, spec) if listing else None
     rows = dealt(planned.plan, lengths) if lengths is not None else None
+    explained = explanation.explained(given, planned.plan, running, spec, rows) if listing else None
     if as_json:
         found = file_format.answer(planned, seconds)
         found["state_bytes"] = msgspec.to_builtins(convert.state_bytes(given))

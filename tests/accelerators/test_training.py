@@ -172,18 +172,24 @@ def test_cut_sequences_on_the_device_train_like_one_process_on_the_cpu(name: str
         assert any(each.startswith("context") for each in expected)
 
 
-KEYS = test_context_parallel.CASES["one device beside three heads and one"]
+#: Cases of an exchange of keys.
+EXCHANGES = (
+    "one device beside three heads and one",
+    "by heads that cut groups, beside others",
+    "keys that are passed on in groups of unlike width",
+)
 
 
-def exchanging(device: str, store: Any, kill: bool) -> Any:
+def exchanging(device: str, store: Any, name: str, kill: bool) -> Any:
     """The exchange of keys alone; with `kill` the last device dies as it launches a round."""
     vgpu.load()
-    accelerator = Accelerator(f"vgpu:{KEYS.stage.devices.index(device)}")
+    case = test_context_parallel.CASES[name]
+    accelerator = Accelerator(f"vgpu:{case.stage.devices.index(device)}")
     accelerator.use()
     groups = PlanGroups("plan/1", device, "127.0.0.1", store)
-    dies = kill and device == KEYS.stage.devices[-1]
+    dies = kill and device == case.stage.devices[-1]
     connect = connected([], struck("context", 15, signal.SIGKILL) if dies else lambda what: None)
-    mine = test_context_parallel.at_work(KEYS, device, groups, connect, accelerator)
+    mine = test_context_parallel.at_work(case, device, groups, connect, accelerator)
     if not kill:
         return [[tuple(each) for each in layer] for layer in mine.step()], vgpu.settled_errors()
     threading.Timer(3.0, groups.shut).start()  # as the agent's word does
@@ -196,22 +202,25 @@ def exchanging(device: str, store: Any, kill: bool) -> Any:
 
 
 @pytest.mark.slow
-def test_keys_are_exchanged_on_the_device_as_on_the_cpu() -> None:
+@pytest.mark.parametrize("name", sizes.beside(EXCHANGES[:2], EXCHANGES))
+def test_keys_are_exchanged_on_the_device_as_on_the_cpu(name: str) -> None:
     vgpu.needed()
-    results = gang.run(__file__, "exchanging", KEYS.stage.devices, False)
+    case = test_context_parallel.CASES[name]
+    results = gang.run(__file__, "exchanging", case.stage.devices, name, False)
     assert not any(noted for _, noted in results.values())
     found = test_context_parallel.Found
     test_context_parallel.check(
-        KEYS,
+        case,
         {device: [[found(*each) for each in layer] for layer in made] for device, (made, _) in results.items()},
     )
 
 
 @pytest.mark.slow
-def test_a_death_in_the_middle_of_a_round_frees_the_devices_of_others() -> None:
+@pytest.mark.parametrize("name", sizes.beside(EXCHANGES[:1], EXCHANGES))
+def test_a_death_in_the_middle_of_a_round_frees_the_devices_of_others(name: str) -> None:
     vgpu.needed()
-    *others, last = KEYS.stage.devices
-    found = gang.run(__file__, "exchanging", KEYS.stage.devices, True, dying=[last], seconds=90)
+    *others, last = test_context_parallel.CASES[name].stage.devices
+    found = gang.run(__file__, "exchanging", [*others, last], name, True, dying=[last], seconds=90)
     assert found.keys() == set(others)
     assert set(found.values()) == {"Cancelled"}
 

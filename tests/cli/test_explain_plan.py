@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
@@ -14,9 +15,13 @@ from elasticd_planner.layout.explained_plan import explain_step
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.problem_files import convert, file_format, solve
 from elasticd_planner.problem_files.shapes import shapes_of
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from rich.console import Console
 
+from elasticd.cli import explanation
 from elasticd.cli.app import elasticd
-from tests.planner.test_shapes import SPEC, problem
+from elasticd.cli.batch import dealt, step_lengths
+from tests.planner.test_shapes import LAYERS, SPEC, problem
 
 LINKS = {"node": {"gb_per_s": 10, "latency_us": 5}, "network": {"gb_per_s": 1, "latency_us": 10}}
 PROBLEM: dict[str, Any] = msgspec.to_builtins(problem()) | {
@@ -82,6 +87,34 @@ def test_a_profile_brings_the_models_own_parameters(tmp_path: Path) -> None:
     assert "Name the model" not in result.output
     answer = json.loads(run(str(tmp_path / "p.json"), "--explain", "--json", "--model", str(profile)).output)
     assert answer["explanation"]["parameters"] == "of the model"
+
+
+LANES = Stage(start=0, stop=LAYERS, devices=("a0/0", "a0/1", "b0/0"), shares=(1, 1, 1), lanes=(1, 1, 1))
+
+
+def test_keys_of_cut_sequences_are_listed_with_the_lengths_of_a_step() -> None:
+    given = file_format.load(json.dumps(PROBLEM, default=str).encode())
+    module = ModulePlan(module="model", pipelines=(Pipeline(stages=(LANES,), micro_batches=4, rows=(2, 1, 1)),))
+    plan = Plan(number=1, strategies=(Strategy(modules=(module,)),), micro_batch=1, global_batch=4)
+    batch = dealt(plan, step_lengths(b'{"lengths": [900, 40, 33, 20], "tokens": 400, "least": 8}', "-"))
+    found = explanation.explained(given, plan, None, SPEC, batch)
+    answer = explanation.explanation_of(found)
+    keys = answer["step"]["purposes"]["keys of cut sequences"]
+    assert sum(keys["bytes"].values()) > 3 * LAYERS * 900 * 2 * 16 * 2, "forth, again, and their gradients back"
+    assert keys["seconds"] > 0
+    assert answer["communicators"] == dict.fromkeys(LANES.devices, 2), "for keys and for gradients"
+    assert "keys of cut sequences" in told(found)
+    assert "--batch" not in told(found)
+    for model, rows in ((SPEC, None), (None, batch)):
+        assert "name the lengths of a step with --batch" in told(
+            explanation.explained(given, plan, None, model, rows)
+        )
+
+
+def told(found: explanation.Explained) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(explanation.shown(found))
+    return " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
 
 
 def test_the_switch_is_listed_with_the_least_that_any_could_move(tmp_path: Path) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, count
 
 import pytest
-from elasticd_planner.batching.context_exchange import (
-    ContextExchange,
+from elasticd_planner.batching.context_exchange import ContextExchange, context_exchange
+from elasticd_planner.batching.context_members import (
+    ContextMember,
     ContextMembers,
     ContextPart,
-    context_exchange,
     context_members,
 )
 from elasticd_planner.spec.batch import MicroBatch, SequencePiece
 from elasticd_planner.spec.box import Box, Holding, TensorLayout, lacking
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.model import ModelSpec, Parameter, Units, apportion
 from elasticd_planner.spec.plan import Stage
 from elasticd_planner.value import Invalid
@@ -56,8 +58,11 @@ def row_of(lanes: int, sequences: Sequence[tuple[int, dict[int, int]]]) -> tuple
 
 
 def stage_of(*widths: Sequence[int], nodes: str = "abcdefgh") -> Stage:
-    """A stage whose lanes have members with these shares, each lane on a node of its own."""
-    devices = [f"{nodes[lane]}/{at}" for lane, shares in enumerate(widths) for at in range(len(shares))]
+    """A stage whose lanes have members with these shares, each lane on the node of this name."""
+    numbers: dict[str, Iterator[int]] = defaultdict(count)
+    devices = [
+        f"{nodes[lane]}/{next(numbers[nodes[lane]])}" for lane, shares in enumerate(widths) for _ in shares
+    ]
     return Stage(
         start=0,
         stop=2,
@@ -93,28 +98,30 @@ def layouts(
     row: tuple[MicroBatch, ...],
     members: ContextMembers,
     sample: int,
-    window: int | None,
+    needs: Needs,
     *,
-    causal: bool,
+    queries: bool = False,
 ) -> tuple[TensorLayout, TensorLayout]:
-    """Keys of a sequence as they are computed and as they are needed, token by token."""
+    """Keys, or queries, of a sequence as they are computed and as they are needed, token by token."""
     held, needed, length = [], [], 0
     for member in members.members:
         for piece in row[member.lane]:
             if piece.sample != sample:
                 continue
-            length, (first, last) = piece.length, member.kv_heads
+            length, (first, last) = piece.length, member.heads if queries else member.kv_heads
             for start, stop in piece.spans:
                 held.append(Holding(device=member.device, box=Box(start=(start, first), stop=(stop, last))))
                 for token in range(start, stop):
-                    begin = 0 if window is None else max(0, token - window + 1)
-                    box = Box(start=(begin, first), stop=(token + 1 if causal else length, last))
-                    needed.append(Holding(device=member.device, box=box))
-    kv_heads = max(member.kv_heads[1] for member in members.members)
+                    needed += [Holding(device=member.device, box=box) for box in needs(member, token, length)]
+    heads = max((member.heads if queries else member.kv_heads)[1] for member in members.members)
     return (
-        TensorLayout(name="kv", shape=(length, kv_heads), dtype="float64", holdings=tuple(held)),
-        TensorLayout(name="kv", shape=(length, kv_heads), dtype="float64", holdings=tuple(needed)),
+        TensorLayout(name="x", shape=(length, heads), dtype="float64", holdings=tuple(held)),
+        TensorLayout(name="x", shape=(length, heads), dtype="float64", holdings=tuple(needed)),
     )
+
+
+#: The boxes of tokens and heads that a member needs for one of its tokens.
+Needs = Callable[[ContextMember, int, int], Sequence[Box]]
 
 
 def cells(parts: Sequence[ContextPart]) -> list[tuple[int, int, int]]:
@@ -125,6 +132,14 @@ def cells(parts: Sequence[ContextPart]) -> list[tuple[int, int, int]]:
         for token in range(part.start, part.stop)
         for head in range(part.first, part.last)
     ]
+
+
+def lacks(sequence: int, old: TensorLayout, new: TensorLayout) -> dict[str, list[tuple[int, int, int]]]:
+    """What each device lacks, by single cells."""
+    return {
+        device: cells([ContextPart(sequence, b.start[0], b.stop[0], b.start[1], b.stop[1]) for b in boxes])
+        for device, boxes in lacking(old, new).items()
+    }
 
 
 def check(
@@ -140,31 +155,114 @@ def check(
     for member in members.members:
         for piece, sequence in zip(row[member.lane], found[member.device].sequences, strict=True):
             assert number.setdefault(piece.sample, sequence) == sequence, "one number on all devices"
-    lacks: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    by_heads = {each.sequence: each.length for exchange in found.values() for each in exchange.heads}
+
+    def attended(member: ContextMember, token: int, length: int) -> list[Box]:
+        begin = 0 if window is None else max(0, token - window + 1)
+        end = token + 1 if causal else length
+        return [Box(start=(begin, member.kv_heads[0]), stop=(end, member.kv_heads[1]))]
+
+    keys: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     held: dict[str, set[tuple[int, int, int]]] = defaultdict(set)
     for sample, sequence in number.items():
-        old, new = layouts(row, members, sample, window, causal=causal)
-        for device, boxes in lacking(old, new).items():
-            parts = [ContextPart(sequence, b.start[0], b.stop[0], b.start[1], b.stop[1]) for b in boxes]
-            lacks[device] += cells(parts)
+        if sequence in by_heads:
+            check_heads(row, members, sample, sequence, found)
+            continue
+        old, new = layouts(row, members, sample, attended)
+        for device, more in lacks(sequence, old, new).items():
+            keys[device] += more
         for holding in old.holdings:
             box = holding.box
             part = ContextPart(sequence, box.start[0], box.stop[0], box.start[1], box.stop[1])
             held[holding.device] |= set(cells([part]))
+    check_rounds(members, found, keys, held)
+
+
+def check_rounds(
+    members: ContextMembers,
+    found: dict[str, ContextExchange],
+    keys: dict[str, list[tuple[int, int, int]]],
+    held: dict[str, set[tuple[int, int, int]]],
+) -> None:
+    """Each device gets all keys that it lacks, each once, and no others than those that it passes on; and
+    whatever a node gets of another, it gets once."""
     sent, taken, partners = {}, {}, set()
     for device, exchange in found.items():
         assert sorted(each.number for each in exchange.rounds) == [each.number for each in exchange.rounds]
+        has, came, passed_on = set(held[device]), [], set()
         for each in exchange.rounds:
-            assert each.sends or each.takes
+            assert each.sends or each.takes or each.gives or each.gets
             assert (device, each.number) not in partners, "one partner in a round"
             partners.add((device, each.number))
             sent[device, each.peer, each.number] = each.sends
             taken[each.peer, device, each.number] = each.takes
-            assert set(cells(each.sends)) <= held[device]
-        came = [cell for each in exchange.rounds for cell in cells(each.takes)]
-        assert sorted(came) == sorted(lacks[device]), "what it lacks, each cell once"
+            assert set(cells(each.sends)) <= has, "it sends what it has, or what came before"
+            passed_on |= set(cells(each.sends)) - held[device]
+            came += cells(each.takes)
+            has |= set(came)
+            if not members.replicas:
+                assert (each.gives, each.gets) == (each.takes, each.sends)
+        assert len(came) == len(set(came)), "each cell once"
+        assert set(came) - passed_on <= set(keys[device]) <= set(came)
+        if passed_on:
+            assert all(each.last for each in exchange.rounds if passed_on & set(cells(each.takes)))
     for key in {**sent, **taken}:
         assert sent.get(key, ()) == taken.get(key, ()), "both ends know the same messages in the same order"
+    if not members.replicas:
+        for node in {node_of(device) for device in found}:
+            every = [
+                cell
+                for (source, taker, _), parts in sent.items()
+                if node_of(taker) == node != node_of(source)
+                for cell in cells(parts)
+            ]
+            assert len(every) == len(set(every)), "a node gets each cell once"
+
+
+def check_heads(
+    row: tuple[MicroBatch, ...],
+    members: ContextMembers,
+    sample: int,
+    sequence: int,
+    found: dict[str, ContextExchange],
+) -> None:
+    """Each device gets the queries and keys that it lacks of its heads, each once, of one that has them; all
+    heads of all tokens are computed once."""
+    mine = {d: next((h for h in x.heads if h.sequence == sequence), None) for d, x in found.items()}
+    spans = sorted(
+        (each.first, each.last) for each in mine.values() if each is not None and each.first < each.last
+    )
+    assert [0, *(last for _, last in spans)] == [*(first for first, _ in spans), members.heads]
+
+    def computed(member: ContextMember, token: int, length: int, each: int) -> list[Box]:
+        heads = mine[member.device]
+        assert heads is not None
+        assert heads.length == length
+        return [Box(start=(0, heads.first // each), stop=(length, -(-heads.last // each)))]
+
+    for queries in (True, False):
+        each = 1 if queries else members.each
+        old, new = layouts(row, members, sample, partial(computed, each=each), queries=queries)
+        wanted = lacks(sequence, old, new)
+        for device, exchange in found.items():
+            messages = {each.peer: each for each in exchange.heads_messages}
+            takes = {
+                peer: [
+                    part
+                    for part in (at.takes_queries if queries else at.takes_keys)
+                    if part.sequence == sequence
+                ]
+                for peer, at in messages.items()
+            }
+            came = [cell for parts in takes.values() for cell in cells(parts)]
+            assert sorted(came) == sorted(wanted.get(device, []))
+            for peer, parts in takes.items():
+                its = next(at for at in found[peer].heads_messages if at.peer == device)
+                sends = its.sends_queries if queries else its.sends_keys
+                assert parts == [part for part in sends if part.sequence == sequence]
+                box = [holding.box for holding in old.holdings if holding.device == peer]
+                for _, token, head in cells(parts):
+                    assert any(b.contains(Box(start=(token, head), stop=(token + 1, head + 1))) for b in box)
 
 
 THREE = [(101, {0: 5, 1: 3, 2: 2}), (40, {1: 1, 2: 1}), (17, {0: 1}), (24, {2: 1}), (7, {2: 1, 0: 3})]

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import pytest
 import torch
-from elasticd_planner.batching.context_exchange import context_exchange, context_members
+from elasticd_planner.batching.context_exchange import context_exchange
+from elasticd_planner.batching.context_members import context_members
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.launch_order import Join, Launch, Operation, deadlock
 from elasticd_planner.spec.batch import MicroBatch
@@ -48,10 +49,11 @@ class Case(NamedTuple):
     kv: str = "grouped"
     values: int = SIZE
     options: tuple[tuple[str, Any], ...] = ()
+    nodes: str = "abcdefgh"  #: of the lanes
 
     @property
     def stage(self) -> Stage:
-        return stage_of(*self.lanes)
+        return stage_of(*self.lanes, nodes=self.nodes)
 
     @property
     def row(self) -> tuple[MicroBatch, ...]:
@@ -92,6 +94,39 @@ CASES = {
     ),
     "no causal mask": Case(((1,), (3, 1), (1,)), THREE, options=(("causal", False),)),
     "values of another size": Case(((1,), (3, 1), (1,)), THREE, values=5),
+    "by heads": Case(
+        ((1,),) * 4, ((64, dict.fromkeys(range(4), 1)), (9, {2: 1})), kv="multi-head", nodes="aaaa"
+    ),
+    "by heads, a device beside three heads and one": Case(
+        ((1,), (3, 1)), ((96, {0: 1, 1: 1}), (17, {0: 1})), kv="multi-head", values=5
+    ),
+    "by heads that cut groups, beside others": Case(
+        ((1,),) * 4,
+        (
+            (160, {0: 3, 1: 1, 2: 3, 3: 1}),
+            (101, {0: 5, 1: 3, 2: 2}),
+            (24, {2: 1}),
+            (64, {3: 1, 1: 1, 2: 1, 0: 1}),
+        ),
+        nodes="aaaa",
+    ),
+    "by heads without a causal mask": Case(
+        ((1,),) * 4, ((64, dict.fromkeys(range(4), 1)),), options=(("causal", False),)
+    ),
+    "keys that are passed on": Case(
+        ((1,),) * 4, ((90, {0: 1, 1: 2, 2: 3, 3: 2}), (33, {1: 1, 3: 2})), kv="multi-query", nodes="aabb"
+    ),
+    "keys that are passed on in groups of unlike width": Case(
+        ((1,), (3, 1), (1, 1, 1), (1,)),
+        ((90, {0: 1, 1: 2, 2: 3, 3: 2}), (33, {1: 1, 2: 2, 3: 1}), (20, {0: 1})),
+        nodes="aabb",
+    ),
+    "keys that are passed on among three nodes": Case(
+        ((1,),) * 6, ((240, {0: 1, 1: 2, 2: 3, 3: 2, 4: 2, 5: 1}), (60, {1: 1, 2: 2, 3: 1})), nodes="aabbbc"
+    ),
+    "keys under a window that are passed on": Case(
+        ((1,),) * 4, ((90, {0: 1, 1: 2, 2: 3, 3: 2}),), nodes="aabb", options=(("window", 40),)
+    ),
     "another scale": Case(((1,), (1,), (1,)), THREE, options=(("scale", 0.7),)),
 }
 
@@ -283,6 +318,11 @@ def assert_same_bits(one: list[list[Found]], other: list[list[Found]]) -> None:
             ("sequences of all lanes, of two and of one", "a window that some lanes need nothing under"),
             marks=pytest.mark.slow,
         ),
+        pytest.param(("by heads that cut groups, beside others", "by heads"), marks=pytest.mark.slow),
+        pytest.param(("keys that are passed on",), marks=pytest.mark.slow),
+        pytest.param(
+            ("keys that are passed on in groups of unlike width",), marks=(pytest.mark.slow, pytest.mark.full)
+        ),
     ],
 )
 def test_processes_do_as_one_process(names: tuple[str, ...]) -> None:
@@ -344,18 +384,34 @@ def test_launches_run_whatever_the_timing(name: str) -> None:
     assert deadlock(logs) is None
 
 
-@pytest.mark.parametrize("name", ["three lanes", "a window that some lanes need nothing under"])
-def test_messages_are_kept_for_two_passes_at_most(name: str) -> None:
-    """Of one attention, not of all layers."""
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("three lanes", 6),
+        ("a window that some lanes need nothing under", 6),
+        ("by heads", 12),
+        ("keys that are passed on", 12),
+    ],
+)
+def test_messages_are_kept_for_two_passes_at_most(name: str, most: int) -> None:
+    """Of one attention, not of all layers: in a pass by heads, say, twice to three others."""
     for mesh in noted(CASES[name]).values():
-        assert mesh.most_kept <= 6
+        assert mesh.most_kept <= most
         assert len(mesh.rounds) >= 3 * LAYERS
 
 
-@pytest.mark.parametrize("who", [(), ("b/0",), ("a/0", "b/0", "c/0")])
-def test_a_second_forward_pass_exchanges_nothing(who: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "who"),
+    [
+        ("sequences of all lanes, of two and of one", ()),
+        ("sequences of all lanes, of two and of one", ("b/0",)),
+        ("sequences of all lanes, of two and of one", ("a/0", "b/0", "c/0")),
+        ("by heads that cut groups, beside others", ("a/1", "a/2")),
+    ],
+)
+def test_a_second_forward_pass_exchanges_nothing(name: str, who: tuple[str, ...]) -> None:
     """Also where one lane recomputes and others do not."""
-    case = CASES["sequences of all lanes, of two and of one"]
+    case = CASES[name]
     plain = {device: mesh.rounds for device, mesh in noted(case).items()}
     again = {device: mesh.rounds for device, mesh in noted(case, dict.fromkeys(who, (0, 2))).items()}
     assert again == plain
@@ -363,8 +419,8 @@ def test_a_second_forward_pass_exchanges_nothing(who: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_sent_is_what_is_lacking(name: str) -> None:
-    """Keys and values once forward, and once more backward with their gradients; and numbers where keys go one
-    way alone."""
+    """Keys and values once forward, and once more backward with their gradients, and numbers where keys go one
+    way alone. By heads queries, keys and values with their gradients, and outputs with theirs."""
     case = CASES[name]
     device, (heads, reads) = case.stage.devices[0], heads_of(case, case.lanes[0], 0)
     members = context_members(spec_of(case), case.stage, device, len(heads), len(reads))
@@ -376,14 +432,17 @@ def test_what_is_sent_is_what_is_lacking(name: str) -> None:
         terms = sum(part.size for one in exchange.rounds for part in one.gets)
         parts += (2 * keys + terms) * (SIZE + case.values)
         rounds += sum(not one.sends for one in exchange.rounds)
+        for one in exchange.heads_messages:
+            parts += 2 * sum(part.size for part in (*one.takes_queries, *one.takes_keys)) * (SIZE + case.values)
     assert rounds or name != "one kv-head for all"
     sent = sum(sum(mesh.rounds) for mesh in noted(case).values())
     assert sent == LAYERS * (parts + 2 * rounds)
 
 
+@pytest.mark.parametrize("name", ["heads that do not divide", "by heads that cut groups, beside others"])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_in_other_types(dtype: torch.dtype, close: float) -> None:
-    case = CASES["heads that do not divide"]
+def test_in_other_types(dtype: torch.dtype, close: float, name: str) -> None:
+    case = CASES[name]
 
     def run(memory: MemoryPlanGroups) -> list[Any]:
         mine = at_work(case, memory.me, cast(PlanGroups, memory))

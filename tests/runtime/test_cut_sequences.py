@@ -30,6 +30,7 @@ from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.engine import compiled_blocks
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.parallel import context_parallel
 from tests import sizes
 from tests.planner.test_context_exchange import cut
 from tests.runtime import gang, test_lanes, test_parity
@@ -52,6 +53,16 @@ PLANS = {
         ),
     ),
 }
+#: Keys of one node go to the other once for both its lanes.
+PLANS["four lanes on two nodes, two stages"] = plan_of(
+    (
+        (2, 2, 3, 1),
+        [
+            stage(0, 3, ("a/0", 1), ("a/1", 1), ("b/0", 3), ("b/1", 1), ("b/2", 1), lanes=(1, 1, 2, 1)),
+            stage(3, 6, ("a/2", 1), ("a/3", 1), ("b/3", 1), ("b/4", 1), lanes=(1, 1, 1, 1)),
+        ],
+    ),
+)
 POLICIES = test_lanes.POLICIES
 #: Each layout without ZeRO, and each policy once.
 SOME = [
@@ -63,6 +74,8 @@ SOME = [
 
 class Cutting(Mapped):
     """Cuts sequences over drawn lanes in drawn shares, and gives lanes unequal numbers of rows."""
+
+    shares: tuple[int, ...] = (1, 2, 3, 4, 5)
 
     def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
         drawn, samples = random.Random(step), list(self.samples(step))
@@ -83,7 +96,7 @@ class Cutting(Mapped):
             row: list[list[SequencePiece]] = [[] for _ in range(lanes)]
             for sample in [left.pop() for _ in range(min(len(left), drawn.choice([1, 2, 3])))]:
                 among = drawn.sample(range(lanes), drawn.randint(1, min(lanes, (length(sample) + 1) // 2)))
-                shares = {lane: drawn.randint(1, 5) for lane in among}
+                shares = {lane: drawn.choice(self.shares) for lane in among}
                 for lane, piece in cut(sample, length(sample), shares).items():
                     row[lane].append(piece)
             if not all(row) and drawn.random() < 0.5:  # else lanes are left out of the row
@@ -100,6 +113,20 @@ def cutting(**changes: Any) -> Recipe:
     data = DataOptions(length=length, packing=Packing())
     made = replace(make_recipe(), data=data, **changes)
     return replace(made, source=Cutting(made.sampler, SampleReader(made.dataset, 0), length, 1))
+
+
+class Evenly(Cutting):
+    """Cuts sequences in equal parts, so that heads can be divided as tokens are."""
+
+    shares = (1,)
+
+
+def by_heads(**changes: Any) -> Recipe:
+    """A model whose heads have keys each, so that fewer bytes move if lanes divide heads."""
+    with torch.device("meta"):
+        model = Decoder(replace(test_parity.CONFIG, kv_heads=test_parity.CONFIG.heads)).describe()
+    made = cutting(model=model, **changes)
+    return replace(made, source=Evenly(made.sampler, SampleReader(made.dataset, 0), length, 1))
 
 
 def cut_by_memory(**changes: Any) -> Recipe:
@@ -173,6 +200,46 @@ def test_compiled_blocks_train_cut_sequences_like_one_process(monkeypatch: pytes
 
     check(PLANS["1 + 1"], in_threads(PLANS["1 + 1"], make))
     torch.compiler.reset()
+
+
+BY_HEADS = {
+    "four lanes on two nodes, two stages": "zero 0",
+    "2 + 1, uneven, in two stages": "zero 2",
+    "interleaved, fewer rows than stages in one lane": "zero 0",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    sizes.beside(
+        [("four lanes on two nodes, two stages", True), ("2 + 1, uneven, in two stages", False)],
+        list(product(BY_HEADS, [False, True])),
+    ),
+)
+def test_lanes_that_divide_heads_train_like_one_device(
+    name: str, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = []
+
+    class Counted(context_parallel.HeadsForward):
+        def begin(self, *row: Tensor) -> None:
+            passes.append(1)
+            super().begin(*row)
+
+    monkeypatch.setattr(context_parallel, "HeadsForward", Counted)
+    options = {"parallelism": ParallelismOptions(recompute=recompute)}
+    plan = PLANS[name].replace(state=POLICIES[BY_HEADS[name]])
+    alone = in_threads(plan_of((8, [stage(0, 6, ("a/0", 1))])), lambda: by_heads(**options))["a/0"]
+    assert not passes
+    found, again = (in_threads(plan, lambda: by_heads(**options)) for _ in range(2))
+    assert len(passes) > 50
+    for device, result in found.items():
+        assert result["losses"] == pytest.approx(alone["losses"], abs=1e-10)
+        assert result["losses"] == again[device]["losses"]
+        for parameter, (start, stop, value) in result["weights"].items():
+            whole = alone["weights"][parameter][2][tuple(map(slice, start, stop))]
+            assert float(abs(value - whole).max()) < 1e-10, parameter
+            assert (value == again[device]["weights"][parameter][2]).all(), "a repeated step has the same bits"
 
 
 def test_slices_of_tokens_between_cut_modules_train_like_one_process() -> None:

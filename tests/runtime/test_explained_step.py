@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from elasticd_planner.batching.explained_keys import key_flows
 from elasticd_planner.layout import channels
 from elasticd_planner.layout.channels import Channel, Use
 from elasticd_planner.layout.explained_plan import Communications, PlanOperation, Purpose, explain_step
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.plan import Plan, StatePolicy
 
 from elasticd.runtime.accelerator import Accelerator
@@ -20,7 +22,8 @@ from elasticd.runtime.comm.communicators import GlooCommunicators
 from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.engine.mixed_precision import Precision
-from tests.runtime import test_interleaved, test_lanes, test_parity
+from elasticd.runtime.engine.recipe import Recipe
+from tests.runtime import test_cut_sequences, test_interleaved, test_lanes, test_parity
 from tests.runtime.test_engine import engine_on
 from tests.runtime.test_messages import recipe_of
 from tests.runtime.test_parity import CONFIG, plan_of, stage
@@ -62,16 +65,19 @@ class Counted:
 class CountedRounds:
     """A mesh that counts what it sends."""
 
-    def __init__(self, mesh: Any, me: str, sent: Sent) -> None:
-        self._mesh, self._me, self._sent = mesh, me, sent
+    def __init__(self, mesh: Any, use: Use, me: str, sent: Sent) -> None:
+        self._mesh, self._use, self._me, self._sent = mesh, use, me, sent
 
     def begin_round(self, sends: Sequence[tuple[str, torch.Tensor]], receives: Any) -> Any:
         for to, tensor in sends:
-            self._sent[Channel("state", (self._me, to)), "send", tensor.nbytes] += 1
+            self._sent[Channel(self._use, (self._me, to)), "send", tensor.nbytes] += 1
         return self._mesh.begin_round(sends, receives)
 
     def finish(self, work: Any) -> None:
         self._mesh.finish(work)
+
+    def arrived(self, work: Any) -> None:
+        self._mesh.arrived(work)
 
 
 class Counting(GlooCommunicators):
@@ -84,7 +90,7 @@ class Counting(GlooCommunicators):
         self._sent, self._me = sent, all_.me
 
     def mesh(self, channel: Channel) -> Any:
-        return CountedRounds(super().mesh(channel), self._me, self._sent)
+        return CountedRounds(super().mesh(channel), channel.use, self._me, self._sent)
 
     def team(self, channel: Channel) -> Any:
         return Counted(super().team(channel), channel, self._sent)
@@ -152,6 +158,32 @@ def test_the_listing_is_what_members_launch_where_sets_have_no_communicator(
     test_the_listing_is_what_members_launch("zero 2")
 
 
+@pytest.mark.parametrize("make", [test_cut_sequences.cutting, test_cut_sequences.by_heads])
+def test_keys_of_cut_sequences_are_listed_as_members_send_them(make: Callable[[], Recipe]) -> None:
+    plan = test_cut_sequences.PLANS["four lanes on two nodes, two stages"]
+    sent: dict[str, Sent] = {device: Counter() for device in plan.members}
+
+    def member(groups: MemoryPlanGroups) -> BatchPlan:
+        recipe = replace(make(), connect=lambda *given: Counting(sent[groups.me], *given))
+        engine = engine_on(groups, recipe, plan)
+        engine.step(0, lambda: 0)
+        engine.settle()
+        return recipe.feed.dealing(plan, 0)()
+
+    batch = run_threads(plan.members, member)[plan.members[0]]
+    layouts = Layouts(make().model.spec, plan)
+    found = explain_step(layouts, tokens=TOKENS, keys=key_flows(layouts, batch))
+    listed = {key: own for key, own in by_channel(found).items() if key.use == "context"}
+    launched: dict[Channel, dict[str, tuple[int, int]]] = defaultdict(dict)
+    for own in sent.values():
+        for (channel, method, size), times in own.items():
+            if channel.use == "context":
+                before = launched[channel].get(method, (0, 0))
+                launched[channel][method] = before[0] + times, before[1] + times * size
+    assert len(launched) > 8
+    assert listed == launched
+
+
 def trained(
     plan: Plan, changes: dict[str, Any]
 ) -> tuple[dict[Channel, dict[str, tuple[int, int]]], Any, str | None]:
@@ -180,6 +212,7 @@ USES: dict[Purpose, Use] = {
     "activations": "activation",
     "activation gradients": "gradient",
     "tensor parallelism": "tensor",
+    "keys of cut sequences": "context",
     "gradients": "reduce",
     "gradients to keepers": "state",
     "updated parameters": "state",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +23,10 @@ T = TypeVar("T")
 Members = tuple[str, ...]
 
 
+#: Members, the ranks of sender and receiver among them, and a tag.
+_Box = tuple[Members, int, int, int]
+
+
 class MemoryWorld:
     """Carries messages and collectives between threads. An operation waits at most `patience` seconds."""
 
@@ -30,7 +34,9 @@ class MemoryWorld:
         self._changed = threading.Condition()
         self._patience, self._broken = patience, False
         self._given: dict[tuple[Members, int], dict[int, Tensor]] = {}
-        self._mail: dict[tuple[Members, int, int, int], deque[Tensor]] = defaultdict(deque)
+        self._mail: dict[_Box, dict[int, Tensor]] = defaultdict(dict)  # by the number of the message
+        self._sent: dict[_Box, int] = defaultdict(int)
+        self._awaited: dict[_Box, int] = defaultdict(int)
 
     def break_off(self) -> None:
         """Makes all that wait raise PeerLost, because a member failed."""
@@ -66,18 +72,27 @@ class MemoryWorld:
         """Puts a copy of a message into the mail from rank `source` to rank `to`."""
         copied = _copied(tensor)
         with self._changed:
-            self._mail[members, source, to, tag].append(copied)
+            box = members, source, to, tag
+            self._mail[box][self._sent[box]] = copied
+            self._sent[box] += 1
             self._changed.notify_all()
 
-    def fetch(self, members: Members, source: int, to: int, tag: int) -> Tensor:
-        """Waits for the oldest message with this tag from rank `source` to rank `to`.
+    def awaited(self, members: Members, source: int, to: int, tag: int) -> int:
+        """The number of the next message with this tag from rank `source` to rank `to` that nobody awaits."""
+        with self._changed:
+            box = members, source, to, tag
+            self._awaited[box] += 1
+            return self._awaited[box] - 1
+
+    def fetch(self, members: Members, source: int, to: int, tag: int, number: int) -> Tensor:
+        """Waits for the message of a number with this tag from rank `source` to rank `to`.
 
         Raises:
             PeerLost: another member failed, or nothing came in time.
         """
-        box = self._mail[members, source, to, tag]
-        self._wait(lambda: len(box) > 0, members)
-        return box.popleft()
+        mail = self._mail[members, source, to, tag]
+        self._wait(lambda: number in mail, members)
+        return mail.pop(number)
 
     def _wait(self, there: Callable[[], bool], members: Members) -> None:
         with self._changed:
@@ -129,11 +144,14 @@ class MemoryGroup(Group):
         self.plan_groups.world.post(self.members, self.rank, to, tag, tensor)
         return 0
 
-    def post(self, tensor: Tensor, source: int, tag: int) -> tuple[Tensor, int, int]:
-        """Notes what is to be received. Nothing is received before `take`."""
-        return tensor, source, tag
+    def post(self, tensor: Tensor, source: int, tag: int) -> tuple[Tensor, int, int, int]:
+        """Notes what is to be received, in the order of messages. Nothing is received before `take`."""
+        number = self.plan_groups.world.awaited(self.members, source, self.rank, tag)
+        return tensor, source, tag, number
 
-    def take(self, work: tuple[Tensor, int, int], label: str = "boundary", source: int | None = None) -> None:
+    def take(
+        self, work: tuple[Tensor, int, int, int], label: str = "boundary", source: int | None = None
+    ) -> None:
         """Waits for the message and copies its bytes to the begin of the posted tensor's memory.
 
         Raises:
@@ -141,8 +159,8 @@ class MemoryGroup(Group):
             PeerLost: another member failed, or nothing came in time.
         """
         with self.plan_groups.stopwatch.measure(label, source):
-            tensor, source, tag = work
-            came = self.plan_groups.world.fetch(self.members, source, self.rank, tag)
+            tensor, source, tag, number = work
+            came = self.plan_groups.world.fetch(self.members, source, self.rank, tag, number)
             raw, room = _bytes(came), _bytes(tensor)
             if raw.numel() > room.numel():
                 raise RuntimeError(f"{raw.numel()} bytes came where {room.numel()} were to be received")

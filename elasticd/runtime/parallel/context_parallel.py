@@ -7,18 +7,22 @@ the keys again, so that nothing of other lanes is kept; the gradients of a round
 added where the keys are, in the order of rounds. A block that recomputes its activations exchanges nothing in
 its second forward pass: outputs and log-sum-exps of the first are kept.
 
+Keys that came from another node may be passed on inside of this one, and so may their gradients, the other way
+round. Sequences that are computed by heads are `attention_by_heads`.
+
 What must hold, so that nobody waits for ever:
 
 - Lanes that share a sequence have it in rows of one index, and pass their rows in one order. They then run the
   same layers, forward and backward, and each layer's attention in the same order. Rows that share no sequence
   may come between them, in any number.
-- Within a row each device launches its rounds in the order of their numbers. In a backward pass the terms of
-  round n follow the keys of round n + 1, or, between replicas, the keys of all rounds; of all devices alike. So
-  launches have an order that all agree on, and a communicator that runs them one by one is never stuck.
-- A device waits in a round for its partner alone, which waits for nobody before it sends.
+- Within a row each device launches its rounds in the order of their numbers, after both exchanges of sequences
+  that are computed by heads. In a backward pass the terms of round n follow the keys of round n + 1; those of
+  rounds between nodes, and of replicas, follow all others; of all devices alike. So launches have an order that
+  all agree on, and a communicator that runs them one by one is never stuck.
+- What a device waits for before a launch comes before that launch in this order.
 
-A message is kept until its arrival is known: a peer's message of a later exchange proves that it has received
-those of the exchanges before, and gradients of keys prove that the keys came. Where keys go one way alone, as
+A message is kept until its arrival is known: a peer's message of a later pass proves that it has received all
+of the passes before, and gradients of keys prove that the keys came. Where keys go one way alone, as
 between lanes of unlike widths, the other way has a message of one number. (Lanes of one width always need keys
 of each other, because their pieces are mirrored, under a window, too.)
 """
@@ -27,20 +31,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import torch
-from elasticd_planner.batching.context_exchange import (
-    ContextExchange,
-    ContextMembers,
-    ContextPart,
-    ContextRound,
-    context_exchange,
-    context_members,
-)
+from elasticd_planner.batching.context_exchange import ContextExchange, ContextRound, context_exchange
+from elasticd_planner.batching.context_members import ContextMembers, ContextPart, context_members
 from elasticd_planner.spec.batch import MicroBatch
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Stage
@@ -51,8 +51,31 @@ from elasticd.runtime.comm.communicators import Mesh
 from elasticd.runtime.comm.running_group import running_group
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel import attention_kernels as kernels
+from elasticd.runtime.parallel.attention_by_heads import (
+    HEADS_IN,
+    KEYS,
+    NUMBERS,
+    TERMS,
+    HeadsBackward,
+    HeadsForward,
+    HeadsLayer,
+    OfHeads,
+    kv_heads_here,
+)
 from elasticd.runtime.parallel.attention_kernels import Visible
 from elasticd.runtime.parallel.packed_row import PackedRow, Segment
+
+#: [elements] Rounds are launched together as long as a device sends no more in them.
+TOGETHER = 1 << 15
+
+
+@dataclass(slots=True)
+class _Sent:
+    """Messages that were launched, and whose arrival is not known at all of their receivers."""
+
+    number: int
+    work: Any
+    peers: set[str]
 
 
 class ContextParallel:
@@ -68,8 +91,8 @@ class ContextParallel:
         """
         self._spec, self._stage, self.device, self.mesh = spec, stage, device, mesh
         self._members: dict[tuple[int, int], ContextMembers] = {}
-        self._sent: dict[str, list[tuple[int, bool, Any]]] = defaultdict(list)
-        self._exchanges = 0
+        self._sent: dict[str, list[_Sent]] = defaultdict(list)
+        self._passes = 0
 
     def begin_step(self) -> None:
         """All messages of the step before have arrived."""
@@ -102,43 +125,49 @@ class ContextParallel:
         return self._members[key]
 
     def begin(self) -> int:
-        """A number for the exchanges of one pass through an attention."""
-        self._exchanges += 1
-        return self._exchanges
+        """The first of some numbers for the messages of one pass through an attention."""
+        self._passes += 1
+        return self._passes * NUMBERS
 
     def launch(
-        self, exchange: int, peer: str, message: Tensor | None, room: Tensor | None, *, keys: bool
+        self, number: int, sends: Sequence[tuple[str, Tensor]], takes: Sequence[tuple[str, Tensor]]
     ) -> Any:
-        """Launches a round with a peer.
+        """Launches messages, all side by side.
 
         Args:
-            exchange: see `begin`.
-            peer: the other device.
-            message: what it gets; None: nothing.
-            room: for what it sends; None: nothing.
-            keys: whether it is a round of keys, and not of their gradients.
+            number: of them.
+            sends: to whom, and what.
+            takes: from whom, and room for it.
 
         Returns:
             The work for `finish`.
         """
-        sends = [] if message is None else [(peer, message)]
-        work = self.mesh.begin_round(sends, [] if room is None else [(peer, room)])
+        work = self.mesh.begin_round(sends, takes)
         if sends:
-            self._sent[peer].append((exchange, keys, work))
+            sent = _Sent(number, work, {peer for peer, _ in sends})
+            for peer, _ in sends:
+                self._sent[peer].append(sent)
         return work
 
-    def finish(self, exchange: int, peer: str, work: Any, *, received: bool, keys: bool) -> None:
-        """Waits for a round. `received`: something came in it."""
+    def finish(self, work: Any, received: Sequence[str], proves: int) -> None:
+        """Waits for messages.
+
+        Args:
+            work: of `launch`.
+            received: whom something came from.
+            proves: these have all messages up to this number.
+        """
         self.mesh.finish(work)
-        if not received:
-            return
-        left = []
-        for sent in self._sent[peer]:
-            if sent[0] < exchange or (sent[1] and not keys):
-                self.mesh.arrived(sent[2])
-            else:
-                left.append(sent)
-        self._sent[peer] = left
+        for peer in received:
+            left = []
+            for sent in self._sent[peer]:
+                if sent.number > proves:
+                    left.append(sent)
+                    continue
+                sent.peers.discard(peer)
+                if not sent.peers:
+                    self.mesh.arrived(sent.work)
+            self._sent[peer] = left
 
 
 def _replicated(k: Tensor) -> bool:
@@ -155,9 +184,9 @@ class RowExchange:
     def __init__(self, of: ContextParallel, lanes: tuple[MicroBatch, ...]) -> None:
         self._of, self._lanes = of, lanes
         self._layers: dict[tuple[Any, ...], _Layer] = {}
-        self._kept: dict[str, deque[tuple[Tensor, Tensor]]] = {}
-        self._keeping: deque[tuple[Tensor, Tensor]] | None = None
-        self._again: deque[tuple[Tensor, Tensor]] | None = None
+        self._kept: dict[str, deque[_Given]] = {}
+        self._keeping: deque[_Given] | None = None
+        self._again: deque[_Given] | None = None
 
     def attention(
         self,
@@ -177,15 +206,25 @@ class RowExchange:
             row: the pieces of this lane.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        layer = self._layer(row, q, k, causal, window)
+        layer = self._layer(row, q, k, v, causal, window)
         out: Tensor = _CutAttention.apply(q, k, v, layer, scale)
         return out
 
-    def _layer(self, row: PackedRow, q: Tensor, k: Tensor, causal: bool, window: int | None) -> _Layer:
-        key = q.shape[1], k.shape[1], causal, window
+    def _layer(
+        self, row: PackedRow, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None
+    ) -> _Layer:
+        size = k.shape[3] + v.shape[3]
+        key = q.shape[1], k.shape[1], size, causal, window
         if key not in self._layers:
             members = self._of.members(q, k)
-            exchange = context_exchange(self._lanes, members, self._of.device, causal=causal, window=window)
+            exchange = context_exchange(
+                self._lanes,
+                members,
+                self._of.device,
+                causal=causal,
+                window=window,
+                together=TOGETHER // size,
+            )
             self._layers[key] = _Layer(self, self._of, row, members, k.shape[1], exchange, causal, window)
         return self._layers[key]
 
@@ -207,14 +246,22 @@ class RowExchange:
         finally:
             self._again = None
 
-    def given_before(self) -> tuple[Tensor, Tensor] | None:
-        """In a second pass: output and log-sum-exp of the same attention in the first one."""
+    def given_before(self) -> _Given | None:
+        """In a second pass: what the same attention gave in the first one."""
         return None if self._again is None else self._again.popleft()
 
-    def keep(self, out: Tensor, lse: Tensor) -> None:
-        """In a first pass: keeps them for the second one."""
+    def keep(self, given: _Given) -> None:
+        """In a first pass: keeps it for the second one."""
         if self._keeping is not None:
-            self._keeping.append((out, lse))
+            self._keeping.append(given)
+
+
+class _Given(NamedTuple):
+    """What an attention gives, and keeps for its backward pass."""
+
+    out: Tensor  #: [heads, tokens, value size]
+    lse: Tensor  #: [heads, tokens]; unused where sequences are computed by heads
+    by_heads: Mapping[int, OfHeads]  #: these sequences
 
 
 class _Came(NamedTuple):
@@ -234,6 +281,8 @@ class _Pair(NamedTuple):
 
 
 _Act = Literal["fetch", "compute", "give back"]
+#: Rounds that are launched together.
+_Rounds = tuple[ContextRound, ...]
 
 
 class _Layer:
@@ -250,38 +299,54 @@ class _Layer:
         causal: bool,
         window: int | None,
     ) -> None:
-        me = members.members[members.index[parallel.device]]
-        self.row_exchange, self.parallel = row_exchange, parallel
-        self.rounds, self.replicas = exchange.rounds, exchange.replicas
+        self._me = me = members.members[members.index[parallel.device]]
+        self.row_exchange, self.parallel, self.replicas = row_exchange, parallel, exchange.replicas
+        together = groupby(exchange.rounds, key=lambda each: each.number)
+        self.rounds: list[_Rounds] = [tuple(rounds) for _, rounds in together]
         self._causal, self._window = causal, window
-        self._heads, self._kv_heads, self._each = me.heads, me.kv_heads, members.each
+        self._heads, self._each = me.heads, members.each
         #: Where heads and kv-heads do not divide, there are keys for each head.
         self._repeated = kv_heads != me.kv_heads[1] - me.kv_heads[0]
-        by_piece = iter(row.segments)
-        self._segments: list[tuple[int, Segment]] = []  # with the number of its sequence
+        by_piece, by_heads = iter(row.segments), {each.sequence for each in exchange.heads}
+        segments: list[tuple[int, Segment]] = []  # with the number of its sequence
         for number, piece in zip(exchange.sequences, row.pieces, strict=True):
-            self._segments += [(number, next(by_piece)) for _ in piece.spans]
+            segments += [(number, next(by_piece)) for _ in piece.spans]
+        self._segments = [each for each in segments if each[0] not in by_heads]
+        self.by_heads: HeadsLayer | None = None
+        if by_heads:
+            self.by_heads = HeadsLayer(
+                members,
+                parallel.device,
+                exchange.heads,
+                exchange.heads_messages,
+                [each for each in segments if each[0] in by_heads],
+                repeated=self._repeated,
+                causal=causal,
+                window=window,
+            )
 
     @cached_property
-    def order(self) -> list[tuple[_Act, ContextRound]]:
+    def order(self) -> list[tuple[_Act, _Rounds]]:
         """What a backward pass does, the same on all devices but for rounds that one has no part in."""
-        at: list[tuple[tuple[float, ...], _Act, ContextRound]] = []
+        at: list[tuple[tuple[float, ...], _Act, _Rounds]] = []
         for each in self.rounds:
-            first = 2 * each.number
+            first = 2 * each[0].number
             at.append(((first,), "fetch", each))
             at.append(((first + 2.5,), "compute", each))
-            at.append(((math.inf, first) if self.replicas else (first + 3,), "give back", each))
+            at.append(((math.inf, first) if each[0].last else (first + 3,), "give back", each))
         return [(what, each) for _, what, each in sorted(at, key=lambda one: one[0])]
 
-    def own(self) -> Iterator[tuple[slice, _Pair]]:
+    @cached_property
+    def own(self) -> list[tuple[slice, _Pair]]:
         """Rows of keys here and queries here that attend to them; first those of each segment to itself."""
-        every = slice(0, self._heads[1] - self._heads[0])
+        every, found = slice(0, self._heads[1] - self._heads[0]), []
         pairs = [(one, one) for one in self._segments]
         pairs += [(a, b) for a in self._segments for b in self._segments if a is not b and a[0] == b[0]]
         for (_, queries), (_, keys) in pairs:
             visible = Visible(queries.start - keys.start, self._causal, self._window)
             if visible.any(queries.stop - queries.start, keys.stop - keys.start):
-                yield keys.rows, _Pair(queries.rows, every, visible)
+                found.append((keys.rows, _Pair(queries.rows, every, visible)))
+        return found
 
     def others(self, part: ContextPart) -> Iterator[_Pair]:
         """Queries here that attend to keys of another lane."""
@@ -299,13 +364,9 @@ class _Layer:
         return [(self._heads[0] + head) // self._each - part.first for head in range(heads.start, heads.stop)]
 
     def here(self, part: ContextPart) -> Iterator[tuple[slice, list[int] | slice, slice]]:
-        """Where keys that this device sends are: rows and heads here, and their tokens among those sent."""
-        heads: list[int] | slice
-        if self._repeated:
-            firsts = (max(head * self._each, self._heads[0]) for head in range(part.first, part.last))
-            heads = [first - self._heads[0] for first in firsts]
-        else:
-            heads = slice(part.first - self._kv_heads[0], part.last - self._kv_heads[0])
+        """Where keys of this device that it sends are: rows and heads here, and their tokens among those sent.
+        Keys that it passes on are not here."""
+        heads = kv_heads_here(self._me, self._each, part, repeated=self._repeated)
         for number, segment in self._segments:
             start, stop = max(segment.start, part.start), min(segment.stop, part.stop)
             if number == part.sequence and start < stop:
@@ -316,42 +377,73 @@ class _Layer:
 class _Exchange:
     """The rounds of one pass of one attention."""
 
-    def __init__(self, layer: _Layer, k: Tensor, v: Tensor) -> None:
-        self._layer, self._parallel, self._k, self._v = layer, layer.parallel, k, v
-        self._number = self._parallel.begin()
+    def __init__(self, layer: _Layer, number: int, k: Tensor, v: Tensor) -> None:
+        self._layer, self._parallel, self._number, self._k, self._v = layer, layer.parallel, number, k, v
+        self._fetched: set[int] = set()  # numbers of rounds
+        self._came: list[_Came] = []  # what may be passed on
+        self._terms: dict[ContextPart, tuple[Tensor, Tensor]] = {}  # of the gradients of what came
 
-    def fetch(self, each: ContextRound) -> tuple[Any, list[_Came]]:
-        """Launches a round of keys."""
-        message = self._k.new_zeros(1)  # so that the other one knows that what it sent before has arrived
-        if each.sends:
-            message = torch.cat([x.flatten() for part in each.sends for x in self._cut(part)])
-        room = self._k.new_empty(max(1, self._size(each.takes)))
-        work = self._parallel.launch(self._number, each.peer, message, room, keys=True)
-        return work, list(self._views(each.takes, room))
+    def fetch(self, rounds: _Rounds) -> tuple[Any, list[_Came]]:
+        """Launches rounds of keys. What they pass on must have come."""
+        sends, takes, came = [], [], []
+        for each in rounds:
+            message = self._k.new_zeros(1)  # so that the other one knows that what it sent before has arrived
+            if each.sends:
+                message = torch.cat([x.flatten() for part in each.sends for x in self._cut(part)])
+            room = self._k.new_empty(max(1, self._size(each.takes)))
+            sends.append((each.peer, message))
+            takes.append((each.peer, room))
+            came += list(self._views(each.takes, room))
+        if rounds[0].last and not self._layer.replicas:
+            self._came += came
+        return self._parallel.launch(self._number + KEYS, sends, takes), came
 
-    def fetched(self, each: ContextRound, work: Any) -> None:
-        """Waits for it."""
-        self._parallel.finish(self._number, each.peer, work, received=True, keys=True)
+    def fetched(self, rounds: _Rounds, work: Any) -> None:
+        """Waits for them, once."""
+        if rounds[0].number not in self._fetched:
+            self._fetched.add(rounds[0].number)
+            self._parallel.finish(work, [each.peer for each in rounds], self._number + HEADS_IN)
 
-    def give_back(self, each: ContextRound, terms: Sequence[tuple[Tensor, Tensor]]) -> tuple[Any, list[_Came]]:
-        """Launches the round of the gradients: those of keys that came go to a device that has the keys."""
-        message = room = None
-        if each.gives:
-            message = torch.cat([x.flatten() for term in terms for x in term]).to(self._k.dtype)
-        if each.gets:
-            room = self._k.new_empty(self._size(each.gets))
-        work = self._parallel.launch(self._number, each.peer, message, room, keys=False)
-        return work, [] if room is None else list(self._views(each.gets, room))
+    def give_back(self, rounds: _Rounds) -> tuple[Any, list[_Came]]:
+        """Launches the rounds of the gradients: those of keys that came go to the devices that sent them."""
+        sends, takes, got = [], [], []
+        for each in rounds:
+            if each.gives:
+                terms = [term for part in each.gives for term in self._terms[part]]
+                sends.append((each.peer, torch.cat([x.flatten() for x in terms]).to(self._k.dtype)))
+            if each.gets:
+                room = self._k.new_empty(self._size(each.gets))
+                takes.append((each.peer, room))
+                got += list(self._views(each.gets, room))
+            if not each.last:
+                for part in each.gives:
+                    del self._terms[part]
+        return self._parallel.launch(self._number + TERMS, sends, takes), got
 
-    def given_back(self, each: ContextRound, work: Any) -> None:
-        """Waits for it."""
-        self._parallel.finish(self._number, each.peer, work, received=bool(each.gets), keys=False)
+    def given_back(self, rounds: _Rounds, work: Any) -> None:
+        """Waits for them."""
+        self._parallel.finish(work, [each.peer for each in rounds if each.gets], self._number + KEYS)
+
+    def add(self, part: ContextPart, terms: tuple[Tensor, Tensor]) -> None:
+        """Keeps terms of the gradients of a part that came, until they are given back."""
+        self._terms[part] = terms
+
+    def passed_on(self, part: ContextPart, terms: Sequence[Tensor]) -> None:
+        """Adds what came back of a part that this device passed on to the terms that it will give back."""
+        within = next(each.part for each in self._came if _inside(part, each.part))
+        for into, term in zip(self._terms[within], terms, strict=True):
+            _cut_of(into, part, within).add_(term)
 
     def _cut(self, part: ContextPart) -> Iterator[Tensor]:
-        """Keys and values of a part."""
-        for x in (self._k, self._v):
-            cut = [x[heads, rows] for rows, heads, _ in self._layer.here(part)]
-            yield cut[0] if len(cut) == 1 else torch.cat(cut, dim=1)
+        """Keys and values of a part: of this device, or that came."""
+        here = list(self._layer.here(part))
+        if here:
+            for x in (self._k, self._v):
+                cut = [x[heads, rows] for rows, heads, _ in here]
+                yield cut[0] if len(cut) == 1 else torch.cat(cut, dim=1)
+            return
+        within = next(each for each in self._came if _inside(part, each.part))
+        yield from (_cut_of(x, part, within.part) for x in within[1:])
 
     def _size(self, parts: Sequence[ContextPart]) -> int:
         return sum(part.size for part in parts) * (self._k.shape[2] + self._v.shape[2])
@@ -367,8 +459,19 @@ class _Exchange:
             yield _Came(part, *both)
 
 
-def _output(q: Tensor, k: Tensor, v: Tensor, layer: _Layer, scale: float) -> tuple[Tensor, Tensor]:
-    """The output [heads, tokens, value size] and its log-sum-exp [heads, tokens], exchanging keys."""
+def _inside(part: ContextPart, other: ContextPart) -> bool:
+    tokens = other.start <= part.start and part.stop <= other.stop
+    return part.sequence == other.sequence and tokens and other.first <= part.first and part.last <= other.last
+
+
+def _cut_of(x: Tensor, part: ContextPart, within: ContextPart) -> Tensor:
+    """Of a tensor of a part [kv-heads, tokens, size] what is of another part inside of it."""
+    heads = slice(part.first - within.first, part.last - within.first)
+    return x[heads, part.start - within.start : part.stop - within.start]
+
+
+def _given(q: Tensor, k: Tensor, v: Tensor, layer: _Layer, scale: float) -> _Given:
+    """Attention of queries [heads, tokens, size] and keys and values [kv-heads, tokens, size] of the row."""
     dtype = kernels.wide(q.dtype)
     out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=dtype)
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
@@ -377,9 +480,18 @@ def _output(q: Tensor, k: Tensor, v: Tensor, layer: _Layer, scale: float) -> tup
         part = kernels.forward(q[pair.heads, pair.rows], keys, values, pair.visible, scale)
         kernels.merge(out[pair.heads, pair.rows], lse[pair.heads, pair.rows], *part)
 
-    exchange, rounds = _Exchange(layer, k, v), layer.rounds
+    number, rounds = layer.parallel.begin(), layer.rounds
+    exchange, own = _Exchange(layer, number, k, v), layer.own
+    by_heads = None if layer.by_heads is None else HeadsForward(layer.by_heads, layer.parallel, number, scale)
+    half = 0
+    if by_heads is not None:
+        by_heads.begin(q, k, v)
+        half = (len(own) + 1) // 2  # while queries and keys come; the rest while outputs go back
+        for rows, pair in own[:half]:
+            add(pair, k[:, rows], v[:, rows])
+        by_heads.compute(out)
     ahead = exchange.fetch(rounds[0]) if rounds else None
-    for rows, pair in layer.own():
+    for rows, pair in own[half:]:
         add(pair, k[:, rows], v[:, rows])
     for index, each in enumerate(rounds):
         assert ahead is not None
@@ -390,7 +502,9 @@ def _output(q: Tensor, k: Tensor, v: Tensor, layer: _Layer, scale: float) -> tup
             for pair in layer.others(part):
                 reads = layer.grouped(part, pair.heads)
                 add(pair, *((keys, values) if reads is None else (keys[reads], values[reads])))
-    return out.to(q.dtype), lse
+    if by_heads is not None:
+        by_heads.end(out)
+    return _Given(out.to(q.dtype), lse, {} if by_heads is None else by_heads.kept)
 
 
 class _Gradients:
@@ -402,43 +516,58 @@ class _Gradients:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        given: _Given,
         layer: _Layer,
         scale: float,
     ) -> None:
-        self._grad, self._q, self._k, self._v, self._out, self._lse = grad, q, k, v, out, lse
+        self._grad, self._q, self._k, self._v, self._given = grad, q, k, v, given
         self._layer, self._scale = layer, scale
         dtype = kernels.wide(q.dtype)
-        self.q, self.k, self.v = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+        self.q, self.k, self.v = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
 
     def run(self) -> None:
         """All of it. The keys of a round are fetched while those of the one before are computed with, and the
-        terms of that follow them; between replicas the terms of all rounds follow the last of them."""
-        layer, exchange = self._layer, _Exchange(self._layer, self._k, self._v)
-        terms: dict[ContextPart, tuple[Tensor, Tensor]] = {}
-        fetched: dict[int, tuple[Any, list[_Came]]] = {}
-        before: tuple[ContextRound, Any, list[_Came]] | None = None
+        terms of that follow them; between nodes and replicas terms follow those of all other rounds."""
+        layer, number = self._layer, self._layer.parallel.begin()
+        exchange, own, half = _Exchange(layer, number, self._k, self._v), layer.own, 0
+        by_heads, row = None, (self.q, self.k, self.v)
+        if layer.by_heads is not None:
+            kept = self._given.by_heads
+            by_heads = HeadsBackward(layer.by_heads, layer.parallel, number, self._scale, kept)
+            by_heads.begin(self._grad)
+            half = (len(own) + 1) // 2
+            self._own(own[:half])
+            by_heads.compute(row)
+        fetched: dict[int, tuple[_Rounds, Any, list[_Came]]] = {}
+        before: tuple[_Rounds, Any, list[_Came]] | None = None
         for at, (what, each) in enumerate(layer.order):
             if what == "fetch":
-                fetched[each.number] = exchange.fetch(each)
+                if not each[0].last:  # it may pass on what earlier ones bring
+                    for earlier, work, _ in fetched.values():
+                        exchange.fetched(earlier, work)
+                fetched[each[0].number] = each, *exchange.fetch(each)
             if not at:
-                self._own()
+                self._own(own[half:])
             if what == "compute":
-                work, came = fetched.pop(each.number)
+                _, work, came = fetched.pop(each[0].number)
                 exchange.fetched(each, work)
-                terms |= {part: self._of(part, *both) for part, *both in came}
-            if what == "give back" and (each.gives or each.gets):
-                pieces = [terms[part] if layer.replicas else terms.pop(part) for part in each.gives]
-                begun = exchange.give_back(each, pieces)
+                for part, *both in came:
+                    exchange.add(part, self._of(part, *both))
+            if what == "give back" and any(one.gives or one.gets for one in each):
+                if each[0].last:  # terms of all others are to be in these
+                    self._collect(exchange, before)
+                    before = None
+                begun = exchange.give_back(each)
                 self._collect(exchange, before)
                 before = each, *begun
         self._collect(exchange, before)
         if not layer.order:
-            self._own()
+            self._own(own[half:])
+        if by_heads is not None:
+            by_heads.end(row)
 
-    def _own(self) -> None:
-        for rows, pair in self._layer.own():
+    def _own(self, pairs: Sequence[tuple[slice, _Pair]]) -> None:
+        for rows, pair in pairs:
             term = self._term(pair, self._k[:, rows], self._v[:, rows])
             self.k[:, rows] += term[0]
             self.v[:, rows] += term[1]
@@ -461,21 +590,32 @@ class _Gradients:
         """Adds the term of some keys to the gradient of the queries; returns that of keys and values."""
         at = pair.heads, pair.rows
         term, *others = kernels.backward(
-            self._grad[at], self._q[at], keys, values, self._out[at], self._lse[at], pair.visible, self._scale
+            self._grad[at],
+            self._q[at],
+            keys,
+            values,
+            self._given.out[at],
+            self._given.lse[at],
+            pair.visible,
+            self._scale,
         )
         self.q[at] += term
         return others[0], others[1]
 
-    def _collect(self, exchange: _Exchange, begun: tuple[ContextRound, Any, list[_Came]] | None) -> None:
-        """Adds the terms of a round to the gradients of keys and values here."""
+    def _collect(self, exchange: _Exchange, begun: tuple[_Rounds, Any, list[_Came]] | None) -> None:
+        """Adds the terms of rounds to the gradients of keys and values here, or to those of what was passed
+        on."""
         if begun is None:
             return
-        each, work, came = begun
-        exchange.given_back(each, work)
+        rounds, work, came = begun
+        exchange.given_back(rounds, work)
         for part, *terms in came:
-            for rows, heads, tokens in self._layer.here(part):
+            here = list(self._layer.here(part))
+            for rows, heads, tokens in here:
                 for into, term in zip((self.k, self.v), terms, strict=True):
                     into[heads, rows] += term[:, tokens]
+            if not here:
+                exchange.passed_on(part, terms)
 
 
 class _CutAttention(torch.autograd.Function):
@@ -483,19 +623,23 @@ class _CutAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: _Layer, scale: float) -> Tensor:
-        kept = layer.row_exchange.given_before()
-        out, lse = _output(q[0], k[0], v[0], layer, scale) if kept is None else kept
-        if kept is None:
-            layer.row_exchange.keep(out, lse)
-        ctx.layer, ctx.scale = layer, scale
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out.unsqueeze(0)
+        given = layer.row_exchange.given_before()
+        if given is None:
+            given = _given(q[0], k[0], v[0], layer, scale)
+            layer.row_exchange.keep(given)
+        ctx.layer, ctx.scale, ctx.by_heads = layer, scale, [*given.by_heads]
+        of_heads = [x for each in given.by_heads.values() for x in each]
+        kept = (q, k, v) if layer.own else (x.new_zeros(()).expand(x.shape) for x in (q, k, v))
+        ctx.save_for_backward(*kept, given.out, given.lse, *of_heads)
+        return given.out.unsqueeze(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        gradients = _Gradients(grad[0].contiguous(), q[0], k[0], v[0], out, lse, ctx.layer, ctx.scale)
+        q, k, v, out, lse, *of_heads = ctx.saved_tensors
+        each = (OfHeads(*of_heads[at : at + 5]) for at in range(0, len(of_heads), 5))
+        given = _Given(out, lse, dict(zip(ctx.by_heads, each, strict=True)))
+        gradients = _Gradients(grad[0].contiguous(), q[0], k[0], v[0], given, ctx.layer, ctx.scale)
         gradients.run()
         dq, dk, dv = (
             x.to(of.dtype).unsqueeze(0)

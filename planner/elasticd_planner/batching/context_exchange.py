@@ -6,60 +6,52 @@ they are needed (queries of tokens [a, b) under a causal mask need the tokens [0
 window the last of those). What a device lacks between the two is what it is sent, whatever the widths of the
 lanes. Gradients of keys go back the same way: a device that was sent keys has a term of their gradient.
 
+Keys that several devices of a node need of another node go there once, to one of these devices, and from it to
+the others. So there is a third layout between the two: each node has all that its devices need, each token and
+kv-head once. Rounds between nodes come first. Gradients go back the same way: the device that passed keys on
+adds up their terms, and one sum goes over the link between the nodes.
+
 Where an attention is not cut, the members of a lane are replicas that all compute all of it, and each must have
 all of the gradient: once from each other lane, by the member that sends it that lane's keys. Replicas have the
-same terms, so that it does not matter by whom the keys were sent.
+same terms, so that it does not matter by whom the keys were sent. Nothing is passed on between them.
+
+Where it moves fewer bytes, lanes compute all tokens of a sequence and a part of its heads instead
+(`heads_exchange`).
 
 Messages go in rounds. Of n devices, i and j exchange in round (i + j) mod n: so each device has one partner in
-a round, and the two send to each other. Rounds are in one order on all devices; those that no device can have a
-message in are left out. All of it is a pure function of the row and of who holds which heads; a device derives
-its own messages alone.
+a round, and the two send to each other. Rounds are in one order on all devices; those that no device can have
+a message in are left out, and rounds of few bytes are launched as one. All of it is a pure function of the row
+and of who holds which heads; a device derives its own messages alone.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from itertools import combinations, pairwise
+from functools import lru_cache
+from itertools import combinations
 from typing import NamedTuple
 
+from elasticd_planner.batching.context_members import (
+    ContextMembers,
+    ContextPart,
+    ContextRelay,
+    context_relays,
+)
+from elasticd_planner.batching.heads_exchange import (
+    HeadsDivision,
+    HeadsMessages,
+    HeadsSequence,
+    heads_exchange,
+    heads_form,
+)
+from elasticd_planner.batching.token_spans import Spans, joined, needed, overlaps, size
 from elasticd_planner.spec.batch import MicroBatch, SequencePiece
-from elasticd_planner.spec.cluster import node_of
-from elasticd_planner.spec.model import ModelSpec, unit_range
-from elasticd_planner.spec.plan import Stage
 from elasticd_planner.value import refuse
-
-_Spans = list[tuple[int, int]]  # ranges [start, stop)
-_Sets = tuple[tuple[int, ...], ...]  # of lanes
-
-
-class ContextMember(NamedTuple):
-    """A device of a stage and the heads that it computes, as ranges [start, stop) of those of the model."""
-
-    device: str
-    lane: int
-    heads: tuple[int, int]
-    kv_heads: tuple[int, int]
-
-
-class ContextPart(NamedTuple):
-    """Keys and values of tokens [start, stop) of a sequence, for the kv-heads [first, last)."""
-
-    sequence: int  #: see `ContextExchange.sequences`
-    start: int
-    stop: int
-    first: int
-    last: int
-
-    @property
-    def size(self) -> int:
-        """Tokens times kv-heads."""
-        return (self.stop - self.start) * (self.last - self.first)
 
 
 class ContextRound(NamedTuple):
-    """What a device exchanges with its partner of a round."""
+    """What a device exchanges with one partner. Rounds of one number are launched together."""
 
     number: int  #: among the rounds of all devices
     peer: str
@@ -67,6 +59,7 @@ class ContextRound(NamedTuple):
     takes: tuple[ContextPart, ...]
     gives: tuple[ContextPart, ...]  #: terms of the gradients of these keys
     gets: tuple[ContextPart, ...]
+    last: bool  #: what is given may be of keys that a later round has, or passes on
 
 
 class ContextExchange(NamedTuple):
@@ -76,126 +69,27 @@ class ContextExchange(NamedTuple):
     #: number on all devices.
     sequences: tuple[int, ...]
     rounds: tuple[ContextRound, ...]  #: with messages of this device, in their order
-    replicas: bool  #: what is given in a round may be of keys that come in a later one
+    replicas: bool  #: members of a lane all compute all of the attention
+    heads: tuple[HeadsSequence, ...] = ()  #: sequences of which this device computes some heads
+    heads_messages: tuple[HeadsMessages, ...] = ()  #: for these, with each other device
 
 
-class ContextMembers:
-    """The devices of a stage in the order of the plan, with the heads that each computes in a layer."""
+class _Shared(NamedTuple):
+    """A sequence that several lanes share: its tokens by lane, those whose keys a lane needs, what goes between
+    nodes (none: each device gets its keys from those that have them), and how its heads are divided."""
 
-    def __init__(self, members: Sequence[ContextMember], each: int, *, replicas: bool = False) -> None:
-        """
-        Args:
-            members: the devices.
-            each: query heads that a kv-head serves.
-            replicas: the members of a lane all compute all of the attention, and some lane has several.
-        """
-        self.members, self.each, self.replicas = tuple(members), each, replicas
-        self.index = {member.device: at for at, member in enumerate(self.members)}
-        self._sources: dict[tuple[int, int], Mapping[int, _Spans]] = {}
-        self._numbers: dict[_Sets, dict[int, int]] = {}
+    number: int
+    length: int
+    lanes: tuple[int, ...]
+    held: Mapping[int, Spans]
+    needs: Mapping[int, Spans]
+    relays: tuple[ContextRelay, ...]
+    division: HeadsDivision | None
 
-    def served(self, source: int, taker: int) -> _Spans:
-        """The kv-heads whose keys a device gets from a certain one of another lane."""
-        key = self.members[source].lane, taker
-        if key not in self._sources:
-            self._sources[key] = self._sources_of(*key)
-        return self._sources[key].get(source, [])
-
-    def _sources_of(self, lane: int, taker: int) -> Mapping[int, _Spans]:
-        """From which devices of a lane another device gets its kv-heads: of those that hold one, from one of
-        its own node, if there is any; devices of a lane take turns."""
-        members = self.members
-        (start, stop), node = members[taker].kv_heads, node_of(members[taker].device)
-        holders = [at for at, member in enumerate(members) if member.lane == lane]
-        edges = {start, stop, *(edge for at in holders for edge in members[at].kv_heads)}
-        turn = sum(member.lane == members[taker].lane for member in members[:taker])
-        found: dict[int, _Spans] = {}
-        for first, last in pairwise(sorted(edge for edge in edges if start <= edge <= stop)):
-            span = first, last
-            holding = [at for at in holders if _overlaps([span], [members[at].kv_heads])]
-            near = [at for at in holding if node_of(members[at].device) == node] or holding
-            chosen = near[turn % len(near)]
-            found[chosen] = _joined([*found.get(chosen, []), span])
-        return found
-
-    def numbers(self, sets: _Sets) -> Mapping[int, int]:
-        """The rounds in which devices of lanes that share a sequence may have messages, numbered from 0.
-
-        Args:
-            sets: of lanes that share a sequence of the row.
-        """
-        if sets not in self._numbers:
-            if len(self._numbers) >= _KEPT:
-                self._numbers.clear()
-            pairs = {pair for lanes in sets for pair in combinations(lanes, 2)}
-            rounds = {at for pair in pairs for at in self._rounds.get(pair, ())}
-            self._numbers[sets] = {at: number for number, at in enumerate(sorted(rounds))}
-        return self._numbers[sets]
-
-    @cached_property
-    def _rounds(self) -> Mapping[tuple[int, int], set[int]]:
-        """Those of two lanes: of all devices that have heads in common."""
-        found: dict[tuple[int, int], set[int]] = defaultdict(set)
-        for (i, one), (j, other) in combinations(enumerate(self.members), 2):
-            if one.lane != other.lane and _overlaps([one.kv_heads], [other.kv_heads]):
-                found[one.lane, other.lane].add((i + j) % len(self.members))
-        return found
-
-
-#: Sets of lanes of which the rounds are remembered.
-_KEPT = 256
-
-
-def context_members(spec: ModelSpec, stage: Stage, device: str, heads: int, kv_heads: int) -> ContextMembers:
-    """The devices of a stage and the heads of each, as follows from what one of them computes in a layer.
-
-    A member computes some of the heads if a kind of units says so: kv-heads that follow heads, or heads alone.
-    Else each member computes all of them.
-
-    Args:
-        spec: of the model.
-        stage: with all its lanes.
-        device: one of its devices.
-        heads: query heads that the device computes in this layer.
-        kv_heads: kv-heads of it, likewise; as many as heads where these do not divide (`UnitsOf`).
-    """
-    for kind, kv_kind in _kinds(spec):
-        members = _cut_members(spec, stage, kind, kv_kind)
-        mine = next(member for member in members if member.device == device)
-        each = spec.units_of(kind).count // spec.units_of(kv_kind).count
-        whole = all(edge % each == 0 for edge in mine.heads)
-        if (heads, kv_heads) == (_size(mine.heads), _size(mine.kv_heads if whole else mine.heads)):
-            return ContextMembers(members, each)
-    return ContextMembers(
-        [
-            ContextMember(name, number, (0, heads), (0, kv_heads))
-            for number, lane in enumerate(stage.by_lane)
-            for name in lane.devices
-        ],
-        heads // kv_heads,
-        replicas=max(stage.widths) > 1,
-    )
-
-
-def _size(span: tuple[int, int]) -> int:
-    return span[1] - span[0]
-
-
-def _kinds(spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """The kinds of units that may be of heads and of their kv-heads, those that are said to be first."""
-    yield from ((units.follows, units.kind) for units in spec.units if units.follows is not None)
-    alone = [units.kind for units in spec.units if units.follows is None]
-    yield from ((kind, kind) for kind in sorted(alone, key=lambda kind: "head" not in kind))
-
-
-def _cut_members(spec: ModelSpec, stage: Stage, kind: str, kv_kind: str) -> list[ContextMember]:
-    found = []
-    for number, lane in enumerate(stage.by_lane):
-        for position, device in enumerate(lane.devices):
-            ranges = (unit_range(spec, each, lane.shares, position) for each in (kind, kv_kind))
-            heads, kv_heads = ((units.start, units.stop) for units in ranges)
-            found.append(ContextMember(device, number, heads, kv_heads))
-    return found
+    @property
+    def most(self) -> int:
+        """The most tokens of a lane."""
+        return max(map(size, self.held.values()))
 
 
 def context_exchange(
@@ -205,6 +99,7 @@ def context_exchange(
     *,
     causal: bool = True,
     window: int | None = None,
+    together: int = 0,
 ) -> ContextExchange:
     """What a device sends and receives in a row.
 
@@ -214,48 +109,172 @@ def context_exchange(
         device: this one.
         causal: queries need the keys of earlier tokens alone, and of their own.
         window: they need those of so many tokens, their own among them; None: of all.
+        together: rounds are launched together as long as each device sends at most so much in them [tokens x
+            kv-heads].
 
     Raises:
         Invalid: pieces of a sequence leave tokens out, or overlap.
     """
-    listed, index = members.members, members.index[device]
-    mine, chains = listed[index].lane, _chains(lanes)
-    shared = [tuple(sorted({lane for lane, _, _ in chain})) for chain in chains]
-    numbers = members.numbers(tuple(sorted({each for each in shared if len(each) > 1})))
-    sends, takes, gives, gets = (defaultdict[int, list[ContextPart]](list) for _ in range(4))
+    index = members.index[device]
+    mine, chains = members.members[index].lane, _chains(lanes)
+    shared = list(_shared(chains, members, causal=causal, window=window))
     sequences = [0] * len(lanes[mine])
     for number, chain in enumerate(chains):
         for lane, at, _ in chain:
             if lane == mine:
                 sequences[at] = number
-        if mine not in shared[number] or len(shared[number]) == 1:
+    by_keys = [each for each in shared if each.division is None]
+    numbers = _numbered(by_keys, members, together)
+    messages: _Messages = defaultdict(lambda: ([], [], [], []))
+    by_heads = []
+    for each in shared:
+        if mine not in each.held:
+            continue
+        if each.division is not None:
+            first, last = each.division[index]
+            heads = HeadsSequence(each.number, each.length, first, last)
+            by_heads.append((heads, each.held, each.division))
+            continue
+        _add_direct(messages, each, members, index)
+        _add_passed_on(messages, each, members, index)
+    rounds = []
+    for (far, peer), parts in messages.items():
+        if any(parts):
+            number = numbers[not far, (index + peer) % len(members.members)]
+            last = far or members.replicas
+            rounds.append(ContextRound(number, members.members[peer].device, *map(tuple, parts), last))
+    return ContextExchange(
+        tuple(sequences),
+        tuple(sorted(rounds)),
+        members.replicas,
+        tuple(heads for heads, _, _ in by_heads),
+        heads_exchange(members, device, by_heads),
+    )
+
+
+#: What is sent, taken, given and got, by whether it is passed on between nodes, and by partner.
+_Messages = dict[tuple[bool, int], tuple[list[ContextPart], ...]]
+
+
+def _add_direct(messages: _Messages, shared: _Shared, members: ContextMembers, index: int) -> None:
+    """Keys that go straight from the device that computes them to one that needs them."""
+    mine, node = members.members[index].lane, members.nodes[index]
+    for peer, member in enumerate(members.members):
+        if member.lane == mine or member.lane not in shared.held:
+            continue
+        if shared.relays and members.nodes[peer] != node:
+            continue
+        here = overlaps(shared.held[mine], shared.needs[member.lane])
+        there = overlaps(shared.held[member.lane], shared.needs[mine])
+        sends = _of(shared.number, here, members.served(index, peer))
+        takes = _of(shared.number, there, members.served(peer, index))
+        if members.replicas:  # all of each lane's terms come once from one of its members
+            gives = _of(shared.number, there, members.served(index, peer))
+            gets = _of(shared.number, here, members.served(peer, index))
+        else:
+            gives, gets = takes, sends
+        for into, parts in zip(messages[False, peer], (sends, takes, gives, gets), strict=True):
+            into.extend(parts)
+
+
+def _of(number: int, tokens: Spans, heads: Spans) -> list[ContextPart]:
+    return [ContextPart(number, *span, *part) for part in heads for span in tokens]
+
+
+def _add_passed_on(messages: _Messages, shared: _Shared, members: ContextMembers, index: int) -> None:
+    """Keys that come from another node once, and are passed on inside of this one."""
+    for relay in shared.relays:
+        if index != relay.source and index not in relay.takers:
+            continue
+        held, heads = shared.held[relay.lane], [(relay.first, relay.last)]
+
+        def wanted(taker: int, held: Spans = held) -> Spans:
+            return overlaps(held, shared.needs[members.members[taker].lane])
+
+        every = joined([span for taker in relay.takers for span in wanted(taker)])
+        between = _of(shared.number, every, heads)
+        for into in (0, 3) if index == relay.source else (1, 2) if index == relay.entry else ():
+            messages[True, relay.entry if index == relay.source else relay.source][into].extend(between)
+        for taker in relay.takers if index == relay.entry else (index,) * (index in relay.takers):
+            if taker != relay.entry:
+                peer = taker if index == relay.entry else relay.entry
+                for into in (0, 3) if index == relay.entry else (1, 2):
+                    messages[False, peer][into].extend(_of(shared.number, wanted(taker), heads))
+
+
+def _shared(
+    chains: Sequence[_Chain], members: ContextMembers, *, causal: bool, window: int | None
+) -> Iterator[_Shared]:
+    for number, chain in enumerate(chains):
+        lanes = tuple(sorted({lane for lane, _, _ in chain}))
+        if len(lanes) == 1:
             continue
         length = chain[0][2].length
-        held = {lane: _joined(_spans(chain, lane)) for lane in shared[number]}
-        needed = {lane: _needed(spans, length, causal=causal, window=window) for lane, spans in held.items()}
-        for peer, member in enumerate(listed):
-            if member.lane == mine or member.lane not in held:
-                continue
-            here = _overlaps(held[mine], needed[member.lane])
-            there = _overlaps(held[member.lane], needed[mine])
-            for first, last in members.served(index, peer):
-                sends[peer] += [ContextPart(number, *span, first, last) for span in here]
-                gives[peer] += [ContextPart(number, *span, first, last) for span in there]
-            for first, last in members.served(peer, index):
-                takes[peer] += [ContextPart(number, *span, first, last) for span in there]
-                gets[peer] += [ContextPart(number, *span, first, last) for span in here]
-    if not members.replicas:
-        gives, gets = takes, sends
-    rounds = [
-        ContextRound(
-            numbers[(index + peer) % len(listed)],
-            listed[peer].device,
-            *(tuple(parts.get(peer, ())) for parts in (sends, takes, gives, gets)),
-        )
-        for peer in {**sends, **takes, **gives, **gets}
-        if sends.get(peer) or takes.get(peer) or gives.get(peer) or gets.get(peer)
-    ]
-    return ContextExchange(tuple(sequences), tuple(sorted(rounds)), members.replicas)
+        held = {lane: joined(_spans(chain, lane)) for lane in lanes}
+        needs = {lane: needed(spans, length, causal=causal, window=window) for lane, spans in held.items()}
+        division = heads_form(members, held, length, causal=causal, window=window)
+        relays: tuple[ContextRelay, ...] = ()
+        if not members.replicas and division is None:
+            relays = context_relays(members, lanes)
+            if not _fewer_bytes(relays, members, held, needs):
+                relays = ()
+        yield _Shared(number, length, lanes, held, needs, relays, division)
+
+
+def _fewer_bytes(
+    relays: Sequence[ContextRelay],
+    members: ContextMembers,
+    held: Mapping[int, Spans],
+    needs: Mapping[int, Spans],
+) -> bool:
+    """Whether some keys would otherwise go to a node more than once."""
+    for relay in relays:
+        came: Spans = []
+        for taker in relay.takers:
+            wanted = overlaps(held[relay.lane], needs[members.members[taker].lane])
+            if overlaps(came, wanted):
+                return True
+            came += wanted
+    return False
+
+
+def _numbered(
+    shared: Sequence[_Shared], members: ContextMembers, together: int
+) -> Mapping[tuple[bool, int], int]:
+    """The numbers of rounds in which any device may have messages, by whether they are inside of nodes and by
+    the sum of the partners' places; the same on all devices."""
+    forms = tuple(sorted({(each.lanes, bool(each.relays)) for each in shared}))
+    kv_heads = max(member.kv_heads[1] - member.kv_heads[0] for member in members.members)
+    most = sum(each.most for each in shared) * kv_heads  # of a device to another one
+    return _numbers(members, forms, max(1, together // max(1, most)))
+
+
+@lru_cache(maxsize=256)
+def _numbers(
+    members: ContextMembers, forms: tuple[tuple[tuple[int, ...], bool], ...], together: int
+) -> Mapping[tuple[bool, int], int]:
+    rounds = sorted({each for lanes, passes_on in forms for each in _rounds(members, lanes, passes_on)})
+    far = sum(not inside for inside, _ in rounds)
+    first = -(-far // together)  # of those inside of nodes
+    return {
+        each: at // together if at < far else first + (at - far) // together for at, each in enumerate(rounds)
+    }
+
+
+@lru_cache(maxsize=256)
+def _rounds(members: ContextMembers, lanes: tuple[int, ...], passes_on: bool) -> frozenset[tuple[bool, int]]:
+    """Those of lanes that share a sequence."""
+    count, found = len(members.members), set[tuple[bool, int]]()
+    sharing = [at for at, member in enumerate(members.members) if member.lane in lanes]
+    for i, j in combinations(sharing, 2):
+        one, other = members.members[i], members.members[j]
+        direct = not passes_on or members.nodes[i] == members.nodes[j]
+        if direct and one.lane != other.lane and overlaps([one.kv_heads], [other.kv_heads]):
+            found.add((True, (i + j) % count))
+    for relay in context_relays(members, lanes) if passes_on else ():
+        found.add((False, (relay.source + relay.entry) % count))
+        found |= {(True, (relay.entry + taker) % count) for taker in relay.takers if taker != relay.entry}
+    return frozenset(found)
 
 
 #: The pieces of a sequence by their pairs: (lane, index in the lane's micro-batch, piece).
@@ -286,29 +305,6 @@ def _chains(lanes: Sequence[MicroBatch]) -> list[_Chain]:
     return found
 
 
-def _spans(chain: _Chain, lane: int) -> _Spans:
+def _spans(chain: _Chain, lane: int) -> Spans:
     """The tokens of a sequence that a lane has."""
     return [span for at, _, piece in chain if at == lane for span in piece.spans]
-
-
-def _joined(spans: _Spans) -> _Spans:
-    """The same tokens in as few ranges as they make, in order."""
-    found: _Spans = []
-    for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
-        else:
-            found.append((start, stop))
-    return found
-
-
-def _needed(spans: _Spans, length: int, *, causal: bool, window: int | None) -> _Spans:
-    """The tokens whose keys the queries of some ranges attend to."""
-    if not causal:
-        return [(0, length)]
-    return _joined([(0 if window is None else max(0, start - window + 1), stop) for start, stop in spans])
-
-
-def _overlaps(some: _Spans, others: _Spans) -> _Spans:
-    both = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
-    return [(start, stop) for start, stop in both if start < stop]

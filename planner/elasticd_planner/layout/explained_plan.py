@@ -44,6 +44,7 @@ Purpose = Literal[
     "activations",
     "activation gradients",
     "tensor parallelism",
+    "keys of cut sequences",
     "gradients",
     "gradients to keepers",
     "updated parameters",
@@ -94,6 +95,7 @@ def explain_step(
     tokens: int,
     boundary: float = 0.0,
     gradients: str | None = None,
+    keys: Iterable[Flow] = (),
 ) -> Communications:
     """The communication of one step of a plan.
 
@@ -103,6 +105,7 @@ def explain_step(
         tokens: of a micro-batch.
         boundary: bytes that a token brings over a boundary of stages (0: one activation, by the model).
         gradients: the dtype that they are summed in, and of master weights; None: that of each parameter.
+        keys: what lanes send each other for the sequences that they share (`batching.explained_keys`).
     """
     spec, plan = layouts.spec, layouts.plan
     one = spec.width * item_size(spec.dtype)
@@ -113,6 +116,7 @@ def explain_step(
     for module in plan.modules if size else ():
         for pipeline in module.by_lane:
             flows += _between(pipeline, size)
+    flows += [("keys of cut sequences", flow) for flow in keys]
     flows += _reduced(layouts, gradients)
     return listed(flows, cluster)
 
