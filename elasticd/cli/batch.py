@@ -90,8 +90,7 @@ def batch_lines(plan: Plan, batch: BatchPlan, linear: int) -> Iterator[Text]:
 
 def _slowdown(plan: Plan) -> list[int]:
     """Of each lane, as the plan has it."""
-    slots = [count for pipeline in plan.pipelines for count in pipeline.micro_batches_by_lane]
-    return planned_slowdown(slots)
+    return planned_slowdown(plan.pipelines)
 
 
 def _bars(rows: Iterable[MicroBatch], marks: dict[int, int], linear: int, cells_of_one: float) -> Text:

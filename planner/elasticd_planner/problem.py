@@ -9,6 +9,7 @@ import msgspec
 
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.spec.cluster import Cluster, Node, check_rates
+from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.value import Value, refuse
 
@@ -48,7 +49,8 @@ class Problem(Value, frozen=True, kw_only=True):
     """Plan `profile`'s model on `cluster` at `rates` (device name to how many times slower than normal;
     a dead device is left out of the cluster). `current` is the running plan, which near-equal plans are
     compared with. The profile's bytes and units come from the model's spec. `given` is a plan to answer with in
-    place of a search, and `only_given` says that no other will do."""
+    place of a search, and `only_given` says that no other will do. `packed`: the sequences of a step, where
+    they are packed in rows; the plan is made for them, and no pipeline is bound to a number of samples."""
 
     cluster: Cluster
     profile: ModelProfile
@@ -59,6 +61,7 @@ class Problem(Value, frozen=True, kw_only=True):
     search_space: SearchSpace = msgspec.field(default=SearchSpace(), name="freedom")
     given: Plan | None = None
     only_given: bool = False
+    packed: PackedSequences | None = None
 
     def __post_init__(self) -> None:
         if self.micro_batch < 1 or self.global_batch < 1 or self.global_batch % self.micro_batch:

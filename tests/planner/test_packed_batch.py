@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from elasticd_planner.batching.packed_batch import (
     CutOptions,
+    NoRoom,
     nodes_of,
     packed_batch_plan,
     planned_slowdown,
-    token_capacity,
+    row_capacity,
 )
 from elasticd_planner.spec.batch import BatchLengths, BatchPlan, BatchRow, SequencePiece
-from elasticd_planner.spec.plan import Pipeline, Plan, Stage
+from elasticd_planner.spec.plan import PackedLane, Pipeline, Plan, Stage
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,10 +116,10 @@ def test_a_slow_lane_gets_fewer_tokens_also_of_whole_sequences() -> None:
 
 
 def test_lanes_may_hold_unlike_numbers_of_tokens() -> None:
-    plan = planned(lanes(3, 1))
+    plan = planned(packed_lanes(20, 80, 40))
     samples, lengths = list(range(30)), BatchLengths(tokens=(20,) * 29 + (70,), linear=50)
     for cut in (CUTS, None):
-        made = packed_batch_plan(plan, 0, samples, lengths, (20, 80, 40), cut=cut)
+        made = packed_batch_plan(plan, 0, samples, lengths, 80, cut=cut)
         check_batch(made, samples, lengths, ((20, 80, 40),))
 
 
@@ -161,16 +163,46 @@ def test_what_does_not_fit_together_is_refused() -> None:
         packed_batch_plan(plan, 3, (1, 2), BatchLengths(tokens=(4,), linear=1))
     with pytest.raises(Invalid, match="sample 1 has 0 tokens"):
         packed_batch_plan(plan, 3, (1,), BatchLengths(tokens=(0,), linear=1))
-    for wrong in ({"capacity": (5,)}, {"slowdown": (64, 64, 64)}, {"slowdown": (64, 0)}):
+    for wrong in ({"slowdown": (64, 64, 64)}, {"slowdown": (64, 0)}):
         with pytest.raises(Invalid, match="module model has 2 lanes"):
             packed_batch_plan(plan, 3, (1,), BatchLengths(tokens=(4,), linear=1), cut=CUTS, **wrong)
     with pytest.raises(Invalid, match="the least piece must be at least 1"):
         CutOptions(least=0)
 
 
-def test_without_a_capacity_a_row_has_the_tokens_of_a_padded_micro_batch() -> None:
+def packed_lanes(*capacity: int, slowdown: tuple[int, ...] = ()) -> Pipeline:
+    """A pipeline of lanes that hold so many tokens each."""
+    slow = slowdown or (64,) * len(capacity)
+    packed = tuple(PackedLane(capacity=room, slowdown=each) for room, each in zip(capacity, slow, strict=True))
+    return msgspec.structs.replace(lanes(len(capacity), 1), packed=packed)
+
+
+def test_a_row_has_what_memory_holds_and_no_more_than_is_asked_for() -> None:
     plan, lengths = planned(lanes(2, 1)), BatchLengths(tokens=(4, 9), linear=1)
-    assert token_capacity(plan, lengths) == 9
+    assert row_capacity(plan, lengths) == [9, 9]  # a padded micro-batch of these
+    assert row_capacity(plan, lengths, 30) == [30, 30]
+    plan = planned(packed_lanes(7, 20))
+    assert row_capacity(plan, lengths) == [7, 9]
+    assert row_capacity(plan, lengths, 30) == [7, 20]
+
+
+def test_lanes_of_unequal_memory_hold_each_what_they_can() -> None:
+    plan, samples = planned(packed_lanes(40, 10, 100, slowdown=(64, 64, 128))), tuple(range(6))
+    lengths = BatchLengths(tokens=(140, 90, 40, 30, 8, 7), linear=50)
+    for cut in (CUTS, CutOptions(least=1, fixed=0)):
+        batch = packed_batch_plan(plan, 1, samples, lengths, 400, cut=cut)
+        check_batch(batch, samples, lengths, [[40, 10, 100]])
+    with pytest.raises(NoRoom, match="151 tokens, and no pipeline's lanes hold more than 150 in a row"):
+        packed_batch_plan(plan, 1, (5,), BatchLengths(tokens=(151,), linear=50), 400, cut=CUTS)
+    with pytest.raises(NoRoom, match="140 tokens, a row at most 100"):
+        packed_batch_plan(plan, 1, samples, lengths, 400)
+
+
+def test_a_packed_plan_says_which_shares_lanes_get_at_first() -> None:
+    plan = planned(packed_lanes(9000, 9000, slowdown=(64, 192)))
+    assert planned_slowdown(plan.pipelines) == [64, 192]
+    made = packed_batch_plan(plan, 1, (1,), BatchLengths(tokens=(4000,), linear=50), 9000, cut=CUTS)
+    assert [piece.tokens for piece in pieces(made.modules[0][0])] == [3000, 1000]
 
 
 def test_lanes_are_on_the_node_of_their_first_device() -> None:
@@ -178,4 +210,4 @@ def test_lanes_are_on_the_node_of_their_first_device() -> None:
 
 
 def test_a_lane_with_half_the_micro_batches_counts_as_twice_as_slow() -> None:
-    assert planned_slowdown((4, 2, 4)) == [64, 128, 64]
+    assert planned_slowdown((lanes(1, 4), lanes(1, 2), lanes(1, 4))) == [64, 128, 64]

@@ -40,8 +40,7 @@ class BatchesAhead:
             thread: in which batches are planned beside training.
         """
         self._feed, self._plan, self._linear = feed, plan, linear
-        slots = [count for pipeline in plan.pipelines for count in pipeline.micro_batches_by_lane]
-        self._speeds = SlowdownState.begin(planned_slowdown(slots))
+        self._speeds = SlowdownState.begin(planned_slowdown(plan.pipelines))
         self.agreed: tuple[int, ...] | None = None  #: slowdowns of lanes by votes; None: as the plan has them
         ends = [0, *accumulate(len(pipeline.micro_batches_by_lane) for pipeline in plan.pipelines)]
         #: Of each rank that computes the place of its lane among those of all pipelines.

@@ -50,9 +50,15 @@ class CutOptions(Value, frozen=True, kw_only=True):
             refuse("packing: the least piece must be at least 1 pair, and a row's fixed cost not negative")
 
 
-def token_capacity(plan: Plan, lengths: BatchLengths) -> int:
-    """Tokens of a row that a lane holds, where nothing says it: those of a padded micro-batch."""
-    return plan.micro_batch * max(1, *lengths.tokens)
+def row_capacity(plan: Plan, lengths: BatchLengths, most: int | None = None, module: int = 0) -> list[int]:
+    """Tokens of a row that each lane of a module takes, lane by lane over its pipelines: what its memory holds,
+    as the plan has it, and no more than `most` (None: than a padded micro-batch of these sequences)."""
+    limit = plan.micro_batch * max(1, *lengths.tokens) if most is None else most
+    found: list[int] = []
+    for pipeline in plan.modules[module].pipelines:
+        rooms = [min(limit, lane.capacity) for lane in pipeline.packed]
+        found += rooms or [limit] * len(pipeline.micro_batches_by_lane)
+    return found
 
 
 def packed_batch_plan(
@@ -60,7 +66,7 @@ def packed_batch_plan(
     step: int,
     samples: Sequence[int],
     lengths: BatchLengths,
-    capacity: int | Sequence[int] | None = None,
+    most: int | None = None,
     *,
     cut: CutOptions | None = None,
     slowdown: Sequence[int] | None = None,
@@ -72,24 +78,25 @@ def packed_batch_plan(
         step: its index.
         samples: their ids.
         lengths: tokens of each sample, and what they cost.
-        capacity: the most tokens of a row, of all lanes or of each lane of a module in order; None: see
-            `token_capacity`.
+        most: the most tokens of a row, see `row_capacity`.
         cut: how sequences may be cut over the lanes of a pipeline; None: they stay whole.
         slowdown: the time of each lane of a module for the same work, in order, in 64ths of a normal lane's;
-            None: the shares of the work are those of the plan's micro-batches.
+            None: see `planned_slowdown`.
 
     Raises:
         NoRoom: a sequence has no token, or no set of lanes of a pipeline holds it.
-        Invalid: samples and lengths are not as many, or lanes and slowdowns or capacities.
+        Invalid: samples and lengths are not as many, or lanes and slowdowns.
     """
     if len(lengths.tokens) != len(samples):
         refuse(f"step {step}: {len(lengths.tokens)} lengths for {len(samples)} samples")
-    most = token_capacity(plan, lengths) if capacity is None else capacity
     if 0 in lengths.tokens:
         sample = samples[lengths.tokens.index(0)]
         raise NoRoom(step, sample, "has 0 tokens: a packed sequence needs at least one")
     modules = tuple(
-        _Dealing(step, module, samples, lengths, most, cut, slowdown).rows() for module in plan.modules
+        _Dealing(
+            step, module, samples, lengths, row_capacity(plan, lengths, most, number), cut, slowdown
+        ).rows()
+        for number, module in enumerate(plan.modules)
     )
     return BatchPlan(step=step, plan=plan.number, modules=modules, packed=True)
 
@@ -103,23 +110,23 @@ class _Dealing:
         module: ModulePlan,
         samples: Sequence[int],
         lengths: BatchLengths,
-        capacity: int | Sequence[int],
+        capacity: Sequence[int],
         cut: CutOptions | None,
         slowdown: Sequence[int] | None,
     ) -> None:
         self.step, self.module, self.samples, self.lengths, self.options = step, module, samples, lengths, cut
         slots = [count for pipeline in module.pipelines for count in pipeline.micro_batches_by_lane]
         lanes = len(slots)
-        self.capacity = [capacity] * lanes if isinstance(capacity, int) else list(capacity)
-        self.slowdown = planned_slowdown(slots) if slowdown is None else list(slowdown)
+        self.capacity = list(capacity)
+        self.slowdown = planned_slowdown(module.pipelines) if slowdown is None else list(slowdown)
         # The time of a unit of work on each lane, in a unit that all have in common.
         common = prod({*slots})
-        self.each = [common // slot for slot in slots] if slowdown is None else self.slowdown
+        by_slots = slowdown is None and not module.pipelines[0].packed
+        self.each = [common // slot for slot in slots] if by_slots else self.slowdown
         for name, given in (("capacities", self.capacity), ("slowdowns", self.slowdown)):
             if len(given) != lanes or min(given) < 1:
-                refuse(
-                    f"step {step}: module {module.module} has {lanes} lanes, which need {name} of at least 1"
-                )
+                said = f"has {lanes} lanes, which need {name} of at least 1"
+                refuse(f"step {step}: module {module.module} {said}")
         ends = [0, *accumulate(len(pipeline.micro_batches_by_lane) for pipeline in module.pipelines)]
         self.lanes = [slice(*pair) for pair in pairwise(ends)]
 
@@ -210,9 +217,12 @@ def _holds(room: Sequence[int], length: int) -> bool:
     return length <= max(room) or sum(fold.held_pairs(length, room)) >= fold.pair_count(length)
 
 
-def planned_slowdown(slots: Sequence[int]) -> list[int]:
-    """Slowdowns that give lanes shares of the work as their shares of the plan's micro-batches: 64 of a lane
-    that has as many as the middle one."""
+def planned_slowdown(pipelines: Sequence[Pipeline]) -> list[int]:
+    """The slowdown of each lane of all pipelines, as a plan has it [64ths of a normal lane's time]. Of one that
+    is not packed: so that lanes get shares of the work as their shares of its micro-batches."""
+    if pipelines[0].packed:
+        return [lane.slowdown for pipeline in pipelines for lane in pipeline.packed]
+    slots = [count for pipeline in pipelines for count in pipeline.micro_batches_by_lane]
     middle = sorted(slots)[len(slots) // 2]
     return [max(1, (2 * NORMAL * middle + slot) // (2 * slot)) for slot in slots]
 

@@ -7,13 +7,19 @@ from the cost model's `memory`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
 
 from elasticd_planner.cost.model import CostModel
 from elasticd_planner.cost.schedule import most_alive
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.spec.cluster import Cluster, node_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
+
+#: Tokens for which memory is counted to see what each token adds; and the most tokens of a row where tokens add
+#: nothing.
+_FEW, _MOST = 1024.0, 1 << 40
 
 
 def fits(needed: Mapping[str, int], cluster: Cluster) -> bool:
@@ -59,6 +65,40 @@ def _needs(pipeline: Pipeline, index: int, stage: Stage, position: int, cost: Co
         sizes.append(one - none)  # the activations of one micro-batch
     state = cost.memory(stage.layers, stage.shares, position, first=first, last=last, in_flight=0)
     return state + most_alive(depth, index, pipeline.micro_batches, tuple(sizes))
+
+
+def most_tokens(lane: Pipeline, sized: Callable[[float], CostModel], memory: Mapping[str, int]) -> int:
+    """The most tokens of a row that the memory of every member of a lane holds, with as many rows alive as each
+    stage keeps. What a member needs is linear in them.
+
+    Args:
+        lane: a pipeline of a single lane.
+        sized: the cost of its plan for rows of so many tokens.
+        memory: of each device [bytes].
+
+    Returns:
+        The tokens; 0 where not even the state fits.
+    """
+    kept = len(lane.stages) * lane.chunks  # no stage keeps more rows than that
+    full = msgspec.structs.replace(lane, micro_batches=max(lane.micro_batches, kept))
+    few, more = sized(_FEW), sized(2 * _FEW)
+    most = math.inf
+    for index, stage in enumerate(full.stages):
+        costs = few.for_stage(stage), more.for_stage(stage)
+        seen: set[tuple[int, int]] = set()
+        for position, device in enumerate(stage.devices):
+            key = stage.shares[position], memory[device]
+            if key in seen:
+                continue
+            seen.add(key)
+            some, twice = (_needs(full, index, stage, position, cost) for cost in costs)
+            state, each = 2 * some - twice, (twice - some) / _FEW
+            left = memory[device] - state
+            if left < 0:
+                return 0
+            if each > 0:
+                most = min(most, left / each)
+    return math.floor(min(most, _MOST) * (1 + EQUAL))
 
 
 def need(

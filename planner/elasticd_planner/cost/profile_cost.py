@@ -44,6 +44,10 @@ class ProfileCost:
             return self
         return replace(self, recompute=stage.recompute, sequence_parallel=stage.sequence_parallel)
 
+    def sized(self, tokens: float) -> ProfileCost:
+        """The same cost of micro-batches of so many tokens."""
+        return replace(self, profile=self.profile.sized(tokens))
+
     def under(self, plan: Plan) -> ProfileCost:
         """The same cost under a plan's state policy."""
         if not plan.state.zero and not self.state.zero:
@@ -52,7 +56,7 @@ class ProfileCost:
             self,
             state=plan.state,
             pipelines=len(plan.by_lane),
-            micro_batches=plan.global_batch // plan.micro_batch,
+            micro_batches=sum(pipeline.micro_batches for pipeline in plan.pipelines),
             members=len(plan.members),
         )
 

@@ -21,7 +21,7 @@ from elasticd_planner.value import StoredValue, Value, refuse
 #: Version of the JSON form of a plan; a reader accepts its own and all older ones. A plan has the lowest
 #: version that can say what it has, so that an older release refuses what it does not know, and nothing else.
 #: 2: interleaved stages, or a 0.1 leader whose chaos shifted the data. 3: stages of several lanes, sequence
-#: parallelism, devices in several modules.
+#: parallelism, devices in several modules, packed rows.
 PLAN_VERSION = 3
 
 #: Blocks [start, stop).
@@ -109,6 +109,18 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
         return self.shares[position] / sum(self.shares[ends[lane] : ends[lane + 1]])
 
 
+class PackedLane(Value, frozen=True, kw_only=True, omit_defaults=True):
+    """What a lane takes of the packed rows of a step."""
+
+    capacity: int  # [tokens] of a row that its memory holds
+    # [64ths] of a normal lane's time that it takes for the same work, by which it gets its first shares.
+    slowdown: int = 64
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1 or self.slowdown < 1:
+            refuse(f"packed lane: capacity and slowdown must be at least 1, not {self}")
+
+
 class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
     """Stages in order, and how many micro-batches of a step pass through them: once, or in an interleaved
     pipeline once for each chunk that its stages have (Narayanan et al., 2021, section 2.2).
@@ -117,8 +129,9 @@ class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
     one, so that lanes are data-parallel copies of the pipeline with the same borders."""
 
     stages: tuple[Stage, ...]
-    micro_batches: int  # of all lanes
+    micro_batches: int  # of all lanes; of a packed plan the rows that are expected
     rows: tuple[int, ...] = ()  # how many micro-batches each lane has; empty: there is one lane
+    packed: tuple[PackedLane, ...] = ()  # of a packed plan: each lane's; empty: the plan is none
 
     def __post_init__(self) -> None:
         if not self.stages or self.stages[0].start != 0:
@@ -135,6 +148,8 @@ class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
         self._check_lanes()
 
     def _check_lanes(self) -> None:
+        if self.packed and len(self.packed) != len(self.micro_batches_by_lane):
+            refuse(f"pipeline: {len(self.micro_batches_by_lane)} lanes, and {len(self.packed)} are packed")
         if not self.rows and not any(stage.lanes for stage in self.stages):
             return
         counts = [len(stage.widths) for stage in self.stages]
@@ -193,8 +208,10 @@ class Pipeline(Value, frozen=True, kw_only=True, omit_defaults=True):
         if not self.rows:
             return (self,)
         stages = zip(*(stage.by_lane for stage in self.stages), strict=True)
+        packed = [self.packed[j : j + 1] for j in range(len(self.rows))]
         return tuple(
-            Pipeline(stages=own, micro_batches=count) for own, count in zip(stages, self.rows, strict=True)
+            Pipeline(stages=own, micro_batches=count, packed=lane)
+            for own, count, lane in zip(stages, self.rows, packed, strict=True)
         )
 
     @property
@@ -378,7 +395,12 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
             refuse(f"plan {self.number}: device {min(twice)} is placed twice")
         if self.carriers and not self.state.zero:
             refuse(f"plan {self.number}: {self.carriers[0]} carries replicas, which zero 0 does not have")
+        packed = {bool(pipeline.packed) for module in self.modules for pipeline in module.pipelines}
+        if len(packed) > 1:
+            refuse(f"plan {self.number}: some of its pipelines are packed, and others are not")
         for module in self.modules:
+            if self.packed:  # its rows have as many sequences as fit
+                break
             samples = sum(pipeline.micro_batches for pipeline in module.pipelines) * self.micro_batch
             if samples != self.global_batch:
                 refuse(
@@ -391,7 +413,7 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     def _least_version(self) -> int:
         pipelines = [pipeline for module in self.modules for pipeline in module.pipelines]
         sliced = any(stage.sequence_parallel for pipeline in pipelines for stage in pipeline.stages)
-        lanes = any(pipeline.rows for pipeline in pipelines)
+        lanes = any(pipeline.rows or pipeline.packed for pipeline in pipelines)
         if sliced or lanes or len(self._placed()) > len(self.places):
             return 3
         return 2 if self.sequence or any(pipeline.chunks > 1 for pipeline in pipelines) else 1
@@ -420,6 +442,11 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     def pipelines(self) -> tuple[Pipeline, ...]:
         """The pipelines of the first module; a plain language model has no other."""
         return self.modules[0].pipelines
+
+    @property
+    def packed(self) -> bool:
+        """Whether it says of its lanes which packed rows they hold."""
+        return bool(self.pipelines[0].packed)
 
     @cached_property
     def by_lane(self) -> tuple[Pipeline, ...]:

@@ -41,10 +41,20 @@ def _form(pipeline: Pipeline) -> str:
         + (" sequence parallel" if s.sequence_parallel else "")
         for s in pipeline.stages
     )
+    if pipeline.packed:
+        return _in_rows(pipeline, stages)
     counts = " + ".join(map(str, pipeline.micro_batches_by_lane))
     if pipeline.rows:
         return f"{len(pipeline.rows)} lanes of {stages} with {counts} micro-batches"
     return f"{stages} with {counts} micro-batches"
+
+
+def _in_rows(pipeline: Pipeline, stages: str) -> str:
+    rooms = [lane.capacity for lane in pipeline.packed]
+    tokens = f"{min(rooms)}" if min(rooms) == max(rooms) else f"{min(rooms)} to {max(rooms)}"
+    rows = max(pipeline.micro_batches_by_lane)
+    lanes = f"{len(rooms)} lanes of " if len(rooms) > 1 else ""
+    return f"{lanes}{stages} with about {rows} row{'s' if rows > 1 else ''} of at most {tokens} tokens"
 
 
 def _groups(stage: Stage) -> str:
