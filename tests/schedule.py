@@ -5,8 +5,8 @@ processes of pytest run, one of them takes the shortest tests first. Clusters al
 cores at the beginning, and a cluster that waits for a core costs more processor than one that does not.
 
 `tests/durations.json` says how long tests took; `make durations` measures it anew. A test that takes `ALONE`
-seconds or more is dealt by itself. The others of its file are dealt together; so are the tests of a file that use
-a fixture of module scope, which would otherwise be made once for each process.
+seconds or more is dealt by itself. The others of its file are dealt together; so are the tests of a file that
+use a fixture of module scope, which would otherwise be made once for each process.
 """
 
 from __future__ import annotations

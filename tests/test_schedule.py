@@ -30,12 +30,8 @@ SECONDS = {
     "two.py::test_alone": 5.5,
 }
 NAMES = [
-    "one.py::quick",
-    "one.py::long",
-    "one.py::middle",
-    "one.py::quick too",
-    *list(SECONDS)[2:],
-    "two.py::test_quick",
+    *("one.py::quick", "one.py::long", "one.py::middle", "one.py::quick too"),
+    *("two.py::test_uses", "two.py::test_too[x@y]", "two.py::test_alone", "two.py::test_quick"),
 ]
 
 
