@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import os
 
+import elasticd_planner.detection.stragglers
+import elasticd_planner.policy.policy
 import torch
 import torch._dynamo  # an optimizer's first step imports it
 import torch.distributed.checkpoint
 import torch.distributed.run
 
 import elasticd
+import elasticd.cli.run
 import elasticd.models
 import elasticd.runtime.checking
 import elasticd.runtime.checkpoint.dcp_format
+import tests.accelerators.strict_process_group
+import tests.accelerators.vgpu  # and pytest with it, which takes a worker as long as all that it trains
 
 assert torch.get_num_threads() == 1, "start the fork server with OMP_NUM_THREADS=1"
 assert elasticd.Job, "the runtime is imported when a name of it is first used"

@@ -2,8 +2,8 @@
 
 The longest tests are those of whole clusters, each with several processes of its own; most of the time they
 wait, for a lease or a paced step. The shortest compute all the time. So of three or more processes of pytest
-almost half take the shortest tests first. Clusters alone would be too much for the cores where they start, leave
-them idle where they wait, and a cluster that waits for a core costs more processor than one that does not.
+almost half take the shortest tests first. Clusters alone would be too much for the cores where they start, and
+leave them idle where they wait; a cluster that waits for a core costs more processor than one that does not.
 
 `tests/durations.json` says how long tests took; `make durations` measures it anew. A test that takes `ALONE`
 seconds or more is dealt by itself. The others of its file are dealt together; so are the tests of a file that
