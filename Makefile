@@ -7,8 +7,8 @@ TORCH_INDEX ?=
 ARGS        ?=
 NAME        ?=
 SEED        ?=
-# Two processes more than there are cores: many tests wait. The longest tests start first (tests/schedule.py).
-PYTEST_ARGS ?= -n $(shell echo $$((2 + $$(env -u OMP_NUM_THREADS nproc)))) --dist loadscope --no-loadscope-reorder --durations=50
+# Three processes more than there are cores: many tests wait. The longest tests start first (tests/schedule.py).
+PYTEST_ARGS ?= -n $(shell echo $$((3 + $$(env -u OMP_NUM_THREADS nproc)))) --dist loadscope --no-loadscope-reorder --durations=50
 
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

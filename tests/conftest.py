@@ -6,8 +6,11 @@ is never the user's. Property tests have no deadline: other work on the machine 
 
 from __future__ import annotations
 
+import gc
+import itertools
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -48,6 +51,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         rewriting.rewrite_all(config, sorted(rewriting.ROOT.rglob("test_*.py")))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected lives to the end: the garbage collector does not look at it again."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -111,15 +123,19 @@ def no_process_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def state_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For the daemons of fixtures that several tests share; and an agent's default socket for all of them."""
+def state_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Path]]:
+    """For the daemons of fixtures that several tests share; and an agent's default socket for all of them. The
+    value: folders that no test had yet (`mktemp` would read the names of all that were, before each test)."""
+    folder = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        yield
+        patch.setenv("XDG_STATE_HOME", str(folder))
+        yield (folder / f"of-test-{number}" for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
-def state_of_the_test(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def state_of_the_test(state_of_the_session: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test may have an etcd of its own under a name that others used."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+    folder = next(state_of_the_session)
+    folder.mkdir()
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))

@@ -1,5 +1,7 @@
 """All that is slow to import, imported once by the process that `tests.forkserver` forks test workers from.
 
+So are the modules of workers' scripts, pytest among them: 0.13 s of processor for each worker otherwise.
+
 A fork copies one thread alone. So nothing here may start a thread, neither OpenMP's nor one of Python's.
 """
 
@@ -7,15 +9,20 @@ from __future__ import annotations
 
 import os
 
+import elasticd_planner.detection.stragglers
+import elasticd_planner.policy.policy  # noqa: F401
 import torch
 import torch._dynamo  # an optimizer's first step imports it
 import torch.distributed.checkpoint
 import torch.distributed.run
 
 import elasticd
+import elasticd.cli.run
 import elasticd.models
 import elasticd.runtime.checking
 import elasticd.runtime.checkpoint.dcp_format
+import tests.accelerators.strict_process_group
+import tests.accelerators.vgpu  # noqa: F401
 
 assert torch.get_num_threads() == 1, "start the fork server with OMP_NUM_THREADS=1"
 assert elasticd.Job, "the runtime is imported when a name of it is first used"

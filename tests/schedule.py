@@ -1,16 +1,18 @@
 """In which order tests start, so that no core is idle at the end: the longest first, each to a free process.
 
-The longest tests are those of whole clusters, each with several processes of its own. Where three or more
-processes of pytest run, one of them takes the shortest tests first. Clusters alone would be too much for the
-cores at the beginning, and a cluster that waits for a core costs more processor than one that does not.
+The longest tests are those of whole clusters, each with several processes of its own; most of the time they
+wait, for a lease or a paced step. The shortest compute all the time. So of three or more processes of pytest
+almost half take the shortest tests first. Clusters alone would be too much for the cores where they start, and
+leave them idle where they wait; a cluster that waits for a core costs more processor than one that does not.
 
 `tests/durations.json` says how long tests took; `make durations` measures it anew. A test that takes `ALONE`
-seconds or more is dealt by itself. The others of its file are dealt together; so are all tests of a file with a
-fixture of module scope, which would otherwise be made once for each process.
+seconds or more is dealt by itself. The others of its file are dealt together; so are the tests of a file that
+use a fixture of module scope, which would otherwise be made once for each process.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -50,16 +52,36 @@ def order(names: Iterable[str], seconds: Mapping[str, float], root: Path = ROOT)
 
 
 def group(name: str, seconds: Mapping[str, float], root: Path = ROOT) -> str:
-    """What a test is dealt together with: its file, or nothing but itself."""
-    file = name.partition("::")[0]
-    alone = seconds.get(name, UNKNOWN) >= ALONE and not _shares_fixtures(root / file)
-    return name if alone else file
+    """What a test is dealt together with: others of its file, or nothing but itself."""
+    file, _, rest = name.partition("::")
+    if rest.partition("[")[0].rpartition("::")[2] in _sharing(root / file):
+        return f"{file}::"
+    return name if seconds.get(name, UNKNOWN) >= ALONE else file
 
 
 @cache
-def _shares_fixtures(file: Path) -> bool:
-    """The process that deals tests has only their names, so the text decides."""
-    return 'scope="module"' in file.read_text()
+def _sharing(file: Path) -> frozenset[str]:
+    """The tests of a file that use a fixture of module scope, directly or through another fixture.
+
+    The process that deals tests has only their names, so the text decides.
+    """
+    text = file.read_text()
+    if 'scope="module"' not in text:
+        return frozenset()
+    functions = {n.name: n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)}
+    decorators = {name: " ".join(map(ast.unparse, node.decorator_list)) for name, node in functions.items()}
+    shared = {name for name, text in decorators.items() if "scope='module'" in text}
+    if any("autouse" in decorators[name] for name in shared):
+        return frozenset(functions)
+    while more := {name for name, node in functions.items() if _names(node) & shared} - shared:
+        shared |= more
+    return frozenset(shared)
+
+
+def _names(function: ast.FunctionDef) -> set[str]:
+    """What a function takes; and the fixtures that it, or a mark of it, names in a string."""
+    strings = {node.value for node in ast.walk(function) if isinstance(node, ast.Constant)}
+    return {argument.arg for argument in function.args.args} | {s for s in strings if isinstance(s, str)}
 
 
 class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
@@ -69,6 +91,6 @@ class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
         return group(nodeid, known())
 
     def _assign_work_unit(self, node: Any) -> None:
-        if len(self.nodes) > 2 and node is self.nodes[-1]:
+        if self.nodes.index(node) > len(self.nodes) // 2:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)

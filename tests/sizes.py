@@ -63,4 +63,5 @@ def _marks(represents: bool) -> list[pytest.MarkDecorator]:
 def skip_full(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """The tests to run and those to leave out."""
     left_out = [] if _full else [item for item in items if item.get_closest_marker(MARK)]
-    return [item for item in items if item not in set(left_out)], left_out
+    left = set(left_out)
+    return [item for item in items if item not in left], left_out

@@ -8,15 +8,31 @@ import pytest
 
 from tests import schedule, sizes
 
-SHARED = 'import pytest\n@pytest.fixture(scope="module")\ndef shared(): return 1\n'
+SHARED = """
+import pytest
+
+@pytest.fixture(scope="module")
+def shared(): return 1
+
+@pytest.fixture
+def copied(shared): return shared
+
+def test_uses(shared): ...
+def test_too(request): request.getfixturevalue("copied")
+def test_alone(tmp_path): ...
+def test_quick(tmp_path): ...
+"""
 SECONDS = {
     "one.py::long": 9.0,
     "one.py::middle": 2.0,
-    "two.py::uses": 3.0,
-    "two.py::too[x@y]": 1.0,
-    "two.py::alone": 5.5,
+    "two.py::test_uses": 3.0,
+    "two.py::test_too[x@y]": 1.0,
+    "two.py::test_alone": 5.5,
 }
-NAMES = ["one.py::quick", "one.py::long", "one.py::middle", "one.py::quick too", *list(SECONDS)[2:]]
+NAMES = [
+    *("one.py::quick", "one.py::long", "one.py::middle", "one.py::quick too"),
+    *("two.py::test_uses", "two.py::test_too[x@y]", "two.py::test_alone", "two.py::test_quick"),
+]
 
 
 @pytest.fixture
@@ -28,23 +44,24 @@ def root(tmp_path: Path) -> Path:
 
 def test_the_longest_start_first_and_nothing_is_lost(root: Path) -> None:
     assert schedule.order(NAMES, SECONDS, root) == [
-        "two.py::uses",
-        "two.py::too[x@y]",
-        "two.py::alone",
         "one.py::long",
+        "two.py::test_alone",
+        "two.py::test_uses",
+        "two.py::test_too[x@y]",
         "one.py::middle",
         "one.py::quick",
         "one.py::quick too",
+        "two.py::test_quick",
     ]
 
 
-def test_tests_of_a_file_with_a_shared_fixture_are_dealt_together_and_long_ones_alone(root: Path) -> None:
+def test_tests_that_share_a_fixture_of_their_file_are_dealt_together_and_long_ones_alone(root: Path) -> None:
     groups = {name: schedule.group(name, SECONDS, root) for name in NAMES}
     assert groups == {
-        **dict.fromkeys(NAMES, "one.py"),
-        "one.py::long": "one.py::long",
-        "one.py::middle": "one.py::middle",
-        **{name: "two.py" for name in NAMES if name.startswith("two.py")},
+        **dict.fromkeys(("one.py::quick", "one.py::quick too"), "one.py"),
+        **{name: name for name in ("one.py::long", "one.py::middle", "two.py::test_alone")},
+        **dict.fromkeys(("two.py::test_uses", "two.py::test_too[x@y]"), "two.py::"),
+        "two.py::test_quick": "two.py",
     }
 
 

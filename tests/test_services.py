@@ -169,14 +169,14 @@ def test_systemd_finds_no_fault_with_a_unit_and_it_has_few_rights(name: str, tmp
     copy = tmp_path / name
     copy.write_text((UNITS / name).read_text().replace("/opt/elasticd/bin", str(programs)))
     verified = subprocess.run(
-        ["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=60, check=False
+        ["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, timeout=300, check=False
     )
     assert (verified.returncode, verified.stderr) == (0, "")
     exposure = subprocess.run(
         ["systemd-analyze", "security", "--offline=true", "--threshold=30", str(copy)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert exposure.returncode == 0, exposure.stdout

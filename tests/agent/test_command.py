@@ -28,7 +28,7 @@ def environment() -> dict[str, str]:
 def refused(*options: str) -> str:
     """What the command says on its way to a non-zero end."""
     done = subprocess.run(
-        [*COMMAND, *options], capture_output=True, text=True, timeout=60, env=environment(), check=False
+        [*COMMAND, *options], capture_output=True, text=True, timeout=300, env=environment(), check=False
     )
     assert done.returncode != 0
     assert "Traceback" not in done.stderr

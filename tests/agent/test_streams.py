@@ -182,7 +182,7 @@ def test_agent_that_dies_in_the_midst_breaks_the_stream() -> None:
         with dying_agent(mine.certificate) as (process, record):
             with pytest.raises(StreamFailed):
                 sender.send(one, threading.Event(), record.snapshots, record.certificate)
-            assert process.wait(60) == -signal.SIGKILL
+            assert process.wait(300) == -signal.SIGKILL
     finally:
         os.close(one.fd)
         sender.close()

@@ -168,7 +168,7 @@ def test_foreign_key_in_the_place_of_the_leaders_is_said(shared_etcd: SharedEtcd
 
 def test_entry_point_ends_with_one_message_and_no_traceback() -> None:
     command = [sys.executable, "-m", "elasticd", "status", "--config", "/nowhere/e.toml"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("Error: cannot read the configuration /nowhere/e.toml")
     assert len(done.stderr.splitlines()) == 1

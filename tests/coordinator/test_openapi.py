@@ -23,12 +23,13 @@ from elasticd.coordinator.http.chaos import ChaosRoutes
 from elasticd.coordinator.http.openapi import document
 from elasticd.coordinator.http.routing import Endpoint, endpoints
 from elasticd.machines.job.state.events import AgentUp
+from tests import sizes
 from tests.coordinator.agents import config
 from tests.coordinator.elsewhere import Leader, leading
 from tests.coordinator.secured import OPERATOR, tokens
 from tests.machines.cast import node_record
 
-EXAMPLES = 12
+EXAMPLES = sizes.examples(12)
 
 
 def prepared(security: SecuritySection) -> Iterator[Leader]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from elasticd.testing.waiting import until
+from tests import sizes
 from tests.etcds import SharedEtcd
 from tests.integration import train
 from tests.integration.fleet import Fleet, exact
@@ -24,7 +25,9 @@ SILENT = 5.0
 STEPS = 150
 
 
-@pytest.mark.parametrize("node", ["a", "b"])  # a's worker is rank 0, whose reports tell that steps are made
+@pytest.mark.parametrize(
+    "node", sizes.beside(["a"], ["a", "b"])
+)  # a's worker is rank 0, whose reports tell that steps are made
 def test_a_node_that_alone_holds_some_state_is_waited_for(shared_etcd: SharedEtcd, node: str) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="ed-") as name,

@@ -21,6 +21,7 @@ from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import ModelError
 from elasticd.runtime.model.rng import Dropout
 from elasticd.runtime.model.tp_rules import Column, PartialGrad, Row
+from tests import sizes
 from tests.models.families import Whole
 from tests.models.layouts import Training, alone, furthest, layouts_of, under
 from tests.models.texts import Text
@@ -76,8 +77,13 @@ def theirs(name: str) -> str:
     return "model.lm_head.weight" if rest.startswith("lm_head") else f"model.model.{rest}"
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize(("kind", "tied"), [("Llama", False), ("Qwen3", True)])
+@pytest.mark.parametrize(
+    ("kind", "tied", "name"),
+    sizes.beside(
+        [*(("Llama", False, name) for name in PLANS), ("Qwen3", True, "tp3 uneven beside a pipeline")],
+        [(*kind, name) for kind in (("Llama", False), ("Qwen3", True)) for name in PLANS],
+    ),
+)
 def test_trains_like_one_process(kind: str, tied: bool, name: str) -> None:
     torch.manual_seed(0)
     model = made(kind, tied).double()
@@ -106,8 +112,8 @@ def test_other_families_train_like_one_process_under_every_layout(kind: str, nam
 
 def test_the_sections_of_a_model_are_its_own_where_the_small_copy_has_other_sizes() -> None:
     """OPT has projections between the embedding and the layers where their widths differ."""
-    sizes = {"vocab_size": 500, "hidden_size": 160, "ffn_dim": 200, "num_attention_heads": 5, "dropout": 0.0}
-    config = transformers.OPTConfig(**sizes, word_embed_proj_dim=96, num_hidden_layers=3)
+    given = {"vocab_size": 500, "hidden_size": 160, "ffn_dim": 200, "num_attention_heads": 5, "dropout": 0.0}
+    config = transformers.OPTConfig(**given, word_embed_proj_dim=96, num_hidden_layers=3)
     model = transformers.OPTForCausalLM(config).double()
     ids = torch.arange(5, 25).view(2, 10)
     x: Any = {"inputs": ids}

@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
+from tests import sizes
 from tests.models import families
 from tests.models.test_huggingface import OTHERS, made
 from tests.models.texts import Text
@@ -70,9 +72,20 @@ def through(sections: Sections, ids: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("lengths", [(7, 1, 5), (9,), (1,), (1, 1, 2)])
-@pytest.mark.parametrize("name", PACKABLE)
-def test_a_packed_row_gives_what_the_model_gives_for_its_sequences(name: str, lengths: tuple[int, ...]) -> None:
+#: Tokens of the sequences of a row. `make test` has the last three of the model with windows in some layers.
+ROWS = {"7 + 1 + 5": (7, 1, 5), "9": (9,), "1": (1,), "1 + 1 + 2": (1, 1, 2)}
+WINDOWS = "Qwen3, some windows"
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    sizes.beside(
+        [*((name, "7 + 1 + 5") for name in PACKABLE), *((WINDOWS, row) for row in ROWS)],
+        product(PACKABLE, ROWS),
+    ),
+)
+def test_a_packed_row_gives_what_the_model_gives_for_its_sequences(name: str, row: str) -> None:
+    lengths = ROWS[row]
     model = in_double(PACKABLE[name])
     ids = torch.randint(1, 41, (1, sum(lengths)), generator=torch.Generator().manual_seed(3))
     sections, named = sections_of(model, prove(model).anatomy), dict(model.named_parameters())

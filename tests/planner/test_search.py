@@ -290,7 +290,7 @@ def test_the_child_answers_each_line_on_standard_output() -> None:
         [sys.executable, "-m", "elasticd_planner", "7"],
         input=b"\n".join(map(msgspec.json.encode, given)),
         capture_output=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     answers = [msgspec.json.decode(line, type=Answer) for line in done.stdout.splitlines()]
@@ -299,7 +299,7 @@ def test_the_child_answers_each_line_on_standard_output() -> None:
 
 def test_the_child_says_what_is_wrong_with_its_problem() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "elasticd_planner"], input=b'{"cluster": 3}', capture_output=True, timeout=60
+        [sys.executable, "-m", "elasticd_planner"], input=b'{"cluster": 3}', capture_output=True, timeout=300
     )
     assert done.returncode == 2
     assert b"the problem on standard input is wrong" in done.stderr

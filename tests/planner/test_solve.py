@@ -222,7 +222,7 @@ def test_the_same_problem_has_the_same_digest_in_every_process() -> None:
             env={"PYTHONHASHSEED": seed, "PATH": "/usr/bin:/bin"},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=True,
         )
         assert done.stdout.strip() == mine.digest

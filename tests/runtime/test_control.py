@@ -118,7 +118,7 @@ def test_a_worker_says_hello_and_hears_what_is_sent(pair: tuple[Agent, Control])
     came = threading.Event()
     control.start(lambda message: (heard.append(message), came.set()))
     agent.send(Recorded(number=3))
-    assert came.wait(10)
+    assert came.wait(60)
     assert heard == [Recorded(number=3)]
     control.close(Goodbye(reason="done"))
     assert agent.receive() == Goodbye(reason="done")
@@ -141,7 +141,7 @@ def test_a_message_that_elasticd_fails_on_leaves_the_worker_hearing_the_next(
     control.start(handler)
     agent.send(Recorded(number=3))
     agent.send(Recorded(number=4))
-    assert came.wait(10)
+    assert came.wait(60)
     assert heard == [Recorded(number=4)]
     assert not control.lost
     assert "failed on Recorded" in caplog.text

@@ -213,8 +213,14 @@ def check_replicas(layouts: Layouts, results: dict[str, Any], kept: dict[Any, An
 
 
 CASES = [(layout, policy) for layout in LAYOUTS for policy in POLICIES]
-#: Each layout once, and each policy at least once.
-ONE_OF_EACH = [(layout, list(POLICIES)[i % len(POLICIES)]) for i, layout in enumerate(LAYOUTS)]
+#: Each policy once, under the layouts that differ most in who holds what.
+ONE_OF_EACH = [
+    ("tp3+tp1 beside tp2", "zero 1, r = 1"),
+    ("tp wider than the kv-heads, very unequal", "zero 1, r = all"),
+    ("interleaved and uneven beside a plain pipeline", "zero 2, r = 2"),
+    ("sequence parallel, interleaved, beside a group without", "zero 2, r = 1"),
+    ("four pipelines, unequal", "zero 1, r = 2"),
+]
 
 
 @pytest.mark.parametrize(("layout", "policy"), sizes.beside(ONE_OF_EACH, CASES))

@@ -73,7 +73,7 @@ def test_the_same_seed_gives_the_same_bytes_in_another_process(outcome: Outcome,
     path.write_text(SMALL + SLOW)
     command = (sys.executable, "-m", "elasticd", "simulate", str(path), "--json")
     env = {**os.environ, "PYTHONHASHSEED": "77"}
-    done = subprocess.run(command, capture_output=True, env=env, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, env=env, timeout=300, check=True)
     assert done.stdout.strip() == outcome.to_json().strip()
     assert decode_stored(done.stdout, Outcome) == outcome
 
