@@ -158,9 +158,6 @@ def test_the_fused_operator_of_cuda_is_plain_attention(heads: str, dtype: torch.
 def test_the_operators_of_cuda_have_the_arguments_that_they_are_given(visible: Visible) -> None:
     """Shapes alone, where there is no GPU: their names in torch are private."""
     q, k = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((6, 13, 16), (2, 37, 16)))
-    if not FUSED["cuda"].there:
-        assert not FUSED["cuda"].takes(q, k, k, visible)
-        pytest.skip("this torch's operator takes other arguments")
     assert FUSED["cuda"].takes(q, k, k, visible)
     out, lse = FUSED["cuda"].forward(q, k, k, visible, 0.3)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:2], torch.float32)

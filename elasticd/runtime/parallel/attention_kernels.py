@@ -281,15 +281,14 @@ class CudaFlashAttention:
     _largest = 256  #: head size
 
     @cached_property
-    def there(self) -> bool:
-        """Whether this torch has the operator with all arguments that are given: 2.9 lacks one."""
+    def _one_split(self) -> dict[str, int]:
+        """The argument that makes sums independent of what else the device does, where torch has it: 2.11 has
+        not, and divides the keys of a single query alone."""
         schema = torch.ops.aten._flash_attention_forward.default._schema
-        return "num_splits" in {argument.name for argument in schema.arguments}
+        return {"num_splits": 1} if "num_splits" in {argument.name for argument in schema.arguments} else {}
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> bool:
         """Masks that are none or end in the corner; values of the size of keys."""
-        if not self.there:
-            return False
         queries, keys, size = q.shape[1], k.shape[1], q.shape[2]
         known = q.dtype in self._types and k.shape == v.shape and 0 not in (keys, *q.shape)
         known = known and size % 8 == 0 and size <= self._largest
@@ -297,11 +296,11 @@ class CudaFlashAttention:
         return known and (visible.all(queries, keys) or ends)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> tuple[Tensor, Tensor]:
-        """See `forward`. One split makes the sums independent of what else the device does."""
+        """See `forward`."""
         tokens = [x.transpose(0, 1).contiguous() for x in (q, k, v)]
         borders, counts, causal, window = self._shape(q, k, visible)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *tokens, *borders, *counts, 0.0, causal, False, scale=scale, num_splits=1, **window
+            *tokens, *borders, *counts, 0.0, causal, False, scale=scale, **self._one_split, **window
         )
         return out.transpose(0, 1), lse
 
