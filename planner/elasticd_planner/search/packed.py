@@ -243,13 +243,13 @@ class _PackedSearch:
 
     def packed_plan(self, pipelines: Sequence[Pipeline]) -> Plan | None:
         """The packed plan of these pipelines; None where they do not hold the longest sequence."""
-        draft = self._plan(_with_lanes(pipelines, [[1] * len(p.micro_batches_by_lane) for p in pipelines]))
+        draft = self._plan(packed_lanes(pipelines, [[1] * len(p.micro_batches_by_lane) for p in pipelines]))
         capacity = self.cost.capacity(draft)
         self._rooms.append(max(map(self.cost.longest, capacity)))
         if not self.cost.holds(capacity):
             return None
         rows, slowdown = self.cost.rows(draft, capacity), self.cost.slowdown(draft)
-        return self._plan(_with_lanes(pipelines, capacity, rows, slowdown))
+        return self._plan(packed_lanes(pipelines, capacity, rows, slowdown))
 
     def _plan(self, pipelines: Sequence[Pipeline]) -> Plan:
         used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
@@ -318,7 +318,7 @@ class _PackedSearch:
         )
 
 
-def _with_lanes(
+def packed_lanes(
     pipelines: Sequence[Pipeline],
     capacity: Sequence[Sequence[int]],
     rows: Sequence[int] | None = None,

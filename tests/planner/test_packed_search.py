@@ -1,0 +1,290 @@
+"""Packed plans: the search's choice against every plan of a small cluster, played with the job's own dealing."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from elasticd_planner.batching.packed_batch import CutOptions, NoRoom, packed_batch_plan, planned_slowdown
+from elasticd_planner.batching.row_balance import pipeline_time
+from elasticd_planner.cost.memory import memory_by_device, pipeline_memory
+from elasticd_planner.cost.model import after_seconds, stage_times
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
+from elasticd_planner.cost.packed_cost import PackedCost
+from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.problem import Problem, SearchSpace
+from elasticd_planner.search.lanes import joined
+from elasticd_planner.search.packed import packed_lanes
+from elasticd_planner.search.planner import plan as search
+from elasticd_planner.spec.batch import BatchLengths, BatchRow
+from elasticd_planner.spec.cluster import Link
+from elasticd_planner.spec.packed_sequences import PackedSequences
+from elasticd_planner.spec.plan import Pipeline, Plan
+from elasticd_planner.spec.sequence_lengths import Lengths
+
+from tests.planner import brute, played_rows
+from tests.planner.models import cluster, planned
+
+LINEAR, LEAST = 4096, 64
+#: Two nodes of two devices.
+SIZES = (2, 2)
+
+
+def profile(effective: float) -> ModelProfile:
+    """Four layers; a token keeps 1 kB in each, of which a TP group shares most; the state takes 8 MB a layer."""
+    return ModelProfile(
+        name="packed",
+        layers=4,
+        share_units=8,
+        tokens=1000.0,
+        block=SectionProfile(
+            seconds=1e-6 * (1 + effective / LINEAR),
+            cut_bytes=2_000_000,
+            cut_activation=900.0,
+            whole_activation=100.0,
+            collectives=4,
+        ),
+        groups=2,
+        boundary_bytes=1024.0,
+        overhead_seconds=0.0,
+    )
+
+
+def sequences(lengths: np.ndarray, **changes: object) -> PackedSequences:
+    """What is known of a step of these."""
+    total = float(lengths.sum())
+    found = Lengths(
+        mean=total / len(lengths), effective=float((lengths**2).sum()) / total, longest=float(lengths.max())
+    )
+    values = {"row_tokens": 16_384, "least": LEAST, **changes}
+    return PackedSequences(
+        sequences=float(len(lengths)),
+        lengths=found,
+        longest=int(lengths.max()),
+        linear=LINEAR,
+        **values,  # type: ignore[arg-type]
+    )
+
+
+def problem(lengths: np.ndarray, memory: int, **changes: object) -> Problem:
+    packed = sequences(lengths)
+    here = cluster(*SIZES, memory=memory, inside=Link(bandwidth=5e10, latency=1e-6))
+    here = msgspec.structs.replace(here, between=Link(bandwidth=1e10, latency=5e-6))
+    values = {
+        "cluster": here,
+        "profile": profile(packed.lengths.effective),
+        "global_batch": len(lengths),
+        "micro_batch": 1,
+        "packed": packed,
+        "search_space": SearchSpace(lanes=4),
+        **changes,
+    }
+    return Problem(**values)  # type: ignore[arg-type]
+
+
+def cost_of(given: Problem) -> PackedCost:
+    assert given.packed is not None
+    return PackedCost(
+        cost=ProfileCost(given.profile),
+        cluster=given.cluster,
+        rates=given.rates,
+        packed=given.packed,
+        micro_batch=given.micro_batch,
+    )
+
+
+def every(given: Problem) -> Iterator[Plan]:
+    """Every plan whose memory holds the sequences: all TP groups, stages and layers, and pipelines of equal
+    borders joined to every number of lanes."""
+    cost = cost_of(given)
+    for groups in brute.arrangements(given.cluster.devices):
+        for pipelines in brute.product_of(groups, (1,) * len(groups), given):
+            if not pipelines:
+                continue
+            for most in range(1, len(pipelines) + 1):
+                made = joined(pipelines, most)
+                draft = planned(*packed_lanes(made, [[1] * len(p.micro_batches_by_lane) for p in made]))
+                capacity = cost.capacity(draft)
+                if cost.holds(capacity):
+                    yield planned(*packed_lanes(made, capacity, None, cost.slowdown(draft)))
+
+
+def played(made: Plan, given: Problem, lengths: np.ndarray) -> float:
+    """Seconds of a step as the job deals it, played by events; infinite where a sequence goes into no row."""
+    assert given.packed is not None
+    try:
+        batch = packed_batch_plan(
+            made,
+            0,
+            range(len(lengths)),
+            BatchLengths(tokens=tuple(lengths.tolist()), linear=LINEAR),
+            given.packed.row_tokens,
+            cut=CutOptions(least=LEAST, fixed=LEAST * LINEAR),
+        )
+    except NoRoom:
+        return math.inf
+    slowest = max(
+        _pipeline(pipeline, rows, given)
+        for pipeline, rows in zip(made.pipelines, batch.modules[0], strict=True)
+        if rows
+    )
+    return slowest + after_seconds(made, given.cluster, ProfileCost(given.profile))
+
+
+def _tokens(lane: Pipeline, given: Problem) -> tuple[float, ...]:
+    """Seconds of a token of mean work on each stage, boundaries and all."""
+    times = stage_times(lane, given.cluster, given.rates, ProfileCost(given.profile))
+    return tuple((times.charged / given.profile.tokens).tolist())
+
+
+def _pipeline(pipeline: Pipeline, rows: tuple[BatchRow, ...], given: Problem) -> float:
+    lanes = [_tokens(lane, given) for lane in pipeline.by_lane]
+    assert given.packed is not None
+    unit = 1 / (LINEAR + given.packed.lengths.effective)  # of a token's attention to one other, in mean tokens
+    stages = len(pipeline.stages)
+    if stages == 1:
+        slowdown = [round(64e9 * lane[0]) for lane in lanes]
+        return float(played_rows.seconds(rows, slowdown, LINEAR, 0)) / 1e9 * unit + len(rows) * LEAST * LINEAR * (
+            unit * max(lane[0] for lane in lanes)
+        )
+    times = []
+    for row in rows:
+        works = [sum(p.tokens * (LINEAR + p.length) for p in lane) + LEAST * LINEAR for lane in row.lanes]
+        times.append(max(work * unit * sum(lane) for work, lane in zip(works, lanes, strict=True)))
+    uneven = max(stages * max(lane) / sum(lane) for lane in lanes)
+    return pipeline_time([round(1e9 * time) for time in times], stages) / 1e9 * uneven
+
+
+def long_tail(count: int = 60, seed: int = 1) -> np.ndarray:
+    return np.clip(np.random.default_rng(seed).lognormal(6.2, 1.3, count), 16, 16_000).astype(np.int64)
+
+
+def one_long() -> np.ndarray:
+    """A sequence that takes more than all others together."""
+    return np.array([300] * 40 + [16_000])
+
+
+def short(count: int = 100, seed: int = 1) -> np.ndarray:
+    return np.clip(np.random.default_rng(seed).lognormal(5.5, 0.3, count), 16, 800).astype(np.int64)
+
+
+CASES = [
+    (lengths, memory)
+    for memory in (200_000_000, 48_000_000, 28_000_000)
+    for lengths in (long_tail(), short(), one_long(), long_tail(seed=4))
+]
+
+
+@pytest.mark.parametrize(("lengths", "memory"), some(CASES, 3))
+def test_the_search_finds_a_plan_that_is_as_good_as_any(lengths: np.ndarray, memory: int) -> None:
+    given = problem(lengths, memory)
+    least = min((played(made, given, lengths) for made in every(given)), default=math.inf)
+    answer = search(given)
+    if answer.plan is None:
+        assert least == math.inf, answer.refusal
+        return
+    assert played(answer.plan, given, lengths) <= 1.05 * least, answer.plan.reason
+
+
+def wide(made: Plan) -> tuple[int, int]:
+    """The most lanes of a pipeline, and the widest TP group."""
+    return (
+        max(len(pipeline.packed) for pipeline in made.pipelines),
+        max(max(stage.widths) for pipeline in made.pipelines for stage in pipeline.stages),
+    )
+
+
+def test_long_sequences_get_lanes_and_short_ones_pipelines() -> None:
+    few, many = (search(problem(lengths, 200_000_000)).plan for lengths in (short(), one_long()))
+    assert few is not None
+    assert many is not None
+    assert (len(few.pipelines), wide(few)) == (4, (1, 1))
+    assert (len(many.pipelines), wide(many)) == (1, (4, 1))
+
+
+def test_where_no_lane_may_be_shared_long_sequences_get_wide_tp_groups() -> None:
+    given = problem(one_long(), 200_000_000, search_space=SearchSpace(lanes=1))
+    made = search(given).plan
+    assert made is not None
+    assert wide(made)[0] == 1
+    assert len(made.pipelines) < 4  # fewer and stronger ones than the four of short sequences
+
+
+@pytest.mark.parametrize("memory", [28_000_000, 40_000_000])
+def test_full_rows_fit_into_memory_and_one_token_more_does_not(memory: int) -> None:
+    given = problem(long_tail(), memory)
+    made = search(given).plan
+    assert made is not None
+    assert made.prediction is not None
+    assert max(made.prediction.memory.values()) <= memory
+    assert made.prediction.memory.keys() == set(made.members)
+    cost = ProfileCost(given.profile).under(made)
+    for lane in made.by_lane:
+        room = lane.packed[0].capacity
+        deep = msgspec.structs.replace(lane, micro_batches=max(lane.micro_batches, len(lane.stages)))
+        assert max(pipeline_memory(deep, cost.sized(room)).values()) <= memory + 1
+        if room < 16_384:
+            assert max(pipeline_memory(deep, cost.sized(room + 1)).values()) > memory
+    assert memory_by_device(made, cost).keys() == made.prediction.memory.keys()
+
+
+def test_a_sequence_that_no_plan_holds_is_refused_with_what_would_help() -> None:
+    lengths = np.array([300, 400, 30_000])
+    answer = search(problem(lengths, 28_000_000))
+    assert answer.plan is None
+    said = r"does not fit: a sequence has 30000 tokens, and the lanes of no pipeline hold more than \d+ in a row"
+    assert re.match(said, answer.refusal), answer.refusal
+    given = problem(lengths, 1 << 34, packed=sequences(lengths, row_tokens=4096))
+    assert "raise Packing(tokens=...), or add a node" in search(given).refusal
+    given = problem(lengths, 1 << 34, packed=sequences(lengths, cut=False))
+    assert "Packing(cut=True)" in search(given).refusal
+    given = problem(lengths, 1 << 34, packed=sequences(lengths, row_tokens=30_000, cut=False))
+    found = search(given).plan
+    assert found is not None
+    assert wide(found)[0] == 1
+
+
+def test_a_running_plan_that_holds_too_little_cannot_run_any_more() -> None:
+    made = search(problem(short(), 48_000_000)).plan
+    assert made is not None
+    same = search(problem(short(), 48_000_000, current=made))
+    assert same.plan is not None
+    assert same.plan.strategies == made.strategies
+    assert same.current_seconds == pytest.approx(same.plan.prediction.step_seconds)  # type: ignore[union-attr]
+    capacity = max(lane.capacity for pipeline in made.pipelines for lane in pipeline.packed)
+    longer = np.array([*short().tolist(), capacity + 1000])
+    grown = search(problem(longer, 48_000_000, current=made))
+    assert grown.current_seconds is None
+    assert grown.plan is not None
+    assert grown.plan.strategies != made.strategies
+
+
+def test_a_slow_device_gets_a_lane_with_a_smaller_share_or_fewer_layers() -> None:
+    lengths = long_tail()
+    given = problem(lengths, 200_000_000, rates={"n1/0": 2.0})
+    made = search(given).plan
+    assert made is not None
+    assert made.prediction is not None
+    assert made.prediction.gap < 0.2
+    assert max(planned_slowdown(made.pipelines)) == 128
+
+
+def test_a_given_plan_is_packed_and_one_that_holds_too_little_is_refused() -> None:
+    lengths = long_tail()
+    made = search(problem(lengths, 200_000_000)).plan
+    assert made is not None
+    bare = tuple(
+        msgspec.structs.replace(lane, packed=(), micro_batches=15) for lane in made.by_lane
+    )
+    given = planned(*bare)
+    answer = search(problem(lengths, 200_000_000, given=given, only_given=True))
+    assert answer.plan is not None
+    assert answer.plan.packed
+    assert answer.plan.reason.startswith("given by the job: ")
+    refused = search(problem(lengths, 33_000_000, given=given, only_given=True))
+    assert refused.plan is None
+    assert refused.refusal.startswith("the plan that the job gives cannot be: does not fit: a sequence has")
