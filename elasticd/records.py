@@ -14,6 +14,7 @@ from elasticd_planner.cost.model_profile import ModelProfile, Numbers
 from elasticd_planner.problem import Problem
 from elasticd_planner.spec.cluster import Device
 from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.value import StoredValue, Value, refuse
 
@@ -219,9 +220,7 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
     recomputed: tuple[int, ...] = ()  # blocks that recompute under every plan
     #: whether TP groups may have slices of the tokens between cut modules where memory demands it, or must
     sequence_parallel: bool | Literal["always"] = False
-    cuts: bool = False  # sequences may be cut over the lanes of a pipeline, so that plans join lanes
-    #: the most tokens of a packed row, for which plans leave memory (0: those of a padded micro-batch)
-    row_tokens: int = 0
+    packed: PackedSequences | None = None  # the sequences of a step, as known before it starts (None: padded)
     plan: Plan | None = None  # the first plan, where the user gives it
     keep_plan: bool = False  # whether a plan stays while its devices do
     shifts: bool = False  # its dataset has `at_length`; only leaders of 0.1 ask, who compare it; until 0.3

@@ -1,9 +1,8 @@
-"""Packed plans: the search's choice against every plan of a small cluster, played with the job's own dealing."""
+"""Packed plans: the search's choice against every plan of a small cluster, played as the job deals it."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 
 import msgspec
@@ -28,6 +27,7 @@ from elasticd_planner.spec.sequence_lengths import Lengths
 
 from tests.planner import brute, played_rows
 from tests.planner.models import cluster, planned
+from tests.sizes import beside
 
 LINEAR, LEAST = 4096, 64
 #: Two nodes of two devices.
@@ -35,7 +35,7 @@ SIZES = (2, 2)
 
 
 def profile(effective: float) -> ModelProfile:
-    """Four layers; a token keeps 1 kB in each, of which a TP group shares most; the state takes 8 MB a layer."""
+    """Four layers. A token keeps 1 kB in each, of which a TP group shares most; a layer's state takes 8 MB."""
     return ModelProfile(
         name="packed",
         layers=4,
@@ -147,10 +147,9 @@ def _pipeline(pipeline: Pipeline, rows: tuple[BatchRow, ...], given: Problem) ->
     unit = 1 / (LINEAR + given.packed.lengths.effective)  # of a token's attention to one other, in mean tokens
     stages = len(pipeline.stages)
     if stages == 1:
-        slowdown = [round(64e9 * lane[0]) for lane in lanes]
-        return float(played_rows.seconds(rows, slowdown, LINEAR, 0)) / 1e9 * unit + len(rows) * LEAST * LINEAR * (
-            unit * max(lane[0] for lane in lanes)
-        )
+        nanoseconds = [round(64e9 * lane[0]) for lane in lanes]
+        work = float(played_rows.seconds(rows, nanoseconds, LINEAR, 0)) / 1e9 * unit
+        return work + len(rows) * LEAST * LINEAR * unit * max(lane[0] for lane in lanes)
     times = []
     for row in rows:
         works = [sum(p.tokens * (LINEAR + p.length) for p in lane) + LEAST * LINEAR for lane in row.lanes]
@@ -172,15 +171,15 @@ def short(count: int = 100, seed: int = 1) -> np.ndarray:
     return np.clip(np.random.default_rng(seed).lognormal(5.5, 0.3, count), 16, 800).astype(np.int64)
 
 
-CASES = [
-    (lengths, memory)
-    for memory in (200_000_000, 48_000_000, 28_000_000)
-    for lengths in (long_tail(), short(), one_long(), long_tail(seed=4))
-]
+DRAWN = {"tail": long_tail(), "short": short(), "one": one_long(), "other tail": long_tail(seed=4)}
+CASES = [(name, memory) for memory in (200_000_000, 48_000_000, 28_000_000) for name in DRAWN]
 
 
-@pytest.mark.parametrize(("lengths", "memory"), some(CASES, 3))
-def test_the_search_finds_a_plan_that_is_as_good_as_any(lengths: np.ndarray, memory: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "memory"), beside([("tail", 28_000_000), ("tail", 48_000_000), ("one", 200_000_000)], CASES)
+)
+def test_the_search_finds_a_plan_that_is_as_good_as_any(name: str, memory: int) -> None:
+    lengths = DRAWN[name]
     given = problem(lengths, memory)
     least = min((played(made, given, lengths) for made in every(given)), default=math.inf)
     answer = search(given)
@@ -236,8 +235,8 @@ def test_a_sequence_that_no_plan_holds_is_refused_with_what_would_help() -> None
     lengths = np.array([300, 400, 30_000])
     answer = search(problem(lengths, 28_000_000))
     assert answer.plan is None
-    said = r"does not fit: a sequence has 30000 tokens, and the lanes of no pipeline hold more than \d+ in a row"
-    assert re.match(said, answer.refusal), answer.refusal
+    said = "does not fit: a sequence has 30000 tokens, and the lanes of no pipeline hold more than "
+    assert answer.refusal.startswith(said)
     given = problem(lengths, 1 << 34, packed=sequences(lengths, row_tokens=4096))
     assert "raise Packing(tokens=...), or add a node" in search(given).refusal
     given = problem(lengths, 1 << 34, packed=sequences(lengths, cut=False))
@@ -277,9 +276,7 @@ def test_a_given_plan_is_packed_and_one_that_holds_too_little_is_refused() -> No
     lengths = long_tail()
     made = search(problem(lengths, 200_000_000)).plan
     assert made is not None
-    bare = tuple(
-        msgspec.structs.replace(lane, packed=(), micro_batches=15) for lane in made.by_lane
-    )
+    bare = tuple(msgspec.structs.replace(lane, packed=(), micro_batches=15) for lane in made.by_lane)
     given = planned(*bare)
     answer = search(problem(lengths, 200_000_000, given=given, only_given=True))
     assert answer.plan is not None

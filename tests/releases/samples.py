@@ -47,7 +47,18 @@ from elasticd_planner.problem_files.times import (
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 from elasticd_planner.spec.model import ModelSpec
-from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Prediction, Stage, StatePolicy, Strategy
+from elasticd_planner.spec.packed_sequences import PackedSequences
+from elasticd_planner.spec.plan import (
+    ModulePlan,
+    PackedLane,
+    Pipeline,
+    Plan,
+    Prediction,
+    Stage,
+    StatePolicy,
+    Strategy,
+)
+from elasticd_planner.spec.sequence_lengths import Lengths
 from elasticd_planner.value import FILE_VERSION, StoredValue
 from msgspec import inspect
 
@@ -107,6 +118,7 @@ PLAN = Plan(
                             ),
                             micro_batches=4,
                             rows=(3, 1),
+                            packed=(PackedLane(capacity=4096, slowdown=96), PackedLane(capacity=8192)),
                         ),
                     ),
                 ),
@@ -135,6 +147,16 @@ FIXED: dict[type, Any] = {
     Plan: PLAN,
     Cluster: CLUSTER,
     Device: Device(name="n0/0", memory=1 << 30),
+    PackedSequences: PackedSequences(
+        sequences=512.0,
+        lengths=Lengths(mean=1000.0, effective=9000.0, longest=60_000.0),
+        longest=131_072,
+        sample="sample 7",
+        linear=49_152,
+        row_tokens=8192,
+        cut=False,
+        least=1024,
+    ),
     ModelSpec: model(),
     StatePolicy: StatePolicy(zero=2, replicas=2),
     SearchSpace: SearchSpace(

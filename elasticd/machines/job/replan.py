@@ -6,7 +6,8 @@ import math
 from collections import Counter
 
 import msgspec
-from elasticd_planner.cost.model_profile import ModelProfile, derive, in_rows, suited
+from elasticd_planner.cost.model_profile import ModelProfile, derive, suited
+from elasticd_planner.detection.lengths import attention_rise, evaluated
 from elasticd_planner.detection.stragglers import expectation, observe
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.policy.policy import Decision, decide, measured_price
@@ -15,6 +16,7 @@ from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.profiling.fit import fit
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
 from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.sequence_lengths import even
 from elasticd_planner.spec.step_measurements import NONE_REPORTED, Step
 from elasticd_planner.value import Invalid
 
@@ -122,7 +124,8 @@ def _fit(turn: Turn, plan: Plan) -> None:
     settings = turn.settings
     links = Cluster(nodes=(), inside=settings.inside, between=settings.between, levels=settings.levels)
     try:
-        profile = fit(profile, plan, sampled, links, turn.job.rates.rates)
+        packed = data_lengths.packed(turn.job)
+        profile = fit(profile, plan, sampled, links, turn.job.rates.rates, packed)
     except Invalid as error:  # what the workers measured makes no sense
         turn.note("refused", f"the profile stays as it is: {error}", number=plan.number)
         return
@@ -216,7 +219,10 @@ def first_profile(spec: JobSpec, flops: float) -> ModelProfile:
     """What was measured of the model before the job, or what its shapes say."""
     profile = spec.profile or derive(spec.model, spec.sample_tokens, spec.micro_batch, flops=flops)
     profile = suited(profile, spec.numbers, len(spec.recomputed) / profile.layers)
-    return in_rows(profile, spec.row_tokens) if spec.row_tokens else profile
+    if spec.packed is None:
+        return profile
+    before, rise = even(spec.sample_tokens), attention_rise(spec.model)
+    return evaluated(profile, before, spec.packed.lengths, rise, rows=True)
 
 
 def problem_now(turn: Turn) -> Problem | None:
@@ -234,9 +240,9 @@ def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile) -> Ba
     rates = turn.job.rates.rates
     names = {device.name for device in devices} if rates else set()
     slow = {name: rate for name, rate in rates.items() if name in names}
-    cuts = turn.job.spec is not None and turn.job.spec.cuts
-    lanes = turn.settings.policy.lanes or (len(devices) if cuts else 1)
-    return Basis(devices=devices, rates=slow, profile=profile, interleave=chunks, lanes=lanes)
+    packed = data_lengths.packed(turn.job)
+    lanes = turn.settings.policy.lanes or (len(devices) if packed is not None and packed.cut else 1)
+    return Basis(devices=devices, rates=slow, profile=profile, interleave=chunks, lanes=lanes, packed=packed)
 
 
 def _problem(turn: Turn, basis: Basis, spec: JobSpec) -> Problem:
@@ -249,6 +255,7 @@ def _problem(turn: Turn, basis: Basis, spec: JobSpec) -> Problem:
         current=turn.job.plan,
         given=spec.plan if turn.job.plan is None else None,
         only_given=spec.keep_plan,
+        packed=basis.packed,
         search_space=SearchSpace(
             states=(spec.state,),
             interleave=basis.interleave,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +11,18 @@ from types import MappingProxyType
 
 import numpy as np
 from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan_checks import check_batch, check_model
+from elasticd_planner.spec.sample_packing import linear_of
+from elasticd_planner.spec.sequence_lengths import Lengths
 from elasticd_planner.value import Invalid
 
 from elasticd.records import JobSpec
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.evaluation import HeldOut
 from elasticd.runtime.checkpoint.loader import offered
+from elasticd.runtime.data.loader import length_of
+from elasticd.runtime.data.packing import known_lengths
 from elasticd.runtime.data.prefetch import Dataset
 from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.activation_checkpoint import asked
@@ -28,6 +34,9 @@ from elasticd.wire.unix_socket import SLOT_VARIABLE
 from elasticd.wire.worker import MOST_NAME, Hello, WorkerDevice
 
 log = logging.getLogger(__name__)
+
+#: How many times longer than the mean the sequence of a token of a stream is taken to be.
+_UNLIKE = 3.0
 
 
 def check_optimizer(recipe: Recipe) -> None:
@@ -92,14 +101,13 @@ def check_packing(recipe: Recipe, held_out: Mapping[str, HeldOut] = MappingProxy
         raise ValueError("this job cannot pack its sequences: " + "; ".join(found))
 
 
-def job_spec(recipe: Recipe, job: str) -> JobSpec:
+def job_spec(recipe: Recipe, job: str, held_out: Mapping[str, HeldOut] = MappingProxyType({})) -> JobSpec:
     """The record of a job's model, batch and options, the same from every worker.
 
     Raises:
         ValueError: the batch does not divide into micro-batches, or the profile is not one of this model.
     """
     may_recompute, recomputed = asked(recipe.parallelism.recompute, recipe.model.layers)
-    packing = recipe.data.packing
     return JobSpec(
         job=job,
         model=recipe.model.spec,
@@ -115,11 +123,46 @@ def job_spec(recipe: Recipe, job: str) -> JobSpec:
         recompute=may_recompute,
         recomputed=recomputed,
         sequence_parallel=recipe.parallelism.may_slice,
-        cuts=packing is not None and packing.cut,
-        row_tokens=(packing.tokens or 0) if packing is not None else 0,
+        packed=packed_sequences(recipe, held_out),
         plan=recipe.parallelism.plan,
         keep_plan=recipe.parallelism.keep_plan,
         shifts=hasattr(recipe.dataset, "at_length"),
+    )
+
+
+def packed_sequences(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> PackedSequences | None:
+    """What is known of a step's sequences before the job starts, if it packs them: for its first plan.
+
+    Held-out sets are packed under the same plan, so that it must hold their longest one, too.
+    """
+    packing = recipe.data.packing
+    if packing is None:
+        return None
+    if isinstance(recipe.dataset, Stream):
+        mean, longest, sample = recipe.tokens, math.ceil(recipe.tokens), ""
+        # Nothing is known but the mean: they are taken for unlike ones until they are measured.
+        lengths = Lengths(mean=mean, effective=_UNLIKE * mean, longest=_UNLIKE**2 * mean)
+    else:
+        assert recipe.length is not None
+        given = None if recipe.data.length is not None else recipe.dataset
+        every = known_lengths(given, recipe.length, len(recipe.dataset))
+        lengths, (at, longest) = every.of_steps(recipe.global_batch), every.longest
+        sample = f"sample {at}"
+    for name, each in held_out.items():
+        length = length_of(each.dataset)
+        if each.collate is None and length is not None:
+            at, most = known_lengths(each.dataset, length, len(each.dataset)).longest
+            if most > longest:
+                longest, sample = most, f"sample {at} of the held-out set {name!r}"
+    return PackedSequences(
+        sequences=recipe.step_samples(lengths.mean),
+        lengths=lengths,
+        longest=longest,
+        sample=sample,
+        linear=linear_of(recipe.model.spec),
+        row_tokens=packing.tokens or 0,
+        cut=packing.cut,
+        least=packing.least,
     )
 
 

@@ -187,7 +187,7 @@ class Job(RankInfo):
         parent_death.end_with(os.getppid())
         if remedy := parent_death.without_restarts(os.environ):
             log.warning(remedy)
-        spec, options = job_spec(self._recipe, name), self._recipe.checkpointing
+        spec, options = job_spec(self._recipe, name, self._held_out), self._recipe.checkpointing
         self._control = Control(default_path(), hello(spec, options.path, self._recipe.accelerator))
         control, saves, snaps = self._control, options.path is not None, options.snapshot_every
         accelerator = self._recipe.accelerator

@@ -6,15 +6,18 @@ is cut it has the tokens of its pieces alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from elasticd_planner.batching.packed_batch import CutOptions, NoRoom, packed_batch_plan
+from elasticd_planner.numeric import Ints
 from elasticd_planner.spec.batch import BatchLengths, BatchPlan, SequencePiece, batch_plan
 from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.sequence_lengths import Lengths
 from torch import Tensor
 
 from elasticd.runtime.data.collate import MODALITIES, Unlike, described, summed, where
@@ -24,6 +27,9 @@ from elasticd.runtime.data.prefetch import NO_ROW, SampleError
 _REMEDY = (
     "packed samples have one entry for each token in every part; else train without DataOptions(packing=...)"
 )
+
+#: Samples that are asked for their lengths one by one before a job starts, at most.
+_MOST_ASKED = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +43,8 @@ class Packing:
         ValueError: `tokens` or `least` is not positive.
     """
 
-    #: The most tokens of a row: what a device holds at once. None: those of a padded micro-batch, which are
-    #: `micro_batch` x the longest sequence of the step.
+    #: The most tokens of a row; a plan may give a lane fewer, as its memory asks. None: those of a padded
+    #: micro-batch, which are `micro_batch` x the longest sequence of the step.
     tokens: int | None = None
     #: Whether a sequence may be cut over lanes of a pipeline (context parallelism): where the row of one lane
     #: does not hold it, or lanes would wait for each other.
@@ -85,6 +91,48 @@ def deal(
     except NoRoom as error:
         remedy = "raise Packing(tokens=...), let it be cut, or use more devices"
         raise SampleError(error.sample, f"it {error.why}: {remedy}", NO_ROW) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownLengths:
+    """Lengths of a dataset's samples."""
+
+    indices: Ints  #: of the samples
+    tokens: Ints  #: of each, at least 1
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """Index and tokens of the longest."""
+        at = int(self.tokens.argmax())
+        return int(self.indices[at]), int(self.tokens[at])
+
+    def of_steps(self, samples: int) -> Lengths:
+        """Of steps of so many samples: the longest is one that such a step has."""
+        total, squares = int(self.tokens.sum()), int((self.tokens * self.tokens).sum())
+        place = max(0, len(self.tokens) - 1 - len(self.tokens) // samples)
+        longest = float(np.partition(self.tokens, place)[place])
+        effective = squares / total
+        return Lengths(
+            mean=total / len(self.tokens), effective=effective, longest=max(longest, math.ceil(effective))
+        )
+
+
+def known_lengths(dataset: Any, length: Callable[[int], int], count: int) -> KnownLengths:
+    """The lengths of a dataset's samples before any is read.
+
+    Args:
+        dataset: with the attribute `lengths`, which has them all; None: they are asked for one by one, at even
+            distances if there are many.
+        length: tokens of a sample by its index.
+        count: of samples.
+    """
+    if dataset is not None:
+        tokens = np.asarray(dataset.lengths).reshape(-1)[:count].astype(np.int64)
+        indices = np.arange(len(tokens))
+    else:
+        indices = np.unique(np.linspace(0, count - 1, min(count, _MOST_ASKED)).astype(np.int64))
+        tokens = np.array([length(index) for index in indices.tolist()], dtype=np.int64)
+    return KnownLengths(indices=indices, tokens=np.maximum(1, tokens))
 
 
 def row_tokens(sample: Any) -> int:

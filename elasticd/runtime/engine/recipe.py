@@ -85,6 +85,10 @@ class Recipe:
         """Tokens of a sample, on average."""
         return self.dataset.tokens if isinstance(self.dataset, Stream) else sample_tokens(self.dataset)
 
+    def step_samples(self, tokens: float) -> float:
+        """Samples of a step, on average, if they have so many tokens on average."""
+        return float(self.global_batch)
+
     @cached_property
     def precision(self) -> Precision | None:
         """The types that modules compute in; None: those that the user made them of."""

@@ -306,12 +306,6 @@ class Numbers(Value, frozen=True, kw_only=True):
             refuse(f"numbers: master weights of {self.master} are no finer than {self.compute}")
 
 
-def in_rows(profile: ModelProfile, row_tokens: int) -> ModelProfile:
-    """The profile of the same micro-batches, with room for activations of so many tokens: packed rows differ in
-    their tokens, and the fullest must fit."""
-    return with_room(profile, row_tokens / profile.tokens)
-
-
 def with_room(profile: ModelProfile, factor: float) -> ModelProfile:
     """The profile with so many times the room for what a token's activations keep."""
 

@@ -84,8 +84,8 @@ class PackedCost:
     # -- memory
 
     def capacity(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
-        """The most tokens of a row that each lane of each pipeline holds; 0: not even its state fits."""
-        cost, limit = self.cost.under(plan), self.packed.most_tokens(self.micro_batch)
+        """The most tokens of a row that each lane of each pipeline may have; 0: not even its state fits."""
+        cost, limit = self.cost.under(plan), self.packed.row_tokens or math.inf
         found = []
         for pipeline in plan.pipelines:
             own = []
@@ -93,7 +93,7 @@ class PackedCost:
                 key = lane.stages, cost.pipelines, cost.members
                 if key not in self._rooms:
                     self._rooms[key] = most_tokens(lane, cost.sized, self.cluster.memory)
-                own.append(min(limit, self._rooms[key]))
+                own.append(int(min(limit, self._rooms[key])))
             found.append(tuple(own))
         return tuple(found)
 
@@ -110,8 +110,9 @@ class PackedCost:
     def memory(self, plan: Plan) -> dict[str, int]:
         """Bytes that each member needs under a plan of packed lanes, all of them with full rows."""
         needed, cost = memory_by_device(plan, self.cost), self.cost.under(plan)
+        limit = self.packed.most_tokens(self.micro_batch)
         for lane in plan.by_lane:
-            needed |= pipeline_memory(lane, cost.sized(lane.packed[0].capacity))
+            needed |= pipeline_memory(lane, cost.sized(min(limit, lane.packed[0].capacity)))
         return needed
 
     # -- time
@@ -145,6 +146,8 @@ class PackedCost:
 
     def _played(self, plan: Plan, capacity: Sequence[Sequence[int]]) -> list[tuple[float, int]]:
         """Seconds and rows of each pipeline."""
+        limit = self.packed.most_tokens(self.micro_batch)
+        capacity = [[min(limit, room) for room in own] for own in capacity]
         pipelines = [[self._lane(lane) for lane in pipeline.by_lane] for pipeline in plan.pipelines]
         dealt = self._by_pipeline(pipelines, capacity)
         return [self._shared(*each) for each in zip(pipelines, capacity, dealt, strict=True)]

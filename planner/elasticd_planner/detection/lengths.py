@@ -34,14 +34,13 @@ def evaluated(
 
     Micro-batches have as many sequences as before: their tokens follow the mean. A block's seconds follow
     tokens and the effective length. Kept activations are those of a micro-batch of the longest sequences, since
-    it must fit too; of packed rows (`rows`) they stay as they are. There and back again is the
-    profile that it was.
+    it must fit too; of packed rows (`rows`) a token keeps what it kept. There and back again is the profile
+    that it was.
     """
     if rise < 0:
         refuse(f"lengths: attention cannot make a token cheaper (a rise of {rise})")
     seconds = profile.block.seconds * (1 + rise * after.effective) / (1 + rise * before.effective)
     sized = profile.sized(profile.tokens * after.mean / before.mean)
     block = msgspec.structs.replace(sized.block, seconds=seconds)
-    longest = 1.0 if rows else after.longest / before.longest
-    room = longest * before.mean / after.mean
+    room = 1.0 if rows else after.longest / before.longest * before.mean / after.mean
     return with_room(msgspec.structs.replace(sized, block=block), room)

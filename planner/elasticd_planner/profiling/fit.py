@@ -18,9 +18,11 @@ import numpy as np
 
 from elasticd_planner.cost.model import after_seconds, step_seconds
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
+from elasticd_planner.cost.packed_cost import PackedCost
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.numeric import Bools, Floats, Ints, middle
 from elasticd_planner.spec.cluster import Cluster, Rates
+from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan, Seats, seats_of
 from elasticd_planner.spec.step_measurements import COLUMNS, Step
 from elasticd_planner.value import refuse
@@ -38,9 +40,11 @@ def fit(
     steps: Sequence[Step],
     cluster: Cluster,
     rates: Rates | None = None,
+    packed: PackedSequences | None = None,
 ) -> ModelProfile:
     """`profile` with the seconds of `steps` (at least ten, of `plan`; others are left out). `rates`: of the
-    devices while they were measured. Raises Invalid where steps are missing."""
+    devices while they were measured. `packed`: the sequences of a step, where they are packed in rows. Raises
+    Invalid where steps are missing."""
     rates = rates or {}
     measured = _Measured.of(plan, steps, rates)
     if (count := len(measured.table)) < STEPS:
@@ -59,7 +63,7 @@ def fit(
         overhead_seconds=0.0,
         fitted=True,
     )
-    return _calibrated(fitted, plan, measured, cluster, rates)
+    return _calibrated(fitted, plan, measured, cluster, rates, packed)
 
 
 def remeasured(
@@ -82,6 +86,7 @@ class _Measured:
     group: Ints  # [members]; and both below
     part: Floats
     rate: Floats
+    packed: bool = False  # whether the plan's micro-batches are rows, whose number follows the sequences
 
     @classmethod
     def of(cls, plan: Plan, steps: Sequence[Step], rates: Rates) -> _Measured:
@@ -100,12 +105,27 @@ class _Measured:
         some, seats = known.any(axis=1), plan.seats
         if not some.all():
             table, known = table[some], known[some]
-        return cls(seats=seats, table=table, known=known, group=seats.group, part=seats.part, rate=rate)
+        return cls(
+            seats=seats,
+            table=table,
+            known=known,
+            group=seats.group,
+            part=seats.part,
+            rate=rate,
+            packed=plan.packed,
+        )
 
     def column(self, name: str) -> Floats:
         """One of `COLUMNS` [steps, members]."""
         found: Floats = self.table[:, :, COLUMNS.index(name)]
         return found
+
+    @property
+    def turns(self) -> Floats:
+        """Micro-batches of each member in each step [steps, members]: as the plan has them; packed rows as they
+        were."""
+        told = self.column("micro_batches") * self.packed
+        return np.where(told > 0, told, self.seats.micro_batches[self.group])
 
     def sample(self) -> _Measured:
         """All members of every so many lanes: all stages and whole groups are among them."""
@@ -130,7 +150,7 @@ def _median(numbers: Floats) -> float:
 def _sections(profile: ModelProfile, measured: _Measured) -> dict[str, SectionProfile]:
     """The profile's sections as measured: who has no edge says nothing of it."""
     seats, group, column = measured.seats, measured.group, measured.column
-    width, turns = seats.width[group], seats.micro_batches[group] * measured.rate
+    width, turns = seats.width[group], measured.turns * measured.rate
     work = column("block_work") * measured.rate
     edge = column("tokens") * measured.part * measured.rate
     return {
@@ -176,10 +196,10 @@ def _collectives(profile: ModelProfile, measured: _Measured) -> dict[int, float]
     """Seconds of one all-reduce by width. Of a group's members the one that waited least counts: it came
     last, so that its time is the collective's own."""
     seats, group, spent = measured.seats, measured.group, measured.column("tensor_seconds")
-    count = seats.micro_batches * _collectives_of(profile, seats)
-    count[seats.width == 1] = 0
-    told = (spent > 0) & (count > 0)[group]
-    each = np.divide(spent, count[group], out=np.full_like(spent, math.inf), where=told)
+    count = measured.turns * _collectives_of(profile, seats)[group]
+    count[:, seats.width[group] == 1] = 0
+    told = (spent > 0) & (count > 0)
+    each = np.divide(spent, count, out=np.full_like(spent, math.inf), where=told)
     starts = np.flatnonzero(np.diff(group, prepend=-1))
     least = np.minimum.reduceat(each, starts, axis=1)  # [steps, groups]
     widths, known = seats.width[group[starts]], np.isfinite(least)
@@ -198,14 +218,27 @@ def _collectives_of(profile: ModelProfile, seats: Seats) -> Floats:
 
 
 def _calibrated(
-    fitted: ModelProfile, plan: Plan, measured: _Measured, cluster: Cluster, rates: Rates
+    fitted: ModelProfile,
+    plan: Plan,
+    measured: _Measured,
+    cluster: Cluster,
+    rates: Rates,
+    packed: PackedSequences | None,
 ) -> ModelProfile:
     """Reduction, overhead and scales such that the plan's predicted step is the measured one."""
     total = _median(measured.column("step_seconds").max(axis=1))
     if not total > 0:
         return fitted
     without = ProfileCost(msgspec.structs.replace(fitted, reduction_scale=0.0))
-    pipelines = step_seconds(plan, cluster, rates, without)
+    if packed is None or not plan.packed:
+        pipelines = step_seconds(plan, cluster, rates, without)
+    else:
+        rows = PackedCost(
+            cost=without, cluster=cluster, rates=rates, packed=packed, micro_batch=plan.micro_batch
+        )
+        pipelines = rows.seconds(plan)
+        if not math.isfinite(pipelines):  # of longer sequences than it holds: it says nothing of these
+            return fitted
     reduction = after_seconds(plan, cluster, ProfileCost(fitted)) - after_seconds(plan, cluster, without)
     scale = 1.0
     if reduction > 0:

@@ -154,8 +154,8 @@ class _PackedSearch:
         found = {max(1, top >> step) for step in (range(_SIZES) if few else range(0, _SIZES, 2))}
         if packed.cut and few:
             found |= {min(limit, -(-packed.longest // count)) for count in range(1, devices + 1)}
-        # A row that is shorter than two pieces is waste.
-        yield from sorted({size for size in found if size >= min(top, 4 * packed.least)}, reverse=True)
+        least = min(top, 4 * packed.least)  # a row that is shorter than two pieces is waste
+        yield from sorted({size for size in found if size > least} | {least}, reverse=True)
 
     def _views(self, size: int) -> Iterator[Problem]:
         """The problem with rows of this size as its micro-batches: as it is, and as if nothing were slow."""
@@ -313,7 +313,8 @@ class _PackedSearch:
         if not packed.cut:
             remedies.insert(0, "let sequences be cut over devices, Packing(cut=True)")
         return (
-            f"does not fit: a sequence has {packed.longest} tokens, and {held} more than {most} in a row; "
+            f"does not fit: {packed.sample or 'a sequence'} has {packed.longest} tokens, and {held} more than "
+            f"{most} in a row; "
             f"{', or '.join(remedies)}"
         )
 

@@ -203,7 +203,9 @@ def batch_plan(plan: Plan, step: int, samples: Sequence[int], lengths: BatchLeng
         refuse(f"step {step}: {len(samples)} samples for a global batch of {plan.global_batch}")
     if lengths is not None and len(lengths.tokens) != len(samples):
         refuse(f"step {step}: {len(lengths.tokens)} lengths for {len(samples)} samples")
-    if lengths is None:
+    if plan.packed:  # its micro-batches are rows, and not of so many samples
+        modules = tuple(_in_turn(plan, module, samples) for module in plan.modules)
+    elif lengths is None:
         modules = tuple(_in_order(plan, module, samples) for module in plan.modules)
     else:
         modules = tuple(_evenly(plan, module, samples, lengths) for module in plan.modules)
@@ -239,6 +241,8 @@ def _in_order(plan: Plan, module: ModulePlan, samples: Sequence[int]) -> _Rows:
 
 def _in_turn(plan: Plan, module: ModulePlan, samples: Sequence[int]) -> _Rows:
     slots = _slots(module)
+    if plan.packed:
+        slots = [-(-len(samples) // plan.micro_batch)] * len(slots)
     dealt: list[list[MicroBatch]] = [[] for _ in slots]
     turns = (lane for turn in range(max(slots)) for lane, slot in enumerate(slots) if turn < slot)
     for lane, micro in zip(turns, _cut(plan, samples), strict=False):

@@ -21,6 +21,7 @@ class PackedSequences(Value, frozen=True, kw_only=True):
     sequences: float  # of a step, in the mean
     lengths: Lengths  # of those of a step
     longest: int  # [tokens] of the longest that is known to come: the lanes of some pipeline must hold it
+    sample: str = ""  # which one that is, for people
     linear: int  # what a token's matrix products cost, in units of its attention to one other
     row_tokens: int = 0  # the most tokens of a row, whatever memory holds; 0: of a padded micro-batch
     cut: bool = True  # whether sequences may be cut over the lanes of a pipeline
@@ -34,7 +35,7 @@ class PackedSequences(Value, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> float:
-        """Of a step."""
+        """Tokens of a step."""
         return self.sequences * self.lengths.mean
 
     def most_tokens(self, micro_batch: int) -> int:

@@ -6,13 +6,19 @@ know it: what they took is what the profile says from then on.
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 from elasticd_planner.detection.data_shift import watch
 from elasticd_planner.detection.lengths import attention_rise, evaluated
 from elasticd_planner.profiling.fit import remeasured
+from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.sequence_lengths import Lengths, even
 from elasticd_planner.spec.step_measurements import Step
 
+from elasticd.machines.job.state.job_state import JobState
 from elasticd.machines.job.state.transaction import Turn
+from elasticd.records import JobSpec
 
 #: How far measured lengths may be from those that the first profile was made for.
 OFF = 0.1
@@ -26,7 +32,7 @@ def measured(turn: Turn, step: Step) -> None:
     turn.set(shifts=state)
     if job.profile is None or job.spec is None:
         return
-    before = job.lengths or even(job.spec.sample_tokens)
+    before = job.lengths or _assumed(job.spec)
     if shift is not None:
         after, reason = shift.after, shift.reason
     elif (
@@ -41,12 +47,30 @@ def measured(turn: Turn, step: Step) -> None:
     if shift is None and not _off(before, after):
         return
     rise = attention_rise(job.spec.model, job.rates.curve)
-    profile = evaluated(job.profile, before, after, rise, rows=job.spec.row_tokens > 0)
+    profile = evaluated(job.profile, before, after, rise, rows=job.spec.packed is not None)
     if profile.fitted and job.plan is not None:
         alike = [step for step in job.last_steps if _is_like(step, after)]
         profile = remeasured(profile, job.plan, alike, job.rates.rates)
     turn.set(profile=profile, sampled=(), first_step=None)
     turn.note("shifted", reason, step=step.step, mean=after.mean, longest=after.longest)
+
+
+def packed(job: JobState) -> PackedSequences | None:
+    """The sequences of a step to plan for: those of the spec, with the lengths that were measured. None where
+    the job pads them."""
+    if job.spec is None or job.spec.packed is None:
+        return None
+    told, lengths = job.spec.packed, job.lengths
+    if lengths is None or not _off(told.lengths, lengths):
+        return told
+    longest = math.ceil(lengths.longest)
+    grown = {"longest": longest, "sample": ""} if longest > told.longest else {}
+    return msgspec.structs.replace(told, lengths=lengths, **grown)
+
+
+def _assumed(spec: JobSpec) -> Lengths:
+    """What the first profile is made for."""
+    return spec.packed.lengths if spec.packed is not None else even(spec.sample_tokens)
 
 
 def _is_like(step: Step, after: Lengths) -> bool:

@@ -46,6 +46,7 @@ from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiling.fit import STEPS
 from elasticd_planner.spec.batch import BatchSummary
 from elasticd_planner.spec.cluster import Device, Level, Link, node_of
+from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import Lengths
 from elasticd_planner.spec.step_measurements import Reported, Step
@@ -230,6 +231,7 @@ class Basis(Value, frozen=True, kw_only=True):
     profile: ModelProfile  # seconds and bytes of the model
     interleave: int = 1  # chunks of layers that a device may have
     lanes: int = 1  # lanes that a pipeline may have
+    packed: PackedSequences | None = None  # the sequences of a step, of a job that packs them
 
 
 class Asked(Value, frozen=True, kw_only=True):

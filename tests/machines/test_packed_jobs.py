@@ -1,0 +1,84 @@
+"""A packed job's leader: its plans are for the lengths of its sequences, at the start and after a shift."""
+
+from __future__ import annotations
+
+from elasticd_planner.spec.packed_sequences import PackedSequences
+from elasticd_planner.spec.sequence_lengths import Lengths, even
+
+from elasticd.machines.job.measurements import data_lengths
+from elasticd.machines.job.state.job_state import JobPhase
+from tests.machines.world import World
+
+
+def world_of(lengths: Lengths, longest: int, memory: int = 60_000_000, **options: object) -> World:
+    """A job on two nodes that packs sequences of these lengths."""
+    world = World(("alpha", "beta"), memory=memory)
+    packed = PackedSequences(
+        sequences=8.0, lengths=lengths, longest=longest, sample="sample 7", linear=96, least=8, **options
+    )
+    world.of_spec["packed"] = packed
+    world.length = round(lengths.mean)
+    world.start()
+    world.settle()
+    return world
+
+
+def test_a_packed_job_trains_under_a_plan_that_says_what_its_lanes_hold() -> None:
+    world = world_of(even(64.0), 64)
+    world.train(12)
+    assert world.phase is JobPhase.RUNNING
+    assert world.job.plan is not None
+    assert world.job.plan.packed
+    assert all(lane.packed[0].capacity >= 64 for lane in world.job.plan.by_lane)
+
+
+def test_a_job_whose_longest_sequence_no_plan_holds_ends_before_it_starts_and_names_the_sample() -> None:
+    world = world_of(even(64.0), 1_000_000_000)
+    assert world.phase is JobPhase.STOPPED
+    assert "does not fit: sample 7 has 1000000000 tokens, and the lanes of no pipeline" in world.job.reason
+    assert "add a node" in world.job.reason
+
+
+def test_an_explicit_limit_of_rows_that_is_too_small_is_refused_with_its_name() -> None:
+    world = world_of(even(64.0), 4096, row_tokens=128)
+    assert "raise Packing(tokens=...)" in world.job.reason
+
+
+def test_a_lasting_shift_of_lengths_asks_for_a_plan_for_these() -> None:
+    world = world_of(even(64.0), 4096)
+    world.train(40)
+    before = world.job.plan
+    assert before is not None
+    asked = world.kinds().count("planning")
+    assert data_lengths.packed(world.job) == world.job.spec.packed  # type: ignore[union-attr]
+    world.length = 1024
+    world.train(40)
+    found = data_lengths.packed(world.job)
+    assert found is not None
+    assert round(found.lengths.mean) == 1024
+    assert (found.longest, found.sample) == (4096, "sample 7")  # it may still come
+    kinds = world.kinds()
+    assert kinds.count("planning") > asked
+    assert {"proposed", "kept_plan"} & {*kinds[kinds.index("shifted") :]}
+
+
+def test_one_long_step_asks_for_no_plan() -> None:
+    world = world_of(even(64.0), 4096)
+    world.train(40)
+    asked = world.kinds().count("planning")
+    world.length = 1024
+    world.train(1)
+    world.length = 64
+    world.train(40)
+    assert "shifted" not in world.kinds()
+    assert world.kinds().count("planning") == asked
+
+
+def test_reported_lengths_beyond_all_that_was_known_become_the_longest() -> None:
+    world = world_of(even(64.0), 64)
+    world.train(40)
+    world.length = 512
+    world.train(40)
+    found = data_lengths.packed(world.job)
+    assert found is not None
+    assert (found.longest, found.sample) == (512, "")
