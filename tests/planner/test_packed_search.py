@@ -100,17 +100,32 @@ def cost_of(given: Problem) -> PackedCost:
 def every(given: Problem) -> Iterator[Plan]:
     """Every plan whose memory holds the sequences: all TP groups, stages and layers, and pipelines of equal
     borders joined to every number of lanes."""
-    cost = cost_of(given)
+    cost, seen = cost_of(given), set[object]()
     for groups in brute.arrangements(given.cluster.devices):
         for pipelines in brute.product_of(groups, (1,) * len(groups), given):
             if not pipelines:
                 continue
             for most in range(1, len(pipelines) + 1):
                 made = joined(pipelines, most)
+                if (shape := alike(made)) in seen:
+                    continue
+                seen.add(shape)
                 draft = planned(*packed_lanes(made, [[1] * len(p.micro_batches_by_lane) for p in made]))
                 capacity = cost.capacity(draft)
                 if cost.holds(capacity):
                     yield planned(*packed_lanes(made, capacity, None, cost.slowdown(draft)))
+
+
+def alike(pipelines: tuple[Pipeline, ...]) -> object:
+    """Equal for plans that differ in names of equal devices alone."""
+    found = []
+    for pipeline in pipelines:
+        nodes: dict[str, int] = {}
+        for stage in pipeline.stages:
+            places = tuple(nodes.setdefault(name.split("/")[0], len(nodes)) for name in stage.devices)
+            found.append((stage.start, stage.stop, stage.lanes, stage.shares, places))
+        found.append(())
+    return tuple(found)
 
 
 def played(made: Plan, given: Problem, lengths: np.ndarray) -> float:

@@ -41,6 +41,9 @@ class PackedWork:
     effective: Callable[[float], float]  # the length that a token's sequence has in the mean, times a factor
     row_tokens: int | None  # the most tokens of a row
     cut: CutOptions | None  # None: sequences stay whole
+    # What a row takes whatever is in it, in units of one token's attention to one other on a normal device:
+    # that of the least piece, as workers assume it when they deal.
+    fixed: int
     follow: bool  # whether the shares of lanes follow their speeds
 
 
@@ -171,7 +174,7 @@ class PackedTruth(Truth):
                     slowdown=tuple(64 * each * stage.layers / profile.layers for each in slow),
                     capacity=1,
                     linear=linear,
-                    fixed=0,
+                    fixed=round(self.work.fixed * min(slow) * stage.layers / profile.layers),
                     near=keys / near.bandwidth / base / linear,
                     far=keys / far.bandwidth / base / linear,
                     nodes=nodes_of(pipeline),
@@ -228,7 +231,7 @@ class PackedTruth(Truth):
         mean = tokens / len(rows) / len(rows[0].lanes) / self.profile.tokens  # of a row, in micro-batches
         waits = [float(shape.waits[at + place]) * mean for place in range(len(gangs))]
         gangs = [
-            gang._replace(fixed=wait / base)  # type: ignore[arg-type]
+            gang._replace(fixed=gang.fixed + round(wait / base))
             for gang, wait in zip(gangs, waits, strict=True)
         ]
         if len(gangs) == 1:

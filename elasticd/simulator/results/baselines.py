@@ -48,6 +48,7 @@ def truth_of(scenario: Scenario, *, follow: bool = True) -> Truth:
         effective=lru_cache(lambda scale: data.typical(scale, model.global_batch).effective),
         row_tokens=data.row_tokens or None,
         cut=CutOptions(least=data.least, fixed=data.least * linear) if data.cut else None,
+        fixed=data.least * linear,
         follow=data.follow and follow,
     )
     return PackedTruth(cluster, scenario.truth, model.tokens, work, seed=scenario.seed, **rest)
@@ -274,7 +275,7 @@ class Dealt(Still):
         if key not in self._known:
             gang = truth.gang(plan)
             drawn = [truth.work.drawn(step, truth.scale) for step in range(TYPICAL)]
-            units = [self._planner(lengths, gang) for lengths in drawn]
+            units = [float(self._planner(lengths, gang)) for lengths in drawn]
             self._known[key] = truth.unit * sum(units) / len(units) + truth.beside(plan)
         return self._known[key]
 
