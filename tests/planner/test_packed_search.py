@@ -12,9 +12,10 @@ from elasticd_planner.batching.packed_batch import CutOptions, NoRoom, packed_ba
 from elasticd_planner.batching.row_balance import pipeline_time
 from elasticd_planner.cost.memory import memory_by_device, pipeline_memory
 from elasticd_planner.cost.model import after_seconds, stage_times
-from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive
 from elasticd_planner.cost.packed_cost import PackedCost
 from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.detection.lengths import attention_rise, evaluated
 from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.search.lanes import joined
 from elasticd_planner.search.packed import packed_lanes
@@ -23,8 +24,10 @@ from elasticd_planner.spec.batch import BatchLengths, BatchRow
 from elasticd_planner.spec.cluster import Link
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Pipeline, Plan
-from elasticd_planner.spec.sequence_lengths import Lengths
+from elasticd_planner.spec.sample_packing import linear_of
+from elasticd_planner.spec.sequence_lengths import Lengths, even
 
+from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
 from tests.planner import brute, played_rows
 from tests.planner.models import cluster, planned
 from tests.sizes import beside
@@ -218,6 +221,32 @@ def test_long_sequences_get_lanes_and_short_ones_pipelines() -> None:
     assert many is not None
     assert (len(few.pipelines), wide(few)) == (4, (1, 1))
     assert (len(many.pipelines), wide(many)) == (1, (4, 1))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("effective", "longest", "lanes"), [(1100.0, 3000, 1), (14_000.0, 100_000, 8)])
+def test_a_model_of_32_billion_gets_lanes_for_a_long_tail_alone(
+    effective: float, longest: int, lanes: int
+) -> None:
+    """On 64 devices of 80 GiB, of which a TP group of four with two stages holds a copy of the model."""
+    spec = model_spec("llama-32b", PRESETS["llama-32b"])
+    lengths = Lengths(mean=1000.0, effective=effective, longest=float(longest))
+    dense = derive(spec, 1000.0, 1, flops=1.5e14)
+    packed = PackedSequences(sequences=512.0, lengths=lengths, longest=longest, linear=linear_of(spec))
+    here = cluster(*[8] * 8, memory=80 << 30, inside=Link(bandwidth=2e11, latency=1e-5))
+    answer = search(
+        Problem(
+            cluster=msgspec.structs.replace(here, between=Link(bandwidth=2.5e10, latency=2e-5)),
+            profile=evaluated(dense, even(1000.0), lengths, attention_rise(spec), rows=True),
+            global_batch=512,
+            micro_batch=1,
+            packed=packed,
+            search_space=SearchSpace(lanes=64),
+        )
+    )
+    assert answer.plan is not None
+    assert wide(answer.plan)[0] == lanes
+    assert len(answer.plan.by_lane) == 8
 
 
 def test_where_no_lane_may_be_shared_long_sequences_get_wide_tp_groups() -> None:
