@@ -16,6 +16,8 @@ from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, de
 from elasticd_planner.cost.packed_cost import PackedCost
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.detection.lengths import attention_rise, evaluated
+from elasticd_planner.placement.state_movement import bytes_to_move
+from elasticd_planner.policy.policy import PolicySettings, decide
 from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.search.lanes import joined
 from elasticd_planner.search.packed import packed_lanes
@@ -304,6 +306,24 @@ def test_a_running_plan_that_holds_too_little_cannot_run_any_more() -> None:
     assert grown.current_seconds is None
     assert grown.plan is not None
     assert grown.plan.strategies != made.strategies
+
+
+def test_a_lasting_shift_of_lengths_replans_lanes_where_that_pays_and_stays_when_lengths_are_back() -> None:
+    apart = search(problem(short(), 200_000_000)).plan
+    assert apart is not None
+    grown = search(problem(one_long(), 200_000_000, current=apart))
+    joined_ = grown.plan
+    assert joined_ is not None
+    assert joined_.prediction is not None
+    assert (wide(apart)[0], wide(joined_)[0]) == (1, 4)
+    moved = bytes_to_move(profile(1.0), apart, joined_)
+    assert moved == 0, "what is joined is where it was"
+    policy = PolicySettings(pause_seconds=0.5)
+    assert decide(policy, grown.current_seconds, joined_.prediction.step_seconds, moved).replan
+    # Short sequences take as long in lanes as in pipelines: nothing is saved by going back.
+    back = search(problem(short(), 200_000_000, current=joined_))
+    assert back.plan is not None
+    assert back.plan.strategies == joined_.strategies
 
 
 def test_a_slow_device_gets_a_lane_with_a_smaller_share_or_fewer_layers() -> None:

