@@ -15,10 +15,11 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
-from _batch_corpora import Draw, Lengths, long_tail, wikipedia
-from _batch_played import dealt, normal, row_times
 from _results import Row, row
 from elasticd_planner.batching.row_balance import pipeline_time
+
+from elasticd.simulator.devices.packed_rows import dealt, normal, row_times
+from elasticd.simulator.scenarios.corpora import Draw, Lengths, long_tail, wikipedia
 
 
 class Scheme(NamedTuple):

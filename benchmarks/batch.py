@@ -3,7 +3,7 @@
 make bench NAME=batch                              # some minutes
 make bench NAME=batch ARGS='--only planning pool'  # parts; the results keep the others as they are
 
-What is simulated is played by events on lanes of known speed, the exchange of keys counted (`_batch_played`);
+What is simulated is played by events on lanes of known speed, the exchange of keys counted (the simulator);
 what is measured is the processor time of the dealing that a job runs. Lengths are drawn from other seeds than
 those on which the dealing was tuned.
 """
@@ -19,17 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 
 import numpy as np
-from _batch_baselines import (
-    dhp,
-    dhp_by_length,
-    flexsp,
-    static_by_cost,
-    static_in_order,
-    without_stragglers,
-)
-from _batch_corpora import CORPORA, Lengths
 from _batch_emulated import emulated_rows
-from _batch_played import Gang, bound, cut_share, dealt, normal, plan_of, row_times, seconds, with_stragglers
 from _batch_pool import pool_rows
 from _batch_runtime import exchange_rows, parity_rows, uncut_rows
 from _parts import measured
@@ -37,6 +27,27 @@ from _results import Kind, Row, row
 from elasticd_planner.batching.lane_slowdown import SlowdownState, step
 from elasticd_planner.batching.row_balance import pipeline_time
 from elasticd_planner.spec.plan import Plan
+
+from elasticd.simulator.devices.packed_rows import (
+    Gang,
+    bound,
+    cut_share,
+    dealt,
+    normal,
+    plan_of,
+    row_times,
+    seconds,
+    with_stragglers,
+)
+from elasticd.simulator.results.packed_baselines import (
+    dhp,
+    dhp_by_length,
+    flexsp,
+    static_by_cost,
+    static_in_order,
+    without_stragglers,
+)
+from elasticd.simulator.scenarios.corpora import CORPORA, Lengths
 
 SEED = 23_110_000
 LANES, BATCH, BATCHES = 64, 512, 100

@@ -221,6 +221,7 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
     #: whether TP groups may have slices of the tokens between cut modules where memory demands it, or must
     sequence_parallel: bool | Literal["always"] = False
     packed: PackedSequences | None = None  # the sequences of a step, as known before it starts (None: padded)
+    global_tokens: int = 0  # tokens of a step, which has samples by these (0: it has `global_batch` samples)
     plan: Plan | None = None  # the first plan, where the user gives it
     keep_plan: bool = False  # whether a plan stays while its devices do
     shifts: bool = False  # its dataset has `at_length`; only leaders of 0.1 ask, who compare it; until 0.3

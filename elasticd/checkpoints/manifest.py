@@ -98,7 +98,7 @@ Tensors = dict[Role, dict[str, TensorEntry]]
 
 class Origin(Value, frozen=True, kw_only=True):
     """Whose state it is: `step` updates were applied, under the plan of this number, by these incarnations of
-    the members' workers. seed, global_batch and samples decide what the next steps train on."""
+    the members' workers. seed, global_batch, samples and global_tokens decide what the next steps train on."""
 
     job: str
     model: str
@@ -110,6 +110,7 @@ class Origin(Value, frozen=True, kw_only=True):
     samples: int
     elasticd: str
     torch: str
+    global_tokens: int = 0
 
 
 class Part(StoredValue, frozen=True, kw_only=True, tag="checkpoint-part"):

@@ -212,10 +212,14 @@ def device(
 def _use(made: Plan, name: str) -> str:
     """What a plan does with a device, in a few words."""
     if place := made.places.get(name):
-        stage, count = made.stage(place), made.pipeline(place).micro_batches
+        stage, own = made.stage(place), made.pipeline(place)
+        count = own.micro_batches
+        taken = f"{count} micro-batch{'es' * (count > 1)} a step"
+        if own.packed:
+            taken = f"about {count} row{'s' * (count > 1)} a step of at most {own.packed[0].capacity} tokens"
         lane = f", lane {place.lane}" if made.pipelines[place.pipeline].rows else ""
         return (
             f"pipeline {place.pipeline}{lane}, layers {stage.named}, {stage.shares[place.position]} of "
-            f"{sum(stage.shares)} shares, {count} micro-batch{'es' * (count > 1)} a step"
+            f"{sum(stage.shares)} shares, {taken}"
         )
     return "state alone" if name in made.carriers else "idle" if name in made.idle else "no part of it"

@@ -14,7 +14,7 @@ from elasticd_planner.detection.slowness_history import Slowness, SlownessKind
 from elasticd_planner.placement.state_movement import strategy
 from elasticd_planner.problem import Problem
 from elasticd_planner.spec.cluster import Device, Node
-from elasticd_planner.spec.plan import Pipeline, Plan, Stage
+from elasticd_planner.spec.plan import PackedLane, Pipeline, Plan, Stage
 from rich.console import Console, RenderableType
 
 from elasticd.cli import history, jobs, logs, top, why
@@ -108,13 +108,15 @@ def test_why_a_device_tells_rate_use_and_what_plans_counted_with() -> None:
         Stage(start=0, stop=3, devices=("b/0", "a/0", "a/1"), shares=(1, 6, 2), lanes=(1, 2)),
         Stage(start=3, stop=5, devices=("b/1", "b/2"), shares=(1, 1), lanes=(1, 1)),
     )
-    lanes = strategy((Pipeline(stages=stages, micro_batches=4, rows=(3, 1)),))
     (job,) = STATUS.jobs
-    plan = PLAN.replace(strategies=(lanes,), idle=())
-    status = msgspec.structs.replace(STATUS, jobs=(msgspec.structs.replace(job, plan=plan),))
-    assert "pipeline 0, lane 1, layers 0-2, 2 of 8 shares, 1 micro-batch a step" in shown(
-        *why.device("a/1", "j", status, EVENTS, records)
-    )
+    packed = (PackedLane(capacity=4096), PackedLane(capacity=8192))
+    for lanes, taken in (((), "1 micro-batch a step"), (packed, "about 1 row a step of at most 8192 tokens")):
+        made = strategy((Pipeline(stages=stages, micro_batches=4, rows=(3, 1), packed=lanes),))
+        plan = PLAN.replace(strategies=(made,), idle=())
+        status = msgspec.structs.replace(STATUS, jobs=(msgspec.structs.replace(job, plan=plan),))
+        assert f"pipeline 0, lane 1, layers 0-2, 2 of 8 shares, {taken}" in shown(
+            *why.device("a/1", "j", status, EVENTS, records)
+        )
     assert text.count("counted with") == 2
     assert "plan 7 counted with 3.00x" in text
     assert "a/1 is slow" in text

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from elasticd_planner.spec.batch import TokenSampler
 from elasticd_planner.spec.box import Box
 
 from elasticd.checkpoints.folder import damages, scan
@@ -179,6 +180,37 @@ def test_what_all_ranks_find_damaged_only_by_reading_it_stops_the_job_with_its_n
         cluster.run(SCRIPT, steps=9, job=options(folder), global_batch=12)
         assert cluster.wait() == {"a/0": 1}
         assert "its global_batch is 6, not 12" in cluster.log("a/0")
+
+
+@pytest.mark.slow
+def test_steps_of_so_many_tokens_go_on_from_a_checkpoint_and_no_others_do(tmp_path: Path) -> None:
+    """Each step has the samples that it would have had, and the planner chooses the plan of the packed job."""
+    folder = tmp_path / "checkpoints"
+
+    def job(global_tokens: int) -> dict[str, Any]:
+        data = {"packing": {"tokens": 16, "least": 1}, "global_tokens": global_tokens}
+        return {**options(folder), "data": data}
+
+    for devices, steps in (({"a": 1}, 5), ({"a": 2, "b": 1}, 9)):
+        with Cluster(devices) as cluster:
+            cluster.run(SCRIPT, steps=steps, job=job(45))
+            codes = cluster.wait()
+            assert set(codes.values()) == {0}, {device: cluster.log(device)[-2000:] for device in codes}
+            lines = ledger(cluster)
+            sampler, plain = TokenSampler(train.Known.lengths, 45, train.SEED), train.Plain()
+            assert [line["step"] for line in lines] == list(range(0 if steps == 5 else 5, steps))
+            drawn = [sampler.samples(step) for step in range(steps)]
+            losses = [plain.step(samples) for samples in drawn]
+            assert [sorted(line["samples"]) for line in lines] == [
+                sorted(drawn[line["step"]]) for line in lines
+            ]
+            assert [line["loss"] for line in lines] == pytest.approx(
+                [losses[line["step"]] for line in lines], abs=1e-10
+            )
+    with Cluster({"a": 1}) as cluster:
+        cluster.run(SCRIPT, steps=12, job=job(50))
+        assert cluster.wait() == {"a/0": 1}
+        assert "its global_tokens is 45, not 50" in cluster.log("a/0")
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ anew when that changes."""
 from __future__ import annotations
 
 import msgspec
+from elasticd_planner.spec.packed_sequences import PackedSequences
+from elasticd_planner.spec.sequence_lengths import even
 
 from elasticd.machines.job.state.events import Configured
 from elasticd.machines.job.state.job_state import JobPhase
@@ -66,7 +68,7 @@ def test_a_running_job_is_planned_anew_when_its_pipelines_may_have_lanes() -> No
 
 def test_a_job_whose_sequences_may_be_cut_is_planned_with_as_many_lanes_as_there_are() -> None:
     world = World(("alpha", "beta"), memory=ROOM)
-    world.of_spec = {"cuts": True}
+    world.of_spec = {"packed": PackedSequences(sequences=8.0, lengths=even(64.0), longest=64, linear=96)}
     world.start()
     world.settle()
     assert world.job.decided is not None

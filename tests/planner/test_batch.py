@@ -7,6 +7,7 @@ from elasticd_planner.spec.batch import (
     BatchRow,
     Sampler,
     SequencePiece,
+    TokenSampler,
     batch_plan,
     ids_of,
     short_batch_plan,
@@ -130,3 +131,34 @@ def test_a_batch_of_another_size_and_an_empty_dataset_are_refused() -> None:
         Sampler(size=0, global_batch=1, seed=0)
     with pytest.raises(Invalid, match="global_batch must be at least 1"):
         Sampler(size=1, global_batch=0, seed=0)
+
+
+@settings(max_examples=examples(60))
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(40, 200), st.integers(0, 3), st.data()
+)
+def test_steps_of_so_many_tokens_take_every_sample_once_an_epoch(
+    lengths: list[int], global_tokens: int, seed: int, data: st.DataObject
+) -> None:
+    sampler = TokenSampler(lengths, global_tokens, seed)
+    steps = -(-3 * sum(lengths) // global_tokens)
+    drawn = [sampler.samples(step) for step in range(steps)]
+    assert all(drawn), "no step is empty"
+    line = [sample for step in drawn for sample in step]
+    for epoch in range(len(line) // len(lengths)):
+        part = line[epoch * len(lengths) : (epoch + 1) * len(lengths)]
+        assert sorted(part) == list(range(len(lengths)))
+    tokens = [sum(lengths[sample] for sample in step) for step in drawn]
+    assert all(abs(each - global_tokens) < max(lengths) for each in tokens)
+    assert abs(sum(tokens) - steps * global_tokens) < max(lengths)
+    # A step is a function of its index and the seed, whatever was asked for before.
+    step = data.draw(st.integers(0, steps - 1))
+    assert TokenSampler(lengths, global_tokens, seed).samples(step) == drawn[step]
+
+
+def test_a_sample_that_is_longer_than_a_step_is_refused_by_name() -> None:
+    with pytest.raises(Invalid, match="global_tokens is 10, and sample 1 alone has 11 tokens"):
+        TokenSampler([3, 11, 4], 10, 0)
+    with pytest.raises(Invalid, match="dataset is empty"):
+        TokenSampler([], 10, 0)
+    assert TokenSampler([0, 0, 0], 1, 0).samples(0) != (), "a sample without tokens counts as one"

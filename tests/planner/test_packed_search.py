@@ -12,9 +12,12 @@ from elasticd_planner.batching.packed_batch import CutOptions, NoRoom, packed_ba
 from elasticd_planner.batching.row_balance import pipeline_time
 from elasticd_planner.cost.memory import memory_by_device, pipeline_memory
 from elasticd_planner.cost.model import after_seconds, stage_times
-from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive
 from elasticd_planner.cost.packed_cost import PackedCost
 from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.detection.lengths import attention_rise, evaluated
+from elasticd_planner.placement.state_movement import bytes_to_move
+from elasticd_planner.policy.policy import PolicySettings, decide
 from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.search.lanes import joined
 from elasticd_planner.search.packed import packed_lanes
@@ -23,8 +26,10 @@ from elasticd_planner.spec.batch import BatchLengths, BatchRow
 from elasticd_planner.spec.cluster import Link
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Pipeline, Plan
-from elasticd_planner.spec.sequence_lengths import Lengths
+from elasticd_planner.spec.sample_packing import linear_of
+from elasticd_planner.spec.sequence_lengths import Lengths, even
 
+from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
 from tests.planner import brute, played_rows
 from tests.planner.models import cluster, planned
 from tests.sizes import beside
@@ -100,17 +105,32 @@ def cost_of(given: Problem) -> PackedCost:
 def every(given: Problem) -> Iterator[Plan]:
     """Every plan whose memory holds the sequences: all TP groups, stages and layers, and pipelines of equal
     borders joined to every number of lanes."""
-    cost = cost_of(given)
+    cost, seen = cost_of(given), set[object]()
     for groups in brute.arrangements(given.cluster.devices):
         for pipelines in brute.product_of(groups, (1,) * len(groups), given):
             if not pipelines:
                 continue
             for most in range(1, len(pipelines) + 1):
                 made = joined(pipelines, most)
+                if (shape := alike(made)) in seen:
+                    continue
+                seen.add(shape)
                 draft = planned(*packed_lanes(made, [[1] * len(p.micro_batches_by_lane) for p in made]))
                 capacity = cost.capacity(draft)
                 if cost.holds(capacity):
                     yield planned(*packed_lanes(made, capacity, None, cost.slowdown(draft)))
+
+
+def alike(pipelines: tuple[Pipeline, ...]) -> object:
+    """Equal for plans that differ in names of equal devices alone."""
+    found = []
+    for pipeline in pipelines:
+        nodes: dict[str, int] = {}
+        for stage in pipeline.stages:
+            places = tuple(nodes.setdefault(name.split("/")[0], len(nodes)) for name in stage.devices)
+            found.append((stage.start, stage.stop, stage.lanes, stage.shares, places))
+        found.append(())
+    return tuple(found)
 
 
 def played(made: Plan, given: Problem, lengths: np.ndarray) -> float:
@@ -205,6 +225,32 @@ def test_long_sequences_get_lanes_and_short_ones_pipelines() -> None:
     assert (len(many.pipelines), wide(many)) == (1, (4, 1))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("effective", "longest", "lanes"), [(1100.0, 3000, 1), (14_000.0, 100_000, 8)])
+def test_a_model_of_32_billion_gets_lanes_for_a_long_tail_alone(
+    effective: float, longest: int, lanes: int
+) -> None:
+    """On 64 devices of 80 GiB, of which a TP group of four with two stages holds a copy of the model."""
+    spec = model_spec("llama-32b", PRESETS["llama-32b"])
+    lengths = Lengths(mean=1000.0, effective=effective, longest=float(longest))
+    dense = derive(spec, 1000.0, 1, flops=1.5e14)
+    packed = PackedSequences(sequences=512.0, lengths=lengths, longest=longest, linear=linear_of(spec))
+    here = cluster(*[8] * 8, memory=80 << 30, inside=Link(bandwidth=2e11, latency=1e-5))
+    answer = search(
+        Problem(
+            cluster=msgspec.structs.replace(here, between=Link(bandwidth=2.5e10, latency=2e-5)),
+            profile=evaluated(dense, even(1000.0), lengths, attention_rise(spec), rows=True),
+            global_batch=512,
+            micro_batch=1,
+            packed=packed,
+            search_space=SearchSpace(lanes=64),
+        )
+    )
+    assert answer.plan is not None
+    assert wide(answer.plan)[0] == lanes
+    assert len(answer.plan.by_lane) == 8
+
+
 def test_where_no_lane_may_be_shared_long_sequences_get_wide_tp_groups() -> None:
     given = problem(one_long(), 200_000_000, search_space=SearchSpace(lanes=1))
     made = search(given).plan
@@ -260,6 +306,24 @@ def test_a_running_plan_that_holds_too_little_cannot_run_any_more() -> None:
     assert grown.current_seconds is None
     assert grown.plan is not None
     assert grown.plan.strategies != made.strategies
+
+
+def test_a_lasting_shift_of_lengths_replans_lanes_where_that_pays_and_stays_when_lengths_are_back() -> None:
+    apart = search(problem(short(), 200_000_000)).plan
+    assert apart is not None
+    grown = search(problem(one_long(), 200_000_000, current=apart))
+    joined_ = grown.plan
+    assert joined_ is not None
+    assert joined_.prediction is not None
+    assert (wide(apart)[0], wide(joined_)[0]) == (1, 4)
+    moved = bytes_to_move(profile(1.0), apart, joined_)
+    assert moved == 0, "what is joined is where it was"
+    policy = PolicySettings(pause_seconds=0.5)
+    assert decide(policy, grown.current_seconds, joined_.prediction.step_seconds, moved).replan
+    # Short sequences take as long in lanes as in pipelines: nothing is saved by going back.
+    back = search(problem(short(), 200_000_000, current=joined_))
+    assert back.plan is not None
+    assert back.plan.strategies == joined_.strategies
 
 
 def test_a_slow_device_gets_a_lane_with_a_smaller_share_or_fewer_layers() -> None:

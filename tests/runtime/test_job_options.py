@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from elasticd_planner.spec.packed_sequences import PackedSequences
+from elasticd_planner.spec.sample_packing import linear_of
 
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.api.deprecated import DEFAULTS, OldKeywords, OptionGroups, with_old_keywords
+from elasticd.runtime.api.evaluation import HeldOut
+from elasticd.runtime.api.hello import job_spec
 from elasticd.runtime.api.job import Job
+from elasticd.runtime.data.collate import pad
+from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.exits import JobStopped
 
 GROUPS = (
@@ -213,7 +219,7 @@ def test_old_keywords_of_checkpoints_mean_what_they_meant(made: list[Job]) -> No
 class Sentences(list[dict[str, torch.Tensor]]):
     """Samples whose lengths are known."""
 
-    lengths = (8, 8, 8, 8)
+    lengths: tuple[int, ...] = (8, 8, 8, 8)
 
 
 def packed_job(loss: Any = next_token_loss, **packing: Any) -> None:
@@ -228,6 +234,68 @@ def packed_job(loss: Any = next_token_loss, **packing: Any) -> None:
         global_batch=4,
         data=elasticd.DataOptions(packing=elasticd.Packing(**packing)),
     )
+
+
+class Unequal(Sentences):
+    """Most are short, and one is long."""
+
+    lengths = (2, 2, 4, 2, 2, 2, 2, 40)
+
+
+def told(dataset: Any, held_out: dict[str, HeldOut] | None = None, **options: Any) -> PackedSequences:
+    """What the coordinator is told of a job's sequences before it starts."""
+    with torch.device("meta"):
+        config = DecoderConfig(vocabulary=16, width=16, layers=2, heads=2, kv_heads=2, hidden=8)
+        model = Decoder(config).describe()
+    data = elasticd.DataOptions(packing=elasticd.Packing(tokens=30, least=8, cut=False), **options)
+    recipe = Recipe(
+        model=model,
+        loss=next_token_loss,
+        optimizer=torch.optim.AdamW,
+        dataset=dataset,
+        global_batch=4,
+        data=data,
+    )
+    found = job_spec(recipe, "job", held_out or {}).packed
+    assert found is not None
+    assert (found.row_tokens, found.least, found.cut) == (30, 8, False)
+    assert found.linear == linear_of(model.spec)
+    return found
+
+
+def test_the_first_plan_is_for_the_lengths_of_the_dataset() -> None:
+    samples = [{"inputs": torch.arange(8), "targets": torch.arange(8)}] * 8
+    found = told(Unequal(samples))
+    assert (found.longest, found.sample, found.sequences) == (40, "sample 7", 4.0)
+    assert (found.lengths.mean, found.lengths.effective) == (7.0, (6 * 4 + 16 + 1600) / 56)
+    # Asked for one by one, they are the same; steps of so many tokens have as many samples as these are.
+    again = told(Unequal(samples), length=Unequal.lengths.__getitem__, global_tokens=70)
+    assert (again.lengths, again.longest, again.sequences) == (found.lengths, 40, 10.0)
+    # A held-out set is packed under the same plan; one with a collate of its own is not packed.
+    long = Sentences(samples)
+    long.lengths = (8, 90, 8, 8, 8, 8, 8, 8)
+    beside = told(Unequal(samples), {"long": HeldOut(dataset=long)})
+    assert (beside.longest, beside.sample) == (90, "sample 1 of the held-out set 'long'")
+    assert beside.lengths == found.lengths
+    assert told(Unequal(samples), {"long": HeldOut(dataset=long, collate=pad)}) == found
+
+
+def test_of_a_stream_the_first_plan_knows_the_mean_and_takes_sequences_for_unlike_ones() -> None:
+    class Endless:
+        def __iter__(self) -> Any:
+            return iter(())
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            del state
+
+    found = told(elasticd.Stream(dataset=Endless(), tokens=100.0))
+    assert (found.lengths.mean, found.longest, found.sample) == (100.0, 100, "")
+    assert found.lengths.effective > 2 * found.lengths.mean
+    with pytest.raises(ValueError, match="global_tokens takes samples by lengths that are known beforehand"):
+        told(elasticd.Stream(dataset=Endless(), tokens=100.0), global_tokens=500)
 
 
 def test_a_job_that_can_pack_starts(made: list[Job]) -> None:

@@ -88,9 +88,9 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     return trained(device, plan, PlanGroups("plan/1", device, "127.0.0.1", store), packed(), test_parity.STEPS)
 
 
-def check(plan: Plan, found: dict[str, dict[str, Any]]) -> None:
-    losses, _, weights = reference(test_parity.STEPS)
-    sampler = make_recipe().sampler
+def check(plan: Plan, found: dict[str, dict[str, Any]], recipe: Recipe | None = None) -> None:
+    losses, _, weights = reference(test_parity.STEPS, recipe)
+    sampler = (recipe or make_recipe()).sampler
     for device, result in found.items():
         assert result["losses"] == pytest.approx(losses, abs=1e-10)
         assert [sorted(each) for each in result["samples"]] == [
@@ -109,6 +109,37 @@ def check(plan: Plan, found: dict[str, dict[str, Any]]) -> None:
 def test_packed_rows_train_like_one_process(name: str, policy: str) -> None:
     plan = PLANS[name].replace(state=POLICIES[policy])
     check(plan, in_threads(plan))
+
+
+def by_tokens(cut: bool = False) -> Recipe:
+    """Steps of 70 tokens, and of as many samples as these are."""
+    data = DataOptions(length=length, packing=Packing(tokens=30, cut=cut, least=1), global_tokens=70)
+    return replace(make_recipe(), data=data)
+
+
+@pytest.mark.parametrize("name", ["one device", "three lanes of unlike width beside a deeper pipeline"])
+def test_steps_of_so_many_tokens_train_like_one_process(name: str) -> None:
+    found = in_threads(PLANS[name], by_tokens)
+    check(PLANS[name], found, by_tokens())
+    steps = next(iter(found.values()))["samples"]
+    assert len({len(samples) for samples in steps}) > 1, "they differ in samples"
+    assert all(abs(sum(map(length, samples)) - 70) < 14 for samples in steps)
+
+
+def test_a_step_of_so_many_tokens_is_the_same_when_a_job_resumes_at_it() -> None:
+    """Another process, which has drawn no step before; also the ledger's hash of it."""
+    whole = by_tokens().sampler
+    drawn = [whole.samples(step) for step in range(30)]
+    assert [by_tokens().sampler.samples(step) for step in (29, 3, 17)] == [drawn[29], drawn[3], drawn[17]]
+
+
+def test_global_tokens_are_refused_where_they_cannot_be() -> None:
+    with pytest.raises(ValueError, match="must be packed: give packing"):
+        DataOptions(length=length, global_tokens=90)
+    with pytest.raises(ValueError, match="global_tokens is 0; it must be a whole number from 1 on"):
+        DataOptions(packing=Packing(), global_tokens=0)
+    with pytest.raises(ValueError, match="sample 8 alone has 13 tokens: a step must have room for any"):
+        _ = replace(make_recipe(), data=DataOptions(length=length, packing=Packing(), global_tokens=12)).sampler
 
 
 @pytest.mark.slow

@@ -159,9 +159,11 @@ def trained(
 
 
 @cache
-def reference(steps: int = STEPS) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def reference(
+    steps: int = STEPS, recipe: Recipe | None = None
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Plain torch: the whole nn.Module, torch.optim, clip_grad_norm_; one sample at a time."""
-    recipe = make_recipe()
+    recipe = recipe or make_recipe()
     model = Decoder(CONFIG)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

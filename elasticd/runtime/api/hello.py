@@ -76,6 +76,8 @@ def check_packing(recipe: Recipe, held_out: Mapping[str, HeldOut] = MappingProxy
     packing = recipe.data.packing
     if packing is None:
         return
+    if recipe.data.global_tokens is not None:
+        _ = recipe.sampler  # refuses a sample that is longer than a step
     found = [recipe.model.unpackable] if recipe.model.unpackable else []
     sets: dict[str, Dataset] = {
         f" of held-out set {name!r}": each.dataset for name, each in held_out.items() if each.collate is None
@@ -124,6 +126,7 @@ def job_spec(recipe: Recipe, job: str, held_out: Mapping[str, HeldOut] = Mapping
         recomputed=recomputed,
         sequence_parallel=recipe.parallelism.may_slice,
         packed=packed_sequences(recipe, held_out),
+        global_tokens=recipe.data.global_tokens or 0,
         plan=recipe.parallelism.plan,
         keep_plan=recipe.parallelism.keep_plan,
         shifts=hasattr(recipe.dataset, "at_length"),

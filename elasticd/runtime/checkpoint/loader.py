@@ -90,7 +90,9 @@ def offered(folder: Path, spec: JobSpec) -> tuple[str, ...]:
 
 def _foreign(manifest: Manifest, spec: JobSpec) -> str:
     """The samples of a step follow from its number, so that what decides them must not change."""
-    for key in ("seed", "global_batch", "samples"):
+    tokens = manifest.origin.global_tokens or spec.global_tokens
+    # With global_tokens a step has its samples by these, and global_batch is what is expected.
+    for key in ("seed", "global_tokens" if tokens else "global_batch", "samples"):
         was, now = getattr(manifest.origin, key), getattr(spec, key)
         if was != now:
             return f"its {key} is {was}, not {now}"

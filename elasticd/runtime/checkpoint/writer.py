@@ -84,6 +84,7 @@ def origin_of(spec: JobSpec, plan: Plan, step: int) -> Origin:
         seed=spec.seed,
         global_batch=spec.global_batch,
         samples=spec.samples,
+        global_tokens=spec.global_tokens,
         elasticd=__version__,
         torch=str(torch.__version__),
     )

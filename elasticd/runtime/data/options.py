@@ -14,7 +14,8 @@ class DataOptions:
     """How samples become batches: the argument `data` of `elasticd.Job`.
 
     Raises:
-        ValueError: `readers` is negative, or there is both `collate` and `packing`.
+        ValueError: `readers` is negative, there is both `collate` and `packing`, or `global_tokens` without
+            `packing`.
     """
 
     #: Makes a batch of a list of samples. The default is torch's own `default_collate`, with sequences of
@@ -29,6 +30,11 @@ class DataOptions:
     #: Sequences follow each other in rows without padding, and attention stays inside each. None: samples of a
     #: micro-batch are padded to the longest.
     packing: Packing | None = None
+    #: Tokens of a step, on average: it has as many samples, in the job's order, as begin within so many tokens.
+    #: It needs `packing` and the length of every sample, and may not be less than the longest. `global_batch`
+    #: is then what is expected of a step, and the samples of a round of an evaluation. None: a step has
+    #: `global_batch` samples.
+    global_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.readers, int) or self.readers < 0:
@@ -37,3 +43,13 @@ class DataOptions:
             raise TypeError(f"data: packing is {self.packing!r}; it must be elasticd.Packing(...)")
         if self.packing is not None and self.collate is not pad:
             raise ValueError("data: collate makes padded batches; give either collate or packing")
+        if self.global_tokens is not None:
+            if not isinstance(self.global_tokens, int) or self.global_tokens < 1:
+                raise ValueError(
+                    f"data: global_tokens is {self.global_tokens!r}; it must be a whole number from 1 on"
+                )
+            if self.packing is None:
+                raise ValueError(
+                    "data: steps of global_tokens differ in samples, so that they must be packed: give "
+                    "packing=elasticd.Packing() too"
+                )

@@ -127,12 +127,17 @@ def known_lengths(dataset: Any, length: Callable[[int], int], count: int) -> Kno
         count: of samples.
     """
     if dataset is not None:
-        tokens = np.asarray(dataset.lengths).reshape(-1)[:count].astype(np.int64)
+        tokens = all_lengths(dataset, count)
         indices = np.arange(len(tokens))
     else:
         indices = np.unique(np.linspace(0, count - 1, min(count, _MOST_ASKED)).astype(np.int64))
         tokens = np.array([length(index) for index in indices.tolist()], dtype=np.int64)
     return KnownLengths(indices=indices, tokens=np.maximum(1, tokens))
+
+
+def all_lengths(dataset: Any, count: int) -> Ints:
+    """Tokens of each sample of a dataset with the attribute `lengths`."""
+    return np.asarray(dataset.lengths).reshape(-1)[:count].astype(np.int64)
 
 
 def row_tokens(sample: Any) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from elasticd_planner.spec.batch import BatchLengths, BatchPlan, Sampler
+from elasticd_planner.spec.batch import BatchLengths, BatchPlan, Sampler, TokenSampler
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
@@ -85,7 +85,7 @@ class Mapped:
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: Sampler | TokenSampler,
         reader: Samples,
         length: Callable[[int], int] | None,
         linear: int,
@@ -193,8 +193,11 @@ class Mapped:
 class _Given:
     """A global batch of the script: sample ids, the samples (None: those of the dataset), and a hash."""
 
-    def __init__(self, batch: Sequence[Any], sampler: Sampler) -> None:
-        if len(batch) != sampler.global_batch:
+    def __init__(self, batch: Sequence[Any], sampler: Sampler | TokenSampler) -> None:
+        if isinstance(sampler, TokenSampler):
+            if not batch:
+                raise ValueError("job.step() got no sample: a batch has one at least")
+        elif len(batch) != sampler.global_batch:
             raise ValueError(
                 f"job.step() got {len(batch)} samples: a batch is the whole global one, {sampler.global_batch} "
                 "indices or samples, the same on every rank"

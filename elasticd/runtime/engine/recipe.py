@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from elasticd_planner.cost.schedule import Pass, passes
-from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.numeric import Ints
+from elasticd_planner.spec.batch import Sampler, TokenSampler
 from elasticd_planner.spec.sample_packing import linear_of
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.comm.communicators import Connect
 from elasticd.runtime.data.loader import length_of, sample_tokens
 from elasticd.runtime.data.options import DataOptions
+from elasticd.runtime.data.packing import all_lengths
 from elasticd.runtime.data.prefetch import Dataset, SampleReader
 from elasticd.runtime.data.step_samples import Feed, Mapped
 from elasticd.runtime.data.stream import Stream, Streamed
@@ -71,6 +74,11 @@ class Recipe:
             raise ValueError(f"global_batch must be at least 1, not {self.global_batch}")
         if isinstance(self.dataset, Stream) and self.data.length is not None:
             raise ValueError("length is of a map-style dataset's samples; a stream's are dealt by their tokens")
+        if isinstance(self.dataset, Stream) and self.data.global_tokens is not None:
+            raise ValueError(
+                "global_tokens takes samples by lengths that are known beforehand: a stream's are not; use "
+                "global_batch, or a map-style dataset"
+            )
         if self.data.packing is not None and not isinstance(self.dataset, Stream) and self.length is None:
             raise ValueError(
                 "packing needs the tokens of each sample before it is read: give the dataset an attribute "
@@ -87,7 +95,7 @@ class Recipe:
 
     def step_samples(self, tokens: float) -> float:
         """Samples of a step, on average, if they have so many tokens on average."""
-        return float(self.global_batch)
+        return self.data.global_tokens / tokens if self.data.global_tokens else float(self.global_batch)
 
     @cached_property
     def precision(self) -> Precision | None:
@@ -115,6 +123,14 @@ class Recipe:
         return lambda index: int(given(index))  # NumPy's integers wrap around
 
     @cached_property
+    def lengths(self) -> Ints:
+        """Tokens of every sample of a map-style dataset of known lengths."""
+        assert not isinstance(self.dataset, Stream)
+        if self.data.length is None:
+            return all_lengths(self.dataset, len(self.dataset))
+        return np.array([self.data.length(index) for index in range(len(self.dataset))], dtype=np.int64)
+
+    @cached_property
     def planning(self) -> DaemonThreads:
         """The thread in which batches are planned beside training."""
         return DaemonThreads("batches")
@@ -124,9 +140,11 @@ class Recipe:
         """Samples of a map-style dataset; 0 of a stream."""
         return 0 if isinstance(self.dataset, Stream) else len(self.dataset)
 
-    @property
-    def sampler(self) -> Sampler:
+    @cached_property
+    def sampler(self) -> Sampler | TokenSampler:
         """Draws the samples of each step from a map-style dataset."""
+        if self.data.global_tokens is not None:
+            return TokenSampler(self.lengths, self.data.global_tokens, self.seed)
         return Sampler(size=self.samples, global_batch=self.global_batch, seed=self.seed)
 
     @cached_property

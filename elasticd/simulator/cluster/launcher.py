@@ -49,6 +49,7 @@ class Operator:
             samples=1 << 40,
             sample_tokens=float(self._worker_group.truth.tokens),
             seed=self._scenario.seed,
+            packed=self._scenario.packed(self._worker_group.truth.tokens),
         )
 
     def whole(self) -> list[Node]:

@@ -11,32 +11,47 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgspec
+from elasticd_planner.batching.packed_batch import CutOptions
 from elasticd_planner.policy.policy import decide
-from elasticd_planner.problem import Problem
+from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.chaos.faults import Fault
-from elasticd.simulator.devices.device_model import Truth
+from elasticd.simulator.devices.device_model import TYPICAL, Truth
+from elasticd.simulator.devices.packed_truth import PackedTruth, PackedWork
 from elasticd.simulator.planning import Planner
+from elasticd.simulator.results.packed_baselines import PLANNERS
+from elasticd.simulator.results.packed_baselines import Planner as Planned
 from elasticd.simulator.results.progress import Trained
 from elasticd.simulator.results.result import Totals, rounded
 from elasticd.simulator.results.throughput_bound import Bounds
 from elasticd.simulator.scenarios.scenario import Scenario
 
 
-def truth_of(scenario: Scenario) -> Truth:
-    """The modelled cluster at the beginning."""
-    return Truth(
-        scenario.cluster.cluster(),
-        scenario.truth,
-        scenario.model.tokens,
-        seed=scenario.seed,
-        noise=scenario.times.noise,
-        overhead=scenario.times.overhead,
+def truth_of(scenario: Scenario, *, follow: bool = True) -> Truth:
+    """The modelled cluster at the beginning. `follow`: whether the shares of lanes follow their speeds, where
+    the scenario lets them."""
+    cluster, model, data = scenario.cluster.cluster(), scenario.model, scenario.data
+    rest = {"noise": scenario.times.noise, "overhead": scenario.times.overhead}
+    if data is None:
+        return Truth(cluster, scenario.truth, model.tokens, seed=scenario.seed, **rest)
+    linear = linear_of(model.spec())
+    work = PackedWork(
+        drawn=lambda step, scale: data.drawn(scenario.seed, step, model.global_batch, scale),
+        mean=data.mean,
+        linear=linear,
+        effective=lru_cache(lambda scale: data.typical(scale, model.global_batch).effective),
+        row_tokens=data.row_tokens or None,
+        cut=CutOptions(least=data.least, fixed=data.least * linear) if data.cut else None,
+        fixed=data.least * linear,
+        follow=data.follow and follow,
     )
+    return PackedTruth(cluster, scenario.truth, model.tokens, work, seed=scenario.seed, **rest)
 
 
 def baselines(scenario: Scenario, bounds: Bounds, planner: Planner) -> tuple[Totals, ...]:
@@ -44,9 +59,11 @@ def baselines(scenario: Scenario, bounds: Bounds, planner: Planner) -> tuple[Tot
     given = Given(scenario=scenario, bounds=bounds, planner=planner)
     if given.plan(given.truth(), frozenset()) is None:  # then elasticd's run said so
         return (Bound(given).run("bound"),)
+    others = scenario.data.baselines if scenario.data is not None else ()
     return (
         Still(given).run("no reaction"),
         Restarting(given).run("restart without the slow nodes"),
+        *(Dealt(given, PLANNERS[name]).run(name) for name in others),
         Bound(given).run("bound"),
     )
 
@@ -70,13 +87,15 @@ class Given:
             profile=truth.profile,
             global_batch=model.global_batch,
             micro_batch=model.micro_batch,
+            packed=self.scenario.packed(truth.tokens),
+            search_space=SearchSpace(lanes=len(truth.names) if self.scenario.data is not None else 1),
         )
         return self.planner.answer(problem).plan
 
     def truth(self) -> Truth:
         """A modelled cluster for one run alone. Devices that the script kills at step 0 are dead in it from the
         beginning."""
-        made = truth_of(self.scenario)
+        made = truth_of(self.scenario, follow=False)  # that is a reaction
         for fault in self.scenario.faults:
             if fault.kind == "kill" and fault.step == 0:
                 made.strike(fault)
@@ -231,6 +250,34 @@ class Still(Run):
     def chosen(self, without: frozenset[str]) -> Plan | None:
         """The plan of a start that cannot be avoided."""
         return self.without(without)
+
+
+class Dealt(Still):
+    """The healthy plan, whose lanes get their sequences by another planner of these, at the mean of some steps.
+    That planner knows nothing of slow devices, and its own time is not counted. A plan of several stages is
+    none that it can deal to."""
+
+    def __init__(self, given: Given, planner: Planned) -> None:
+        super().__init__(given)
+        self._planner = planner
+        self._known: dict[tuple[str, int, bytes], float] = {}
+
+    def step_seconds(self) -> float:
+        """Mean seconds of a step; infinite while the job waits for nodes."""
+        plan, truth = self.plan, self.truth
+        if plan is None:
+            return math.inf
+        assert isinstance(truth, PackedTruth)
+        if any(len(pipeline.stages) > 1 for pipeline in plan.pipelines):
+            self.note = "it deals to lanes of one stage, and the plan has several: not played"
+            return math.inf
+        key = plan.digest, truth.tokens, truth.factors.tobytes()
+        if key not in self._known:
+            gang = truth.gang(plan)
+            drawn = [truth.work.drawn(step, truth.scale) for step in range(TYPICAL)]
+            units = [float(self._planner(lengths, gang)) for lengths in drawn]
+            self._known[key] = truth.unit * sum(units) / len(units) + truth.beside(plan)
+        return self._known[key]
 
 
 class Restarting(Still):

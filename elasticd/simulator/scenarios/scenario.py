@@ -5,6 +5,7 @@
     [model]    preset, or layers, width, heads, hidden ...; tokens, global_batch, micro_batch
     [[fault]]  kind = "slow", device = "n0/0", factor = 2.57, step = 20      # or: seconds = 3600
     [random]   faults drawn from the seed
+    [data]     of a job that packs: corpus = "wikipedia", or quantiles, lognormal, file; row_tokens, cut ...
     [times], [restart], [detect], [policy]
 
 docs/simulator.md says what each key means. Whatever is wrong is refused with the key and its value.
@@ -18,14 +19,19 @@ from typing import Any
 
 import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile, derive
+from elasticd_planner.detection.lengths import attention_rise, evaluated
 from elasticd_planner.detection.stragglers import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.spec.cluster import Cluster, Device, Level, Link, Node, check_levels
 from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.packed_sequences import PackedSequences
+from elasticd_planner.spec.sample_packing import linear_of
+from elasticd_planner.spec.sequence_lengths import Lengths, even
 from elasticd_planner.value import Value, refuse
 
 from elasticd.chaos.faults import KINDS, REAL, Fault
 from elasticd.config.tree import ConfigError, section, text_of, toml, with_keys
+from elasticd.simulator.scenarios.corpora import BASELINES, Corpus
 from elasticd.simulator.scenarios.model_shapes import PRESETS, Shapes, model_spec
 from elasticd.simulator.scenarios.random_faults import RandomFaults, draw
 
@@ -126,12 +132,14 @@ class Restart(Value, frozen=True, kw_only=True):
 
 
 class Scenario(Value, frozen=True, kw_only=True):
-    """All of it. `settle`: after so many steps in which nothing changed, and nothing is under way, steps are
-    counted and not played until the script's next event; None plays every step."""
+    """All of it. `data`: the sequences of a job that packs them (None: all are alike). `settle`: after so many
+    steps in which nothing changed, and nothing is under way, steps are counted and not played until the
+    script's next event; None plays every step."""
 
     name: str
     cluster: ClusterShape
     model: Training
+    data: Corpus | None = None
     seed: int = 0
     steps: int | None = None
     hours: float | None = None
@@ -171,8 +179,31 @@ class Scenario(Value, frozen=True, kw_only=True):
     def truth(self, tokens: int | None = None) -> ModelProfile:
         """What a normal device really takes for samples of so many tokens (the scenario's at first): nobody
         tells the coordinator."""
-        model = self.model
-        return derive(model.spec(), tokens or model.tokens, model.micro_batch, flops=self.cluster.flops)
+        model, spec = self.model, self.model.spec()
+        mean = tokens or model.tokens
+        made = derive(spec, mean, model.micro_batch, flops=self.cluster.flops)
+        if self.data is None:
+            return made
+        return evaluated(made, even(mean), self.lengths(mean), attention_rise(spec), rows=True)
+
+    def lengths(self, tokens: int) -> Lengths:
+        """Of the sequences of steps, of so many tokens in the mean."""
+        assert self.data is not None
+        return self.data.typical(tokens / self.data.mean, self.model.global_batch)
+
+    def packed(self, tokens: int) -> PackedSequences | None:
+        """What a job of these sequences would tell its coordinator; None: it does not pack them."""
+        if self.data is None:
+            return None
+        return PackedSequences(
+            sequences=self.model.global_batch,
+            lengths=self.lengths(tokens),
+            longest=self.data.longest,
+            linear=linear_of(self.model.spec()),
+            row_tokens=self.data.row_tokens,
+            cut=self.data.cut,
+            least=self.data.least,
+        )
 
 
 def load(path: str | Path, seed: int | None = None) -> Scenario:
@@ -192,11 +223,15 @@ def parse(text: str, source: str, seed: int | None = None) -> Scenario:
         "name": rest.pop("name", Path(source).stem),
         "cluster": cluster,
         "model": _training(_table(rest, "model", source), f"{source}: [model]"),
+        "data": _corpus(rest, source),
         "times": section("times", Times(), rest.pop("times", {}), source),
         "restart": section("restart", Restart(), rest.pop("restart", {}), source),
         "detect": section("detect", DetectSettings(), rest.pop("detect", {}), source),
         "policy": section("policy", policy, rest.pop("policy", {}), source),
     }
+    if (data := values["data"]) is not None:  # a sample has as many tokens as these
+        model = msgspec.structs.replace(values["model"], tokens=max(1, round(data.mean)))
+        values["model"] = model
     drawn = section("random", RandomFaults(), rest.pop("random", {}), source)
     given = rest.pop("fault", [])
     if not isinstance(given, list):
@@ -221,6 +256,28 @@ def _table(rest: dict[str, Any], name: str, source: str) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise ConfigError(f"{source}: the section [{name}] is missing: see docs/simulator.md")
     return body
+
+
+def _corpus(rest: dict[str, Any], source: str) -> Corpus | None:
+    """The section [data], if there is one. Its `file` has the lengths of sequences, beside the scenario."""
+    body = rest.pop("data", None)
+    if body is None:
+        return None
+    where = f"{source}: [data]"
+    if not isinstance(body, dict):
+        raise ConfigError(f"{where} must be a section: see docs/simulator.md")
+    given = dict(body)
+    if (name := given.pop("file", None)) is not None:
+        path = Path(source).parent / str(name)
+        words = text_of(path, f"the lengths {path}").replace(",", " ").split()
+        if not words or not all(word.isdigit() for word in words):
+            raise ConfigError(f"{where} file = {name!r} must have the tokens of each sequence, as 512 60 4096")
+        given["lengths"] = tuple(map(int, words))
+    made = with_keys(Corpus, given, where)
+    wrong = [each for each in made.baselines if each not in BASELINES]
+    if wrong:
+        raise ConfigError(f"{where} baselines: {wrong[0]!r} must be one of {', '.join(BASELINES)}")
+    return made
 
 
 def _training(body: Mapping[str, Any], where: str) -> Training:

@@ -169,10 +169,11 @@ class PackedCost:
         hop_token = 2 * float((two.boundary - one.boundary).sum()) / _FEW
         hop_fixed = 2 * float((2 * one.boundary - two.boundary).sum())
         slowest, profile = int(np.argmax(token)), self.cost.profile
-        # A row takes some time whatever is in it: about that of the least piece that is worth a kernel, which
-        # is what the dealing of rows takes it for, too.
+        # A row takes some time whatever is in it. Where none was measured, about that of the least piece that
+        # is worth a kernel, which is what the dealing of rows takes it for, too.
         part = self.packed.linear / (self.packed.linear + self.packed.lengths.effective)
-        fixed = np.maximum(fixed, self.packed.least * part * token)
+        if not profile.block.fixed_seconds:
+            fixed = np.maximum(fixed, self.packed.least * part * token)
         groups = profile.groups / profile.share_units if profile.groups else 1.0
         keys = [
             _PASSES * 2 * profile.boundary_bytes * groups * stage.layers / len(stage.devices)

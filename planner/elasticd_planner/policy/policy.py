@@ -25,8 +25,9 @@ class PolicySettings(Value, frozen=True, kw_only=True):
     paused: bool = False
     # [chunks] How many chunks of layers a pipeline stage may have at most (interleaved 1F1B). 1: plain 1F1B.
     interleave: int = 1
-    # [lanes] How many lanes a pipeline may have at most: pipelines of equal borders are joined. 1: none are.
-    # 0: as many as there are, in jobs whose sequences may be cut over lanes; in others none.
+    # [lanes] How many lanes a pipeline may have at most: pipelines of equal borders are joined, in jobs that
+    # pack where a step is shorter so. 1: none are. 0: as many as there are, in jobs whose sequences may be cut
+    # over lanes; in others none.
     lanes: int = 0
 
     def __post_init__(self) -> None:

@@ -39,6 +39,8 @@ Search = Callable[[Problem], Answer]
 
 #: Rows of so many sizes are tried, each half of the one before; of many devices every second one.
 _SIZES = 8
+#: Of many devices so many TP sizes are tried with further sizes of rows.
+_LIKELY = 2
 
 
 def answer(problem: Problem, search: Search, number: int, tolerance: float) -> Answer:
@@ -115,10 +117,10 @@ class _PackedSearch:
         if current is not None and (kept := self._kept(current)) is not None:
             options.append(kept)
         now = self._now(current)
-        best: dict[int, float] = {}
+        best, by_width = dict[int, float](), dict[int, float]()
         few = len(alive(self.problem)) <= EXACT_DEVICES
-        for size in self._sizes():
-            for view in self._views(size) if few else self._of_widths(size):
+        for size in self._sizes() if few else sorted(self._sizes()):
+            for view in self._views(size) if few else list(self._of_widths(size, by_width)):
                 found = self.search(view)
                 tried += found.candidates
                 if found.plan is None:
@@ -126,10 +128,12 @@ class _PackedSearch:
                     continue
                 made = list(self._joined(found.plan.pipelines))
                 best[size] = min([best.get(size, math.inf), *(option.seconds for option in made)])
+                if made and (width := view.search_space.fixed_tp) is not None:
+                    by_width[width] = min([by_width.get(width, math.inf), *(each.seconds for each in made)])
                 options += made
         if options:
             size = min(best, key=lambda size: (best[size], size), default=0)
-            for view in (self._of_widths(size) if few else self._views(size)) if size else ():
+            for view in (self._of_widths(size, {}) if few else self._views(size)) if size else ():
                 found = self.search(view)
                 options += self._joined(found.plan.pipelines) if found.plan is not None else ()
         else:
@@ -196,11 +200,15 @@ class _PackedSearch:
         made = strategy(pipelines, current.modules[0].module)
         return current.replace(strategies=(made,), global_batch=count, micro_batch=1)
 
-    def _of_widths(self, size: int) -> Iterator[Problem]:
-        """The problem with rows of this size, with each TP size that divides the devices of a node."""
+    def _of_widths(self, size: int, known: dict[int, float]) -> Iterator[Problem]:
+        """The problem with rows of this size, with each TP size that divides the devices of a node; where the
+        seconds of several TP sizes are known, with the best two of these."""
         view = self._view(size)
+        likely = sorted(known, key=lambda width: (known[width], width))[:_LIKELY] if len(known) > 1 else None
         counts = [len(node.devices) for node in self.problem.cluster.nodes]
         for width in self.cost.cost.widths(max(counts)):
+            if likely is not None and width not in likely:
+                continue
             if view.search_space.fixed_tp in (None, width) and any(count % width == 0 for count in counts):
                 space = msgspec.structs.replace(view.search_space, fixed_tp=width)
                 yield msgspec.structs.replace(view, search_space=space)

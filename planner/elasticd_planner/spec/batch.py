@@ -179,6 +179,57 @@ class Sampler(Value, frozen=True, kw_only=True):
         return tuple(found)
 
 
+class TokenSampler:
+    """The same for steps of about so many tokens: a function of (seed, step), too.
+
+    The samples of all epochs, one after the other, lie along a line of tokens. A step has those that begin in
+    its part of the line, [step x global_tokens, (step + 1) x global_tokens), so that steps have `global_tokens`
+    on average. Since no sample is longer than that, each step has one at least.
+    """
+
+    def __init__(self, lengths: Sequence[int] | Ints, global_tokens: int, seed: int) -> None:
+        """
+        Args:
+            lengths: tokens of each sample of the dataset; one without tokens counts as one.
+            global_tokens: of a step, on average.
+            seed: keys the order of samples.
+
+        Raises:
+            Invalid: the dataset is empty, or a sample is longer than a step.
+        """
+        self._lengths = np.maximum(1, np.asarray(lengths, dtype=np.int64))
+        self.size, self.global_tokens, self.seed = len(self._lengths), global_tokens, seed
+        if self.size < 1:
+            refuse("dataset is empty: it must hold at least one sample")
+        longest = int(self._lengths.argmax())
+        if self._lengths[longest] > global_tokens:
+            refuse(
+                f"global_tokens is {global_tokens}, and sample {longest} alone has {self._lengths[longest]} "
+                "tokens: a step must have room for any sample"
+            )
+        self._total = int(self._lengths.sum())
+        self._known: dict[int, tuple[Ints, Ints]] = {}  # by epoch: its samples, and where each begins
+
+    def samples(self, step: int) -> tuple[int, ...]:
+        """The ids of a step; it may span epochs."""
+        at, end = step * self.global_tokens, (step + 1) * self.global_tokens
+        found: list[int] = []
+        for epoch in range(at // self._total, -(-end // self._total)):
+            samples, begins = self._of(epoch)
+            first, stop = np.searchsorted(begins, (at - epoch * self._total, end - epoch * self._total))
+            found += samples[first:stop].tolist()
+        return tuple(found)
+
+    def _of(self, epoch: int) -> tuple[Ints, Ints]:
+        if epoch not in self._known:
+            if len(self._known) > 1:
+                del self._known[min(self._known)]
+            samples = _epoch(self.seed, epoch, self.size)
+            ends = np.cumsum(self._lengths[samples])
+            self._known[epoch] = samples, ends - self._lengths[samples]
+        return self._known[epoch]
+
+
 @lru_cache(maxsize=4)
 def _epoch(seed: int, epoch: int, size: int) -> Ints:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(size)

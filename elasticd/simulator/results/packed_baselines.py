@@ -1,4 +1,4 @@
-"""Other planners of sequences over lanes, in the units of `_batch_played`: DHP, FlexSP and static degrees.
+"""Other planners of packed sequences over lanes, in the units of `packed_rows`: DHP, FlexSP, static degrees.
 
 They are written from what is published of them, and given what is best for them: DHP's second stage is exact,
 no planner's own time is counted, and their rings hide as much of the exchange as ours. None of them knows slow
@@ -18,14 +18,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from _batch_corpora import Lengths
-from _batch_played import Floats, Gang
+from elasticd_planner.numeric import Floats
+from elasticd_planner.numeric import Ints as Lengths
+
+from elasticd.simulator.devices.packed_rows import Gang
+
+#: Seconds of a step of these lengths, in the units of the lanes.
+Planner = Callable[[Lengths, Gang], float]
 
 #: Waves are filled to so much of the memory, so that the groups' roundings find room.
 FILL = 0.9
 
 
 def dhp(lengths: Lengths, gang: Gang) -> float:
+    """Seconds of a step by DHP."""
     return _waves(lengths, gang, twos=False, by_length=False)
 
 
@@ -35,14 +41,17 @@ def dhp_by_length(lengths: Lengths, gang: Gang) -> float:
 
 
 def flexsp(lengths: Lengths, gang: Gang) -> float:
+    """Seconds of a step by FlexSP."""
     return _waves(lengths, gang, twos=True, by_length=True)
 
 
 def static_in_order(lengths: Lengths, gang: Gang) -> float:
+    """Seconds of a step by the best static degree, packs in the order of the batch."""
     return min(_static(lengths, gang, degree, by_cost=False) for degree in _degrees(lengths, gang))
 
 
 def static_by_cost(lengths: Lengths, gang: Gang) -> float:
+    """Seconds of a step by the best static degree, sequences dealt by cost."""
     return min(_static(lengths, gang, degree, by_cost=True) for degree in _degrees(lengths, gang))
 
 
@@ -141,7 +150,7 @@ def _static(lengths: Lengths, gang: Gang, degree: int, *, by_cost: bool) -> floa
     groups, room = gang.lanes // degree, gang.capacity * degree
     packs: list[list[list[int]]] = [[] for _ in range(groups)]  # by group
     if by_cost:
-        loads, own = np.zeros(groups), [[] for _ in range(groups)]
+        loads, own = np.zeros(groups), [list[int]() for _ in range(groups)]
         for length in sorted(lengths.tolist(), reverse=True):
             at = int(loads.argmin())
             loads[at] += length * (gang.linear + length)
@@ -161,7 +170,7 @@ def _static(lengths: Lengths, gang: Gang, degree: int, *, by_cost: bool) -> floa
         sum(float(group_times(np.array(pack), gang)[degree - 1]) * slow + gang.fixed for pack in own)
         for own, slow in zip(packs, slowdown, strict=True)
     ]
-    return max(each)
+    return float(max(each))
 
 
 def _first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
@@ -173,3 +182,14 @@ def _first_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
             packs.append(pack := [])
         pack.append(length)
     return packs
+
+
+#: By the names that a scenario's [data] takes (`corpora.BASELINES`).
+PLANNERS: dict[str, Planner] = {
+    "DHP": dhp,
+    "DHP by length": dhp_by_length,
+    "DHP without the slow lanes": without_stragglers(dhp),
+    "FlexSP": flexsp,
+    "static degrees": static_in_order,
+    "static degrees by cost": static_by_cost,
+}

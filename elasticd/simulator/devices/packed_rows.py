@@ -1,4 +1,4 @@
-"""Packed batches played by events, the exchange of keys counted: what the simulated rows call a step's time.
+"""Packed rows played by events, the exchange of keys counted.
 
 A row begins when all lanes that share a sequence in it are there, and goes layer by layer with the slowest of
 them. Keys and values that a lane lacks are fetched while it computes the attention of its cut pieces, and show
@@ -13,19 +13,17 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-from _batch_corpora import Lengths
 from elasticd_planner.batching.packed_batch import CutOptions, packed_batch_plan
+from elasticd_planner.cost.schedule import passes
+from elasticd_planner.numeric import Floats, Ints
 from elasticd_planner.spec.batch import BatchLengths, BatchRow
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
-
-Floats = npt.NDArray[np.float64]
 
 
 class Gang(NamedTuple):
     """The lanes of one pipeline."""
 
-    slowdown: tuple[int, ...]  # by lane [64ths of a normal lane's time]
+    slowdown: tuple[float, ...]  # by lane [64ths of a normal lane's time]
     capacity: int = 8192  # [tokens] of a row
     node: int = 8  # lanes of a node talk over the near link
     linear: int = 12 * 4096  # a token's matrix products
@@ -35,16 +33,25 @@ class Gang(NamedTuple):
     near: float = 0.012
     far: float = 0.09
     stages: int = 1
+    nodes: tuple[int, ...] = ()  # of each lane; empty: so many lanes of a node follow each other
 
     @property
     def lanes(self) -> int:
+        """How many there are."""
         return len(self.slowdown)
 
     @property
     def speed(self) -> Floats:
+        """Of each lane, 1 of a normal one."""
         return 64 / np.array(self.slowdown)
 
-    def cost(self, tokens: npt.NDArray[np.int64] | Floats, length: Lengths) -> Floats:
+    @property
+    def node_of(self) -> Ints:
+        """The node of each lane."""
+        return np.array(self.nodes or [lane // self.node for lane in range(self.lanes)])
+
+    def cost(self, tokens: Ints | Floats, length: Ints) -> Floats:
+        """Of so many tokens of sequences of these lengths."""
         return np.asarray(tokens * (self.linear + length), dtype=np.float64)
 
 
@@ -60,7 +67,7 @@ def with_stragglers(draw: np.random.Generator, lanes: int, slow: int) -> Gang:
     return Gang(slowdown=tuple(slowdown.tolist()))
 
 
-def bound(lengths: Lengths, gang: Gang) -> float:
+def bound(lengths: Ints, gang: Gang) -> float:
     """All work over all speed, and the fewest rows that memory lets be; no exchange."""
     rows = -(-int(lengths.sum()) // (gang.capacity * gang.lanes))
     return float(gang.cost(lengths, lengths).sum() / gang.speed.sum()) + rows * gang.fixed
@@ -79,7 +86,7 @@ def plan_of(gang: Gang) -> Plan:
     return Plan(number=1, strategies=(strategy,), micro_batch=1, global_batch=gang.lanes)
 
 
-def dealt(lengths: Lengths, gang: Gang, plan: Plan | None = None) -> tuple[BatchRow, ...]:
+def dealt(lengths: Ints, gang: Gang, plan: Plan | None = None) -> tuple[BatchRow, ...]:
     """The rows that a job would run."""
     made = packed_batch_plan(
         plan or plan_of(gang),
@@ -88,7 +95,7 @@ def dealt(lengths: Lengths, gang: Gang, plan: Plan | None = None) -> tuple[Batch
         BatchLengths(tokens=tuple(lengths.tolist()), linear=gang.linear),
         gang.capacity,
         cut=CutOptions(fixed=gang.fixed),
-        slowdown=gang.slowdown,
+        slowdown=tuple(map(round, gang.slowdown)),
     )
     return made.modules[0][0]
 
@@ -104,11 +111,57 @@ def seconds(rows: Sequence[BatchRow], gang: Gang) -> float:
     return float(ready.max())
 
 
-def row_times(row: BatchRow, gang: Gang) -> tuple[Floats, npt.NDArray[np.int64]]:
+def staged_seconds(rows: Sequence[BatchRow], stages: Sequence[Gang], boundary: Sequence[float]) -> float:
+    """When the last lane of a pipeline of several stages ends, each of which has the same lanes: each lane's
+    own 1F1B schedule, in which it goes through a row with the slowest of the lanes that it meets there. A
+    backward pass takes twice the forward one. `boundary`: of a row from a stage to the next one."""
+    lanes: list[list[list[float]]] = [[] for _ in range(stages[0].lanes)]
+    for row in rows:
+        played = [row_times(row, gang) for gang in stages]
+        group = played[0][1]
+        for lane in np.flatnonzero(group >= 0).tolist():
+            met = group == group[lane]
+            lanes[lane].append([float(spent[met].max()) for spent, _ in played])
+    return max((_schedule_seconds(times, boundary) for times in lanes if times), default=0.0)
+
+
+def _schedule_seconds(times: Sequence[Sequence[float]], boundary: Sequence[float]) -> float:
+    """When 1F1B ends rows of these times by stage, forward and backward together."""
+    count = len(times[0])
+    order = [list(passes(count, stage, len(times))) for stage in range(count)]
+    at, free = [0] * count, [0.0] * count
+    done: dict[tuple[str, int, int], float] = {}
+    waiting = list(range(count))
+    while waiting:
+        stage = waiting.pop()
+        while at[stage] < len(order[stage]):
+            kind, row, _ = order[stage][at[stage]]
+            forward = kind == "forward"
+            if forward and stage == 0:
+                came: float | None = 0.0
+            elif not forward and stage == count - 1:
+                came = done["forward", stage, row]
+            else:
+                before = stage - 1 if forward else stage + 1
+                came = done.get((kind, before, row))
+                came = None if came is None else came + boundary[min(stage, before)]
+            if came is None:
+                break
+            free[stage] = max(free[stage], came) + times[row][stage] * (1 / 3 if forward else 2 / 3)
+            done[kind, stage, row] = free[stage]
+            at[stage] += 1
+            after = stage + 1 if forward else stage - 1
+            if 0 <= after < count:
+                waiting.append(after)
+    return max(free)
+
+
+def row_times(row: BatchRow, gang: Gang) -> tuple[Floats, Ints]:
     """What each lane takes for a row, and the least of the lanes that it meets in it (-1: it has no part)."""
     pieces = [(lane, *piece, piece.tokens) for lane, own in enumerate(row.lanes) for piece in own]
     lane, sample, length, start, _, tokens = np.array(pieces).T
-    slowdown = np.array(gang.slowdown) / 64
+    slowdown, node_of = np.array(gang.slowdown) / 64, gang.node_of
+    beside = np.bincount(node_of)[node_of]  # lanes of its node
     spent = np.bincount(lane, gang.cost(tokens, length) * slowdown[lane], gang.lanes)
     group = np.where(np.isin(np.arange(gang.lanes), lane), np.arange(gang.lanes), -1)
     order = np.lexsort((start, sample))
@@ -118,10 +171,10 @@ def row_times(row: BatchRow, gang: Gang) -> tuple[Floats, npt.NDArray[np.int64]]
         if stop - first < 2:
             continue
         own, part, whole = lane[first:stop], tokens[first:stop].astype(float), float(length[first])
-        nodes = own // gang.node
+        nodes = node_of[own]
         inside = np.bincount(nodes, part)[nodes]  # tokens that the lane's node has
         before = np.cumsum(part) - part
-        fetched = (whole - before / 2 - part) * gang.near + (whole - inside) * gang.far / gang.node
+        fetched = (whole - before / 2 - part) * gang.near + (whole - inside) * gang.far / beside[own]
         hidden = part * whole * slowdown[own]
         np.add.at(spent, own, np.maximum(0, fetched * gang.linear - hidden))
         met = np.unique(group[own])

@@ -1,22 +1,17 @@
 """The planners that batches are compared with: exact where their papers are, and right on steps done by
 hand."""
 
-import sys
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elasticd.simulator.devices import packed_rows as played
+from elasticd.simulator.results import packed_baselines as baselines
+from elasticd.simulator.scenarios import corpora
 from tests.sizes import examples
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import _batch_baselines as baselines
-import _batch_corpora as corpora
-import _batch_played as played
 
 
 @st.composite
