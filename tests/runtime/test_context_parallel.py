@@ -14,8 +14,10 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import pytest
 import torch
+from elasticd_planner.batching import context_exchange as context_exchanges
+from elasticd_planner.batching import heads_exchange
 from elasticd_planner.batching.context_exchange import context_exchange
-from elasticd_planner.batching.context_members import context_members
+from elasticd_planner.batching.context_members import ContextMembers, context_members
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.launch_order import Join, Launch, Operation, deadlock
 from elasticd_planner.spec.batch import MicroBatch
@@ -32,6 +34,7 @@ from elasticd.runtime.comm.running_group import running
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.packed_row import PackedRow, first_pass, passing, second_pass
+from tests import sizes
 from tests.planner.test_context_exchange import SPEC, row_of, stage_of
 from tests.runtime import gang
 
@@ -285,6 +288,32 @@ def test_attention_is_that_of_one_process(name: str) -> None:
 
     def run(memory: MemoryPlanGroups) -> list[list[Found]]:
         return at_work(case, memory.me, cast(PlanGroups, memory)).step()
+
+    check(case, run_threads(case.stage.devices, run))
+
+
+@pytest.mark.parametrize(
+    "name",
+    sizes.beside(
+        ["heads that do not divide", "one kv-head for all", "a window"],
+        [name for name, case in CASES.items() if case.kv != "not cut"],
+    ),
+)
+def test_any_lanes_can_divide_heads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where fewer bytes would move by keys, and where heads divide by no means as tokens do."""
+    monkeypatch.setattr(heads_exchange, "EVEN", 0)
+
+    def heads_form(members: ContextMembers, held: Any, length: int, **of: Any) -> Any:
+        return heads_exchange.divided_heads(members, held, length)
+
+    monkeypatch.setattr(context_exchanges, "heads_form", heads_form)
+    case = CASES[name]
+
+    def run(memory: MemoryPlanGroups) -> list[list[Found]]:
+        mine = at_work(case, memory.me, cast(PlanGroups, memory))
+        found = mine.step()
+        assert mine.parallel._passes == 2 * LAYERS
+        return found
 
     check(case, run_threads(case.stage.devices, run))
 
