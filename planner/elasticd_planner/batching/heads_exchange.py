@@ -22,8 +22,9 @@ from elasticd_planner.batching.token_spans import Spans, joined, needed, overlap
 
 #: A byte between nodes weighs as so many inside of one: links of 300 and of 50 GB/s.
 BETWEEN_NODES = 6
-#: No device has more of the heads than of the tokens, but for one part in so many.
-EVEN = 16
+#: No device has more of the heads than of the tokens, but for one part in so many: less than what a lane's
+#: measured slowdown must differ by to count (`lane_slowdown`).
+EVEN = 32
 
 
 class HeadsSequence(NamedTuple):
