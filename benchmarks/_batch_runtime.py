@@ -74,6 +74,24 @@ def parity_rows() -> Iterator[Row]:
         )
 
 
+def heads_rows() -> Iterator[Row]:
+    """Weights after AdamW steps where lanes divide heads, over those of one device, in float64."""
+    plans = {name: test_cut_sequences.PLANS[name] for name in test_cut_sequences.BY_HEADS}
+    make = test_cut_sequences.by_heads
+    apart = [
+        test_cut_sequences.apart_from_one_device(make, test_packed.in_threads(plan.replace(state=state), make))
+        for plan in plans.values()
+        for state in POLICIES.values()
+    ]
+    yield row(
+        f"decoder, heads of cut sequences divided: {len(plans)} layouts x {len(POLICIES)} policies, worst weight",
+        max(apart),
+        "",
+        goal=f"<= {CLOSE:g}",
+        met=max(apart) <= CLOSE,
+    )
+
+
 def exchange_rows() -> Iterator[Row]:
     """Bytes that lanes send each other, in what launches, and process groups while degrees change."""
     over = []

@@ -123,7 +123,7 @@ def check(plan: Plan, member: str = "worker") -> None:
 CUT = (
     ("TP 1 beside 3 + 1, two stages", "cutting"),
     ("interleaved, fewer rows than stages in one lane", "cutting"),
-    ("2 + 1, uneven, in two stages", "by_heads"),
+    ("1 + 1", "by_heads"),
     ("four lanes on two nodes, two stages", "cutting"),
     ("four lanes on two nodes, two stages", "by_heads"),
 )
@@ -165,7 +165,7 @@ def test_cut_sequences_on_the_device_train_like_one_process_on_the_cpu(name: str
     if made_by == "cutting":
         test_packed.check(plan, results)
     else:
-        test_cut_sequences.check_against(make, results)
+        assert test_cut_sequences.apart_from_one_device(make, results) < 1e-10
     assert not any(result["noted"] for result in results.values())
     assert deadlock({device: result["log"] for device, result in results.items()}) is None
     recipe = make()
