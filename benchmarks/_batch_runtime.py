@@ -84,7 +84,7 @@ def heads_rows() -> Iterator[Row]:
         for state in POLICIES.values()
     ]
     yield row(
-        f"decoder, heads of cut sequences divided: {len(plans)} layouts x {len(POLICIES)} policies, worst weight",
+        f"decoder, lanes divide heads: {len(plans)} layouts x {len(POLICIES)} policies, worst weight",
         max(apart),
         "",
         goal=f"<= {CLOSE:g}",
