@@ -109,7 +109,6 @@ def exchange_rows() -> Iterator[Row]:
         goal="<= 0.76",
         met=max(over) <= 0.76,
     )
-    yield from form_rows()
     yield from relay_rows()
     yield small_rounds_row()
     yield from degree_rows()

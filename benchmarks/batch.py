@@ -31,7 +31,7 @@ from _batch_corpora import CORPORA, Lengths
 from _batch_emulated import emulated_rows
 from _batch_played import Gang, bound, cut_share, dealt, normal, plan_of, row_times, seconds, with_stragglers
 from _batch_pool import pool_rows
-from _batch_runtime import exchange_rows, heads_rows, parity_rows, uncut_rows
+from _batch_runtime import exchange_rows, form_rows, heads_rows, parity_rows, uncut_rows
 from _parts import measured
 from _results import Kind, Row, row
 from elasticd_planner.batching.lane_slowdown import SlowdownState, step
@@ -277,6 +277,7 @@ PARTS: dict[str, Callable[[], Iterable[Row]]] = {
     "emulated": emulated_rows,
     "parity": parity_rows,
     "heads": heads_rows,
+    "forms": form_rows,
     "exchange": exchange_rows,
     "uncut": uncut_rows,
 }
