@@ -332,7 +332,7 @@ WIDTHS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=
     st.lists(st.tuples(st.integers(8, 60), SHARES), min_size=1, max_size=5),
     WIDTHS,
     st.none() | st.integers(1, 40),
-    st.sampled_from(["abcd", "aabb", "aaaa"]),
+    st.sampled_from(["abcd", "aabb", "aaaa", "across"]),
 )
 @settings(max_examples=60, deadline=None)
 def test_any_row_of_any_lanes(
@@ -341,7 +341,11 @@ def test_any_row_of_any_lanes(
     window: int | None,
     nodes: str,
 ) -> None:
-    made = [f"{nodes[lane]}/{lane}{at}" for lane, shares in enumerate(widths) for at in range(len(shares))]
+    made = [
+        f"{'ab'[at % 2] if nodes == 'across' else nodes[lane]}/{lane}{at}"
+        for lane, shares in enumerate(widths)
+        for at in range(len(shares))
+    ]
     stage = Stage(
         start=0,
         stop=2,
