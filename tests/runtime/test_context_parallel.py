@@ -468,6 +468,30 @@ def test_what_is_sent_is_what_is_lacking(name: str) -> None:
     assert sent == LAYERS * (parts + 2 * rounds)
 
 
+@pytest.mark.parametrize(
+    ("name", "most"), [("sequences of all lanes, of two and of one", 1.2), ("by heads", 5.5)]
+)
+def test_a_block_that_recomputes_keeps_no_more_than_it_must(name: str, most: float) -> None:
+    """The output and a number for each query; by heads queries, keys, values and their output, too."""
+    case = CASES[name]
+
+    def run(memory: MemoryPlanGroups) -> float:
+        mine = at_work(case, memory.me, cast(PlanGroups, memory))
+        exchange = mine.parallel.row(case.row)
+        row = PackedRow(mine._pieces, CPU.device, exchange)
+        q, k, v, _ = mine._given(row, 0)
+        with passing(row), first_pass("block"), torch.no_grad():
+            out = elasticd.attention(q, k, v)
+        if row.exchange is None or row.whole:
+            return 0.0
+        *tensors, by_heads = exchange._kept["block"][0]
+        tensors += [x for each in by_heads.values() for x in each]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        return sum(storages.values()) / out.untyped_storage().nbytes()
+
+    assert 1 < max(run_threads(case.stage.devices, run).values()) < most
+
+
 @pytest.mark.parametrize("name", ["heads that do not divide", "by heads that cut groups, beside others"])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_in_other_types(dtype: torch.dtype, close: float, name: str) -> None:

@@ -658,7 +658,11 @@ class _CutAttention(torch.autograd.Function):
         given = layer.row_exchange.given_before()
         if given is None:
             given = _given(q[0], k[0], v[0], layer, scale)
-            layer.row_exchange.keep(given)
+            none = q.new_empty(0)  # the second pass makes these again
+            layer.row_exchange.keep(given._replace(q=none, k=none, v=none))
+        else:
+            again = map(layer.rest, (q[0], k[0], v[0]))
+            given = given._replace(**dict(zip("qkv", again, strict=True)))
         ctx.layer, ctx.scale, ctx.by_heads = layer, scale, [*given.by_heads]
         whole, *rest, by_heads = given
         ctx.save_for_backward(*rest, *(x for each in by_heads.values() for x in each))
