@@ -661,8 +661,7 @@ class _CutAttention(torch.autograd.Function):
             none = q.new_empty(0)  # the second pass makes these again
             layer.row_exchange.keep(given._replace(q=none, k=none, v=none))
         else:
-            again = map(layer.rest, (q[0], k[0], v[0]))
-            given = given._replace(**dict(zip("qkv", again, strict=True)))
+            given = given._replace(q=layer.rest(q[0]), k=layer.rest(k[0]), v=layer.rest(v[0]))
         ctx.layer, ctx.scale, ctx.by_heads = layer, scale, [*given.by_heads]
         whole, *rest, by_heads = given
         ctx.save_for_backward(*rest, *(x for each in by_heads.values() for x in each))
