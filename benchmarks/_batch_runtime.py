@@ -5,13 +5,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, cast
 
+import _small_rounds
 import torch
 import torch.nn.functional as F
 from _results import Row, row
-from elasticd_planner.spec.batch import SequencePiece
+from elasticd_planner.batching import context_exchange
+from elasticd_planner.batching.context_members import ContextMembers
+from elasticd_planner.batching.heads_exchange import divided_heads
+from elasticd_planner.spec.batch import MicroBatch, SequencePiece
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.runtime.accelerator import CPU
@@ -20,8 +24,8 @@ from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.parallel.attention import attention
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
-from tests.planner.test_context_exchange import exchanges, members_of, row_of, stage_of
-from tests.runtime import test_cut_sequences, test_packed, test_parity
+from tests.planner.test_context_exchange import exchanges, lanes_of, members_of, moved, row_of, stage_of
+from tests.runtime import gang, test_cut_sequences, test_packed, test_parity
 from tests.runtime.test_engine import engine_on
 from tests.runtime.test_packed import trained
 
@@ -70,8 +74,22 @@ def parity_rows() -> Iterator[Row]:
         )
 
 
+def heads_rows() -> Iterator[Row]:
+    """Weights after AdamW steps where lanes divide heads, over those of one device, in float64."""
+    plans = {name: test_cut_sequences.PLANS[name] for name in test_cut_sequences.BY_HEADS}
+    make = test_cut_sequences.by_heads
+    apart = [
+        test_cut_sequences.apart_from_one_device(make, test_packed.in_threads(plan.replace(state=state), make))
+        for plan in plans.values()
+        for state in POLICIES.values()
+    ]
+    count = f"{len(plans)} layouts x {len(POLICIES)} policies"
+    title = f"decoder, heads of cut sequences divided: {count}, worst weight"
+    yield row(title, max(apart), "", goal=f"<= {CLOSE:g}", met=max(apart) <= CLOSE)
+
+
 def exchange_rows() -> Iterator[Row]:
-    """Bytes of keys over a ring's, and process groups that are made while degrees change."""
+    """Bytes that lanes send each other, in what launches, and process groups while degrees change."""
     over = []
     for lanes in range(2, 9):
         length = 2 * lanes * 64
@@ -87,6 +105,73 @@ def exchange_rows() -> Iterator[Row]:
         goal="<= 0.76",
         met=max(over) <= 0.76,
     )
+    yield from relay_rows()
+    yield small_rounds_row()
+    yield from degree_rows()
+
+
+def form_rows() -> Iterator[Row]:
+    """Bytes of a sequence whose heads are divided over those of keys, forward and backward, on one node."""
+    for each in (1, 2, 4, 8):
+        ratios = {}
+        for lanes, causal in product((2, 4, 8, 16, 32), (True, False)):
+            members = lanes_of("a" * lanes, 32, 32 // each)
+            row_ = row_of(lanes, [(128 * lanes, dict.fromkeys(range(lanes), 1))])
+            ratios[lanes, causal] = _moved_by(divided_heads, row_, members, causal) / _moved_by(
+                lambda *given: None, row_, members, causal
+            )
+        told = ", ".join(
+            f"{lanes} lanes {ratios[lanes, True]:.2f} ({ratios[lanes, False]:.2f})"
+            for lanes in (2, 4, 8, 16, 32)
+        )
+        title = f"bytes by heads over those of keys, 32 heads, {each} for a kv-head"
+        yield row(f"{title}: {told} under a causal mask (without): 8 lanes", ratios[8, True], "x")
+
+
+def _moved_by(
+    division: Callable[[ContextMembers, Any, int], Any],
+    lanes: tuple[MicroBatch, ...],
+    members: ContextMembers,
+    causal: bool,
+) -> int:
+    before = context_exchange.heads_form
+    context_exchange.heads_form = lambda members, held, length, **of: division(members, held, length)
+    try:
+        return sum(moved(lanes, members, causal=causal))
+    finally:
+        context_exchange.heads_form = before
+
+
+def relay_rows() -> Iterator[Row]:
+    """Bytes of keys between nodes, where they come once for all lanes of a node, over those of a lane each."""
+    for nodes in ("aabb", "aaaabbbb", "aaaabbbbccccdddd"):
+        members = lanes_of(nodes, 32, 8)
+        lanes = row_of(len(nodes), [(128 * len(nodes), dict.fromkeys(range(len(nodes)), 1))])
+        before = context_exchange._fewer_bytes, context_exchange.heads_form
+        found = []
+        for passes_on in (True, False):
+            context_exchange.heads_form = lambda *given, **of: None
+            context_exchange._fewer_bytes = lambda *given, passes_on=passes_on: passes_on  # type: ignore[misc]
+            try:
+                found.append(moved(lanes, members)[0])
+            finally:
+                context_exchange._fewer_bytes, context_exchange.heads_form = before
+        count, of_node, over = len(set(nodes)), nodes.count("a"), found[0] / found[1]
+        title = f"bytes of keys between {count} nodes of {of_node} lanes over those of each lane by itself"
+        yield row(title, over, "x", goal=f"<= {1.1 / of_node:.2f}", met=over <= 1.1 / of_node)
+
+
+def small_rounds_row() -> Row:
+    """Rounds of few bytes launched together, over gloo."""
+    value, noise = _small_rounds.middle(
+        gang.run(_small_rounds.__file__, "timed", _small_rounds.CASE.stage.devices)
+    )
+    title = "attention of 120 tokens on 6 lanes, forward and backward: rounds together over rounds one by one"
+    return row(title, value, "x", goal="< 1", met=value < 1, noise=noise)
+
+
+def degree_rows() -> Iterator[Row]:
+    """Process groups that are made while degrees change."""
     plan = test_cut_sequences.PLANS["five lanes"]
     made: list[str] = []
 

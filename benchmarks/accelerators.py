@@ -94,7 +94,8 @@ def fullest(seed: int) -> int:
 def drill_rows() -> Iterator[Row]:
     """A kill and a freeze in each phase of a step, in whole jobs whose communicators have NCCL's rules."""
     kept, rests, standing = 0, list[float](), list[float]()
-    drills = [(moment, how) for moment in test_drills.MOMENTS for how in test_drills.HOW]
+    moments = [*test_drills.MOMENTS, *test_drills.CUT_MOMENTS]
+    drills = [(moment, how) for moment in moments for how in test_drills.HOW]
     for moment, how in drills:
         try:
             found = test_drills.survived(moment, how)

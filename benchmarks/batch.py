@@ -21,7 +21,7 @@ from statistics import fmean
 import numpy as np
 from _batch_emulated import emulated_rows
 from _batch_pool import pool_rows
-from _batch_runtime import exchange_rows, parity_rows, uncut_rows
+from _batch_runtime import exchange_rows, form_rows, heads_rows, parity_rows, uncut_rows
 from _parts import measured
 from _results import Kind, Row, row
 from elasticd_planner.batching.lane_slowdown import SlowdownState, step
@@ -287,6 +287,8 @@ PARTS: dict[str, Callable[[], Iterable[Row]]] = {
     "slowdown": slowdown_rows,
     "emulated": emulated_rows,
     "parity": parity_rows,
+    "heads": heads_rows,
+    "forms": form_rows,
     "exchange": exchange_rows,
     "uncut": uncut_rows,
 }

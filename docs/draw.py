@@ -393,7 +393,9 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "agent": lambda: _events(machine.TABLE, machine.AgentPhase),
     "layout figures": partial(figures, "layouts", "lines"),
     **{f"layout {name}": partial(layout_example, name) for name in EXAMPLES},
-    "batch figures": partial(figures, "batch", "planning", "gap", "stages", "published", "pool", "slowdown"),
+    "batch figures": partial(
+        figures, "batch", "planning", "gap", "stages", "published", "pool", "slowdown", "forms"
+    ),
     "batch": lambda: (
         f"![A step's rows: lanes down, time across](layouts/batch.svg)\n\n{batch_picture.numbers()}"
     ),

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from elasticd_planner.layout.channels import channels
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.spec.plan import Plan, StatePolicy
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
 
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.models import Decoder
@@ -51,6 +52,25 @@ def connections(plan: Plan) -> int:
     return len(channels(Layouts(Decoder(train.CONFIG).describe().spec, plan), LOST)) + 1
 
 
+def lanes(zero: int) -> dict[str, Plan]:
+    """Four lanes on two nodes, and three. Keys of one node go to the other once, and are passed on there."""
+    state = StatePolicy(zero=zero, replicas=2) if zero else StatePolicy()
+
+    def made(rows: tuple[int, ...], *devices: str) -> Plan:
+        ones = (1,) * len(devices)
+        whole = Stage(start=0, stop=3, devices=devices, shares=ones, lanes=ones)
+        pipeline = Pipeline(stages=(whole,), micro_batches=sum(rows), rows=rows)
+        strategy = Strategy(modules=(ModulePlan(module="model", pipelines=(pipeline,)),))
+        return Plan(number=0, strategies=(strategy,), micro_batch=1, global_batch=train.BATCH, state=state)
+
+    return {
+        "": made((2, 2, 1, 1), "a/0", LOST, "b/0", "b/1"),
+        f"without {LOST}": made((2, 2, 2), "a/0", "b/0", "b/1"),
+    }
+
+
+#: Of a job whose sequences no lane holds.
+CUTS = {"job": {"data": {"packing": {"tokens": 6, "least": 1}}}, "micro_batch": 1}
 #: Where it is struck: (launches that begin so, which of them, ZeRO stage). Its TP group has about 16 in a step.
 MOMENTS = {
     "TP, forward": ("all_reduce tensor", 5 * 16 + 2, 0),
@@ -59,6 +79,12 @@ MOMENTS = {
     "a gradient to the stage before": ("recv gradient", 7, 1),
     "ZeRO's deliveries": ("batch state", 9, 1),
     "ZeRO 2's deliveries": ("batch state", 12, 2),
+}
+#: The same while sequences are cut over it.
+CUT_MOMENTS = {
+    "keys": ("batch context", 151, 0),
+    "gradients of keys": ("batch context", 163, 1),
+    "a reduction between lanes": ("all_reduce reduce", 9, 0),
 }
 
 
@@ -74,6 +100,15 @@ def test_survivors_of_a_step_go_on_exactly(moment: str, how: str) -> None:
     survived(moment, how)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moment", "how"),
+    sizes.beside([("keys", "frozen")], [(moment, how) for moment in CUT_MOMENTS for how in HOW]),
+)
+def test_survivors_of_cut_sequences_go_on_exactly(moment: str, how: str) -> None:
+    survived(moment, how)
+
+
 class Survival(NamedTuple):
     """Seconds of a drill: until each survivor's device was at rest after its communicators were aborted; from
     the leader's order to stop until the next plan stood."""
@@ -84,9 +119,11 @@ class Survival(NamedTuple):
 
 def survived(moment: str, how: str) -> Survival:
     """One drill, with all that it must keep."""
-    what, count, zero = MOMENTS[moment]
-    with Cluster({"a": 2, "b": 2}, plans=plans(zero), settings=SETTINGS) as cluster:
-        start(cluster, (what, count, HOW[how]))
+    what, count, zero = (MOMENTS | CUT_MOMENTS)[moment]
+    cut = moment in CUT_MOMENTS
+    made = lanes(zero) if cut else plans(zero)
+    with Cluster({"a": 2, "b": 2}, plans=made, settings=SETTINGS) as cluster:
+        start(cluster, (what, count, HOW[how]), CUTS if cut else {})
         until(lambda: len(cluster.events("recorded")) == 2, lambda: told(cluster))
         (fenced, *_), recorded = cluster.events("fenced"), cluster.events("recorded")
         assert fenced["data"]["gone"] == [LOST]
@@ -102,7 +139,7 @@ def survived(moment: str, how: str) -> Survival:
 def test_a_death_while_communicators_connect_costs_one_device(nth: int) -> None:
     made = plans(0)
     with Cluster({"a": 2, "b": 2}, plans=made, settings=SETTINGS) as cluster:
-        start(cluster, ("connect", connections(made[""]) + nth, signal.SIGKILL))
+        start(cluster, ("connect", connections(made[""]) + nth, signal.SIGKILL), {})
         lost_in_a_switch(cluster)
 
 
@@ -132,13 +169,13 @@ def test_a_switch_under_the_rules_is_exact(zero: int) -> None:
         check_exactness(cluster, steps, plans=2)
 
 
-def options() -> dict[str, Any]:
+def options(job: Mapping[str, Any] = {}, **more: Any) -> dict[str, Any]:
     vgpu.needed()
-    return {"vgpu": "strict", "job": {"parallelism": {"device": "vgpu"}}}
+    return {"vgpu": "strict", "job": {"parallelism": {"device": "vgpu"}, **job}, **more}
 
 
-def start(cluster: Cluster, drill: tuple[str, int, int]) -> None:
-    cluster.run(Path(train.__file__), **options(), **{LOST: {"drill": drill}})
+def start(cluster: Cluster, drill: tuple[str, int, int], more: Mapping[str, Any]) -> None:
+    cluster.run(Path(train.__file__), **options(**more), **{LOST: {"drill": drill}})
 
 
 def told(cluster: Cluster) -> str:

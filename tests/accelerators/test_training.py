@@ -118,18 +118,25 @@ def check(plan: Plan, member: str = "worker") -> None:
         assert told(result["log"]) == [at for step in predicted for at in told(step[device])], device
 
 
-#: Lanes of one device beside such of three and one, in two stages, and lanes that are interleaved.
-CUT = ("TP 1 beside 3 + 1, two stages", "interleaved, fewer rows than stages in one lane")
+#: Lanes of one device beside such of three and one, in two stages; lanes that are interleaved, and that divide
+#: heads; and lanes that pass on what comes from another node.
+CUT = (
+    ("TP 1 beside 3 + 1, two stages", "cutting"),
+    ("interleaved, fewer rows than stages in one lane", "cutting"),
+    ("1 + 1", "by_heads"),
+    ("four lanes on two nodes, two stages", "cutting"),
+    ("four lanes on two nodes, two stages", "by_heads"),
+)
 
 
-def cutting_worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
+def cutting_worker(device: str, store: Any, plan: Plan, made_by: str) -> dict[str, Any]:
     """The same, of sequences that are cut over lanes."""
     vgpu.load()
     accelerator = Accelerator(f"vgpu:{plan.rank(device)}")
     accelerator.use()
     groups = PlanGroups("plan/1", device, "127.0.0.1", store)
     made: list[StrictGroups] = []
-    recipe = test_cut_sequences.cutting(accelerator=accelerator, connect=connected(made))
+    recipe = getattr(test_cut_sequences, made_by)(accelerator=accelerator, connect=connected(made))
     layouts = Layouts(recipe.model.spec, plan)
     engine = Engine(recipe, layouts, groups, unpaced)
     engine.adopt(first_state(recipe.model, layouts, device, test_parity.SEED, accelerator=accelerator))
@@ -150,15 +157,18 @@ def cutting_worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sizes.beside(CUT[:1], CUT))
-def test_cut_sequences_on_the_device_train_like_one_process_on_the_cpu(name: str) -> None:
+@pytest.mark.parametrize(("name", "made_by"), sizes.beside(CUT[:1], CUT))
+def test_cut_sequences_on_the_device_train_like_one_process_on_the_cpu(name: str, made_by: str) -> None:
     vgpu.needed()
-    plan = test_cut_sequences.PLANS[name]
-    results = gang.run(__file__, "cutting_worker", plan.members, plan)
-    test_packed.check(plan, results)
+    plan, make = test_cut_sequences.PLANS[name], getattr(test_cut_sequences, made_by)
+    results = gang.run(__file__, "cutting_worker", plan.members, plan, made_by)
+    if made_by == "cutting":
+        test_packed.check(plan, results)
+    else:
+        assert test_cut_sequences.apart_from_one_device(make, results) < 1e-10
     assert not any(result["noted"] for result in results.values())
     assert deadlock({device: result["log"] for device, result in results.items()}) is None
-    recipe = test_cut_sequences.cutting()
+    recipe = make()
     layouts = Layouts(recipe.model.spec, plan)
     predicted = [
         launches(layouts, recipe.feed.dealing(plan, step)(), recipe.schedule)

@@ -16,6 +16,7 @@ from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.data.prefetch import SampleReader
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.parallel import context_parallel
 from tests.models.layouts import Training, furthest, under
 from tests.models.test_huggingface import LAYERS, OTHERS, made
 from tests.models.texts import Text
@@ -51,13 +52,21 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+class Halves(Cutting):
+    """Cuts sequences in equal parts."""
+
+    shares = (1,)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cut(Training):
     """The same training of drawn cuts."""
 
+    cutting: type[Cutting] = Cutting
+
     def recipe(self) -> Recipe:
         recipe = replace(super().recipe(), data=DataOptions(length=length, packing=Packing()))
-        source = Cutting(recipe.sampler, SampleReader(recipe.dataset, 0), length, 1)
+        source = self.cutting(recipe.sampler, SampleReader(recipe.dataset, 0), length, 1)
         return replace(recipe, source=source)
 
 
@@ -70,4 +79,28 @@ def test_cut_sequences_train_as_whole_ones(name: str) -> None:
     expected, found = under(Training(**given), ALONE), under(Cut(**given), PLAN)
     assert found[0] == pytest.approx(expected[0], abs=1e-6)
     # Norms and rotary tables are computed in float32, whatever the model's type.
+    assert furthest(found, expected, {full: full for full in found[1]}) < (1e-6, "")
+
+
+#: Two lanes that divide heads.
+TWO = plan_of(((4, 4), [stage(0, LAYERS, ("a/0", 1), ("a/1", 1), lanes=(1, 1))]))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_lanes_that_divide_heads_train_as_one_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+
+    class Counted(context_parallel.HeadsForward):
+        def begin(self, *row: torch.Tensor) -> None:
+            passes.append(1)
+            super().begin(*row)
+
+    monkeypatch.setattr(context_parallel, "HeadsForward", Counted)
+    torch.manual_seed(0)
+    model = made(name, num_key_value_heads=8).double()
+    fill(model, 1.0)
+    given: dict[str, Any] = {"model": elasticd.from_hf(model), "loss": next_token_loss, "dataset": Text(41)}
+    expected, found = under(Training(**given), ALONE), under(Cut(**given, cutting=Halves), TWO)
+    assert len(passes) >= LAYERS
+    assert found[0] == pytest.approx(expected[0], abs=1e-6)
     assert furthest(found, expected, {full: full for full in found[1]}) < (1e-6, "")

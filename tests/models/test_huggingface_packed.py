@@ -95,13 +95,15 @@ def test_a_packed_row_gives_what_the_model_gives_for_its_sequences(name: str, ro
     with passing(row_of(*lengths)):
         logits = through(sections, ids)
         found = torch.autograd.grad(logits, list(named.values()), weights, allow_unused=True)
-    # The softmax of Gemma 2's own attention is in single precision, and so are gradients of Cohere's norms.
-    near = {"Gemma2": 1e-5, "Cohere": 1e-6}.get(name.split(",")[0], 1e-10)
+    # The softmax of Gemma 2's own attention is in single precision.
+    near = {"Gemma2": 1e-5}.get(name.split(",")[0], 1e-10)
     assert apart(logits, own) < near
     for parameter, mine, right in zip(named, found, expected, strict=True):
         assert (mine is None) == (right is None), parameter
         if mine is not None:
-            assert apart(mine, right) < near, parameter
+            # A norm of Cohere's has its weight in single precision, and so its gradient's sum over tokens.
+            single = name == "Cohere" and "norm" in parameter
+            assert apart(mine, right) < (1e-6 if single else near), parameter
 
 
 def apart(found: Tensor, expected: Tensor) -> float:

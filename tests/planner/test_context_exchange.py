@@ -8,6 +8,7 @@ from functools import partial
 from itertools import accumulate, count
 
 import pytest
+from elasticd_planner.batching import context_exchange as context_exchanges
 from elasticd_planner.batching.context_exchange import ContextExchange, context_exchange
 from elasticd_planner.batching.context_members import (
     ContextMember,
@@ -15,6 +16,7 @@ from elasticd_planner.batching.context_members import (
     ContextPart,
     context_members,
 )
+from elasticd_planner.batching.heads_exchange import BETWEEN_NODES, divided_heads
 from elasticd_planner.spec.batch import MicroBatch, SequencePiece
 from elasticd_planner.spec.box import Box, Holding, TensorLayout, lacking
 from elasticd_planner.spec.cluster import node_of
@@ -330,7 +332,7 @@ WIDTHS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=
     st.lists(st.tuples(st.integers(8, 60), SHARES), min_size=1, max_size=5),
     WIDTHS,
     st.none() | st.integers(1, 40),
-    st.sampled_from(["abcd", "aabb", "aaaa"]),
+    st.sampled_from(["abcd", "aabb", "aaaa", "across"]),
 )
 @settings(max_examples=60, deadline=None)
 def test_any_row_of_any_lanes(
@@ -339,7 +341,11 @@ def test_any_row_of_any_lanes(
     window: int | None,
     nodes: str,
 ) -> None:
-    made = [f"{nodes[lane]}/{lane}{at}" for lane, shares in enumerate(widths) for at in range(len(shares))]
+    made = [
+        f"{'ab'[at % 2] if nodes == 'across' else nodes[lane]}/{lane}{at}"
+        for lane, shares in enumerate(widths)
+        for at in range(len(shares))
+    ]
     stage = Stage(
         start=0,
         stop=2,
@@ -358,6 +364,104 @@ def test_equal_shares_need_three_quarters_of_what_a_ring_passes_around(lanes: in
     sizes = sum(part.size for exchange in found.values() for each in exchange.rounds for part in each.takes)
     around = (lanes - 1) * length * 4
     assert sizes <= 0.76 * around
+
+
+def lanes_of(nodes: str, heads: int, kv_heads: int) -> ContextMembers:
+    """A lane of one device for each letter, which is its node."""
+    devices = stage_of(*[(1,)] * len(nodes), nodes=nodes).devices
+    return ContextMembers(
+        [ContextMember(device, lane, (0, heads), (0, kv_heads)) for lane, device in enumerate(devices)],
+        heads // kv_heads,
+    )
+
+
+def moved(row: tuple[MicroBatch, ...], members: ContextMembers, *, causal: bool = True) -> tuple[int, int]:
+    """Tokens times heads that go between nodes, and inside of them, in a forward and a backward pass."""
+    found = [0, 0]
+    for device, exchange in exchanges(row, members, causal=causal).items():
+        for each in exchange.rounds:
+            near = node_of(each.peer) == node_of(device)
+            found[near] += sum(part.size for part in (*each.takes, *each.takes, *each.gets)) * 2
+        for messages in exchange.heads_messages:
+            near = node_of(messages.peer) == node_of(device)
+            queries = sum(part.size for part in (*messages.takes_queries, *messages.sends_queries))
+            keys = sum(part.size for part in (*messages.takes_keys, *messages.sends_keys))
+            found[near] += 2 * queries + 2 * keys
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("nodes", ["aa", "aaaa", "aaaaaaaa", "aabb", "aaaabbbb"])
+@pytest.mark.parametrize("kv_heads", [1, 4, 8, 32])
+def test_the_form_that_moves_fewer_bytes_is_taken(
+    kv_heads: int, nodes: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte between nodes counts as six."""
+    members, shares = lanes_of(nodes, 32, kv_heads), dict.fromkeys(range(len(nodes)), 1)
+    row = row_of(len(nodes), [(4096, shares)])
+    taken = any(exchange.heads for exchange in exchanges(row, members, causal=causal).values())
+    moves = {}
+    for form in (True, False):
+        chosen = divided_heads if form else lambda members, held, length: None
+        monkeypatch.setattr(context_exchanges, "heads_form", lambda m, h, n, form=chosen, **of: form(m, h, n))
+        between, inside = moved(row, members, causal=causal)
+        moves[form] = BETWEEN_NODES * between + inside
+    assert taken == (moves[True] < moves[False]), moves
+    assert not taken or kv_heads > 1
+
+
+def test_heads_are_divided_as_tokens_are_or_not_at_all() -> None:
+    members = lanes_of("aaaa", 32, 32)
+    even = exchanges(row_of(4, [(4096, {0: 3, 1: 3, 2: 1, 3: 1})]), members)
+    assert [exchange.heads[0].last - exchange.heads[0].first for exchange in even.values()] == [12, 12, 4, 4]
+    uneven = exchanges(row_of(4, [(4096, {0: 20, 1: 20, 2: 20, 3: 1})]), members)
+    assert not any(exchange.heads for exchange in uneven.values())
+
+
+def test_under_a_narrow_window_keys_are_exchanged() -> None:
+    members = lanes_of("aaaa", 32, 32)
+    row = row_of(4, [(4096, dict.fromkeys(range(4), 1))])
+    assert all(exchange.heads for exchange in exchanges(row, members).values())
+    assert not any(exchange.heads for exchange in exchanges(row, members, 64).values())
+
+
+@pytest.mark.parametrize(("nodes", "least"), [("aabb", 0.5), ("aaaabbbb", 0.25), ("aaabbbccc", 1 / 3)])
+def test_keys_of_another_node_come_once_for_all_its_lanes(
+    nodes: str, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = lanes_of(nodes, 32, 1)
+    row = row_of(len(nodes), [(4096, dict.fromkeys(range(len(nodes)), 1))])
+    once, _ = moved(row, members)
+    lanes = [
+        {each.peer for each in exchange.rounds if node_of(each.peer) != node_of(device)}
+        for device, exchange in exchanges(row, members).items()
+    ]
+    assert all(lanes), "each has a part of what comes to its node"
+    monkeypatch.setattr(context_exchanges, "_fewer_bytes", lambda *given: False)
+    several, _ = moved(row, members)
+    assert once < (least + 0.16) * several  # the last keys are not needed by all lanes of a node
+
+
+def test_small_rounds_are_one() -> None:
+    members = lanes_of("aabbcc", 8, 1)
+    row = row_of(6, [(600, {0: 1, 1: 2, 2: 1, 3: 1, 4: 1, 5: 1}), (40, {1: 1, 4: 1})])
+    apart = {d: context_exchange(row, members, d) for d in members.index}
+    for together in (1, 300, 900, 10**6):
+        found = {d: context_exchange(row, members, d, together=together) for d in members.index}
+        for device, exchange in found.items():
+            order = [(each.last, each.peer) for each in exchange.rounds]
+            assert sorted(order) == sorted((each.last, each.peer) for each in apart[device].rounds)
+            by_number = defaultdict(set)
+            for each in exchange.rounds:
+                by_number[each.number].add(each.last)
+                (its,) = (at for at in found[each.peer].rounds if at.peer == device)
+                assert its.number == each.number
+                assert (its.takes, its.gets) == (each.sends, each.gives)
+            assert all(len(kinds) == 1 for kinds in by_number.values()), (
+                "what is passed on comes in a round before"
+            )
+        if together == 10**6:
+            assert {each.number for exchange in found.values() for each in exchange.rounds} == {0, 1}
 
 
 def test_a_device_of_the_same_node_is_asked_first() -> None:

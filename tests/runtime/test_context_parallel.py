@@ -14,8 +14,10 @@ from typing import Any, NamedTuple, cast
 import msgspec
 import pytest
 import torch
+from elasticd_planner.batching import context_exchange as context_exchanges
+from elasticd_planner.batching import heads_exchange
 from elasticd_planner.batching.context_exchange import context_exchange
-from elasticd_planner.batching.context_members import context_members
+from elasticd_planner.batching.context_members import ContextMembers, context_members
 from elasticd_planner.layout.channels import Channel
 from elasticd_planner.layout.launch_order import Join, Launch, Operation, deadlock
 from elasticd_planner.spec.batch import MicroBatch
@@ -32,6 +34,7 @@ from elasticd.runtime.comm.running_group import running
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.packed_row import PackedRow, first_pass, passing, second_pass
+from tests import sizes
 from tests.planner.test_context_exchange import SPEC, row_of, stage_of
 from tests.runtime import gang
 
@@ -289,6 +292,32 @@ def test_attention_is_that_of_one_process(name: str) -> None:
     check(case, run_threads(case.stage.devices, run))
 
 
+@pytest.mark.parametrize(
+    "name",
+    sizes.beside(
+        ["heads that do not divide", "one kv-head for all", "a window"],
+        [name for name, case in CASES.items() if case.kv != "not cut"],
+    ),
+)
+def test_any_lanes_can_divide_heads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where fewer bytes would move by keys, and where heads divide by no means as tokens do."""
+    monkeypatch.setattr(heads_exchange, "EVEN", 0)
+
+    def heads_form(members: ContextMembers, held: Any, length: int, **of: Any) -> Any:
+        return heads_exchange.divided_heads(members, held, length)
+
+    monkeypatch.setattr(context_exchanges, "heads_form", heads_form)
+    case = CASES[name]
+
+    def run(memory: MemoryPlanGroups) -> list[list[Found]]:
+        mine = at_work(case, memory.me, cast(PlanGroups, memory))
+        found = mine.step()
+        assert mine.parallel._passes == 2 * LAYERS
+        return found
+
+    check(case, run_threads(case.stage.devices, run))
+
+
 def worker(device: str, store: Any, names: Sequence[str]) -> dict[str, list[list[tuple[Any, ...]]]]:
     """As one of several processes, over gloo; each case twice."""
     groups, found = PlanGroups("plan/1", device, "127.0.0.1", store), {}
@@ -437,6 +466,30 @@ def test_what_is_sent_is_what_is_lacking(name: str) -> None:
     assert rounds or name != "one kv-head for all"
     sent = sum(sum(mesh.rounds) for mesh in noted(case).values())
     assert sent == LAYERS * (parts + 2 * rounds)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("sequences of all lanes, of two and of one", 1.2), ("by heads", 5.5)]
+)
+def test_a_block_that_recomputes_keeps_no_more_than_it_must(name: str, most: float) -> None:
+    """The output and a number for each query; by heads queries, keys, values and their output, too."""
+    case = CASES[name]
+
+    def run(memory: MemoryPlanGroups) -> float:
+        mine = at_work(case, memory.me, cast(PlanGroups, memory))
+        exchange = mine.parallel.row(case.row)
+        row = PackedRow(mine._pieces, CPU.device, exchange)
+        q, k, v, _ = mine._given(row, 0)
+        with passing(row), first_pass("block"), torch.no_grad():
+            out = elasticd.attention(q, k, v)
+        if row.exchange is None or row.whole:
+            return 0.0
+        *tensors, by_heads = exchange._kept["block"][0]
+        tensors += [x for each in by_heads.values() for x in each]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        return sum(storages.values()) / out.untyped_storage().nbytes()
+
+    assert 1 < max(run_threads(case.stage.devices, run).values()) < most
 
 
 @pytest.mark.parametrize("name", ["heads that do not divide", "by heads that cut groups, beside others"])

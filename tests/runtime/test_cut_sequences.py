@@ -38,6 +38,7 @@ from tests.runtime.test_engine import engine_on
 from tests.runtime.test_packed import HeldOutText, check, dropping, in_threads, length, packed, trained
 from tests.runtime.test_parity import Text, make_recipe, plan_of, stage
 
+ONES = (1, 1, 1, 1)
 PLANS = {
     **test_lanes.PLANS,
     "five lanes": plan_of(
@@ -58,8 +59,10 @@ PLANS["four lanes on two nodes, two stages"] = plan_of(
     (
         (2, 2, 3, 1),
         [
-            stage(0, 3, ("a/0", 1), ("a/1", 1), ("b/0", 3), ("b/1", 1), ("b/2", 1), lanes=(1, 1, 2, 1)),
-            stage(3, 6, ("a/2", 1), ("a/3", 1), ("b/3", 1), ("b/4", 1), lanes=(1, 1, 1, 1)),
+            stage(
+                start, start + 3, *((f"{node}/{at + start}", 1) for node in "ab" for at in (0, 1)), lanes=ONES
+            )
+            for start in (0, 3)
         ],
     ),
 )
@@ -76,6 +79,7 @@ class Cutting(Mapped):
     """Cuts sequences over drawn lanes in drawn shares, and gives lanes unequal numbers of rows."""
 
     shares: tuple[int, ...] = (1, 2, 3, 4, 5)
+    length = staticmethod(length)
 
     def dealing(self, plan: Plan, step: int, slowdown: Sequence[int] | None = None) -> Callable[[], BatchPlan]:
         drawn, samples = random.Random(step), list(self.samples(step))
@@ -95,18 +99,17 @@ class Cutting(Mapped):
         while left:
             row: list[list[SequencePiece]] = [[] for _ in range(lanes)]
             for sample in [left.pop() for _ in range(min(len(left), drawn.choice([1, 2, 3])))]:
-                among = drawn.sample(range(lanes), drawn.randint(1, min(lanes, (length(sample) + 1) // 2)))
+                among = drawn.sample(range(lanes), drawn.randint(1, min(lanes, (self.length(sample) + 1) // 2)))
                 shares = {lane: drawn.choice(self.shares) for lane in among}
-                for lane, piece in cut(sample, length(sample), shares).items():
+                for lane, piece in cut(sample, self.length(sample), shares).items():
                     row[lane].append(piece)
             if not all(row) and drawn.random() < 0.5:  # else lanes are left out of the row
                 row = [own or [self._whole(left)] if left else own for own in row]
             yield BatchRow(lanes=tuple(map(tuple, row)))
 
-    @staticmethod
-    def _whole(left: list[int]) -> SequencePiece:
+    def _whole(self, left: list[int]) -> SequencePiece:
         sample = left.pop()
-        return SequencePiece.whole(sample, length(sample))
+        return SequencePiece.whole(sample, self.length(sample))
 
 
 def cutting(**changes: Any) -> Recipe:
@@ -115,18 +118,33 @@ def cutting(**changes: Any) -> Recipe:
     return replace(made, source=Cutting(made.sampler, SampleReader(made.dataset, 0), length, 1))
 
 
+class Eights(Text):
+    """Samples of 8 or 16 tokens."""
+
+    @staticmethod
+    def length(index: int) -> int:
+        return 8 + 8 * (index % 2)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        drawn = torch.Generator().manual_seed(index)
+        ids = torch.randint(0, test_parity.CONFIG.vocabulary, (self.length(index) + 1,), generator=drawn)
+        return {"inputs": ids[:-1], "targets": ids[1:]}
+
+
 class Evenly(Cutting):
-    """Cuts sequences in equal parts, so that heads can be divided as tokens are."""
+    """Cuts them in equal parts, so that two and four lanes can divide heads as tokens."""
 
     shares = (1,)
+    length = staticmethod(Eights.length)
 
 
 def by_heads(**changes: Any) -> Recipe:
     """A model whose heads have keys each, so that fewer bytes move if lanes divide heads."""
     with torch.device("meta"):
         model = Decoder(replace(test_parity.CONFIG, kv_heads=test_parity.CONFIG.heads)).describe()
-    made = cutting(model=model, **changes)
-    return replace(made, source=Evenly(made.sampler, SampleReader(made.dataset, 0), length, 1))
+    data = DataOptions(length=Eights.length, packing=Packing())
+    made = replace(make_recipe(), **{"model": model, "data": data, "dataset": Eights(), **changes})
+    return replace(made, source=Evenly(made.sampler, SampleReader(made.dataset, 0), Eights.length, 1))
 
 
 def cut_by_memory(**changes: Any) -> Recipe:
@@ -204,7 +222,7 @@ def test_compiled_blocks_train_cut_sequences_like_one_process(monkeypatch: pytes
 
 BY_HEADS = {
     "four lanes on two nodes, two stages": "zero 0",
-    "2 + 1, uneven, in two stages": "zero 2",
+    "1 + 1": "zero 2",
     "interleaved, fewer rows than stages in one lane": "zero 0",
 }
 
@@ -212,7 +230,7 @@ BY_HEADS = {
 @pytest.mark.parametrize(
     ("name", "recompute"),
     sizes.beside(
-        [("four lanes on two nodes, two stages", True), ("2 + 1, uneven, in two stages", False)],
+        [("four lanes on two nodes, two stages", True), ("1 + 1", False)],
         list(product(BY_HEADS, [False, True])),
     ),
 )
@@ -229,17 +247,25 @@ def test_lanes_that_divide_heads_train_like_one_device(
     monkeypatch.setattr(context_parallel, "HeadsForward", Counted)
     options = {"parallelism": ParallelismOptions(recompute=recompute)}
     plan = PLANS[name].replace(state=POLICIES[BY_HEADS[name]])
-    alone = in_threads(plan_of((8, [stage(0, 6, ("a/0", 1))])), lambda: by_heads(**options))["a/0"]
-    assert not passes
     found, again = (in_threads(plan, lambda: by_heads(**options)) for _ in range(2))
     assert len(passes) > 50
+    assert apart_from_one_device(by_heads, found) < 1e-10
     for device, result in found.items():
-        assert result["losses"] == pytest.approx(alone["losses"], abs=1e-10)
         assert result["losses"] == again[device]["losses"]
+        for parameter, (_, _, value) in result["weights"].items():
+            assert (value == again[device]["weights"][parameter][2]).all(), "a repeated step has the same bits"
+
+
+def apart_from_one_device(make: Callable[[], Recipe], found: dict[str, dict[str, Any]]) -> float:
+    """The largest difference of a weight or of a loss."""
+    alone = in_threads(plan_of((8, [stage(0, 6, ("a/0", 1))])), make)["a/0"]
+    worst = 0.0
+    for result in found.values():
+        worst = max(worst, *map(abs, np.subtract(result["losses"], alone["losses"])))
         for parameter, (start, stop, value) in result["weights"].items():
             whole = alone["weights"][parameter][2][tuple(map(slice, start, stop))]
-            assert float(abs(value - whole).max()) < 1e-10, parameter
-            assert (value == again[device]["weights"][parameter][2]).all(), "a repeated step has the same bits"
+            worst = max(worst, float(abs(value - whole).max()))
+    return worst
 
 
 def test_slices_of_tokens_between_cut_modules_train_like_one_process() -> None:

@@ -27,6 +27,24 @@ def test_bytes_cross_whatever_the_receiver_takes_them_for() -> None:
     assert torch.equal(found[:8].view(torch.float32), sent)
 
 
+def test_messages_come_in_the_order_in_which_they_are_awaited() -> None:
+    """Whichever is taken first, as over gloo."""
+
+    def crossed(plan_groups: MemoryPlanGroups) -> list[float]:
+        group = plan_groups.group(BOTH, "boundary")
+        if group.rank == 0:
+            for value in (1.0, 2.0):
+                group.send(torch.tensor([value]), 1, 7)
+            return []
+        rooms = torch.empty(1), torch.empty(1)
+        posted = [group.post(room, 0, 7) for room in rooms]
+        for work in reversed(posted):
+            group.take(work)
+        return [float(room) for room in rooms]
+
+    assert run_threads(BOTH, crossed)["b/0"] == [1.0, 2.0]
+
+
 def test_more_bytes_than_there_is_room_for_are_refused() -> None:
     with pytest.raises(RuntimeError, match="16 bytes came where 8"):
         run_threads(

@@ -151,7 +151,8 @@ class _Exchange:
 
     def scatter(self, row: Sequence[Tensor]) -> None:
         """Launches what other devices compute with, of tensors [heads, tokens of the row, size]."""
-        sends, self._rooms = [], {}
+        sends: list[tuple[str, Tensor]] = []
+        self._rooms = {}
         for each in self._layer.messages:
             cut = [
                 torch.cat([x[heads, rows] for heads, rows, _ in self._layer.here(part, keys=keys)], 1).flatten()
@@ -182,7 +183,8 @@ class _Exchange:
 
     def gather(self, made: Mapping[int, Sequence[Tensor]], row: Sequence[Tensor]) -> None:
         """Launches what goes back, of what `scattered` gave, to tensors of the row."""
-        sends, self._rooms = [], {}
+        sends: list[tuple[str, Tensor]] = []
+        self._rooms = {}
         for each in self._layer.messages:
             listed = self._listed(len(row), each.takes_queries, each.takes_keys)
             cut = [self._of(made[part.sequence][at], part, keys=at > 0).flatten() for at, part in listed]

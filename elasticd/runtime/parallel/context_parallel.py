@@ -259,9 +259,14 @@ class RowExchange:
 class _Given(NamedTuple):
     """What an attention gives, and keeps for its backward pass."""
 
-    out: Tensor  #: [heads, tokens, value size]
-    lse: Tensor  #: [heads, tokens]; unused where sequences are computed by heads
-    by_heads: Mapping[int, OfHeads]  #: these sequences
+    whole: Tensor  #: the output of the row [heads, tokens, value size]
+    #: Tokens whose keys are exchanged: queries, keys and values, their output and its log-sum-exp.
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    by_heads: Mapping[int, OfHeads]  #: sequences that are computed by heads
 
 
 class _Came(NamedTuple):
@@ -311,9 +316,16 @@ class _Layer:
         segments: list[tuple[int, Segment]] = []  # with the number of its sequence
         for number, piece in zip(exchange.sequences, row.pieces, strict=True):
             segments += [(number, next(by_piece)) for _ in piece.spans]
-        self._segments = [each for each in segments if each[0] not in by_heads]
+        #: Of the row those whose keys are exchanged; None: all. Their tensors are apart from the others'.
+        self._rest: list[slice] | None = None
+        self._segments = segments
         self.by_heads: HeadsLayer | None = None
         if by_heads:
+            rest = [(number, segment) for number, segment in segments if number not in by_heads]
+            self._rest, self._segments, at = [segment.rows for _, segment in rest], [], 0
+            for number, segment in rest:
+                self._segments.append((number, segment._replace(first=at)))
+                at += segment.stop - segment.start
             self.by_heads = HeadsLayer(
                 members,
                 parallel.device,
@@ -324,6 +336,20 @@ class _Layer:
                 causal=causal,
                 window=window,
             )
+
+    def rest(self, x: Tensor) -> Tensor:
+        """Of a tensor [heads, tokens of the row, size] the tokens whose keys are exchanged."""
+        if self._rest is None:
+            return x
+        none = x.new_empty((x.shape[0], 0, x.shape[2]))  # no view, which would keep the tensor
+        return torch.cat([x[:, rows] for rows in self._rest], 1) if self._rest else none
+
+    def put(self, rest: Tensor, into: Tensor) -> None:
+        """Writes them back."""
+        at = 0
+        for rows in self._rest or ():
+            into[:, rows] = rest[:, at : at + rows.stop - rows.start]
+            at += rows.stop - rows.start
 
     @cached_property
     def order(self) -> list[tuple[_Act, _Rounds]]:
@@ -472,9 +498,11 @@ def _cut_of(x: Tensor, part: ContextPart, within: ContextPart) -> Tensor:
 
 def _given(q: Tensor, k: Tensor, v: Tensor, layer: _Layer, scale: float) -> _Given:
     """Attention of queries [heads, tokens, size] and keys and values [kv-heads, tokens, size] of the row."""
-    dtype = kernels.wide(q.dtype)
+    row, dtype = (q, k, v), kernels.wide(q.dtype)
+    q, k, v = map(layer.rest, row)
     out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=dtype)
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
+    whole = out if layer.by_heads is None else row[0].new_zeros((*row[0].shape[:2], v.shape[2]))
 
     def add(pair: _Pair, keys: Tensor, values: Tensor) -> None:
         part = kernels.forward(q[pair.heads, pair.rows], keys, values, pair.visible, scale)
@@ -485,11 +513,11 @@ def _given(q: Tensor, k: Tensor, v: Tensor, layer: _Layer, scale: float) -> _Giv
     by_heads = None if layer.by_heads is None else HeadsForward(layer.by_heads, layer.parallel, number, scale)
     half = 0
     if by_heads is not None:
-        by_heads.begin(q, k, v)
+        by_heads.begin(*row)
         half = (len(own) + 1) // 2  # while queries and keys come; the rest while outputs go back
         for rows, pair in own[:half]:
             add(pair, k[:, rows], v[:, rows])
-        by_heads.compute(out)
+        by_heads.compute(whole)
     ahead = exchange.fetch(rounds[0]) if rounds else None
     for rows, pair in own[half:]:
         add(pair, k[:, rows], v[:, rows])
@@ -502,39 +530,40 @@ def _given(q: Tensor, k: Tensor, v: Tensor, layer: _Layer, scale: float) -> _Giv
             for pair in layer.others(part):
                 reads = layer.grouped(part, pair.heads)
                 add(pair, *((keys, values) if reads is None else (keys[reads], values[reads])))
-    if by_heads is not None:
-        by_heads.end(out)
-    return _Given(out.to(q.dtype), lse, {} if by_heads is None else by_heads.kept)
+    out = out.to(q.dtype)
+    if by_heads is None:
+        return _Given(out, q, k, v, out, lse, {})
+    by_heads.end(whole)
+    layer.put(out, whole)
+    return _Given(whole, q, k, v, out, lse, by_heads.kept)
 
 
 class _Gradients:
     """The gradients of one attention, as their terms come."""
 
-    def __init__(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        given: _Given,
-        layer: _Layer,
-        scale: float,
-    ) -> None:
-        self._grad, self._q, self._k, self._v, self._given = grad, q, k, v, given
+    def __init__(self, grad: Tensor, given: _Given, layer: _Layer, scale: float) -> None:
+        self._row_grad, self._grad, self._given = grad, layer.rest(grad), given
+        self._q, self._k, self._v = given.q, given.k, given.v
         self._layer, self._scale = layer, scale
-        dtype = kernels.wide(q.dtype)
-        self.q, self.k, self.v = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+        self.q, self.k, self.v = (self._zeros(x, x.shape[1]) for x in (given.q, given.k, given.v))
 
-    def run(self) -> None:
+    @staticmethod
+    def _zeros(like: Tensor, tokens: int) -> Tensor:
+        shape = like.shape[0], tokens, like.shape[2]
+        return torch.zeros(shape, dtype=kernels.wide(like.dtype), device=like.device)
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """All of it. The keys of a round are fetched while those of the one before are computed with, and the
         terms of that follow them; between nodes and replicas terms follow those of all other rounds."""
         layer, number = self._layer, self._layer.parallel.begin()
         exchange, own, half = _Exchange(layer, number, self._k, self._v), layer.own, 0
         by_heads, row = None, (self.q, self.k, self.v)
         if layer.by_heads is not None:
-            kept = self._given.by_heads
+            kept, tokens = self._given.by_heads, self._row_grad.shape[1]
+            q, k, v = (self._zeros(x, tokens) for x in row)
+            row = q, k, v
             by_heads = HeadsBackward(layer.by_heads, layer.parallel, number, self._scale, kept)
-            by_heads.begin(self._grad)
+            by_heads.begin(self._row_grad)
             half = (len(own) + 1) // 2
             self._own(own[:half])
             by_heads.compute(row)
@@ -554,7 +583,7 @@ class _Gradients:
                 for part, *both in came:
                     exchange.add(part, self._of(part, *both))
             if what == "give back" and any(one.gives or one.gets for one in each):
-                if each[0].last:  # terms of all others are to be in these
+                if before is not None and each[0].last and not before[0][0].last:  # it has terms of those
                     self._collect(exchange, before)
                     before = None
                 begun = exchange.give_back(each)
@@ -565,6 +594,9 @@ class _Gradients:
             self._own(own[half:])
         if by_heads is not None:
             by_heads.end(row)
+            for rest, into in zip((self.q, self.k, self.v), row, strict=True):
+                layer.put(rest, into)
+        return row
 
     def _own(self, pairs: Sequence[tuple[slice, _Pair]]) -> None:
         for rows, pair in pairs:
@@ -626,23 +658,22 @@ class _CutAttention(torch.autograd.Function):
         given = layer.row_exchange.given_before()
         if given is None:
             given = _given(q[0], k[0], v[0], layer, scale)
-            layer.row_exchange.keep(given)
+            none = q.new_empty(0)  # the second pass makes these again
+            layer.row_exchange.keep(given._replace(q=none, k=none, v=none))
+        else:
+            given = given._replace(q=layer.rest(q[0]), k=layer.rest(k[0]), v=layer.rest(v[0]))
         ctx.layer, ctx.scale, ctx.by_heads = layer, scale, [*given.by_heads]
-        of_heads = [x for each in given.by_heads.values() for x in each]
-        kept = (q, k, v) if layer.own else (x.new_zeros(()).expand(x.shape) for x in (q, k, v))
-        ctx.save_for_backward(*kept, given.out, given.lse, *of_heads)
-        return given.out.unsqueeze(0)
+        whole, *rest, by_heads = given
+        ctx.save_for_backward(*rest, *(x for each in by_heads.values() for x in each))
+        return whole.unsqueeze(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *of_heads = ctx.saved_tensors
         each = (OfHeads(*of_heads[at : at + 5]) for at in range(0, len(of_heads), 5))
-        given = _Given(out, lse, dict(zip(ctx.by_heads, each, strict=True)))
-        gradients = _Gradients(grad[0].contiguous(), q[0], k[0], v[0], given, ctx.layer, ctx.scale)
-        gradients.run()
-        dq, dk, dv = (
-            x.to(of.dtype).unsqueeze(0)
-            for x, of in zip((gradients.q, gradients.k, gradients.v), (q, k, v), strict=True)
-        )
+        by_heads = dict(zip(ctx.by_heads, each, strict=True))
+        given = _Given(grad, q, k, v, out, lse, by_heads)  # nobody asks for the output of the row
+        found = _Gradients(grad[0].contiguous(), given, ctx.layer, ctx.scale).run()
+        dq, dk, dv = (x.to(of.dtype).unsqueeze(0) for x, of in zip(found, (q, k, v), strict=True))
         return dq, dk, dv, None, None

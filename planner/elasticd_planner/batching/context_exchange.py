@@ -141,8 +141,9 @@ def context_exchange(
     for (far, peer), parts in messages.items():
         if any(parts):
             number = numbers[not far, (index + peer) % len(members.members)]
-            last = far or members.replicas
-            rounds.append(ContextRound(number, members.members[peer].device, *map(tuple, parts), last))
+            sends, takes, gives, gets = map(tuple, parts)
+            device_of_peer, last = members.members[peer].device, far or members.replicas
+            rounds.append(ContextRound(number, device_of_peer, sends, takes, gives, gets, last))
     return ContextExchange(
         tuple(sequences),
         tuple(sorted(rounds)),

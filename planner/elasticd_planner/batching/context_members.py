@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -52,11 +53,14 @@ class ContextMembers:
         self.index = {member.device: at for at, member in enumerate(self.members)}
         self.nodes = tuple(node_of(member.device) for member in self.members)  #: by member
         self.heads = max(member.heads[1] for member in self.members)  #: of the model
+        self._of_lane: dict[int, list[int]] = defaultdict(list)
+        for at, member in enumerate(self.members):
+            self._of_lane[member.lane].append(at)
         self._sources: dict[tuple[int, int], Mapping[int, Spans]] = {}
 
     def of_lane(self, lane: int) -> list[int]:
         """The members of a lane."""
-        return [at for at, member in enumerate(self.members) if member.lane == lane]
+        return self._of_lane[lane]
 
     def served(self, source: int, taker: int) -> Spans:
         """The kv-heads whose keys a device gets from a certain one of another lane."""

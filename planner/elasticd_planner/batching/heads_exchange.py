@@ -22,8 +22,9 @@ from elasticd_planner.batching.token_spans import Spans, joined, needed, overlap
 
 #: A byte between nodes weighs as so many inside of one: links of 300 and of 50 GB/s.
 BETWEEN_NODES = 6
-#: No device has more of the heads than of the tokens, but for one part in so many.
-EVEN = 16
+#: No device has more of the heads than of the tokens, but for one part in so many: less than what a lane's
+#: measured slowdown must differ by to count (`lane_slowdown`).
+EVEN = 32
 
 
 class HeadsSequence(NamedTuple):
@@ -55,8 +56,8 @@ def heads_form(
     """How the heads of a sequence are divided, if that moves fewer bytes than keys do.
 
     Counted are forward and backward passes of one attention: keys go forth, once more, and their gradients
-    back; in the other form queries, keys and values go forth and outputs back, and the gradients of all once. Values
-    and outputs are as wide as each other, and so are queries and keys, so that sizes of heads do not matter.
+    back; in the other form queries, keys and values go forth and outputs back, and the gradients of all once.
+    Outputs are as wide as values, and queries as keys, so that the size of heads does not matter.
 
     Args:
         members: the devices of the stage.
