@@ -206,20 +206,23 @@ class LiveFeed:
                 f"{MOST_LISTENERS} listen to this leader already: let browsers ask one 'elasticd dashboard', "
                 "which listens once for all of them",
             )
+        return self._lines(after, known, beside)
+
+    def _enter(self, after: str, known: Callable[[], Known]) -> _Listener:
         listener = _Listener()
         missed = self._after(after)
         if missed is None:
             listener.lag()
         else:
             listener.put(missed)
+        listener.closed = self._closed
         if not self._listeners:
             self._begin(known())
         self._listeners.add(listener)
-        return self._lines(listener, known, beside)
+        return listener
 
-    async def _lines(
-        self, listener: _Listener, known: Callable[[], Known], beside: Beside
-    ) -> AsyncIterator[bytes]:
+    async def _lines(self, after: str, known: Callable[[], Known], beside: Beside) -> AsyncIterator[bytes]:
+        listener = self._enter(after, known)  # here: who is gone before the first line was never there
         try:
             while True:
                 if listener.lags:
@@ -227,6 +230,7 @@ class LiveFeed:
                     made = hello(known(), f"{self._epoch}:{self._sequence}")
                     while lines := await beside(_some, made):
                         yield lines
+                    continue  # it may have lagged meanwhile
                 if listener.closed and not listener.lines:
                     return
                 if not listener.lines:

@@ -69,9 +69,9 @@ def running(body: Callable[[], Any]) -> None:
 def test_a_listener_hears_all_that_is_known_and_then_each_event_once() -> None:
     async def body() -> None:
         async with coordinating() as coordinator, agent(coordinator, node_record("alpha")):
-            await until(lambda: "alpha" in coordinator.leading.state.nodes)
+            await until(lambda: "alpha" in coordinator.leading.state.nodes, 30.0)
             with listening(coordinator) as client:
-                await until(lambda: bool(client.of(live.Whole)))
+                await until(lambda: bool(client.of(live.Whole)), 30.0)
                 hello = client.heard[0]
                 assert isinstance(hello, live.LiveHello)
                 assert hello.leader.url == coordinator.url
@@ -79,7 +79,7 @@ def test_a_listener_hears_all_that_is_known_and_then_each_event_once() -> None:
                 assert hello.newest_event == coordinator.leading.journal.newest_id
                 for number in range(3):
                     coordinator.leading.tell(CoordinatorNote(kind="chaos", text=f"told {number}"))
-                await until(lambda: len(client.of(live.EventNews)) == 3)
+                await until(lambda: len(client.of(live.EventNews)) == 3, 30.0)
                 assert [news.event.text for news in client.of(live.EventNews)] == ["told 0", "told 1", "told 2"]
                 ids = [news.id for news in client.heard if not isinstance(news, live.LiveHello)]
                 epoch = coordinator.leading.state.epoch
@@ -92,16 +92,16 @@ def test_a_listener_hears_all_that_is_known_and_then_each_event_once() -> None:
 def test_a_change_of_a_node_is_told_and_its_health_apart() -> None:
     async def body() -> None:
         async with coordinating() as coordinator, agent(coordinator, node_record("alpha")) as alpha:
-            await until(lambda: "alpha" in coordinator.leading.state.nodes)
+            await until(lambda: "alpha" in coordinator.leading.state.nodes, 30.0)
             with listening(coordinator) as client:
-                await until(lambda: bool(client.of(live.Whole)))
+                await until(lambda: bool(client.of(live.Whole)), 30.0)
                 before = len(client.of(live.NodeNews))
                 await alpha.tell(Health(stolen=0.25))
-                await until(lambda: bool(client.of(live.HealthNews)))
+                await until(lambda: bool(client.of(live.HealthNews)), 30.0)
                 assert client.of(live.HealthNews)[-1].health.stolen == 0.25
                 assert len(client.of(live.NodeNews)) == before, "its record has not changed"
                 coordinator.leading.pace("alpha/0", 3.0)
-                await until(lambda: len(client.of(live.NodeNews)) > before)
+                await until(lambda: len(client.of(live.NodeNews)) > before, 30.0)
                 assert client.of(live.NodeNews)[-1].node.devices[0].pace == 3.0
 
     running(body)
@@ -151,11 +151,11 @@ def test_the_last_listener_that_goes_ends_the_work() -> None:
         async with coordinating() as coordinator:
             feed = coordinator.leading.feed
             with listening(coordinator) as client:
-                await until(lambda: bool(client.of(live.Whole)))
+                await until(lambda: bool(client.of(live.Whole)), 30.0)
                 assert feed
-            await until(lambda: not feed)
+            await until(lambda: not feed, 30.0)
             with listening(coordinator) as client:
-                await until(lambda: bool(client.of(live.Whole)))
+                await until(lambda: bool(client.of(live.Whole)), 30.0)
 
     running(body)
 
@@ -164,16 +164,16 @@ def test_who_comes_back_goes_on_after_the_last_id_and_hears_no_hello() -> None:
     async def body() -> None:
         async with coordinating() as coordinator:
             with listening(coordinator) as stays, listening(coordinator) as goes:
-                await until(lambda: bool(stays.of(live.Whole) and goes.of(live.Pulse)))
+                await until(lambda: bool(stays.of(live.Whole) and goes.of(live.Pulse)), 30.0)
                 last = goes.heard[-1].id
                 goes.close()
                 coordinator.leading.tell(CoordinatorNote(kind="chaos", text="meanwhile"))
-                await until(lambda: bool(stays.of(live.EventNews)))
+                await until(lambda: bool(stays.of(live.EventNews)), 30.0)
                 with listening(coordinator, last) as back:
-                    await until(lambda: bool(back.of(live.EventNews)))
+                    await until(lambda: bool(back.of(live.EventNews)), 30.0)
                     assert not back.of(live.LiveHello)
                 with listening(coordinator, "1:5") as stranger:
-                    await until(lambda: bool(stranger.heard))
+                    await until(lambda: bool(stranger.heard), 30.0)
                     assert isinstance(stranger.heard[0], live.LiveHello), "that id is another leader's"
 
     running(body)
@@ -194,12 +194,12 @@ def test_a_lagging_listener_gets_a_hello() -> None:
         async with coordinating() as coordinator:
             feed = coordinator.leading.feed
             with listening(coordinator) as client:
-                await until(lambda: len(client.of(live.Whole)) == 1)
+                await until(lambda: len(client.of(live.Whole)) == 1, 30.0)
                 for listener in feed._listeners:
                     listener.lag()
-                await until(lambda: len(client.of(live.Whole)) == 2)
+                await until(lambda: len(client.of(live.Whole)) == 2, 30.0)
                 coordinator.leading.tell(CoordinatorNote(kind="chaos", text="after"))
-                await until(lambda: bool(client.of(live.EventNews)))
+                await until(lambda: bool(client.of(live.EventNews)), 30.0)
 
     running(body)
 
@@ -208,7 +208,7 @@ def test_only_so_many_may_listen() -> None:
     async def body() -> None:
         async with coordinating() as coordinator:
             with patch.object(live_feed, "MOST_LISTENERS", 1), listening(coordinator) as first:
-                await until(lambda: bool(first.of(live.Whole)))
+                await until(lambda: bool(first.of(live.Whole)), 30.0)
                 status, answer = await get(coordinator, "/v1/live")
                 assert status == 503
                 assert "elasticd dashboard" in answer["error"]
@@ -229,9 +229,9 @@ def test_a_defect_in_a_round_costs_a_hello_and_not_the_leader() -> None:
 
         async with coordinating() as coordinator:
             with patch.object(live_feed, "_made", once), listening(coordinator) as client:
-                await until(lambda: bool(client.of(live.Pulse)) and not broken)
+                await until(lambda: bool(client.of(live.Pulse)) and not broken, 30.0)
                 coordinator.leading.tell(CoordinatorNote(kind="chaos", text="after"))
-                await until(lambda: bool(client.of(live.EventNews)))
+                await until(lambda: bool(client.of(live.EventNews)), 30.0)
             assert not coordinator.ready()
 
     running(body)
