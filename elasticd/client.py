@@ -92,9 +92,9 @@ class Api:
         """Steps above `after`, oldest first."""
         return self._read(f"/v1/jobs/{_quoted(job)}/steps?after={after}", Steps)
 
-    def history(self, job: str) -> tuple[HistoryRecord, ...]:
-        """Every plan of the job with the problem it answers, oldest first."""
-        return self._read(f"/v1/jobs/{_quoted(job)}/history", History).history
+    def history(self, job: str, after: int = -1) -> tuple[HistoryRecord, ...]:
+        """Every plan of the job above this number with the problem it answers, oldest first."""
+        return self._read(f"/v1/jobs/{_quoted(job)}/history?after={after}", History).history
 
     def recording(self) -> Iterator[bytes]:
         """Lines of a recording, an empty one now and then, until the leader ends."""

@@ -114,10 +114,12 @@ class Rest:
         return Steps(steps=tuple(journal.steps(job, after)), pacing=journal.pacing(job))
 
     @get("/v1/jobs/{job}/history", large=True)
-    async def history(self, job: str) -> History:
-        """Every plan of a job with the problem that it answers, oldest first."""
+    async def history(self, job: str, after: int = -1) -> History:
+        """Every plan of a job with the problem that it answers, oldest first: those with a number above
+        `after`."""
         self._know(job)
-        return History(history=tuple(await self._served.history(job)))
+        found = await self._served.history(job)
+        return History(history=tuple(record for record in found if record.number > after))
 
     @get("/v1/jobs/{job}/spec")
     async def spec(self, job: str) -> JobSpec:
