@@ -318,7 +318,8 @@ class Reader:
 
     def _values(self, column: str) -> tuple[str, ...]:
         # Skips from value to value by the index: there are few of them, and many rows.
-        found, last = [], ""
+        found: list[str] = []
+        last = ""
         where = f"{column} > ? AND {column} != ''"
         while True:
             row = self._db.execute(

@@ -305,7 +305,7 @@ def take(cluster: Cluster, news: live.AnyNews) -> Iterable[str]:
             cluster.proposed.pop(news.job.job, None)
     elif isinstance(news, live.JobGone):
         for held in (cluster.jobs, cluster.plans, cluster.proposed, cluster.members, cluster.halts):
-            held.pop(news.job, None)  # type: ignore[attr-defined]
+            held.pop(news.job, None)
         cluster.measured.pop(news.job, None)
     elif isinstance(news, live.PlanNews):
         (cluster.proposed if news.proposed else cluster.plans)[news.job] = news.plan
