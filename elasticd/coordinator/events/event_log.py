@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice, takewhile
 from operator import attrgetter, itemgetter
+from time import localtime, strftime
 from typing import Any
 
 import msgspec
 from elasticd_planner.value import StoredValue, Value
 
+from elasticd.codec.safe_text import in_one_line
 from elasticd.coordinator.events.job_times import JobClock
 from elasticd.coordinator.events.switch_gain import AFTER, BEFORE, Gain, StepRecord, gain_of
 from elasticd.machines.job.state.events import CoordinatorNote
@@ -38,6 +40,13 @@ class EventRecord(Value, frozen=True, kw_only=True):
     job: str  # empty: about no job
     text: str  # one line for people
     data: dict[str, Any]  # for programs
+
+
+def line(event: EventRecord) -> str:
+    """An event for people: local time, kind, job, text."""
+    clock = strftime("%H:%M:%S", localtime(event.time))
+    about = f"{event.job}: " if event.job else ""
+    return in_one_line(f"{clock}  {event.kind:<15} {about}{event.text}")
 
 
 class Pacing(Value, frozen=True, kw_only=True):
