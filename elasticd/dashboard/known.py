@@ -29,6 +29,7 @@ from elasticd.coordinator.api_types import (
     Settings,
 )
 from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard.history import about
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
@@ -85,6 +86,8 @@ class Cluster:
     paused: bool = False
     store_away: bool = False
     measured: dict[str, Table] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)  # of the newest step of each job
+    steps: dict[str, StepRecord] = field(default_factory=dict)  # the newest of each job
 
 
 class Known:
@@ -159,9 +162,13 @@ class Known:
         if self._coming is None:
             return False
         before, self.cluster, self._coming = self.cluster, self._coming, None
-        for job, table in before.measured.items():
-            if job in self.cluster.jobs and job not in self.cluster.measured:
-                self.cluster.measured[job] = table
+        for name in self.cluster.jobs:  # what is not said again after a hello
+            if name in before.measured:
+                self.cluster.measured.setdefault(name, before.measured[name])
+            if name in before.steps:
+                self.cluster.steps.setdefault(name, before.steps[name])
+            if name in before.tokens:
+                self.cluster.tokens.setdefault(name, before.tokens[name])
         if before.store_away != self.cluster.store_away:
             self.store_since = at
         self._place()
@@ -306,7 +313,8 @@ def take(cluster: Cluster, news: live.AnyNews) -> Iterable[str]:
     elif isinstance(news, live.JobGone):
         for held in (cluster.jobs, cluster.plans, cluster.proposed, cluster.members, cluster.halts):
             held.pop(news.job, None)
-        cluster.measured.pop(news.job, None)
+        for kept in (cluster.measured, cluster.tokens, cluster.steps):
+            kept.pop(news.job, None)
     elif isinstance(news, live.PlanNews):
         (cluster.proposed if news.proposed else cluster.plans)[news.job] = news.plan
     elif isinstance(news, live.MembersNews):
@@ -321,6 +329,10 @@ def take(cluster: Cluster, news: live.AnyNews) -> Iterable[str]:
         cluster.restarts = news.restarts
     elif isinstance(news, live.SettingsNews):
         cluster.settings, cluster.detect = news.settings, news.detect
+    elif isinstance(news, live.StepNews):
+        cluster.steps[news.job] = news.step
+        if news.step.tokens is not None:
+            cluster.tokens[news.job] = news.step.tokens
     elif isinstance(news, live.Measured):
         _measured(cluster, news)
     return ()
