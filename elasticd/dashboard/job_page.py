@@ -31,6 +31,8 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("optimizer_seconds",),
     "input": ("input_seconds",),
 }
+#: Stages that are shown: of more, those that compute longest.
+MOST_STAGES = 128
 #: Kinds of events that are marks on a time axis, by what they mark.
 _MARKS: Mapping[str, tuple[str, ...]] = {
     "plan": ("recorded",),
@@ -63,7 +65,15 @@ def stages(plan: Plan | None, table: Table | None) -> tuple[views.StageParts, ..
     if plan is None or table is None or table.plan != plan.number:
         return ()
     ranks = {device: rank for rank, device in enumerate(plan.members)}
-    return tuple(_stages(plan, table, ranks))
+    found = list(enumerate(_stages(plan, table, ranks)))
+    if len(found) > MOST_STAGES:  # those that compute longest, in the order of the plan
+        slowest = sorted(found, key=lambda item: -_computed(item[1]))[:MOST_STAGES]
+        found = sorted(slowest, key=lambda item: item[0])
+    return tuple(stage for _, stage in found)
+
+
+def _computed(stage: views.StageParts) -> float:
+    return sum(stage.seconds.get(part, 0.0) for part in ("forward", "backward", "blocks", "recompute"))
 
 
 def _stages(plan: Plan, table: Table, ranks: Mapping[str, int]) -> Iterator[views.StageParts]:

@@ -324,7 +324,7 @@ class JobView(Value, frozen=True, kw_only=True):
     head: JobRow
     heard: float  # unix seconds of the newest word about it
     measured_step: int | None  # the step that `stages` are of
-    stages: tuple[StageParts, ...]
+    stages: tuple[StageParts, ...]  # at most 128: of more, those that compute longest
     wall_seconds: float  # since its first step
     productive_seconds: float  # of the steps of the surviving history
     healthy_seconds: float | None  # of a step at the healthy speed: the fastest plan's median so far
