@@ -13,6 +13,7 @@ from elasticd.cli.checkpoint import checkpoint
 from elasticd.cli.completion import completion
 from elasticd.cli.config import config, pause, resume
 from elasticd.cli.coordinator import coordinator
+from elasticd.cli.dashboard import dashboard
 from elasticd.cli.demo import demo
 from elasticd.cli.doctor import doctor
 from elasticd.cli.drain import drain
@@ -61,7 +62,24 @@ def elasticd() -> None:
 
 
 for _command in (
-    *(up, run, coordinator, status, jobs, top, why, history, logs, record, stop, forget, drain, pause, resume),
+    *(
+        up,
+        run,
+        coordinator,
+        dashboard,
+        status,
+        jobs,
+        top,
+        why,
+        history,
+        logs,
+        record,
+        stop,
+        forget,
+        drain,
+        pause,
+        resume,
+    ),
     *(config, doctor, chaos, demo, simulate, plan, profile, check, checkpoint, completion),
 ):
     elasticd.add_command(_command)

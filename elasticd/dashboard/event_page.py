@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.dashboard import views
@@ -74,11 +75,15 @@ def grouped(told: Sequence[EventRecord]) -> tuple[views.EventGroup, ...]:
 
 
 def _shown(group: _Group) -> views.EventGroup:
-    events = group.events cause = next((event for event in events if event.kind in CAUSES and event.kind !=
-    "planning"), events[0]) kinds = {event.kind for event in events} what = "kept" if "proposed" not in kinds
-    and "kept_plan" in kinds else "given up" if "aborted" in kinds else "" title = f"plan {group.plan}{f'
-    {what}' if what else ''}: {cause.text}" durations: dict[str, float] = {} for before, after in zip(events,
-    events[1:], strict=False):
+    events = group.events
+    cause = next((event for event in events if event.kind in CAUSES and event.kind != "planning"), events[0])
+    kinds = {event.kind for event in events}
+    what = " given up" if "aborted" in kinds else ""
+    if "kept_plan" in kinds and "proposed" not in kinds:
+        what = " kept"
+    title = f"plan {group.plan}{what}: {cause.text}"
+    durations: dict[str, float] = {}
+    for before, after in pairwise(events):
         durations.setdefault(after.kind, max(0.0, after.time - before.time))
     return views.EventGroup(
         title=title,

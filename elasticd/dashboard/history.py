@@ -342,6 +342,15 @@ class Reader:
         )
         return [StepRow(*row) for row in rows], every
 
+    def newest_step(self, job: str) -> StepRow | None:
+        """The newest step of a job."""
+        row = self._db.execute(
+            "SELECT step, plan, time, seconds, tokens, loss, predicted, bound FROM steps "
+            "WHERE job = ? ORDER BY step DESC LIMIT 1",
+            (job,),
+        ).fetchone()
+        return StepRow(*row) if row is not None else None
+
     def steps_of_plan(self, job: str, plan: int, most: int = 2000) -> list[StepRow]:
         """The first steps under a plan."""
         rows = self._db.execute(

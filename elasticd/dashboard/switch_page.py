@@ -130,8 +130,8 @@ def _phase(number: int, ranks: Sequence[views.RankProgress], at: dict[str, float
         return "moving", f"{moved} of {count} ranks run plan {number}; the others: {_some(behind)}"
     if prepared >= count and count:
         return "voting", f"all {count} ranks are prepared: the next vote switches to plan {number}"
-    return "preparing", f"{prepared} of {count} ranks are prepared for plan {number}; it waits for
-    {_some(waits)}"
+    text = f"{prepared} of {count} ranks are prepared for plan {number}"
+    return "preparing", f"{text}; it waits for {_some(waits)}"
 
 
 def _some(devices: Sequence[str]) -> str:
