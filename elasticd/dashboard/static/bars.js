@@ -1,0 +1,100 @@
+// @ts-check
+/** Stacked bars: what the seconds of a step, or of a run, went to. Each part has its name and number in a table. */
+
+import { html, nothing, svg } from "./vendor/lit.js";
+import { Measured } from "./element.js";
+import { percent, seconds } from "./format.js";
+
+/**
+ * @typedef {object} Kind
+ * @property {string} key
+ * @property {string} label
+ * @property {number} hue  1 to 8
+ *
+ * @typedef {object} Row
+ * @property {string} label
+ * @property {string} [note]  behind the bar
+ * @property {Record<string, number>} parts  seconds by key
+ */
+
+const NAME = 130;
+const NOTE = 90;
+const TALL = 22;
+const STEP = 30;
+
+/** A square of a kind's colour. @param {number} hue */
+export const swatch = (hue) =>
+  html`<svg class="swatch" width="11" height="11" aria-hidden="true"><rect class="k${hue}" width="11" height="11" rx="2" /></svg>`;
+
+/** @param {Row} row */
+const total = (row) => Object.values(row.parts).reduce((sum, value) => sum + value, 0);
+
+export class Bars extends Measured {
+  static properties = {
+    label: { type: String },
+    kinds: { attribute: false },
+    rows: { attribute: false },
+    share: { type: Boolean },
+  };
+
+  constructor() {
+    super();
+    this.label = "";
+    /** @type {Kind[]} */ this.kinds = [];
+    /** @type {Row[]} */ this.rows = [];
+    this.share = false;
+  }
+
+  render() {
+    const kinds = this.kinds.filter((kind) => this.rows.some((row) => (row.parts[kind.key] ?? 0) > 0));
+    const most = Math.max(...this.rows.map(total), 1e-12);
+    return html`<figure class="chart">
+      <ul class="key">${kinds.map((kind) => html`<li>${swatch(kind.hue)} ${kind.label}</li>`)}</ul>
+      ${this.width ? this.drawn(kinds, most) : nothing}
+      <details>
+        <summary>Numbers</summary>
+        <div class="scroll" tabindex="0" role="region" aria-label="${this.label}: numbers">
+          <table class="data">
+            <thead><tr><th></th>${kinds.map((kind) => html`<th class="num">${kind.label}</th>`)}<th class="num">in all</th></tr></thead>
+            <tbody>${this.rows.map((row) => html`<tr><th scope="row">${row.label}</th>
+              ${kinds.map((kind) => html`<td class="num">${seconds(row.parts[kind.key] ?? 0)}</td>`)}
+              <td class="num">${seconds(total(row))}</td></tr>`)}</tbody>
+          </table>
+        </div>
+      </details>
+    </figure>`;
+  }
+
+  /** @param {Kind[]} kinds  @param {number} most */
+  drawn(kinds, most) {
+    const room = Math.max(60, this.width - NAME - NOTE);
+    const said = this.rows.map((row) => `${row.label} ${seconds(total(row))}`).join(", ");
+    return html`<svg width=${this.width} height=${this.rows.length * STEP} role="img" aria-label="${this.label}: ${said}">
+      ${this.rows.map((row, index) => {
+        let at = NAME;
+        const all = total(row);
+        return svg`<g transform="translate(0 ${index * STEP})">
+          <text class="label" x="0" y="15">${short(row.label, 18)}<title>${row.label}</title></text>
+          <rect class="bar-ground" x=${NAME} width=${room} height=${TALL} rx="3" />
+          ${kinds.map((kind) => {
+            const value = row.parts[kind.key] ?? 0;
+            const wide = (room * value) / most;
+            const x = at;
+            at += wide;
+            return value <= 0 ? nothing : svg`<g>
+              <rect class="k${kind.hue}" x=${x} width=${Math.max(0.5, wide - 0.75)} height=${TALL} />
+              <title>${kind.label}: ${seconds(value)} (${percent(value / (all || 1))})</title>
+              ${wide > 62 ? svg`<text class="pass-text" x=${x + wide / 2} y="15">${this.share ? percent(value / (all || 1)) : seconds(value)}</text>` : nothing}
+            </g>`;
+          })}
+          <text x=${NAME + (room * all) / most + 8} y="15">${row.note ?? seconds(all)}</text>
+        </g>`;
+      })}
+    </svg>`;
+  }
+}
+
+/** @param {string} text  @param {number} most */
+export const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+
+customElements.define("ed-bars", Bars);
