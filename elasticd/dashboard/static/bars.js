@@ -98,3 +98,37 @@ export class Bars extends Measured {
 export const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
 customElements.define("ed-bars", Bars);
+
+/** Sequence lengths of a step as a histogram, with the mean that the plan counts with. */
+export class Lengths extends Measured {
+  static properties = { lengths: { attribute: false } };
+
+  constructor() {
+    super();
+    /** @type {import("../tools/api.d.ts").LengthsView | null} */ this.lengths = null;
+  }
+
+  render() {
+    const known = this.lengths;
+    if (!known || !this.width || !known.now.length) return nothing;
+    const most = Math.max(...known.now.map(([, , count]) => count));
+    const wide = Math.min(48, Math.max(4, Math.floor(this.width / known.now.length) - 2));
+    const tall = 90;
+    const all = known.now.reduce((sum, [, , count]) => sum + count, 0);
+    const from = known.now[0][0];
+    const to = known.now[known.now.length - 1][1];
+    const mean = known.mean;
+    const at = mean === null ? -1 : known.now.findIndex(([low, high]) => mean >= low && mean < high);
+    return html`<svg width=${this.width} height=${tall + 34} role="img"
+        aria-label="Sequence lengths of the last step: ${all} sequences of ${from} to ${to} tokens${mean === null ? "" : `; the plan counts with ${Math.round(mean)} on average`}">
+      ${known.now.map(([low, high, count], index) => svg`<g>
+        <rect class="k1" x=${index * (wide + 2)} y=${16 + tall - (tall * count) / most} width=${wide} height=${(tall * count) / most} rx="1">
+          </rect><title>${low} to ${high} tokens: ${count}</title></g>`)}
+      ${at < 0 ? nothing : svg`<line class="threshold" x1=${at * (wide + 2) + wide / 2} x2=${at * (wide + 2) + wide / 2} y1="14" y2=${16 + tall} />
+        <text x=${Math.min(at * (wide + 2) + wide / 2 + 4, this.width - 90)} y="11">plan's mean ${Math.round(mean ?? 0)}</text>`}
+      <text class="label" x="0" y=${tall + 30}>${from}</text>
+      <text class="label end" x=${Math.min(this.width, known.now.length * (wide + 2))} y=${tall + 30}>${to} tokens</text></svg>`;
+  }
+}
+
+customElements.define("ed-lengths", Lengths);

@@ -2,6 +2,7 @@
 /** The bases of all elements: light DOM, so that labels, find-in-page and axe reach everything; and its width. */
 
 import { LitElement } from "./vendor/lit.js";
+/** @import { PropertyDeclarations } from "./vendor/lit.js" */
 
 export class Part extends LitElement {
   createRenderRoot() {
@@ -11,7 +12,7 @@ export class Part extends LitElement {
 
 /** An element that draws by its own width, in CSS pixels. */
 export class Measured extends Part {
-  static properties = { width: { state: true } };
+  static properties = /** @type {PropertyDeclarations} */ ({ width: { state: true } });
 
   constructor() {
     super();

@@ -29,7 +29,7 @@ export const slowdown = (value) => (value === Infinity ? "∞" : known(value) ? 
 export const percent = (value, digits = 1) =>
   known(value) ? `${number(100 * /** @type {number} */ (value), digits)} %` : NOTHING;
 
-/** "42 ms", "1.24 s", "3 min 20 s", "5 h 2 min". @param {number | null | undefined} value */
+/** "42 ms", "1.24 s", "3 min 20 s", "5 h 2 min". @param {number | null | undefined} value @returns {string} */
 export function seconds(value) {
   if (!known(value)) return NOTHING;
   const size = /** @type {number} */ (value);

@@ -3,7 +3,7 @@
  * DOM. Pages listen; none of them polls. */
 
 import { get, recording } from "./source.js";
-/** @import { ClusterView, DeviceCell, EventRow, LiveDevices, LiveLeader, LivePlan, LiveStep, NodeRow, SwitchView } from "../tools/api.d.ts" */
+/** @import { ClusterView, DeviceCell, LiveDevices, LiveLeader, LivePlan, LiveStep, NodeRow } from "../tools/api.d.ts" */
 
 /** Milliseconds without a pulse after which the stream counts as silent: pulses come every second. */
 const SILENT = 3500;

@@ -5,12 +5,13 @@ import { html, nothing } from "./vendor/lit.js";
 import { Part } from "./element.js";
 import { news } from "./news.js";
 import { Refused, get } from "./source.js";
+/** @import { PropertyDeclarations } from "./vendor/lit.js" */
 
 /** Milliseconds between two requests for the same value. */
 const LEAST = 700;
 
 export class Page extends Part {
-  static properties = { error: { state: true } };
+  static properties = /** @type {PropertyDeclarations} */ ({ error: { state: true } });
 
   constructor() {
     super();
@@ -71,7 +72,7 @@ export class Page extends Part {
   }
 }
 
-/** @param {string} title  @param {string} question  @param {unknown} answer  @param {unknown} [beside] */
+/** @param {unknown} title  @param {string} question  @param {unknown} answer  @param {unknown} [beside] */
 export const head = (title, question, answer, beside = nothing) => html`<div class="page-head">
   <div class="grow"><h1 tabindex="-1">${title}</h1><p class="question">${question}</p>
     <p class="answer">${answer}</p></div>

@@ -1,13 +1,13 @@
 // @ts-check
 /** `/jobs/JOB`: how fast does it train, how fast could it, and where did the rest go? */
 
-import { html, nothing, svg } from "../vendor/lit.js";
-import { age, bytes, clock, counted, figure, number, percent, seconds, slowdown } from "../format.js";
+import { html, nothing } from "../vendor/lit.js";
+import { age, clock, counted, number, percent, seconds, slowdown } from "../format.js";
 import { news } from "../news.js";
 import { Page, chip, facts, head } from "../page.js";
-import { deviceHref, jobHref, part, planHref, to } from "../source.js";
+import { deviceHref, part, planHref, to } from "../source.js";
 import { toned } from "./cluster.js";
-/** @import { JobView, JobRow, LengthsView, LiveStep, Mark, StageParts, StepColumns } from "../../tools/api.d.ts" */
+/** @import { JobView, JobRow, LiveStep, StageParts, StepColumns } from "../../tools/api.d.ts" */
 
 /** What a step's seconds went into, in the order of a bar. */
 export const PARTS = [
