@@ -27,12 +27,44 @@ const JOBS = 5;
 /** @type {[RegExp, (match: RegExpMatchArray, query: string) => {title: string, page: unknown}][]} */
 const ROUTES = [
   [/^\/$/, () => ({ title: "Cluster", page: html`<ed-cluster></ed-cluster>` })],
-  [/^\/jobs\/([^/]+)\/?$/, ([, job]) => ({ title: `Job ${job}`, page: html`<ed-job job=${job}></ed-job>` })],
-  [/^\/jobs\/([^/]+)\/plans\/(\d+)$/, ([, job, plan]) => ({ title: `Plan ${plan} of ${job}`, page: html`<ed-plan job=${job} number=${plan}></ed-plan>` })],
-  [/^\/jobs\/([^/]+)\/switch$/, ([, job], query) => ({
-    title: `Switch of ${job}`, page: html`<ed-switch job=${job} number=${new URLSearchParams(query).get("number") ?? 0}></ed-switch>` })],
-  [/^\/devices\/([^/]+)\/([^/]+)$/, ([, node, rank]) => ({ title: `${node}/${rank}`, page: html`<ed-device node=${node} rank=${rank}></ed-device>` })],
-  [/^\/events$/, (_, query) => ({ title: "Events", page: html`<ed-events search=${query}></ed-events>` })],
+  [
+    /^\/jobs\/([^/]+)\/?$/,
+    ([, job]) => ({
+      title: `Job ${job}`,
+      page: html`<ed-job job=${job}></ed-job>`,
+    }),
+  ],
+  [
+    /^\/jobs\/([^/]+)\/plans\/(\d+)$/,
+    ([, job, plan]) => ({
+      title: `Plan ${plan} of ${job}`,
+      page: html`<ed-plan job=${job} number=${plan}></ed-plan>`,
+    }),
+  ],
+  [
+    /^\/jobs\/([^/]+)\/switch$/,
+    ([, job], query) => ({
+      title: `Switch of ${job}`,
+      page: html`<ed-switch
+        job=${job}
+        number=${new URLSearchParams(query).get("number") ?? 0}
+      ></ed-switch>`,
+    }),
+  ],
+  [
+    /^\/devices\/([^/]+)\/([^/]+)$/,
+    ([, node, rank]) => ({
+      title: `${node}/${rank}`,
+      page: html`<ed-device node=${node} rank=${rank}></ed-device>`,
+    }),
+  ],
+  [
+    /^\/events$/,
+    (_, query) => ({
+      title: "Events",
+      page: html`<ed-events search=${query}></ed-events>`,
+    }),
+  ],
   [/^\/act$/, () => ({ title: "Act", page: html`<ed-acts></ed-acts>` })],
 ];
 
@@ -43,7 +75,11 @@ function routed(address) {
     const match = path.match(shape);
     if (match) return made(/** @type {any} */ (match.map(decoded)), query);
   }
-  return { title: "Not there", page: html`<h1 tabindex="-1">There is no such page</h1><p><a href=${to("/")}>The cluster</a></p>` };
+  return {
+    title: "Not there",
+    page: html`<h1 tabindex="-1">There is no such page</h1>
+      <p><a href=${to("/")}>The cluster</a></p>`,
+  };
 }
 
 /** @param {string} text */
@@ -56,7 +92,11 @@ function decoded(text) {
 }
 
 class App extends Part {
-  static properties = { address: { state: true }, viewer: { state: true }, beat: { state: true } };
+  static properties = {
+    address: { state: true },
+    viewer: { state: true },
+    beat: { state: true },
+  };
 
   constructor() {
     super();
@@ -70,11 +110,22 @@ class App extends Part {
     super.connectedCallback();
     addEventListener(recording ? "hashchange" : "popstate", () => this.went());
     document.addEventListener("click", (event) => this.clicked(event));
-    this.addEventListener("go", (event) => this.go(/** @type {CustomEvent} */ (event).detail));
+    this.addEventListener("go", (event) =>
+      this.go(/** @type {CustomEvent} */ (event).detail),
+    );
     news.addEventListener("change", () => this.requestUpdate());
     news.addEventListener("signed-out", () => this.who());
-    session.addEventListener("over", () => { if (this.viewer?.signed_in) this.who(); });
-    setInterval(() => { if (news.silence() !== null || news.connection === "lost" || news.cluster?.leader.reachable === false) this.beat += 1; }, 1000);
+    session.addEventListener("over", () => {
+      if (this.viewer?.signed_in) this.who();
+    });
+    setInterval(() => {
+      if (
+        news.silence() !== null ||
+        news.connection === "lost" ||
+        news.cluster?.leader.reachable === false
+      )
+        this.beat += 1;
+    }, 1000);
     this.who();
   }
 
@@ -83,7 +134,8 @@ class App extends Part {
     try {
       this.viewer = await get("/api/viewer");
     } catch {
-      if (recording) this.viewer = { signed_in: true, asks: false, name: "", role: "" };
+      if (recording)
+        this.viewer = { signed_in: true, asks: false, name: "", role: "" };
       else setTimeout(() => this.who(), 1000);
     }
     this.entered();
@@ -107,7 +159,9 @@ class App extends Part {
 
   /** The new page's head is read out, and is where the keyboard goes on. */
   arrived() {
-    const title = /** @type {HTMLElement | null} */ (this.querySelector("main h1"));
+    const title = /** @type {HTMLElement | null} */ (
+      this.querySelector("main h1")
+    );
     title?.focus({ preventScroll: true });
     scrollTo(0, 0);
   }
@@ -123,10 +177,26 @@ class App extends Part {
 
   /** Links between pages load nothing. @param {MouseEvent} event */
   clicked(event) {
-    if (recording || event.defaultPrevented || event.button !== 0 || event.metaKey || event.ctrlKey || event.shiftKey || event.altKey) return;
-    const link = event.target instanceof Element ? event.target.closest("a[href]") : null;
+    if (
+      recording ||
+      event.defaultPrevented ||
+      event.button !== 0 ||
+      event.metaKey ||
+      event.ctrlKey ||
+      event.shiftKey ||
+      event.altKey
+    )
+      return;
+    const link =
+      event.target instanceof Element ? event.target.closest("a[href]") : null;
     const href = link?.getAttribute("href") ?? "";
-    if (!link || !href.startsWith("/") || href.startsWith("/static/") || link.hasAttribute("download")) return;
+    if (
+      !link ||
+      !href.startsWith("/") ||
+      href.startsWith("/static/") ||
+      link.hasAttribute("download")
+    )
+      return;
     event.preventDefault();
     this.go(href);
   }
@@ -137,42 +207,100 @@ class App extends Part {
     const { title, page } = routed(this.address);
     const name = this.viewer && !signed ? "Sign in" : title;
     document.title = `${name} · ${known?.cluster ?? "elasticd"}`;
-    return html`<a class="skip" href="#main" @click=${(/** @type {Event} */ event) => { event.preventDefault(); this.arrived(); }}>To the content</a>
+    return html`<a
+        class="skip"
+        href="#main"
+        @click=${(/** @type {Event} */ event) => {
+          event.preventDefault();
+          this.arrived();
+        }}
+        >To the content</a
+      >
       ${patterns}
-      <header class="topbar"><a class="brand" href=${to("/")}>elasticd <span>${known?.cluster ?? ""}</span></a>
-        ${signed ? html`<nav aria-label="Pages"><ul>${this.links()}</ul></nav>` : nothing}
+      <header class="topbar">
+        <a class="brand" href=${to("/")}
+          >elasticd <span>${known?.cluster ?? ""}</span></a
+        >
+        ${
+          signed
+            ? html`<nav aria-label="Pages">
+                <ul>
+                  ${this.links()}
+                </ul>
+              </nav>`
+            : nothing
+        }
         <span class="grow"></span>
-        ${signed ? this.state() : nothing}</header>
+        ${signed ? this.state() : nothing}
+      </header>
       <div role="status">${signed ? this.banners() : nothing}</div>
-      <main id="main">${this.viewer === null ? html`<h1 class="hidden-text" tabindex="-1">elasticd</h1><p class="muted">Waiting for the dashboard's server …</p>`
-        : signed ? html`${keyed(this.address, page)}`
-        : html`<ed-login @signed-in=${(/** @type {CustomEvent} */ event) => { this.viewer = event.detail; this.entered(); }}></ed-login>`}</main>`;
+      <main id="main">
+        ${
+          this.viewer === null
+            ? html`<h1 class="hidden-text" tabindex="-1">elasticd</h1>
+                <p class="muted">Waiting for the dashboard's server …</p>`
+            : signed
+              ? html`${keyed(this.address, page)}`
+              : html`<ed-login
+                  @signed-in=${(/** @type {CustomEvent} */ event) => {
+                    this.viewer = event.detail;
+                    this.entered();
+                  }}
+                ></ed-login>`
+        }
+      </main>`;
   }
 
   links() {
     const jobs = news.cluster?.jobs ?? [];
     const [path] = this.address.split("?");
     /** @param {string} href  @param {unknown} words  @param {boolean} current */
-    const link = (href, words, current) => html`<li><a href=${to(href)} aria-current=${current ? "page" : nothing}>${words}</a></li>`;
+    const link = (href, words, current) =>
+      html`<li>
+        <a href=${to(href)} aria-current=${current ? "page" : nothing}
+          >${words}</a
+        >
+      </li>`;
     return html`${link("/", "Cluster", path === "/" || path.startsWith("/devices/"))}
-      ${jobs.slice(0, JOBS).map((job) => {
-        const href = `/jobs/${encodeURIComponent(job.job)}`;
-        const current = path === href || path.startsWith(`${href}/`);
-        return html`<li><a href=${jobHref(job.job)} aria-current=${current ? "page" : nothing}>${job.job}</a></li>`;
-      })}
-      ${link("/events", "Events", path === "/events")}${recording ? nothing : link("/act", "Act", path === "/act")}`;
+    ${jobs.slice(0, JOBS).map((job) => {
+      const href = `/jobs/${encodeURIComponent(job.job)}`;
+      const current = path === href || path.startsWith(`${href}/`);
+      return html`<li>
+        <a href=${jobHref(job.job)} aria-current=${current ? "page" : nothing}
+          >${job.job}</a
+        >
+      </li>`;
+    })}
+    ${link("/events", "Events", path === "/events")}${recording ? nothing : link("/act", "Act", path === "/act")}`;
   }
 
   state() {
     const known = news.cluster;
-    if (recording) return html`<div class="state">report of ${moment(known?.now)}</div>`;
+    if (recording)
+      return html`<div class="state">report of ${moment(known?.now)}</div>`;
     const silent = news.silence() !== null || news.connection === "lost";
     return html`<div class="state">
       ${known ? html`<span>leader ${known.leader.name || "none"} <span class="nowrap">epoch ${known.leader.epoch}</span></span>` : nothing}
-      ${news.connection === "opening" ? chip("", "…", "connecting") : silent ? chip("bad", "✕", "no news")
-        : known?.leader.reachable === false ? chip("warn", "!", "no leader") : chip("ok", "●", "live")}
-      ${this.viewer?.asks ? html`<span>${this.viewer.name || "signed in"}, ${this.viewer.role}</span>
-        <button class="quiet" @click=${() => this.leave()}>Sign out</button>` : nothing}</div>`;
+      ${
+        news.connection === "opening"
+          ? chip("", "…", "connecting")
+          : silent
+            ? chip("bad", "✕", "no news")
+            : known?.leader.reachable === false
+              ? chip("warn", "!", "no leader")
+              : chip("ok", "●", "live")
+      }
+      ${
+        this.viewer?.asks
+          ? html`<span
+                >${this.viewer.name || "signed in"}, ${this.viewer.role}</span
+              >
+              <button class="quiet" @click=${() => this.leave()}>
+                Sign out
+              </button>`
+          : nothing
+      }
+    </div>`;
   }
 
   banners() {
@@ -181,19 +309,54 @@ class App extends Part {
     const silence = news.silence();
     if (news.connection === "lost" || silence !== null) {
       const since = silence ?? (performance.now() - news.heardAt) / 1e3;
-      found.push(banner("bad", "✕", html`The dashboard's server does not answer${news.heardAt ? html`: last heard ${age(since)} ago` : nothing}. What is shown is from then; the page goes on by itself.`));
+      found.push(
+        banner(
+          "bad",
+          "✕",
+          html`The dashboard's server does not
+          answer${news.heardAt ? html`: last heard ${age(since)} ago` : nothing}.
+          What is shown is from then; the page goes on by itself.`,
+        ),
+      );
     } else if (known && !known.leader.reachable) {
-      found.push(banner("warn", "!", html`No coordinator leads${known.heard ? html`: last heard ${age(news.age())} ago` : nothing}. Training goes on; nothing is decided until one does. ${known.leader.trouble}`));
+      found.push(
+        banner(
+          "warn",
+          "!",
+          html`No coordinator
+          leads${known.heard ? html`: last heard ${age(news.age())} ago` : nothing}.
+          Training goes on; nothing is decided until one does.
+          ${known.leader.trouble}`,
+        ),
+      );
     }
     if (known && !known.etcd.reachable) {
-      found.push(banner("warn", "!", html`etcd does not answer since ${clock(known.etcd.since)}. Training goes on; decisions wait.`));
+      found.push(
+        banner(
+          "warn",
+          "!",
+          html`etcd does not answer since ${clock(known.etcd.since)}. Training
+          goes on; decisions wait.`,
+        ),
+      );
     }
-    if (known?.paused) found.push(banner("info", "‖", html`Replanning is paused. <a href=${to("/act")}>Resume it</a>, or <code>elasticd resume</code>`));
+    if (known?.paused)
+      found.push(
+        banner(
+          "info",
+          "‖",
+          html`Replanning is paused. <a href=${to("/act")}>Resume it</a>, or
+            <code>elasticd resume</code>`,
+        ),
+      );
     return found;
   }
 }
 
 /** @param {string} tone  @param {string} glyph  @param {unknown} words */
-const banner = (tone, glyph, words) => html`<div class="banner ${tone}"><span aria-hidden="true">${glyph}</span><span>${words}</span></div>`;
+const banner = (tone, glyph, words) =>
+  html`<div class="banner ${tone}">
+    <span aria-hidden="true">${glyph}</span><span>${words}</span>
+  </div>`;
 
 customElements.define("ed-app", App);

@@ -18,16 +18,18 @@ import { percent, seconds } from "./format.js";
  */
 
 const NAME = 130;
-const NOTE = 90;
 const TALL = 22;
 const STEP = 30;
 
 /** A square of a kind's colour. @param {number} hue */
 export const swatch = (hue) =>
-  html`<svg class="swatch" width="11" height="11" aria-hidden="true"><rect class="k${hue}" width="11" height="11" rx="2" /></svg>`;
+  html`<svg class="swatch" width="11" height="11" aria-hidden="true">
+    <rect class="k${hue}" width="11" height="11" rx="2" />
+  </svg>`;
 
 /** @param {Row} row */
-const total = (row) => Object.values(row.parts).reduce((sum, value) => sum + value, 0);
+const total = (row) =>
+  Object.values(row.parts).reduce((sum, value) => sum + value, 0);
 
 export class Bars extends Measured {
   static properties = {
@@ -46,19 +48,41 @@ export class Bars extends Measured {
   }
 
   render() {
-    const kinds = this.kinds.filter((kind) => this.rows.some((row) => (row.parts[kind.key] ?? 0) > 0));
+    const kinds = this.kinds.filter((kind) =>
+      this.rows.some((row) => (row.parts[kind.key] ?? 0) > 0),
+    );
     const most = Math.max(...this.rows.map(total), 1e-12);
     return html`<figure class="chart">
-      <ul class="key">${kinds.map((kind) => html`<li>${swatch(kind.hue)} ${kind.label}</li>`)}</ul>
+      <ul class="key">
+        ${kinds.map((kind) => html`<li>${swatch(kind.hue)} ${kind.label}</li>`)}
+      </ul>
       ${this.width ? this.drawn(kinds, most) : nothing}
       <details>
         <summary>Numbers</summary>
-        <div class="scroll" tabindex="0" role="region" aria-label="${this.label}: numbers">
+        <div
+          class="scroll"
+          tabindex="0"
+          role="region"
+          aria-label="${this.label}: numbers"
+        >
           <table class="data">
-            <thead><tr><th></th>${kinds.map((kind) => html`<th class="num">${kind.label}</th>`)}<th class="num">in all</th></tr></thead>
-            <tbody>${this.rows.map((row) => html`<tr><th scope="row">${row.label}</th>
-              ${kinds.map((kind) => html`<td class="num">${seconds(row.parts[kind.key] ?? 0)}</td>`)}
-              <td class="num">${seconds(total(row))}</td></tr>`)}</tbody>
+            <thead>
+              <tr>
+                <th></th>
+                ${kinds.map((kind) => html`<th class="num">${kind.label}</th>`)}
+                <th class="num">in all</th>
+              </tr>
+            </thead>
+            <tbody>
+              ${this.rows.map(
+                (row) =>
+                  html`<tr>
+                    <th scope="row">${row.label}</th>
+                    ${kinds.map((kind) => html`<td class="num">${seconds(row.parts[kind.key] ?? 0)}</td>`)}
+                    <td class="num">${seconds(total(row))}</td>
+                  </tr>`,
+              )}
+            </tbody>
           </table>
         </div>
       </details>
@@ -67,9 +91,23 @@ export class Bars extends Measured {
 
   /** @param {Kind[]} kinds  @param {number} most */
   drawn(kinds, most) {
-    const room = Math.max(60, this.width - NAME - NOTE);
-    const said = this.rows.map((row) => `${row.label} ${seconds(total(row))}`).join(", ");
-    return html`<svg width=${this.width} height=${this.rows.length * STEP} role="img" aria-label="${this.label}: ${said}">
+    const notes = this.rows.map((row) => row.note ?? seconds(total(row)));
+    const room = Math.max(
+      60,
+      this.width -
+        NAME -
+        16 -
+        6.4 * Math.max(...notes.map((note) => note.length)),
+    );
+    const said = this.rows
+      .map((row) => `${row.label} ${seconds(total(row))}`)
+      .join(", ");
+    return html`<svg
+      width=${this.width}
+      height=${this.rows.length * STEP}
+      role="img"
+      aria-label="${this.label}: ${said}"
+    >
       ${this.rows.map((row, index) => {
         let at = NAME;
         const all = total(row);
@@ -81,13 +119,15 @@ export class Bars extends Measured {
             const wide = (room * value) / most;
             const x = at;
             at += wide;
-            return value <= 0 ? nothing : svg`<g>
+            return value <= 0
+              ? nothing
+              : svg`<g>
               <rect class="k${kind.hue}" x=${x} width=${Math.max(0.5, wide - 0.75)} height=${TALL} />
               <title>${kind.label}: ${seconds(value)} (${percent(value / (all || 1))})</title>
               ${wide > 62 ? svg`<text class="pass-text" x=${x + wide / 2} y="15">${this.share ? percent(value / (all || 1)) : seconds(value)}</text>` : nothing}
             </g>`;
           })}
-          <text x=${NAME + (room * all) / most + 8} y="15">${row.note ?? seconds(all)}</text>
+          <text x=${NAME + (room * all) / most + 8} y="15">${notes[index]}</text>
         </g>`;
       })}
     </svg>`;
@@ -95,7 +135,8 @@ export class Bars extends Measured {
 }
 
 /** @param {string} text  @param {number} most */
-export const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
+export const short = (text, most) =>
+  text.length > most ? `${text.slice(0, most - 1)}…` : text;
 
 customElements.define("ed-bars", Bars);
 
@@ -105,29 +146,53 @@ export class Lengths extends Measured {
 
   constructor() {
     super();
-    /** @type {import("../tools/api.d.ts").LengthsView | null} */ this.lengths = null;
+    /** @type {import("../tools/api.d.ts").LengthsView | null} */ this.lengths =
+      null;
   }
 
   render() {
     const known = this.lengths;
     if (!known || !this.width || !known.now.length) return nothing;
     const most = Math.max(...known.now.map(([, , count]) => count));
-    const wide = Math.min(48, Math.max(4, Math.floor(this.width / known.now.length) - 2));
+    const wide = Math.min(
+      48,
+      Math.max(4, Math.floor(this.width / known.now.length) - 2),
+    );
     const tall = 90;
     const all = known.now.reduce((sum, [, , count]) => sum + count, 0);
     const from = known.now[0][0];
     const to = known.now[known.now.length - 1][1];
     const mean = known.mean;
-    const at = mean === null ? -1 : known.now.findIndex(([low, high]) => mean >= low && mean < high);
-    return html`<svg width=${this.width} height=${tall + 34} role="img"
-        aria-label="Sequence lengths of the last step: ${all} sequences of ${from} to ${to} tokens${mean === null ? "" : `; the plan counts with ${Math.round(mean)} on average`}">
-      ${known.now.map(([low, high, count], index) => svg`<g>
+    const at =
+      mean === null
+        ? -1
+        : known.now.findIndex(([low, high]) => mean >= low && mean < high);
+    return html`<svg
+      width=${this.width}
+      height=${tall + 34}
+      role="img"
+      aria-label="Sequence lengths of the last step: ${all} sequences of ${from} to ${to} tokens${mean === null ? "" : `; the plan counts with ${Math.round(mean)} on average`}"
+    >
+      ${known.now.map(
+        ([low, high, count], index) => svg`<g>
         <rect class="k1" x=${index * (wide + 2)} y=${16 + tall - (tall * count) / most} width=${wide} height=${(tall * count) / most} rx="1">
-          </rect><title>${low} to ${high} tokens: ${count}</title></g>`)}
-      ${at < 0 ? nothing : svg`<line class="threshold" x1=${at * (wide + 2) + wide / 2} x2=${at * (wide + 2) + wide / 2} y1="14" y2=${16 + tall} />
-        <text x=${Math.min(at * (wide + 2) + wide / 2 + 4, this.width - 90)} y="11">plan's mean ${Math.round(mean ?? 0)}</text>`}
+          </rect><title>${low} to ${high} tokens: ${count}</title></g>`,
+      )}
+      ${
+        at < 0
+          ? nothing
+          : svg`<line class="threshold" x1=${at * (wide + 2) + wide / 2} x2=${at * (wide + 2) + wide / 2} y1="14" y2=${16 + tall} />
+        <text x=${Math.min(at * (wide + 2) + wide / 2 + 4, this.width - 90)} y="11">plan's mean ${Math.round(mean ?? 0)}</text>`
+      }
       <text class="label" x="0" y=${tall + 30}>${from}</text>
-      <text class="label end" x=${Math.min(this.width, known.now.length * (wide + 2))} y=${tall + 30}>${to} tokens</text></svg>`;
+      <text
+        class="label end"
+        x=${Math.min(this.width, known.now.length * (wide + 2))}
+        y=${tall + 30}
+      >
+        ${to} tokens
+      </text>
+    </svg>`;
   }
 }
 

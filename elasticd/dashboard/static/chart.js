@@ -3,7 +3,7 @@
 
 import { LitElement, html, nothing, svg } from "./vendor/lit.js";
 import uPlot from "./vendor/uplot.js";
-import { clock, figure } from "./format.js";
+import { clock, figure, number } from "./format.js";
 
 /**
  * @typedef {object} Curve
@@ -20,10 +20,13 @@ import { clock, figure } from "./format.js";
  */
 
 /** A colour of the style sheet, as the theme has it now. @param {string} name */
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colour = (name) =>
+  getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** A curve's pattern and colour. @param {Curve} curve */
-export const line = (curve) => svg`<svg width="26" height="10" aria-hidden="true">
+export const line = (
+  curve,
+) => svg`<svg width="26" height="10" aria-hidden="true">
   <line class="line k${curve.hue}" x1="0" x2="26" y1="5" y2="5" stroke-dasharray=${(curve.dash ?? []).join(" ")} /></svg>`;
 
 export class Chart extends LitElement {
@@ -80,10 +83,18 @@ export class Chart extends LitElement {
     return this.time ? clock(x) : `step ${x}`;
   }
 
+  /** A tick of the x axis. @param {number} value  @param {number} apart */
+  tick(value, apart) {
+    if (!this.time) return Number.isInteger(value) ? number(value) : "";
+    return apart < 60 ? clock(value) : clock(value).slice(0, 5);
+  }
+
   summary() {
     const last = this.x.length - 1;
     if (last < 0) return `${this.label}: nothing yet`;
-    const said = this.curves.map((curve) => `${curve.label} ${figure(curve.values[last])} ${this.unit}`);
+    const said = this.curves.map(
+      (curve) => `${curve.label} ${figure(curve.values[last])} ${this.unit}`,
+    );
     return `${this.label}, ${this.named(this.x[0])} to ${this.named(this.x[last])}. Last: ${said.join(", ")}.`;
   }
 
@@ -92,22 +103,44 @@ export class Chart extends LitElement {
     return html`<figure class="chart">
       <ul class="key">
         ${this.curves.map((curve) => html`<li>${line(curve)} ${curve.label} <b>${figure(curve.values[at])}</b></li>`)}
-        <li class="muted">${this.unit}${this.x.length ? html` at ${this.named(this.x[at])}` : nothing}</li>
+        <li class="muted">
+          ${this.unit}${this.x.length ? html` at ${this.named(this.x[at])}` : nothing}
+        </li>
       </ul>
       <div class="plot" role="img" aria-label=${this.summary()}></div>
-      ${this.marks.length
-        ? html`<ul class="marks" aria-label="Marks">
-            ${this.marks.slice(-8).map((mark) => html`<li><b>${mark.glyph}</b> ${this.named(mark.x)}:
-              ${mark.href ? html`<a href=${mark.href}>${mark.text}</a>` : mark.text}</li>`)}
-          </ul>`
-        : nothing}
+      ${
+        this.marks.length
+          ? html`<ul class="marks" aria-label="Marks">
+              ${this.marks
+                .slice(-8)
+                .map(
+                  (mark) =>
+                    html`<li>
+                      <b>${mark.glyph}</b> ${this.named(mark.x)}:
+                      ${mark.href ? html`<a href=${mark.href}>${mark.text}</a>` : mark.text}
+                    </li>`,
+                )}
+            </ul>`
+          : nothing
+      }
       <details>
         <summary>Numbers</summary>
-        <div class="scroll tall" tabindex="0" role="region" aria-label="${this.label}: numbers">
+        <div
+          class="scroll tall"
+          tabindex="0"
+          role="region"
+          aria-label="${this.label}: numbers"
+        >
           <table class="data">
-            <thead><tr><th>${this.time ? "time" : "step"}</th>
-              ${this.curves.map((curve) => html`<th class="num">${curve.label}</th>`)}</tr></thead>
-            <tbody>${this.rows()}</tbody>
+            <thead>
+              <tr>
+                <th>${this.time ? "time" : "step"}</th>
+                ${this.curves.map((curve) => html`<th class="num">${curve.label}</th>`)}
+              </tr>
+            </thead>
+            <tbody>
+              ${this.rows()}
+            </tbody>
           </table>
         </div>
       </details>
@@ -116,8 +149,16 @@ export class Chart extends LitElement {
 
   rows() {
     const first = Math.max(0, this.x.length - 60);
-    return this.x.slice(first).map((x, index) => html`<tr><td>${this.time ? clock(x) : x}</td>
-      ${this.curves.map((curve) => html`<td class="num">${figure(curve.values[first + index])}</td>`)}</tr>`).reverse();
+    return this.x
+      .slice(first)
+      .map(
+        (x, index) =>
+          html`<tr>
+            <td>${this.time ? clock(x) : x}</td>
+            ${this.curves.map((curve) => html`<td class="num">${figure(curve.values[first + index])}</td>`)}
+          </tr>`,
+      )
+      .reverse();
   }
 
   /** @param {Map<PropertyKey, unknown>} changed */
@@ -128,9 +169,15 @@ export class Chart extends LitElement {
       this.plot.destroy();
       this.plot = null;
     }
-    const data = /** @type {uPlot.AlignedData} */ ([this.x, ...this.curves.map((curve) => curve.values)]);
+    const data = /** @type {uPlot.AlignedData} */ ([
+      this.x,
+      ...this.curves.map((curve) => curve.values),
+    ]);
     if (this.plot) {
-      if (data[0] !== this.plot.data[0] || this.curves.some((c, i) => c.values !== this.plot?.data[i + 1])) {
+      if (
+        data[0] !== this.plot.data[0] ||
+        this.curves.some((c, i) => c.values !== this.plot?.data[i + 1])
+      ) {
         this.plot.setData(data);
       } else if (changed.has("marks") || changed.has("levels")) {
         this.plot.redraw(false);
@@ -143,7 +190,8 @@ export class Chart extends LitElement {
     this.sizes?.disconnect();
     this.sizes = new ResizeObserver(() => {
       const width = place.clientWidth;
-      if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: this.height });
+      if (this.plot && width && width !== this.plot.width)
+        this.plot.setSize({ width, height: this.height });
     });
     this.sizes.observe(place);
   }
@@ -161,10 +209,24 @@ export class Chart extends LitElement {
       height: this.height,
       padding: [14, 8, 0, 0],
       legend: { show: false },
-      scales: { x: { time: this.time }, y: { range: (_, low, high) => this.range(low, high) } },
+      scales: {
+        x: { time: this.time },
+        y: { range: (_, low, high) => this.range(low, high) },
+      },
       axes: [
-        { ...axis, space: 60 },
-        { ...axis, size: 58, values: (_, splits) => splits.map((value) => (value === null ? "" : figure(value))) },
+        {
+          ...axis,
+          size: 30,
+          space: this.time ? 80 : 60,
+          values: (_, splits) =>
+            splits.map((value) => this.tick(value, splits[1] - splits[0])),
+        },
+        {
+          ...axis,
+          size: 58,
+          values: (_, splits) =>
+            splits.map((value) => (value === null ? "" : figure(value))),
+        },
       ],
       series: [
         {},
@@ -179,7 +241,11 @@ export class Chart extends LitElement {
       ],
       cursor: { y: false, drag: { x: true, y: false } },
       hooks: {
-        setCursor: [(plot) => { this.at = plot.cursor.idx ?? null; }],
+        setCursor: [
+          (plot) => {
+            this.at = plot.cursor.idx ?? null;
+          },
+        ],
         draw: [(plot) => this.drawn(plot)],
       },
     };
@@ -190,9 +256,16 @@ export class Chart extends LitElement {
     const levels = this.levels.map((level) => level.value);
     const least = Math.min(low ?? 0, ...levels);
     const most = Math.max(high ?? 1, ...levels);
-    if (!Number.isFinite(least) || !Number.isFinite(most)) return /** @type {[number, number]} */ ([0, 1]);
-    const from = least >= 0 && least < 0.6 * most ? 0 : least - 0.1 * (most - least || Math.abs(most) || 1);
-    return /** @type {[number, number]} */ ([from, most + 0.08 * (most - from || 1)]);
+    if (!Number.isFinite(least) || !Number.isFinite(most))
+      return /** @type {[number, number]} */ ([0, 1]);
+    const from =
+      least >= 0 && least < 0.6 * most
+        ? 0
+        : least - 0.1 * (most - least || Math.abs(most) || 1);
+    return /** @type {[number, number]} */ ([
+      from,
+      most + 0.08 * (most - from || 1),
+    ]);
   }
 
   /** Marks and levels. @param {uPlot} plot */
@@ -215,8 +288,7 @@ export class Chart extends LitElement {
       ctx.fillStyle = colour("--ink");
       ctx.fillText(mark.glyph, x, bbox.top - 3 * ratio);
     }
-    ctx.textAlign = "left";
-    for (const level of this.levels) {
+    this.levels.forEach((level, index) => {
       const y = Math.round(plot.valToPos(level.value, "y", true));
       ctx.strokeStyle = colour("--c2");
       ctx.setLineDash([6 * ratio, 4 * ratio]);
@@ -225,8 +297,14 @@ export class Chart extends LitElement {
       ctx.lineTo(bbox.left + bbox.width, y);
       ctx.stroke();
       ctx.fillStyle = colour("--ink");
-      ctx.fillText(level.label, bbox.left + 6 * ratio, y - 4 * ratio);
-    }
+      // Two levels are often close: one has its name above its line, the other below.
+      ctx.textAlign = "left";
+      ctx.fillText(
+        level.label,
+        bbox.left + 6 * ratio,
+        index % 2 ? y + 13 * ratio : y - 4 * ratio,
+      );
+    });
     ctx.restore();
   }
 }

@@ -12,7 +12,9 @@ export class Part extends LitElement {
 
 /** An element that draws by its own width, in CSS pixels. */
 export class Measured extends Part {
-  static properties = /** @type {PropertyDeclarations} */ ({ width: { state: true } });
+  static properties = /** @type {PropertyDeclarations} */ ({
+    width: { state: true },
+  });
 
   constructor() {
     super();

@@ -9,11 +9,35 @@ import { to } from "./source.js";
 
 /** Tone and sign of an event's kind; the others are plain. @type {Record<string, [string, string]>} */
 const KINDS = {
-  slow: ["warn", "▲"], link: ["warn", "▲"], worker_lost: ["bad", "✕"], node_down: ["bad", "✕"], fenced: ["bad", "✕"], raised: ["bad", "✕"],
-  halted: ["bad", "‖"], defect: ["bad", "✕"], stopped: ["bad", "■"], aborted: ["bad", "✕"], refused: ["warn", "✕"], waiting: ["warn", "…"],
-  chaos: ["warn", "⚡"], recovered: ["ok", "✓"], recorded: ["ok", "✓"], gained: ["ok", "✓"], finished: ["ok", "■"], node_up: ["ok", "✓"],
-  joined: ["ok", "✓"], proposed: ["info", "⇄"], prepared: ["info", "⇄"], swapped: ["info", "⇄"], planning: ["info", "⇄"],
-  drained: ["info", "▨"], leaving: ["info", "▨"], stopping: ["info", "■"], checkpoint: ["", "C"], snapshot: ["", "s"], configured: ["info", "✎"],
+  slow: ["warn", "▲"],
+  link: ["warn", "▲"],
+  worker_lost: ["bad", "✕"],
+  node_down: ["bad", "✕"],
+  fenced: ["bad", "✕"],
+  raised: ["bad", "✕"],
+  halted: ["bad", "‖"],
+  defect: ["bad", "✕"],
+  stopped: ["bad", "■"],
+  aborted: ["bad", "✕"],
+  refused: ["warn", "✕"],
+  waiting: ["warn", "…"],
+  chaos: ["warn", "⚡"],
+  recovered: ["ok", "✓"],
+  recorded: ["ok", "✓"],
+  gained: ["ok", "✓"],
+  finished: ["ok", "■"],
+  node_up: ["ok", "✓"],
+  joined: ["ok", "✓"],
+  proposed: ["info", "⇄"],
+  prepared: ["info", "⇄"],
+  swapped: ["info", "⇄"],
+  planning: ["info", "⇄"],
+  drained: ["info", "▨"],
+  leaving: ["info", "▨"],
+  stopping: ["info", "■"],
+  checkpoint: ["", "C"],
+  snapshot: ["", "s"],
+  configured: ["info", "✎"],
 };
 
 /** @param {string} kind */
@@ -25,19 +49,48 @@ export const kindChip = (kind) => {
 /** What is not said by the other columns. @param {EventRow} event */
 function data(event) {
   const { traceback, stack, ...others } = event.data;
-  const rest = Object.keys(others).length ? JSON.stringify(others, null, 1) : "";
+  const rest = Object.keys(others).length
+    ? JSON.stringify(others, null, 1)
+    : "";
   const long = traceback ?? stack;
-  return rest || long ? html`<details><summary>data</summary><pre>${rest}${long ? `\n${long}` : ""}</pre></details>` : nothing;
+  return rest || long
+    ? html`<details>
+        <summary>data</summary>
+        <pre>${rest}${long ? `\n${long}` : ""}</pre>
+      </details>`
+    : nothing;
 }
 
 /** @param {EventRow[]} list  @param {{target?: number, dates?: boolean, durations?: Record<string, number>}} [how] */
 export const events = (list, how = {}) =>
   list.length === 0
     ? html`<p class="empty">Nothing.</p>`
-    : html`<ul class="events">${repeat(list, (event) => event.id, (event) => html`<li id="event-${event.id}"
-        class=${event.id === how.target ? "target" : ""}>
-        <a class="at" href=${to(`/events?id=${event.id}`)} aria-label="Event ${event.id}, ${moment(event.time)}">${how.dates ? moment(event.time) : clock(event.time)}</a>
-        <span>${kindChip(event.kind)}</span>
-        <span class="text">${event.text}${event.by ? html` <span class="muted">by ${event.by}</span>` : nothing}${
-          how.durations?.[event.kind] === undefined ? nothing : html` <span class="muted">after ${seconds(how.durations[event.kind])}</span>`}</span>
-        ${data(event)}</li>`)}</ul>`;
+    : html`<ul class="events">
+        ${repeat(
+          list,
+          (event) => event.id,
+          (event) =>
+            html`<li
+              id="event-${event.id}"
+              class=${event.id === how.target ? "target" : ""}
+            >
+              <a
+                class="at"
+                href=${to(`/events?id=${event.id}`)}
+                aria-label="Event ${event.id}, ${moment(event.time)}"
+                >${how.dates ? moment(event.time) : clock(event.time)}</a
+              >
+              <span>${kindChip(event.kind)}</span>
+              <span class="text"
+                >${event.text}${event.by ? html` <span class="muted">by ${event.by}</span>` : nothing}${
+                  how.durations?.[event.kind] === undefined
+                    ? nothing
+                    : html` <span class="muted"
+                        >after ${seconds(how.durations[event.kind])}</span
+                      >`
+                }</span
+              >
+              ${data(event)}
+            </li>`,
+        )}
+      </ul>`;

@@ -43,7 +43,8 @@ export function shade(value) {
 }
 
 /** How many pixels a cell has. @param {number} devices */
-const sized = (devices) => (devices <= 128 ? 34 : devices <= 512 ? 24 : devices <= 2048 ? 16 : 11);
+const sized = (devices) =>
+  devices <= 128 ? 34 : devices <= 512 ? 24 : devices <= 2048 ? 16 : 11;
 
 /** @param {Cell} cell  @param {number} x  @param {number} size */
 function drawn(cell, x, size) {
@@ -53,15 +54,21 @@ function drawn(cell, x, size) {
   const text = mark(cell, size);
   return svg`<rect class="device ${look || `s${level}`}" data-device=${cell.name} x=${x + gap / 2} y=${gap / 2}
       width=${size - gap} height=${size - gap} rx=${size > 20 ? 3 : 1.5} />${
-    text ? svg`<text class="on ${look ? "mark" : level > 3 ? "deep" : ""} ${size < 24 ? "tiny" : ""}"
-      x=${x + size / 2} y=${size / 2 + (size < 24 ? 3.2 : 4)}>${text}</text>` : nothing}`;
+        text
+          ? svg`<text class="on ${look ? "mark" : level > 3 ? "deep" : ""} ${size < 24 ? "tiny" : ""}"
+      x=${x + size / 2} y=${size / 2 + (size < 24 ? 3.2 : 4)}>${text}</text>`
+          : nothing
+      }`;
 }
 
 /** What stands in a cell beside its colour: the slowdown, or the sign of the state. @param {Cell} cell  @param {number} size */
 function mark(cell, size) {
   if (STATES[cell.state]?.look) return STATES[cell.state].glyph;
   if (shade(cell.slowdown) === 0) return "";
-  if (size >= 24) return cell.slowdown >= 9.95 ? cell.slowdown.toFixed(0) : cell.slowdown.toFixed(1);
+  if (size >= 24)
+    return cell.slowdown >= 9.95
+      ? cell.slowdown.toFixed(0)
+      : cell.slowdown.toFixed(1);
   return Math.min(9, Math.max(1, Math.floor(cell.slowdown))).toFixed(0);
 }
 
@@ -79,7 +86,8 @@ export class Heat extends Part {
     /** @type {Band[]} */ this.bands = [];
     this.label = "Devices";
     /** Whether each band has a row of its own. */ this.rows = false;
-    /** @type {{column: number, label: string}[]} Above the columns. */ this.heads = [];
+    /** @type {{column: number, label: string}[]} Above the columns. */ this.heads =
+      [];
     /** @type {string} */ this.over = "";
     /** @param {PointerEvent} event */
     this.pointed = (event) => {
@@ -89,7 +97,14 @@ export class Heat extends Part {
     /** @param {MouseEvent} event */
     this.opened = (event) => {
       const name = named(event);
-      if (name) this.dispatchEvent(new CustomEvent("go", { detail: deviceHref(name), bubbles: true, composed: true }));
+      if (name)
+        this.dispatchEvent(
+          new CustomEvent("go", {
+            detail: deviceHref(name),
+            bubbles: true,
+            composed: true,
+          }),
+        );
     };
   }
 
@@ -102,16 +117,47 @@ export class Heat extends Part {
     }
     const size = sized(devices);
     const room = Math.min(180, Math.ceil(longest * 6.8) + 10);
-    const extent = (/** @type {Band} */ band) => (band.columns ? Math.max(0, ...band.columns) + 1 : band.cells.length);
-    return html`<div class="heat ${this.rows ? "rows" : ""}" role="img" aria-label=${this.summary(devices)} @pointermove=${this.pointed} @click=${this.opened}>
-        ${this.heads.length
-          ? html`<svg width=${room + (Math.max(...this.bands.map(extent), 1) + 1) * size} height="16">${this.heads.map(
-              (head) => svg`<text class="label" x=${room + head.column * size} y="12">${head.label}</text>`)}</svg>`
-          : nothing}
-        ${repeat(this.bands, (band) => band.key, (band) => guard([band, size, room], () => html`<svg
-            width=${room + extent(band) * size} height=${size}>
-            <text class="label ${size < 16 ? "tiny" : ""}" x="0" y=${size / 2 + 4}>${cut(band.label)}</text>
-            ${band.cells.map((cell, index) => drawn(cell, room + (band.columns?.[index] ?? index) * size, size))}</svg>`))}
+    const extent = (/** @type {Band} */ band) =>
+      band.columns ? Math.max(0, ...band.columns) + 1 : band.cells.length;
+    return html`<div
+        class="heat ${this.rows ? "rows" : ""}"
+        role="img"
+        aria-label=${this.summary(devices)}
+        @pointermove=${this.pointed}
+        @click=${this.opened}
+      >
+        ${
+          this.heads.length
+            ? html`<svg
+                width=${room + (Math.max(...this.bands.map(extent), 1) + 1) * size}
+                height="16"
+              >
+                ${this.heads.map(
+                  (head) =>
+                    svg`<text class="label" x=${room + head.column * size} y="12">${head.label}</text>`,
+                )}
+              </svg>`
+            : nothing
+        }
+        ${repeat(
+          this.bands,
+          (band) => band.key,
+          (band) =>
+            guard(
+              [band, size, room],
+              () =>
+                html`<svg width=${room + extent(band) * size} height=${size}>
+                  <text
+                    class="label ${size < 16 ? "tiny" : ""}"
+                    x="0"
+                    y=${size / 2 + 4}
+                  >
+                    ${cut(band.label)}
+                  </text>
+                  ${band.cells.map((cell, index) => drawn(cell, room + (band.columns?.[index] ?? index) * size, size))}
+                </svg>`,
+            ),
+        )}
       </div>
       <p class="small muted" aria-hidden="true">${this.said()}</p>`;
   }
@@ -124,7 +170,8 @@ export class Heat extends Part {
 
   /** @param {string} name */
   found(name) {
-    for (const band of this.bands) for (const cell of band.cells) if (cell.name === name) return cell;
+    for (const band of this.bands)
+      for (const cell of band.cells) if (cell.name === name) return cell;
     return null;
   }
 
@@ -132,14 +179,21 @@ export class Heat extends Part {
   summary(devices) {
     /** @type {Record<string, number>} */
     const counts = {};
-    for (const band of this.bands) for (const cell of band.cells) counts[cell.state] = (counts[cell.state] ?? 0) + 1;
-    const said = Object.entries(counts).map(([state, count]) => `${count} ${state}`);
+    for (const band of this.bands)
+      for (const cell of band.cells)
+        counts[cell.state] = (counts[cell.state] ?? 0) + 1;
+    const said = Object.entries(counts).map(
+      ([state, count]) => `${count} ${state}`,
+    );
     return `${this.label}: ${counted(devices, "device")}; ${said.join(", ")}. The table has the same as text.`;
   }
 }
 
 /** @param {Event} event */
-const named = (event) => (event.target instanceof Element ? (event.target.getAttribute("data-device") ?? "") : "");
+const named = (event) =>
+  event.target instanceof Element
+    ? (event.target.getAttribute("data-device") ?? "")
+    : "";
 
 /** @param {string} label */
 const cut = (label) => (label.length > 25 ? `…${label.slice(-24)}` : label);
@@ -147,19 +201,55 @@ const cut = (label) => (label.length > 25 ? `…${label.slice(-24)}` : label);
 /** What the colours and signs mean, of the states that there are. @param {Record<string, number>} counts */
 export const legend = (counts) => {
   const words = ["normal", "1.05x", "1.25x", "1.75x", "2.5x", "4x or more"];
-  const others = Object.entries(STATES).filter(([state, { look }]) => look && counts[state]);
+  const others = Object.entries(STATES).filter(
+    ([state, { look }]) => look && counts[state],
+  );
   return html`<ul class="legend" aria-label="Legend">
-    ${words.map((word, level) => html`<li><svg class="swatch" width="18" height="13" aria-hidden="true"><rect
-      class="s${level}" width="18" height="13" rx="2" /></svg>${word}</li>`)}
-    ${others.map(([state, { glyph, look }]) => html`<li><svg class="swatch" width="18" height="13" aria-hidden="true"><rect
-      class=${look} x="1" y="1" width="16" height="11" rx="2" /></svg>${glyph} ${state}</li>`)}
+    ${words.map(
+      (word, level) =>
+        html`<li>
+          <svg class="swatch" width="18" height="13" aria-hidden="true">
+            <rect class="s${level}" width="18" height="13" rx="2" /></svg
+          >${word}
+        </li>`,
+    )}
+    ${others.map(
+      ([state, { glyph, look }]) =>
+        html`<li>
+          <svg class="swatch" width="18" height="13" aria-hidden="true">
+            <rect
+              class=${look}
+              x="1"
+              y="1"
+              width="16"
+              height="11"
+              rx="2"
+            /></svg
+          >${glyph} ${state}
+        </li>`,
+    )}
   </ul>`;
 };
 
 /** The pattern of drained devices, once in a document. */
-export const patterns = html`<svg width="0" height="0" aria-hidden="true" class="defs">
-  <defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
-    <rect class="hatch-ground" width="5" height="5" /><line class="hatch-line" x1="0" y1="0" x2="0" y2="5" />
-  </pattern></defs></svg>`;
+export const patterns = html`<svg
+  width="0"
+  height="0"
+  aria-hidden="true"
+  class="defs"
+>
+  <defs>
+    <pattern
+      id="hatch"
+      width="5"
+      height="5"
+      patternUnits="userSpaceOnUse"
+      patternTransform="rotate(45)"
+    >
+      <rect class="hatch-ground" width="5" height="5" />
+      <line class="hatch-line" x1="0" y1="0" x2="0" y2="5" />
+    </pattern>
+  </defs>
+</svg>`;
 
 customElements.define("ed-heat", Heat);

@@ -30,12 +30,17 @@ class News extends EventTarget {
   /** The dashboard's clock, in unix seconds. */
   now() {
     if (recording) return this.cluster?.now ?? 0;
-    return (this.cluster?.now ?? Date.now() / 1e3) + (this.heardAt ? (performance.now() - this.heardAt) / 1e3 : 0);
+    return (
+      (this.cluster?.now ?? Date.now() / 1e3) +
+      (this.heardAt ? (performance.now() - this.heardAt) / 1e3 : 0)
+    );
   }
 
   /** Seconds since anything was heard of the leader. */
   age() {
-    return this.cluster?.heard ? Math.max(0, this.now() - this.cluster.heard) : null;
+    return this.cluster?.heard
+      ? Math.max(0, this.now() - this.cluster.heard)
+      : null;
   }
 
   /** Seconds since the server said anything, where it is late; null where it is not. */
@@ -87,7 +92,11 @@ class News extends EventTarget {
         // The browser tries again by itself only where the connection broke, not where it was refused.
         get("/api/viewer").then(
           (viewer) => {
-            if (/** @type {import("../tools/api.d.ts").Viewer} */ (viewer).signed_in) this.later();
+            if (
+              /** @type {import("../tools/api.d.ts").Viewer} */ (viewer)
+                .signed_in
+            )
+              this.later();
             else this.tell("signed-out");
           },
           () => this.later(),
@@ -116,7 +125,9 @@ class News extends EventTarget {
 
   placed() {
     this.places.clear();
-    this.cluster?.nodes.forEach((node, n) => node.devices.forEach((cell, d) => this.places.set(cell.name, [n, d])));
+    this.cluster?.nodes.forEach((node, n) =>
+      node.devices.forEach((cell, d) => this.places.set(cell.name, [n, d])),
+    );
   }
 
   /** Rows that did not change stay the same objects, so that they are not drawn again. @param {LiveDevices} value */
@@ -129,18 +140,31 @@ class News extends EventTarget {
       const place = this.places.get(cell.name);
       if (!place) continue;
       const [n, d] = place;
-      const row = fresh.get(n) ?? { ...nodes[n], devices: nodes[n].devices.slice() };
+      const row = fresh.get(n) ?? {
+        ...nodes[n],
+        devices: nodes[n].devices.slice(),
+      };
       row.devices[d] = normal(cell);
       fresh.set(n, row);
     }
     for (const [n, row] of fresh) nodes[n] = row;
     if (value.nodes.length || value.gone.length) {
-      const gone = new Set([...value.gone, ...value.nodes.map((node) => node.node)]);
-      nodes = [...nodes.filter((node) => !gone.has(node.node)), ...value.nodes.map(whole)];
+      const gone = new Set([
+        ...value.gone,
+        ...value.nodes.map((node) => node.node),
+      ]);
+      nodes = [
+        ...nodes.filter((node) => !gone.has(node.node)),
+        ...value.nodes.map(whole),
+      ];
       nodes.sort((a, b) => (a.node < b.node ? -1 : a.node > b.node ? 1 : 0));
     }
     this.cluster = {
-      ...this.cluster, nodes, counts: value.counts, heard: value.heard, abnormal: value.abnormal ?? this.cluster.abnormal,
+      ...this.cluster,
+      nodes,
+      counts: value.counts,
+      heard: value.heard,
+      abnormal: value.abnormal ?? this.cluster.abnormal,
     };
     if (value.nodes.length || value.gone.length) this.placed();
     this.tell("change");
@@ -156,11 +180,18 @@ class News extends EventTarget {
   /** @param {LivePlan} value */
   plan(value) {
     if (this.cluster) {
-      const others = this.cluster.jobs.filter((job) => job.job !== value.row.job);
-      const place = this.cluster.jobs.findIndex((job) => job.job === value.row.job);
+      const others = this.cluster.jobs.filter(
+        (job) => job.job !== value.row.job,
+      );
+      const place = this.cluster.jobs.findIndex(
+        (job) => job.job === value.row.job,
+      );
       const jobs = this.cluster.jobs.slice();
       if (place >= 0) jobs[place] = value.row;
-      this.cluster = { ...this.cluster, jobs: place >= 0 ? jobs : [...others, value.row] };
+      this.cluster = {
+        ...this.cluster,
+        jobs: place >= 0 ? jobs : [...others, value.row],
+      };
     }
     this.tell("change");
     this.tell("plan", value);
@@ -169,10 +200,22 @@ class News extends EventTarget {
   /** @param {LiveStep} value */
   step(value) {
     if (this.cluster) {
-      const { step, loss, tokens_per_second, predicted, bound, ettr, goodput } = value;
-      const newer = { step: step + 1, loss, tokens_per_second, predicted, bound, ettr, goodput };
+      const { step, loss, tokens_per_second, predicted, bound, ettr, goodput } =
+        value;
+      const newer = {
+        step: step + 1,
+        loss,
+        tokens_per_second,
+        predicted,
+        bound,
+        ettr,
+        goodput,
+      };
       this.cluster = {
-        ...this.cluster, jobs: this.cluster.jobs.map((job) => (job.job === value.job ? { ...job, ...newer } : job)),
+        ...this.cluster,
+        jobs: this.cluster.jobs.map((job) =>
+          job.job === value.job ? { ...job, ...newer } : job,
+        ),
       };
     }
     this.tell("change");
@@ -181,7 +224,14 @@ class News extends EventTarget {
 }
 
 /** A cell with all its fields. @param {DeviceCell} cell @returns {Required<DeviceCell>} */
-const normal = (cell) => ({ slowdown: 1, state: "healthy", job: "", place: null, pace: 1, ...cell });
+const normal = (cell) => ({
+  slowdown: 1,
+  state: "healthy",
+  job: "",
+  place: null,
+  pace: 1,
+  ...cell,
+});
 
 /** @param {NodeRow} node */
 const whole = (node) => ({ ...node, devices: node.devices.map(normal) });

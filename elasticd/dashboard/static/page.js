@@ -11,13 +11,16 @@ import { Refused, get } from "./source.js";
 const LEAST = 700;
 
 export class Page extends Part {
-  static properties = /** @type {PropertyDeclarations} */ ({ error: { state: true } });
+  static properties = /** @type {PropertyDeclarations} */ ({
+    error: { state: true },
+  });
 
   constructor() {
     super();
     this.error = "";
     /** @type {(() => void)[]} */ this.ends = [];
-    /** @type {Map<string, {at: number, timer: number, running: boolean}>} */ this.asks = new Map();
+    /** @type {Map<string, {at: number, timer: number, running: boolean}>} */ this.asks =
+      new Map();
   }
 
   disconnectedCallback() {
@@ -43,12 +46,19 @@ export class Page extends Part {
   /** Asks for a value, but not more often than each so many milliseconds; the last wish is never lost.
    * @param {string} path  @param {(value: any) => void} take  @param {number} [least] */
   ask(path, take, least = LEAST) {
-    const known = this.asks.get(path) ?? { at: -Infinity, timer: 0, running: false };
+    const known = this.asks.get(path) ?? {
+      at: -Infinity,
+      timer: 0,
+      running: false,
+    };
     this.asks.set(path, known);
     clearTimeout(known.timer);
     const wait = known.at + least - performance.now();
     if (wait > 0 || known.running) {
-      known.timer = setTimeout(() => this.ask(path, take, least), Math.max(wait, 50));
+      known.timer = setTimeout(
+        () => this.ask(path, take, least),
+        Math.max(wait, 50),
+      );
       return;
     }
     known.at = performance.now();
@@ -62,26 +72,44 @@ export class Page extends Part {
       },
       (error) => {
         known.running = false;
-        if (this.isConnected) this.error = error instanceof Refused ? error.message : String(error);
+        if (this.isConnected)
+          this.error = error instanceof Refused ? error.message : String(error);
       },
     );
   }
 
   trouble() {
-    return this.error ? html`<p class="outcome bad" role="alert">✕ ${this.error}</p>` : nothing;
+    return this.error
+      ? html`<p class="outcome bad" role="alert">✕ ${this.error}</p>`
+      : nothing;
   }
 }
 
 /** @param {unknown} title  @param {string} question  @param {unknown} answer  @param {unknown} [beside] */
-export const head = (title, question, answer, beside = nothing) => html`<div class="page-head">
-  <div class="grow"><h1 tabindex="-1">${title}</h1><p class="question">${question}</p>
-    <p class="answer">${answer}</p></div>
-  ${beside}
-</div>`;
+export const head = (title, question, answer, beside = nothing) =>
+  html`<div class="page-head">
+    <div class="grow">
+      <h1 tabindex="-1">${title}</h1>
+      <p class="question">${question}</p>
+      <p class="answer">${answer}</p>
+    </div>
+    ${beside}
+  </div>`;
 
 /** @param {string} tone  ok, warn, bad, info, hollow or ""  @param {string} glyph  @param {unknown} words */
 export const chip = (tone, glyph, words) =>
-  html`<span class="chip ${tone}">${glyph ? html`<span aria-hidden="true">${glyph}</span>` : nothing}${words}</span>`;
+  html`<span class="chip ${tone}"
+    >${glyph ? html`<span aria-hidden="true">${glyph}</span>` : nothing}${words}</span
+  >`;
 
 /** Facts beside each other. @param {[string, unknown][]} known */
-export const facts = (known) => html`<dl class="facts">${known.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
+export const facts = (known) =>
+  html`<dl class="facts">
+    ${known.map(
+      ([name, value]) =>
+        html`<div>
+          <dt>${name}</dt>
+          <dd>${value}</dd>
+        </div>`,
+    )}
+  </dl>`;

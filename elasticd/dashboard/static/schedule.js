@@ -19,7 +19,8 @@ function naming(rows) {
   const modules = new Set(rows.map((row) => row.module)).size > 1;
   const lanes = rows.some((row) => row.lane > 0);
   /** @param {{module: string, pipeline: number, lane: number}} row */
-  return (row) => `${modules ? `${row.module} ` : ""}pipeline ${row.pipeline}${lanes ? `.${row.lane}` : ""}`;
+  return (row) =>
+    `${modules ? `${row.module} ` : ""}pipeline ${row.pipeline}${lanes ? `.${row.lane}` : ""}`;
 }
 
 export class PlanPicture extends Measured {
@@ -30,8 +31,17 @@ export class PlanPicture extends Measured {
     /** @type {PipelineBox[]} */ this.pipelines = [];
     /** @param {MouseEvent} event */
     this.opened = (event) => {
-      const name = event.target instanceof Element && event.target.getAttribute("data-device");
-      if (name) this.dispatchEvent(new CustomEvent("go", { detail: deviceHref(name), bubbles: true, composed: true }));
+      const name =
+        event.target instanceof Element &&
+        event.target.getAttribute("data-device");
+      if (name)
+        this.dispatchEvent(
+          new CustomEvent("go", {
+            detail: deviceHref(name),
+            bubbles: true,
+            composed: true,
+          }),
+        );
     };
   }
 
@@ -41,15 +51,55 @@ export class PlanPicture extends Measured {
     const room = Math.max(200, this.width - NAME - 4);
     return html`${this.width ? shown.map((row) => this.row(row, named(row), room)) : nothing}
       ${this.pipelines.length > MOST ? html`<p class="muted">and ${this.pipelines.length - MOST} more</p>` : nothing}
-      <details><summary class="muted small">Numbers</summary>
-        <div class="scroll" tabindex="0" role="region" aria-label="The plan: numbers"><table class="data">
-          <thead><tr><th scope="col">pipeline</th><th scope="col" class="num">micro-batches</th><th scope="col" class="num">stage</th><th scope="col">layers</th>
-            <th scope="col">devices, their shares</th><th scope="col" class="num">load</th></tr></thead>
-          <tbody>${shown.flatMap((row) => row.stages.map((stage) => html`<tr><th scope="row">${named(row)}</th><td class="num">${row.micro_batches}</td>
-            <td class="num">${stage.stage}</td><td>${stage.named} (${stage.layers})${stage.recompute ? ", recompute" : ""}</td>
-            <td class="mono">${stage.devices.map((device, at) => html`<a href=${deviceHref(device)}>${device}</a>${
-              stage.slowdowns[at] > 1 ? ` ${slowdown(stage.slowdowns[at])}` : ""}${stage.devices.length > 1 ? ` ${percent(stage.shares[at])}` : ""} `)}</td>
-            <td class="num">${percent(stage.load, 0)}</td></tr>`))}</tbody></table></div></details>`;
+      <details>
+        <summary class="muted small">Numbers</summary>
+        <div
+          class="scroll"
+          tabindex="0"
+          role="region"
+          aria-label="The plan: numbers"
+        >
+          <table class="data">
+            <thead>
+              <tr>
+                <th scope="col">pipeline</th>
+                <th scope="col" class="num">micro-batches</th>
+                <th scope="col" class="num">stage</th>
+                <th scope="col">layers</th>
+                <th scope="col">devices, their shares</th>
+                <th scope="col" class="num">load</th>
+              </tr>
+            </thead>
+            <tbody>
+              ${shown.flatMap((row) =>
+                row.stages.map(
+                  (stage) =>
+                    html`<tr>
+                      <th scope="row">${named(row)}</th>
+                      <td class="num">${row.micro_batches}</td>
+                      <td class="num">${stage.stage}</td>
+                      <td>
+                        ${stage.named}
+                        (${stage.layers})${stage.recompute ? ", recompute" : ""}
+                      </td>
+                      <td class="mono">
+                        ${stage.devices.map(
+                          (device, at) =>
+                            html`<a href=${deviceHref(device)}>${device}</a>${
+                                stage.slowdowns[at] > 1
+                                  ? ` ${slowdown(stage.slowdowns[at])}`
+                                  : ""
+                              }${stage.devices.length > 1 ? ` ${percent(stage.shares[at])}` : ""} `,
+                        )}
+                      </td>
+                      <td class="num">${percent(stage.load, 0)}</td>
+                    </tr>`,
+                ),
+              )}
+            </tbody>
+          </table>
+        </div>
+      </details>`;
   }
 
   /** @param {PipelineBox} row  @param {string} name  @param {number} room */
@@ -57,18 +107,30 @@ export class PlanPicture extends Measured {
     const layers = row.stages.reduce((sum, stage) => sum + stage.layers, 0);
     const most = Math.max(...row.stages.map((stage) => stage.devices.length));
     const tall = 24 + LINE * Math.min(most, 8) + 12;
-    const widths = shares(row.stages.map((stage) => stage.layers / layers), room, Math.min(92, room / row.stages.length));
+    const widths = shares(
+      row.stages.map((stage) => stage.layers / layers),
+      room,
+      Math.min(92, room / row.stages.length),
+    );
     let at = NAME;
-    return html`<svg width=${this.width} height=${tall + 8} role="img" @click=${this.opened}
-        aria-label="${name}, ${counted(row.micro_batches, "micro-batch", "micro-batches")}: ${row.stages.map((stage) => `layers ${stage.named} on ${stage.devices.join(" ")}`).join("; ")}">
+    return html`<svg
+      width=${this.width}
+      height=${tall + 8}
+      role="img"
+      @click=${this.opened}
+      aria-label="${name}, ${counted(row.micro_batches, "micro-batch", "micro-batches")}: ${row.stages.map((stage) => `layers ${stage.named} on ${stage.devices.join(" ")}`).join("; ")}"
+    >
       <text x="0" y="16">${name}</text>
-      <text class="label" x="0" y="32">${counted(row.micro_batches, "micro-batch", "micro-b.")}</text>
+      <text class="label" x="0" y="32">
+        ${counted(row.micro_batches, "micro-batch", "micro-b.")}
+      </text>
       ${row.seconds === null ? nothing : svg`<text class="label" x="0" y="48">${seconds(row.seconds)}</text>`}
       ${row.stages.map((stage, index) => {
         const x = at;
         at += widths[index];
         return box(stage, x, widths[index] - 5, tall);
-      })}</svg>`;
+      })}
+    </svg>`;
   }
 }
 
@@ -91,8 +153,12 @@ function box(stage, x, wide, tall) {
     ${shown.map((device, index) => {
       const level = shade(stage.slowdowns[index]);
       const y = 22 + index * LINE;
-      const slow = stage.slowdowns[index] > 1 ? ` ${slowdown(stage.slowdowns[index])}` : "";
-      const part = stage.devices.length > 1 ? ` ${percent(stage.shares[index], 0)}` : "";
+      const slow =
+        stage.slowdowns[index] > 1
+          ? ` ${slowdown(stage.slowdowns[index])}`
+          : "";
+      const part =
+        stage.devices.length > 1 ? ` ${percent(stage.shares[index], 0)}` : "";
       return svg`<g><rect class="device s${level}" data-device=${device} x=${x + 6} y=${y} height=${LINE - 3}
           width=${Math.max(20, (room * stage.shares[index]) / most)} rx="2" />
         <text class="on-device ${level > 3 ? "deep" : ""}" x=${x + 11} y=${y + 12.5}>${short(`${device}${slow}${part}`, Math.floor(room / 6.4))}</text>
@@ -104,7 +170,10 @@ function box(stage, x, wide, tall) {
 }
 
 export class Timeline extends Measured {
-  static properties = { lanes: { attribute: false }, seconds: { type: Number } };
+  static properties = {
+    lanes: { attribute: false },
+    seconds: { type: Number },
+  };
 
   constructor() {
     super();
@@ -115,13 +184,29 @@ export class Timeline extends Measured {
   render() {
     if (!this.width) return nothing;
     const named = naming(this.lanes);
-    const most = Math.max(...this.lanes.map((lane) => Math.max(0, ...lane.stages.flat().map((pass) => pass.stop))), 1e-12);
+    const most = Math.max(
+      ...this.lanes.map((lane) =>
+        Math.max(0, ...lane.stages.flat().map((pass) => pass.stop)),
+      ),
+      1e-12,
+    );
     const room = Math.max(200, this.width - NAME - 4);
     const scale = room / most;
-    return html`<ul class="key"><li><svg class="swatch" width="11" height="11" aria-hidden="true"><rect class="forward" width="11" height="11" rx="2" /></svg>
-        forward (number: micro-batch)</li>
-      <li><svg class="swatch" width="11" height="11" aria-hidden="true"><rect class="backward" width="11" height="11" rx="2" /></svg> backward (underlined)</li>
-      <li class="muted">gaps: pipeline bubble. ${seconds(most)} in all</li></ul>
+    return html`<ul class="key">
+        <li>
+          <svg class="swatch" width="11" height="11" aria-hidden="true">
+            <rect class="forward" width="11" height="11" rx="2" />
+          </svg>
+          forward (number: micro-batch)
+        </li>
+        <li>
+          <svg class="swatch" width="11" height="11" aria-hidden="true">
+            <rect class="backward" width="11" height="11" rx="2" />
+          </svg>
+          backward (underlined)
+        </li>
+        <li class="muted">gaps: pipeline bubble. ${seconds(most)} in all</li>
+      </ul>
       ${this.lanes.map((lane) => this.lane(lane, named(lane), scale))}`;
   }
 
@@ -129,9 +214,15 @@ export class Timeline extends Measured {
   lane(lane, name, scale) {
     const tall = 17;
     const height = lane.stages.length * (tall + 2) + 20;
-    const busy = lane.stages.map((passes) => passes.reduce((sum, pass) => sum + pass.stop - pass.start, 0));
-    return html`<svg width=${this.width} height=${height} role="img"
-        aria-label="${name}${lane.alike > 1 ? ` and ${lane.alike - 1} alike` : ""}, 1F1B as predicted: ${seconds(lane.seconds)}; busy: ${busy.map((each, stage) => `stage ${stage} ${percent(each / (lane.seconds || 1), 0)}`).join(", ")}">
+    const busy = lane.stages.map((passes) =>
+      passes.reduce((sum, pass) => sum + pass.stop - pass.start, 0),
+    );
+    return html`<svg
+      width=${this.width}
+      height=${height}
+      role="img"
+      aria-label="${name}${lane.alike > 1 ? ` and ${lane.alike - 1} alike` : ""}, 1F1B as predicted: ${seconds(lane.seconds)}; busy: ${busy.map((each, stage) => `stage ${stage} ${percent(each / (lane.seconds || 1), 0)}`).join(", ")}"
+    >
       <text x="0" y="12">${name}</text>
       ${lane.alike > 1 ? svg`<text class="label" x=${NAME} y="12">and ${lane.alike - 1} alike</text>` : nothing}
       ${lane.shortened ? svg`<text class="label end" x=${this.width - 4} y="12">the first 32 micro-batches</text>` : nothing}
@@ -143,10 +234,17 @@ export class Timeline extends Measured {
             const x = NAME + pass.start * scale;
             const wide = Math.max(0.5, (pass.stop - pass.start) * scale - 0.75);
             return svg`<rect class=${pass.kind} x=${x} y=${y} width=${wide} height=${tall} />${
-              wide > 13 ? svg`<text class="pass-text" x=${x + wide / 2} y=${y + 12}>${pass.micro_batch}</text>` : nothing}${
-              wide > 13 && pass.kind === "backward" ? svg`<line class="pass-line" x1=${x + wide / 2 - 4} x2=${x + wide / 2 + 4} y1=${y + 14.5} y2=${y + 14.5} />` : nothing}`;
+              wide > 13
+                ? svg`<text class="pass-text" x=${x + wide / 2} y=${y + 12}>${pass.micro_batch}</text>`
+                : nothing
+            }${
+              wide > 13 && pass.kind === "backward"
+                ? svg`<line class="pass-line" x1=${x + wide / 2 - 4} x2=${x + wide / 2 + 4} y1=${y + 14.5} y2=${y + 14.5} />`
+                : nothing
+            }`;
           })}</g>`;
-      })}</svg>`;
+      })}
+    </svg>`;
   }
 }
 

@@ -40,7 +40,9 @@ async function module(name, source, packages) {
     charset: "utf8",
     legalComments: "none",
     conditions: ["production"],
-    banner: { js: `// @ts-nocheck\n/* ${licences}. Licences: LICENCES.txt. Made by elasticd/dashboard/tools/vendor.mjs. */` },
+    banner: {
+      js: `// @ts-nocheck\n/* ${licences}. Licences: LICENCES.txt. Made by elasticd/dashboard/tools/vendor.mjs. */`,
+    },
   });
 }
 

@@ -10,11 +10,27 @@ import { Refused, asked } from "../source.js";
 
 /** The panels, by the beginnings of the names of what they have. @type {[string, string, string[]][]} */
 const PANELS = [
-  ["Nodes", "Jobs leave a drained node without a stall; then it can be stopped.", ["drain", "undrain"]],
-  ["Replanning", "While it is paused, faults and drains are still answered.", ["pause", "resume"]],
-  ["Jobs", "A stopped job cannot go on under its name; its checkpoints can, under another one.", ["checkpoint", "stop", "forget"]],
+  [
+    "Nodes",
+    "Jobs leave a drained node without a stall; then it can be stopped.",
+    ["drain", "undrain"],
+  ],
+  [
+    "Replanning",
+    "While it is paused, faults and drains are still answered.",
+    ["pause", "resume"],
+  ],
+  [
+    "Jobs",
+    "A stopped job cannot go on under its name; its checkpoints can, under another one.",
+    ["checkpoint", "stop", "forget"],
+  ],
   ["Chaos", "Harm on purpose, for trials.", ["chaos"]],
-  ["Configuration", "Detection and policy, changed while everything runs; kept in etcd, over what the file says.", ["config"]],
+  [
+    "Configuration",
+    "Detection and policy, changed while everything runs; kept in etcd, over what the file says.",
+    ["config"],
+  ],
 ];
 /** Fields that hold numbers. */
 const NUMBERS = ["factor", "seconds", "wait"];
@@ -32,52 +48,165 @@ class ActPage extends Page {
     super.connectedCallback();
     this.again();
     this.on("hello", () => this.again());
-    this.on("event", (event) => { if (["configured", "node_up", "node_down", "drained", "joined", "finished", "stopped", "forgotten"].includes(event.kind)) this.again(); });
+    this.on("event", (event) => {
+      if (
+        [
+          "configured",
+          "node_up",
+          "node_down",
+          "drained",
+          "joined",
+          "finished",
+          "stopped",
+          "forgotten",
+        ].includes(event.kind)
+      )
+        this.again();
+    });
     this.on("plan", () => this.again());
   }
 
   again() {
-    this.ask("/api/act", (value) => { this.list = value; });
-    this.ask("/api/config", (value) => { this.config = value; });
+    this.ask("/api/act", (value) => {
+      this.list = value;
+    });
+    this.ask("/api/config", (value) => {
+      this.config = value;
+    });
   }
 
   render() {
     const list = this.list;
     const question = "What can be done, and how from a shell?";
-    if (!list) return html`${head("Act", question, this.error ? "" : "Waiting …")}${this.trouble()}`;
+    if (!list)
+      return html`${head("Act", question, this.error ? "" : "Waiting …")}${this.trouble()}`;
     const { viewer } = list;
     const refused = list.acts.filter((act) => !act.allowed);
     const reasons = new Set(refused.map((act) => act.why_not));
-    return html`${head("Act", question, viewer.role === "viewer"
-        ? html`${chip("info", "○", "viewer")} You may look. ${[...reasons][0] ?? ""}`
-        : html`${viewer.name ? html`You act as ${chip("ok", "✓", `${viewer.name}, ${viewer.role}`)}. ` : nothing}Everything here is done by the leader, in your name, and is among the events.`)}
+    return html`${head(
+        "Act",
+        question,
+        viewer.role === "viewer"
+          ? html`${chip("info", "○", "viewer")} You may look.
+            ${[...reasons][0] ?? ""}`
+          : html`${viewer.name ? html`You act as ${chip("ok", "✓", `${viewer.name}, ${viewer.role}`)}. ` : nothing}Everything
+            here is done by the leader, in your name, and is among the events.`,
+      )}
       ${this.trouble()}
-      <div class="panels">${PANELS.map(([title, words, names]) => {
-        const acts = list.acts.filter((act) => names.some((name) => act.name === name || act.name.startsWith(`${name}-`) || act.name.startsWith(`${name}/`)));
-        if (!acts.length && title !== "Configuration") return nothing;
-        return html`<section class="panel ${title === "Configuration" ? "" : "half"}" aria-label=${title}><header><h2>${title}</h2><p>${words}</p></header>
-          <div class="stack acts">${acts.map((act) => html`<ed-act .act=${act} @done=${() => this.again()}></ed-act>`)}</div>
-          ${title === "Configuration" && this.config ? config(this.config) : nothing}</section>`;
-      })}</div>`;
+      <div class="panels">
+        ${PANELS.map(([title, words, names]) => {
+          const acts = list.acts.filter((act) =>
+            names.some(
+              (name) =>
+                act.name === name ||
+                act.name.startsWith(`${name}-`) ||
+                act.name.startsWith(`${name}/`),
+            ),
+          );
+          if (!acts.length && title !== "Configuration") return nothing;
+          return html`<section
+            class="panel ${title === "Configuration" ? "" : "half"}"
+            aria-label=${title}
+          >
+            <header>
+              <h2>${title}</h2>
+              <p>${words}</p>
+            </header>
+            <div class="stack acts">
+              ${acts.map((act) => html`<ed-act .act=${act} @done=${() => this.again()}></ed-act>`)}
+            </div>
+            ${title === "Configuration" && this.config ? config(this.config) : nothing}
+          </section>`;
+        })}
+      </div>`;
   }
 }
 
 /** @param {ConfigView} known */
-const config = (known) => html`<div class="panels config">
-  <div class="half"><div class="scroll tall" tabindex="0" role="region" aria-label="Values in force"><table class="data"><caption>In force</caption>
-    <thead><tr><th scope="col">key</th><th scope="col" class="num">value</th><th scope="col"></th></tr></thead>
-    <tbody>${known.values.map((each) => html`<tr><th scope="row" class="mono">${each.key}</th><td class="num mono">${String(each.value)}</td>
-      <td>${each.changed ? chip("info", "✎", "changed while running") : nothing}</td></tr>`)}</tbody></table></div></div>
-  <div class="half"><div class="scroll tall" tabindex="0" role="region" aria-label="Changes"><table class="data"><caption>Changes, the newest first</caption>
-    <thead><tr><th scope="col" class="num">no.</th><th scope="col">when</th><th scope="col">by</th><th scope="col">difference</th></tr></thead>
-    <tbody>${known.history.length === 0 ? html`<tr><td colspan="4" class="muted">None: all is as in the file.</td></tr>` : known.history.map((each) => html`<tr>
-      <td class="num">${each.number}</td><td class="nowrap">${moment(each.time)}</td><td class="words">${each.by}</td>
-      <td class="mono words">${Object.entries(each.set).map(([key, value]) => html`+ ${key} = ${String(value)}<br />`)}${each.unset.map((key) => html`− ${key}<br />`)}</td></tr>`)}
-    </tbody></table></div></div></div>`;
+const config = (known) =>
+  html`<div class="panels config">
+    <div class="half">
+      <div
+        class="scroll tall"
+        tabindex="0"
+        role="region"
+        aria-label="Values in force"
+      >
+        <table class="data">
+          <caption>
+            In force
+          </caption>
+          <thead>
+            <tr>
+              <th scope="col">key</th>
+              <th scope="col" class="num">value</th>
+              <th scope="col"></th>
+            </tr>
+          </thead>
+          <tbody>
+            ${known.values.map(
+              (each) =>
+                html`<tr>
+                  <th scope="row" class="mono">${each.key}</th>
+                  <td class="num mono">${String(each.value)}</td>
+                  <td>
+                    ${each.changed ? chip("info", "✎", "changed while running") : nothing}
+                  </td>
+                </tr>`,
+            )}
+          </tbody>
+        </table>
+      </div>
+    </div>
+    <div class="half">
+      <div class="scroll tall" tabindex="0" role="region" aria-label="Changes">
+        <table class="data">
+          <caption>
+            Changes, the newest first
+          </caption>
+          <thead>
+            <tr>
+              <th scope="col" class="num">no.</th>
+              <th scope="col">when</th>
+              <th scope="col">by</th>
+              <th scope="col">difference</th>
+            </tr>
+          </thead>
+          <tbody>
+            ${
+              known.history.length === 0
+                ? html`<tr>
+                    <td colspan="4" class="muted">
+                      None: all is as in the file.
+                    </td>
+                  </tr>`
+                : known.history.map(
+                    (each) =>
+                      html`<tr>
+                        <td class="num">${each.number}</td>
+                        <td class="nowrap">${moment(each.time)}</td>
+                        <td class="words">${each.by}</td>
+                        <td class="mono words">
+                          ${Object.entries(each.set).map(([key, value]) => html`+ ${key} = ${String(value)}<br />`)}${each.unset.map((key) => html`− ${key}<br />`)}
+                        </td>
+                      </tr>`,
+                  )
+            }
+          </tbody>
+        </table>
+      </div>
+    </div>
+  </div>`;
 
 /** One thing that can be done: its fields, its command line, its outcome. */
 class ActForm extends Part {
-  static properties = { act: { attribute: false }, values: { state: true }, typed: { state: true }, outcome: { state: true }, running: { state: true } };
+  static properties = {
+    act: { attribute: false },
+    values: { state: true },
+    typed: { state: true },
+    outcome: { state: true },
+    running: { state: true },
+  };
 
   constructor() {
     super();
@@ -100,29 +229,44 @@ class ActForm extends Part {
     let line = act.command;
     for (const field of act.fields) {
       const value = this.value(field);
-      if (value) line = line.replace(new RegExp(`\\b${field.toUpperCase()}\\b`), () => quoted(value));
+      if (value)
+        line = line.replace(new RegExp(`\\b${field.toUpperCase()}\\b`), () =>
+          quoted(value),
+        );
     }
     return line;
   }
 
   body() {
     const act = /** @type {Act} */ (this.act);
-    return Object.fromEntries(act.fields.map((field) => [field, typed(field, this.value(field))]));
+    return Object.fromEntries(
+      act.fields.map((field) => [field, typed(field, this.value(field))]),
+    );
   }
 
   /** @param {Event} event */
   async submit(event) {
     event.preventDefault();
     const act = /** @type {Act} */ (this.act);
-    if (!act.allowed || this.running || (act.confirm && this.typed !== this.value(act.confirm))) return;
+    if (
+      !act.allowed ||
+      this.running ||
+      (act.confirm && this.typed !== this.value(act.confirm))
+    )
+      return;
     this.running = true;
     this.outcome = null;
     try {
-      const done = /** @type {Acted} */ (await asked("POST", `/api/act/${act.name}`, this.body()));
+      const done = /** @type {Acted} */ (
+        await asked("POST", `/api/act/${act.name}`, this.body())
+      );
       this.outcome = { good: true, text: `Done: ${done.command}` };
       this.typed = "";
     } catch (error) {
-      this.outcome = { good: false, text: error instanceof Refused ? error.message : String(error) };
+      this.outcome = {
+        good: false,
+        text: error instanceof Refused ? error.message : String(error),
+      };
     }
     this.running = false;
     this.dispatchEvent(new CustomEvent("done", { bubbles: true }));
@@ -132,44 +276,105 @@ class ActForm extends Part {
     const act = this.act;
     if (!act) return nothing;
     const id = `act-${act.name.replace(/\W/g, "-")}`;
-    const confirmed = !act.confirm || (this.value(act.confirm) !== "" && this.typed === this.value(act.confirm));
-    const filled = act.fields.every((field) => this.value(field) !== "" || field === "value");
+    const confirmed =
+      !act.confirm ||
+      (this.value(act.confirm) !== "" &&
+        this.typed === this.value(act.confirm));
+    const filled = act.fields.every(
+      (field) => this.value(field) !== "" || field === "value",
+    );
     const danger = Boolean(act.confirm) || act.name.startsWith("stop");
-    return html`<form class="act" @submit=${(/** @type {Event} */ event) => this.submit(event)} aria-labelledby="${id}-words">
+    return html`<form
+      class="act"
+      @submit=${(/** @type {Event} */ event) => this.submit(event)}
+      aria-labelledby="${id}-words"
+    >
       <h3 id="${id}-words">${act.words}</h3>
-      <div class="row">${act.fields.map((field) => this.field(act, field))}
-        ${act.confirm && act.allowed ? html`<label>type ${this.value(act.confirm) || `the ${act.confirm}`} to confirm
-          <input autocomplete="off" spellcheck="false" .value=${live(this.typed)} @input=${(/** @type {any} */ event) => { this.typed = event.target.value; }} /></label>` : nothing}
-        <button class=${danger ? "danger" : "primary"} ?disabled=${!act.allowed || !confirmed || !filled || this.running}
-          aria-describedby=${act.allowed ? "" : `${id}-why`}>${verb(act.name)}</button></div>
+      <div class="row">
+        ${act.fields.map((field) => this.field(act, field))}
+        ${
+          act.confirm && act.allowed
+            ? html`<label
+                >type ${this.value(act.confirm) || `the ${act.confirm}`} to
+                confirm
+                <input
+                  autocomplete="off"
+                  spellcheck="false"
+                  .value=${live(this.typed)}
+                  @input=${(/** @type {any} */ event) => {
+                    this.typed = event.target.value;
+                  }}
+              /></label>`
+            : nothing
+        }
+        <button
+          class=${danger ? "danger" : "primary"}
+          ?disabled=${!act.allowed || !confirmed || !filled || this.running}
+          aria-describedby=${act.allowed ? "" : `${id}-why`}
+        >
+          ${verb(act.name)}
+        </button>
+      </div>
       ${act.allowed ? nothing : html`<p class="why-not" id="${id}-why">Not now: ${act.why_not}</p>`}
-      <p class="cli"><span>same as</span> <code>${this.command()}</code>
-        <button type="button" class="quiet" @click=${() => navigator.clipboard?.writeText(this.command())} aria-label="Copy the command of ${verb(act.name)}">copy</button></p>
-      <p class="outcome ${this.outcome?.good ? "ok" : "bad"}" role="status">${this.outcome ? `${this.outcome.good ? "✓" : "✕"} ${this.outcome.text}` : ""}</p></form>`;
+      <p class="cli">
+        <span>same as</span> <code>${this.command()}</code>
+        <button
+          type="button"
+          class="quiet"
+          @click=${() => navigator.clipboard?.writeText(this.command())}
+          aria-label="Copy the command of ${verb(act.name)}"
+        >
+          copy
+        </button>
+      </p>
+      <p class="outcome ${this.outcome?.good ? "ok" : "bad"}" role="status">
+        ${this.outcome ? `${this.outcome.good ? "✓" : "✕"} ${this.outcome.text}` : ""}
+      </p>
+    </form>`;
   }
 
   /** @param {Act} act  @param {string} field */
   field(act, field) {
     const choices = act.choices[field];
-    const set = (/** @type {any} */ event) => { this.values = { ...this.values, [field]: event.target.value }; };
+    const set = (/** @type {any} */ event) => {
+      this.values = { ...this.values, [field]: event.target.value };
+    };
     if (choices) {
-      return html`<label>${field}<select ?disabled=${!act.allowed} @change=${set}>${choices.length ? nothing : html`<option value="">none</option>`}
-        ${choices.map((each) => html`<option value=${each} ?selected=${each === this.value(field)}>${each}</option>`)}</select></label>`;
+      return html`<label
+        >${field}<select ?disabled=${!act.allowed} @change=${set}>
+          ${choices.length ? nothing : html`<option value="">none</option>`}
+          ${choices.map((each) => html`<option value=${each} ?selected=${each === this.value(field)}>${each}</option>`)}
+        </select></label
+      >`;
     }
-    return html`<label>${field}<input autocomplete="off" spellcheck="false" inputmode=${NUMBERS.includes(field) ? "decimal" : "text"} ?disabled=${!act.allowed}
-      .value=${live(this.value(field))} @input=${set} /></label>`;
+    return html`<label
+      >${field}<input
+        autocomplete="off"
+        spellcheck="false"
+        inputmode=${NUMBERS.includes(field) ? "decimal" : "text"}
+        ?disabled=${!act.allowed}
+        .value=${live(this.value(field))}
+        @input=${set}
+    /></label>`;
   }
 }
 
 /** "chaos-kill" as "Kill". @param {string} name */
 function verb(name) {
-  const word = name.split(/[-/]/).slice(name.startsWith("chaos") ? 1 : 0).join(" ") || name;
+  const word =
+    name
+      .split(/[-/]/)
+      .slice(name.startsWith("chaos") ? 1 : 0)
+      .join(" ") || name;
   return word.charAt(0).toUpperCase() + word.slice(1);
 }
 
 /** What a field's text is in JSON. @param {string} field  @param {string} text */
 function typed(field, text) {
-  if (NUMBERS.includes(field)) return text.trim() === "" || Number.isNaN(Number(text)) ? text : Number(text);
+  if (NUMBERS.includes(field))
+    return text.trim() === "" || Number.isNaN(Number(text))
+      ? text
+      : Number(text);
   if (field === "value") {
     try {
       const value = JSON.parse(text);
@@ -182,7 +387,8 @@ function typed(field, text) {
 }
 
 /** As a shell needs it. @param {string} text */
-const quoted = (text) => (/^[\w./:@=+-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+const quoted = (text) =>
+  /^[\w./:@=+-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
 
 customElements.define("ed-act", ActForm);
 customElements.define("ed-acts", ActPage);

@@ -21,9 +21,13 @@ class LoginPage extends Part {
     this.running = true;
     this.error = "";
     try {
-      const viewer = await asked("POST", "/session", { token: field.value.trim() });
+      const viewer = await asked("POST", "/session", {
+        token: field.value.trim(),
+      });
       field.value = "";
-      this.dispatchEvent(new CustomEvent("signed-in", { detail: viewer, bubbles: true }));
+      this.dispatchEvent(
+        new CustomEvent("signed-in", { detail: viewer, bubbles: true }),
+      );
     } catch (error) {
       this.error = error instanceof Refused ? error.message : String(error);
       field.focus();
@@ -32,14 +36,34 @@ class LoginPage extends Part {
   }
 
   render() {
-    return html`<section class="panel login" aria-labelledby="login-title"><form @submit=${(/** @type {SubmitEvent} */ event) => this.submit(event)}>
-      <h1 id="login-title" tabindex="-1">Sign in</h1>
-      <p>This cluster asks who you are. Paste a token of a viewer or an operator.</p>
-      <label>Token<input type="password" name="token" autocomplete="current-password" required aria-invalid=${this.error ? "true" : "false"} aria-describedby="login-error" /></label>
-      <p id="login-error" class="outcome bad" role="alert">${this.error ? `✕ ${this.error}` : nothing}</p>
-      <div><button class="primary" ?disabled=${this.running}>Sign in</button></div>
-      <p class="small muted">It is kept in a cookie that scripts cannot read, and in neither storage nor address.</p>
-    </form></section>`;
+    return html`<section class="panel login" aria-labelledby="login-title">
+      <form @submit=${(/** @type {SubmitEvent} */ event) => this.submit(event)}>
+        <h1 id="login-title" tabindex="-1">Sign in</h1>
+        <p>
+          This cluster asks who you are. Paste a token of a viewer or an
+          operator.
+        </p>
+        <label
+          >Token<input
+            type="password"
+            name="token"
+            autocomplete="current-password"
+            required
+            aria-invalid=${this.error ? "true" : "false"}
+            aria-describedby="login-error"
+        /></label>
+        <p id="login-error" class="outcome bad" role="alert">
+          ${this.error ? `✕ ${this.error}` : nothing}
+        </p>
+        <div>
+          <button class="primary" ?disabled=${this.running}>Sign in</button>
+        </div>
+        <p class="small muted">
+          It is kept in a cookie that scripts cannot read, and in neither
+          storage nor address.
+        </p>
+      </form>
+    </section>`;
   }
 }
 
