@@ -45,10 +45,7 @@ const ROUTES = [
     /^\/jobs\/([^/]+)\/switch$/,
     ([, job], query) => ({
       title: `Switch of ${job}`,
-      page: html`<ed-switch
-        job=${job}
-        number=${new URLSearchParams(query).get("number") ?? 0}
-      ></ed-switch>`,
+      page: html`<ed-switch job=${job} number=${new URLSearchParams(query).get("number") ?? 0}></ed-switch>`,
     }),
   ],
   [
@@ -110,20 +107,14 @@ class App extends Part {
     super.connectedCallback();
     addEventListener(recording ? "hashchange" : "popstate", () => this.went());
     document.addEventListener("click", (event) => this.clicked(event));
-    this.addEventListener("go", (event) =>
-      this.go(/** @type {CustomEvent} */ (event).detail),
-    );
+    this.addEventListener("go", (event) => this.go(/** @type {CustomEvent} */ (event).detail));
     news.addEventListener("change", () => this.requestUpdate());
     news.addEventListener("signed-out", () => this.who());
     session.addEventListener("over", () => {
       if (this.viewer?.signed_in) this.who();
     });
     setInterval(() => {
-      if (
-        news.silence() !== null ||
-        news.connection === "lost" ||
-        news.cluster?.leader.reachable === false
-      )
+      if (news.silence() !== null || news.connection === "lost" || news.cluster?.leader.reachable === false)
         this.beat += 1;
     }, 1000);
     this.who();
@@ -134,8 +125,7 @@ class App extends Part {
     try {
       this.viewer = await get("/api/viewer");
     } catch {
-      if (recording)
-        this.viewer = { signed_in: true, asks: false, name: "", role: "" };
+      if (recording) this.viewer = { signed_in: true, asks: false, name: "", role: "" };
       else setTimeout(() => this.who(), 1000);
     }
     this.entered();
@@ -159,9 +149,7 @@ class App extends Part {
 
   /** The new page's head is read out, and is where the keyboard goes on. */
   arrived() {
-    const title = /** @type {HTMLElement | null} */ (
-      this.querySelector("main h1")
-    );
+    const title = /** @type {HTMLElement | null} */ (this.querySelector("main h1"));
     title?.focus({ preventScroll: true });
     scrollTo(0, 0);
   }
@@ -187,16 +175,9 @@ class App extends Part {
       event.altKey
     )
       return;
-    const link =
-      event.target instanceof Element ? event.target.closest("a[href]") : null;
+    const link = event.target instanceof Element ? event.target.closest("a[href]") : null;
     const href = link?.getAttribute("href") ?? "";
-    if (
-      !link ||
-      !href.startsWith("/") ||
-      href.startsWith("/static/") ||
-      link.hasAttribute("download")
-    )
-      return;
+    if (!link || !href.startsWith("/") || href.startsWith("/static/") || link.hasAttribute("download")) return;
     event.preventDefault();
     this.go(href);
   }
@@ -218,9 +199,7 @@ class App extends Part {
       >
       ${patterns}
       <header class="topbar">
-        <a class="brand" href=${to("/")}
-          >elasticd <span>${known?.cluster ?? ""}</span></a
-        >
+        <a class="brand" href=${to("/")}>elasticd <span>${known?.cluster ?? ""}</span></a>
         ${
           signed
             ? html`<nav aria-label="Pages">
@@ -257,18 +236,14 @@ class App extends Part {
     /** @param {string} href  @param {unknown} words  @param {boolean} current */
     const link = (href, words, current) =>
       html`<li>
-        <a href=${to(href)} aria-current=${current ? "page" : nothing}
-          >${words}</a
-        >
+        <a href=${to(href)} aria-current=${current ? "page" : nothing}>${words}</a>
       </li>`;
     return html`${link("/", "Cluster", path === "/" || path.startsWith("/devices/"))}
     ${jobs.slice(0, JOBS).map((job) => {
       const href = `/jobs/${encodeURIComponent(job.job)}`;
       const current = path === href || path.startsWith(`${href}/`);
       return html`<li>
-        <a href=${jobHref(job.job)} aria-current=${current ? "page" : nothing}
-          >${job.job}</a
-        >
+        <a href=${jobHref(job.job)} aria-current=${current ? "page" : nothing}>${job.job}</a>
       </li>`;
     })}
     ${link("/events", "Events", path === "/events")}${recording ? nothing : link("/act", "Act", path === "/act")}`;
@@ -276,8 +251,7 @@ class App extends Part {
 
   state() {
     const known = news.cluster;
-    if (recording)
-      return html`<div class="state">report of ${moment(known?.now)}</div>`;
+    if (recording) return html`<div class="state">report of ${moment(known?.now)}</div>`;
     const silent = news.silence() !== null || news.connection === "lost";
     return html`<div class="state">
       ${known ? html`<span>leader ${known.leader.name || "none"} <span class="nowrap">epoch ${known.leader.epoch}</span></span>` : nothing}
@@ -292,12 +266,8 @@ class App extends Part {
       }
       ${
         this.viewer?.asks
-          ? html`<span
-                >${this.viewer.name || "signed in"}, ${this.viewer.role}</span
-              >
-              <button class="quiet" @click=${() => this.leave()}>
-                Sign out
-              </button>`
+          ? html`<span>${this.viewer.name || "signed in"}, ${this.viewer.role}</span>
+              <button class="quiet" @click=${() => this.leave()}>Sign out</button>`
           : nothing
       }
     </div>`;
@@ -314,8 +284,8 @@ class App extends Part {
           "bad",
           "✕",
           html`The dashboard's server does not
-          answer${news.heardAt ? html`: last heard ${age(since)} ago` : nothing}.
-          What is shown is from then; the page goes on by itself.`,
+          answer${news.heardAt ? html`: last heard ${age(since)} ago` : nothing}. What is shown is from then;
+          the page goes on by itself.`,
         ),
       );
     } else if (known && !known.leader.reachable) {
@@ -323,10 +293,8 @@ class App extends Part {
         banner(
           "warn",
           "!",
-          html`No coordinator
-          leads${known.heard ? html`: last heard ${age(news.age())} ago` : nothing}.
-          Training goes on; nothing is decided until one does.
-          ${known.leader.trouble}`,
+          html`No coordinator leads${known.heard ? html`: last heard ${age(news.age())} ago` : nothing}.
+          Training goes on; nothing is decided until one does. ${known.leader.trouble}`,
         ),
       );
     }
@@ -335,8 +303,7 @@ class App extends Part {
         banner(
           "warn",
           "!",
-          html`etcd does not answer since ${clock(known.etcd.since)}. Training
-          goes on; decisions wait.`,
+          html`etcd does not answer since ${clock(known.etcd.since)}. Training goes on; decisions wait.`,
         ),
       );
     }
@@ -345,8 +312,7 @@ class App extends Part {
         banner(
           "info",
           "‖",
-          html`Replanning is paused. <a href=${to("/act")}>Resume it</a>, or
-            <code>elasticd resume</code>`,
+          html`Replanning is paused. <a href=${to("/act")}>Resume it</a>, or <code>elasticd resume</code>`,
         ),
       );
     return found;
@@ -355,8 +321,6 @@ class App extends Part {
 
 /** @param {string} tone  @param {string} glyph  @param {unknown} words */
 const banner = (tone, glyph, words) =>
-  html`<div class="banner ${tone}">
-    <span aria-hidden="true">${glyph}</span><span>${words}</span>
-  </div>`;
+  html`<div class="banner ${tone}"><span aria-hidden="true">${glyph}</span><span>${words}</span></div>`;
 
 customElements.define("ed-app", App);

@@ -28,8 +28,7 @@ export const swatch = (hue) =>
   </svg>`;
 
 /** @param {Row} row */
-const total = (row) =>
-  Object.values(row.parts).reduce((sum, value) => sum + value, 0);
+const total = (row) => Object.values(row.parts).reduce((sum, value) => sum + value, 0);
 
 export class Bars extends Measured {
   static properties = {
@@ -48,9 +47,7 @@ export class Bars extends Measured {
   }
 
   render() {
-    const kinds = this.kinds.filter((kind) =>
-      this.rows.some((row) => (row.parts[kind.key] ?? 0) > 0),
-    );
+    const kinds = this.kinds.filter((kind) => this.rows.some((row) => (row.parts[kind.key] ?? 0) > 0));
     const most = Math.max(...this.rows.map(total), 1e-12);
     return html`<figure class="chart">
       <ul class="key">
@@ -59,12 +56,7 @@ export class Bars extends Measured {
       ${this.width ? this.drawn(kinds, most) : nothing}
       <details>
         <summary>Numbers</summary>
-        <div
-          class="scroll"
-          tabindex="0"
-          role="region"
-          aria-label="${this.label}: numbers"
-        >
+        <div class="scroll" tabindex="0" role="region" aria-label="${this.label}: numbers">
           <table class="data">
             <thead>
               <tr>
@@ -92,16 +84,8 @@ export class Bars extends Measured {
   /** @param {Kind[]} kinds  @param {number} most */
   drawn(kinds, most) {
     const notes = this.rows.map((row) => row.note ?? seconds(total(row)));
-    const room = Math.max(
-      60,
-      this.width -
-        NAME -
-        16 -
-        6.4 * Math.max(...notes.map((note) => note.length)),
-    );
-    const said = this.rows
-      .map((row) => `${row.label} ${seconds(total(row))}`)
-      .join(", ");
+    const room = Math.max(60, this.width - NAME - 16 - 6.4 * Math.max(...notes.map((note) => note.length)));
+    const said = this.rows.map((row) => `${row.label} ${seconds(total(row))}`).join(", ");
     return html`<svg
       width=${this.width}
       height=${this.rows.length * STEP}
@@ -135,8 +119,7 @@ export class Bars extends Measured {
 }
 
 /** @param {string} text  @param {number} most */
-export const short = (text, most) =>
-  text.length > most ? `${text.slice(0, most - 1)}…` : text;
+export const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
 customElements.define("ed-bars", Bars);
 
@@ -146,27 +129,20 @@ export class Lengths extends Measured {
 
   constructor() {
     super();
-    /** @type {import("../tools/api.d.ts").LengthsView | null} */ this.lengths =
-      null;
+    /** @type {import("../tools/api.d.ts").LengthsView | null} */ this.lengths = null;
   }
 
   render() {
     const known = this.lengths;
     if (!known || !this.width || !known.now.length) return nothing;
     const most = Math.max(...known.now.map(([, , count]) => count));
-    const wide = Math.min(
-      48,
-      Math.max(4, Math.floor(this.width / known.now.length) - 2),
-    );
+    const wide = Math.min(48, Math.max(4, Math.floor(this.width / known.now.length) - 2));
     const tall = 90;
     const all = known.now.reduce((sum, [, , count]) => sum + count, 0);
     const from = known.now[0][0];
     const to = known.now[known.now.length - 1][1];
     const mean = known.mean;
-    const at =
-      mean === null
-        ? -1
-        : known.now.findIndex(([low, high]) => mean >= low && mean < high);
+    const at = mean === null ? -1 : known.now.findIndex(([low, high]) => mean >= low && mean < high);
     return html`<svg
       width=${this.width}
       height=${tall + 34}
@@ -185,11 +161,7 @@ export class Lengths extends Measured {
         <text x=${Math.min(at * (wide + 2) + wide / 2 + 4, this.width - 90)} y="11">plan's mean ${Math.round(mean ?? 0)}</text>`
       }
       <text class="label" x="0" y=${tall + 30}>${from}</text>
-      <text
-        class="label end"
-        x=${Math.min(this.width, known.now.length * (wide + 2))}
-        y=${tall + 30}
-      >
+      <text class="label end" x=${Math.min(this.width, known.now.length * (wide + 2))} y=${tall + 30}>
         ${to} tokens
       </text>
     </svg>`;

@@ -20,13 +20,10 @@ import { clock, figure, number } from "./format.js";
  */
 
 /** A colour of the style sheet, as the theme has it now. @param {string} name */
-const colour = (name) =>
-  getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** A curve's pattern and colour. @param {Curve} curve */
-export const line = (
-  curve,
-) => svg`<svg width="26" height="10" aria-hidden="true">
+export const line = (curve) => svg`<svg width="26" height="10" aria-hidden="true">
   <line class="line k${curve.hue}" x1="0" x2="26" y1="5" y2="5" stroke-dasharray=${(curve.dash ?? []).join(" ")} /></svg>`;
 
 export class Chart extends LitElement {
@@ -92,9 +89,7 @@ export class Chart extends LitElement {
   summary() {
     const last = this.x.length - 1;
     if (last < 0) return `${this.label}: nothing yet`;
-    const said = this.curves.map(
-      (curve) => `${curve.label} ${figure(curve.values[last])} ${this.unit}`,
-    );
+    const said = this.curves.map((curve) => `${curve.label} ${figure(curve.values[last])} ${this.unit}`);
     return `${this.label}, ${this.named(this.x[0])} to ${this.named(this.x[last])}. Last: ${said.join(", ")}.`;
   }
 
@@ -103,9 +98,7 @@ export class Chart extends LitElement {
     return html`<figure class="chart">
       <ul class="key">
         ${this.curves.map((curve) => html`<li>${line(curve)} ${curve.label} <b>${figure(curve.values[at])}</b></li>`)}
-        <li class="muted">
-          ${this.unit}${this.x.length ? html` at ${this.named(this.x[at])}` : nothing}
-        </li>
+        <li class="muted">${this.unit}${this.x.length ? html` at ${this.named(this.x[at])}` : nothing}</li>
       </ul>
       <div class="plot" role="img" aria-label=${this.summary()}></div>
       ${
@@ -125,12 +118,7 @@ export class Chart extends LitElement {
       }
       <details>
         <summary>Numbers</summary>
-        <div
-          class="scroll tall"
-          tabindex="0"
-          role="region"
-          aria-label="${this.label}: numbers"
-        >
+        <div class="scroll tall" tabindex="0" role="region" aria-label="${this.label}: numbers">
           <table class="data">
             <thead>
               <tr>
@@ -169,15 +157,9 @@ export class Chart extends LitElement {
       this.plot.destroy();
       this.plot = null;
     }
-    const data = /** @type {uPlot.AlignedData} */ ([
-      this.x,
-      ...this.curves.map((curve) => curve.values),
-    ]);
+    const data = /** @type {uPlot.AlignedData} */ ([this.x, ...this.curves.map((curve) => curve.values)]);
     if (this.plot) {
-      if (
-        data[0] !== this.plot.data[0] ||
-        this.curves.some((c, i) => c.values !== this.plot?.data[i + 1])
-      ) {
+      if (data[0] !== this.plot.data[0] || this.curves.some((c, i) => c.values !== this.plot?.data[i + 1])) {
         this.plot.setData(data);
       } else if (changed.has("marks") || changed.has("levels")) {
         this.plot.redraw(false);
@@ -190,8 +172,7 @@ export class Chart extends LitElement {
     this.sizes?.disconnect();
     this.sizes = new ResizeObserver(() => {
       const width = place.clientWidth;
-      if (this.plot && width && width !== this.plot.width)
-        this.plot.setSize({ width, height: this.height });
+      if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: this.height });
     });
     this.sizes.observe(place);
   }
@@ -218,14 +199,12 @@ export class Chart extends LitElement {
           ...axis,
           size: 30,
           space: this.time ? 80 : 60,
-          values: (_, splits) =>
-            splits.map((value) => this.tick(value, splits[1] - splits[0])),
+          values: (_, splits) => splits.map((value) => this.tick(value, splits[1] - splits[0])),
         },
         {
           ...axis,
           size: 58,
-          values: (_, splits) =>
-            splits.map((value) => (value === null ? "" : figure(value))),
+          values: (_, splits) => splits.map((value) => (value === null ? "" : figure(value))),
         },
       ],
       series: [
@@ -256,16 +235,9 @@ export class Chart extends LitElement {
     const levels = this.levels.map((level) => level.value);
     const least = Math.min(low ?? 0, ...levels);
     const most = Math.max(high ?? 1, ...levels);
-    if (!Number.isFinite(least) || !Number.isFinite(most))
-      return /** @type {[number, number]} */ ([0, 1]);
-    const from =
-      least >= 0 && least < 0.6 * most
-        ? 0
-        : least - 0.1 * (most - least || Math.abs(most) || 1);
-    return /** @type {[number, number]} */ ([
-      from,
-      most + 0.08 * (most - from || 1),
-    ]);
+    if (!Number.isFinite(least) || !Number.isFinite(most)) return /** @type {[number, number]} */ ([0, 1]);
+    const from = least >= 0 && least < 0.6 * most ? 0 : least - 0.1 * (most - least || Math.abs(most) || 1);
+    return /** @type {[number, number]} */ ([from, most + 0.08 * (most - from || 1)]);
   }
 
   /** Marks and levels. @param {uPlot} plot */
@@ -299,11 +271,7 @@ export class Chart extends LitElement {
       ctx.fillStyle = colour("--ink");
       // Two levels are often close: one has its name above its line, the other below.
       ctx.textAlign = "left";
-      ctx.fillText(
-        level.label,
-        bbox.left + 6 * ratio,
-        index % 2 ? y + 13 * ratio : y - 4 * ratio,
-      );
+      ctx.fillText(level.label, bbox.left + 6 * ratio, index % 2 ? y + 13 * ratio : y - 4 * ratio);
     });
     ctx.restore();
   }

@@ -49,9 +49,7 @@ export const kindChip = (kind) => {
 /** What is not said by the other columns. @param {EventRow} event */
 function data(event) {
   const { traceback, stack, ...others } = event.data;
-  const rest = Object.keys(others).length
-    ? JSON.stringify(others, null, 1)
-    : "";
+  const rest = Object.keys(others).length ? JSON.stringify(others, null, 1) : "";
   const long = traceback ?? stack;
   return rest || long
     ? html`<details>
@@ -70,10 +68,7 @@ export const events = (list, how = {}) =>
           list,
           (event) => event.id,
           (event) =>
-            html`<li
-              id="event-${event.id}"
-              class=${event.id === how.target ? "target" : ""}
-            >
+            html`<li id="event-${event.id}" class=${event.id === how.target ? "target" : ""}>
               <a
                 class="at"
                 href=${to(`/events?id=${event.id}`)}
@@ -85,9 +80,7 @@ export const events = (list, how = {}) =>
                 >${event.text}${event.by ? html` <span class="muted">by ${event.by}</span>` : nothing}${
                   how.durations?.[event.kind] === undefined
                     ? nothing
-                    : html` <span class="muted"
-                        >after ${seconds(how.durations[event.kind])}</span
-                      >`
+                    : html` <span class="muted">after ${seconds(how.durations[event.kind])}</span>`
                 }</span
               >
               ${data(event)}

@@ -3,8 +3,7 @@
  * has one form. */
 
 /** @param {number | null | undefined} value */
-const known = (value) =>
-  value !== null && value !== undefined && Number.isFinite(value);
+const known = (value) => value !== null && value !== undefined && Number.isFinite(value);
 
 export const NOTHING = "–";
 
@@ -21,21 +20,15 @@ export function number(value, digits = 0) {
 export function figure(value) {
   if (!known(value)) return NOTHING;
   const size = Math.abs(/** @type {number} */ (value));
-  return number(
-    value,
-    size === 0 || size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 4,
-  );
+  return number(value, size === 0 || size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 4);
 }
 
 /** "3.00x"; an infinite slowdown is a device that does not compute. @param {number | null | undefined} value */
-export const slowdown = (value) =>
-  value === Infinity ? "∞" : known(value) ? `${number(value, 2)}x` : NOTHING;
+export const slowdown = (value) => (value === Infinity ? "∞" : known(value) ? `${number(value, 2)}x` : NOTHING);
 
 /** @param {number | null | undefined} value  @param {number} [digits] */
 export const percent = (value, digits = 1) =>
-  known(value)
-    ? `${number(100 * /** @type {number} */ (value), digits)} %`
-    : NOTHING;
+  known(value) ? `${number(100 * /** @type {number} */ (value), digits)} %` : NOTHING;
 
 /** "42 ms", "1.24 s", "3 min 20 s", "5 h 2 min". @param {number | null | undefined} value @returns {string} */
 export function seconds(value) {
@@ -97,11 +90,8 @@ export function moment(unix) {
 }
 
 /** "1 device", "3 devices". @param {number} count  @param {string} one  @param {string} [many] */
-export const counted = (count, one, many = `${one}s`) =>
-  `${number(count)} ${count === 1 ? one : many}`;
+export const counted = (count, one, many = `${one}s`) => `${number(count)} ${count === 1 ? one : many}`;
 
 /** "a", "a and b", "a, b and c". @param {string[]} words */
 export const listed = (words) =>
-  words.length < 2
-    ? words.join("")
-    : `${words.slice(0, -1).join(", ")} and ${words[words.length - 1]}`;
+  words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words[words.length - 1]}`;

@@ -43,8 +43,7 @@ export function shade(value) {
 }
 
 /** How many pixels a cell has. @param {number} devices */
-const sized = (devices) =>
-  devices <= 128 ? 34 : devices <= 512 ? 24 : devices <= 2048 ? 16 : 11;
+const sized = (devices) => (devices <= 128 ? 34 : devices <= 512 ? 24 : devices <= 2048 ? 16 : 11);
 
 /** @param {Cell} cell  @param {number} x  @param {number} size */
 function drawn(cell, x, size) {
@@ -65,12 +64,12 @@ function drawn(cell, x, size) {
 function mark(cell, size) {
   if (STATES[cell.state]?.look) return STATES[cell.state].glyph;
   if (shade(cell.slowdown) === 0) return "";
-  if (size >= 24)
-    return cell.slowdown >= 9.95
-      ? cell.slowdown.toFixed(0)
-      : cell.slowdown.toFixed(1);
-  return Math.min(9, Math.max(1, Math.floor(cell.slowdown))).toFixed(0);
+  if (size >= 24) return cell.slowdown >= 9.95 ? cell.slowdown.toFixed(0) : cell.slowdown.toFixed(1);
+  return cell.slowdown < 1.75 ? "+" : Math.min(9, Math.round(cell.slowdown)).toFixed(0);
 }
+
+/** Bands that are looked at together. */
+const CHUNK = 32;
 
 export class Heat extends Part {
   static properties = {
@@ -86,9 +85,12 @@ export class Heat extends Part {
     /** @type {Band[]} */ this.bands = [];
     this.label = "Devices";
     /** Whether each band has a row of its own. */ this.rows = false;
-    /** @type {{column: number, label: string}[]} Above the columns. */ this.heads =
-      [];
+    /** @type {{column: number, label: string}[]} Above the columns. */ this.heads = [];
     /** @type {string} */ this.over = "";
+    /** @type {Band[][]} */ this.chunks = [];
+    this.size = 0;
+    this.room = 0;
+    this.summary = "";
     /** @param {PointerEvent} event */
     this.pointed = (event) => {
       const name = named(event);
@@ -108,58 +110,64 @@ export class Heat extends Part {
     };
   }
 
-  render() {
+  /** What follows from the bands. @param {Map<PropertyKey, unknown>} changed */
+  willUpdate(changed) {
+    if (!changed.has("bands") && !changed.has("label")) return;
     let devices = 0;
     let longest = 0;
+    /** @type {Record<string, number>} */
+    const counts = {};
     for (const band of this.bands) {
       devices += band.cells.length;
       longest = Math.max(longest, band.label.length);
+      for (const cell of band.cells) counts[cell.state] = (counts[cell.state] ?? 0) + 1;
     }
-    const size = sized(devices);
-    const room = Math.min(180, Math.ceil(longest * 6.8) + 10);
-    const extent = (/** @type {Band} */ band) =>
-      band.columns ? Math.max(0, ...band.columns) + 1 : band.cells.length;
+    this.size = sized(devices);
+    this.room = Math.min(180, Math.ceil(longest * (this.size < 16 ? 5.5 : 6.8)) + 10);
+    const said = Object.entries(counts).map(([state, count]) => `${count} ${state}`);
+    this.summary = `${this.label}: ${counted(devices, "device")}; ${said.join(", ")}. The table has the same as text.`;
+    // Bands in which nothing changed are the same objects as before: a chunk of them is passed over at once.
+    const before = this.chunks;
+    this.chunks = [];
+    for (let first = 0; first < this.bands.length; first += CHUNK) {
+      const old = before[this.chunks.length];
+      const next = this.bands.slice(first, first + CHUNK);
+      const same = old?.length === next.length && next.every((band, index) => band === old[index]);
+      this.chunks.push(same ? old : next);
+    }
+  }
+
+  render() {
+    const { size, room } = this;
     return html`<div
         class="heat ${this.rows ? "rows" : ""}"
         role="img"
-        aria-label=${this.summary(devices)}
+        aria-label=${this.summary}
         @pointermove=${this.pointed}
         @click=${this.opened}
       >
-        ${
-          this.heads.length
-            ? html`<svg
-                width=${room + (Math.max(...this.bands.map(extent), 1) + 1) * size}
-                height="16"
-              >
-                ${this.heads.map(
-                  (head) =>
-                    svg`<text class="label" x=${room + head.column * size} y="12">${head.label}</text>`,
-                )}
-              </svg>`
-            : nothing
-        }
-        ${repeat(
-          this.bands,
-          (band) => band.key,
-          (band) =>
-            guard(
-              [band, size, room],
-              () =>
-                html`<svg width=${room + extent(band) * size} height=${size}>
-                  <text
-                    class="label ${size < 16 ? "tiny" : ""}"
-                    x="0"
-                    y=${size / 2 + 4}
-                  >
-                    ${cut(band.label)}
-                  </text>
-                  ${band.cells.map((cell, index) => drawn(cell, room + (band.columns?.[index] ?? index) * size, size))}
-                </svg>`,
+        ${this.heads.length ? this.headed(size, room) : nothing}
+        ${this.chunks.map((chunk) =>
+          guard([chunk, size, room], () =>
+            repeat(
+              chunk,
+              (band) => band.key,
+              (band) => guard([band, size, room], () => row(band, size, room)),
             ),
+          ),
         )}
       </div>
       <p class="small muted" aria-hidden="true">${this.said()}</p>`;
+  }
+
+  /** @param {number} size  @param {number} room */
+  headed(size, room) {
+    const width = room + (Math.max(...this.bands.map(extent), 1) + 1) * size;
+    return html`<svg width=${width} height="16">
+      ${this.heads.map(
+        (head) => svg`<text class="label" x=${room + head.column * size} y="12">${head.label}</text>`,
+      )}
+    </svg>`;
   }
 
   said() {
@@ -170,30 +178,24 @@ export class Heat extends Part {
 
   /** @param {string} name */
   found(name) {
-    for (const band of this.bands)
-      for (const cell of band.cells) if (cell.name === name) return cell;
+    for (const band of this.bands) for (const cell of band.cells) if (cell.name === name) return cell;
     return null;
-  }
-
-  /** @param {number} devices */
-  summary(devices) {
-    /** @type {Record<string, number>} */
-    const counts = {};
-    for (const band of this.bands)
-      for (const cell of band.cells)
-        counts[cell.state] = (counts[cell.state] ?? 0) + 1;
-    const said = Object.entries(counts).map(
-      ([state, count]) => `${count} ${state}`,
-    );
-    return `${this.label}: ${counted(devices, "device")}; ${said.join(", ")}. The table has the same as text.`;
   }
 }
 
+/** How many columns a band has. @param {Band} band */
+const extent = (band) => (band.columns ? Math.max(0, ...band.columns) + 1 : band.cells.length);
+
+/** @param {Band} band  @param {number} size  @param {number} room */
+const row = (band, size, room) =>
+  html`<svg width=${room + extent(band) * size} height=${size}>
+    <text class="label ${size < 16 ? "tiny" : ""}" x="0" y=${size / 2 + 4}>${cut(band.label)}</text>
+    ${band.cells.map((cell, index) => drawn(cell, room + (band.columns?.[index] ?? index) * size, size))}
+  </svg>`;
+
 /** @param {Event} event */
 const named = (event) =>
-  event.target instanceof Element
-    ? (event.target.getAttribute("data-device") ?? "")
-    : "";
+  event.target instanceof Element ? (event.target.getAttribute("data-device") ?? "") : "";
 
 /** @param {string} label */
 const cut = (label) => (label.length > 25 ? `…${label.slice(-24)}` : label);
@@ -201,9 +203,7 @@ const cut = (label) => (label.length > 25 ? `…${label.slice(-24)}` : label);
 /** What the colours and signs mean, of the states that there are. @param {Record<string, number>} counts */
 export const legend = (counts) => {
   const words = ["normal", "1.05x", "1.25x", "1.75x", "2.5x", "4x or more"];
-  const others = Object.entries(STATES).filter(
-    ([state, { look }]) => look && counts[state],
-  );
+  const others = Object.entries(STATES).filter(([state, { look }]) => look && counts[state]);
   return html`<ul class="legend" aria-label="Legend">
     ${words.map(
       (word, level) =>
@@ -217,14 +217,7 @@ export const legend = (counts) => {
       ([state, { glyph, look }]) =>
         html`<li>
           <svg class="swatch" width="18" height="13" aria-hidden="true">
-            <rect
-              class=${look}
-              x="1"
-              y="1"
-              width="16"
-              height="11"
-              rx="2"
-            /></svg
+            <rect class=${look} x="1" y="1" width="16" height="11" rx="2" /></svg
           >${glyph} ${state}
         </li>`,
     )}
@@ -232,20 +225,9 @@ export const legend = (counts) => {
 };
 
 /** The pattern of drained devices, once in a document. */
-export const patterns = html`<svg
-  width="0"
-  height="0"
-  aria-hidden="true"
-  class="defs"
->
+export const patterns = html`<svg width="0" height="0" aria-hidden="true" class="defs">
   <defs>
-    <pattern
-      id="hatch"
-      width="5"
-      height="5"
-      patternUnits="userSpaceOnUse"
-      patternTransform="rotate(45)"
-    >
+    <pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
       <rect class="hatch-ground" width="5" height="5" />
       <line class="hatch-line" x1="0" y1="0" x2="0" y2="5" />
     </pattern>

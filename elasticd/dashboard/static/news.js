@@ -31,16 +31,13 @@ class News extends EventTarget {
   now() {
     if (recording) return this.cluster?.now ?? 0;
     return (
-      (this.cluster?.now ?? Date.now() / 1e3) +
-      (this.heardAt ? (performance.now() - this.heardAt) / 1e3 : 0)
+      (this.cluster?.now ?? Date.now() / 1e3) + (this.heardAt ? (performance.now() - this.heardAt) / 1e3 : 0)
     );
   }
 
   /** Seconds since anything was heard of the leader. */
   age() {
-    return this.cluster?.heard
-      ? Math.max(0, this.now() - this.cluster.heard)
-      : null;
+    return this.cluster?.heard ? Math.max(0, this.now() - this.cluster.heard) : null;
   }
 
   /** Seconds since the server said anything, where it is late; null where it is not. */
@@ -92,11 +89,7 @@ class News extends EventTarget {
         // The browser tries again by itself only where the connection broke, not where it was refused.
         get("/api/viewer").then(
           (viewer) => {
-            if (
-              /** @type {import("../tools/api.d.ts").Viewer} */ (viewer)
-                .signed_in
-            )
-              this.later();
+            if (/** @type {import("../tools/api.d.ts").Viewer} */ (viewer).signed_in) this.later();
             else this.tell("signed-out");
           },
           () => this.later(),
@@ -149,14 +142,8 @@ class News extends EventTarget {
     }
     for (const [n, row] of fresh) nodes[n] = row;
     if (value.nodes.length || value.gone.length) {
-      const gone = new Set([
-        ...value.gone,
-        ...value.nodes.map((node) => node.node),
-      ]);
-      nodes = [
-        ...nodes.filter((node) => !gone.has(node.node)),
-        ...value.nodes.map(whole),
-      ];
+      const gone = new Set([...value.gone, ...value.nodes.map((node) => node.node)]);
+      nodes = [...nodes.filter((node) => !gone.has(node.node)), ...value.nodes.map(whole)];
       nodes.sort((a, b) => (a.node < b.node ? -1 : a.node > b.node ? 1 : 0));
     }
     this.cluster = {
@@ -180,12 +167,8 @@ class News extends EventTarget {
   /** @param {LivePlan} value */
   plan(value) {
     if (this.cluster) {
-      const others = this.cluster.jobs.filter(
-        (job) => job.job !== value.row.job,
-      );
-      const place = this.cluster.jobs.findIndex(
-        (job) => job.job === value.row.job,
-      );
+      const others = this.cluster.jobs.filter((job) => job.job !== value.row.job);
+      const place = this.cluster.jobs.findIndex((job) => job.job === value.row.job);
       const jobs = this.cluster.jobs.slice();
       if (place >= 0) jobs[place] = value.row;
       this.cluster = {
@@ -200,8 +183,7 @@ class News extends EventTarget {
   /** @param {LiveStep} value */
   step(value) {
     if (this.cluster) {
-      const { step, loss, tokens_per_second, predicted, bound, ettr, goodput } =
-        value;
+      const { step, loss, tokens_per_second, predicted, bound, ettr, goodput } = value;
       const newer = {
         step: step + 1,
         loss,
@@ -213,9 +195,7 @@ class News extends EventTarget {
       };
       this.cluster = {
         ...this.cluster,
-        jobs: this.cluster.jobs.map((job) =>
-          job.job === value.job ? { ...job, ...newer } : job,
-        ),
+        jobs: this.cluster.jobs.map((job) => (job.job === value.job ? { ...job, ...newer } : job)),
       };
     }
     this.tell("change");

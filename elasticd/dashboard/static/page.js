@@ -19,8 +19,7 @@ export class Page extends Part {
     super();
     this.error = "";
     /** @type {(() => void)[]} */ this.ends = [];
-    /** @type {Map<string, {at: number, timer: number, running: boolean}>} */ this.asks =
-      new Map();
+    /** @type {Map<string, {at: number, timer: number, running: boolean}>} */ this.asks = new Map();
   }
 
   disconnectedCallback() {
@@ -55,10 +54,7 @@ export class Page extends Part {
     clearTimeout(known.timer);
     const wait = known.at + least - performance.now();
     if (wait > 0 || known.running) {
-      known.timer = setTimeout(
-        () => this.ask(path, take, least),
-        Math.max(wait, 50),
-      );
+      known.timer = setTimeout(() => this.ask(path, take, least), Math.max(wait, 50));
       return;
     }
     known.at = performance.now();
@@ -72,16 +68,13 @@ export class Page extends Part {
       },
       (error) => {
         known.running = false;
-        if (this.isConnected)
-          this.error = error instanceof Refused ? error.message : String(error);
+        if (this.isConnected) this.error = error instanceof Refused ? error.message : String(error);
       },
     );
   }
 
   trouble() {
-    return this.error
-      ? html`<p class="outcome bad" role="alert">✕ ${this.error}</p>`
-      : nothing;
+    return this.error ? html`<p class="outcome bad" role="alert">✕ ${this.error}</p>` : nothing;
   }
 }
 

@@ -19,8 +19,7 @@ function naming(rows) {
   const modules = new Set(rows.map((row) => row.module)).size > 1;
   const lanes = rows.some((row) => row.lane > 0);
   /** @param {{module: string, pipeline: number, lane: number}} row */
-  return (row) =>
-    `${modules ? `${row.module} ` : ""}pipeline ${row.pipeline}${lanes ? `.${row.lane}` : ""}`;
+  return (row) => `${modules ? `${row.module} ` : ""}pipeline ${row.pipeline}${lanes ? `.${row.lane}` : ""}`;
 }
 
 export class PlanPicture extends Measured {
@@ -31,9 +30,7 @@ export class PlanPicture extends Measured {
     /** @type {PipelineBox[]} */ this.pipelines = [];
     /** @param {MouseEvent} event */
     this.opened = (event) => {
-      const name =
-        event.target instanceof Element &&
-        event.target.getAttribute("data-device");
+      const name = event.target instanceof Element && event.target.getAttribute("data-device");
       if (name)
         this.dispatchEvent(
           new CustomEvent("go", {
@@ -53,12 +50,7 @@ export class PlanPicture extends Measured {
       ${this.pipelines.length > MOST ? html`<p class="muted">and ${this.pipelines.length - MOST} more</p>` : nothing}
       <details>
         <summary class="muted small">Numbers</summary>
-        <div
-          class="scroll"
-          tabindex="0"
-          role="region"
-          aria-label="The plan: numbers"
-        >
+        <div class="scroll" tabindex="0" role="region" aria-label="The plan: numbers">
           <table class="data">
             <thead>
               <tr>
@@ -78,17 +70,12 @@ export class PlanPicture extends Measured {
                       <th scope="row">${named(row)}</th>
                       <td class="num">${row.micro_batches}</td>
                       <td class="num">${stage.stage}</td>
-                      <td>
-                        ${stage.named}
-                        (${stage.layers})${stage.recompute ? ", recompute" : ""}
-                      </td>
+                      <td>${stage.named} (${stage.layers})${stage.recompute ? ", recompute" : ""}</td>
                       <td class="mono">
                         ${stage.devices.map(
                           (device, at) =>
                             html`<a href=${deviceHref(device)}>${device}</a>${
-                                stage.slowdowns[at] > 1
-                                  ? ` ${slowdown(stage.slowdowns[at])}`
-                                  : ""
+                                stage.slowdowns[at] > 1 ? ` ${slowdown(stage.slowdowns[at])}` : ""
                               }${stage.devices.length > 1 ? ` ${percent(stage.shares[at])}` : ""} `,
                         )}
                       </td>
@@ -121,9 +108,7 @@ export class PlanPicture extends Measured {
       aria-label="${name}, ${counted(row.micro_batches, "micro-batch", "micro-batches")}: ${row.stages.map((stage) => `layers ${stage.named} on ${stage.devices.join(" ")}`).join("; ")}"
     >
       <text x="0" y="16">${name}</text>
-      <text class="label" x="0" y="32">
-        ${counted(row.micro_batches, "micro-batch", "micro-b.")}
-      </text>
+      <text class="label" x="0" y="32">${counted(row.micro_batches, "micro-batch", "micro-b.")}</text>
       ${row.seconds === null ? nothing : svg`<text class="label" x="0" y="48">${seconds(row.seconds)}</text>`}
       ${row.stages.map((stage, index) => {
         const x = at;
@@ -153,12 +138,8 @@ function box(stage, x, wide, tall) {
     ${shown.map((device, index) => {
       const level = shade(stage.slowdowns[index]);
       const y = 22 + index * LINE;
-      const slow =
-        stage.slowdowns[index] > 1
-          ? ` ${slowdown(stage.slowdowns[index])}`
-          : "";
-      const part =
-        stage.devices.length > 1 ? ` ${percent(stage.shares[index], 0)}` : "";
+      const slow = stage.slowdowns[index] > 1 ? ` ${slowdown(stage.slowdowns[index])}` : "";
+      const part = stage.devices.length > 1 ? ` ${percent(stage.shares[index], 0)}` : "";
       return svg`<g><rect class="device s${level}" data-device=${device} x=${x + 6} y=${y} height=${LINE - 3}
           width=${Math.max(20, (room * stage.shares[index]) / most)} rx="2" />
         <text class="on-device ${level > 3 ? "deep" : ""}" x=${x + 11} y=${y + 12.5}>${short(`${device}${slow}${part}`, Math.floor(room / 6.4))}</text>
@@ -185,9 +166,7 @@ export class Timeline extends Measured {
     if (!this.width) return nothing;
     const named = naming(this.lanes);
     const most = Math.max(
-      ...this.lanes.map((lane) =>
-        Math.max(0, ...lane.stages.flat().map((pass) => pass.stop)),
-      ),
+      ...this.lanes.map((lane) => Math.max(0, ...lane.stages.flat().map((pass) => pass.stop))),
       1e-12,
     );
     const room = Math.max(200, this.width - NAME - 4);
@@ -214,9 +193,7 @@ export class Timeline extends Measured {
   lane(lane, name, scale) {
     const tall = 17;
     const height = lane.stages.length * (tall + 2) + 20;
-    const busy = lane.stages.map((passes) =>
-      passes.reduce((sum, pass) => sum + pass.stop - pass.start, 0),
-    );
+    const busy = lane.stages.map((passes) => passes.reduce((sum, pass) => sum + pass.stop - pass.start, 0));
     return html`<svg
       width=${this.width}
       height=${height}

@@ -54,10 +54,7 @@ export async function asked(method, path, body) {
   const text = await answer.text();
   if (answer.ok) return text ? JSON.parse(text) : null;
   if (answer.status === 401) session.dispatchEvent(new Event("over"));
-  throw new Refused(
-    answer.status,
-    reason(text) || `the server answered ${answer.status}`,
-  );
+  throw new Refused(answer.status, reason(text) || `the server answered ${answer.status}`);
 }
 
 /** @param {string} text */
@@ -76,22 +73,15 @@ function reason(text) {
 export const part = (name) => encodeURIComponent(name);
 
 /** The page that is shown, as "/jobs/my-job?x=1". A report keeps it behind the #. */
-export const here = () =>
-  recording
-    ? location.hash.slice(1) || "/"
-    : location.pathname + location.search;
+export const here = () => (recording ? location.hash.slice(1) || "/" : location.pathname + location.search);
 
 /** How a link to a page is written. @param {string} path */
 export const to = (path) => (recording ? `#${path}` : path);
 
 export const deviceHref = (/** @type {string} */ device) => {
   const at = device.lastIndexOf("/");
-  return to(
-    `/devices/${part(device.slice(0, at))}/${part(device.slice(at + 1))}`,
-  );
+  return to(`/devices/${part(device.slice(0, at))}/${part(device.slice(at + 1))}`);
 };
 export const jobHref = (/** @type {string} */ job) => to(`/jobs/${part(job)}`);
-export const planHref = (
-  /** @type {string} */ job,
-  /** @type {number} */ plan,
-) => to(`/jobs/${part(job)}/plans/${plan}`);
+export const planHref = (/** @type {string} */ job, /** @type {number} */ plan) =>
+  to(`/jobs/${part(job)}/plans/${plan}`);

@@ -10,16 +10,8 @@ import { Refused, asked } from "../source.js";
 
 /** The panels, by the beginnings of the names of what they have. @type {[string, string, string[]][]} */
 const PANELS = [
-  [
-    "Nodes",
-    "Jobs leave a drained node without a stall; then it can be stopped.",
-    ["drain", "undrain"],
-  ],
-  [
-    "Replanning",
-    "While it is paused, faults and drains are still answered.",
-    ["pause", "resume"],
-  ],
+  ["Nodes", "Jobs leave a drained node without a stall; then it can be stopped.", ["drain", "undrain"]],
+  ["Replanning", "While it is paused, faults and drains are still answered.", ["pause", "resume"]],
   [
     "Jobs",
     "A stopped job cannot go on under its name; its checkpoints can, under another one.",
@@ -78,8 +70,7 @@ class ActPage extends Page {
   render() {
     const list = this.list;
     const question = "What can be done, and how from a shell?";
-    if (!list)
-      return html`${head("Act", question, this.error ? "" : "Waiting …")}${this.trouble()}`;
+    if (!list) return html`${head("Act", question, this.error ? "" : "Waiting …")}${this.trouble()}`;
     const { viewer } = list;
     const refused = list.acts.filter((act) => !act.allowed);
     const reasons = new Set(refused.map((act) => act.why_not));
@@ -87,8 +78,7 @@ class ActPage extends Page {
         "Act",
         question,
         viewer.role === "viewer"
-          ? html`${chip("info", "○", "viewer")} You may look.
-            ${[...reasons][0] ?? ""}`
+          ? html`${chip("info", "○", "viewer")} You may look. ${[...reasons][0] ?? ""}`
           : html`${viewer.name ? html`You act as ${chip("ok", "✓", `${viewer.name}, ${viewer.role}`)}. ` : nothing}Everything
             here is done by the leader, in your name, and is among the events.`,
       )}
@@ -97,17 +87,11 @@ class ActPage extends Page {
         ${PANELS.map(([title, words, names]) => {
           const acts = list.acts.filter((act) =>
             names.some(
-              (name) =>
-                act.name === name ||
-                act.name.startsWith(`${name}-`) ||
-                act.name.startsWith(`${name}/`),
+              (name) => act.name === name || act.name.startsWith(`${name}-`) || act.name.startsWith(`${name}/`),
             ),
           );
           if (!acts.length && title !== "Configuration") return nothing;
-          return html`<section
-            class="panel ${title === "Configuration" ? "" : "half"}"
-            aria-label=${title}
-          >
+          return html`<section class="panel ${title === "Configuration" ? "" : "half"}" aria-label=${title}>
             <header>
               <h2>${title}</h2>
               <p>${words}</p>
@@ -126,12 +110,7 @@ class ActPage extends Page {
 const config = (known) =>
   html`<div class="panels config">
     <div class="half">
-      <div
-        class="scroll tall"
-        tabindex="0"
-        role="region"
-        aria-label="Values in force"
-      >
+      <div class="scroll tall" tabindex="0" role="region" aria-label="Values in force">
         <table class="data">
           <caption>
             In force
@@ -149,9 +128,7 @@ const config = (known) =>
                 html`<tr>
                   <th scope="row" class="mono">${each.key}</th>
                   <td class="num mono">${String(each.value)}</td>
-                  <td>
-                    ${each.changed ? chip("info", "✎", "changed while running") : nothing}
-                  </td>
+                  <td>${each.changed ? chip("info", "✎", "changed while running") : nothing}</td>
                 </tr>`,
             )}
           </tbody>
@@ -176,9 +153,7 @@ const config = (known) =>
             ${
               known.history.length === 0
                 ? html`<tr>
-                    <td colspan="4" class="muted">
-                      None: all is as in the file.
-                    </td>
+                    <td colspan="4" class="muted">None: all is as in the file.</td>
                   </tr>`
                 : known.history.map(
                     (each) =>
@@ -229,37 +204,25 @@ class ActForm extends Part {
     let line = act.command;
     for (const field of act.fields) {
       const value = this.value(field);
-      if (value)
-        line = line.replace(new RegExp(`\\b${field.toUpperCase()}\\b`), () =>
-          quoted(value),
-        );
+      if (value) line = line.replace(new RegExp(`\\b${field.toUpperCase()}\\b`), () => quoted(value));
     }
     return line;
   }
 
   body() {
     const act = /** @type {Act} */ (this.act);
-    return Object.fromEntries(
-      act.fields.map((field) => [field, typed(field, this.value(field))]),
-    );
+    return Object.fromEntries(act.fields.map((field) => [field, typed(field, this.value(field))]));
   }
 
   /** @param {Event} event */
   async submit(event) {
     event.preventDefault();
     const act = /** @type {Act} */ (this.act);
-    if (
-      !act.allowed ||
-      this.running ||
-      (act.confirm && this.typed !== this.value(act.confirm))
-    )
-      return;
+    if (!act.allowed || this.running || (act.confirm && this.typed !== this.value(act.confirm))) return;
     this.running = true;
     this.outcome = null;
     try {
-      const done = /** @type {Acted} */ (
-        await asked("POST", `/api/act/${act.name}`, this.body())
-      );
+      const done = /** @type {Acted} */ (await asked("POST", `/api/act/${act.name}`, this.body()));
       this.outcome = { good: true, text: `Done: ${done.command}` };
       this.typed = "";
     } catch (error) {
@@ -277,12 +240,8 @@ class ActForm extends Part {
     if (!act) return nothing;
     const id = `act-${act.name.replace(/\W/g, "-")}`;
     const confirmed =
-      !act.confirm ||
-      (this.value(act.confirm) !== "" &&
-        this.typed === this.value(act.confirm));
-    const filled = act.fields.every(
-      (field) => this.value(field) !== "" || field === "value",
-    );
+      !act.confirm || (this.value(act.confirm) !== "" && this.typed === this.value(act.confirm));
+    const filled = act.fields.every((field) => this.value(field) !== "" || field === "value");
     const danger = Boolean(act.confirm) || act.name.startsWith("stop");
     return html`<form
       class="act"
@@ -295,8 +254,7 @@ class ActForm extends Part {
         ${
           act.confirm && act.allowed
             ? html`<label
-                >type ${this.value(act.confirm) || `the ${act.confirm}`} to
-                confirm
+                >type ${this.value(act.confirm) || `the ${act.confirm}`} to confirm
                 <input
                   autocomplete="off"
                   spellcheck="false"
@@ -371,10 +329,7 @@ function verb(name) {
 
 /** What a field's text is in JSON. @param {string} field  @param {string} text */
 function typed(field, text) {
-  if (NUMBERS.includes(field))
-    return text.trim() === "" || Number.isNaN(Number(text))
-      ? text
-      : Number(text);
+  if (NUMBERS.includes(field)) return text.trim() === "" || Number.isNaN(Number(text)) ? text : Number(text);
   if (field === "value") {
     try {
       const value = JSON.parse(text);
@@ -387,8 +342,7 @@ function typed(field, text) {
 }
 
 /** As a shell needs it. @param {string} text */
-const quoted = (text) =>
-  /^[\w./:@=+-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`;
+const quoted = (text) => (/^[\w./:@=+-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
 customElements.define("ed-act", ActForm);
 customElements.define("ed-acts", ActPage);

@@ -3,31 +3,24 @@
 
 import { html, nothing } from "../vendor/lit.js";
 import { STATES, legend } from "../heat.js";
-import {
-  counted,
-  figure,
-  listed,
-  number,
-  percent,
-  slowdown,
-  age as lasted,
-} from "../format.js";
+import { counted, figure, listed, number, percent, slowdown, age as lasted } from "../format.js";
 import { news } from "../news.js";
 import { Page, chip, facts, head } from "../page.js";
 import { deviceHref, jobHref, planHref, to } from "../source.js";
 /** @import { Abnormal, ClusterView, DeviceCell, JobRow, NodeRow } from "../../tools/api.d.ts" */
 /** @import { Band } from "../heat.js" */
 
+/** Nodes above which the map comes last. */
+const LARGE = 64;
 /** Rows of a table that are shown before all are asked for. */
 const FIRST = 50;
 
-const SORTS =
-  /** @type {Record<string, (row: Abnormal) => string | number>} */ ({
-    name: (row) => row.name,
-    state: (row) => row.state,
-    slowdown: (row) => -(row.slowdown ?? 0),
-    since: (row) => -(row.since ?? 0),
-  });
+const SORTS = /** @type {Record<string, (row: Abnormal) => string | number>} */ ({
+  name: (row) => row.name,
+  state: (row) => row.state,
+  slowdown: (row) => -(row.slowdown ?? 0),
+  since: (row) => -(row.since ?? 0),
+});
 
 /** Tone and sign of a job's phase. @type {Record<string, [string, string]>} */
 const PHASES = {
@@ -60,6 +53,8 @@ class ClusterPage extends Page {
     this.all = false;
     /** @type {WeakMap<NodeRow, Band>} A node that did not change keeps its band, and is not drawn again. */
     this.bands = new WeakMap();
+    /** @type {NodeRow[] | null} */ this.known = null;
+    /** @type {Band[]} */ this.listed = [];
   }
 
   connectedCallback() {
@@ -76,47 +71,42 @@ class ClusterPage extends Page {
         "Is everything all right, and if not, what is wrong?",
         answer(known),
         facts([
-          [
-            "devices",
-            number(
-              known.nodes.reduce((sum, node) => sum + node.devices.length, 0),
-            ),
-          ],
+          ["devices", number(known.nodes.reduce((sum, node) => sum + node.devices.length, 0))],
           ["normal", number(known.counts.healthy ?? 0)],
           ["slow", number(known.counts.slow ?? 0)],
           ["nodes", number(known.nodes.length)],
           [
             "leader",
-            known.leader.name
-              ? html`${known.leader.name}
-                  <small>epoch ${known.leader.epoch}</small>`
-              : "none",
+            known.leader.name ? html`${known.leader.name} <small>epoch ${known.leader.epoch}</small>` : "none",
           ],
           ["etcd", known.etcd.reachable ? "answers" : "away"],
         ]),
       )}
-      <div class="panels">
-        <section class="panel two-thirds" aria-labelledby="map-title">
-          ${this.map(known)}
-        </section>
-        <section class="panel third" aria-labelledby="abnormal-title">
-          ${this.abnormal(known)}
-        </section>
-        <section class="panel" aria-labelledby="jobs-title">
-          ${this.jobs(known)}
-        </section>
-        ${known.links.length ? html`<section class="panel half" aria-labelledby="links-title">${links(known)}</section>` : nothing}
-      </div>`;
+      <div class="panels">${this.panels(known)}</div>`;
+  }
+
+  /** What is wrong comes before a map that fills the screen. @param {ClusterView} known */
+  panels(known) {
+    const large = known.nodes.length > LARGE;
+    const map = html`<section class="panel ${large ? "" : "two-thirds"}" aria-labelledby="map-title">
+      ${this.map(known)}
+    </section>`;
+    const jobs = html`<section class="panel" aria-labelledby="jobs-title">${this.jobs(known)}</section>`;
+    const abnormal = html`<section class="panel ${large ? "" : "third"}" aria-labelledby="abnormal-title">
+      ${this.abnormal(known)}
+    </section>`;
+    const slow = known.links.length
+      ? html`<section class="panel half" aria-labelledby="links-title">${links(known)}</section>`
+      : nothing;
+    return large ? [jobs, abnormal, slow, map] : [map, abnormal, jobs, slow];
   }
 
   /** @param {ClusterView} known */
   map(known) {
-    const placed = known.jobs.filter(
-      (job) => job.plan !== null && job.devices > 0,
-    );
+    const placed = known.jobs.filter((job) => job.plan !== null && job.devices > 0);
     const job = placed.find((each) => each.job === this.place);
     const drawn = job ? byPlace(known, job) : null;
-    const bands = drawn?.bands ?? known.nodes.map((node) => this.band(node));
+    const bands = drawn?.bands ?? this.hosts(known.nodes);
     return html`<header>
         <h2 id="map-title">Devices by slowdown</h2>
         <span class="grow"></span>
@@ -158,6 +148,15 @@ class ClusterPage extends Page {
       }`;
   }
 
+  /** A band for each node; the same list as long as no node changed. @param {NodeRow[]} nodes */
+  hosts(nodes) {
+    if (this.known !== nodes) {
+      this.known = nodes;
+      this.listed = nodes.map((node) => this.band(node));
+    }
+    return this.listed;
+  }
+
   /** @param {NodeRow} node */
   band(node) {
     let found = this.bands.get(node);
@@ -176,11 +175,7 @@ class ClusterPage extends Page {
   abnormal(known) {
     const order = SORTS[this.sort];
     const rows = order
-      ? known.abnormal
-          .slice()
-          .sort((a, b) =>
-            order(a) < order(b) ? -1 : order(a) > order(b) ? 1 : 0,
-          )
+      ? known.abnormal.slice().sort((a, b) => (order(a) < order(b) ? -1 : order(a) > order(b) ? 1 : 0))
       : known.abnormal;
     const shown = this.all ? rows : rows.slice(0, FIRST);
     /** @param {string} key  @param {string} label */
@@ -206,12 +201,7 @@ class ClusterPage extends Page {
       ${
         rows.length === 0
           ? html`<p class="empty">✓ Every device, node and link is normal.</p>`
-          : html`<div
-                class="scroll tall"
-                tabindex="0"
-                role="region"
-                aria-label="Not normal"
-              >
+          : html`<div class="scroll tall" tabindex="0" role="region" aria-label="Not normal">
                 <table class="data">
                   <thead>
                     <tr>
@@ -228,12 +218,8 @@ class ClusterPage extends Page {
                             ${chip(STATES[row.state]?.tone ?? "warn", STATES[row.state]?.glyph ?? "!", row.state)}
                             ${row.why ? html`<div class="small muted">${row.why}</div>` : nothing}
                           </td>
-                          <td class="num">
-                            ${row.slowdown === null ? "" : slowdown(row.slowdown)}
-                          </td>
-                          <td class="nowrap">
-                            ${row.since === null ? "" : lasted(news.now() - row.since)}
-                          </td>
+                          <td class="num">${row.slowdown === null ? "" : slowdown(row.slowdown)}</td>
+                          <td class="nowrap">${row.since === null ? "" : lasted(news.now() - row.since)}</td>
                         </tr>`,
                     )}
                   </tbody>
@@ -263,12 +249,7 @@ class ClusterPage extends Page {
               No job: start one with
               <code>elasticd run --job NAME SCRIPT</code>.
             </p>`
-          : html`<div
-              class="scroll"
-              tabindex="0"
-              role="region"
-              aria-label="Jobs"
-            >
+          : html`<div class="scroll" tabindex="0" role="region" aria-label="Jobs">
               <table class="data">
                 <thead>
                   <tr>
@@ -313,9 +294,7 @@ function row(job) {
         job.proposal === null
           ? nothing
           : html` →
-              <a href=${to(`/jobs/${encodeURIComponent(job.job)}/switch`)}
-                >${job.proposal}</a
-              >`
+              <a href=${to(`/jobs/${encodeURIComponent(job.job)}/switch`)}>${job.proposal}</a>`
       }
     </td>
     <td class="num">
@@ -329,10 +308,8 @@ function row(job) {
 
 /** @param {Abnormal} row */
 function named(row) {
-  if (row.what === "device")
-    return html`<a class="mono" href=${deviceHref(row.name)}>${row.name}</a>`;
-  if (row.what === "job")
-    return html`job <a href=${jobHref(row.name)}>${row.name}</a>`;
+  if (row.what === "device") return html`<a class="mono" href=${deviceHref(row.name)}>${row.name}</a>`;
+  if (row.what === "job") return html`job <a href=${jobHref(row.name)}>${row.name}</a>`;
   return html`${row.what} <span class="mono">${row.name}</span>`;
 }
 
@@ -392,19 +369,12 @@ function byPlace(known, job) {
   }
   /** @type {Band[]} */
   const bands = [...found.entries()]
-    .sort(
-      ([, a], [, b]) =>
-        a.order[0] - b.order[0] ||
-        a.order[1] - b.order[1] ||
-        a.order[2] - b.order[2],
-    )
+    .sort(([, a], [, b]) => a.order[0] - b.order[0] || a.order[1] - b.order[1] || a.order[2] - b.order[2])
     .map(([key, { order, stages: members }]) => {
       const cells = [];
       const columns = [];
       for (const stage of stages) {
-        for (const [position, cell] of (members.get(stage) ?? []).sort(
-          (a, b) => a[0] - b[0],
-        )) {
+        for (const [position, cell] of (members.get(stage) ?? []).sort((a, b) => a[0] - b[0])) {
           cells.push(cell);
           columns.push((starts.get(stage) ?? 0) + position);
         }

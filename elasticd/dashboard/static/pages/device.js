@@ -4,15 +4,7 @@
 import { html, nothing } from "../vendor/lit.js";
 import { events } from "../event-list.js";
 import { STATES } from "../heat.js";
-import {
-  bytes,
-  counted,
-  figure,
-  listed,
-  moment,
-  number,
-  slowdown,
-} from "../format.js";
+import { bytes, counted, figure, listed, moment, number, slowdown } from "../format.js";
 import { news } from "../news.js";
 import { Page, chip, facts, head } from "../page.js";
 import { jobHref, part, planHref } from "../source.js";
@@ -51,12 +43,7 @@ class DevicePage extends Page {
       if (this.view && step.job === this.view.cell.job) again(2500);
     });
     this.on("devices", (changed) => {
-      if (
-        changed.devices.some(
-          (/** @type {{name: string}} */ cell) => cell.name === name,
-        )
-      )
-        again(500);
+      if (changed.devices.some((/** @type {{name: string}} */ cell) => cell.name === name)) again(500);
     });
     this.on("event", (event) => {
       if (event.device === name || event.node === this.node) again(500);
@@ -68,8 +55,7 @@ class DevicePage extends Page {
     const view = this.view;
     const title = html`<span class="mono">${this.node}/${this.rank}</span>`;
     const question = "Is this device the culprit, and why?";
-    if (!view)
-      return html`${head(title, question, this.error ? "" : "Waiting …")}${this.trouble()}`;
+    if (!view) return html`${head(title, question, this.error ? "" : "Waiting …")}${this.trouble()}`;
     const now = news.cluster?.nodes
       .find((each) => each.node === this.node)
       ?.devices.find((each) => each.name === view.cell.name);
@@ -90,12 +76,7 @@ class DevicePage extends Page {
           ["slowdown", slowdown(cell.slowdown)],
           ["kind", view.kind || "–"],
           ["memory", bytes(view.memory)],
-          [
-            "job",
-            cell.job
-              ? html`<a href=${jobHref(cell.job)}>${cell.job}</a>`
-              : "none",
-          ],
+          ["job", cell.job ? html`<a href=${jobHref(cell.job)}>${cell.job}</a>` : "none"],
         ]),
       )}
       ${this.trouble()}
@@ -107,12 +88,8 @@ class DevicePage extends Page {
           </header>
           ${slow(view)}
         </section>
-        <section class="panel third" aria-labelledby="cause-title">
-          ${causes(view)}
-        </section>
-        <section class="panel half" aria-labelledby="cusum-title">
-          ${evidence(view)}
-        </section>
+        <section class="panel third" aria-labelledby="cause-title">${causes(view)}</section>
+        <section class="panel half" aria-labelledby="cusum-title">${evidence(view)}</section>
         <section class="panel half" aria-labelledby="parts-title">
           <header><h2 id="parts-title">Its last step</h2></header>
           ${
@@ -127,20 +104,11 @@ class DevicePage extends Page {
           }
         </section>
         ${view.hang ? hang(view.hang) : nothing}
-        <section class="panel" aria-labelledby="health-title">
-          ${health(view)}
-        </section>
-        <section class="panel half" aria-labelledby="use-title">
-          ${plans(view)}
-        </section>
+        <section class="panel" aria-labelledby="health-title">${health(view)}</section>
+        <section class="panel half" aria-labelledby="use-title">${plans(view)}</section>
         <section class="panel half" aria-labelledby="events-title">
           <header><h2 id="events-title">Events about it</h2></header>
-          <div
-            class="scroll tall"
-            tabindex="0"
-            role="region"
-            aria-label="Events about it"
-          >
+          <div class="scroll tall" tabindex="0" role="region" aria-label="Events about it">
             ${events(view.events, { dates: true })}
           </div>
         </section>
@@ -151,21 +119,12 @@ class DevicePage extends Page {
 /** @param {DeviceView} view  @param {{slowdown: number, state: string, pace: number}} cell */
 function verdict(view, cell) {
   const said = [];
-  if (cell.slowdown > 1)
-    said.push(`It takes ${slowdown(cell.slowdown)} the normal time.`);
-  if (cell.pace !== 1)
-    said.push(`Chaos slows it ${slowdown(cell.pace)} on purpose.`);
-  if (view.kind)
-    said.push(`Its slowness is ${view.kind}: ${view.kind_reason}.`);
+  if (cell.slowdown > 1) said.push(`It takes ${slowdown(cell.slowdown)} the normal time.`);
+  if (cell.pace !== 1) said.push(`Chaos slows it ${slowdown(cell.pace)} on purpose.`);
+  if (view.kind) said.push(`Its slowness is ${view.kind}: ${view.kind_reason}.`);
   if (!view.connected) said.push("Its node's agent cannot be reached.");
   if (view.draining) said.push("Its node is drained.");
-  if (view.use)
-    said.push(
-      `${view.use.charAt(0).toUpperCase()}${view.use.slice(1)}.`.replace(
-        "..",
-        ".",
-      ),
-    );
+  if (view.use) said.push(`${view.use.charAt(0).toUpperCase()}${view.use.slice(1)}.`.replace("..", "."));
   return said.join(" ") || "It runs at normal speed.";
 }
 
@@ -173,8 +132,7 @@ function verdict(view, cell) {
 function slow(view) {
   const known = view.slowdown;
   const limits = view.thresholds;
-  if (!known.time.length)
-    return html`<p class="empty">No step was measured on it yet.</p>`;
+  if (!known.time.length) return html`<p class="empty">No step was measured on it yet.</p>`;
   return html`<ed-chart
     label="Slowdown"
     unit="times the normal"
@@ -239,12 +197,7 @@ const causes = (view) =>
     ${
       view.episodes.length === 0
         ? html`<p class="empty">It was never slow.</p>`
-        : html`<div
-            class="scroll tall"
-            tabindex="0"
-            role="region"
-            aria-label="Episodes"
-          >
+        : html`<div class="scroll tall" tabindex="0" role="region" aria-label="Episodes">
             <table class="data">
               <caption>
                 Episodes, the newest first
@@ -264,9 +217,7 @@ const causes = (view) =>
                     (each) =>
                       html`<tr>
                         <td>${number(each.start)}</td>
-                        <td>
-                          ${each.stop === null ? "now" : number(each.stop)}
-                        </td>
+                        <td>${each.stop === null ? "now" : number(each.stop)}</td>
                         <td class="num">${slowdown(each.slowdown)}</td>
                       </tr>`,
                   )}
@@ -292,10 +243,7 @@ function health(view) {
   const charts = columns.map(([name, values], index) => {
     const unit = view.health.units[name] ?? "";
     const [by, larger] = LARGER[unit] ?? [1, unit];
-    const scaled =
-      by === 1
-        ? values
-        : values.map((value) => (value === null ? null : value / by));
+    const scaled = by === 1 ? values : values.map((value) => (value === null ? null : value / by));
     const curves = [
       {
         label: name.replaceAll("_", " "),
@@ -326,12 +274,7 @@ const plans = (view) =>
     ${
       view.plans.length === 0
         ? html`<p class="empty">No plan yet.</p>`
-        : html`<div
-            class="scroll tall"
-            tabindex="0"
-            role="region"
-            aria-label="What plans did with it"
-          >
+        : html`<div class="scroll tall" tabindex="0" role="region" aria-label="What plans did with it">
             <table class="data">
               <thead>
                 <tr>
@@ -363,9 +306,7 @@ const plans = (view) =>
 const hang = (known) =>
   html`<section class="panel" aria-labelledby="hang-title">
     <header>
-      <h2 id="hang-title">
-        ${known.now ? "Its main thread stands still" : "Its main thread stood still"}
-      </h2>
+      <h2 id="hang-title">${known.now ? "Its main thread stands still" : "Its main thread stood still"}</h2>
       <p>step ${known.step}, ${moment(known.time)}: ${known.place}</p>
     </header>
     ${known.stack ? html`<div class="scroll" tabindex="0" role="region" aria-label="Stack"><pre class="why">${known.stack}</pre></div>` : nothing}

@@ -48,8 +48,7 @@ class EventsPage extends Page {
   /** @param {number} [before] */
   path(before) {
     const query = new URLSearchParams({ limit: String(LIMIT) });
-    for (const name of FILTERS)
-      if (this.filter[name]) query.set(name, this.filter[name]);
+    for (const name of FILTERS) if (this.filter[name]) query.set(name, this.filter[name]);
     if (before) query.set("before", String(before));
     return `/api/events?${query}`;
   }
@@ -74,23 +73,15 @@ class EventsPage extends Page {
   /** @param {EventPage} page  @param {boolean} whole */
   taken(page, whole) {
     this.view = page;
-    const oldest = page.events.length
-      ? page.events[page.events.length - 1].id
-      : 0;
-    const kept = this.list.filter(
-      (event) => event.id < oldest && this.wanted(event),
-    );
-    const newer = this.list.filter(
-      (event) => page.events.length && event.id > page.events[0].id,
-    );
+    const oldest = page.events.length ? page.events[page.events.length - 1].id : 0;
+    const kept = this.list.filter((event) => event.id < oldest && this.wanted(event));
+    const newer = this.list.filter((event) => page.events.length && event.id > page.events[0].id);
     if (whole || !kept.length) this.further = page.before;
     this.list = merged([...newer, ...page.events, ...kept]);
     this.groups = page.groups;
     if (this.target)
       this.updateComplete.then(() =>
-        document
-          .getElementById(`event-${this.target}`)
-          ?.scrollIntoView({ block: "center" }),
+        document.getElementById(`event-${this.target}`)?.scrollIntoView({ block: "center" }),
       );
   }
 
@@ -125,15 +116,8 @@ class EventsPage extends Page {
   choose(name, value) {
     this.filter[name] = value;
     this.target = 0;
-    const query = new URLSearchParams(
-      Object.entries(this.filter).filter(([, each]) => each),
-    );
-    if (!recording)
-      history.replaceState(
-        null,
-        "",
-        to(`/events${query.size ? `?${query}` : ""}`),
-      );
+    const query = new URLSearchParams(Object.entries(this.filter).filter(([, each]) => each));
+    if (!recording) history.replaceState(null, "", to(`/events${query.size ? `?${query}` : ""}`));
     if (recording) {
       this.requestUpdate();
       return;
@@ -149,9 +133,7 @@ class EventsPage extends Page {
       .map((event) => JSON.stringify(event))
       .join("\n");
     const link = document.createElement("a");
-    link.href = URL.createObjectURL(
-      new Blob([`${lines}\n`], { type: "application/jsonl" }),
-    );
+    link.href = URL.createObjectURL(new Blob([`${lines}\n`], { type: "application/jsonl" }));
     link.download = "elasticd-events.jsonl";
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
@@ -169,8 +151,7 @@ class EventsPage extends Page {
         "Events",
         "What happened, in which order?",
         this.target
-          ? html`Event ${this.target}, and what came before it.
-              <a href=${to("/events")}>The newest</a>`
+          ? html`Event ${this.target}, and what came before it. <a href=${to("/events")}>The newest</a>`
           : view
             ? html`${counted(shown.length, "event")} shown, newest
               first${first ? html`: ${first.text}` : nothing}`
@@ -178,10 +159,7 @@ class EventsPage extends Page {
       )}
       ${this.trouble()}
       <section class="panel" aria-label="Events">
-        <form
-          class="row"
-          @submit=${(/** @type {Event} */ event) => event.preventDefault()}
-        >
+        <form class="row" @submit=${(/** @type {Event} */ event) => event.preventDefault()}>
           ${this.select("kind", view?.kinds ?? [])}${this.select("job", view?.jobs ?? [])}${this.select("node", view?.nodes ?? [])}
           ${this.filter.device ? html`<label>device<input .value=${this.filter.device} @change=${(/** @type {any} */ event) => this.choose("device", event.target.value)} /></label>` : nothing}
           <div class="segmented" role="group" aria-label="How events are shown">
@@ -206,11 +184,7 @@ class EventsPage extends Page {
             </button>
           </div>
           <span class="grow"></span>
-          <button
-            type="button"
-            ?disabled=${shown.length === 0}
-            @click=${() => this.export()}
-          >
+          <button type="button" ?disabled=${shown.length === 0} @click=${() => this.export()}>
             Export JSON lines
           </button>
         </form>
@@ -223,11 +197,7 @@ class EventsPage extends Page {
             ? html`<button @click=${() => this.more()}>Older events</button>`
             : view && !this.target
               ? html`<p class="small muted">
-                  ${
-                    view.oldest === null
-                      ? ""
-                      : `The oldest that is kept: ${moment(view.oldest)}.`
-                  }
+                  ${view.oldest === null ? "" : `The oldest that is kept: ${moment(view.oldest)}.`}
                 </p>`
               : nothing
         }
@@ -237,12 +207,9 @@ class EventsPage extends Page {
   /** @param {"kind" | "job" | "node"} name  @param {string[]} choices */
   select(name, choices) {
     const value = this.filter[name];
-    const all =
-      value && !choices.includes(value) ? [value, ...choices] : choices;
+    const all = value && !choices.includes(value) ? [value, ...choices] : choices;
     return html`<label
-      >${name}<select
-        @change=${(/** @type {any} */ event) => this.choose(name, event.target.value)}
-      >
+      >${name}<select @change=${(/** @type {any} */ event) => this.choose(name, event.target.value)}>
         <option value="" ?selected=${!value}>all</option>
         ${all.map((each) => html`<option value=${each} ?selected=${each === value}>${each}</option>`)}
       </select></label
@@ -264,8 +231,7 @@ const group = (known) =>
       ${known.job ? html` <a href=${jobHref(known.job)}>${known.job}</a>` : nothing}
       ${known.job && known.plan !== null ? html` <a href=${planHref(known.job, known.plan)}>plan ${known.plan}</a>` : nothing}
       <span class="muted"
-        >${counted(known.events.length, "event")} in
-        ${seconds(known.stop - known.start)}</span
+        >${counted(known.events.length, "event")} in ${seconds(known.stop - known.start)}</span
       >
       <span class="kinds"
         >${[...new Set(known.events.map((event) => event.kind))].map((kind) => kindChip(kind))}</span

@@ -2,15 +2,7 @@
 /** `/jobs/JOB`: how fast does it train, how fast could it, and where did the rest go? */
 
 import { html, nothing } from "../vendor/lit.js";
-import {
-  age,
-  clock,
-  counted,
-  number,
-  percent,
-  seconds,
-  slowdown,
-} from "../format.js";
+import { age, clock, counted, number, percent, seconds, slowdown } from "../format.js";
 import { news } from "../news.js";
 import { Page, chip, facts, head } from "../page.js";
 import { deviceHref, part, planHref, to } from "../source.js";
@@ -81,11 +73,7 @@ class JobPage extends Page {
       if (step.job !== this.job) return;
       this.stepped(step);
       view(3000);
-      if (
-        this.columns &&
-        (this.columns.step.length > MOST || this.columns.every > 1)
-      )
-        steps(5000);
+      if (this.columns && (this.columns.step.length > MOST || this.columns.every > 1)) steps(5000);
     });
     this.on("event", (event) => {
       if (event.job === this.job) {
@@ -121,9 +109,7 @@ class JobPage extends Page {
   stepped(step) {
     const known = this.columns;
     if (this.view) {
-      const stages = step.stages.length
-        ? { stages: step.stages, measured_step: step.measured_step }
-        : {};
+      const stages = step.stages.length ? { stages: step.stages, measured_step: step.measured_step } : {};
       this.view = { ...this.view, ...stages };
     }
     if (!known || known.every > 1) return;
@@ -152,8 +138,7 @@ class JobPage extends Page {
     if (!view) {
       return html`${head(this.job, "How fast does it train?", this.error ? "" : "Waiting …")}${this.trouble()}`;
     }
-    const row =
-      news.cluster?.jobs.find((job) => job.job === this.job) ?? view.head;
+    const row = news.cluster?.jobs.find((job) => job.job === this.job) ?? view.head;
     const [tone, glyph] = toned(row.phase);
     return html`${head(
         row.job,
@@ -171,66 +156,44 @@ class JobPage extends Page {
         <section class="panel" aria-labelledby="speed-title">
           <header>
             <h2 id="speed-title">Throughput</h2>
-            <p>
-              Bound: N / Σ(slowdown⁻¹)⁻¹ of the healthy speed, what no plan can
-              exceed.
-            </p>
+            <p>Bound: N / Σ(slowdown⁻¹)⁻¹ of the healthy speed, what no plan can exceed.</p>
           </header>
           ${this.speed()}
         </section>
-        <section class="panel half" aria-labelledby="step-title">
-          ${this.stages(view)}
-        </section>
-        <section class="panel half" aria-labelledby="time-title">
-          ${this.spent(view, row)}
-        </section>
+        <section class="panel half" aria-labelledby="step-title">${this.stages(view)}</section>
+        <section class="panel half" aria-labelledby="time-title">${this.spent(view, row)}</section>
         <section class="panel half" aria-labelledby="loss-title">
           <header><h2 id="loss-title">Loss</h2></header>
           ${this.loss()}
         </section>
-        <section class="panel half" aria-labelledby="data-title">
-          ${data(view)}
-        </section>
+        <section class="panel half" aria-labelledby="data-title">${data(view)}</section>
         ${view.restart ? restart(view.restart) : nothing}
-        <section class="panel half" aria-labelledby="members-title">
-          ${members(view)}
-        </section>
-        <section class="panel half" aria-labelledby="kept-title">
-          ${kept(view)}
-        </section>
+        <section class="panel half" aria-labelledby="members-title">${members(view)}</section>
+        <section class="panel half" aria-labelledby="kept-title">${kept(view)}</section>
       </div>`;
   }
 
   /** @param {JobRow} row @returns {[string, unknown][]} */
   known(row) {
-    const over =
-      row.tokens_per_second && row.predicted
-        ? row.tokens_per_second / row.predicted
-        : null;
+    const over = row.tokens_per_second && row.predicted ? row.tokens_per_second / row.predicted : null;
     return [
       ["step", number(row.step)],
       ["loss", number(row.loss, 4)],
       [
         "tokens/s",
         html`${number(row.tokens_per_second)}
-          <small
-            >${over === null ? "" : `${percent(over, 0)} of predicted`}</small
-          >`,
+          <small>${over === null ? "" : `${percent(over, 0)} of predicted`}</small>`,
       ],
       ["ETTR", percent(row.ettr)],
       ["goodput", percent(row.goodput)],
       ["plan", row.plan === null ? "–" : String(row.plan)],
-      [
-        "devices",
-        html`${row.devices}${row.standby ? html` <small>+${row.standby} standby</small>` : nothing}`,
-      ],
+      ["devices", html`${row.devices}${row.standby ? html` <small>+${row.standby} standby</small>` : nothing}`],
     ];
   }
 
   speed() {
     const columns = this.columns;
-    if (!columns || !columns.step.length)
-      return html`<p class="empty">No step yet.</p>`;
+    if (!columns || !columns.step.length) return html`<p class="empty">No step yet.</p>`;
     return html`<ed-chart
       label="Throughput"
       unit="tokens/s"
@@ -247,8 +210,7 @@ class JobPage extends Page {
 
   loss() {
     const columns = this.columns;
-    if (!columns || !columns.step.length)
-      return html`<p class="empty">No step yet.</p>`;
+    if (!columns || !columns.step.length) return html`<p class="empty">No step yet.</p>`;
     return html`<ed-chart
       label="Loss"
       unit="mean per token"
@@ -267,8 +229,8 @@ class JobPage extends Page {
     return html`<header>
         <h2 id="step-title">The last step, by stage</h2>
         <p>
-          ${view.measured_step === null ? nothing : `step ${view.measured_step}, `}the
-          slowest device of each stage
+          ${view.measured_step === null ? nothing : `step ${view.measured_step}, `}the slowest device of each
+          stage
         </p>
       </header>
       ${
@@ -294,10 +256,7 @@ class JobPage extends Page {
     const healthy = Math.max(0, view.productive_seconds - slow);
     return html`<header>
         <h2 id="time-title">Where the time went</h2>
-        <p>
-          ${age(view.wall_seconds)} of wall time; ETTR is the part in steps that
-          count
-        </p>
+        <p>${age(view.wall_seconds)} of wall time; ETTR is the part in steps that count</p>
       </header>
       <ed-bars
         share
@@ -329,9 +288,7 @@ class JobPage extends Page {
                     html`<tr>
                       <th scope="row">${each.cause}</th>
                       <td class="num">${seconds(each.seconds)}</td>
-                      <td class="num">
-                        ${percent(each.seconds / (view.wall_seconds || 1))}
-                      </td>
+                      <td class="num">${percent(each.seconds / (view.wall_seconds || 1))}</td>
                       <td class="num">${number(each.times)}</td>
                     </tr>`,
                 )}
@@ -345,11 +302,7 @@ class JobPage extends Page {
           view.healthy_seconds === null
             ? nothing
             : `; a step takes ${seconds(view.healthy_seconds)} at the healthy speed`
-        }${
-          view.repeated_steps
-            ? `; ${counted(view.repeated_steps, "step")} done again`
-            : nothing
-        }
+        }${view.repeated_steps ? `; ${counted(view.repeated_steps, "step")} done again` : nothing}
       </p>`;
   }
 }
@@ -408,24 +361,15 @@ function data(view) {
     ${
       batch
         ? facts([
-            [
-              "global batch",
-              html`${number(batch.samples)} <small>samples</small>`,
-            ],
+            ["global batch", html`${number(batch.samples)} <small>samples</small>`],
             ["micro-batch", number(batch.micro_batch)],
             ["by pipeline", batch.by_pipeline.join(" + ") || "–"],
             .../** @type {[string, unknown][]} */ (
               batch.sequences === null || batch.sequences === undefined
                 ? []
                 : [
-                    [
-                      "packed",
-                      html`${number(batch.sequences)} <small>sequences</small>`,
-                    ],
-                    [
-                      "cut",
-                      html`${number(batch.cut)} <small>sequences</small>`,
-                    ],
+                    ["packed", html`${number(batch.sequences)} <small>sequences</small>`],
+                    ["cut", html`${number(batch.cut)} <small>sequences</small>`],
                     ["imbalance", number(batch.imbalance, 2)],
                   ]
             ),
@@ -466,9 +410,7 @@ const members = (view) =>
               html`<tr>
                 <td class="num">${each.rank ?? "–"}</td>
                 <th scope="row">
-                  <a class="mono" href=${deviceHref(each.device)}
-                    >${each.device}</a
-                  >
+                  <a class="mono" href=${deviceHref(each.device)}>${each.device}</a>
                 </th>
                 <td>
                   ${each.hung ? chip("bad", "‖", `hangs: ${each.hung}`) : each.role === "state" ? "keeps state" : each.role}
@@ -487,16 +429,8 @@ const kept = (view) =>
   html`<header><h2 id="kept-title">Snapshots and checkpoints</h2></header>
     ${
       view.kept.length === 0
-        ? html`<p class="empty">
-            None: a fault that takes the last copy of a part of the state ends
-            the job.
-          </p>`
-        : html`<div
-            class="scroll tall"
-            tabindex="0"
-            role="region"
-            aria-label="Snapshots and checkpoints"
-          >
+        ? html`<p class="empty">None: a fault that takes the last copy of a part of the state ends the job.</p>`
+        : html`<div class="scroll tall" tabindex="0" role="region" aria-label="Snapshots and checkpoints">
             <table class="data">
               <thead>
                 <tr>
@@ -513,9 +447,7 @@ const kept = (view) =>
                       <th scope="row">${each.kind}</th>
                       <td class="num">${number(each.step)}</td>
                       <td>${clock(each.time)}</td>
-                      <td class="mono words">
-                        ${each.name || "memory of two nodes"}
-                      </td>
+                      <td class="mono words">${each.name || "memory of two nodes"}</td>
                     </tr>`,
                 )}
               </tbody>
@@ -545,9 +477,7 @@ function restart(known) {
   const devices = /** @type {[string, {seconds: number, ratio: number}][]} */ (
     Object.entries(known.devices ?? {})
   );
-  const out = /** @type {[string, string][]} */ (
-    Object.entries(known.out ?? {})
-  );
+  const out = /** @type {[string, string][]} */ (Object.entries(known.out ?? {}));
   return html`<section class="panel half" aria-labelledby="restart-title">
     <header>
       <h2 id="restart-title">Restart mode</h2>

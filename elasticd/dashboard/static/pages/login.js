@@ -25,9 +25,7 @@ class LoginPage extends Part {
         token: field.value.trim(),
       });
       field.value = "";
-      this.dispatchEvent(
-        new CustomEvent("signed-in", { detail: viewer, bubbles: true }),
-      );
+      this.dispatchEvent(new CustomEvent("signed-in", { detail: viewer, bubbles: true }));
     } catch (error) {
       this.error = error instanceof Refused ? error.message : String(error);
       field.focus();
@@ -39,10 +37,7 @@ class LoginPage extends Part {
     return html`<section class="panel login" aria-labelledby="login-title">
       <form @submit=${(/** @type {SubmitEvent} */ event) => this.submit(event)}>
         <h1 id="login-title" tabindex="-1">Sign in</h1>
-        <p>
-          This cluster asks who you are. Paste a token of a viewer or an
-          operator.
-        </p>
+        <p>This cluster asks who you are. Paste a token of a viewer or an operator.</p>
         <label
           >Token<input
             type="password"
@@ -52,15 +47,12 @@ class LoginPage extends Part {
             aria-invalid=${this.error ? "true" : "false"}
             aria-describedby="login-error"
         /></label>
-        <p id="login-error" class="outcome bad" role="alert">
-          ${this.error ? `✕ ${this.error}` : nothing}
-        </p>
+        <p id="login-error" class="outcome bad" role="alert">${this.error ? `✕ ${this.error}` : nothing}</p>
         <div>
           <button class="primary" ?disabled=${this.running}>Sign in</button>
         </div>
         <p class="small muted">
-          It is kept in a cookie that scripts cannot read, and in neither
-          storage nor address.
+          It is kept in a cookie that scripts cannot read, and in neither storage nor address.
         </p>
       </form>
     </section>`;

@@ -49,43 +49,29 @@ class PlanPage extends Page {
       if (plan.row.job === this.job) again();
     });
     this.on("event", (event) => {
-      if (
-        event.job === this.job &&
-        ["gained", "recorded", "swapped"].includes(event.kind)
-      )
-        again();
+      if (event.job === this.job && ["gained", "recorded", "swapped"].includes(event.kind)) again();
     });
   }
 
   render() {
     const view = this.view;
-    const title = html`Plan ${this.number} of
-      <a href=${jobHref(this.job)}>${this.job}</a>`;
-    const question =
-      "What is this plan, why was it chosen, and what did it bring?";
-    if (!view)
-      return html`${head(title, question, this.error ? "" : "Waiting …")}${this.trouble()}`;
+    const title = html`Plan ${this.number} of <a href=${jobHref(this.job)}>${this.job}</a>`;
+    const question = "What is this plan, why was it chosen, and what did it bring?";
+    if (!view) return html`${head(title, question, this.error ? "" : "Waiting …")}${this.trouble()}`;
     const row = view.row;
     const [tone, glyph] = OUTCOMES[row.outcome];
     const real =
-      row.measured_seconds && row.predicted_seconds
-        ? row.measured_seconds / row.predicted_seconds
-        : null;
+      row.measured_seconds && row.predicted_seconds ? row.measured_seconds / row.predicted_seconds : null;
     return html`${head(
         title,
         question,
         html`${chip(tone, glyph, row.outcome)} ${row.reason}`,
         facts([
-          [
-            "predicted",
-            html`${seconds(row.predicted_seconds)} <small>a step</small>`,
-          ],
+          ["predicted", html`${seconds(row.predicted_seconds)} <small>a step</small>`],
           [
             "measured",
             html`${seconds(row.measured_seconds)}
-              <small
-                >${real === null ? `${counted(row.steps, "step")}` : `${percent(real, 0)} of it`}</small
-              >`,
+              <small>${real === null ? `${counted(row.steps, "step")}` : `${percent(real, 0)} of it`}</small>`,
           ],
           ["pause", seconds(row.pause_seconds)],
           ["sent", bytes(row.bytes_sent)],
@@ -96,10 +82,7 @@ class PlanPage extends Page {
         <section class="panel" aria-labelledby="picture-title">
           <header>
             <h2 id="picture-title">Pipelines and stages</h2>
-            <p>
-              a box as wide as its layers; a device's bar as long as its share;
-              the line below: load
-            </p>
+            <p>a box as wide as its layers; a device's bar as long as its share; the line below: load</p>
           </header>
           <ed-plan-picture .pipelines=${view.pipelines}></ed-plan-picture>
           ${view.idle.length ? html`<p>Standby: ${devices(view.idle)}</p>` : nothing}
@@ -111,8 +94,7 @@ class PlanPage extends Page {
                 <header>
                   <h2 id="timeline-title">1F1B as predicted</h2>
                   <p>
-                    the slowest lane takes ${seconds(view.timeline_seconds)},
-                    before the gradients' reduction
+                    the slowest lane takes ${seconds(view.timeline_seconds)}, before the gradients' reduction
                   </p>
                 </header>
                 <ed-timeline .lanes=${view.timeline}></ed-timeline>
@@ -128,12 +110,8 @@ class PlanPage extends Page {
             <pre class="why">${view.why}</pre>
           </div>
         </section>
-        <div class="half stack">
-          ${view.policy ? policy(view.policy) : nothing}${diff(view)}
-        </div>
-        <section class="panel" aria-labelledby="communication-title">
-          ${communications(view)}
-        </section>
+        <div class="half stack">${view.policy ? policy(view.policy) : nothing}${diff(view)}</div>
+        <section class="panel" aria-labelledby="communication-title">${communications(view)}</section>
         ${this.list ? html`<section class="panel" aria-labelledby="plans-title">${plans(this.list, this.number)}</section>` : nothing}
       </div>`;
   }
@@ -146,18 +124,13 @@ class PlanPage extends Page {
     return html`<p class="row">
       ${before === undefined ? nothing : html`<a rel="prev" href=${planHref(this.job, before)}>← plan ${before}</a>`}
       ${after === undefined ? nothing : html`<a rel="next" href=${planHref(this.job, after)}>plan ${after} →</a>`}
-      <a href=${to(`/jobs/${part(this.job)}/switch?number=${this.number}`)}
-        >The switch to it, rank by rank</a
-      >
+      <a href=${to(`/jobs/${part(this.job)}/switch?number=${this.number}`)}>The switch to it, rank by rank</a>
     </p>`;
   }
 }
 
 /** @param {string[]} names */
-const devices = (names) =>
-  names.map(
-    (name) => html`<a class="mono" href=${deviceHref(name)}>${name}</a> `,
-  );
+const devices = (names) => names.map((name) => html`<a class="mono" href=${deviceHref(name)}>${name}</a> `);
 
 /** @param {NonNullable<PlanView["policy"]>} known */
 function policy(known) {
@@ -194,17 +167,12 @@ function diff(view) {
     <header><h2 id="diff-title">Difference to the plan before</h2></header>
     ${
       known === null
-        ? html`<p class="empty">
-            It is the first plan, or the one before is not kept.
-          </p>`
+        ? html`<p class="empty">It is the first plan, or the one before is not kept.</p>`
         : html` ${facts([
             ["state in all", bytes(known.bytes_state)],
             ["lacking, so the least", bytes(known.bytes_lacking)],
             ["sent", bytes(known.bytes_sent)],
-            [
-              "sent / least",
-              known.ratio === null ? "–" : `${number(known.ratio, 3)}`,
-            ],
+            ["sent / least", known.ratio === null ? "–" : `${number(known.ratio, 3)}`],
           ])}
           ${
             known.devices.length === 0
@@ -229,9 +197,7 @@ function diff(view) {
                         (each) =>
                           html`<tr>
                             <th scope="row">
-                              <a class="mono" href=${deviceHref(each.device)}
-                                >${each.device}</a
-                              >
+                              <a class="mono" href=${deviceHref(each.device)}>${each.device}</a>
                             </th>
                             <td>${each.before}</td>
                             <td>${each.after}</td>
@@ -254,15 +220,8 @@ const communications = (view) =>
     </header>
     ${
       view.communications.length === 0
-        ? html`<p class="empty">
-            ${view.communications_missing || "There is none."}
-          </p>`
-        : html` <div
-            class="scroll"
-            tabindex="0"
-            role="region"
-            aria-label="Communication of a step"
-          >
+        ? html`<p class="empty">${view.communications_missing || "There is none."}</p>`
+        : html` <div class="scroll" tabindex="0" role="region" aria-label="Communication of a step">
             <table class="data">
               <thead>
                 <tr>
@@ -323,14 +282,10 @@ const plans = (list, current) =>
                   ${
                     row.number === current
                       ? row.number
-                      : html`<a href=${planHref(list.job, row.number)}
-                          >${row.number}</a
-                        >`
+                      : html`<a href=${planHref(list.job, row.number)}>${row.number}</a>`
                   }
                 </th>
-                <td>
-                  ${chip(OUTCOMES[row.outcome][0], OUTCOMES[row.outcome][1], row.outcome)}
-                </td>
+                <td>${chip(OUTCOMES[row.outcome][0], OUTCOMES[row.outcome][1], row.outcome)}</td>
                 <td class="nowrap">${moment(row.time)}</td>
                 <td class="words">${row.reason}</td>
                 <td class="num">${seconds(row.predicted_seconds)}</td>

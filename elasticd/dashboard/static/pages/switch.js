@@ -43,11 +43,7 @@ class SwitchPage extends Page {
     again();
     this.on("hello", again);
     this.on("progress", (/** @type {SwitchView} */ value) => {
-      if (
-        value.job === this.job &&
-        (!this.number || value.number === this.number)
-      )
-        this.view = value;
+      if (value.job === this.job && (!this.number || value.number === this.number)) this.view = value;
     });
     this.on("plan", (plan) => {
       if (plan.row.job === this.job) again();
@@ -62,17 +58,10 @@ class SwitchPage extends Page {
     const title = html`${view?.number ? html`Switch to plan <a href=${planHref(this.job, view.number)}>${view.number}</a>` : "Switches"}
       of <a href=${jobHref(this.job)}>${this.job}</a>`;
     const question = "How far is the switch, and whom does it wait for?";
-    if (!view)
-      return html`${head(title, question, this.error ? "" : "Waiting …")}${this.trouble()}`;
+    if (!view) return html`${head(title, question, this.error ? "" : "Waiting …")}${this.trouble()}`;
     const [tone, glyph] = PHASES[view.phase];
-    const lacking = view.ranks.reduce(
-      (sum, rank) => sum + (rank.bytes_lacking ?? 0),
-      0,
-    );
-    const sent = view.ranks.reduce(
-      (sum, rank) => sum + (rank.bytes_sent ?? 0),
-      0,
-    );
+    const lacking = view.ranks.reduce((sum, rank) => sum + (rank.bytes_lacking ?? 0), 0);
+    const sent = view.ranks.reduce((sum, rank) => sum + (rank.bytes_sent ?? 0), 0);
     return html`${head(
       title,
       question,
@@ -81,9 +70,7 @@ class SwitchPage extends Page {
         ["proposed", moment(view.proposed)],
         [
           "from then to recorded",
-          view.recorded !== null && view.proposed !== null
-            ? seconds(view.recorded - view.proposed)
-            : "–",
+          view.recorded !== null && view.proposed !== null ? seconds(view.recorded - view.proposed) : "–",
         ],
         ["pause", seconds(view.pause)],
         ["step", number(view.step)],
@@ -98,10 +85,7 @@ class SwitchPage extends Page {
             <section class="panel" aria-labelledby="ranks-title">
               <header>
                 <h2 id="ranks-title">Rank by rank</h2>
-                <p>
-                  seconds since the
-                  proposal${view.recovery ? "; a recovery: there is no vote" : ""}
-                </p>
+                <p>seconds since the proposal${view.recovery ? "; a recovery: there is no vote" : ""}</p>
               </header>
               ${ranks(view)}
             </section>
@@ -144,29 +128,16 @@ class SwitchPage extends Page {
 function waits(view) {
   if (!["preparing", "moving"].includes(view.phase)) return nothing;
   const key = view.phase === "preparing" ? "prepared" : "moved";
-  const late = view.ranks
-    .filter((rank) => rank[key] === null && !rank.kept)
-    .map((rank) => rank.device);
+  const late = view.ranks.filter((rank) => rank[key] === null && !rank.kept).map((rank) => rank.device);
   if (!late.length) return nothing;
-  const shown =
-    late.length > 6
-      ? [...late.slice(0, 5), counted(late.length - 5, "other")]
-      : late;
+  const shown = late.length > 6 ? [...late.slice(0, 5), counted(late.length - 5, "other")] : late;
   return html` It waits for ${listed(shown)}.`;
 }
 
 /** @param {SwitchView} view */
 function ranks(view) {
-  const most = Math.max(
-    ...view.ranks.map((rank) => Math.max(rank.prepared ?? 0, rank.moved ?? 0)),
-    1e-6,
-  );
-  return html`<div
-    class="scroll"
-    tabindex="0"
-    role="region"
-    aria-label="Rank by rank"
-  >
+  const most = Math.max(...view.ranks.map((rank) => Math.max(rank.prepared ?? 0, rank.moved ?? 0)), 1e-6);
+  return html`<div class="scroll" tabindex="0" role="region" aria-label="Rank by rank">
     <table class="data">
       <thead>
         <tr>
@@ -187,9 +158,7 @@ function ranks(view) {
             html`<tr>
               <td class="num">${rank.rank < 0 ? "leaves" : rank.rank}</td>
               <th scope="row">
-                <a class="mono" href=${deviceHref(rank.device)}
-                  >${rank.device}</a
-                >
+                <a class="mono" href=${deviceHref(rank.device)}>${rank.device}</a>
               </th>
               <td>${state(rank, view)}</td>
               <td class="num">${seconds(rank.prepared)}</td>
@@ -208,14 +177,10 @@ function ranks(view) {
 /** @param {RankProgress} rank  @param {SwitchView} view */
 function state(rank, view) {
   if (rank.kept) return chip("", "·", "stayed");
-  if (rank.moved !== null)
-    return chip("ok", "✓", rank.rank < 0 ? "left" : "swapped");
+  if (rank.moved !== null) return chip("ok", "✓", rank.rank < 0 ? "left" : "swapped");
   if (view.phase === "aborted") return chip("bad", "✕", "aborted");
-  if (view.phase === "done")
-    return chip("ok", "✓", rank.rank < 0 ? "left" : "done");
-  return rank.prepared !== null
-    ? chip("info", "⇄", "prepared")
-    : chip("warn", "…", "preparing");
+  if (view.phase === "done") return chip("ok", "✓", rank.rank < 0 ? "left" : "done");
+  return rank.prepared !== null ? chip("info", "⇄", "prepared") : chip("warn", "…", "preparing");
 }
 
 class Progress extends Measured {
