@@ -56,11 +56,11 @@ export class Bars extends Measured {
       ${this.width ? this.drawn(kinds, most) : nothing}
       <details>
         <summary>Numbers</summary>
-        <div class="scroll" tabindex="0" role="region" aria-label="${this.label}: numbers">
+        <div class="scroll" tabindex="0" role="group" aria-label="${this.label}: numbers">
           <table class="data">
             <thead>
               <tr>
-                <th></th>
+                <th scope="col">of</th>
                 ${kinds.map((kind) => html`<th class="num">${kind.label}</th>`)}
                 <th class="num">in all</th>
               </tr>

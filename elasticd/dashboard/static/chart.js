@@ -118,7 +118,7 @@ export class Chart extends LitElement {
       }
       <details>
         <summary>Numbers</summary>
-        <div class="scroll tall" tabindex="0" role="region" aria-label="${this.label}: numbers">
+        <div class="scroll tall" tabindex="0" role="group" aria-label="${this.label}: numbers">
           <table class="data">
             <thead>
               <tr>

@@ -50,7 +50,7 @@ export class PlanPicture extends Measured {
       ${this.pipelines.length > MOST ? html`<p class="muted">and ${this.pipelines.length - MOST} more</p>` : nothing}
       <details>
         <summary class="muted small">Numbers</summary>
-        <div class="scroll" tabindex="0" role="region" aria-label="The plan: numbers">
+        <div class="scroll" tabindex="0" role="group" aria-label="The plan: numbers">
           <table class="data">
             <thead>
               <tr>

@@ -73,7 +73,8 @@ function reason(text) {
 export const part = (name) => encodeURIComponent(name);
 
 /** The page that is shown, as "/jobs/my-job?x=1". A report keeps it behind the #. */
-export const here = () => (recording ? location.hash.slice(1) || "/" : location.pathname + location.search);
+export const here = () =>
+  recording ? location.hash.slice(1) || String(recording.start ?? "/") : location.pathname + location.search;
 
 /** How a link to a page is written. @param {string} path */
 export const to = (path) => (recording ? `#${path}` : path);

@@ -110,7 +110,7 @@ class ActPage extends Page {
 const config = (known) =>
   html`<div class="panels config">
     <div class="half">
-      <div class="scroll tall" tabindex="0" role="region" aria-label="Values in force">
+      <div class="scroll tall" tabindex="0" role="group" aria-label="Values in force">
         <table class="data">
           <caption>
             In force
@@ -119,7 +119,7 @@ const config = (known) =>
             <tr>
               <th scope="col">key</th>
               <th scope="col" class="num">value</th>
-              <th scope="col"></th>
+              <th scope="col">source</th>
             </tr>
           </thead>
           <tbody>
@@ -136,7 +136,7 @@ const config = (known) =>
       </div>
     </div>
     <div class="half">
-      <div class="scroll tall" tabindex="0" role="region" aria-label="Changes">
+      <div class="scroll tall" tabindex="0" role="group" aria-label="Changes">
         <table class="data">
           <caption>
             Changes, the newest first

@@ -201,7 +201,7 @@ class ClusterPage extends Page {
       ${
         rows.length === 0
           ? html`<p class="empty">✓ Every device, node and link is normal.</p>`
-          : html`<div class="scroll tall" tabindex="0" role="region" aria-label="Not normal">
+          : html`<div class="scroll tall" tabindex="0" role="group" aria-label="Not normal">
                 <table class="data">
                   <thead>
                     <tr>
@@ -249,7 +249,7 @@ class ClusterPage extends Page {
               No job: start one with
               <code>elasticd run --job NAME SCRIPT</code>.
             </p>`
-          : html`<div class="scroll" tabindex="0" role="region" aria-label="Jobs">
+          : html`<div class="scroll" tabindex="0" role="group" aria-label="Jobs">
               <table class="data">
                 <thead>
                   <tr>

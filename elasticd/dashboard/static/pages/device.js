@@ -108,7 +108,7 @@ class DevicePage extends Page {
         <section class="panel half" aria-labelledby="use-title">${plans(view)}</section>
         <section class="panel half" aria-labelledby="events-title">
           <header><h2 id="events-title">Events about it</h2></header>
-          <div class="scroll tall" tabindex="0" role="region" aria-label="Events about it">
+          <div class="scroll tall" tabindex="0" role="group" aria-label="Events about it">
             ${events(view.events, { dates: true })}
           </div>
         </section>
@@ -197,7 +197,7 @@ const causes = (view) =>
     ${
       view.episodes.length === 0
         ? html`<p class="empty">It was never slow.</p>`
-        : html`<div class="scroll tall" tabindex="0" role="region" aria-label="Episodes">
+        : html`<div class="scroll tall" tabindex="0" role="group" aria-label="Episodes">
             <table class="data">
               <caption>
                 Episodes, the newest first
@@ -274,7 +274,7 @@ const plans = (view) =>
     ${
       view.plans.length === 0
         ? html`<p class="empty">No plan yet.</p>`
-        : html`<div class="scroll tall" tabindex="0" role="region" aria-label="What plans did with it">
+        : html`<div class="scroll tall" tabindex="0" role="group" aria-label="What plans did with it">
             <table class="data">
               <thead>
                 <tr>
@@ -309,7 +309,7 @@ const hang = (known) =>
       <h2 id="hang-title">${known.now ? "Its main thread stands still" : "Its main thread stood still"}</h2>
       <p>step ${known.step}, ${moment(known.time)}: ${known.place}</p>
     </header>
-    ${known.stack ? html`<div class="scroll" tabindex="0" role="region" aria-label="Stack"><pre class="why">${known.stack}</pre></div>` : nothing}
+    ${known.stack ? html`<div class="scroll" tabindex="0" role="group" aria-label="Stack"><pre class="why">${known.stack}</pre></div>` : nothing}
   </section>`;
 
 customElements.define("ed-device", DevicePage);

@@ -392,7 +392,7 @@ const members = (view) =>
       <h2 id="members-title">Workers</h2>
       <p>${counted(view.members.length, "process", "processes")}</p>
     </header>
-    <div class="scroll tall" tabindex="0" role="region" aria-label="Workers">
+    <div class="scroll tall" tabindex="0" role="group" aria-label="Workers">
       <table class="data">
         <thead>
           <tr>
@@ -430,7 +430,7 @@ const kept = (view) =>
     ${
       view.kept.length === 0
         ? html`<p class="empty">None: a fault that takes the last copy of a part of the state ends the job.</p>`
-        : html`<div class="scroll tall" tabindex="0" role="region" aria-label="Snapshots and checkpoints">
+        : html`<div class="scroll tall" tabindex="0" role="group" aria-label="Snapshots and checkpoints">
             <table class="data">
               <thead>
                 <tr>

@@ -106,7 +106,7 @@ class PlanPage extends Page {
             <h2 id="why-title">Why</h2>
             <p><code>elasticd why --job ${this.job} ${this.number}</code></p>
           </header>
-          <div class="scroll" tabindex="0" role="region" aria-label="Why">
+          <div class="scroll" tabindex="0" role="group" aria-label="Why">
             <pre class="why">${view.why}</pre>
           </div>
         </section>
@@ -177,12 +177,7 @@ function diff(view) {
           ${
             known.devices.length === 0
               ? html`<p class="empty">No device's part changes.</p>`
-              : html`<div
-                  class="scroll tall"
-                  tabindex="0"
-                  role="region"
-                  aria-label="Devices whose part changes"
-                >
+              : html`<div class="scroll tall" tabindex="0" role="group" aria-label="Devices whose part changes">
                   <table class="data">
                     <thead>
                       <tr>
@@ -221,7 +216,7 @@ const communications = (view) =>
     ${
       view.communications.length === 0
         ? html`<p class="empty">${view.communications_missing || "There is none."}</p>`
-        : html` <div class="scroll" tabindex="0" role="region" aria-label="Communication of a step">
+        : html` <div class="scroll" tabindex="0" role="group" aria-label="Communication of a step">
             <table class="data">
               <thead>
                 <tr>
@@ -259,7 +254,7 @@ const communications = (view) =>
 /** @param {PlanList} list  @param {number} current */
 const plans = (list, current) =>
   html`<header><h2 id="plans-title">All plans</h2></header>
-    <div class="scroll tall" tabindex="0" role="region" aria-label="All plans">
+    <div class="scroll tall" tabindex="0" role="group" aria-label="All plans">
       <table class="data">
         <thead>
           <tr>

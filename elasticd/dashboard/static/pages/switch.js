@@ -137,7 +137,7 @@ function waits(view) {
 /** @param {SwitchView} view */
 function ranks(view) {
   const most = Math.max(...view.ranks.map((rank) => Math.max(rank.prepared ?? 0, rank.moved ?? 0)), 1e-6);
-  return html`<div class="scroll" tabindex="0" role="region" aria-label="Rank by rank">
+  return html`<div class="scroll" tabindex="0" role="group" aria-label="Rank by rank">
     <table class="data">
       <thead>
         <tr>
