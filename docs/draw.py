@@ -1,7 +1,8 @@
 """Writes what the documentation takes from the program: diagrams, the map of the tree and the reference pages.
 
 python docs/draw.py           writes docs/map.md, docs/reference/, docs/layouts/, the types of the dashboard's
-                              values for its pages, and between the marks of README.md, docs/architecture.md, docs/batches.md and docs/layouts.md
+                              values for its pages, and between the marks of README.md,
+                              docs/architecture.md, docs/batches.md and docs/layouts.md
 python docs/draw.py --check   exits with 1 when one of them is stale
 """
 

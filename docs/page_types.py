@@ -1,4 +1,4 @@
-"""The values of the dashboard's API as types of TypeScript, by which the pages are checked (`npm run check`)."""
+"""The values of the dashboard's API as types of TypeScript, by which `npm run check` checks the pages."""
 
 from __future__ import annotations
 

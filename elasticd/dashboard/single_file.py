@@ -1,8 +1,8 @@
 """The dashboard's pages in one HTML file with the values that they show: no server, no network.
 
-The modules of the pages import each other by relative paths, which a file alone does not have. So each becomes a
-`data:` URL, under a name of an import map, and its imports are rewritten to these names. The policy in the file
-allows these scripts and this style alone, and no connection to anywhere.
+The modules of the pages import each other by relative paths, which a file alone does not have. So each becomes
+a `data:` URL, under a name of an import map, and its imports are rewritten to these names. The policy in the
+file allows these scripts and this style alone, and no connection to anywhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real Chromium for the pages' tests, and what must hold of every page: no error, no request to another host."""
+"""A real Chromium for the tests of the pages, and what a page said and asked for."""
 
 from __future__ import annotations
 

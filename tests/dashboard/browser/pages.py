@@ -69,7 +69,7 @@ class Person:
         self.page.evaluate(AXE.read_text())
         found = self.page.evaluate(
             "async () => (await axe.run(document, {resultTypes: ['violations']})).violations.map("
-            "v => ({id: v.id, impact: v.impact, nodes: v.nodes.slice(0, 3).map(n => n.html + ' ' + n.failureSummary)}))"
+            "v => ({id: v.id, nodes: v.nodes.slice(0, 3).map(n => n.html + ' ' + n.failureSummary)}))"
         )
         return [json.dumps(each, indent=1) for each in found]
 

@@ -1,7 +1,7 @@
 """A cluster of real processes with tokens, a real job on emulated devices, and the dashboard before it.
 
-Everything is what a user starts: `elasticd coordinator`, `elasticd-agent`, `elasticd run`, `elasticd dashboard`.
-Workers are forked (`tests.forkserver`), which is quicker than to start them.
+Everything is what a user starts: `elasticd coordinator`, `elasticd-agent`, `elasticd run` and
+`elasticd dashboard`. Workers are forked (`tests.forkserver`), which is quicker than to start them.
 """
 
 from __future__ import annotations
