@@ -11,15 +11,24 @@ from urllib.parse import quote, urlsplit
 import httpx2
 import msgspec
 
-from elasticd.codec.decoding import decoded_as
+from elasticd.codec.decoding import decoded_as, skip
 from elasticd.codec.safe_text import for_terminal, json_for_terminal
 from elasticd.config.credentials import Credentials, credentials
 from elasticd.config.security import SecuritySection
 from elasticd.config.tree import Config, load
-from elasticd.coordinator.api_types import ClusterStatus, Events, History, Settings, Steps, Stopping
+from elasticd.coordinator.api_types import (
+    CallerStatus,
+    ClusterStatus,
+    Events,
+    History,
+    Settings,
+    Steps,
+    Stopping,
+)
 from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.live_types import AnyNews
 from elasticd.local_cluster import settings as settings_of
-from elasticd.records import HistoryRecord, Keys
+from elasticd.records import HistoryRecord, JobSpec, Keys
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.leader import read_leader
@@ -27,7 +36,10 @@ from elasticd.store.protocol import StoreError, StoreRefused
 
 #: Seconds that one request may take.
 PATIENCE = 10.0
+#: Seconds without a word on the live feed, which has one each second, after which its leader is gone.
+SILENCE = 5.0
 T = TypeVar("T")
+_news: msgspec.json.Decoder[AnyNews] = msgspec.json.Decoder(AnyNews)
 
 
 class CannotReach(Exception):
@@ -44,6 +56,7 @@ class Api:
         if objection := known.objection(url):
             raise CannotReach(objection)
         # Loopback and cluster addresses: an HTTP proxy of the environment has no part in this.
+        self._patience = patience
         self._client = httpx2.Client(
             base_url=url,
             timeout=patience,
@@ -79,9 +92,9 @@ class Api:
         """Steps above `after`, oldest first."""
         return self._read(f"/v1/jobs/{_quoted(job)}/steps?after={after}", Steps)
 
-    def history(self, job: str) -> tuple[HistoryRecord, ...]:
-        """Every plan of the job with the problem it answers, oldest first."""
-        return self._read(f"/v1/jobs/{_quoted(job)}/history", History).history
+    def history(self, job: str, after: int = -1) -> tuple[HistoryRecord, ...]:
+        """Every plan of the job above this number with the problem it answers, oldest first."""
+        return self._read(f"/v1/jobs/{_quoted(job)}/history?after={after}", History).history
 
     def recording(self) -> Iterator[bytes]:
         """Lines of a recording, an empty one now and then, until the leader ends."""
@@ -96,6 +109,34 @@ class Api:
             raise CannotReach(
                 f"the coordinator at {self.url} is gone: {error or type(error).__name__}"
             ) from error
+
+    def live(self, after: str = "") -> Iterator[AnyNews]:
+        """All that the leader knows, then what changes, until the leader ends; `after`: the id of the last
+        message that is known already. Messages of newer releases are skipped."""
+        timeout = httpx2.Timeout(self._patience, read=SILENCE)
+        query = f"?after={quote(after, safe='')}" if after else ""
+        try:
+            with self._client.stream("GET", f"/v1/live{query}", timeout=timeout) as answer:
+                if not answer.is_success:
+                    answer.read()
+                    raise CannotReach(_said(answer))
+                for line in answer.iter_lines():
+                    try:
+                        yield _news.decode(line)
+                    except msgspec.ValidationError as error:
+                        skip("message", ("live", str(error)), f"a message of the live feed is skipped: {error}")
+        except (httpx2.HTTPError, msgspec.DecodeError) as error:
+            raise CannotReach(
+                f"the coordinator at {self.url} is gone: {error or type(error).__name__}"
+            ) from error
+
+    def caller(self) -> CallerStatus:
+        """Who we are to the coordinator."""
+        return self._read("/v1/caller", CallerStatus)
+
+    def spec(self, job: str) -> JobSpec:
+        """What the job trains."""
+        return self._read(f"/v1/jobs/{_quoted(job)}/spec", JobSpec)
 
     def settings(self) -> Settings:
         """The settings of detection and policy in force, and every change made to them while running."""

@@ -13,16 +13,18 @@ import msgspec
 
 from elasticd.codec.decoding import shown, tag_of
 from elasticd.config.tree import ConfigError
-from elasticd.coordinator.api_types import ApiError, unknown
+from elasticd.coordinator.api_types import ApiError, LeaderStatus, unknown
 from elasticd.coordinator.bootstrap_store import BootstrapRoom, BootstrapStore
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.events.event_log import Journal
 from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, Paged, Pages
 from elasticd.coordinator.fair_queue import Turns
 from elasticd.coordinator.live_config import Changes, Scalar
+from elasticd.coordinator.live_feed import Known, LiveFeed
 from elasticd.coordinator.metrics import LeaderMetrics
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
+from elasticd.coordinator.status import restarting
 from elasticd.coordinator.store_transactions import Asked, Rank, Rounds
 from elasticd.coordinator.store_writer import Writer
 from elasticd.machines.coordinator import finished_jobs, machine, message_checks, restart_jobs
@@ -60,7 +62,16 @@ from elasticd.wire.coordinator import (
     Unread,
 )
 from elasticd.wire.rendezvous import Join, StepTime
-from elasticd.wire.worker import Hello, Rejected, Report, StoreAnswer, StoreCall
+from elasticd.wire.worker import (
+    Hello,
+    Prepared,
+    Rejected,
+    Report,
+    StayedOnPlan,
+    StoreAnswer,
+    StoreCall,
+    Switched,
+)
 
 #: Seconds between the looks at what has become due.
 TICK = 0.1
@@ -86,6 +97,8 @@ MOST_TOLD = 256
 MACHINES = (*get_args(ToMachine), Unread)
 #: Of these a word about a job may lead to something that is written.
 CAUSES = (*get_args(OfJob), Unread)
+#: By which a rank tells how far it is in a switch.
+FAR = (Prepared, Switched, StayedOnPlan)
 #: Calls that need no bootstrap store where there is none: nothing is in it.
 EMPTY_WITHOUT = ("check", "delete")
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live_mode).
@@ -117,6 +130,7 @@ class Leading:
         self.connections = Connections()
         self.turns = Turns()
         self.recorders = Recorders()
+        self.feed = LiveFeed(state.epoch)
         self.planning = Planning(self.apply, command=planner)
         self.writer: Writer | None = None
         self._pages: Pages | None = None
@@ -212,6 +226,11 @@ class Leading:
         if known is None or known.worker(up.device, up.incarnation) is None:
             return
         gain = self.journal.report(job, report, time.time())
+        if self.feed:
+            self.feed.measured(job, report.measurement)
+            newest = self.journal.newest(job)
+            if newest is not None and (report.loss is not None or report.tokens is not None):
+                self.feed.stepped(job, newest)
         if gain is not None:
             number = report.measurement.plan
             text = f"plan {number} gained: {gain.words}"
@@ -220,7 +239,9 @@ class Leading:
 
     def tell(self, note: CoordinatorNote) -> None:
         """Into the journal, which is written to etcd, and the log."""
-        self.journal.tell(note, time.time())
+        event = self.journal.tell(note, time.time())
+        if self.feed:
+            self.feed.told(event)
         size = len(note.text) + sum(len(value) for value in note.data.values() if isinstance(value, str))
         if note.job:
             self.wrote(note.job, size)
@@ -382,6 +403,8 @@ class Leading:
                 self._reported(message, message.body)
             elif isinstance(message, CAUSES) and message.job in self.state.jobs:
                 self._causes[message.job] = connection.node
+            if self.feed and isinstance(message, FromClient) and isinstance(message.body, FAR):
+                self.feed.said(message.job, message.device, message.body)
             self.apply(Received(node=connection.node, message=message))
         elif isinstance(message, StepTime):
             self._lap(connection.node, message)
@@ -553,6 +576,22 @@ class Leading:
                 "unavailable", "as many record already as may at once: end one of them, or try again later"
             )
         return self.recorders.record(lambda: (self.state, self.now()))
+
+    def listening(self, leader: LeaderStatus, cluster: str) -> Known:
+        """What a round of the live feed reads of this leader."""
+        return Known(
+            state=self.state,
+            cluster=cluster,
+            leader=leader,
+            settings=self.changes.shown(),
+            times={name: found for name, clock in self.journal.clocks.items() if (found := clock.time)},
+            restarts=restarting(self.restarts.values(), time.monotonic()),
+            newest_event=self.journal.newest_id,
+            store_away=self.writer is not None and self.writer.away,
+            chaos=self.chaos,
+            at=self.now(),
+            now=time.time(),
+        )
 
     def exposition(self) -> bytes:
         """The body of `GET /metrics`."""

@@ -215,11 +215,14 @@ class ClusterView(Value, frozen=True, kw_only=True):
 
 #: What a step's seconds went into, in the order of a stacked bar. `tp`: collectives of the TP group.
 #: `bubble`: waiting for neighbour stages. `reduction`: of gradients. `input`: waiting for data. `context`:
-#: exchange of keys of sequences cut over lanes. `other`: the rest of the wall time.
+#: exchange of keys of sequences cut over lanes. `blocks`: forward and backward, where they were not told apart.
+#: `other`: the rest of the wall time. Parts without a second are left out.
 PARTS = (
     "forward",
     "backward",
+    "blocks",
     "recompute",
+    "embed and head",
     "tp",
     "context",
     "bubble",
@@ -286,10 +289,10 @@ class LaneRow(Value, frozen=True, kw_only=True):
 
 
 class LengthsView(Value, frozen=True, kw_only=True):
-    """Sequence lengths: of the newest step beside those that the plan was made for."""
+    """Sequence lengths of the newest step."""
 
-    mean: float | None  # tokens, of the plan's
-    longest: float | None  # tokens, of the plan's
+    mean: float | None  # tokens
+    longest: float | None  # tokens
     now: tuple[tuple[int, int, int], ...]  # of the newest step: from and to so many tokens, how many sequences
 
 
@@ -321,7 +324,7 @@ class JobView(Value, frozen=True, kw_only=True):
     head: JobRow
     heard: float  # unix seconds of the newest word about it
     measured_step: int | None  # the step that `stages` are of
-    stages: tuple[StageParts, ...]
+    stages: tuple[StageParts, ...]  # at most 128: of more, those that compute longest
     wall_seconds: float  # since its first step
     productive_seconds: float  # of the steps of the surviving history
     healthy_seconds: float | None  # of a step at the healthy speed: the fastest plan's median so far

@@ -9,6 +9,7 @@ import msgspec
 
 from elasticd.coordinator.api_types import (
     ApiError,
+    CallerStatus,
     ClusterStatus,
     Events,
     History,
@@ -19,13 +20,14 @@ from elasticd.coordinator.api_types import (
     Stopping,
     unknown,
 )
-from elasticd.coordinator.auth import Access, Caller
+from elasticd.coordinator.auth import ANYBODY, Access, Caller
 from elasticd.coordinator.http.response_encoder import Viewers
 from elasticd.coordinator.http.routing import get, post
 from elasticd.coordinator.leader import Leading
 from elasticd.coordinator.live_config import Scalar
+from elasticd.coordinator.live_feed import Known
 from elasticd.coordinator.metrics import CONTENT_TYPE
-from elasticd.records import HistoryRecord
+from elasticd.records import HistoryRecord, JobSpec
 
 #: The longest that a user may have a job's end wait for.
 MOST_STOP_SECONDS = 86_400.0
@@ -73,6 +75,10 @@ class Served(Protocol):
         """Every plan of a job, oldest first."""
         ...
 
+    def listening(self) -> Known:
+        """What those who listen are told from."""
+        ...
+
     def ready(self) -> str:
         """Why it is not ready, or nothing."""
         ...
@@ -108,10 +114,21 @@ class Rest:
         return Steps(steps=tuple(journal.steps(job, after)), pacing=journal.pacing(job))
 
     @get("/v1/jobs/{job}/history", large=True)
-    async def history(self, job: str) -> History:
-        """Every plan of a job with the problem that it answers, oldest first."""
+    async def history(self, job: str, after: int = -1) -> History:
+        """Every plan of a job with the problem that it answers, oldest first: those with a number above
+        `after`."""
         self._know(job)
-        return History(history=tuple(await self._served.history(job)))
+        found = await self._served.history(job)
+        return History(history=tuple(record for record in found if record.number > after))
+
+    @get("/v1/jobs/{job}/spec")
+    async def spec(self, job: str) -> JobSpec:
+        """What a job trains: its model's tensors, its batch and its settings."""
+        self._know(job)
+        found = self._served.leading.state.jobs.get(job)
+        if found is None or found.spec is None:
+            raise ApiError("unknown", f"job {job} has no worker that said what it trains yet")
+        return found.spec
 
     @post("/v1/nodes/{node}/drain", refuses=(409,), example=DrainRequest(on=True))
     async def drain(self, node: str, body: DrainRequest) -> DrainRequest:
@@ -152,6 +169,20 @@ class Rest:
         """All that the leader hears and decides from now on, until it ends or the caller goes: the lines that
         `elasticd record` keeps. Empty lines only say that nothing happened."""
         return self._served.leading.recording()
+
+    @get("/v1/live", media="application/jsonl", refuses=(503,))
+    async def live_feed(self, after: str = "") -> AsyncIterator[bytes]:
+        """All that the leader knows, then what changes, until it ends or the caller goes: a JSON object in each
+        line (`elasticd.coordinator.live_types`). `after`: the id of the last line that the caller has; it goes
+        on from there, where what followed is still kept."""
+        served = self._served
+        return served.leading.feed.listen(after, served.listening, served.viewers.beside)
+
+    @get("/v1/caller")
+    async def caller(self, caller: Caller | None) -> CallerStatus:
+        """Who asks: what this token or certificate may do here, and its name."""
+        known = caller or ANYBODY
+        return CallerStatus(name=known.name, role=known.role.value, asks=self._served.access.asks)
 
     @get("/metrics", media=CONTENT_TYPE)
     async def metrics(self) -> bytes:
