@@ -123,7 +123,7 @@ export const short = (text, most) => (text.length > most ? `${text.slice(0, most
 
 customElements.define("ed-bars", Bars);
 
-/** Sequence lengths of a step as a histogram, with the mean that the plan counts with. */
+/** Sequence lengths of a step as a histogram, with their mean. */
 export class Lengths extends Measured {
   static properties = { lengths: { attribute: false } };
 
@@ -147,7 +147,7 @@ export class Lengths extends Measured {
       width=${this.width}
       height=${tall + 34}
       role="img"
-      aria-label="Sequence lengths of the last step: ${all} sequences of ${from} to ${to} tokens${mean === null ? "" : `; the plan counts with ${Math.round(mean)} on average`}"
+      aria-label="Sequence lengths of the last step: ${all} sequences of ${from} to ${to} tokens${mean === null ? "" : `; ${Math.round(mean)} in the mean`}"
     >
       ${known.now.map(
         ([low, high, count], index) => svg`<g>
@@ -158,7 +158,7 @@ export class Lengths extends Measured {
         at < 0
           ? nothing
           : svg`<line class="threshold" x1=${at * (wide + 2) + wide / 2} x2=${at * (wide + 2) + wide / 2} y1="14" y2=${16 + tall} />
-        <text x=${Math.min(at * (wide + 2) + wide / 2 + 4, this.width - 90)} y="11">plan's mean ${Math.round(mean ?? 0)}</text>`
+        <text x=${Math.min(at * (wide + 2) + wide / 2 + 4, this.width - 90)} y="11">mean ${Math.round(mean ?? 0)}</text>`
       }
       <text class="label" x="0" y=${tall + 30}>${from}</text>
       <text class="label end" x=${Math.min(this.width, known.now.length * (wide + 2))} y=${tall + 30}>

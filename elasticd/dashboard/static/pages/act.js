@@ -24,8 +24,13 @@ const PANELS = [
     ["config"],
   ],
 ];
-/** Fields that hold numbers. */
-const NUMBERS = ["factor", "seconds", "wait"];
+/** Choices above which a name is typed. */
+const MOST = 300;
+/** Fields that hold numbers, and those that may be left empty. */
+const NUMBERS = ["factor", "seconds"];
+const OPTIONAL = ["value", "seconds", "factor", "other"];
+/** What stands in a field at first, by act and field; as the command line's defaults. @type {Record<string, string>} */
+const FIRST = { "stop seconds": "600", "chaos-slow factor": "3" };
 
 class ActPage extends Page {
   static properties = { list: { state: true }, config: { state: true } };
@@ -195,7 +200,12 @@ class ActForm extends Part {
   /** @param {string} field */
   value(field) {
     const act = /** @type {Act} */ (this.act);
-    return this.values[field] ?? act.choices[field]?.[0] ?? "";
+    const known = this.values[field] ?? FIRST[`${act.name} ${field}`];
+    const choices = act.choices[field] ?? [];
+    // A choice may be gone by now: a job that is over, a node that left.
+    const free = !choices.length || choices.length > MOST;
+    if (known !== undefined && (free || choices.includes(known) || known === "")) return known;
+    return OPTIONAL.includes(field) || choices.length > MOST ? "" : (choices[0] ?? "");
   }
 
   /** The command line as it is with these fields. */
@@ -211,7 +221,15 @@ class ActForm extends Part {
 
   body() {
     const act = /** @type {Act} */ (this.act);
-    return Object.fromEntries(act.fields.map((field) => [field, typed(field, this.value(field))]));
+    /** @type {Record<string, unknown>} */
+    const body = {};
+    for (const field of act.fields) {
+      const text = this.value(field).trim();
+      if (field === "value") body.value = text === "" ? null : typed(field, text);
+      else if (text !== "") body[field] = typed(field, text);
+    }
+    if (act.confirm) body.confirm = this.typed;
+    return body;
   }
 
   /** @param {Event} event */
@@ -241,7 +259,7 @@ class ActForm extends Part {
     const id = `act-${act.name.replace(/\W/g, "-")}`;
     const confirmed =
       !act.confirm || (this.value(act.confirm) !== "" && this.typed === this.value(act.confirm));
-    const filled = act.fields.every((field) => this.value(field) !== "" || field === "value");
+    const filled = act.fields.every((field) => this.value(field) !== "" || OPTIONAL.includes(field));
     const danger = Boolean(act.confirm) || act.name.startsWith("stop");
     return html`<form
       class="act"
@@ -274,7 +292,7 @@ class ActForm extends Part {
         </button>
       </div>
       ${act.allowed ? nothing : html`<p class="why-not" id="${id}-why">Not now: ${act.why_not}</p>`}
-      <p class="cli">
+      <p class="cli" ?hidden=${!act.command}>
         <span>same as</span> <code>${this.command()}</code>
         <button
           type="button"
@@ -297,10 +315,11 @@ class ActForm extends Part {
     const set = (/** @type {any} */ event) => {
       this.values = { ...this.values, [field]: event.target.value };
     };
-    if (choices) {
+    const optional = OPTIONAL.includes(field);
+    if (choices && choices.length <= MOST) {
       return html`<label
         >${field}<select ?disabled=${!act.allowed} @change=${set}>
-          ${choices.length ? nothing : html`<option value="">none</option>`}
+          ${choices.length && !optional ? nothing : html`<option value="" ?selected=${!this.value(field)}>none</option>`}
           ${choices.map((each) => html`<option value=${each} ?selected=${each === this.value(field)}>${each}</option>`)}
         </select></label
       >`;
@@ -309,6 +328,7 @@ class ActForm extends Part {
       >${field}<input
         autocomplete="off"
         spellcheck="false"
+        placeholder=${field === "value" ? "empty: as in the file" : optional ? "may be empty" : ""}
         inputmode=${NUMBERS.includes(field) ? "decimal" : "text"}
         ?disabled=${!act.allowed}
         .value=${live(this.value(field))}

@@ -13,7 +13,9 @@ import { toned } from "./cluster.js";
 export const PARTS = [
   { key: "forward", label: "forward", hue: 1 },
   { key: "backward", label: "backward", hue: 3 },
+  { key: "blocks", label: "forward and backward", hue: 1 },
   { key: "recompute", label: "recompute", hue: 6 },
+  { key: "embed and head", label: "embedding and head", hue: 6 },
   { key: "tp", label: "tensor parallel", hue: 4 },
   { key: "context", label: "context exchange", hue: 5 },
   { key: "bubble", label: "pipeline bubble", hue: 7 },
@@ -380,7 +382,7 @@ function data(view) {
       view.lengths && view.lengths.now.length
         ? html`<ed-lengths .lengths=${view.lengths}></ed-lengths>`
         : html`<p class="empty">
-            ${view.lengths && view.lengths.mean !== null ? html`The plan counts with ${number(view.lengths.mean)} tokens on average. ` : nothing}The
+            ${view.lengths && view.lengths.mean !== null ? html`${number(view.lengths.mean)} tokens in the mean. ` : nothing}The
             lengths of the last step are not known.
           </p>`
     }`;
