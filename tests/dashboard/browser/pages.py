@@ -64,6 +64,15 @@ class Person:
         self.page.evaluate("path => document.querySelector('ed-app').go(path)", path)
         expect(self.page.locator("main h1").first).to_be_visible()
 
+    def to(self, role: str, name: str, most: int = 200) -> None:
+        """Presses Tab until the element with this role and name has the focus."""
+        wanted = self.page.get_by_role(role, name=name, exact=True).first  # type: ignore[arg-type]
+        for _ in range(most):
+            if wanted.evaluate("each => each === document.activeElement"):
+                return
+            self.page.keyboard.press("Tab")
+        raise AssertionError(f"the keyboard does not reach the {role} {name!r}")
+
     def violations(self) -> list[str]:
         """What axe finds on the page as it is."""
         self.page.evaluate(AXE.read_text())

@@ -161,9 +161,11 @@ class Stage:
         process.wait()
         return name
 
-    def start_dashboard(self) -> None:
-        """Starts the dashboard, and waits until it serves."""
-        options = ("dashboard", "--config", str(self.configuration("dashboard")))
+    def start_dashboard(self, port: int = 0) -> None:
+        """Starts the dashboard, at this port if it is not 0, and waits until it serves."""
+        file = self.configuration("dashboard")
+        file.write_text(re.sub(r"(?<=\[dashboard\]\n)port = \d+", f"port = {port}", file.read_text()))
+        options = ("dashboard", "--config", str(file))
         self._dashboard = self._python("dashboard", "elasticd", *options)
 
         def serves() -> str | None:
