@@ -1,5 +1,5 @@
 // @ts-check
-/** Stacked bars: what the seconds of a step, or of a run, went to. Each part has its name and number in a table. */
+/** Stacked bars: what the seconds of a step or of a run went to, with the numbers in a table. */
 
 import { html, nothing, svg } from "./vendor/lit.js";
 import { Measured } from "./element.js";
@@ -85,12 +85,12 @@ export class Bars extends Measured {
   drawn(kinds, most) {
     const notes = this.rows.map((row) => row.note ?? seconds(total(row)));
     const room = Math.max(60, this.width - NAME - 16 - 6.4 * Math.max(...notes.map((note) => note.length)));
-    const said = this.rows.map((row) => `${row.label} ${seconds(total(row))}`).join(", ");
+    const summary = this.rows.map((row) => `${row.label} ${seconds(total(row))}`).join(", ");
     return html`<svg
       width=${this.width}
       height=${this.rows.length * STEP}
       role="img"
-      aria-label="${this.label}: ${said}"
+      aria-label="${this.label}: ${summary}"
     >
       ${this.rows.map((row, index) => {
         let at = NAME;
@@ -102,13 +102,14 @@ export class Bars extends Measured {
             const value = row.parts[kind.key] ?? 0;
             const wide = (room * value) / most;
             const x = at;
+            const said = this.share ? percent(value / (all || 1)) : seconds(value);
             at += wide;
             return value <= 0
               ? nothing
               : svg`<g>
               <rect class="k${kind.hue}" x=${x} width=${Math.max(0.5, wide - 0.75)} height=${TALL} />
               <title>${kind.label}: ${seconds(value)} (${percent(value / (all || 1))})</title>
-              ${wide > 62 ? svg`<text class="pass-text" x=${x + wide / 2} y="15">${this.share ? percent(value / (all || 1)) : seconds(value)}</text>` : nothing}
+              ${wide > 62 ? svg`<text class="pass-text" x=${x + wide / 2} y="15">${said}</text>` : nothing}
             </g>`;
           })}
           <text x=${NAME + (room * all) / most + 8} y="15">${notes[index]}</text>
@@ -143,23 +144,22 @@ export class Lengths extends Measured {
     const to = known.now[known.now.length - 1][1];
     const mean = known.mean;
     const at = mean === null ? -1 : known.now.findIndex(([low, high]) => mean >= low && mean < high);
-    return html`<svg
-      width=${this.width}
-      height=${tall + 34}
-      role="img"
-      aria-label="Sequence lengths of the last step: ${all} sequences of ${from} to ${to} tokens${mean === null ? "" : `; ${Math.round(mean)} in the mean`}"
-    >
-      ${known.now.map(
-        ([low, high, count], index) => svg`<g>
-        <rect class="k1" x=${index * (wide + 2)} y=${16 + tall - (tall * count) / most} width=${wide} height=${(tall * count) / most} rx="1">
-          </rect><title>${low} to ${high} tokens: ${count}</title></g>`,
-      )}
-      ${
-        at < 0
-          ? nothing
-          : svg`<line class="threshold" x1=${at * (wide + 2) + wide / 2} x2=${at * (wide + 2) + wide / 2} y1="14" y2=${16 + tall} />
-        <text x=${Math.min(at * (wide + 2) + wide / 2 + 4, this.width - 90)} y="11">mean ${Math.round(mean ?? 0)}</text>`
-      }
+    const label =
+      `Sequence lengths of the last step: ${all} sequences of ${from} to ${to} tokens` +
+      (mean === null ? "" : `; ${Math.round(mean)} in the mean`);
+    const middle = at * (wide + 2) + wide / 2;
+    const line =
+      at < 0
+        ? nothing
+        : svg`<line class="threshold" x1=${middle} x2=${middle} y1="14" y2=${16 + tall} />
+            <text x=${Math.min(middle + 4, this.width - 90)} y="11">mean ${Math.round(mean ?? 0)}</text>`;
+    return html`<svg width=${this.width} height=${tall + 34} role="img" aria-label=${label}>
+      ${known.now.map(([low, high, count], index) => {
+        const bar = (tall * count) / most;
+        return svg`<rect class="k1" x=${index * (wide + 2)} y=${16 + tall - bar} width=${wide} height=${bar}>
+          <title>${low} to ${high} tokens: ${count}</title></rect>`;
+      })}
+      ${line}
       <text class="label" x="0" y=${tall + 30}>${from}</text>
       <text class="label end" x=${Math.min(this.width, known.now.length * (wide + 2))} y=${tall + 30}>
         ${to} tokens

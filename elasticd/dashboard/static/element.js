@@ -1,5 +1,6 @@
 // @ts-check
-/** The bases of all elements: light DOM, so that labels, find-in-page and axe reach everything; and its width. */
+/** The bases of all elements: in the light DOM, which labels and find-in-page reach; and those that know their
+ * width. */
 
 import { LitElement } from "./vendor/lit.js";
 /** @import { PropertyDeclarations } from "./vendor/lit.js" */

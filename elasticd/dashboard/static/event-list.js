@@ -59,7 +59,8 @@ function data(event) {
     : nothing;
 }
 
-/** @param {EventRow[]} list  @param {{target?: number, dates?: boolean, durations?: Record<string, number>}} [how] */
+/** @param {EventRow[]} list
+ * @param {{target?: number, dates?: boolean, durations?: Record<string, number>}} [how] */
 export const events = (list, how = {}) =>
   list.length === 0
     ? html`<p class="empty">Nothing.</p>`

@@ -1,6 +1,6 @@
 // @ts-check
-/** Numbers, times and sizes as people read them. Every page writes them by these functions, so that one quantity
- * has one form. */
+/** Numbers, times and sizes as people read them. Every page writes them by these functions, so that one
+ * quantity has one form. */
 
 /** @param {number | null | undefined} value */
 const known = (value) => value !== null && value !== undefined && Number.isFinite(value);
@@ -23,8 +23,8 @@ export function figure(value) {
   return number(value, size === 0 || size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 4);
 }
 
-/** "3.00x"; an infinite slowdown is a device that does not compute. @param {number | null | undefined} value */
-export const slowdown = (value) => (value === Infinity ? "∞" : known(value) ? `${number(value, 2)}x` : NOTHING);
+/** "3.00x". @param {number | null | undefined} value */
+export const slowdown = (value) => (known(value) ? `${number(value, 2)}x` : NOTHING);
 
 /** @param {number | null | undefined} value  @param {number} [digits] */
 export const percent = (value, digits = 1) =>

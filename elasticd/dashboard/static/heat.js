@@ -1,5 +1,5 @@
 // @ts-check
-/** The heat map of devices, by host or by place in the plan. It is a picture: the table beside it says the same. */
+/** The heat map of devices, by host or by place in the plan. It is a picture; a table says the same. */
 
 import { guard, html, nothing, repeat, svg } from "./vendor/lit.js";
 import { Part } from "./element.js";
@@ -60,7 +60,8 @@ function drawn(cell, x, size) {
       }`;
 }
 
-/** What stands in a cell beside its colour: the slowdown, or the sign of the state. @param {Cell} cell  @param {number} size */
+/** What stands in a cell beside its colour: the slowdown, or the sign of the state.
+ * @param {Cell} cell  @param {number} size */
 function mark(cell, size) {
   if (STATES[cell.state]?.look) return STATES[cell.state].glyph;
   if (shade(cell.slowdown) === 0) return "";
@@ -125,7 +126,8 @@ export class Heat extends Part {
     this.size = sized(devices);
     this.room = Math.min(180, Math.ceil(longest * (this.size < 16 ? 5.5 : 6.8)) + 10);
     const said = Object.entries(counts).map(([state, count]) => `${count} ${state}`);
-    this.summary = `${this.label}: ${counted(devices, "device")}; ${said.join(", ")}. The table has the same as text.`;
+    const all = counted(devices, "device");
+    this.summary = `${this.label}: ${all}; ${said.join(", ")}. The table has the same as text.`;
     // Bands in which nothing changed are the same objects as before: a chunk of them is passed over at once.
     const before = this.chunks;
     this.chunks = [];

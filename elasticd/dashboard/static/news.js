@@ -1,9 +1,10 @@
 // @ts-check
-/** The one stream of news: the cluster as it is now, kept up to date, and each thing that happens as an event of the
- * DOM. Pages listen; none of them polls. */
+/** The one stream of news: the cluster as it is now, kept up to date, and each thing that happens as an event
+ * of the DOM. Pages listen; none of them polls. */
 
 import { get, recording } from "./source.js";
-/** @import { ClusterView, DeviceCell, LiveDevices, LiveLeader, LivePlan, LiveStep, NodeRow } from "../tools/api.d.ts" */
+/** @import { ClusterView, DeviceCell, LiveDevices, LiveLeader } from "../tools/api.d.ts" */
+/** @import { LivePlan, LiveStep, NodeRow } from "../tools/api.d.ts" */
 
 /** Milliseconds without a pulse after which the stream counts as silent: pulses come every second. */
 const SILENT = 3500;
@@ -11,8 +12,8 @@ const SILENT = 3500;
 const AGAIN = 1000;
 
 /**
- * What listeners are told: "change" (`cluster` or the connection changed), "hello" (everything anew: ask again), and
- * with a value as `detail` "step", "event", "plan" and "progress".
+ * What listeners are told: "change" (`cluster` or the connection changed), "hello" (everything anew: ask again),
+ * and with a value as `detail` "step", "event", "plan" and "progress".
  */
 class News extends EventTarget {
   constructor() {
@@ -123,7 +124,8 @@ class News extends EventTarget {
     );
   }
 
-  /** Rows that did not change stay the same objects, so that they are not drawn again. @param {LiveDevices} value */
+  /** Rows that did not change stay the same objects, so that they are not drawn again.
+   * @param {LiveDevices} value */
   devices(value) {
     if (!this.cluster) return;
     let nodes = this.cluster.nodes.slice();

@@ -91,6 +91,7 @@ export class PlanPicture extends Measured {
 
   /** @param {PipelineBox} row  @param {string} name  @param {number} room */
   row(row, name, room) {
+    const said = row.stages.map((stage) => `layers ${stage.named} on ${stage.devices.join(" ")}`);
     const layers = row.stages.reduce((sum, stage) => sum + stage.layers, 0);
     const most = Math.max(...row.stages.map((stage) => stage.devices.length));
     const tall = 24 + LINE * Math.min(most, 8) + 12;
@@ -105,7 +106,7 @@ export class PlanPicture extends Measured {
       height=${tall + 8}
       role="img"
       @click=${this.opened}
-      aria-label="${name}, ${counted(row.micro_batches, "micro-batch", "micro-batches")}: ${row.stages.map((stage) => `layers ${stage.named} on ${stage.devices.join(" ")}`).join("; ")}"
+      aria-label="${name}, ${counted(row.micro_batches, "micro-batch", "micro-batches")}: ${said.join("; ")}"
     >
       <text x="0" y="16">${name}</text>
       <text class="label" x="0" y="32">${counted(row.micro_batches, "micro-batch", "micro-b.")}</text>
@@ -119,7 +120,8 @@ export class PlanPicture extends Measured {
   }
 }
 
-/** Widths by parts of `room`, none below `least`. @param {number[]} parts  @param {number} room  @param {number} least */
+/** Widths by parts of `room`, none below `least`.
+ * @param {number[]} parts  @param {number} room  @param {number} least */
 function shares(parts, room, least) {
   const spare = Math.max(0, room - least * parts.length);
   return parts.map((part) => least + spare * part);
@@ -140,9 +142,10 @@ function box(stage, x, wide, tall) {
       const y = 22 + index * LINE;
       const slow = stage.slowdowns[index] > 1 ? ` ${slowdown(stage.slowdowns[index])}` : "";
       const part = stage.devices.length > 1 ? ` ${percent(stage.shares[index], 0)}` : "";
+      const text = short(`${device}${slow}${part}`, Math.floor(room / 6.4));
       return svg`<g><rect class="device s${level}" data-device=${device} x=${x + 6} y=${y} height=${LINE - 3}
           width=${Math.max(20, (room * stage.shares[index]) / most)} rx="2" />
-        <text class="on-device ${level > 3 ? "deep" : ""}" x=${x + 11} y=${y + 12.5}>${short(`${device}${slow}${part}`, Math.floor(room / 6.4))}</text>
+        <text class="on-device ${level > 3 ? "deep" : ""}" x=${x + 11} y=${y + 12.5}>${text}</text>
         <title>${device}${slow}${part}</title></g>`;
     })}
     ${stage.devices.length > 8 ? svg`<text class="label" x=${x + 6} y=${tall - 12}>+ ${stage.devices.length - 8}</text>` : nothing}
@@ -194,11 +197,13 @@ export class Timeline extends Measured {
     const tall = 17;
     const height = lane.stages.length * (tall + 2) + 20;
     const busy = lane.stages.map((passes) => passes.reduce((sum, pass) => sum + pass.stop - pass.start, 0));
+    const said = busy.map((each, stage) => `stage ${stage} ${percent(each / (lane.seconds || 1), 0)}`);
+    const alike = lane.alike > 1 ? ` and ${lane.alike - 1} alike` : "";
     return html`<svg
       width=${this.width}
       height=${height}
       role="img"
-      aria-label="${name}${lane.alike > 1 ? ` and ${lane.alike - 1} alike` : ""}, 1F1B as predicted: ${seconds(lane.seconds)}; busy: ${busy.map((each, stage) => `stage ${stage} ${percent(each / (lane.seconds || 1), 0)}`).join(", ")}"
+      aria-label="${name}${alike}, 1F1B as predicted: ${seconds(lane.seconds)}; busy: ${said.join(", ")}"
     >
       <text x="0" y="12">${name}</text>
       ${lane.alike > 1 ? svg`<text class="label" x=${NAME} y="12">and ${lane.alike - 1} alike</text>` : nothing}

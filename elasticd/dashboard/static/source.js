@@ -1,5 +1,5 @@
 // @ts-check
-/** Where the pages' values come from: the dashboard's server, or, in a report, the recording in the file itself. */
+/** Where the pages' values come from: the dashboard's server, or, in a report, the file itself. */
 
 /** A request that was not answered with a value; its text says why, and what would be right. */
 export class Refused extends Error {
@@ -67,7 +67,7 @@ function reason(text) {
   }
 }
 
-// -- addresses -------------------------------------------------------------------------------------------------
+// -- addresses ---------------------------------------------------------------------------------------------
 
 /** A name as a part of a path. @param {string} name */
 export const part = (name) => encodeURIComponent(name);

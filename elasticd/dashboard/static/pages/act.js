@@ -29,7 +29,8 @@ const MOST = 300;
 /** Fields that hold numbers, and those that may be left empty. */
 const NUMBERS = ["factor", "seconds"];
 const OPTIONAL = ["value", "seconds", "factor", "other"];
-/** What stands in a field at first, by act and field; as the command line's defaults. @type {Record<string, string>} */
+/** What stands in a field at first, by act and field: the command line's defaults.
+ * @type {Record<string, string>} */
 const FIRST = { "stop seconds": "600", "chaos-slow factor": "3" };
 
 class ActPage extends Page {

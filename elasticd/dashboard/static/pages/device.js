@@ -226,7 +226,8 @@ const causes = (view) =>
           </div>`
     }`;
 
-/** Units that are too small to be read, and by what they are divided. @type {Record<string, [number, string]>} */
+/** Units that are too small to be read, and by what they are divided.
+ * @type {Record<string, [number, string]>} */
 const LARGER = {
   Hz: [1e6, "MHz"],
   bytes: [2 ** 20, "MiB"],
