@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import platform
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +28,7 @@ from elasticd.coordinator.api_types import (
     Steps,
     Stopping,
 )
+from elasticd.coordinator.auth import USER_HEADER
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.live_types import AnyNews
 from elasticd.local_cluster import settings as settings_of
@@ -61,7 +65,7 @@ class Api:
             base_url=url,
             timeout=patience,
             trust_env=False,
-            headers=known.headers(),
+            headers={**known.headers(), USER_HEADER: asker()},
             verify=known.verifying(),
         )
 
@@ -198,6 +202,15 @@ class Api:
         if answer.is_success:
             return answer.content
         raise CannotReach(_said(answer))
+
+
+def asker() -> str:
+    """Who gives this command, as in alice@host; a user of a container may have no name, but has a number."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        name = str(os.getuid())
+    return f"{name}@{platform.node()}".encode("ascii", "replace").decode()
 
 
 def _quoted(name: str) -> str:

@@ -476,6 +476,10 @@ class Leading:
 
     # -- users ---------------------------------------------------------------------------------------------
 
+    def asked(self, by: str, what: str, *, job: str = "", **data: Any) -> None:
+        """For the audit: a user had something changed."""
+        self.tell(CoordinatorNote(kind="asked", job=job, text=f"{by} {what}", data={"by": by, **data}))
+
     def allow_chaos(self) -> None:
         """Raises `ApiError` where the configuration has it off."""
         if not self.chaos:
