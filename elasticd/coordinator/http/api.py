@@ -170,9 +170,8 @@ class Rest:
         """Changes detection and policy while running; the values are checked, kept, and followed at once."""
         by = _by(body.by, caller)
         await self._served.leading.change(body.values, by)
-        told = ", ".join(
-            f"{key} = {'the file’s' if value is None else value}" for key, value in body.values.items()
-        )
+        values = {key: "the file's" if value is None else value for key, value in body.values.items()}
+        told = ", ".join(f"{key} = {value}" for key, value in values.items())
         self._served.leading.asked(by, f"changed {told}", action="config", values=body.values)
         return self._served.leading.changes.shown()
 
