@@ -732,8 +732,10 @@ def application(served: Served, assets: Assets | None = None) -> Starlette:
         Exception: broken,
     }
     pages = Pages(served, assets or Assets())
-    return Starlette(
+    made = Starlette(
         routes=pages.routes(),
         exception_handlers=handlers,
         middleware=[Middleware(Gate, served=served)],
     )
+    made.router.redirect_slashes = False
+    return made
