@@ -197,13 +197,13 @@ def test_dashboard_that_is_away_is_said_and_the_page_goes_on_by_itself(alice: Pe
     expect(alice.page.locator(".banner")).to_contain_text("last heard")
     alice.watched.said.clear()  # the browser itself writes into its console that nobody answers
     stage.start_dashboard(port=urlsplit(stage.url).port or 0)
-    alice.page.get_by_text("Sign in").or_(alice.page.get_by_text("live", exact=True)).first.wait_for()
+    alice.page.get_by_label("Token").or_(alice.page.locator(".topbar .chip.ok")).first.wait_for()
     alice.watched.said.clear()
     assert not alice.reloaded
     if alice.page.get_by_label("Token").count():
         alice.page.get_by_label("Token").fill(OPERATOR)
         alice.page.get_by_role("button", name="Sign in").click()
-    expect(alice.page.get_by_text("live", exact=True)).to_be_visible()
+    expect(alice.page.locator(".topbar .chip")).to_contain_text("live")
     until(lambda: set(before) <= set(alice.events()))
 
 
