@@ -26,6 +26,9 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 export const line = (curve) => svg`<svg width="26" height="10" aria-hidden="true">
   <line class="line k${curve.hue}" x1="0" x2="26" y1="5" y2="5" stroke-dasharray=${(curve.dash ?? []).join(" ")} /></svg>`;
 
+/** Digits behind the point of numbers that are so far apart. @param {number} apart */
+const digits = (apart) => Math.max(0, Math.min(6, -Math.floor(Math.log10(apart || 1) + 1e-9)));
+
 export class Chart extends LitElement {
   static properties = {
     label: { type: String },
@@ -204,7 +207,7 @@ export class Chart extends LitElement {
         {
           ...axis,
           size: 58,
-          values: (_, splits) => splits.map((value) => (value === null ? "" : figure(value))),
+          values: (_, splits, __, ___, apart) => splits.map((value) => number(value, digits(apart))),
         },
       ],
       series: [
@@ -236,6 +239,8 @@ export class Chart extends LitElement {
     const least = Math.min(low ?? 0, ...levels);
     const most = Math.max(high ?? 1, ...levels);
     if (!Number.isFinite(least) || !Number.isFinite(most)) return /** @type {[number, number]} */ ([0, 1]);
+    if (least === most)
+      return /** @type {[number, number]} */ (least === 0 ? [0, 1] : [0, 1.2 * most].sort((a, b) => a - b));
     const from = least >= 0 && least < 0.6 * most ? 0 : least - 0.1 * (most - least || Math.abs(most) || 1);
     return /** @type {[number, number]} */ ([from, most + 0.08 * (most - from || 1)]);
   }

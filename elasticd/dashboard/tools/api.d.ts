@@ -181,7 +181,7 @@ export interface LaneRow {
   rows: number;
 }
 
-/** Sequence lengths: of the newest step beside those that the plan was made for. */
+/** Sequence lengths of the newest step. */
 export interface LengthsView {
   mean: number | null;
   longest: number | null;

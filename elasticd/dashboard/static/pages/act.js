@@ -340,6 +340,7 @@ class ActForm extends Part {
 
 /** "chaos-kill" as "Kill". @param {string} name */
 function verb(name) {
+  if (name === "config") return "Set";
   const word =
     name
       .split(/[-/]/)

@@ -323,9 +323,13 @@ function answer(known) {
     .map((each) => `${each.what} ${each.name} ${each.state}`);
   const wrong = [...said, ...nodes.slice(0, 3)];
   const running = known.jobs.filter((job) => TRAINS.includes(job.phase)).length;
-  const jobs = known.jobs.length
-    ? `${running} of ${counted(known.jobs.length, "job")} ${running === 1 ? "trains" : "train"}.`
-    : "No job runs.";
+  const all = known.jobs.length;
+  const jobs =
+    all === 0
+      ? "No job runs."
+      : all === 1
+        ? `Job ${known.jobs[0].job} ${running ? "trains" : `does not train: it is ${known.jobs[0].phase}`}.`
+        : `${running} of ${all} jobs ${running === 1 ? "trains" : "train"}.`;
   return wrong.length
     ? html`${chip("warn", "▲", listed(wrong))} ${jobs}`
     : html`${chip("ok", "✓", "All is normal")} ${jobs}`;

@@ -229,6 +229,7 @@ const causes = (view) =>
 /** Units that are too small to be read, and by what they are divided.
  * @type {Record<string, [number, string]>} */
 const LARGER = {
+  part: [0.01, "%"],
   Hz: [1e6, "MHz"],
   bytes: [2 ** 20, "MiB"],
   B: [2 ** 20, "MiB"],

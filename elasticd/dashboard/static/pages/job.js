@@ -158,7 +158,7 @@ class JobPage extends Page {
         <section class="panel" aria-labelledby="speed-title">
           <header>
             <h2 id="speed-title">Throughput</h2>
-            <p>Bound: N / Σ(slowdown⁻¹)⁻¹ of the healthy speed, what no plan can exceed.</p>
+            <p>bound: the healthy speed × Σ(1/slowdown) / N, which no plan can exceed</p>
           </header>
           ${this.speed()}
         </section>

@@ -38,6 +38,7 @@ class LoginPage extends Part {
       <form @submit=${(/** @type {SubmitEvent} */ event) => this.submit(event)}>
         <h1 id="login-title" tabindex="-1">Sign in</h1>
         <p>This cluster asks who you are. Paste a token of a viewer or an operator.</p>
+        <input type="text" name="username" autocomplete="username" value="token" hidden />
         <label
           >Token<input
             type="password"
