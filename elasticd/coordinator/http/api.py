@@ -198,7 +198,8 @@ class Rest:
     @get("/metrics", media=CONTENT_TYPE)
     async def metrics(self) -> bytes:
         """Counters and the present state, for Prometheus."""
-        return await self._served.viewers.beside(self._served.leading.exposition)
+        leading = self._served.leading
+        return await self._served.viewers.beside(leading.exposition, leading.clocks())
 
     @get("/livez")
     async def live(self) -> Live:
