@@ -29,7 +29,7 @@ from elasticd.coordinator.api_types import (
 #: Devices up to which each has a line of its own; of more, nodes have one where something is not normal.
 FEW_DEVICES = 32
 #: Without --all: lines of nodes, jobs, and pipelines and workers of a job that are shown.
-MOST_NODES, MOST_JOBS, MOST_PIPELINES, MOST_WORKERS = 20, 6, 6, 16
+MOST_NODES, MOST_JOBS, MOST_PIPELINES, MOST_WORKERS = 20, 4, 6, 16
 #: A device in a node's line: at normal speed, slower and slower, and one of a node that cannot be reached.
 _GLYPHS, _GONE = "▁▃▅▇█", "×"
 

@@ -188,7 +188,7 @@ def test_a_thousand_nodes_have_sixty_lines_that_say_what_is_not_normal() -> None
     assert not any(line.startswith("  n0001 ") for line in lines), "nothing is wrong with it"
     assert "more nodes that are not normal: --all" in text
     assert "100 pipelines of 10 stages on 8,000 devices" in text
-    assert "and 3 more jobs" in text
+    assert "and 5 more jobs" in text
 
 
 def test_all_shows_every_device_also_of_a_large_cluster() -> None:
