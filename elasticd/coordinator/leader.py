@@ -21,7 +21,7 @@ from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, Pag
 from elasticd.coordinator.events.job_times import ClockReading
 from elasticd.coordinator.fair_queue import Turns
 from elasticd.coordinator.live_config import Changes, Scalar
-from elasticd.coordinator.live_feed import Known, LiveFeed
+from elasticd.coordinator.live_feed import FeedSource, LiveFeed
 from elasticd.coordinator.metrics import LeaderMetrics
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
@@ -477,9 +477,10 @@ class Leading:
 
     # -- users ---------------------------------------------------------------------------------------------
 
-    def asked(self, by: str, what: str, *, job: str = "", **data: Any) -> None:
+    def asked(self, by: str, what: str, *, action: str, job: str = "", **about: Any) -> None:
         """For the audit: a user had something changed."""
-        self.tell(CoordinatorNote(kind="asked", job=job, text=f"{by} {what}", data={"by": by, **data}))
+        data = {"by": by, "action": action, **about}
+        self.tell(CoordinatorNote(kind="asked", job=job, text=f"{by} {what}", data=data))
 
     def allow_chaos(self) -> None:
         """Raises `ApiError` where the configuration has it off."""
@@ -582,9 +583,9 @@ class Leading:
             )
         return self.recorders.record(lambda: (self.state, self.now()))
 
-    def listening(self, leader: LeaderStatus, cluster: str) -> Known:
+    def listening(self, leader: LeaderStatus, cluster: str) -> FeedSource:
         """What a round of the live feed reads of this leader."""
-        return Known(
+        return FeedSource(
             state=self.state,
             cluster=cluster,
             leader=leader,

@@ -60,7 +60,7 @@ T = TypeVar("T")
 Beside = Callable[..., Awaitable[Any]]
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True):
+class FeedSource(msgspec.Struct, frozen=True, kw_only=True):
     """All that a round reads of the leader: taken in the loop, and immutable."""
 
     state: CoordinatorState
@@ -90,7 +90,7 @@ class _Noted:
 class _Told:
     """What was told last, to compare with. `base`: what all listeners know, before the first round."""
 
-    base: Known | None = None
+    base: FeedSource | None = None
     nodes: dict[str, NodeState] = field(default_factory=dict)
     members: Counter[str] = field(default_factory=Counter)
     rates: dict[str, float] = field(default_factory=dict)
@@ -189,7 +189,7 @@ class LiveFeed:
 
     # -- listeners -----------------------------------------------------------------------------------------
 
-    def listen(self, after: str, known: Callable[[], Known], beside: Beside) -> AsyncIterator[bytes]:
+    def listen(self, after: str, known: Callable[[], FeedSource], beside: Beside) -> AsyncIterator[bytes]:
         """Lines, until the leader ends or the listener goes.
 
         Args:
@@ -208,7 +208,7 @@ class LiveFeed:
             )
         return self._lines(after, known, beside)
 
-    def _enter(self, after: str, known: Callable[[], Known]) -> _Listener:
+    def _enter(self, after: str, known: Callable[[], FeedSource]) -> _Listener:
         listener = _Listener()
         missed = self._after(after)
         if missed is None:
@@ -221,7 +221,7 @@ class LiveFeed:
         self._listeners.add(listener)
         return listener
 
-    async def _lines(self, after: str, known: Callable[[], Known], beside: Beside) -> AsyncIterator[bytes]:
+    async def _lines(self, after: str, known: Callable[[], FeedSource], beside: Beside) -> AsyncIterator[bytes]:
         listener = self._enter(after, known)  # here: who is gone before the first line was never there
         try:
             while True:
@@ -252,7 +252,7 @@ class LiveFeed:
 
     # -- rounds --------------------------------------------------------------------------------------------
 
-    async def rounds(self, known: Callable[[], Known], beside: Beside) -> None:
+    async def rounds(self, known: Callable[[], FeedSource], beside: Beside) -> None:
         """Tells listeners what is new, until cancelled."""
         while True:
             await self._begun.wait()
@@ -266,7 +266,7 @@ class LiveFeed:
                 await asyncio.sleep(DEVICES)
             await asyncio.sleep(max(0.05, ROUND - (time.monotonic() - began)))
 
-    async def _round(self, known: Known, beside: Beside) -> None:
+    async def _round(self, known: FeedSource, beside: Beside) -> None:
         noted, self._noted = self._noted, _Noted()
         now = time.monotonic()
         measured: dict[str, dict[str, Measurement]] = {}
@@ -289,7 +289,7 @@ class LiveFeed:
         for listener in self._listeners:
             listener.put(lines)
 
-    def _begin(self, known: Known) -> None:
+    def _begin(self, known: FeedSource) -> None:
         """The first listener gets a hello that is no older than what is `known`: rounds tell what changes from
         here on."""
         self._noted, self._told = _Noted(), _Told(base=known)
@@ -343,7 +343,7 @@ def _some(lines: Iterator[bytes]) -> bytes:
     return b"".join(found)
 
 
-def hello(known: Known, last: str) -> Iterator[bytes]:
+def hello(known: FeedSource, last: str) -> Iterator[bytes]:
     """All that is known, as lines. They have the id of the last line before them."""
     state = known.state
     first = live.LiveHello(
@@ -368,7 +368,7 @@ def _line(news: live.News) -> bytes:
 
 
 def _made(
-    known: Known,
+    known: FeedSource,
     noted: _Noted,
     measured: Mapping[str, Mapping[str, Measurement]],
     told: _Told,
@@ -415,12 +415,12 @@ def _by_switch(
     return found
 
 
-def _pulse(known: Known, number: str) -> live.Pulse:
+def _pulse(known: FeedSource, number: str) -> live.LeaderPulse:
     paused = known.state.settings.policy.paused
-    return live.Pulse(id=number, at=known.now, store_away=known.store_away, paused=paused)
+    return live.LeaderPulse(id=number, at=known.now, store_away=known.store_away, paused=paused)
 
 
-def _changes(known: Known, told: _Told, next_id: Callable[[], str]) -> Iterator[live.News]:
+def _changes(known: FeedSource, told: _Told, next_id: Callable[[], str]) -> Iterator[live.News]:
     """What differs from what was told; it is told then."""
     state = known.state
     if known.settings != told.settings:
@@ -502,7 +502,7 @@ def _same_rates(job: JobState, before: JobState | None) -> bool:
 
 
 def _of_job(
-    known: Known, job: JobState, before: JobState | None, told: _Told, next_id: Callable[[], str]
+    known: FeedSource, job: JobState, before: JobState | None, told: _Told, next_id: Callable[[], str]
 ) -> Iterator[live.News]:
     time = known.times.get(job.job)
     if before is job and (job.phase in OVER or not _due(job, known.at)):
@@ -542,7 +542,7 @@ def _due(job: JobState, at: float) -> bool:
 
 def _measurements(
     job: JobState, plan: Plan, found: Mapping[str, Measurement], next_id: Callable[[], str]
-) -> live.Measured | None:
+) -> live.MeasuredNews | None:
     """What members measured, in columns."""
     members, number = plan.members, plan.number
     nothing = (math.nan,) * len(live.MEASURED)
@@ -558,7 +558,7 @@ def _measurements(
     for each in taken:
         if each is not None and each.lengths and each.device in firsts and each.step == max(steps):
             lengths.update(each.lengths)
-    return live.Measured(
+    return live.MeasuredNews(
         id=next_id(),
         job=job.job,
         plan=number,
