@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import platform
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +28,7 @@ from elasticd.coordinator.api_types import (
     Steps,
     Stopping,
 )
+from elasticd.coordinator.auth import USER_HEADER
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.live_types import AnyNews
 from elasticd.local_cluster import settings as settings_of
@@ -48,10 +52,17 @@ class CannotReach(Exception):
 
 class Api:
     """The coordinator's REST as typed calls. All raise `CannotReach`. `known` is what we show it: by default
-    `$ELASTICD_TOKEN`, where that is set."""
+    `$ELASTICD_TOKEN`, where that is set. terminal: texts are made safe for a terminal."""
 
-    def __init__(self, url: str, known: Credentials | None = None, *, patience: float = PATIENCE) -> None:
-        self.url = url
+    def __init__(
+        self,
+        url: str,
+        known: Credentials | None = None,
+        *,
+        patience: float = PATIENCE,
+        terminal: bool = True,
+    ) -> None:
+        self.url, self._terminal = url, terminal
         known = known if known is not None else credentials(SecuritySection())
         if objection := known.objection(url):
             raise CannotReach(objection)
@@ -61,7 +72,7 @@ class Api:
             base_url=url,
             timeout=patience,
             trust_env=False,
-            headers=known.headers(),
+            headers={**known.headers(), USER_HEADER: asker()},
             verify=known.verifying(),
         )
 
@@ -103,8 +114,7 @@ class Api:
                 if not answer.is_success:
                     answer.read()
                     raise CannotReach(_said(answer))
-                for line in answer.iter_lines():
-                    yield line.encode()
+                yield from _lines(answer)
         except httpx2.HTTPError as error:
             raise CannotReach(
                 f"the coordinator at {self.url} is gone: {error or type(error).__name__}"
@@ -120,7 +130,7 @@ class Api:
                 if not answer.is_success:
                     answer.read()
                     raise CannotReach(_said(answer))
-                for line in answer.iter_lines():
+                for line in _lines(answer):
                     try:
                         yield _news.decode(line)
                     except msgspec.ValidationError as error:
@@ -175,7 +185,8 @@ class Api:
 
     def _read(self, path: str, kind: type[T], method: str = "GET", body: bytes | None = None) -> T:
         try:
-            return decoded_as(kind, json_for_terminal(self._ask(method, path, body)))
+            content = self._ask(method, path, body)
+            return decoded_as(kind, json_for_terminal(content) if self._terminal else content)
         except msgspec.DecodeError as error:
             raise CannotReach(
                 f"the answer of {self.url} is not that of a coordinator of this release ({error}): "
@@ -198,6 +209,28 @@ class Api:
         if answer.is_success:
             return answer.content
         raise CannotReach(_said(answer))
+
+
+def _lines(answer: httpx2.Response) -> Iterator[bytes]:
+    """The lines of a stream. Only a line feed ends one: texts may hold what Unicode calls a line's end."""
+    rest = b""
+    for piece in answer.iter_bytes():
+        first, *others = piece.split(b"\n")
+        rest += first
+        for each in others:
+            yield rest
+            rest = each
+    if rest:
+        yield rest
+
+
+def asker() -> str:
+    """Who gives this command, as in alice@host; a user of a container may have no name, but has a number."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        name = str(os.getuid())
+    return f"{name}@{platform.node()}".encode("ascii", "replace").decode()
 
 
 def _quoted(name: str) -> str:

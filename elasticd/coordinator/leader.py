@@ -18,6 +18,7 @@ from elasticd.coordinator.bootstrap_store import BootstrapRoom, BootstrapStore
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.events.event_log import Journal
 from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, Paged, Pages
+from elasticd.coordinator.events.job_times import ClockReading
 from elasticd.coordinator.fair_queue import Turns
 from elasticd.coordinator.live_config import Changes, Scalar
 from elasticd.coordinator.live_feed import Known, LiveFeed
@@ -476,6 +477,10 @@ class Leading:
 
     # -- users ---------------------------------------------------------------------------------------------
 
+    def asked(self, by: str, what: str, *, job: str = "", **data: Any) -> None:
+        """For the audit: a user had something changed."""
+        self.tell(CoordinatorNote(kind="asked", job=job, text=f"{by} {what}", data={"by": by, **data}))
+
     def allow_chaos(self) -> None:
         """Raises `ApiError` where the configuration has it off."""
         if not self.chaos:
@@ -593,10 +598,15 @@ class Leading:
             now=time.time(),
         )
 
-    def exposition(self) -> bytes:
-        """The body of `GET /metrics`."""
+    def exposition(self, clocks: Mapping[str, ClockReading] | None = None) -> bytes:
+        """The body of `GET /metrics`; `clocks` as read in the loop, where this is called beside it."""
         away = self.writer is not None and self.writer.away
-        return self.metrics.text(self.state, self.connections, away)
+        clocks = self.clocks() if clocks is None else clocks
+        return self.metrics.text(self.state, self.connections, away, clocks, time.time())
+
+    def clocks(self) -> dict[str, ClockReading]:
+        """Where the time of each job went."""
+        return {name: clock.reading for name, clock in self.journal.clocks.items()}
 
     def pace(self, device: str, factor: float) -> None:
         """Chaos on a device's speed; raises `ApiError`."""

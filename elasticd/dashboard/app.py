@@ -32,6 +32,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from elasticd.codec.decoding import decoded_as
 from elasticd.config.credentials import Credentials
 from elasticd.coordinator.api_types import CallerStatus
+from elasticd.coordinator.auth import USER_HEADER
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard import act_page, views
 from elasticd.dashboard.board import Board
@@ -229,7 +230,7 @@ class Pages:
                 base_url=url,
                 timeout=PATIENCE,
                 trust_env=False,
-                headers=known.headers(),
+                headers={**known.headers(), USER_HEADER: "dashboard"},
                 verify=known.verifying(),
             ) as client:
                 content = msgspec.json.encode(body) if body is not None else None
@@ -731,8 +732,10 @@ def application(served: Served, assets: Assets | None = None) -> Starlette:
         Exception: broken,
     }
     pages = Pages(served, assets or Assets())
-    return Starlette(
+    made = Starlette(
         routes=pages.routes(),
         exception_handlers=handlers,
         middleware=[Middleware(Gate, served=served)],
     )
+    made.router.redirect_slashes = False
+    return made

@@ -220,7 +220,7 @@ class Dashboard:
         """Whoever leads. Raises CannotReach and ConfigError."""
         known = credentials(self.config.security)
         url = self._coordinator or leader_url(self.config)
-        with Api(url, known) as api:
+        with Api(url, known, terminal=False) as api:
             if self._asks is None or not self._url:
                 self._learn(api)
             self._url = url
@@ -246,8 +246,9 @@ class Dashboard:
 
     @property
     def asks(self) -> bool:
-        """Whether the coordinator asks for tokens; yes until it is known."""
-        return self._asks is not False
+        """Whether the coordinator asks for tokens. Until that is known it does if there is one for us; without
+        one it tells us nothing that somebody might see."""
+        return bool(self._asks)
 
     @property
     def leader(self) -> str:

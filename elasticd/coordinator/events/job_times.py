@@ -80,6 +80,14 @@ class JobTime(Value, frozen=True, kw_only=True):
         return min(1.0, self.productive / wall, self.steps * self.healthy / wall)
 
 
+class ClockReading(Value, frozen=True, kw_only=True):
+    """All that a clock has counted, at one moment."""
+
+    time: JobTime | None  # None: no step was made yet
+    replans: dict[str, int]  # proposals by reason
+    moved_bytes: int  # sent in switches
+
+
 class JobClock:
     """Counts the time of one job."""
 
@@ -162,6 +170,11 @@ class JobClock:
             times=dict(self._times),
             healthy=self._healthy,
         )
+
+    @property
+    def reading(self) -> ClockReading:
+        """All that was counted so far."""
+        return ClockReading(time=self.time, replans=dict(self.replans), moved_bytes=self.moved_bytes)
 
     @property
     def pending(self) -> str:

@@ -131,22 +131,29 @@ class Rest:
         return found.spec
 
     @post("/v1/nodes/{node}/drain", refuses=(409,), example=DrainRequest(on=True))
-    async def drain(self, node: str, body: DrainRequest) -> DrainRequest:
+    async def drain(self, node: str, body: DrainRequest, caller: Caller | None) -> DrainRequest:
         """Lets the devices of a node be left by all plans, or be used again."""
         self._served.leading.drain(node, body.on)
+        what = f"asked for node {node} to be {'drained' if body.on else 'used again'}"
+        self._asked(caller, what, action="drain" if body.on else "undrain", node=node)
         return body
 
     @post("/v1/jobs/{job}/stop", refuses=(409,), example=StopRequest(by="alice"))
     async def stop(self, job: str, body: StopRequest, caller: Caller | None) -> Stopping:
         """Ends a job: its workers make a last checkpoint, where they have a folder for it, and leave. Says
         which nodes' workers will not hear of it, and train on until the time is up."""
-        unheard = self._served.leading.stop(job, body.seconds, _by(body.by, caller))
+        by = _by(body.by, caller)
+        unheard = self._served.leading.stop(job, body.seconds, by)
+        what = f"asked for job {job} to stop within {body.seconds:g} s"
+        self._served.leading.asked(by, what, job=job, action="stop", seconds=body.seconds)
         return Stopping(by=body.by, seconds=body.seconds, unheard=unheard)
 
     @post("/v1/jobs/{job}/forget", refuses=(409,), example=ForgetRequest(by="alice"))
     async def forget(self, job: str, body: ForgetRequest, caller: Caller | None) -> ForgetRequest:
         """Deletes all that is kept of a job that is over; its name can be used again."""
-        self._served.leading.forget(job, _by(body.by, caller))
+        by = _by(body.by, caller)
+        self._served.leading.forget(job, by)
+        self._served.leading.asked(by, f"asked for job {job} to be forgotten", action="forget")
         return body
 
     @get("/v1/config")
@@ -161,7 +168,11 @@ class Rest:
     )
     async def change(self, body: ConfigRequest, caller: Caller | None) -> Settings:
         """Changes detection and policy while running; the values are checked, kept, and followed at once."""
-        await self._served.leading.change(body.values, _by(body.by, caller))
+        by = _by(body.by, caller)
+        await self._served.leading.change(body.values, by)
+        values = {key: "the file's" if value is None else value for key, value in body.values.items()}
+        told = ", ".join(f"{key} = {value}" for key, value in values.items())
+        self._served.leading.asked(by, f"changed {told}", action="config", values=body.values)
         return self._served.leading.changes.shown()
 
     @get("/v1/record", media="application/jsonl")
@@ -187,7 +198,8 @@ class Rest:
     @get("/metrics", media=CONTENT_TYPE)
     async def metrics(self) -> bytes:
         """Counters and the present state, for Prometheus."""
-        return await self._served.viewers.beside(self._served.leading.exposition)
+        leading = self._served.leading
+        return await self._served.viewers.beside(leading.exposition, leading.clocks())
 
     @get("/livez")
     async def live(self) -> Live:
@@ -200,6 +212,9 @@ class Rest:
         if why := self._served.ready():
             raise ApiError("unavailable", why)
         return Ready()
+
+    def _asked(self, caller: Caller | None, what: str, **data: Any) -> None:
+        self._served.leading.asked((caller or ANYBODY).words, what, **data)
 
     def _know(self, job: str) -> None:
         jobs = self._served.leading.state.jobs
