@@ -23,6 +23,7 @@ from elasticd.cli.logs import logs
 from elasticd.cli.plan import plan
 from elasticd.cli.profile import profile
 from elasticd.cli.record import record
+from elasticd.cli.report import report
 from elasticd.cli.run import run
 from elasticd.cli.simulate import simulate
 from elasticd.cli.status import status
@@ -80,6 +81,6 @@ for _command in (
         pause,
         resume,
     ),
-    *(config, doctor, chaos, demo, simulate, plan, profile, check, checkpoint, completion),
+    *(config, report, doctor, chaos, demo, simulate, plan, profile, check, checkpoint, completion),
 ):
     elasticd.add_command(_command)

@@ -45,6 +45,14 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def history_path(config: Config) -> Path:
+    """The file of the history."""
+    named = config.dashboard.history
+    if named is not None:
+        return Path(named).expanduser()
+    return default_folder() / f"dashboard-{config.cluster.name}.db"
+
+
 class _Server(uvicorn.Server):
     """Leaves signals to the daemon."""
 
@@ -77,10 +85,7 @@ class Dashboard:
     @property
     def path(self) -> Path:
         """The file of the history."""
-        named = self.config.dashboard.history
-        if named is not None:
-            return Path(named).expanduser()
-        return default_folder() / f"dashboard-{self.config.cluster.name}.db"
+        return history_path(self.config)
 
     async def start(self) -> None:
         """Raises ConfigError where it cannot serve."""

@@ -191,7 +191,7 @@ export class Chart extends LitElement {
     return {
       width,
       height: this.height,
-      padding: [14, 8, 0, 0],
+      padding: [14, 18, 0, 0],
       legend: { show: false },
       scales: {
         x: { time: this.time },
@@ -253,6 +253,7 @@ export class Chart extends LitElement {
     ctx.font = `${11 * ratio}px ${colour("--sans")}`;
     ctx.lineWidth = ratio;
     ctx.textAlign = "center";
+    let last = -Infinity; // where the last sign stands: signs that would cover each other are left out
     for (const mark of this.marks) {
       const x = Math.round(plot.valToPos(mark.x, "x", true));
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
@@ -263,7 +264,9 @@ export class Chart extends LitElement {
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
       ctx.fillStyle = colour("--ink");
+      if (x - last < 9 * ratio) continue;
       ctx.fillText(mark.glyph, x, bbox.top - 3 * ratio);
+      last = x;
     }
     this.levels.forEach((level, index) => {
       const y = Math.round(plot.valToPos(level.value, "y", true));

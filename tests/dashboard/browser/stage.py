@@ -110,8 +110,9 @@ class Stage:
                 f'[coordinator]\nhost = "127.0.0.1"\nport = 0\nstate = "{state}"',
                 f'[agent]\ndevices = {DEVICES}\nstate = "{state}"',
                 f'[dashboard]\nport = 0\nhistory = "{self.folder / "history.db"}"',
-                "[emulate]\nenabled = true\nforward = 2e-4\nbackward = 4e-4\nmemory = 1073741824",
-                "[planner]\nflops = 2e7",
+                # Steps of half a second, most of which the emulated devices sleep: other tests run beside it.
+                "[emulate]\nenabled = true\nforward = 2e-3\nbackward = 4e-3\nmemory = 1073741824",
+                "[planner]\nflops = 2e6",
                 "[chaos]\nenabled = true",
                 f"[security]\n{security}",
                 "",

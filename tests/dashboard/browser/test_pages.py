@@ -230,7 +230,7 @@ def test_viewer_sees_everything_and_can_do_nothing(browser: Browser, stage: Stag
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_wrong_token_is_said_and_a_right_one_is_a_cookie_that_no_script_reads(
+def test_wrong_token_is_said_and_a_right_one_becomes_a_cookie(
     browser: Browser, stage: Stage
 ) -> None:
     with Person(browser, stage.url) as somebody:

@@ -17,7 +17,7 @@ class LoginPage extends Part {
   /** @param {SubmitEvent} event */
   async submit(event) {
     event.preventDefault();
-    const field = /** @type {HTMLInputElement} */ (this.querySelector("input"));
+    const field = /** @type {HTMLInputElement} */ (this.querySelector("input[name=token]"));
     this.running = true;
     this.error = "";
     try {
