@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import struct
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -45,7 +46,7 @@ from elasticd.wire.worker import Prepared, StayedOnPlan, Switched
 #: Seconds between two rounds, between two looks at what devices measured, and between pulses.
 ROUND, DEVICES, PULSE = 0.25, 1.0, 1.0
 #: The part of the time that may go into telling what devices measured.
-SHARE = 0.01
+SHARE = 0.008
 #: Who may listen at once. A dashboard is one listener, however many browsers look at it.
 MOST_LISTENERS = 16
 #: Bytes of lines that may wait for one listener, and of those that are kept for who comes back.
@@ -55,6 +56,9 @@ MOST_NOTED = 20_000
 
 _log = logging.getLogger(__name__)
 _measured = attrgetter(*live.MEASURED)
+_packed = struct.Struct(f"<{len(live.MEASURED)}f").pack
+#: Of a member that measured nothing new.
+_NOTHING = _packed(*(math.nan,) * len(live.MEASURED))
 _encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
 Beside = Callable[..., Awaitable[Any]]
@@ -544,26 +548,27 @@ def _measurements(
     job: JobState, plan: Plan, found: Mapping[str, Measurement], next_id: Callable[[], str]
 ) -> live.MeasuredNews | None:
     """What members measured, in columns."""
-    members, number = plan.members, plan.number
-    nothing = (math.nan,) * len(live.MEASURED)
-    measured = [found.get(device) for device in members]
+    number = plan.number
+    measured = [*map(found.get, plan.members)]
     taken = [each if each is not None and each.plan == number else None for each in measured]
-    steps = [each.step for each in taken if each is not None]
-    if not steps:
+    step = max((each.step for each in taken if each is not None), default=None)
+    if step is None:
         return None
-    table = np.array([_measured(each) if each is not None else nothing for each in taken], dtype=np.float32)
-    judged = _judged(job, members)
-    firsts = {stage.devices[0] for lane in plan.by_lane for stage in lane.stages[:1]}
+    table = b"".join([_NOTHING if each is None else _packed(*_measured(each)) for each in taken])
+    width = len(live.MEASURED)
+    columns = np.frombuffer(table, "<f4").reshape(-1, width), _judged(job, plan.members)
+    firsts = {lane.stages[0].devices[0] for lane in plan.by_lane}
     lengths: Counter[int] = Counter()
-    for each in taken:
-        if each is not None and each.lengths and each.device in firsts and each.step == max(steps):
+    for device in firsts:
+        each = found.get(device)
+        if each is not None and each.plan == number and each.step == step:
             lengths.update(each.lengths)
     return live.MeasuredNews(
         id=next_id(),
         job=job.job,
         plan=number,
-        step=max(steps),
-        numbers=np.concatenate((table, judged), axis=1).astype("<f4").tobytes(),
+        step=step,
+        numbers=np.concatenate(columns, axis=1).astype("<f4").tobytes(),
         columns=live.COLUMNS,
         lengths=dict(sorted(lengths.items())),
     )
@@ -573,7 +578,7 @@ def _judged(job: JobState, members: tuple[str, ...]) -> Floats:
     """What detection made of each member's last step [members, 2]: slowdown and evidence."""
     settings = job.rates
     devices = settings.devices
-    found = np.full((len(members), 2), np.nan)
+    found = np.full((len(members), 2), np.nan, dtype=np.float32)
     if isinstance(devices, Devices) and devices.names[: len(members)] == members:
         table = devices.table[:, : len(members)]
         if len(table) > RESIDUALS:

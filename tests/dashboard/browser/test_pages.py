@@ -230,9 +230,7 @@ def test_viewer_sees_everything_and_can_do_nothing(browser: Browser, stage: Stag
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_wrong_token_is_said_and_a_right_one_becomes_a_cookie(
-    browser: Browser, stage: Stage
-) -> None:
+def test_wrong_token_is_said_and_a_right_one_becomes_a_cookie(browser: Browser, stage: Stage) -> None:
     with Person(browser, stage.url) as somebody:
         somebody.page.goto(f"/jobs/{JOB}")
         somebody.page.get_by_label("Token").fill("not-a-token-of-anybody")
