@@ -107,12 +107,12 @@ def test_keyboard_alone_drains_a_node_and_takes_it_back(alice: Person, stage: St
     expect(alice.page.get_by_text("Done: elasticd drain beta")).to_be_visible()
     until(lambda: stage.asked(lambda api: all(n.draining == (n.node == "beta") for n in api.status().nodes)))
     alice.go("/")
-    expect(alice.row("beta/0")).to_contain_text("drain")
+    expect(alice.row("node beta")).to_contain_text("drain")
     (told,) = [each for each in stage.asked(lambda api: api.events()) if each.kind == "drained"][-1:]
     assert told.data["draining"]
     until(lambda: stage.asked(lambda api: next(n.members for n in api.status().nodes if n.node == "beta") == 0))
     stage.asked(lambda api: api.drain("beta", on=False))
-    expect(alice.row("beta/0")).to_have_count(0)
+    expect(alice.row("node beta")).to_have_count(0)
 
 
 @pytest.mark.slow
@@ -230,9 +230,7 @@ def test_viewer_sees_everything_and_can_do_nothing(browser: Browser, stage: Stag
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_wrong_token_is_said_and_a_right_one_becomes_a_cookie(
-    browser: Browser, stage: Stage
-) -> None:
+def test_wrong_token_is_said_and_a_right_one_becomes_a_cookie(browser: Browser, stage: Stage) -> None:
     with Person(browser, stage.url) as somebody:
         somebody.page.goto(f"/jobs/{JOB}")
         somebody.page.get_by_label("Token").fill("not-a-token-of-anybody")
