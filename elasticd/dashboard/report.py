@@ -39,6 +39,8 @@ REACH_SECONDS, MEASURE_SECONDS = 10.0, 2.5
 MOST_PLANS, MOST_EVENTS = 64, 1000
 
 T = TypeVar("T")
+#: Finds whoever leads. Raises CannotReach or ConfigError.
+Connect = Callable[[], AbstractContextManager[Api]]
 
 
 class NoReport(Exception):
@@ -73,15 +75,13 @@ class _Kept:
             return None
 
 
-def report_values(
-    job: str, history: Path, connect: Callable[[], AbstractContextManager[Api]], section: DashboardSection
-) -> dict[str, Any]:
+def report_values(job: str, history: Path, connect: Connect, section: DashboardSection) -> dict[str, Any]:
     """What the pages ask for, by path, as JSON.
 
     Args:
         job: its name.
         history: the file of a dashboard's history, which may be missing or in use.
-        connect: finds whoever leads. Raises CannotReach or ConfigError.
+        connect: finds whoever leads.
         section: of the configuration.
 
     Raises:
@@ -99,14 +99,17 @@ def report_values(
 def _copied(history: Path, copy: Path) -> None:
     """A copy of a database that others may be writing."""
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(history))}?mode=ro", uri=True, timeout=10.0)) as source:
-            with closing(sqlite3.connect(copy)) as target:
-                source.backup(target)
+        url = f"file:{quote(str(history))}?mode=ro"
+        with (
+            closing(sqlite3.connect(url, uri=True, timeout=10.0)) as source,
+            closing(sqlite3.connect(copy)) as target,
+        ):
+            source.backup(target)
     except sqlite3.Error as error:
         raise NoReport(f"the history {history} cannot be read: {error}") from error
 
 
-def _board(copy: Path, connect: Callable[[], AbstractContextManager[Api]], section: DashboardSection) -> Board:
+def _board(copy: Path, connect: Connect, section: DashboardSection) -> Board:
     """What was known, and what a leader says now."""
     board, said = Board(Streams(0)), deque[Told]()
     writer = opened(copy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import pytest
@@ -107,12 +108,12 @@ def test_keyboard_alone_drains_a_node_and_takes_it_back(alice: Person, stage: St
     expect(alice.page.get_by_text("Done: elasticd drain beta")).to_be_visible()
     until(lambda: stage.asked(lambda api: all(n.draining == (n.node == "beta") for n in api.status().nodes)))
     alice.go("/")
-    expect(alice.row("beta/0")).to_contain_text("drain")
+    expect(alice.row("node beta")).to_contain_text("drain")
     (told,) = [each for each in stage.asked(lambda api: api.events()) if each.kind == "drained"][-1:]
     assert told.data["draining"]
     until(lambda: stage.asked(lambda api: next(n.members for n in api.status().nodes if n.node == "beta") == 0))
     stage.asked(lambda api: api.drain("beta", on=False))
-    expect(alice.row("beta/0")).to_have_count(0)
+    expect(alice.row("node beta")).to_have_count(0)
 
 
 @pytest.mark.slow
@@ -323,6 +324,35 @@ def test_text_of_others_is_never_html(alice: Person, stage: Stage) -> None:
     alice.watched.said[:] = [said for said in alice.watched.said if "404" not in said]  # there is no such job
     assert alice.page.locator("main img").count() == 0
     stage.asked(lambda api: api.change({"policy.horizon_steps": None}, by="test"))
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_report_opens_from_disk_without_a_network(browser: Browser, stage: Stage, tmp_path: Path) -> None:
+    """All pages of the job, from one file; nothing is asked of anybody."""
+    number, file = settled(stage), tmp_path / "run.html"
+    options = ["report", "--out", str(file), "--config", str(stage.configuration("operator"))]
+    options += ["--history", str(stage.folder / "history.db"), JOB]
+    done = CliRunner().invoke(elasticd, options)
+    assert done.exit_code == 0, done.output
+    stage_url, page_url = stage.url, f"file://{file}"
+    with Person(browser, page_url, offline=True) as reader:
+        reader.page.goto(page_url)
+        expect(reader.page.get_by_role("heading", level=1)).to_have_text(JOB)
+        expect(reader.page.locator("ed-chart canvas").first).to_be_visible()
+        reader.page.get_by_role("link", name=f"Plan {number}, and why").click()
+        expect(reader.page.locator("pre.why")).to_contain_text(f"plan {number}")
+        reader.page.get_by_role("navigation").get_by_role("link", name="Events").click()
+        expect(reader.page.locator(".events > li").first).to_be_visible()
+        reader.page.get_by_role("navigation").get_by_role("link", name="Cluster").click()
+        expect(reader.row(JOB)).to_be_visible()
+        assert not reader.violations()
+        assert not [asked for asked in reader.watched.asked if not asked.startswith(("file:", "data:"))]
+        reader.watched.asked.clear()  # of its own file and of what stands in it
+    assert stage_url not in file.read_text()
+    refused = CliRunner().invoke(elasticd, [*options[:-1], "no-such-job"])
+    assert refused.exit_code == 1
+    assert "there is no job 'no-such-job'" in refused.output
 
 
 def why(stage: Stage, number: int) -> str:

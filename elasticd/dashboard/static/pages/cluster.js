@@ -319,7 +319,7 @@ function answer(known) {
     .filter((state) => known.counts[state])
     .map((state) => `${counted(known.counts[state], "device")} ${state}`);
   const nodes = known.abnormal
-    .filter((each) => each.what !== "device")
+    .filter((each) => each.what === "link" || each.what === "job")
     .map((each) => `${each.what} ${each.name} ${each.state}`);
   const wrong = [...said, ...nodes.slice(0, 3)];
   const running = known.jobs.filter((job) => TRAINS.includes(job.phase)).length;

@@ -4,7 +4,7 @@
 import { html, nothing, svg } from "../vendor/lit.js";
 import { Measured } from "../element.js";
 import { events } from "../event-list.js";
-import { bytes, counted, listed, moment, number, seconds } from "../format.js";
+import { bytes, moment, number, seconds } from "../format.js";
 import { Page, chip, facts, head } from "../page.js";
 import { deviceHref, jobHref, part, planHref } from "../source.js";
 /** @import { RankProgress, SwitchView } from "../../tools/api.d.ts" */
@@ -65,7 +65,7 @@ class SwitchPage extends Page {
     return html`${head(
       title,
       question,
-      html`${chip(tone, glyph, view.phase)} ${view.sentence}${waits(view)}`,
+      html`${chip(tone, glyph, view.phase)} ${view.sentence}`,
       facts([
         ["proposed", moment(view.proposed)],
         [
@@ -122,16 +122,6 @@ class SwitchPage extends Page {
           </div>`
     }`;
   }
-}
-
-/** Who has not done yet what others have. @param {SwitchView} view */
-function waits(view) {
-  if (!["preparing", "moving"].includes(view.phase)) return nothing;
-  const key = view.phase === "preparing" ? "prepared" : "moved";
-  const late = view.ranks.filter((rank) => rank[key] === null && !rank.kept).map((rank) => rank.device);
-  if (!late.length) return nothing;
-  const shown = late.length > 6 ? [...late.slice(0, 5), counted(late.length - 5, "other")] : late;
-  return html` It waits for ${listed(shown)}.`;
 }
 
 /** @param {SwitchView} view */
