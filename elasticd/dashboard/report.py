@@ -26,7 +26,7 @@ from elasticd.config.credentials import Credentials
 from elasticd.config.tree import ConfigError, DashboardSection
 from elasticd.dashboard.app import Assets, application
 from elasticd.dashboard.board import Board
-from elasticd.dashboard.history import EventQuery, Reader, StepRow, opened
+from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, opened
 from elasticd.dashboard.session import Sessions
 from elasticd.dashboard.stream import Streams
 from elasticd.dashboard.subscription import Subscription, Told
@@ -53,7 +53,7 @@ class _Kept:
     cookie, secure, hosts, leader, asks = "", False, frozenset({"report"}), "", False
 
     def __init__(
-        self, board: Board, reader: Reader, connect: Callable[[], AbstractContextManager[Api]]
+        self, board: Board, reader: HistoryReader, connect: Callable[[], AbstractContextManager[Api]]
     ) -> None:
         self.board, self.sessions = board, Sessions()
         self._reader, self._connect = reader, connect
@@ -62,7 +62,7 @@ class _Kept:
         """None: no request goes anywhere."""
         return Credentials()
 
-    async def read(self, work: Callable[[Reader], T]) -> T:
+    async def read(self, work: Callable[[HistoryReader], T]) -> T:
         """Reads the copy of the history."""
         return work(self._reader)
 
@@ -92,7 +92,7 @@ def report_values(job: str, history: Path, connect: Connect, section: DashboardS
         if history.exists():
             _copied(history, copy)
         board = _board(copy, connect, section)
-        with closing(Reader(str(copy))) as reader:
+        with closing(HistoryReader(str(copy))) as reader:
             return asyncio.run(_answers(job, _Kept(board, reader, connect)))
 
 
@@ -117,7 +117,7 @@ def _board(copy: Path, connect: Connect, section: DashboardSection) -> Board:
     if saved is not None:
         with suppress(msgspec.DecodeError, zlib.error):
             board.known.restore_view(zlib.decompress(saved))
-    with closing(Reader(str(copy))) as reader:
+    with closing(HistoryReader(str(copy))) as reader:
         told = reader.events(EventQuery(limit=2000))[::-1]
         newest = {job: reader.newest_step(job) for job in reader.facets()[1]}
     board.remember(told, {job: step for job, step in newest.items() if isinstance(step, StepRow)})
