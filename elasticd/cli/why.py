@@ -17,7 +17,7 @@ from elasticd.client import Api, CannotReach
 from elasticd.coordinator.api_types import ClusterStatus, DeviceStatus, JobStatus, NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.dashboard.why import Line, decided, did, event_lines, events_of, gained, seconds_under, use
+from elasticd.dashboard.why import WhyLine, decided, did, event_lines, events_of, gained, seconds_under, use
 from elasticd.records import HistoryRecord
 
 
@@ -99,7 +99,7 @@ def plan(
     yield from _shown([event for event in events_of(record.number, told) if event.kind != "gained"])
 
 
-def _shown_line(line: Line) -> Text:
+def _shown_line(line: WhyLine) -> Text:
     return Text.assemble((line.about, "dim"), line.text)
 
 

@@ -31,7 +31,7 @@ from elasticd.coordinator.http.app import application
 from elasticd.coordinator.http.response_encoder import Viewers
 from elasticd.coordinator.http.server import CLOSE_IT, OPEN_TO_ALL, Server, bind, configured, url_of
 from elasticd.coordinator.leader import Leading
-from elasticd.coordinator.live_feed import Known
+from elasticd.coordinator.live_feed import FeedSource
 from elasticd.coordinator.planner_process import COMMAND
 from elasticd.coordinator.status import status
 from elasticd.coordinator.store_transactions import Ledger
@@ -299,7 +299,7 @@ class Coordinator:
     def _leader(self) -> LeaderStatus:
         return LeaderStatus(name=self.config.coordinator.name, url=self.url, epoch=self.leading.state.epoch)
 
-    def listening(self) -> Known:
+    def listening(self) -> FeedSource:
         """What those who listen are told from."""
         return self.leading.listening(self._leader, self.config.cluster.name)
 

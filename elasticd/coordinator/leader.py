@@ -13,7 +13,7 @@ import msgspec
 
 from elasticd.codec.decoding import shown, tag_of
 from elasticd.config.tree import ConfigError
-from elasticd.coordinator.api_types import ApiError, LeaderStatus, unknown
+from elasticd.coordinator.api_types import ApiError, LeaderStatus, Settings, unknown
 from elasticd.coordinator.bootstrap_store import BootstrapRoom, BootstrapStore
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.events.event_log import Journal
@@ -21,7 +21,7 @@ from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, Pag
 from elasticd.coordinator.events.job_times import ClockReading
 from elasticd.coordinator.fair_queue import Turns
 from elasticd.coordinator.live_config import Changes, Scalar
-from elasticd.coordinator.live_feed import Known, LiveFeed
+from elasticd.coordinator.live_feed import FeedSource, LiveFeed
 from elasticd.coordinator.metrics import LeaderMetrics
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
@@ -149,6 +149,7 @@ class Leading:
         self._causes: dict[str, str] = {}  # by job: the node that said the last word of it
         self._writes: dict[str, Allowance] = {}  # by node
         self.changes = Changes(detect=state.settings.detect, policy=state.settings.policy)
+        self._settings_of, self._settings = self.changes, self.changes.shown()
 
     def apply(self, event: Event) -> None:
         """One step of the machine, and its effects. A message that it fails on is dropped: nothing has changed
@@ -229,9 +230,10 @@ class Leading:
         gain = self.journal.report(job, report, time.time())
         if self.feed:
             self.feed.measured(job, report.measurement)
-            newest = self.journal.newest(job)
-            if newest is not None and (report.loss is not None or report.tokens is not None):
-                self.feed.stepped(job, newest)
+            if report.loss is not None or report.tokens is not None:
+                newest = self.journal.newest(job)
+                if newest is not None:
+                    self.feed.stepped(job, newest)
         if gain is not None:
             number = report.measurement.plan
             text = f"plan {number} gained: {gain.words}"
@@ -477,9 +479,10 @@ class Leading:
 
     # -- users ---------------------------------------------------------------------------------------------
 
-    def asked(self, by: str, what: str, *, job: str = "", **data: Any) -> None:
+    def asked(self, by: str, what: str, *, action: str, job: str = "", **about: Any) -> None:
         """For the audit: a user had something changed."""
-        self.tell(CoordinatorNote(kind="asked", job=job, text=f"{by} {what}", data={"by": by, **data}))
+        data = {"by": by, "action": action, **about}
+        self.tell(CoordinatorNote(kind="asked", job=job, text=f"{by} {what}", data=data))
 
     def allow_chaos(self) -> None:
         """Raises `ApiError` where the configuration has it off."""
@@ -582,13 +585,13 @@ class Leading:
             )
         return self.recorders.record(lambda: (self.state, self.now()))
 
-    def listening(self, leader: LeaderStatus, cluster: str) -> Known:
+    def listening(self, leader: LeaderStatus, cluster: str) -> FeedSource:
         """What a round of the live feed reads of this leader."""
-        return Known(
+        return FeedSource(
             state=self.state,
             cluster=cluster,
             leader=leader,
-            settings=self.changes.shown(),
+            settings=self._shown(),
             times={name: found for name, clock in self.journal.clocks.items() if (found := clock.time)},
             restarts=restarting(self.restarts.values(), time.monotonic()),
             newest_event=self.journal.newest_id,
@@ -597,6 +600,12 @@ class Leading:
             at=self.now(),
             now=time.time(),
         )
+
+    def _shown(self) -> Settings:
+        """The configuration as it is shown, made once for each change of it."""
+        if self._settings_of is not self.changes:
+            self._settings_of, self._settings = self.changes, self.changes.shown()
+        return self._settings
 
     def exposition(self, clocks: Mapping[str, ClockReading] | None = None) -> bytes:
         """The body of `GET /metrics`; `clocks` as read in the loop, where this is called beside it."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import struct
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -45,7 +46,7 @@ from elasticd.wire.worker import Prepared, StayedOnPlan, Switched
 #: Seconds between two rounds, between two looks at what devices measured, and between pulses.
 ROUND, DEVICES, PULSE = 0.25, 1.0, 1.0
 #: The part of the time that may go into telling what devices measured.
-SHARE = 0.01
+SHARE = 0.008
 #: Who may listen at once. A dashboard is one listener, however many browsers look at it.
 MOST_LISTENERS = 16
 #: Bytes of lines that may wait for one listener, and of those that are kept for who comes back.
@@ -55,12 +56,15 @@ MOST_NOTED = 20_000
 
 _log = logging.getLogger(__name__)
 _measured = attrgetter(*live.MEASURED)
+_packed = struct.Struct(f"<{len(live.MEASURED)}f").pack
+#: Of a member that measured nothing new.
+_NOTHING = _packed(*(math.nan,) * len(live.MEASURED))
 _encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
 Beside = Callable[..., Awaitable[Any]]
 
 
-class Known(msgspec.Struct, frozen=True, kw_only=True):
+class FeedSource(msgspec.Struct, frozen=True, kw_only=True):
     """All that a round reads of the leader: taken in the loop, and immutable."""
 
     state: CoordinatorState
@@ -90,7 +94,7 @@ class _Noted:
 class _Told:
     """What was told last, to compare with. `base`: what all listeners know, before the first round."""
 
-    base: Known | None = None
+    base: FeedSource | None = None
     nodes: dict[str, NodeState] = field(default_factory=dict)
     members: Counter[str] = field(default_factory=Counter)
     rates: dict[str, float] = field(default_factory=dict)
@@ -189,7 +193,7 @@ class LiveFeed:
 
     # -- listeners -----------------------------------------------------------------------------------------
 
-    def listen(self, after: str, known: Callable[[], Known], beside: Beside) -> AsyncIterator[bytes]:
+    def listen(self, after: str, known: Callable[[], FeedSource], beside: Beside) -> AsyncIterator[bytes]:
         """Lines, until the leader ends or the listener goes.
 
         Args:
@@ -208,7 +212,7 @@ class LiveFeed:
             )
         return self._lines(after, known, beside)
 
-    def _enter(self, after: str, known: Callable[[], Known]) -> _Listener:
+    def _enter(self, after: str, known: Callable[[], FeedSource]) -> _Listener:
         listener = _Listener()
         missed = self._after(after)
         if missed is None:
@@ -221,7 +225,7 @@ class LiveFeed:
         self._listeners.add(listener)
         return listener
 
-    async def _lines(self, after: str, known: Callable[[], Known], beside: Beside) -> AsyncIterator[bytes]:
+    async def _lines(self, after: str, known: Callable[[], FeedSource], beside: Beside) -> AsyncIterator[bytes]:
         listener = self._enter(after, known)  # here: who is gone before the first line was never there
         try:
             while True:
@@ -252,7 +256,7 @@ class LiveFeed:
 
     # -- rounds --------------------------------------------------------------------------------------------
 
-    async def rounds(self, known: Callable[[], Known], beside: Beside) -> None:
+    async def rounds(self, known: Callable[[], FeedSource], beside: Beside) -> None:
         """Tells listeners what is new, until cancelled."""
         while True:
             await self._begun.wait()
@@ -266,7 +270,7 @@ class LiveFeed:
                 await asyncio.sleep(DEVICES)
             await asyncio.sleep(max(0.05, ROUND - (time.monotonic() - began)))
 
-    async def _round(self, known: Known, beside: Beside) -> None:
+    async def _round(self, known: FeedSource, beside: Beside) -> None:
         noted, self._noted = self._noted, _Noted()
         now = time.monotonic()
         measured: dict[str, dict[str, Measurement]] = {}
@@ -289,7 +293,7 @@ class LiveFeed:
         for listener in self._listeners:
             listener.put(lines)
 
-    def _begin(self, known: Known) -> None:
+    def _begin(self, known: FeedSource) -> None:
         """The first listener gets a hello that is no older than what is `known`: rounds tell what changes from
         here on."""
         self._noted, self._told = _Noted(), _Told(base=known)
@@ -343,7 +347,7 @@ def _some(lines: Iterator[bytes]) -> bytes:
     return b"".join(found)
 
 
-def hello(known: Known, last: str) -> Iterator[bytes]:
+def hello(known: FeedSource, last: str) -> Iterator[bytes]:
     """All that is known, as lines. They have the id of the last line before them."""
     state = known.state
     first = live.LiveHello(
@@ -368,7 +372,7 @@ def _line(news: live.News) -> bytes:
 
 
 def _made(
-    known: Known,
+    known: FeedSource,
     noted: _Noted,
     measured: Mapping[str, Mapping[str, Measurement]],
     told: _Told,
@@ -415,12 +419,12 @@ def _by_switch(
     return found
 
 
-def _pulse(known: Known, number: str) -> live.Pulse:
+def _pulse(known: FeedSource, number: str) -> live.LeaderPulse:
     paused = known.state.settings.policy.paused
-    return live.Pulse(id=number, at=known.now, store_away=known.store_away, paused=paused)
+    return live.LeaderPulse(id=number, at=known.now, store_away=known.store_away, paused=paused)
 
 
-def _changes(known: Known, told: _Told, next_id: Callable[[], str]) -> Iterator[live.News]:
+def _changes(known: FeedSource, told: _Told, next_id: Callable[[], str]) -> Iterator[live.News]:
     """What differs from what was told; it is told then."""
     state = known.state
     if known.settings != told.settings:
@@ -502,7 +506,7 @@ def _same_rates(job: JobState, before: JobState | None) -> bool:
 
 
 def _of_job(
-    known: Known, job: JobState, before: JobState | None, told: _Told, next_id: Callable[[], str]
+    known: FeedSource, job: JobState, before: JobState | None, told: _Told, next_id: Callable[[], str]
 ) -> Iterator[live.News]:
     time = known.times.get(job.job)
     if before is job and (job.phase in OVER or not _due(job, known.at)):
@@ -542,28 +546,29 @@ def _due(job: JobState, at: float) -> bool:
 
 def _measurements(
     job: JobState, plan: Plan, found: Mapping[str, Measurement], next_id: Callable[[], str]
-) -> live.Measured | None:
+) -> live.MeasuredNews | None:
     """What members measured, in columns."""
-    members, number = plan.members, plan.number
-    nothing = (math.nan,) * len(live.MEASURED)
-    measured = [found.get(device) for device in members]
+    number = plan.number
+    measured = [*map(found.get, plan.members)]
     taken = [each if each is not None and each.plan == number else None for each in measured]
-    steps = [each.step for each in taken if each is not None]
-    if not steps:
+    step = max((each.step for each in taken if each is not None), default=None)
+    if step is None:
         return None
-    table = np.array([_measured(each) if each is not None else nothing for each in taken], dtype=np.float32)
-    judged = _judged(job, members)
-    firsts = {stage.devices[0] for lane in plan.by_lane for stage in lane.stages[:1]}
+    table = b"".join([_NOTHING if each is None else _packed(*_measured(each)) for each in taken])
+    width = len(live.MEASURED)
+    columns = np.frombuffer(table, "<f4").reshape(-1, width), _judged(job, plan.members)
+    firsts = {lane.stages[0].devices[0] for lane in plan.by_lane}
     lengths: Counter[int] = Counter()
-    for each in taken:
-        if each is not None and each.lengths and each.device in firsts and each.step == max(steps):
+    for device in firsts:
+        each = found.get(device)
+        if each is not None and each.plan == number and each.step == step:
             lengths.update(each.lengths)
-    return live.Measured(
+    return live.MeasuredNews(
         id=next_id(),
         job=job.job,
         plan=number,
-        step=max(steps),
-        numbers=np.concatenate((table, judged), axis=1).astype("<f4").tobytes(),
+        step=step,
+        numbers=np.concatenate(columns, axis=1).astype("<f4").tobytes(),
         columns=live.COLUMNS,
         lengths=dict(sorted(lengths.items())),
     )
@@ -573,7 +578,7 @@ def _judged(job: JobState, members: tuple[str, ...]) -> Floats:
     """What detection made of each member's last step [members, 2]: slowdown and evidence."""
     settings = job.rates
     devices = settings.devices
-    found = np.full((len(members), 2), np.nan)
+    found = np.full((len(members), 2), np.nan, dtype=np.float32)
     if isinstance(devices, Devices) and devices.names[: len(members)] == members:
         table = devices.table[:, : len(members)]
         if len(table) > RESIDUALS:

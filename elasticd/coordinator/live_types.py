@@ -33,8 +33,8 @@ from elasticd.records import PublishedCheckpoint
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
 
-#: The columns of `Measured`: fields of a device's `Measurement`, then what detection makes of it: the device's
-#: slowdown in this step against the fleet, and the CUSUM evidence that its slowdown changes.
+#: The columns of `MeasuredNews`: fields of a device's `Measurement`, then what detection makes of it: the
+#: device's slowdown in this step against the fleet, and the CUSUM evidence that its slowdown changes.
 MEASURED = (
     "block_seconds",
     "forward_seconds",
@@ -79,7 +79,7 @@ class Whole(News, frozen=True, kw_only=True, tag="whole"):
     """All that is known has been said since the hello."""
 
 
-class Pulse(News, frozen=True, kw_only=True, tag="pulse"):
+class LeaderPulse(News, frozen=True, kw_only=True, tag="pulse"):
     """Every second: the leader lives."""
 
     at: float  # unix seconds
@@ -183,7 +183,7 @@ class StepNews(News, frozen=True, kw_only=True, tag="step"):
     step: StepRecord
 
 
-class Measured(News, frozen=True, kw_only=True, tag="measured"):
+class MeasuredNews(News, frozen=True, kw_only=True, tag="measured"):
     """What members of a job measured of their newest step, at most once a second."""
 
     job: str
@@ -218,7 +218,7 @@ class ProgressNews(News, frozen=True, kw_only=True, tag="progress"):
 AnyNews = (
     LiveHello
     | Whole
-    | Pulse
+    | LeaderPulse
     | NodeNews
     | NodeGone
     | HealthNews
@@ -233,6 +233,6 @@ AnyNews = (
     | SettingsNews
     | EventNews
     | StepNews
-    | Measured
+    | MeasuredNews
     | ProgressNews
 )

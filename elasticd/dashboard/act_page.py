@@ -17,10 +17,10 @@ from elasticd_planner.value import Value
 
 from elasticd.coordinator.api_types import Settings
 from elasticd.dashboard import views
-from elasticd.dashboard.known import Known
+from elasticd.dashboard.known import Knowledge
 
 
-class Wanted(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ActFields(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /api/act/NAME`: the fields that the act names, and no others."""
 
     node: str = ""
@@ -34,7 +34,7 @@ class Wanted(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     confirm: str = ""  # the word that the act asks for
 
 
-class Request(Value, frozen=True, kw_only=True):
+class ActRequest(Value, frozen=True, kw_only=True):
     """What is asked of the leader."""
 
     path: str
@@ -46,7 +46,7 @@ class _Act(Value, frozen=True, kw_only=True):
     words: str
     command: str
     fields: tuple[str, ...]
-    make: Callable[[Wanted, str], Request]
+    make: Callable[[ActFields, str], ActRequest]
     confirm: str = ""
     chaos: bool = False
 
@@ -59,10 +59,10 @@ def _line(*words: object) -> str:
     return shlex.join(str(word) for word in words)
 
 
-def _drain(on: bool) -> Callable[[Wanted, str], Request]:
-    def make(wanted: Wanted, by: str) -> Request:
+def _drain(on: bool) -> Callable[[ActFields, str], ActRequest]:
+    def make(wanted: ActFields, by: str) -> ActRequest:
         undo = () if on else ("--undo",)
-        return Request(
+        return ActRequest(
             path=f"/v1/nodes/{quote(wanted.node, safe='')}/drain",
             body={"on": on},
             command=_line("elasticd", "drain", *undo, wanted.node),
@@ -71,10 +71,10 @@ def _drain(on: bool) -> Callable[[Wanted, str], Request]:
     return make
 
 
-def _pause(on: bool) -> Callable[[Wanted, str], Request]:
-    def make(wanted: Wanted, by: str) -> Request:
+def _pause(on: bool) -> Callable[[ActFields, str], ActRequest]:
+    def make(wanted: ActFields, by: str) -> ActRequest:
         values = {"policy.paused": True if on else None}
-        return Request(
+        return ActRequest(
             path="/v1/config",
             body={"values": values, "by": by},
             command=_line("elasticd", "pause" if on else "resume"),
@@ -83,40 +83,40 @@ def _pause(on: bool) -> Callable[[Wanted, str], Request]:
     return make
 
 
-def _config(wanted: Wanted, by: str) -> Request:
+def _config(wanted: ActFields, by: str) -> ActRequest:
     unset = wanted.value is None
     said = str(wanted.value).lower() if isinstance(wanted.value, bool) else str(wanted.value)
     words = ("unset", wanted.key) if unset else ("set", wanted.key, said)
-    return Request(
+    return ActRequest(
         path="/v1/config",
         body={"values": {wanted.key: wanted.value}, "by": by},
         command=_line("elasticd", "config", *words),
     )
 
 
-def _stop(wanted: Wanted, by: str) -> Request:
+def _stop(wanted: ActFields, by: str) -> ActRequest:
     seconds = wanted.seconds
     wait = ("--now",) if not seconds else ("--wait", f"{seconds:g}")
-    return Request(
+    return ActRequest(
         path=f"/v1/jobs/{quote(wanted.job, safe='')}/stop",
         body={"by": by, "seconds": seconds},
         command=_line("elasticd", "stop", *wait, wanted.job),
     )
 
 
-def _forget(wanted: Wanted, by: str) -> Request:
-    return Request(
+def _forget(wanted: ActFields, by: str) -> ActRequest:
+    return ActRequest(
         path=f"/v1/jobs/{quote(wanted.job, safe='')}/forget",
         body={"by": by},
         command=_line("elasticd", "forget", wanted.job),
     )
 
 
-def _chaos(action: str) -> Callable[[Wanted, str], Request]:
-    def make(wanted: Wanted, by: str) -> Request:
+def _chaos(action: str) -> Callable[[ActFields, str], ActRequest]:
+    def make(wanted: ActFields, by: str) -> ActRequest:
         factor = (f"{wanted.factor:g}",) if action == "slow" else ()
         body = {"action": action, "device": wanted.device, "factor": wanted.factor}
-        return Request(
+        return ActRequest(
             path="/v1/chaos",
             body=body if action == "slow" else {"action": action, "device": wanted.device},
             command=_line("elasticd", "chaos", action, wanted.device, *factor),
@@ -125,14 +125,14 @@ def _chaos(action: str) -> Callable[[Wanted, str], Request]:
     return make
 
 
-def _cut(action: str) -> Callable[[Wanted, str], Request]:
-    def make(wanted: Wanted, by: str) -> Request:
+def _cut(action: str) -> Callable[[ActFields, str], ActRequest]:
+    def make(wanted: ActFields, by: str) -> ActRequest:
         lasts = ("--for", f"{wanted.seconds:g}") if wanted.seconds and action == "cut" else ()
         data = ("--data", wanted.other) if wanted.other else ()
         body = {"action": action, "node": wanted.node, "other": wanted.other}
         if action == "cut":
             body = {**body, "seconds": wanted.seconds}  # type: ignore[dict-item]
-        return Request(
+        return ActRequest(
             path="/v1/chaos",
             body=body,
             command=_line("elasticd", "chaos", action, *lasts, *data, wanted.node),
@@ -252,7 +252,7 @@ _MISSING = {
 }
 
 
-def act_list(known: Known, viewer: views.Viewer) -> views.ActList:
+def act_list(known: Knowledge, viewer: views.Viewer) -> views.ActList:
     """What can be asked now, by this viewer."""
     cluster = known.cluster
     live = tuple(sorted(name for name, job in cluster.jobs.items() if not job.over))
@@ -286,7 +286,7 @@ def act_list(known: Known, viewer: views.Viewer) -> views.ActList:
     return views.ActList(viewer=viewer, acts=tuple(acts))
 
 
-def refusal(known: Known, viewer: views.Viewer, name: str) -> str:
+def refusal(known: Knowledge, viewer: views.Viewer, name: str) -> str:
     """Why an act cannot be asked for now, or nothing."""
     if name in _MISSING:
         return _MISSING[name][1]
@@ -304,7 +304,7 @@ def refusal(known: Known, viewer: views.Viewer, name: str) -> str:
     return ""
 
 
-def request(name: str, wanted: Wanted, by: str) -> Request:
+def request(name: str, wanted: ActFields, by: str) -> ActRequest:
     """What to ask of the leader. Raises `Unusable`, also where the confirmation is not the word asked for."""
     act = ACTS[name]
     given = msgspec.structs.asdict(wanted)

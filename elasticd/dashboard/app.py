@@ -38,7 +38,7 @@ from elasticd.dashboard import act_page, views
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.device_page import device_view
 from elasticd.dashboard.event_page import event_page
-from elasticd.dashboard.history import EventQuery, Reader, StepRow
+from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow
 from elasticd.dashboard.job_page import MARKS, job_view, step_columns
 from elasticd.dashboard.plan_page import plan_row, plan_view
 from elasticd.dashboard.session import RECHECK, Session, Sessions
@@ -65,7 +65,7 @@ LARGEST_BODY, PATIENCE = 64 << 10, 15.0
 PASSED_ON = (400, 401, 403, 404, 409, 413, 429)
 #: Events of a job that a plan's page looks at, and that a page of events has at most.
 MOST_TOLD, MOST_LISTED = 2000, 1000
-#: Pages of plans that are remembered: they are made from what does not change any more.
+#: Answers of plans that are remembered: they are made from what does not change any more.
 MOST_PLANS = 32
 MEDIA = {
     ".js": "text/javascript; charset=utf-8",
@@ -80,7 +80,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Served(Protocol):
+class ServedDashboard(Protocol):
     """What the server shows."""
 
     board: Board
@@ -103,7 +103,7 @@ class Served(Protocol):
         """By which a viewer's request is passed on."""
         ...
 
-    async def read(self, work: Callable[[Reader], T]) -> T:
+    async def read(self, work: Callable[[HistoryReader], T]) -> T:
         """Reads the history, beside the loop."""
         ...
 
@@ -155,10 +155,10 @@ def _within(folder: Traversable, before: str = "") -> list[tuple[str, bytes]]:
 # -- the application -----------------------------------------------------------------------------------------
 
 
-class Pages:
+class Answers:
     """What is answered to whom."""
 
-    def __init__(self, served: Served, assets: Assets) -> None:
+    def __init__(self, served: ServedDashboard, assets: Assets) -> None:
         self._served, self._assets = served, assets
         self._plans: dict[tuple[object, ...], views.PlanView] = {}
 
@@ -349,7 +349,7 @@ class Pages:
         """A job's steps."""
         job, since = self._job(request, kept=True), _number(request, "since", -1)
 
-        def read(history: Reader) -> views.StepColumns:
+        def read(history: HistoryReader) -> views.StepColumns:
             rows, every = history.steps(job, since)
             begun = rows[0].time - rows[0].seconds if rows else None
             asked = EventQuery(job=job, kinds=tuple(MARKS), since=begun, limit=MOST_TOLD)
@@ -362,7 +362,7 @@ class Pages:
         job = self._job(request, kept=True)
         force, proposed = self._numbers(job)
 
-        def read(history: Reader) -> views.PlanList:
+        def read(history: HistoryReader) -> views.PlanList:
             told = history.events(EventQuery(job=job, limit=MOST_TOLD))
             measured = history.seconds_by_plan(job)
             rows = [
@@ -381,7 +381,7 @@ class Pages:
         force, proposed = self._numbers(job)
         spec = await self._served.spec(job)
 
-        def read(history: Reader) -> views.PlanView:
+        def read(history: HistoryReader) -> views.PlanView:
             found, numbers = history.plan(job, number), history.numbers(job)
             if found is None:
                 listed = ", ".join(map(str, numbers[-12:])) or "none"
@@ -411,7 +411,7 @@ class Pages:
         row: views.PlanRow,
         numbers: tuple[int, ...],
         told: list[Any],
-        history: Reader,
+        history: HistoryReader,
         job: str,
         spec: JobSpec | None,
     ) -> views.PlanView:
@@ -434,7 +434,7 @@ class Pages:
         job, number = self._job(request, kept=True), _number(request, "number", 0)
         board = self._served.board
 
-        def read(history: Reader) -> views.SwitchView:
+        def read(history: HistoryReader) -> views.SwitchView:
             wanted = number or history.newest_switch(job)
             asked = EventQuery(job=job, kinds=KINDS, limit=MOST_TOLD)
             told = history.events(asked)[::-1]
@@ -465,7 +465,7 @@ class Pages:
             raise Failure(404, f"there is no device {name!r}: the cluster's page lists those that there are")
         use = known.uses.get(name)
 
-        def read(history: Reader) -> views.DeviceView:
+        def read(history: HistoryReader) -> views.DeviceView:
             told = history.events(EventQuery(device=name, limit=200))
             plans = [record for record, _ in history.plans(use.job)[-64:]] if use is not None else []
             return device_view(known, name, history.samples(name), history.health(node), told, plans)
@@ -506,7 +506,7 @@ class Pages:
         if name not in act_page.ACTS:
             known = ", ".join(act_page.ACTS)
             raise Failure(404, f"there is no act {name!r}; there are: {known}")
-        wanted = await _body(request, act_page.Wanted, '{"node": "alpha"}')
+        wanted = await _body(request, act_page.ActFields, '{"node": "alpha"}')
         if session.role != "operator":
             raise Failure(403, "role viewer may not do this: it needs a token of operator")
         try:
@@ -572,7 +572,7 @@ PAGES = (
 )
 
 
-def _before(history: Reader, job: str, earlier: list[int]) -> int:
+def _before(history: HistoryReader, job: str, earlier: list[int]) -> int:
     """The plan that was in force before: the last one of these that steps were made under, else the last."""
     made = history.seconds_by_plan(job)
     return next((number for number in reversed(earlier) if number in made), earlier[-1])
@@ -591,7 +591,7 @@ def _record(row: StepRow) -> StepRecord:
 def _said(content: bytes, status: int) -> str:
     """Why the leader said no, in its own words."""
     try:
-        return msgspec.json.decode(content, type=views.Refused).error
+        return msgspec.json.decode(content, type=views.PageRefusal).error
     except msgspec.DecodeError:
         return f"the leader answered {status}"
 
@@ -645,11 +645,11 @@ def _response(value: Any) -> Response:
 # -- what stands before every request --------------------------------------------------------------------------
 
 
-class Gate:
+class PageGate:
     """ASGI middleware: every answer gets `HEADERS`; a request under a strange name, or for a change from
     another site's page, is refused."""
 
-    def __init__(self, app: ASGIApp, served: Served) -> None:
+    def __init__(self, app: ASGIApp, served: ServedDashboard) -> None:
         self._app, self._served = app, served
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -664,7 +664,7 @@ class Gate:
 
         headers = dict(reversed(scope["headers"]))
         if why := self._refusal(scope["method"], headers):
-            body = msgspec.json.encode(views.Refused(error=why))
+            body = msgspec.json.encode(views.PageRefusal(error=why))
             await Response(body, 403, media_type=JSON)(scope, receive, sending)
             return
         await self._app(scope, receive, sending)
@@ -704,12 +704,12 @@ def own_names(host: str) -> frozenset[str]:
     )
 
 
-def application(served: Served, assets: Assets | None = None) -> Starlette:
+def application(served: ServedDashboard, assets: Assets | None = None) -> Starlette:
     """The ASGI application."""
 
     async def failed(request: Request, failure: Failure) -> Response:
         return Response(
-            msgspec.json.encode(views.Refused(error=str(failure))),
+            msgspec.json.encode(views.PageRefusal(error=str(failure))),
             failure.status,
             media_type=JSON,
             headers={"cache-control": "no-store"},
@@ -717,25 +717,27 @@ def application(served: Served, assets: Assets | None = None) -> Starlette:
 
     async def http_error(request: Request, error: HTTPException) -> Response:
         text = f"there is no {request.url.path}" if error.status_code == 404 else error.detail
-        answer = Response(msgspec.json.encode(views.Refused(error=text)), error.status_code, media_type=JSON)
+        answer = Response(
+            msgspec.json.encode(views.PageRefusal(error=text)), error.status_code, media_type=JSON
+        )
         answer.headers.update(error.headers or {})
         return answer
 
     async def broken(request: Request, error: Exception) -> Response:
         _log.error("failed on %s", request.url.path, exc_info=error)
         text = f"the dashboard failed on {request.url.path}; its log says why"
-        return Response(msgspec.json.encode(views.Refused(error=text)), 500, media_type=JSON)
+        return Response(msgspec.json.encode(views.PageRefusal(error=text)), 500, media_type=JSON)
 
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
         Failure: failed,
         HTTPException: http_error,
         Exception: broken,
     }
-    pages = Pages(served, assets or Assets())
+    pages = Answers(served, assets or Assets())
     made = Starlette(
         routes=pages.routes(),
         exception_handlers=handlers,
-        middleware=[Middleware(Gate, served=served)],
+        middleware=[Middleware(PageGate, served=served)],
     )
     made.router.redirect_slashes = False
     return made

@@ -27,7 +27,7 @@ from elasticd.dashboard.cluster_page import (
 )
 from elasticd.dashboard.history import StepRow
 from elasticd.dashboard.job_page import live_step
-from elasticd.dashboard.known import Known, expected
+from elasticd.dashboard.known import Knowledge, expected
 from elasticd.dashboard.stream import Streams
 from elasticd.dashboard.subscription import Told
 from elasticd.dashboard.switch_page import KINDS, switch_view
@@ -52,7 +52,7 @@ class Board:
     """All of it runs on one loop."""
 
     def __init__(self, streams: Streams) -> None:
-        self.known = Known()
+        self.known = Knowledge()
         self.streams = streams
         self.rows: dict[str, views.NodeRow] = {}
         self._steps: dict[str, StepRow] = {}

@@ -13,7 +13,7 @@ from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.live_types import JobNews
 from elasticd.dashboard import views
 from elasticd.dashboard.history import about
-from elasticd.dashboard.known import Cluster, Known, expected
+from elasticd.dashboard.known import ClusterNow, Knowledge, expected
 from elasticd.wire.node_health import causes
 
 #: What a phase means, in a sentence's beginning.
@@ -49,7 +49,7 @@ def event_row(event: EventRecord) -> views.EventRow:
     )
 
 
-def leader_view(known: Known) -> views.LeaderView:
+def leader_view(known: Knowledge) -> views.LeaderView:
     """Who leads."""
     leader = known.cluster.leader
     return views.LeaderView(
@@ -62,12 +62,12 @@ def leader_view(known: Known) -> views.LeaderView:
     )
 
 
-def etcd_view(known: Known) -> views.EtcdView:
+def etcd_view(known: Knowledge) -> views.EtcdView:
     """Whether etcd answers."""
     return views.EtcdView(reachable=not known.cluster.store_away, since=known.store_since)
 
 
-def live_leader(known: Known, now: float) -> views.LiveLeader:
+def live_leader(known: Knowledge, now: float) -> views.LiveLeader:
     """The pulse of the page."""
     return views.LiveLeader(
         leader=leader_view(known),
@@ -78,7 +78,7 @@ def live_leader(known: Known, now: float) -> views.LiveLeader:
     )
 
 
-def state_of(known: Known, node: NodeStatus, device: str) -> views.DeviceState:
+def state_of(known: Knowledge, node: NodeStatus, device: str) -> views.DeviceState:
     """A device's state in a word."""
     use = known.uses.get(device)
     if not node.connected:
@@ -96,13 +96,13 @@ def state_of(known: Known, node: NodeStatus, device: str) -> views.DeviceState:
     return "standby" if use.place is None else "healthy"
 
 
-def hung(cluster: Cluster, job: str, device: str) -> bool:
+def hung(cluster: ClusterNow, job: str, device: str) -> bool:
     """Whether its worker stands still, and not since it waits for others."""
     halted = cluster.halts.get(job, {}).get(device)
     return halted is not None and not halted.waits
 
 
-def cell(known: Known, node: NodeStatus, device: str, pace: float) -> views.DeviceCell:
+def cell(known: Knowledge, node: NodeStatus, device: str, pace: float) -> views.DeviceCell:
     """A device of the heat map."""
     use = known.uses.get(device)
     place = use.place if use is not None else None
@@ -116,7 +116,7 @@ def cell(known: Known, node: NodeStatus, device: str, pace: float) -> views.Devi
     )
 
 
-def node_row(known: Known, node: NodeStatus) -> views.NodeRow:
+def node_row(known: Knowledge, node: NodeStatus) -> views.NodeRow:
     """A row of the heat map."""
     return views.NodeRow(
         node=node.node,
@@ -135,7 +135,7 @@ def counted(rows: Iterable[views.NodeRow]) -> dict[str, int]:
     return {state: found[state] for state in views.DEVICE_STATES if found[state]}
 
 
-def abnormal(known: Known, rows: Iterable[views.NodeRow]) -> tuple[views.Abnormal, ...]:
+def abnormal(known: Knowledge, rows: Iterable[views.NodeRow]) -> tuple[views.Abnormal, ...]:
     """All that is not normal, the worst first."""
     found = [*_jobs(known), *_nodes(known, rows), *_links(known)]
 
@@ -146,7 +146,7 @@ def abnormal(known: Known, rows: Iterable[views.NodeRow]) -> tuple[views.Abnorma
     return tuple(sorted(found, key=key))
 
 
-def _nodes(known: Known, rows: Iterable[views.NodeRow]) -> Iterator[views.Abnormal]:
+def _nodes(known: Knowledge, rows: Iterable[views.NodeRow]) -> Iterator[views.Abnormal]:
     for row in rows:
         whole = "unreachable" if not row.connected else "" if not row.draining else "drained"
         if whole == "drained" and row.members:
@@ -175,7 +175,7 @@ def _nodes(known: Known, rows: Iterable[views.NodeRow]) -> Iterator[views.Abnorm
                 yield _row("device", device.name, "slow" if slow else "suspect", why, began, device)
 
 
-def _kind(cluster: Cluster, device: str) -> tuple[str, ...]:
+def _kind(cluster: ClusterNow, device: str) -> tuple[str, ...]:
     found = cluster.slowness.get(device)
     return (f"{found.kind.word}: {found.reason}",) if found is not None and found.kind.word else ()
 
@@ -199,7 +199,7 @@ def _row(
     )
 
 
-def _links(known: Known) -> Iterator[views.Abnormal]:
+def _links(known: Knowledge) -> Iterator[views.Abnormal]:
     for link in slow_links(known.cluster):
         yield views.Abnormal(
             what="link",
@@ -211,7 +211,7 @@ def _links(known: Known) -> Iterator[views.Abnormal]:
         )
 
 
-def _jobs(known: Known) -> Iterator[views.Abnormal]:
+def _jobs(known: Knowledge) -> Iterator[views.Abnormal]:
     for name, news in known.cluster.jobs.items():
         job = news.job
         waits = bool(job.reason) and not news.over
@@ -230,7 +230,7 @@ def _jobs(known: Known) -> Iterator[views.Abnormal]:
             )
 
 
-def slow_links(cluster: Cluster) -> tuple[views.LinkRow, ...]:
+def slow_links(cluster: ClusterNow) -> tuple[views.LinkRow, ...]:
     """Links that are slow, the slowest first."""
     slow = sorted((link for link in cluster.links if link.rate > 1.0), key=lambda link: -link.rate)
     return tuple(
@@ -249,7 +249,7 @@ def sentence(news: JobNews) -> str:
     return f"{text}: {job.reason}" if job.reason else text
 
 
-def job_row(known: Known, name: str, now: float) -> views.JobRow:
+def job_row(known: Knowledge, name: str, now: float) -> views.JobRow:
     """A row of the table of jobs. Raises KeyError."""
     cluster = known.cluster
     news = cluster.jobs[name]
@@ -276,7 +276,7 @@ def job_row(known: Known, name: str, now: float) -> views.JobRow:
     )
 
 
-def rates(cluster: Cluster, name: str) -> tuple[float | None, float | None]:
+def rates(cluster: ClusterNow, name: str) -> tuple[float | None, float | None]:
     """Tokens per second as predicted, and as N / sum(1 / slowdown) allows."""
     plan, tokens = cluster.plans.get(name), cluster.tokens.get(name)
     if plan is None or tokens is None:
@@ -285,7 +285,7 @@ def rates(cluster: Cluster, name: str) -> tuple[float | None, float | None]:
     return (tokens / predicted if predicted else None), (tokens / bound if bound else None)
 
 
-def restart_row(known: Known, job: RestartStatus) -> views.JobRow:
+def restart_row(known: Knowledge, job: RestartStatus) -> views.JobRow:
     """A job in restart mode in the table of jobs."""
     last = known.last_events.get(job.job)
     silent = f", silent for {job.silent_seconds:.0f} s" if job.silent_seconds > 5 + 3 * job.step_seconds else ""
@@ -308,7 +308,7 @@ def restart_row(known: Known, job: RestartStatus) -> views.JobRow:
     )
 
 
-def job_rows(known: Known, now: float) -> tuple[views.JobRow, ...]:
+def job_rows(known: Knowledge, now: float) -> tuple[views.JobRow, ...]:
     """All jobs, those that live first."""
     jobs = sorted(known.cluster.jobs, key=lambda name: (known.cluster.jobs[name].over, name))
     rows = [job_row(known, name, now) for name in jobs]
@@ -316,7 +316,7 @@ def job_rows(known: Known, now: float) -> tuple[views.JobRow, ...]:
 
 
 def cluster_view(
-    known: Known, rows: Mapping[str, views.NodeRow], viewer: views.Viewer, now: float | None = None
+    known: Knowledge, rows: Mapping[str, views.NodeRow], viewer: views.Viewer, now: float | None = None
 ) -> views.ClusterView:
     """The whole page; `rows` are those of the heat map, by node."""
     now = time.time() if now is None else now

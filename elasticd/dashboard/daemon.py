@@ -24,7 +24,7 @@ from elasticd.config.credentials import Credentials, credentials, server_context
 from elasticd.config.tree import Config, ConfigError
 from elasticd.dashboard.app import application, own_names
 from elasticd.dashboard.board import Board
-from elasticd.dashboard.history import EventQuery, Reader, StepRow, opened
+from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, opened
 from elasticd.dashboard.session import Sessions
 from elasticd.dashboard.stream import Streams
 from elasticd.dashboard.subscription import Subscription, Told
@@ -79,7 +79,7 @@ class Dashboard:
         self._specs: dict[str, JobSpec] = {}
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="history", initializer=self._open_reader)
         self._local = threading.local()
-        self._opened: list[Reader] = []
+        self._opened: list[HistoryReader] = []
         self._exits = contextlib.AsyncExitStack()
 
     @property
@@ -139,7 +139,7 @@ class Dashboard:
             except (msgspec.DecodeError, zlib.error) as error:
                 _log.warning("what was known of the cluster before cannot be read: %s", error)
 
-        def read(history: Reader) -> tuple[list[Any], dict[str, StepRow]]:
+        def read(history: HistoryReader) -> tuple[list[Any], dict[str, StepRow]]:
             told = history.events(EventQuery(limit=2000))[::-1]
             steps: dict[str, StepRow] = {}
             for job in history.facets()[1]:
@@ -259,12 +259,12 @@ class Dashboard:
         """By which a viewer's request is passed on: his token, and our trust in the coordinator."""
         return Credentials(token=token, context=credentials(self.config.security).context)
 
-    async def read(self, work: Callable[[Reader], T]) -> T:
+    async def read(self, work: Callable[[HistoryReader], T]) -> T:
         """Reads the history, beside the loop."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: work(self._local.reader))
 
     def _open_reader(self) -> None:
-        self._local.reader = Reader(str(self.path))
+        self._local.reader = HistoryReader(str(self.path))
         self._opened.append(self._local.reader)
 
     async def spec(self, job: str) -> JobSpec | None:

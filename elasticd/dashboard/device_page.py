@@ -10,7 +10,7 @@ from elasticd.dashboard import views, why
 from elasticd.dashboard.cluster_page import cell, event_row
 from elasticd.dashboard.history import Sample
 from elasticd.dashboard.job_page import parts_of
-from elasticd.dashboard.known import Known
+from elasticd.dashboard.known import Knowledge
 from elasticd.records import HistoryRecord
 from elasticd.wire.node_health import DeviceHealth, Health, causes
 
@@ -31,7 +31,7 @@ _NODE: Mapping[str, str] = {"stolen": "part", "memory_available": "bytes"}
 
 
 def device_view(
-    known: Known,
+    known: Knowledge,
     name: str,
     samples: Sequence[Sample],
     health: Sequence[tuple[float, Health]],
@@ -71,7 +71,7 @@ def device_view(
     )
 
 
-def _thresholds(known: Known) -> views.Thresholds:
+def _thresholds(known: Knowledge) -> views.Thresholds:
     detect = known.cluster.detect
     return views.Thresholds(
         slow=detect.slow,
@@ -111,7 +111,7 @@ def _episodes(told: Sequence[EventRecord]) -> tuple[views.SlowTime, ...]:
     return tuple(found)
 
 
-def _parts(known: Known, job: str, name: str) -> dict[str, float]:
+def _parts(known: Knowledge, job: str, name: str) -> dict[str, float]:
     plan, table = known.cluster.plans.get(job), known.cluster.measured.get(job)
     if plan is None or table is None or table.plan != plan.number or name not in plan.binding:
         return {}
@@ -153,7 +153,7 @@ def _counted(name: str, plans: Sequence[HistoryRecord]) -> tuple[tuple[int, floa
     return tuple(found[::-1][:32])
 
 
-def _hang(known: Known, job: str, name: str, told: Sequence[EventRecord]) -> views.Hang | None:
+def _hang(known: Knowledge, job: str, name: str, told: Sequence[EventRecord]) -> views.Hang | None:
     """Where its worker stands still, or stood still last."""
     halted = known.cluster.halts.get(job, {}).get(name)
     if halted is not None and (halted.stack or not halted.waits):

@@ -1,9 +1,9 @@
 """The dashboard's history: what leaders told, in one SQLite file, over leaders and over its own restarts.
 
-One thread writes (`Writer`), others read (`Reader`), each with a connection of its own: in SQLite's WAL mode no
-reader waits for the writer. What is kept: events by their ids, which grow from leader to leader; steps of the
-surviving history; plans with their problems; what ranks said in switches; slowdowns of devices and health of
-nodes, as they change; and the last view of the cluster, for a start while nobody leads.
+One thread writes (`HistoryWriter`), others read (`HistoryReader`), each with a connection of its own: in
+SQLite's WAL mode no reader waits for the writer. What is kept: events by their ids, which grow from leader to
+leader; steps of the surviving history; plans with their problems; what ranks said in switches; slowdowns of
+devices and health of nodes, as they change; and the last view of the cluster, for a start while nobody leads.
 
 The file is bounded by age and size. The oldest rows go first, those of measurements before those of events. A
 file that is no history of this release, or is broken, is put aside under another name: what leaders still have
@@ -107,7 +107,7 @@ def _connected(path: str) -> sqlite3.Connection:
     return found
 
 
-def opened(path: Path) -> Writer:
+def opened(path: Path) -> HistoryWriter:
     """The history in this file, which is made where it is not there. Raises ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -118,7 +118,7 @@ def opened(path: Path) -> Writer:
             "[dashboard] to a file that this user may write"
         ) from error
     try:
-        return Writer(str(path))
+        return HistoryWriter(str(path))
     except _Other as error:
         why = str(error)
     except sqlite3.OperationalError as error:
@@ -135,14 +135,14 @@ def opened(path: Path) -> Writer:
         if with_end.exists():
             os.replace(with_end, f"{aside}{end}")
     path.touch(mode=0o600)
-    return Writer(str(path))
+    return HistoryWriter(str(path))
 
 
 class _Other(Exception):
     """A file with other tables."""
 
 
-class Writer:
+class HistoryWriter:
     """The one writer. Not for several threads at once. What is put between `begin` and `commit` is written
     together."""
 
@@ -290,7 +290,7 @@ class Writer:
         return True
 
 
-class Reader:
+class HistoryReader:
     """Reads the history; not for several threads at once."""
 
     def __init__(self, path: str) -> None:

@@ -15,7 +15,7 @@ from elasticd.coordinator.live_types import JobNews
 from elasticd.dashboard import views
 from elasticd.dashboard.cluster_page import hung, job_row, restart_row
 from elasticd.dashboard.history import StepRow
-from elasticd.dashboard.known import Known, Table
+from elasticd.dashboard.known import Knowledge, Table
 
 #: By part of a step the columns that are summed.
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -119,7 +119,7 @@ def lost(news: JobNews, now: float) -> tuple[views.LostTime, ...]:
     return tuple(sorted(found, key=lambda each: -each.seconds))
 
 
-def lengths(known: Known, job: str) -> views.LengthsView | None:
+def lengths(known: Knowledge, job: str) -> views.LengthsView | None:
     """Sequence lengths of the newest step."""
     table = known.cluster.measured.get(job)
     if table is None or not table.lengths:
@@ -149,7 +149,7 @@ def batch(plan: Plan | None, job: JobStatus) -> views.BatchView | None:
     )
 
 
-def lanes(known: Known, job: str) -> tuple[views.LaneRow, ...]:
+def lanes(known: Knowledge, job: str) -> tuple[views.LaneRow, ...]:
     """The lanes of pipelines with several, each as slow as its slowest device."""
     plan = known.cluster.plans.get(job)
     if plan is None:
@@ -169,7 +169,7 @@ def lanes(known: Known, job: str) -> tuple[views.LaneRow, ...]:
     )
 
 
-def members(known: Known, job: str) -> tuple[views.MemberRow, ...]:
+def members(known: Knowledge, job: str) -> tuple[views.MemberRow, ...]:
     """The workers of a job, by rank."""
     plan = known.cluster.plans.get(job)
     ranks = {device: rank for rank, device in enumerate(plan.members)} if plan is not None else {}
@@ -210,7 +210,7 @@ def kept(told: Sequence[EventRecord]) -> tuple[views.Kept, ...]:
     return tuple(found[:32])
 
 
-def job_view(known: Known, name: str, told: Sequence[EventRecord], now: float) -> views.JobView:
+def job_view(known: Knowledge, name: str, told: Sequence[EventRecord], now: float) -> views.JobView:
     """The page; `told` are the job's newest snapshots and checkpoints. Raises KeyError."""
     restarting = next((job for job in known.cluster.restarts if job.job == name), None)
     if name not in known.cluster.jobs and restarting is not None:
@@ -240,7 +240,7 @@ def job_view(known: Known, name: str, told: Sequence[EventRecord], now: float) -
     )
 
 
-def _restarting(known: Known, name: str, now: float) -> views.JobView:
+def _restarting(known: Knowledge, name: str, now: float) -> views.JobView:
     job = next(job for job in known.cluster.restarts if job.job == name)
     return views.JobView(
         head=restart_row(known, job),
@@ -286,10 +286,10 @@ def step_columns(
     )
 
 
-def mark(event: EventRecord) -> views.Mark:
+def mark(event: EventRecord) -> views.TimeMark:
     """An event on a time axis."""
     step = event.data.get("step")
-    return views.Mark(
+    return views.TimeMark(
         time=event.time,
         step=step if isinstance(step, int) else None,
         kind=MARKS[event.kind],  # type: ignore[arg-type]
@@ -298,7 +298,7 @@ def mark(event: EventRecord) -> views.Mark:
     )
 
 
-def live_step(known: Known, job: str, row: StepRow, told: int | None, now: float) -> views.LiveStep | None:
+def live_step(known: Knowledge, job: str, row: StepRow, told: int | None, now: float) -> views.LiveStep | None:
     """The newest step for the stream; `told`: the measured step whose stages were sent last."""
     news = known.cluster.jobs.get(job)
     if news is None:

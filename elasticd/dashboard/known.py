@@ -1,6 +1,6 @@
 """What the dashboard knows of the cluster now: built from the leader's live feed, message by message.
 
-`Known` lives on the dashboard's event loop. A hello and all that follows it, up to `Whole`, is put together
+`Knowledge` lives on the dashboard's event loop. A hello and all that follows it, up to `Whole`, is put together
 apart, so that pages never show half a cluster; until then, and while nobody leads, what was known before stays.
 """
 
@@ -63,7 +63,7 @@ class Use(Value, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class Cluster:
+class ClusterNow:
     """The cluster as one leader told it."""
 
     name: str = ""
@@ -90,11 +90,11 @@ class Cluster:
     steps: dict[str, StepRecord] = field(default_factory=dict)  # the newest of each job
 
 
-class Known:
+class Knowledge:
     """The cluster, who tells of it, and since when."""
 
     def __init__(self) -> None:
-        self.cluster = Cluster()
+        self.cluster = ClusterNow()
         self.heard = 0.0  # unix seconds of the newest word
         self.reachable = False
         self.since = time.time()  # of `reachable`
@@ -105,7 +105,7 @@ class Known:
         self.uses: dict[str, Use] = {}
         self.touched: set[str] = set()  # nodes whose cells may have changed
         self.gone: set[str] = set()  # nodes
-        self._coming: Cluster | None = None
+        self._coming: ClusterNow | None = None
 
     # -- connection ----------------------------------------------------------------------------------------
 
@@ -133,7 +133,7 @@ class Known:
         self.heard = at
         self.reached(at)
         if isinstance(news, live.LiveHello):
-            self._coming = Cluster(
+            self._coming = ClusterNow(
                 name=news.cluster,
                 leader=news.leader,
                 release=news.release,
@@ -147,7 +147,7 @@ class Known:
             self._event(news.event)
             return False
         target = self._coming if self._coming is not None else self.cluster
-        if isinstance(news, live.Pulse):
+        if isinstance(news, live.LeaderPulse):
             target.paused = news.paused
             if target is self.cluster:
                 self.store(away=news.store_away, at=at)
@@ -234,7 +234,7 @@ class Known:
         """All that a restart while nobody leads needs."""
         cluster = self.cluster
         return msgspec.json.encode(
-            Saved(
+            SavedCluster(
                 name=cluster.name,
                 leader=cluster.leader,
                 heard=self.heard,
@@ -254,8 +254,8 @@ class Known:
 
     def restore_view(self, text: bytes) -> None:
         """The cluster as it was known before a restart. Raises msgspec.DecodeError."""
-        saved = msgspec.json.decode(text, type=Saved)
-        self.cluster = Cluster(
+        saved = msgspec.json.decode(text, type=SavedCluster)
+        self.cluster = ClusterNow(
             name=saved.name,
             leader=saved.leader,
             nodes={node.node: node for node in saved.nodes},
@@ -274,7 +274,7 @@ class Known:
         self._place()
 
 
-class Saved(Value, frozen=True, kw_only=True):
+class SavedCluster(Value, frozen=True, kw_only=True):
     """A cluster as it is kept over a restart of the dashboard."""
 
     name: str
@@ -293,7 +293,7 @@ class Saved(Value, frozen=True, kw_only=True):
     chaos: bool
 
 
-def take(cluster: Cluster, news: live.AnyNews) -> Iterable[str]:
+def take(cluster: ClusterNow, news: live.AnyNews) -> Iterable[str]:
     """Takes a message into the cluster. Returns the devices whose state it may change."""
     if isinstance(news, live.NodeNews):
         return _node(cluster, news.node)
@@ -333,12 +333,12 @@ def take(cluster: Cluster, news: live.AnyNews) -> Iterable[str]:
         cluster.steps[news.job] = news.step
         if news.step.tokens is not None:
             cluster.tokens[news.job] = news.step.tokens
-    elif isinstance(news, live.Measured):
+    elif isinstance(news, live.MeasuredNews):
         _measured(cluster, news)
     return ()
 
 
-def _node(cluster: Cluster, node: NodeStatus) -> Iterable[str]:
+def _node(cluster: ClusterNow, node: NodeStatus) -> Iterable[str]:
     cluster.nodes[node.node] = node
     _set_rates(cluster, {device.name: device.rate for device in node.devices})
     for device in node.devices:
@@ -347,7 +347,7 @@ def _node(cluster: Cluster, node: NodeStatus) -> Iterable[str]:
     return [device.name for device in node.devices]
 
 
-def _set_rates(cluster: Cluster, rates: Mapping[str, float]) -> None:
+def _set_rates(cluster: ClusterNow, rates: Mapping[str, float]) -> None:
     for device, rate in rates.items():
         if rate != 1.0:
             cluster.rates[device] = rate
@@ -355,7 +355,7 @@ def _set_rates(cluster: Cluster, rates: Mapping[str, float]) -> None:
             cluster.rates.pop(device, None)
 
 
-def _measured(cluster: Cluster, news: live.Measured) -> None:
+def _measured(cluster: ClusterNow, news: live.MeasuredNews) -> None:
     """What is NaN in it stays as it was measured before, under the same plan."""
     width = len(news.columns)
     numbers = np.frombuffer(news.numbers, "<f4").reshape(-1, width) if width else np.zeros((0, 0))
@@ -368,7 +368,7 @@ def _measured(cluster: Cluster, news: live.Measured) -> None:
     )
 
 
-def expected(cluster: Cluster, job: str, number: int) -> tuple[float | None, float | None]:
+def expected(cluster: ClusterNow, job: str, number: int) -> tuple[float | None, float | None]:
     """Seconds of a step of a job under its plan of this number: as predicted, and as N / sum(1 / slowdown) of
     the healthy speed would have it, if the work were divided perfectly; None where they are not known."""
     plan, news = cluster.plans.get(job), cluster.jobs.get(job)
@@ -380,7 +380,7 @@ def expected(cluster: Cluster, job: str, number: int) -> tuple[float | None, flo
     return predicted, bound
 
 
-def _ideal(cluster: Cluster, plan: Plan) -> float:
+def _ideal(cluster: ClusterNow, plan: Plan) -> float:
     """N / sum(1 / slowdown) over the devices that a plan has."""
     count = len(plan.members) + len(plan.idle)
     slow = [rate for device, rate in cluster.rates.items() if device in plan.places or device in plan.idle]

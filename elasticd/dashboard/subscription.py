@@ -24,8 +24,8 @@ from elasticd.client import Api, CannotReach
 from elasticd.config.tree import ConfigError, DashboardSection
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.dashboard.history import Sample, Writer
-from elasticd.dashboard.known import Cluster, expected, take
+from elasticd.dashboard.history import HistoryWriter, Sample
+from elasticd.dashboard.known import ClusterNow, expected, take
 
 #: Seconds between attempts to find a leader: doubled from the first to the second.
 AWAY = (0.1, 1.0)
@@ -63,12 +63,12 @@ class Subscription:
     def __init__(
         self,
         connect: Callable[[], AbstractContextManager[Api]],
-        writer: Writer,
+        writer: HistoryWriter,
         section: DashboardSection,
         tell: Callable[[Told], None],
     ) -> None:
         self._connect, self._writer, self._section, self._tell = connect, writer, section, tell
-        self._cluster = Cluster()  # as far as rows of the history need it
+        self._cluster = ClusterNow()  # as far as rows of the history need it
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="subscription", daemon=True)
         self._fetches = ThreadPoolExecutor(1, thread_name_prefix="fetches")
@@ -134,7 +134,7 @@ class Subscription:
     def _heard(self, api: Api, news: live.AnyNews) -> None:
         now = time.time()
         if isinstance(news, live.LiveHello):
-            self._last_id, self._cluster = "", Cluster()
+            self._last_id, self._cluster = "", ClusterNow()
             self._begin(news)
             self._tell(Told(at=now, news=news))
             self._fetch_events(api, news.id)
@@ -195,7 +195,7 @@ class Subscription:
             if now - self._health.get(news.node, 0.0) >= HEALTH_SECONDS:
                 self._health[news.node] = now
                 self._writer.put_health(news.node, now, news.health)
-        elif isinstance(news, live.Measured):
+        elif isinstance(news, live.MeasuredNews):
             self._sample(news, now)
         return True
 
@@ -237,7 +237,7 @@ class Subscription:
 
     # -- slowdowns -----------------------------------------------------------------------------------------
 
-    def _sample(self, news: live.Measured, now: float) -> None:
+    def _sample(self, news: live.MeasuredNews, now: float) -> None:
         """Writes slowdowns that changed."""
         sampled = self._sampled.get(news.job)
         if sampled is None or sampled.plan != news.plan:
@@ -262,7 +262,7 @@ class _Sampled:
         self._at: Any = None
         self._last: Any = None
 
-    def rows(self, news: live.Measured, now: float) -> list[tuple[int, float, float | None]]:
+    def rows(self, news: live.MeasuredNews, now: float) -> list[tuple[int, float, float | None]]:
         """Rank, slowdown and evidence of those that changed enough, or were not written for long."""
         if "slowdown" not in news.columns:
             return []

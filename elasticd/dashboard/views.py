@@ -14,7 +14,7 @@ The contract between the server and the page. Paths, all below the dashboard's o
 `/api/events` takes job, kind (several: kind=a,b), node, device, since and until (unix seconds), before (an id:
 the page that ends before it) and limit. `/api/jobs/JOB/switch` takes number (default: the newest switch).
 
-What is refused is answered with the JSON of `Refused`: 400 a value cannot be; 401 sign in; 403 the role may
+What is refused is answered with the JSON of `PageRefusal`: 400 a value cannot be; 401 sign in; 403 the role may
 not, or a page of another site asked; 404 there is no such job, node, device, plan or event; 409 not in this
 state; 503 nobody leads, or etcd is away.
 
@@ -60,7 +60,7 @@ DEVICE_STATES: tuple[DeviceState, ...] = (
 )
 
 
-class Refused(Value, frozen=True, kw_only=True):
+class PageRefusal(Value, frozen=True, kw_only=True):
     """Why a request is not carried out."""
 
     error: str  # one sentence, with what would be right
@@ -116,7 +116,7 @@ class EventRow(Value, frozen=True, kw_only=True):
     by: str = ""  # the user who asked for it (empty: nobody did)
 
 
-class Mark(Value, frozen=True, kw_only=True):
+class TimeMark(Value, frozen=True, kw_only=True):
     """A moment on a time axis: a plan, a fault, a snapshot, a checkpoint."""
 
     time: float  # unix seconds
@@ -354,7 +354,7 @@ class StepColumns(Value, frozen=True, kw_only=True):
     predicted: tuple[float | None, ...]  # tokens per second, by the plan of the step
     bound: tuple[float | None, ...]  # tokens per second that N / sum(1 / slowdown) allowed at that time
     loss: tuple[float | None, ...]
-    marks: tuple[Mark, ...]  # plans, faults, slow devices, snapshots and checkpoints of this time
+    marks: tuple[TimeMark, ...]  # plans, faults, slow devices, snapshots and checkpoints of this time
 
 
 # -- /jobs/JOB/plans/N -------------------------------------------------------------------------------------

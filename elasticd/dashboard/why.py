@@ -17,22 +17,22 @@ from elasticd.records import HistoryRecord
 LEAST_STEPS = 3
 
 
-class Line(NamedTuple):
+class WhyLine(NamedTuple):
     """A line: what it is about, with the blanks behind it, and what there is to say."""
 
     about: str
     text: str
 
 
-def decided(record: HistoryRecord) -> Iterator[Line]:
+def decided(record: HistoryRecord) -> Iterator[WhyLine]:
     """What led to a plan."""
-    yield Line("plan ", f"{record.number}  {record.reason}")
+    yield WhyLine("plan ", f"{record.number}  {record.reason}")
     slow = {device: rate for device, rate in record.problem.rates.items() if rate != 1.0}
     told = ", ".join(f"{device} takes {rate:.2f}x" for device, rate in sorted(slow.items()))
-    yield Line("measured  ", told or "every device at normal speed")
+    yield WhyLine("measured  ", told or "every device at normal speed")
 
 
-def did(record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]) -> Iterator[Line]:
+def did(record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]) -> Iterator[WhyLine]:
     """How a plan did; `steps` are those around the switch to it."""
     if record.plan.prediction is not None:
         seconds = seconds_under(record.plan, steps)
@@ -41,9 +41,9 @@ def did(record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[Step
         if len(seconds) >= LEAST_STEPS:
             real = median(seconds)
             text += f"; measured {real:.3f} s over {len(seconds)} steps ({real / predicted:.2f} of it)"
-        yield Line("predicted ", text)
+        yield WhyLine("predicted ", text)
     if (gain := gained(record.number, told, steps)) is not None:
-        yield Line("gained    ", gain.words)
+        yield WhyLine("gained    ", gain.words)
 
 
 def events_of(number: int, told: Sequence[EventRecord]) -> list[EventRecord]:

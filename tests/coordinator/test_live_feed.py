@@ -84,7 +84,7 @@ def test_a_listener_hears_all_that_is_known_and_then_each_event_once() -> None:
                 ids = [news.id for news in client.heard if not isinstance(news, live.LiveHello)]
                 epoch = coordinator.leading.state.epoch
                 assert all(each.startswith(f"{epoch}:") for each in ids)
-                assert client.of(live.Pulse)
+                assert client.of(live.LeaderPulse)
 
     running(body)
 
@@ -107,8 +107,8 @@ def test_a_change_of_a_node_is_told_and_its_health_apart() -> None:
     running(body)
 
 
-def known_of(world: World) -> live_feed.Known:
-    return live_feed.Known(
+def known_of(world: World) -> live_feed.FeedSource:
+    return live_feed.FeedSource(
         state=world.state,
         cluster="test",
         leader=LeaderStatus(name="c", url="http://c", epoch=1),
@@ -164,7 +164,7 @@ def test_who_comes_back_goes_on_after_the_last_id_and_hears_no_hello() -> None:
     async def body() -> None:
         async with coordinating() as coordinator:
             with listening(coordinator) as stays, listening(coordinator) as goes:
-                await until(lambda: bool(stays.of(live.Whole) and goes.of(live.Pulse)), 30.0)
+                await until(lambda: bool(stays.of(live.Whole) and goes.of(live.LeaderPulse)), 30.0)
                 last = goes.heard[-1].id
                 goes.close()
                 coordinator.leading.tell(CoordinatorNote(kind="chaos", text="meanwhile"))
@@ -229,7 +229,7 @@ def test_a_defect_in_a_round_costs_a_hello_and_not_the_leader() -> None:
 
         async with coordinating() as coordinator:
             with patch.object(live_feed, "_made", once), listening(coordinator) as client:
-                await until(lambda: bool(client.of(live.Pulse)) and not broken, 30.0)
+                await until(lambda: bool(client.of(live.LeaderPulse)) and not broken, 30.0)
                 coordinator.leading.tell(CoordinatorNote(kind="chaos", text="after"))
                 await until(lambda: bool(client.of(live.EventNews)), 30.0)
             assert not coordinator.ready()
@@ -278,5 +278,5 @@ def test_rounds_tell_plans_members_and_slowdowns_of_a_job() -> None:
 
 def test_messages_are_read_back_as_they_were() -> None:
     settings = msgspec.json.Decoder(live.AnyNews)
-    pulse = live.Pulse(id="1:2", at=1.5, store_away=False, paused=True)
+    pulse = live.LeaderPulse(id="1:2", at=1.5, store_away=False, paused=True)
     assert settings.decode(msgspec.json.encode(pulse)) == pulse

@@ -25,7 +25,7 @@ from elasticd.coordinator.http.response_encoder import Viewers
 from elasticd.coordinator.http.routing import get, post
 from elasticd.coordinator.leader import Leading
 from elasticd.coordinator.live_config import Scalar
-from elasticd.coordinator.live_feed import Known
+from elasticd.coordinator.live_feed import FeedSource
 from elasticd.coordinator.metrics import CONTENT_TYPE
 from elasticd.records import HistoryRecord, JobSpec
 
@@ -75,7 +75,7 @@ class Served(Protocol):
         """Every plan of a job, oldest first."""
         ...
 
-    def listening(self) -> Known:
+    def listening(self) -> FeedSource:
         """What those who listen are told from."""
         ...
 

@@ -2,7 +2,7 @@
 // `optional?`: left out where it has its default value.
 
 /** Why a request is not carried out. */
-export interface Refused {
+export interface PageRefusal {
   error: string;
 }
 
@@ -49,7 +49,7 @@ export interface EventRow {
 }
 
 /** A moment on a time axis: a plan, a fault, a snapshot, a checkpoint. */
-export interface Mark {
+export interface TimeMark {
   time: number;
   step: number | null;
   kind: "plan" | "fault" | "slow" | "snapshot" | "checkpoint" | "change";
@@ -241,7 +241,7 @@ export interface StepColumns {
   predicted: (number | null)[];
   bound: (number | null)[];
   loss: (number | null)[];
-  marks: Mark[];
+  marks: TimeMark[];
 }
 
 /** A plan in the list of a job's plans. */
