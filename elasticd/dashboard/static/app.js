@@ -5,7 +5,7 @@ import { html, keyed, nothing } from "./vendor/lit.js";
 import "./bars.js";
 import "./chart.js";
 import { Part } from "./element.js";
-import { age, clock, moment } from "./format.js";
+import { age, capital, clock, moment } from "./format.js";
 import { patterns } from "./heat.js";
 import { news } from "./news.js";
 import { chip } from "./page.js";
@@ -294,7 +294,7 @@ class App extends Part {
           "warn",
           "!",
           html`No coordinator leads${known.heard ? html`: last heard ${age(news.age())} ago` : nothing}.
-          Training goes on; nothing is decided until one does. ${known.leader.trouble}`,
+          Training goes on; nothing is decided until one does. ${capital(known.leader.trouble)}`,
         ),
       );
     }

@@ -4,7 +4,7 @@
 import { html, nothing, repeat } from "./vendor/lit.js";
 import { clock, moment, seconds } from "./format.js";
 import { chip } from "./page.js";
-import { to } from "./source.js";
+import { jobHref, to } from "./source.js";
 /** @import { EventRow } from "../tools/api.d.ts" */
 
 /** Tone and sign of an event's kind; the others are plain. @type {Record<string, [string, string]>} */
@@ -60,7 +60,8 @@ function data(event) {
 }
 
 /** @param {EventRow[]} list
- * @param {{target?: number, dates?: boolean, durations?: Record<string, number>}} [how] */
+ * @param {{target?: number, dates?: boolean, jobs?: boolean, durations?: Record<string, number>}} [how]
+ * `jobs`: say which job an event is about */
 export const events = (list, how = {}) =>
   list.length === 0
     ? html`<p class="empty">Nothing.</p>`
@@ -78,7 +79,9 @@ export const events = (list, how = {}) =>
               >
               <span>${kindChip(event.kind)}</span>
               <span class="text"
-                >${event.text}${event.by ? html` <span class="muted">by ${event.by}</span>` : nothing}${
+                >${how.jobs && event.job ? html`<a href=${jobHref(event.job)}>${event.job}</a>: ` : nothing}${
+                  event.text
+                }${event.by ? html` <span class="muted">by ${event.by}</span>` : nothing}${
                   how.durations?.[event.kind] === undefined
                     ? nothing
                     : html` <span class="muted">after ${seconds(how.durations[event.kind])}</span>`

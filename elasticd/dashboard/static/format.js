@@ -95,3 +95,6 @@ export const counted = (count, one, many = `${one}s`) => `${number(count)} ${cou
 /** "a", "a and b", "a, b and c". @param {string[]} words */
 export const listed = (words) =>
   words.length < 2 ? words.join("") : `${words.slice(0, -1).join(", ")} and ${words[words.length - 1]}`;
+
+/** A sentence begins with a capital. @param {string} text */
+export const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);

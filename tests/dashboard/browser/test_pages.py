@@ -156,7 +156,7 @@ def test_leader_that_is_killed_costs_no_event_no_history_and_no_reload(alice: Pe
     expect(page.locator(".banner")).to_have_count(0)
     expect(page.locator(".topbar")).not_to_contain_text(f"leader {killed} ")
     stage.asked(lambda api: api.change({"policy.horizon_steps": 1234}, by="test"))
-    expect(page.locator(".events > li").first).to_contain_text("configured")
+    expect(page.locator(".events > li").filter(has_text="configured").first).to_be_visible()
 
     def complete() -> bool:
         told = [each.id for each in stage.asked(lambda api: api.events()) if each.id >= known[0]]

@@ -3,7 +3,7 @@
 
 import { html, live, nothing } from "../vendor/lit.js";
 import { Part } from "../element.js";
-import { moment } from "../format.js";
+import { capital, moment } from "../format.js";
 import { Page, chip, head } from "../page.js";
 import { Refused, asked } from "../source.js";
 /** @import { Act, Acted, ActList, ConfigView } from "../../tools/api.d.ts" */
@@ -346,7 +346,7 @@ function verb(name) {
       .split(/[-/]/)
       .slice(name.startsWith("chaos") ? 1 : 0)
       .join(" ") || name;
-  return word.charAt(0).toUpperCase() + word.slice(1);
+  return capital(word);
 }
 
 /** What a field's text is in JSON. @param {string} field  @param {string} text */

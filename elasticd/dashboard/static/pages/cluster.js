@@ -88,11 +88,11 @@ class ClusterPage extends Page {
   /** What is wrong comes before a map that fills the screen. @param {ClusterView} known */
   panels(known) {
     const large = known.nodes.length > LARGE;
-    const map = html`<section class="panel ${large ? "" : "two-thirds"}" aria-labelledby="map-title">
+    const map = html`<section class="panel ${large ? "" : "wide"}" aria-labelledby="map-title">
       ${this.map(known)}
     </section>`;
     const jobs = html`<section class="panel" aria-labelledby="jobs-title">${this.jobs(known)}</section>`;
-    const abnormal = html`<section class="panel ${large ? "" : "third"}" aria-labelledby="abnormal-title">
+    const abnormal = html`<section class="panel ${large ? "" : "narrow"}" aria-labelledby="abnormal-title">
       ${this.abnormal(known)}
     </section>`;
     const slow = known.links.length

@@ -4,7 +4,7 @@
 import { html, nothing } from "../vendor/lit.js";
 import { events } from "../event-list.js";
 import { STATES } from "../heat.js";
-import { bytes, counted, figure, listed, moment, number, slowdown } from "../format.js";
+import { bytes, capital, counted, figure, listed, moment, number, slowdown } from "../format.js";
 import { news } from "../news.js";
 import { Page, chip, facts, head } from "../page.js";
 import { jobHref, part, planHref } from "../source.js";
@@ -86,7 +86,7 @@ class DevicePage extends Page {
             <h2 id="slow-title">Slowdown over time</h2>
             <p>1 is a normal device; plans are made with the decided value</p>
           </header>
-          ${slow(view)}
+          ${slow(view, cell.slowdown)}
         </section>
         <section class="panel third" aria-labelledby="cause-title">${causes(view)}</section>
         <section class="panel half" aria-labelledby="cusum-title">${evidence(view)}</section>
@@ -124,15 +124,18 @@ function verdict(view, cell) {
   if (view.kind) said.push(`Its slowness is ${view.kind}: ${view.kind_reason}.`);
   if (!view.connected) said.push("Its node's agent cannot be reached.");
   if (view.draining) said.push("Its node is drained.");
-  if (view.use) said.push(`${view.use.charAt(0).toUpperCase()}${view.use.slice(1)}.`.replace("..", "."));
+  if (view.use) said.push(`${capital(view.use)}.`);
   return said.join(" ") || "It runs at normal speed.";
 }
 
-/** @param {DeviceView} view */
-function slow(view) {
-  const known = view.slowdown;
+/** The curve is sampled where it changed; it ends with what counts now.
+ * @param {DeviceView} view  @param {number} rate */
+function slow(view, rate) {
+  const { time, measured, decided } = view.slowdown;
+  const now = Math.max(news.now(), time[time.length - 1] ?? 0);
+  const known = { time: [...time, now], measured: [...measured, null], decided: [...decided, rate] };
   const limits = view.thresholds;
-  if (!known.time.length) return html`<p class="empty">No step was measured on it yet.</p>`;
+  if (!time.length) return html`<p class="empty">No step was measured on it yet.</p>`;
   return html`<ed-chart
     label="Slowdown"
     unit="times the normal"

@@ -189,7 +189,7 @@ class EventsPage extends Page {
           </button>
         </form>
         <div class="stack after-form">
-          ${this.grouped ? this.groups.map(group) : events(shown, { target: this.target, dates: true })}
+          ${this.grouped ? this.groups.map(group) : events(shown, { target: this.target, dates: true, jobs: (view?.jobs.length ?? 0) > 1 })}
         </div>
         ${this.grouped && !this.groups.length ? html`<p class="empty">No events belong together here.</p>` : nothing}
         ${

@@ -394,7 +394,13 @@ const members = (view) =>
       <h2 id="members-title">Workers</h2>
       <p>${counted(view.members.length, "process", "processes")}</p>
     </header>
-    <div class="scroll tall" tabindex="0" role="group" aria-label="Workers">
+    <div
+      class="scroll tall"
+      tabindex="0"
+      role="group"
+      aria-label="Workers"
+      ?hidden=${view.members.length === 0}
+    >
       <table class="data">
         <thead>
           <tr>
