@@ -1,29 +1,33 @@
-"""A recorded run (`elasticd record`) as a dashboard's history: what the leader heard and decided, taken in again.
+"""A recorded run (`elasticd record`) as a history of the dashboard: what the leader heard and decided.
 
-Theory of operation. The machine is given what the leader heard, at the times at which it heard it, and decides
-the same again: with it come the plans and what they answer, which the recording does not name. Events are the
-notes of the recording. Steps and the times of jobs are kept as a leader's journal keeps them.
+Theory of operation. The machine is given what the leader heard, at the times at which it heard it, and
+decides the same again: with it come the plans and what they answer, which the recording does not name. Events
+are the notes of the recording. Steps and the times of jobs are kept as a leader's journal keeps them.
 
 The plan that was in force before the recording began is not among the plans: its problem is not known.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from elasticd_planner.problem import ideal_ratio
+from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.api_types import LeaderStatus, Settings
 from elasticd.coordinator.events.event_log import Journal
-from elasticd.coordinator.live_feed import FeedSource, hello
-from elasticd.coordinator.status import ideal_ratio
-from elasticd.dashboard.history import Sample, Writer
+from elasticd.coordinator.live_feed import FeedSource, hello, measurements
+from elasticd.dashboard.history import HistoryWriter, Sample
 from elasticd.machines.coordinator import machine
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import CoordinatorNote, Effect, Event, Received, Write
+from elasticd.machines.job.state.job_state import JobState
 from elasticd.recording import Line
 from elasticd.records import HistoryRecord
 from elasticd.wire.coordinator import FromClient
@@ -31,6 +35,8 @@ from elasticd.wire.worker import Prepared, Report, StayedOnPlan, Switched
 
 #: Events and steps that are kept of a recording.
 MOST = 1_000_000
+#: Seconds between two samples of devices' slowdowns.
+SAMPLE_SECONDS = 1.0
 _SAID = {Prepared: "prepared", Switched: "swapped", StayedOnPlan: "kept"}
 
 
@@ -39,11 +45,13 @@ class RecordedRun:
 
     state: CoordinatorState
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: HistoryWriter) -> None:
         self._writer = writer
         self._journal = Journal(events=MOST, steps=MOST)
         self._plans: dict[str, Plan] = {}
         self._rates: dict[str, float] = {}
+        self._measured: dict[str, dict[str, Measurement]] = {}  # the newest, by job and device
+        self._sampled: dict[str, float] = {}  # when slowdowns were written last, by job
 
     def take(self, lines: Sequence[Line]) -> None:
         """All of it. Raises `msgspec.DecodeError` where a line has what this release does not know."""
@@ -79,9 +87,11 @@ class RecordedRun:
         body = said.body
         known = self.state.jobs.get(said.job)
         if isinstance(body, Report) and known is not None and known.worker(said.device, said.incarnation):
+            self._measured.setdefault(said.job, {})[said.device] = body.measurement
             self._journal.report(said.job, body, time)
             if (body.loss, body.tokens) != (None, None) and (step := self._journal.newest(said.job)):
                 self._writer.put_step(said.job, step, *self._expected(said.job, step.plan))
+                self._sample(known, time)
         elif isinstance(body, Prepared | Switched | StayedOnPlan):
             rank = live.RankNews(device=said.device, at=time, what=_SAID[type(body)])
             if isinstance(body, Switched):
@@ -93,6 +103,25 @@ class RecordedRun:
                     flows={source: size for source, (size, _) in body.flows.items()},
                 )
             self._writer.put_rank(said.job, body.number, rank)
+
+    def _of_devices(self, job: JobState) -> live.MeasuredNews | None:
+        """What the members of the plan in force measured last."""
+        plan = job.plan
+        return measurements(job, plan, self._measured.get(job.job, {}), str) if plan is not None else None
+
+    def _sample(self, job: JobState, time: float) -> None:
+        """Each member's slowdown, once a second."""
+        if time - self._sampled.get(job.job, 0.0) < SAMPLE_SECONDS or (news := self._of_devices(job)) is None:
+            return
+        self._sampled[job.job] = time
+        numbers = np.frombuffer(news.numbers, "<f4").reshape(-1, len(news.columns))
+        slowdown, evidence = (numbers[:, news.columns.index(name)] for name in live.JUDGED)
+        members = job.plan.members if job.plan is not None else ()
+        self._writer.put_samples(
+            Sample(device, time, news.step, float(slow), self._rates.get(device, 1.0), _known(float(odd)))
+            for device, slow, odd in zip(members, slowdown, evidence, strict=True)
+            if np.isfinite(slow)
+        )
 
     def _written(self, effects: Iterable[Effect], time: float) -> None:
         for effect in effects:
@@ -138,7 +167,12 @@ class RecordedRun:
             now=self._last.time,
         )
         decoder = msgspec.json.Decoder(live.AnyNews)
-        return [decoder.decode(line) for line in hello(source, f"1:{len(self._plans)}")]
+        measured = [news for job in self.state.jobs.values() if (news := self._of_devices(job)) is not None]
+        return [*(decoder.decode(line) for line in hello(source, "1:1")), *measured]
+
+
+def _known(number: float) -> float | None:
+    return number if math.isfinite(number) else None
 
 
 def name_of(file: Path) -> str:

@@ -275,6 +275,7 @@ class App extends Part {
 
   banners() {
     const known = news.cluster;
+    if (recording) return nothing;
     const found = [];
     const silence = news.silence();
     if (news.connection === "lost" || silence !== null) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -353,6 +354,36 @@ def test_report_opens_from_disk_without_a_network(browser: Browser, stage: Stage
     refused = CliRunner().invoke(elasticd, [*options[:-1], "no-such-job"])
     assert refused.exit_code == 1
     assert "there is no job 'no-such-job'" in refused.output
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_report_of_a_recording_has_what_happened_meanwhile(
+    browser: Browser, stage: Stage, tmp_path: Path
+) -> None:
+    """Steps, a straggler, the plan that answers it, and why; from the recording alone."""
+    before, file, html = settled(stage), tmp_path / "run.jsonl.gz", tmp_path / "run.html"
+    command = ["record", "--config", str(stage.configuration("operator")), "--seconds", "40", str(file)]
+    with ThreadPoolExecutor(1) as beside:
+        recorded = beside.submit(CliRunner().invoke, elasticd, command)
+        stage.chaos(lambda chaos: chaos.slow("beta/0", SLOW))
+        number = settled(stage, before)
+        assert recorded.result(120).exit_code == 0
+    stage.chaos(lambda chaos: chaos.recover("beta/0"))
+    done = CliRunner().invoke(elasticd, ["report", "--recorded", str(file), "--out", str(html), JOB])
+    assert done.exit_code == 0, done.output
+    with Person(browser, f"file://{html}", offline=True) as reader:
+        reader.page.goto(f"file://{html}")
+        expect(reader.page.get_by_label("Marks")).to_contain_text("beta/0 is slow")
+        expect(reader.page.locator("ed-bars").first).to_be_visible()
+        reader.page.get_by_label("Marks").get_by_text(f"plan {number} is recorded").click()
+        expect(reader.page.get_by_role("heading", level=1)).to_have_text("Events")
+        reader.page.goto(f"file://{html}#/jobs/{JOB}/plans/{number}")
+        expect(reader.page.locator("pre.why")).to_contain_text(f"plan {number}")
+        reader.page.goto(f"file://{html}#/devices/beta/0")
+        expect(reader.page.locator("ed-chart canvas").first).to_be_visible()
+        reader.watched.asked.clear()  # of its own file and of what stands in it
+    settled(stage, number)
 
 
 def why(stage: Stage, number: int) -> str:
