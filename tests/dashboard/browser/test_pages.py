@@ -358,7 +358,7 @@ def test_report_opens_from_disk_without_a_network(browser: Browser, stage: Stage
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_report_of_a_recording_has_what_happened_meanwhile(
+def test_report_of_a_recording_has_what_happened(
     browser: Browser, stage: Stage, tmp_path: Path
 ) -> None:
     """Steps, a straggler, the plan that answers it, and why; from the recording alone."""
