@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 from elasticd_planner.detection.device_rates import COUNT, RESIDUALS, UP, Devices
-from elasticd_planner.numeric import Floats
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Plan
 
@@ -574,7 +573,7 @@ def measurements(
     )
 
 
-def _judged(job: JobState, members: tuple[str, ...]) -> Floats:
+def _judged(job: JobState, members: tuple[str, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
     """What detection made of each member's last step [members, 2]: slowdown and evidence."""
     settings = job.rates
     devices = settings.devices
