@@ -252,6 +252,7 @@ class App extends Part {
       html`<li>
         <a href=${to(href)} aria-current=${current ? "page" : nothing}>${words}</a>
       </li>`;
+    const act = recording ? nothing : link("/act", "Act", path === "/act");
     return html`${link("/", "Cluster", path === "/" || path.startsWith("/devices/"))}
     ${jobs.slice(0, JOBS).map((job) => {
       const href = `/jobs/${encodeURIComponent(job.job)}`;
@@ -260,7 +261,7 @@ class App extends Part {
         <a href=${jobHref(job.job)} aria-current=${current ? "page" : nothing}>${job.job}</a>
       </li>`;
     })}
-    ${link("/events", "Events", path === "/events")}${recording ? nothing : link("/act", "Act", path === "/act")}`;
+    ${link("/events", "Events", path === "/events")}${act}`;
   }
 
   state() {
@@ -268,7 +269,7 @@ class App extends Part {
     if (recording) return html`<div class="state">report of ${moment(known?.now)}</div>`;
     const silent = news.silence() !== null || news.connection === "lost";
     return html`<div class="state">
-      ${known ? html`<span>leader ${known.leader.name || "none"} <span class="nowrap">epoch ${known.leader.epoch}</span></span>` : nothing}
+      ${known ? html`<span>leader ${known.leader.name || "none"} epoch ${known.leader.epoch}</span>` : nothing}
       ${
         news.connection === "opening"
           ? chip("", "…", "connecting")
