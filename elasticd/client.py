@@ -50,6 +50,10 @@ class CannotReach(Exception):
     """There is no coordinator to ask, or it says no; the message says why and what to do."""
 
 
+class StoreAway(CannotReach):
+    """etcd does not answer, which knows who leads."""
+
+
 class Api:
     """The coordinator's REST as typed calls. All raise `CannotReach`. `known` is what we show it: by default
     `$ELASTICD_TOKEN`, where that is set. terminal: texts are made safe for a terminal."""
@@ -282,7 +286,7 @@ def leader_url(config: Config) -> str:
     except StoreRefused as error:
         raise CannotReach(f"the etcd at {endpoints} refuses us: {error}") from error
     except StoreError as error:
-        raise CannotReach(
+        raise StoreAway(
             f"no etcd answers at {endpoints} ({error}): start one there (on one machine: elasticd up), set "
             "endpoints in section [etcd] of the configuration (--config), or name the coordinator with "
             "--coordinator"

@@ -38,7 +38,7 @@ from elasticd.dashboard import act_page, views
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.device_page import device_view
 from elasticd.dashboard.event_page import event_page
-from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow
+from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, head_of
 from elasticd.dashboard.job_page import MARKS, job_view, step_columns
 from elasticd.dashboard.plan_page import plan_row, plan_view
 from elasticd.dashboard.session import RECHECK, Session, Sessions
@@ -67,6 +67,8 @@ PASSED_ON = (400, 401, 403, 404, 409, 413, 429)
 MOST_TOLD, MOST_LISTED = 2000, 1000
 #: Answers of plans that are remembered: they are made from what does not change any more.
 MOST_PLANS = 32
+#: Plans that a device's page looks at.
+MOST_COUNTED = 16
 MEDIA = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -366,10 +368,8 @@ class Answers:
             told = history.events(EventQuery(job=job, limit=MOST_TOLD))
             measured = history.seconds_by_plan(job)
             rows = [
-                plan_row(
-                    record, heard=at, in_force=force, proposed=proposed, measured=measured, told=told[::-1]
-                )
-                for record, at in history.plans(job)
+                plan_row(head, heard=at, in_force=force, proposed=proposed, measured=measured, told=told[::-1])
+                for head, at in history.heads(job)
             ]
             return views.PlanList(job=job, plans=tuple(reversed(rows)))
 
@@ -391,7 +391,7 @@ class Answers:
             before = history.plan(job, _before(history, job, earlier)) if earlier else None
             told = history.events(EventQuery(job=job, limit=MOST_TOLD))[::-1]
             row = plan_row(
-                record,
+                head_of(record),
                 heard=heard,
                 in_force=force,
                 proposed=proposed,
@@ -467,7 +467,7 @@ class Answers:
 
         def read(history: HistoryReader) -> views.DeviceView:
             told = history.events(EventQuery(device=name, limit=200))
-            plans = [record for record, _ in history.plans(use.job)[-64:]] if use is not None else []
+            plans = history.plans(use.job, MOST_COUNTED) if use is not None else []
             return device_view(known, name, history.samples(name), history.health(node), told, plans)
 
         return await self._served.read(read)

@@ -71,6 +71,8 @@ class Board:
         """A message of the subscription."""
         if told.news is None:
             self.known.lost(told.lost, told.at)
+            if told.store_away:
+                self.known.store(away=True, at=told.at)
             self.streams.tell("leader", live_leader(self.known, time.time()))
             return
         news, was = told.news, self.known.reachable

@@ -12,6 +12,7 @@ is fetched again.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import sqlite3
@@ -20,7 +21,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
@@ -28,7 +29,7 @@ from elasticd.config.tree import ConfigError
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.live_types import RankNews
-from elasticd.records import HistoryRecord
+from elasticd.records import HistoryRecord, encode
 from elasticd.wire.node_health import Health
 
 #: Version of the tables; a file with another one is put aside.
@@ -48,7 +49,8 @@ CREATE INDEX events_device ON events (device, id) WHERE device != '';
 CREATE INDEX events_node ON events (node, id) WHERE node != '';
 CREATE TABLE steps (job TEXT, step INTEGER, plan INTEGER, time REAL, seconds REAL, tokens INTEGER, loss REAL,
     predicted REAL, bound REAL, PRIMARY KEY (job, step)) WITHOUT ROWID;
-CREATE TABLE plans (job TEXT, number INTEGER, time REAL, body BLOB, PRIMARY KEY (job, number)) WITHOUT ROWID;
+CREATE TABLE plans (job TEXT, number INTEGER, time REAL, head BLOB, body BLOB,
+    PRIMARY KEY (job, number)) WITHOUT ROWID;
 CREATE TABLE ranks (job TEXT, number INTEGER, device TEXT, what TEXT, time REAL, body BLOB,
     PRIMARY KEY (job, number, device, what)) WITHOUT ROWID;
 CREATE TABLE slowdowns (device TEXT, time REAL, step INTEGER, measured REAL, decided REAL, evidence REAL,
@@ -85,6 +87,20 @@ class Sample(NamedTuple):
     evidence: float | None
 
 
+class PlanHead(msgspec.Struct, frozen=True):
+    """A plan in brief."""
+
+    number: int
+    reason: str  # why it was proposed
+    predicted: float | None  # seconds of a step
+
+
+def head_of(record: HistoryRecord) -> PlanHead:
+    """A plan in brief."""
+    predicted = record.plan.prediction
+    return PlanHead(record.number, record.reason, predicted.step_seconds if predicted is not None else None)
+
+
 class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Which events are asked for; what is empty or None does not matter."""
 
@@ -112,19 +128,28 @@ def opened(path: Path) -> HistoryWriter:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600)
+        lock = path.with_name(f"{path.name}.lock").open("wb")
     except OSError as error:
         raise ConfigError(
             f"the history {path} cannot be written ({error.strerror or error}): set history in section "
             "[dashboard] to a file that this user may write"
         ) from error
     try:
-        return HistoryWriter(str(path))
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ConfigError(
+            f"another dashboard keeps its history in {path}: set history in section [dashboard] to a file of "
+            "its own"
+        ) from None
+    try:
+        return HistoryWriter(str(path), lock)
     except _Other as error:
         why = str(error)
     except sqlite3.OperationalError as error:
+        lock.close()
         raise ConfigError(
-            f"the history {path} cannot be used ({error}): is another dashboard running on it? Set history in "
-            "section [dashboard] to a file of its own"
+            f"the history {path} cannot be used ({error}): set history in section [dashboard] to another file"
         ) from error
     except sqlite3.DatabaseError as error:
         why = str(error)
@@ -135,7 +160,7 @@ def opened(path: Path) -> HistoryWriter:
         if with_end.exists():
             os.replace(with_end, f"{aside}{end}")
     path.touch(mode=0o600)
-    return HistoryWriter(str(path))
+    return HistoryWriter(str(path), lock)
 
 
 class _Other(Exception):
@@ -146,8 +171,9 @@ class HistoryWriter:
     """The one writer. Not for several threads at once. What is put between `begin` and `commit` is written
     together."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, lock: IO[bytes] | None = None) -> None:
+        """lock: held until the file is closed."""
+        self.path, self._lock = path, lock
         self._db = _connected(path)
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         (tables,) = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -179,6 +205,8 @@ class HistoryWriter:
     def close(self) -> None:
         """Closes the file."""
         self._db.close()
+        if self._lock is not None:
+            self._lock.close()
 
     # -- what is put in ------------------------------------------------------------------------------------
 
@@ -214,8 +242,14 @@ class HistoryWriter:
 
     def put_plan(self, job: str, record: HistoryRecord, at: float) -> None:
         """A plan with the problem that it answers."""
-        body = zlib.compress(msgspec.json.encode(record), 1)
-        self._db.execute("INSERT OR IGNORE INTO plans VALUES (?, ?, ?, ?)", (job, record.number, at, body))
+        values = (
+            job,
+            record.number,
+            at,
+            msgspec.json.encode(head_of(record)),
+            zlib.compress(encode(record), 1),
+        )
+        self._db.execute("INSERT OR IGNORE INTO plans VALUES (?, ?, ?, ?, ?)", values)
 
     def put_rank(self, job: str, number: int, rank: RankNews) -> None:
         """What a rank said in a switch."""
@@ -379,10 +413,17 @@ class HistoryReader:
         ).fetchone()
         return (_plan(row[0]), row[1]) if row is not None else None
 
-    def plans(self, job: str) -> list[tuple[HistoryRecord, float]]:
-        """All plans of a job, oldest first, and when they were heard of."""
-        rows = self._db.execute("SELECT body, time FROM plans WHERE job = ? ORDER BY number", (job,))
-        return [(_plan(body), at) for body, at in rows]
+    def heads(self, job: str) -> list[tuple[PlanHead, float]]:
+        """All plans of a job in brief, oldest first, and when they were heard of."""
+        rows = self._db.execute("SELECT head, time FROM plans WHERE job = ? ORDER BY number", (job,))
+        return [(msgspec.json.decode(head, type=PlanHead), at) for head, at in rows]
+
+    def plans(self, job: str, most: int) -> list[HistoryRecord]:
+        """The last plans of a job, oldest first."""
+        rows = self._db.execute(
+            "SELECT body FROM plans WHERE job = ? ORDER BY number DESC LIMIT ?", (job, most)
+        ).fetchall()
+        return [_plan(body) for (body,) in reversed(rows)]
 
     def numbers(self, job: str) -> tuple[int, ...]:
         """The numbers of the plans that are kept."""

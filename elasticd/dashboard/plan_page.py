@@ -24,6 +24,7 @@ from elasticd_planner.value import Invalid
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard import views, why
+from elasticd.dashboard.history import PlanHead
 from elasticd.records import HistoryRecord, JobSpec
 
 #: Micro-batches of a schedule that are drawn, lanes of it, and devices of a difference that are listed.
@@ -263,7 +264,7 @@ def _rows(operations: Sequence[PlanOperation]) -> Iterator[views.Communication]:
 
 
 def plan_row(
-    record: HistoryRecord,
+    head: PlanHead,
     *,
     heard: float,
     in_force: int | None,
@@ -272,7 +273,7 @@ def plan_row(
     told: Sequence[EventRecord],
 ) -> views.PlanRow:
     """A plan in a list; `told` are the events of its job."""
-    number = record.number
+    number = head.number
     mine = [event for event in told if event.data.get("number") == number]
     steps, median = measured.get(number, (0, 0.0))
     swapped = [event for event in mine if event.kind == "swapped"]
@@ -289,13 +290,12 @@ def plan_row(
         outcome = "aborted"
     elif "recorded" in kinds or steps or (in_force is not None and number < in_force):
         outcome = "replaced"
-    predicted = record.plan.prediction
     return views.PlanRow(
         number=number,
         time=at,
-        reason=record.reason,
+        reason=head.reason,
         outcome=outcome,  # type: ignore[arg-type]
-        predicted_seconds=predicted.step_seconds if predicted is not None else None,
+        predicted_seconds=head.predicted,
         measured_seconds=median if steps >= why.LEAST_STEPS else None,
         steps=steps,
         pause_seconds=max(pauses) if pauses else None,

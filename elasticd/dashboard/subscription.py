@@ -9,6 +9,7 @@ same order.
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import msgspec
 import numpy as np
 
 from elasticd.backoff import Backoff
-from elasticd.client import Api, CannotReach
+from elasticd.client import Api, CannotReach, StoreAway
 from elasticd.config.tree import ConfigError, DashboardSection
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.events.switch_gain import StepRecord
@@ -39,6 +40,8 @@ STILL_SECONDS = 60.0
 MOST_SAMPLES = 256
 #: Seconds between looks at the history's size.
 BOUND_SECONDS = 300.0
+#: Seconds between two complaints about a history that cannot be written.
+COMPLAIN_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +52,7 @@ class Told(msgspec.Struct, frozen=True):
     at: float
     news: live.AnyNews | None = None
     lost: str = ""
+    store_away: bool = False  # etcd does not answer, so that nobody can be found
 
 
 class Subscription:
@@ -78,6 +82,7 @@ class Subscription:
         self._health: dict[str, float] = {}
         self._sampled: dict[str, _Sampled] = {}
         self._bound_at = 0.0
+        self._broken_at = 0.0
         self._last_id = ""
         self._lock = threading.Lock()
 
@@ -106,7 +111,7 @@ class Subscription:
     def _run(self) -> None:
         pause = Backoff(*AWAY)
         while not self._stopped.is_set():
-            why = "the leader ended"
+            why, away = "the leader ended", False
             try:
                 with self._connect() as api:
                     self._api = api
@@ -118,7 +123,7 @@ class Subscription:
                         self._heard(api, news)
                         pause.reset()
             except (CannotReach, ConfigError) as error:
-                why = str(error)
+                why, away = str(error), isinstance(error, StoreAway)
             except Exception as error:
                 if self._stopped.is_set():
                     return
@@ -128,7 +133,7 @@ class Subscription:
                 self._api = None
             if self._stopped.is_set():
                 return
-            self._tell(Told(at=time.time(), lost=why))
+            self._tell(Told(at=time.time(), lost=why, store_away=away))
             self._stopped.wait(pause.next())
 
     def _heard(self, api: Api, news: live.AnyNews) -> None:
@@ -142,7 +147,7 @@ class Subscription:
         if isinstance(news, live.NodeNews | live.SlowdownNews | live.JobNews | live.JobGone | live.PlanNews):
             take(self._cluster, news)
         with self._lock:
-            put = self._put(api, news, now)
+            put = self._tried(api, news, now)
         if put:
             self._tell(Told(at=now, news=news))
         if not isinstance(news, live.Whole) and self._last_id == "":
@@ -153,6 +158,16 @@ class Subscription:
             with self._lock:
                 oldest = now - self._section.keep_days * 86_400
                 self._writer.bound(oldest, self._section.history_mib << 20)
+
+    def _tried(self, api: Api, news: live.AnyNews, now: float) -> bool:
+        """`_put`, which a full disk must not stop: pages go on to be live, and the history lacks a part."""
+        try:
+            return self._put(api, news, now)
+        except sqlite3.Error as error:
+            if now - self._broken_at >= COMPLAIN_SECONDS:
+                self._broken_at = now
+                _log.error("the history %s cannot be written: %s", self._writer.path, error)
+            return True
 
     def _begin(self, hello: live.LiveHello) -> None:
         """A leader whose epoch is lower than one before belongs to another etcd: its ids begin anew."""

@@ -124,6 +124,7 @@ def test_browsers_hear_each_event_once_and_go_on_after_the_last_id(tmp_path: Pat
                 coordinator.leading.tell(CoordinatorNote(kind="chaos", text="one"))
                 await until(lambda: bool(first.of("event")), SOON)
                 last = first.heard[-1][0]
+            await until(lambda: not len(dashboard.board.streams), SOON)
             coordinator.leading.tell(CoordinatorNote(kind="chaos", text="two"))
             with streaming(dashboard.url, last=last) as back:
                 await until(lambda: bool(back.of("event")), SOON)

@@ -92,7 +92,8 @@ class JobClock:
     """Counts the time of one job."""
 
     def __init__(self) -> None:
-        self._began = self._last = self._productive = 0.0
+        self._began: float | None = None
+        self._last = self._productive = 0.0
         self._steps: deque[tuple[int, float]] = deque(maxlen=20_000)  # index and seconds, ascending
         self._count = self._repeated = 0
         self._lost: dict[str, float] = defaultdict(float)
@@ -119,7 +120,7 @@ class JobClock:
         """A step was reported. One of an index that was reported before takes the place of that one and of all
         after it: they were rolled back."""
         seconds = max(0.0, record.seconds)
-        if not self._steps and not self._began:
+        if self._began is None:
             self._began = record.time - seconds
         else:
             self._lose(max(0.0, record.time - self._last - seconds))
@@ -158,7 +159,7 @@ class JobClock:
     @property
     def time(self) -> JobTime | None:
         """Where the time went; None before the first step."""
-        if not self._began:
+        if self._began is None:
             return None
         return JobTime(
             began=self._began,
