@@ -401,7 +401,7 @@ def _made(
     for name, found in measured.items():
         job = known.state.jobs.get(name)
         if job is not None and job.plan is not None:
-            news = _measurements(job, job.plan, found, next_id)
+            news = measurements(job, job.plan, found, next_id)
             lines += [_line(news)] if news is not None else []
     spent = time.thread_time() - began
     if pulse:
@@ -543,7 +543,7 @@ def _due(job: JobState, at: float) -> bool:
     return at - job.progress.at > 1.0
 
 
-def _measurements(
+def measurements(
     job: JobState, plan: Plan, found: Mapping[str, Measurement], next_id: Callable[[], str]
 ) -> live.MeasuredNews | None:
     """What members measured, in columns."""

@@ -75,25 +75,34 @@ class _Kept:
             return None
 
 
-def report_values(job: str, history: Path, connect: Connect, section: DashboardSection) -> dict[str, Any]:
+def report_values(job: str, filled: Callable[[Path], Board], connect: Connect) -> dict[str, Any]:
     """What the pages ask for, by path, as JSON.
 
     Args:
         job: its name.
-        history: the file of a dashboard's history, which may be missing or in use.
-        connect: finds whoever leads.
-        section: of the configuration.
+        filled: makes a history at the path, and returns what is known of the cluster beside it.
+        connect: finds whoever leads, who may be asked what the job trains.
 
     Raises:
         NoReport: neither the history nor a leader knows the job.
     """
     with TemporaryDirectory(prefix="elasticd-report-") as folder:
         copy = Path(folder) / "history.db"
-        if history.exists():
-            _copied(history, copy)
-        board = _board(copy, connect, section)
+        board = filled(copy)
         with closing(HistoryReader(str(copy))) as reader:
             return asyncio.run(_answers(job, _Kept(board, reader, connect)))
+
+
+def of_history(history: Path, connect: Connect, section: DashboardSection) -> Callable[[Path], Board]:
+    """For `report_values`: a copy of a dashboard's history, which may be missing or in use, with what a leader
+    has told since."""
+
+    def filled(copy: Path) -> Board:
+        if history.exists():
+            _copied(history, copy)
+        return _board(copy, connect, section)
+
+    return filled
 
 
 def _copied(history: Path, copy: Path) -> None:
@@ -170,7 +179,10 @@ async def _answers(job: str, kept: _Kept) -> dict[str, Any]:
             path = f"/api/devices/{quote(node, safe='')}/{quote(rank, safe='')}"
             found[path] = await asked(path)
         found["/api/events"] = await asked(f"/api/events?limit={MOST_EVENTS}")
-    found["/api/cluster"]["viewer"] = {"signed_in": True, "asks": False, "name": "", "role": ""}
+    cluster = found["/api/cluster"]
+    if not cluster["leader"]["reachable"] and cluster["heard"]:
+        cluster["now"] = cluster["heard"]  # the report is of then
+    cluster["viewer"] = {"signed_in": True, "asks": False, "name": "", "role": ""}
     start = f"/jobs/{quote(job, safe='')}"
     return {"start": start, **{path: value for path, value in found.items() if value is not None}}
 

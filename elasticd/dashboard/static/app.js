@@ -21,6 +21,8 @@ import "./schedule.js";
 import { asked, get, here, jobHref, recording, session, to } from "./source.js";
 /** @import { Viewer } from "../tools/api.d.ts" */
 
+/** Milliseconds until a page that is hidden gives its stream back. */
+const HIDDEN = 60_000;
 /** Jobs that have a place in the bar. */
 const JOBS = 5;
 
@@ -92,6 +94,7 @@ class App extends Part {
   static properties = {
     address: { state: true },
     viewer: { state: true },
+    visit: { state: true },
     beat: { state: true },
   };
 
@@ -100,6 +103,8 @@ class App extends Part {
     this.address = here();
     /** @type {Viewer | null} */ this.viewer = null;
     this.beat = 0;
+    /** Counts the arrivals at pages: each begins anew. */ this.visit = 0;
+    this.resting = 0;
     this.began = "";
   }
 
@@ -109,6 +114,7 @@ class App extends Part {
     document.addEventListener("click", (event) => this.clicked(event));
     this.addEventListener("go", (event) => this.go(/** @type {CustomEvent} */ (event).detail));
     news.addEventListener("change", () => this.requestUpdate());
+    document.addEventListener("visibilitychange", () => this.shown());
     news.addEventListener("signed-out", () => this.who());
     session.addEventListener("over", () => {
       if (this.viewer?.signed_in) this.who();
@@ -131,6 +137,13 @@ class App extends Part {
     this.entered();
   }
 
+  /** A browser keeps few connections to a server: pages that nobody looks at give theirs back after a while. */
+  shown() {
+    clearTimeout(this.resting);
+    if (document.hidden) this.resting = setTimeout(() => news.stop(), HIDDEN);
+    else if (this.viewer?.signed_in && !recording && !news.stream) news.open();
+  }
+
   entered() {
     if (this.viewer?.signed_in) news.start();
     else news.stop();
@@ -144,6 +157,7 @@ class App extends Part {
 
   went() {
     this.address = here();
+    this.visit += 1;
     this.updateComplete.then(() => this.arrived());
   }
 
@@ -219,7 +233,7 @@ class App extends Part {
             ? html`<h1 class="hidden-text" tabindex="-1">elasticd</h1>
                 <p class="muted">Waiting for the dashboard's server …</p>`
             : signed
-              ? html`${keyed(this.address, page)}`
+              ? html`${keyed(`${this.visit} ${this.address}`, page)}`
               : html`<ed-login
                   @signed-in=${(/** @type {CustomEvent} */ event) => {
                     this.viewer = event.detail;
@@ -238,6 +252,7 @@ class App extends Part {
       html`<li>
         <a href=${to(href)} aria-current=${current ? "page" : nothing}>${words}</a>
       </li>`;
+    const act = recording ? nothing : link("/act", "Act", path === "/act");
     return html`${link("/", "Cluster", path === "/" || path.startsWith("/devices/"))}
     ${jobs.slice(0, JOBS).map((job) => {
       const href = `/jobs/${encodeURIComponent(job.job)}`;
@@ -246,7 +261,7 @@ class App extends Part {
         <a href=${jobHref(job.job)} aria-current=${current ? "page" : nothing}>${job.job}</a>
       </li>`;
     })}
-    ${link("/events", "Events", path === "/events")}${recording ? nothing : link("/act", "Act", path === "/act")}`;
+    ${link("/events", "Events", path === "/events")}${act}`;
   }
 
   state() {
@@ -254,7 +269,7 @@ class App extends Part {
     if (recording) return html`<div class="state">report of ${moment(known?.now)}</div>`;
     const silent = news.silence() !== null || news.connection === "lost";
     return html`<div class="state">
-      ${known ? html`<span>leader ${known.leader.name || "none"} <span class="nowrap">epoch ${known.leader.epoch}</span></span>` : nothing}
+      ${known ? html`<span>leader ${known.leader.name || "none"} epoch ${known.leader.epoch}</span>` : nothing}
       ${
         news.connection === "opening"
           ? chip("", "…", "connecting")
@@ -275,6 +290,7 @@ class App extends Part {
 
   banners() {
     const known = news.cluster;
+    if (recording) return nothing;
     const found = [];
     const silence = news.silence();
     if (news.connection === "lost" || silence !== null) {

@@ -1,7 +1,7 @@
 // @ts-check
 /** Curves over steps or over time, with marks: uPlot in a figure whose numbers can be read as a table too. */
 
-import { LitElement, html, nothing, svg } from "./vendor/lit.js";
+import { LitElement, html, nothing } from "./vendor/lit.js";
 import uPlot from "./vendor/uplot.js";
 import { clock, figure, number } from "./format.js";
 
@@ -23,8 +23,12 @@ import { clock, figure, number } from "./format.js";
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** A curve's pattern and colour. @param {Curve} curve */
-export const line = (curve) => svg`<svg width="26" height="10" aria-hidden="true">
-  <line class="line k${curve.hue}" x1="0" x2="26" y1="5" y2="5" stroke-dasharray=${(curve.dash ?? []).join(" ")} /></svg>`;
+export const line = (curve) => {
+  const dash = (curve.dash ?? []).join(" ");
+  return html`<svg width="26" height="10" aria-hidden="true">
+    <line class="line k${curve.hue}" x1="0" x2="26" y1="5" y2="5" stroke-dasharray=${dash} />
+  </svg>`;
+};
 
 /** Digits behind the point of numbers that are so far apart. @param {number} apart */
 const digits = (apart) => Math.max(0, Math.min(6, -Math.floor(Math.log10(apart || 1) + 1e-9)));
@@ -100,7 +104,7 @@ export class Chart extends LitElement {
     const at = this.at ?? this.x.length - 1;
     return html`<figure class="chart">
       <ul class="key">
-        ${this.curves.map((curve) => html`<li>${line(curve)} ${curve.label} <b>${figure(curve.values[at])}</b></li>`)}
+        ${this.curves.map((curve) => this.keyed(curve, at))}
         <li class="muted">${this.unit}${this.x.length ? html` at ${this.named(this.x[at])}` : nothing}</li>
       </ul>
       <div class="plot" role="img" aria-label=${this.summary()}></div>
@@ -136,6 +140,11 @@ export class Chart extends LitElement {
         </div>
       </details>
     </figure>`;
+  }
+
+  /** @param {Curve} curve  @param {number} at */
+  keyed(curve, at) {
+    return html`<li>${line(curve)} ${curve.label} <b>${figure(curve.values[at])}</b></li>`;
   }
 
   rows() {

@@ -12,7 +12,7 @@ const SILENT = 3500;
 const AGAIN = 1000;
 
 /**
- * What listeners are told: "change" (`cluster` or the connection changed), "hello" (everything anew: ask again),
+ * What listeners hear: "change" (`cluster` or the connection changed), "hello" (everything anew: ask again),
  * and with a value as `detail` "step", "event", "plan" and "progress".
  */
 class News extends EventTarget {

@@ -17,7 +17,7 @@ export class Page extends Part {
 
   constructor() {
     super();
-    this.error = "";
+    /** Why values are not there, by path. @type {Record<string, string>} */ this.errors = {};
     /** @type {(() => void)[]} */ this.ends = [];
     /** @type {Map<string, {at: number, timer: number, running: boolean}>} */ this.asks = new Map();
   }
@@ -63,14 +63,25 @@ export class Page extends Part {
       (value) => {
         known.running = false;
         if (!this.isConnected) return;
-        this.error = "";
+        if (path in this.errors) this.fails(path, "");
         take(value);
       },
       (error) => {
         known.running = false;
-        if (this.isConnected) this.error = error instanceof Refused ? error.message : String(error);
+        if (this.isConnected) this.fails(path, error instanceof Refused ? error.message : String(error));
       },
     );
+  }
+
+  /** @param {string} path  @param {string} why  empty: it does not any more */
+  fails(path, why) {
+    const { [path]: _, ...others } = this.errors;
+    this.errors = why ? { ...others, [path]: why } : others;
+  }
+
+  /** Why something is not there; empty where all is. */
+  get error() {
+    return Object.values(this.errors)[0] ?? "";
   }
 
   trouble() {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -333,8 +334,7 @@ def test_report_opens_from_disk_without_a_network(browser: Browser, stage: Stage
     number, file = settled(stage), tmp_path / "run.html"
     options = ["report", "--out", str(file), "--config", str(stage.configuration("operator"))]
     options += ["--history", str(stage.folder / "history.db"), JOB]
-    done = CliRunner().invoke(elasticd, options)
-    assert done.exit_code == 0, done.output
+    call(*options)
     stage_url, page_url = stage.url, f"file://{file}"
     with Person(browser, page_url, offline=True) as reader:
         reader.page.goto(page_url)
@@ -350,17 +350,48 @@ def test_report_opens_from_disk_without_a_network(browser: Browser, stage: Stage
         assert not [asked for asked in reader.watched.asked if not asked.startswith(("file:", "data:"))]
         reader.watched.asked.clear()  # of its own file and of what stands in it
     assert stage_url not in file.read_text()
-    refused = CliRunner().invoke(elasticd, [*options[:-1], "no-such-job"])
-    assert refused.exit_code == 1
-    assert "there is no job 'no-such-job'" in refused.output
+    assert "there is no job 'no-such-job'" in call(*options[:-1], "no-such-job", code=1)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_report_of_a_recording_has_what_happened(browser: Browser, stage: Stage, tmp_path: Path) -> None:
+    """Steps, a straggler, the plan that answers it, and why; from the recording alone."""
+    before, file, html = settled(stage), tmp_path / "run.jsonl.gz", tmp_path / "run.html"
+    command = ["record", "--config", str(stage.configuration("operator")), "--seconds", "40", str(file)]
+    with ThreadPoolExecutor(1) as beside:
+        recorded = beside.submit(call, *command)
+        stage.chaos(lambda chaos: chaos.slow("beta/0", SLOW))
+        number = settled(stage, before)
+        assert recorded.result(120)
+    stage.chaos(lambda chaos: chaos.recover("beta/0"))
+    call("report", "--recorded", str(file), "--out", str(html), JOB)
+    with Person(browser, f"file://{html}", offline=True) as reader:
+        reader.page.goto(f"file://{html}")
+        expect(reader.page.get_by_label("Marks")).to_contain_text("beta/0 is slow")
+        expect(reader.page.locator("ed-bars").first).to_be_visible()
+        reader.page.get_by_label("Marks").get_by_text(f"plan {number} is recorded").click()
+        expect(reader.page.get_by_role("heading", level=1)).to_have_text("Events")
+        reader.page.goto(f"file://{html}#/jobs/{JOB}/plans/{number}")
+        expect(reader.page.locator("pre.why")).to_contain_text(f"plan {number}")
+        reader.page.goto(f"file://{html}#/devices/beta/0")
+        expect(reader.page.locator("ed-chart canvas").first).to_be_visible()
+        reader.watched.asked.clear()  # of its own file and of what stands in it
+    settled(stage, number)
+
+
+def call(*arguments: str, code: int = 0) -> str:
+    """What a command says. In a thread of its own: playwright's loop runs in this one."""
+    runner = CliRunner(env={"COLUMNS": "200"})
+    with ThreadPoolExecutor(1) as beside:
+        done = beside.submit(runner.invoke, elasticd, arguments).result()
+    assert done.exit_code == code, (done.output, done.exception)
+    return done.output
 
 
 def why(stage: Stage, number: int) -> str:
     """What the command says of a plan."""
-    command = ["why", "--job", JOB, str(number), "--config", str(stage.configuration("operator"))]
-    done = CliRunner().invoke(elasticd, command, env={"COLUMNS": "200"})
-    assert done.exit_code == 0, done.output
-    return done.output
+    return call("why", "--job", JOB, str(number), "--config", str(stage.configuration("operator")))
 
 
 def first_lines(text: str) -> list[str]:

@@ -168,7 +168,8 @@ const config = (known) =>
                         <td class="nowrap">${moment(each.time)}</td>
                         <td class="words">${each.by}</td>
                         <td class="mono words">
-                          ${Object.entries(each.set).map(([key, value]) => html`+ ${key} = ${String(value)}<br />`)}${each.unset.map((key) => html`− ${key}<br />`)}
+                          ${Object.entries(each.set).map(([key, value]) => html`+ ${key} = ${String(value)}<br />`)}
+                          ${each.unset.map((key) => html`− ${key}<br />`)}
                         </td>
                       </tr>`,
                   )

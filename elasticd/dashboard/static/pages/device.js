@@ -167,7 +167,9 @@ function evidence(view) {
   return html`<header>
       <h2 id="cusum-title">Evidence of a change (CUSUM)</h2>
       <p>
-        ${limit === null ? nothing : `a change is decided at ${figure(limit)}`}${view.thresholds ? `, after ${counted(view.thresholds.min_steps, "step")} at least` : ""}
+        ${limit === null ? nothing : `a change is decided at ${figure(limit)}`}${
+          view.thresholds ? `, after ${counted(view.thresholds.min_steps, "step")} at least` : ""
+        }
       </p>
     </header>
     ${
@@ -270,7 +272,11 @@ function health(view) {
   return html`<header>
       <h2 id="health-title">Health, as the node's agent sees it</h2>
     </header>
-    ${charts.length ? html`<div class="panels">${charts}</div>` : html`<p class="empty">The system offers nothing about this device.</p>`}`;
+    ${
+      charts.length
+        ? html`<div class="panels">${charts}</div>`
+        : html`<p class="empty">The system offers nothing about this device.</p>`
+    }`;
 }
 
 /** @param {DeviceView} view */
@@ -314,7 +320,13 @@ const hang = (known) =>
       <h2 id="hang-title">${known.now ? "Its main thread stands still" : "Its main thread stood still"}</h2>
       <p>step ${known.step}, ${moment(known.time)}: ${known.place}</p>
     </header>
-    ${known.stack ? html`<div class="scroll" tabindex="0" role="group" aria-label="Stack"><pre class="why">${known.stack}</pre></div>` : nothing}
+    ${
+      known.stack
+        ? html`<div class="scroll" tabindex="0" role="group" aria-label="Stack">
+            <pre class="why">${known.stack}</pre>
+          </div>`
+        : nothing
+    }
   </section>`;
 
 customElements.define("ed-device", DevicePage);

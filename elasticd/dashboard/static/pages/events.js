@@ -147,6 +147,7 @@ class EventsPage extends Page {
     const view = this.view;
     const shown = this.shown();
     const first = shown[0];
+    const jobs = (view?.jobs.length ?? 0) > 1;
     return html`${head(
         "Events",
         "What happened, in which order?",
@@ -160,8 +161,8 @@ class EventsPage extends Page {
       ${this.trouble()}
       <section class="panel" aria-label="Events">
         <form class="row" @submit=${(/** @type {Event} */ event) => event.preventDefault()}>
-          ${this.select("kind", view?.kinds ?? [])}${this.select("job", view?.jobs ?? [])}${this.select("node", view?.nodes ?? [])}
-          ${this.filter.device ? html`<label>device<input .value=${this.filter.device} @change=${(/** @type {any} */ event) => this.choose("device", event.target.value)} /></label>` : nothing}
+          ${this.select("kind", view?.kinds ?? [])}${this.select("job", view?.jobs ?? [])}
+          ${this.select("node", view?.nodes ?? [])} ${this.filter.device ? this.device() : nothing}
           <div class="segmented" role="group" aria-label="How events are shown">
             <button
               type="button"
@@ -189,7 +190,7 @@ class EventsPage extends Page {
           </button>
         </form>
         <div class="stack after-form">
-          ${this.grouped ? this.groups.map(group) : events(shown, { target: this.target, dates: true, jobs: (view?.jobs.length ?? 0) > 1 })}
+          ${this.grouped ? this.groups.map(group) : events(shown, { target: this.target, dates: true, jobs })}
         </div>
         ${this.grouped && !this.groups.length ? html`<p class="empty">No events belong together here.</p>` : nothing}
         ${
@@ -202,6 +203,11 @@ class EventsPage extends Page {
               : nothing
         }
       </section>`;
+  }
+
+  device() {
+    const chosen = (/** @type {any} */ event) => this.choose("device", event.target.value);
+    return html`<label>device<input .value=${this.filter.device} @change=${chosen} /></label>`;
   }
 
   /** @param {"kind" | "job" | "node"} name  @param {string[]} choices */

@@ -112,7 +112,13 @@ class PlanPage extends Page {
         </section>
         <div class="half stack">${view.policy ? policy(view.policy) : nothing}${diff(view)}</div>
         <section class="panel" aria-labelledby="communication-title">${communications(view)}</section>
-        ${this.list ? html`<section class="panel" aria-labelledby="plans-title">${plans(this.list, this.number)}</section>` : nothing}
+        ${
+          this.list
+            ? html`<section class="panel" aria-labelledby="plans-title">
+                ${plans(this.list, this.number)}
+              </section>`
+            : nothing
+        }
       </div>`;
   }
 
@@ -150,7 +156,12 @@ function policy(known) {
     <dl class="chain">
       <dt>saving</dt>
       <dd>
-        ${saving === null ? "not known" : html`(${seconds(current)} − ${seconds(newer)}) × ${number(steps)} steps = <b>${seconds(saving)}</b>`}
+        ${
+          saving === null
+            ? "not known"
+            : html`(${seconds(current)} − ${seconds(newer)}) × ${number(steps)} steps =
+                <b>${seconds(saving)}</b>`
+        }
       </dd>
       <dt>price</dt>
       <dd><b>${seconds(price)}</b> for the switch</dd>

@@ -55,8 +55,9 @@ class SwitchPage extends Page {
 
   render() {
     const view = this.view;
-    const title = html`${view?.number ? html`Switch to plan <a href=${planHref(this.job, view.number)}>${view.number}</a>` : "Switches"}
-      of <a href=${jobHref(this.job)}>${this.job}</a>`;
+    const plan = view?.number ? html`<a href=${planHref(this.job, view.number)}>${view.number}</a>` : nothing;
+    const title = html`${view?.number ? html`Switch to plan ${plan}` : "Switches"} of
+      <a href=${jobHref(this.job)}>${this.job}</a>`;
     const question = "How far is the switch, and whom does it wait for?";
     if (!view) return html`${head(title, question, this.error ? "" : "Waiting …")}${this.trouble()}`;
     const [tone, glyph] = PHASES[view.phase];
@@ -190,10 +191,11 @@ class Progress extends Measured {
     if (!rank || !this.width) return nothing;
     const scale = (this.width - 2) / most;
     const prepared = rank.prepared ?? 0;
+    const moved = (rank.moved ?? 0) - prepared;
     return html`<svg width=${this.width} height="12" aria-hidden="true">
       <rect class="bar-ground" width=${this.width} height="12" rx="2" />
       <rect class="k6" width=${prepared * scale} height="12" rx="2" />
-      ${rank.moved !== null && rank.moved > prepared ? svg`<rect class="k3" x=${prepared * scale} width=${(rank.moved - prepared) * scale} height="12" rx="2" />` : nothing}
+      ${moved > 0 ? svg`<rect class="k3" x=${prepared * scale} width=${moved * scale} height="12" rx="2" />` : nothing}
     </svg>`;
   }
 }
