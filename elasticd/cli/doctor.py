@@ -236,6 +236,8 @@ def _dashboard(config: Config) -> str:
     """Whether the configured dashboard serves; a cluster does without one."""
     section, scheme = config.dashboard, "https" if config.security.cert is not None else "http"
     url = f"{scheme}://{section.host}:{section.port}"
+    if section.port == 0:
+        return "takes a free port when it is started, and prints it"
     try:
         known = credentials(config.security)
         answer = httpx2.get(f"{url}/api/viewer", trust_env=False, timeout=5.0, verify=known.verifying())
