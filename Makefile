@@ -88,11 +88,19 @@ test-all: $(STAMP) ## all sizes, seeds and matrices too; prints its seed (SEED=N
 durations: $(STAMP) ## measure anew how long tests take (tests/durations.json), by which they are ordered
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FULL) --write-durations $(PYTEST_ARGS)
 
+# The pages' types and form, where node is there and its packages are or can be fetched; nobody needs node otherwise.
+TOOLS := elasticd/dashboard/tools
+PAGES = if ! command -v npm >/dev/null; then echo "the pages were not checked: npm is not there"; \
+	elif [ -d $(TOOLS)/node_modules ] || npm --prefix $(TOOLS) ci --silent >/dev/null 2>&1; then \
+	  npm --prefix $(TOOLS) run --silent check; \
+	else echo "the pages were not checked: npm could not fetch what checks them"; fi
+
 lint: $(STAMP) ## ruff, mypy strict over all packages, who may import whom, what is pure
 	@$(BIN)/ruff check .
 	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/python -m tests.house
 	@$(BIN)/mypy
+	@$(PAGES)
 
 bench: $(STAMP) ## benchmarks/NAME.py, or all of them without NAME
 	@names='$(or $(NAME),$(BENCHES))'; failed=; \

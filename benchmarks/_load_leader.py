@@ -14,8 +14,10 @@ import asyncio
 import resource
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -56,6 +58,7 @@ class Figures(msgspec.Struct, kw_only=True):
     step: int
     connected: int
     planned: int
+    beside: float = 0.0  # processor seconds of the thread that answers viewers
 
 
 @dataclass
@@ -68,6 +71,7 @@ class Watch:
     handled: list[float] = field(default_factory=list)
     delayed: list[float] = field(default_factory=list)
     held_up: float = 0.0
+    beside: float = 0.0
 
     def begin(self) -> None:
         heard = self.leading.heard
@@ -102,7 +106,9 @@ class Watch:
             step=job.rates.step,
             connected=len(self.leading.connections),
             planned=job.token,
+            beside=self.beside,
         )
+        self.beside = 0.0
         self.since, self.used, self.held_up = now, used, 0.0
         self.handled.clear()
         self.delayed.clear()
@@ -124,6 +130,24 @@ def _used() -> float:
     return spent.ru_utime + spent.ru_stime
 
 
+def counted(coordinator: Coordinator) -> list[float]:
+    """The processor seconds of the thread that answers viewers, in a list of one."""
+    spent, beside = [0.0], coordinator.viewers.beside
+
+    async def made(work: Callable[..., Any], *values: Any) -> Any:
+        def timed(*given: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return work(*given)
+            finally:
+                spent[0] += time.thread_time() - began
+
+        return await beside(timed, *values)
+
+    coordinator.viewers.beside = made  # type: ignore[method-assign]
+    return spent
+
+
 async def main(agents: int, devices: int, folder: Path | None, etcd: str | None) -> None:
     security = SecuritySection()
     if folder is not None:
@@ -142,6 +166,7 @@ async def main(agents: int, devices: int, folder: Path | None, etcd: str | None)
     policy = PolicySettings(paused=etcd is None, minimum_saving=0.99)
     settings = JobSettings(policy=policy, reconnect_seconds=3600)
     coordinator = Coordinator(config, store, settings=settings)
+    spent = counted(coordinator)
     await coordinator.start()
     watch = Watch(coordinator.leading)
     watch.begin()
@@ -150,6 +175,7 @@ async def main(agents: int, devices: int, folder: Path | None, etcd: str | None)
     loop = asyncio.get_running_loop()
     print(coordinator.url, flush=True)
     while await loop.run_in_executor(None, sys.stdin.readline):
+        watch.beside, spent[0] = spent[0], 0.0
         sys.stdout.write(msgspec.json.encode(watch.take()).decode() + "\n")
         sys.stdout.flush()
     looking.cancel()

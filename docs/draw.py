@@ -1,7 +1,8 @@
 """Writes what the documentation takes from the program: diagrams, the map of the tree and the reference pages.
 
-python docs/draw.py           writes docs/map.md, docs/reference/, docs/layouts/, and between the marks of
-                              README.md, docs/architecture.md, docs/batches.md and docs/layouts.md
+python docs/draw.py           writes docs/map.md, docs/reference/, docs/layouts/, the types of the dashboard's
+                              values for its pages, and between the marks of README.md,
+                              docs/architecture.md, docs/batches.md and docs/layouts.md
 python docs/draw.py --check   exits with 1 when one of them is stale
 """
 
@@ -28,6 +29,7 @@ import batch_picture
 import msgspec
 from elasticd_planner.value import Value
 from layout_pictures import EXAMPLES, picture, steps_as_text
+from page_types import declarations
 
 from elasticd.config.tree import Config
 from elasticd.coordinator.live_config import SECTIONS as LIVE
@@ -427,6 +429,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/configuration.md": configuration_page,
     "reference/metrics.md": metrics_page,
     "reference/events.md": events_page,
+    "../elasticd/dashboard/tools/api.d.ts": declarations,
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import platform
 import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,15 +14,25 @@ from urllib.parse import quote, urlsplit
 import httpx2
 import msgspec
 
-from elasticd.codec.decoding import decoded_as
+from elasticd.codec.decoding import decoded_as, skip
 from elasticd.codec.safe_text import for_terminal, json_for_terminal
 from elasticd.config.credentials import Credentials, credentials
 from elasticd.config.security import SecuritySection
 from elasticd.config.tree import Config, load
-from elasticd.coordinator.api_types import ClusterStatus, Events, History, Settings, Steps, Stopping
+from elasticd.coordinator.api_types import (
+    CallerStatus,
+    ClusterStatus,
+    Events,
+    History,
+    Settings,
+    Steps,
+    Stopping,
+)
+from elasticd.coordinator.auth import USER_HEADER
 from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.live_types import AnyNews
 from elasticd.local_cluster import settings as settings_of
-from elasticd.records import HistoryRecord, Keys
+from elasticd.records import HistoryRecord, JobSpec, Keys
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.leader import read_leader
@@ -27,28 +40,43 @@ from elasticd.store.protocol import StoreError, StoreRefused
 
 #: Seconds that one request may take.
 PATIENCE = 10.0
+#: Seconds without a word on the live feed, which has one each second, after which its leader is gone.
+SILENCE = 5.0
 T = TypeVar("T")
+_news: msgspec.json.Decoder[AnyNews] = msgspec.json.Decoder(AnyNews)
 
 
 class CannotReach(Exception):
     """There is no coordinator to ask, or it says no; the message says why and what to do."""
 
 
+class StoreAway(CannotReach):
+    """etcd does not answer, which knows who leads."""
+
+
 class Api:
     """The coordinator's REST as typed calls. All raise `CannotReach`. `known` is what we show it: by default
-    `$ELASTICD_TOKEN`, where that is set."""
+    `$ELASTICD_TOKEN`, where that is set. terminal: texts are made safe for a terminal."""
 
-    def __init__(self, url: str, known: Credentials | None = None, *, patience: float = PATIENCE) -> None:
-        self.url = url
+    def __init__(
+        self,
+        url: str,
+        known: Credentials | None = None,
+        *,
+        patience: float = PATIENCE,
+        terminal: bool = True,
+    ) -> None:
+        self.url, self._terminal = url, terminal
         known = known if known is not None else credentials(SecuritySection())
         if objection := known.objection(url):
             raise CannotReach(objection)
         # Loopback and cluster addresses: an HTTP proxy of the environment has no part in this.
+        self._patience = patience
         self._client = httpx2.Client(
             base_url=url,
             timeout=patience,
             trust_env=False,
-            headers=known.headers(),
+            headers={**known.headers(), USER_HEADER: asker()},
             verify=known.verifying(),
         )
 
@@ -79,9 +107,9 @@ class Api:
         """Steps above `after`, oldest first."""
         return self._read(f"/v1/jobs/{_quoted(job)}/steps?after={after}", Steps)
 
-    def history(self, job: str) -> tuple[HistoryRecord, ...]:
-        """Every plan of the job with the problem it answers, oldest first."""
-        return self._read(f"/v1/jobs/{_quoted(job)}/history", History).history
+    def history(self, job: str, after: int = -1) -> tuple[HistoryRecord, ...]:
+        """Every plan of the job above this number with the problem it answers, oldest first."""
+        return self._read(f"/v1/jobs/{_quoted(job)}/history?after={after}", History).history
 
     def recording(self) -> Iterator[bytes]:
         """Lines of a recording, an empty one now and then, until the leader ends."""
@@ -90,12 +118,39 @@ class Api:
                 if not answer.is_success:
                     answer.read()
                     raise CannotReach(_said(answer))
-                for line in answer.iter_lines():
-                    yield line.encode()
+                yield from _lines(answer)
         except httpx2.HTTPError as error:
             raise CannotReach(
                 f"the coordinator at {self.url} is gone: {error or type(error).__name__}"
             ) from error
+
+    def live(self, after: str = "") -> Iterator[AnyNews]:
+        """All that the leader knows, then what changes, until the leader ends; `after`: the id of the last
+        message that is known already. Messages of newer releases are skipped."""
+        timeout = httpx2.Timeout(self._patience, read=SILENCE)
+        query = f"?after={quote(after, safe='')}" if after else ""
+        try:
+            with self._client.stream("GET", f"/v1/live{query}", timeout=timeout) as answer:
+                if not answer.is_success:
+                    answer.read()
+                    raise CannotReach(_said(answer))
+                for line in _lines(answer):
+                    try:
+                        yield _news.decode(line)
+                    except msgspec.ValidationError as error:
+                        skip("message", ("live", str(error)), f"a message of the live feed is skipped: {error}")
+        except (httpx2.HTTPError, msgspec.DecodeError) as error:
+            raise CannotReach(
+                f"the coordinator at {self.url} is gone: {error or type(error).__name__}"
+            ) from error
+
+    def caller(self) -> CallerStatus:
+        """Who we are to the coordinator."""
+        return self._read("/v1/caller", CallerStatus)
+
+    def spec(self, job: str) -> JobSpec:
+        """What the job trains."""
+        return self._read(f"/v1/jobs/{_quoted(job)}/spec", JobSpec)
 
     def settings(self) -> Settings:
         """The settings of detection and policy in force, and every change made to them while running."""
@@ -134,7 +189,8 @@ class Api:
 
     def _read(self, path: str, kind: type[T], method: str = "GET", body: bytes | None = None) -> T:
         try:
-            return decoded_as(kind, json_for_terminal(self._ask(method, path, body)))
+            content = self._ask(method, path, body)
+            return decoded_as(kind, json_for_terminal(content) if self._terminal else content)
         except msgspec.DecodeError as error:
             raise CannotReach(
                 f"the answer of {self.url} is not that of a coordinator of this release ({error}): "
@@ -157,6 +213,28 @@ class Api:
         if answer.is_success:
             return answer.content
         raise CannotReach(_said(answer))
+
+
+def _lines(answer: httpx2.Response) -> Iterator[bytes]:
+    """The lines of a stream. Only a line feed ends one: texts may hold what Unicode calls a line's end."""
+    rest = b""
+    for piece in answer.iter_bytes():
+        first, *others = piece.split(b"\n")
+        rest += first
+        for each in others:
+            yield rest
+            rest = each
+    if rest:
+        yield rest
+
+
+def asker() -> str:
+    """Who gives this command, as in alice@host; a user of a container may have no name, but has a number."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):
+        name = str(os.getuid())
+    return f"{name}@{platform.node()}".encode("ascii", "replace").decode()
 
 
 def _quoted(name: str) -> str:
@@ -208,7 +286,7 @@ def leader_url(config: Config) -> str:
     except StoreRefused as error:
         raise CannotReach(f"the etcd at {endpoints} refuses us: {error}") from error
     except StoreError as error:
-        raise CannotReach(
+        raise StoreAway(
             f"no etcd answers at {endpoints} ({error}): start one there (on one machine: elasticd up), set "
             "endpoints in section [etcd] of the configuration (--config), or name the coordinator with "
             "--coordinator"

@@ -81,6 +81,7 @@ BREACHES = [
     ("daemons", "elasticd.rendezvous.handler", "elasticd.cli", "from .. import cli"),
     ("coordinator", APP, "elasticd.runtime", "from ... import runtime"),
     ("coordinator", APP, JOB, "if TYPE_CHECKING:\n    import {}"),
+    ("dashboard", "elasticd.dashboard.known", "elasticd.coordinator.leader", "import {}"),
     ("agent-migration", "elasticd_agent.store_watch", "elasticd_migration.reshard", "import {}"),
     ("agent", "elasticd_agent.store_watch", JOB, "from elasticd.runtime.api import job"),
     ("agent", "elasticd_agent.store_watch", APP, "import {}"),

@@ -26,7 +26,7 @@ from elasticd.system.sd_notify import Supervisor
 from tests.etcds import SharedEtcd
 
 UNITS = Path(__file__).resolve().parent.parent / "systemd"
-SERVICES = ("elasticd-agent.service", "elasticd-coordinator.service")
+SERVICES = ("elasticd-agent.service", "elasticd-coordinator.service", "elasticd-dashboard.service")
 DEADLINE = 60.0
 
 

@@ -13,6 +13,7 @@ from elasticd.cli.checkpoint import checkpoint
 from elasticd.cli.completion import completion
 from elasticd.cli.config import config, pause, resume
 from elasticd.cli.coordinator import coordinator
+from elasticd.cli.dashboard import dashboard
 from elasticd.cli.demo import demo
 from elasticd.cli.doctor import doctor
 from elasticd.cli.drain import drain
@@ -22,6 +23,7 @@ from elasticd.cli.logs import logs
 from elasticd.cli.plan import plan
 from elasticd.cli.profile import profile
 from elasticd.cli.record import record
+from elasticd.cli.report import report
 from elasticd.cli.run import run
 from elasticd.cli.simulate import simulate
 from elasticd.cli.status import status
@@ -61,7 +63,24 @@ def elasticd() -> None:
 
 
 for _command in (
-    *(up, run, coordinator, status, jobs, top, why, history, logs, record, stop, forget, drain, pause, resume),
-    *(config, doctor, chaos, demo, simulate, plan, profile, check, checkpoint, completion),
+    *(
+        up,
+        run,
+        coordinator,
+        dashboard,
+        status,
+        jobs,
+        top,
+        why,
+        history,
+        logs,
+        record,
+        stop,
+        forget,
+        drain,
+        pause,
+        resume,
+    ),
+    *(config, report, doctor, chaos, demo, simulate, plan, profile, check, checkpoint, completion),
 ):
     elasticd.add_command(_command)

@@ -8,8 +8,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from elasticd.cli.options import asker, asking, json_option, write_json
-from elasticd.client import Api, CannotReach
+from elasticd.cli.options import asking, json_option, write_json
+from elasticd.client import Api, CannotReach, asker
 from elasticd.coordinator.live_config import key_now
 
 PAUSED = "policy.paused"

@@ -111,6 +111,7 @@ def examined(path: str | None) -> Iterator[Finding]:
             yield _checked("clocks", _clock, config)
     yield _checked("port", _port, config)
     yield _checked("agent", _agent, config)
+    yield _checked("dashboard", _dashboard, config)
 
 
 def _checked(what: str, check: Callable[..., str], *given: Config) -> Finding:
@@ -229,6 +230,23 @@ def _port(config: Config) -> str:
     if why := taken(host, port):
         raise Flaw("note", f"{host}:{port} cannot be bound ({why}): a coordinator runs here, perhaps")
     return f"{host}:{port} is free for a coordinator"
+
+
+def _dashboard(config: Config) -> str:
+    """Whether the configured dashboard serves; a cluster does without one."""
+    section, scheme = config.dashboard, "https" if config.security.cert is not None else "http"
+    url = f"{scheme}://{section.host}:{section.port}"
+    if section.port == 0:
+        return "takes a free port when it is started, and prints it"
+    try:
+        known = credentials(config.security)
+        answer = httpx2.get(f"{url}/api/viewer", trust_env=False, timeout=5.0, verify=known.verifying())
+        served = "signed_in" in answer.text
+    except (httpx2.HTTPError, ConfigError):
+        served = False
+    if not served:
+        raise Flaw("note", f"none serves at {url}", "start one where you want to look: elasticd dashboard")
+    return f"serves at {url}"
 
 
 def _agent(config: Config) -> str:

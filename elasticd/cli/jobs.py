@@ -9,8 +9,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from elasticd.cli.options import asker, asking, json_option, plain_table, write_json
-from elasticd.client import Api, CannotReach
+from elasticd.cli.options import asking, json_option, plain_table, write_json
+from elasticd.client import Api, CannotReach, asker
 from elasticd.codec.safe_text import in_one_line
 from elasticd.coordinator.api_types import ClusterStatus, JobStatus
 

@@ -12,8 +12,7 @@ import msgspec
 from elasticd.backoff import Backoff
 from elasticd.cli.options import cluster_options, json_option
 from elasticd.client import Api, CannotReach, reach
-from elasticd.codec.safe_text import in_one_line
-from elasticd.coordinator.events.event_log import EVENTS_OF_A_TERM, EventRecord
+from elasticd.coordinator.events.event_log import EVENTS_OF_A_TERM, EventRecord, line
 
 _POLL = 0.5
 #: Seconds between attempts to find a leader: doubled from the first to the second.
@@ -82,10 +81,3 @@ def _wanted(events: Iterable[EventRecord], kinds: tuple[str, ...], job: str | No
 
 def _write(event: EventRecord, as_json: bool) -> None:
     click.echo(msgspec.json.encode(event) if as_json else line(event))
-
-
-def line(event: EventRecord) -> str:
-    """An event for people: local time, kind, job, text."""
-    clock = time.strftime("%H:%M:%S", time.localtime(event.time))
-    about = f"{event.job}: " if event.job else ""
-    return in_one_line(f"{clock}  {event.kind:<15} {about}{event.text}")

@@ -1,10 +1,7 @@
-"""What several commands share: options, tables, JSON for programs, and the user's name."""
+"""What several commands share: options, tables, and JSON for programs."""
 
 from __future__ import annotations
 
-import getpass
-import os
-import platform
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Literal, TypeVar
@@ -64,12 +61,3 @@ def plain_table(*columns: str, whole: int = 0) -> Table:
 def write_json(value: Any) -> None:
     """One line of JSON."""
     click.echo(msgspec.json.encode(value))
-
-
-def asker() -> str:
-    """Who gives this command, as in alice@host; a user of a container may have no name, but has a number."""
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError):
-        name = str(os.getuid())
-    return f"{name}@{platform.node()}"

@@ -30,7 +30,7 @@ def again(recorded: str, config: str | None, as_json: bool) -> None:
     from elasticd.simulator.replay import replay
     from elasticd.simulator.scenarios.scenario import Times
 
-    lines = _read(recorded)
+    lines = lines_of(recorded)
     settings = load(config) if config is not None else None
     try:
         found = replay(
@@ -51,7 +51,8 @@ def again(recorded: str, config: str | None, as_json: bool) -> None:
         )
 
 
-def _read(recorded: str) -> list[Line]:
+def lines_of(recorded: str) -> list[Line]:
+    """The lines of a recording. Raises click.ClickException."""
     from elasticd.recording import read
 
     path = Path(recorded)

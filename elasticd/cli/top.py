@@ -13,13 +13,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from elasticd.cli.logs import line
 from elasticd.cli.options import cluster_options, json_option, plain_table, write_json
 from elasticd.cli.picture import picture
 from elasticd.cli.status import paused, rates_of
 from elasticd.client import Api, CannotReach, reach
 from elasticd.coordinator.api_types import ClusterStatus, JobStatus, NodeStatus
-from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.event_log import EventRecord, line
 from elasticd.coordinator.events.switch_gain import StepRecord
 
 #: Characters of a rate's bar, and the rate at which it is full.

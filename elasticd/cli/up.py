@@ -1,8 +1,9 @@
-"""`elasticd up`: all that one machine needs, until Ctrl-C: etcd, a coordinator, an agent."""
+"""`elasticd up`: all that one machine needs, until Ctrl-C: etcd, a coordinator, an agent, a dashboard."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -11,7 +12,14 @@ import click
 from elasticd.cli.options import config_option
 from elasticd.client import Api, CannotReach, leader_url
 from elasticd.config.credentials import credentials
-from elasticd.config.tree import CONFIG_VARIABLE, DEFAULT_PORT, Config, ConfigError, load
+from elasticd.config.tree import (
+    CONFIG_VARIABLE,
+    DASHBOARD_PORT,
+    DEFAULT_PORT,
+    Config,
+    ConfigError,
+    load,
+)
 from elasticd.local_cluster import alone, announced, running, taken
 from elasticd.store.server import EtcdServer, EtcdServerError
 from elasticd.store.state_file import default_folder
@@ -31,7 +39,7 @@ _LOOK = 0.5
 @click.option("--memory", metavar="SIZE", help="Memory of each device, as '8 GiB' (default: ask).")
 @click.option("--folder", metavar="FOLDER", help="For etcd's data and the logs (default: with the state).")
 def up(config: str | None, devices: int | None, memory: str | None, folder: str | None) -> None:
-    """Run etcd, a coordinator and an agent on this machine, until Ctrl-C.
+    """Run etcd, a coordinator, an agent and the dashboard on this machine, until Ctrl-C.
 
     For one machine. What a cluster needs is in docs/operations.md. What etcd remembers is kept for the next
     time; training workers are left alone when this ends. Until then the other commands find this cluster by
@@ -65,12 +73,44 @@ def _run(place: Path, named: str | None, devices: int | None, memory: str | None
         settings = load(written)
         children = _start(processes, settings, written, devices, memory)
         _wait(processes, children, settings)
+        pages = _pages(processes, settings, written, place)
         with announced(written):
-            click.echo(_advice(settings, written, _devices(processes, settings, children)))
+            devices = _devices(processes, settings, children)
+            click.echo(_advice(settings, written, devices, _served(processes, pages)))
             while True:
                 for child in children:
                     processes.alive(child)
+                if pages is not None and pages.code is not None:  # the cluster does without it
+                    click.echo(f"the dashboard ended: {pages.said()}", err=True)
+                    pages = None
                 processes.pause(_LOOK)
+
+
+def _pages(processes: Processes, settings: Config, written: Path, place: Path) -> Child | None:
+    """Starts the dashboard, on a port of its own where its default one is taken."""
+    section = settings.dashboard
+    options = ["--config", str(written)]
+    if section.port == DASHBOARD_PORT and taken(section.host, section.port):
+        options += ["--port", "0"]
+    if section.history is None:
+        options += ["--history", str(place / "dashboard.db")]
+    return processes.start("dashboard", [sys.executable, "-m", "elasticd", "dashboard", *options])
+
+
+def _served(processes: Processes, pages: Child | None) -> str:
+    """Where the dashboard serves, or why it does not."""
+    if pages is None:
+        return "no dashboard"
+
+    def said() -> str | None:
+        found = re.search(r"^dashboard of \S+ at (\S+)$", pages.said(), re.MULTILINE)
+        return found[1] if found is not None else None
+
+    try:
+        url = processes.until(said, "the start of the dashboard", LINK_SECONDS, needs=[pages])
+    except ProcessError as error:
+        return f"no dashboard: {error}"
+    return f"dashboard at {url}"
 
 
 def _configuration(place: Path, named: str | None, endpoint: str) -> Path:
@@ -124,7 +164,7 @@ def _devices(processes: Processes, settings: Config, children: list[Child]) -> i
         return 0  # tokens that let nobody look, say; a process that ended is noticed next
 
 
-def _advice(settings: Config, written: Path, devices: int) -> str:
+def _advice(settings: Config, written: Path, devices: int, pages: str) -> str:
     """What to do next."""
     count = f" --devices {devices}" if devices else ""
     several = len(running()) > 1
@@ -132,12 +172,13 @@ def _advice(settings: Config, written: Path, devices: int) -> str:
     lines = (
         f"etcd at {settings.etcd.endpoints[0]}, coordinator at {leader_url(settings)}, "
         f"agent at {settings.agent.socket or default_path()}",
+        pages,
         f"configuration {written}; commands on this machine find it by themselves",
         "in another terminal:",
         *chosen,
         f"  elasticd run --job my-job{count} train.py",
         "  elasticd top",
-        "Ctrl-C ends all three; training workers are left alone",
+        "Ctrl-C ends all of these; training workers are left alone",
     )
     return "\n".join(lines)
 

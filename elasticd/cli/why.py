@@ -6,20 +6,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 import click
-import msgspec
-from elasticd_planner.spec.plan import Plan
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from elasticd.cli.history import job_named
-from elasticd.cli.logs import line
 from elasticd.cli.options import asking, json_option, write_json
 from elasticd.cli.picture import picture
 from elasticd.cli.status import exception
 from elasticd.client import Api, CannotReach
 from elasticd.coordinator.api_types import ClusterStatus, DeviceStatus, JobStatus, NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.switch_gain import Gain, StepRecord, gain_of
+from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.dashboard.why import WhyLine, decided, did, event_lines, events_of, gained, seconds_under, use
 from elasticd.records import HistoryRecord
 
 
@@ -78,13 +76,13 @@ def plan_told(
     record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]
 ) -> dict[str, object]:
     """What `plan` shows, for programs."""
-    seconds = _seconds(record.plan, steps)
+    seconds = seconds_under(record.plan, steps)
     return {
         "plan": record,
         "steps": len(seconds),
         "step_seconds": median(seconds) if seconds else None,
-        "gain": _gained(record.number, told, steps),
-        "events": _events_of(record.number, told),
+        "gain": gained(record.number, told, steps),
+        "events": events_of(record.number, told),
     }
 
 
@@ -92,57 +90,22 @@ def plan(
     record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]
 ) -> Iterator[RenderableType]:
     """What led to a plan, the plan, and how it did."""
-    yield Text.assemble(("plan ", "dim"), (str(record.number), "bold"), f"  {record.reason}")
-    slow = {device: rate for device, rate in record.problem.rates.items() if rate != 1.0}
-    yield Text.assemble(
-        ("measured  ", "dim"),
-        ", ".join(f"{device} takes {rate:.2f}x" for device, rate in sorted(slow.items()))
-        or "every device at normal speed",
-    )
+    (about, text), *measured = decided(record)
+    number, _, reason = text.partition("  ")
+    yield Text.assemble((about, "dim"), (number, "bold"), f"  {reason}")
+    yield from map(_shown_line, measured)
     yield picture(record.plan, record.problem.rates)
-    yield from _prediction(record.plan, steps)
-    if (gain := _gained(record.number, told, steps)) is not None:
-        yield Text.assemble(("gained    ", "dim"), gain.words)
-    about = [event for event in _events_of(record.number, told) if event.kind != "gained"]
-    yield from _shown(about)
+    yield from map(_shown_line, did(record, told, steps))
+    yield from _shown([event for event in events_of(record.number, told) if event.kind != "gained"])
 
 
-def _events_of(number: int, told: Sequence[EventRecord]) -> list[EventRecord]:
-    """What was told of a plan, and what the script's code raised under it."""
-    return [event for event in told if event.data.get("plan" if event.kind == "raised" else "number") == number]
+def _shown_line(line: WhyLine) -> Text:
+    return Text.assemble((line.about, "dim"), line.text)
 
 
 def _shown(events: Sequence[EventRecord]) -> Iterator[RenderableType]:
-    """A line for each, and the traceback of an exception below its own."""
-    for event in events:
-        yield Text(line(event), style="dim")
-        for each in str(event.data.get("traceback", "")).splitlines():
-            yield Text(f"    {each}", style="dim")
-
-
-def _seconds(made: Plan, steps: Sequence[StepRecord]) -> list[float]:
-    """Of each step under a plan."""
-    return [step.seconds for step in steps if step.plan == made.number]
-
-
-def _prediction(made: Plan, steps: Sequence[StepRecord]) -> Iterator[RenderableType]:
-    if made.prediction is None:
-        return
-    seconds = _seconds(made, steps)
-    predicted = made.prediction.step_seconds
-    text = f"{predicted:.3f} s a step"
-    if len(seconds) >= 3:
-        real = median(seconds)
-        text += f"; measured {real:.3f} s over {len(seconds)} steps ({real / predicted:.2f} of it)"
-    yield Text.assemble(("predicted ", "dim"), text)
-
-
-def _gained(number: int, told: Sequence[EventRecord], steps: Sequence[StepRecord]) -> Gain | None:
-    """What the switch to a plan gained: as its leader told it once it was measured, or from the steps."""
-    for event in told:
-        if event.kind == "gained" and event.data.get("number") == number:
-            return msgspec.convert({name: event.data.get(name) for name in Gain.__struct_fields__}, Gain)
-    return gain_of(number, steps)
+    for each in event_lines(events):
+        yield Text(each, style="dim")
 
 
 # -- a device ------------------------------------------------------------------------------------------------
@@ -157,10 +120,10 @@ def device_told(
     return {
         "device": found,
         "connected": node.connected,
-        "use": _use(current.plan, name) if current is not None and current.plan is not None else None,
+        "use": use(current.plan, name) if current is not None and current.plan is not None else None,
         "reason": _reason(name, current),
         "plans": [
-            {"number": r.number, "rate": r.problem.rates.get(name, 1.0), "use": _use(r.plan, name)}
+            {"number": r.number, "rate": r.problem.rates.get(name, 1.0), "use": use(r.plan, name)}
             for r in records
         ],
         "events": _events_about(name, told),
@@ -198,28 +161,12 @@ def device(
         yield Text.assemble(("slowness  ", "dim"), text)
     current = status.job(job)
     if current is not None and current.plan is not None:
-        yield Text.assemble(("use       ", "dim"), _use(current.plan, name))
+        yield Text.assemble(("use       ", "dim"), use(current.plan, name))
     yield from now(_reason(name, current))
     before = None
     for record in records:
         rate = record.problem.rates.get(name, 1.0)
         if rate != before:
-            yield Text(f"  plan {record.number} counted with {rate:.2f}x: {_use(record.plan, name)}")
+            yield Text(f"  plan {record.number} counted with {rate:.2f}x: {use(record.plan, name)}")
         before = rate
     yield from _shown(_events_about(name, told))
-
-
-def _use(made: Plan, name: str) -> str:
-    """What a plan does with a device, in a few words."""
-    if place := made.places.get(name):
-        stage, own = made.stage(place), made.pipeline(place)
-        count = own.micro_batches
-        taken = f"{count} micro-batch{'es' * (count > 1)} a step"
-        if own.packed:
-            taken = f"about {count} row{'s' * (count > 1)} a step of at most {own.packed[0].capacity} tokens"
-        lane = f", lane {place.lane}" if made.pipelines[place.pipeline].rows else ""
-        return (
-            f"pipeline {place.pipeline}{lane}, layers {stage.named}, {stage.shares[place.position]} of "
-            f"{sum(stage.shares)} shares, {taken}"
-        )
-    return "state alone" if name in made.carriers else "idle" if name in made.idle else "no part of it"

@@ -33,6 +33,7 @@ from elasticd.system.network_addresses import LOOPBACK
 #: Names the file where `--config` does not.
 CONFIG_VARIABLE = "ELASTICD_CONFIG"
 DEFAULT_PORT = 7471
+DASHBOARD_PORT = 7472
 
 _UNITS: dict[str, int] = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -123,6 +124,32 @@ class CoordinatorSection(Value, frozen=True, kw_only=True):
             refuse("host must be an address that the agents can reach, for example 127.0.0.1")
         if not 0 <= self.port < 65536:
             refuse(f"port = {self.port} must be between 0 and 65535")
+
+
+class DashboardSection(Value, frozen=True, kw_only=True):
+    """The dashboard: where it serves, and what it keeps."""
+
+    # The address at which it serves browsers.
+    host: str = "127.0.0.1"
+    # The port at which it serves browsers. 0: any free port.
+    port: int = DASHBOARD_PORT
+    # [path] The file of its history (SQLite). Default: `dashboard-CLUSTER.db` in the folder where daemons
+    # remember their state.
+    history: str | None = None
+    # [days] Events, steps and measurements older than this are deleted.
+    keep_days: float = 30.0
+    # [MiB] If the history is larger than this, its oldest part is deleted earlier.
+    history_mib: int = 512
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            refuse("host must be an address that browsers can reach, for example 127.0.0.1")
+        if not 0 <= self.port < 65536:
+            refuse(f"port = {self.port} must be between 0 and 65535")
+        if not 0 < self.keep_days < math.inf:
+            refuse(f"keep_days = {self.keep_days} must be days, as 30, or a part of one, as 0.5")
+        if not 1 <= self.history_mib <= 1 << 20:
+            refuse(f"history_mib = {self.history_mib} must be MiB between 1 and 1048576, as 512")
 
 
 class AgentSection(Value, frozen=True, kw_only=True):
@@ -272,6 +299,7 @@ class Config(Value, frozen=True, kw_only=True):
     cluster: ClusterSection = msgspec.field(default_factory=ClusterSection)
     etcd: EtcdSection = msgspec.field(default_factory=EtcdSection)
     coordinator: CoordinatorSection = msgspec.field(default_factory=CoordinatorSection)
+    dashboard: DashboardSection = msgspec.field(default_factory=DashboardSection)
     agent: AgentSection = msgspec.field(default_factory=AgentSection)
     detect: DetectSettings = msgspec.field(default_factory=DetectSettings)
     policy: PolicySettings = msgspec.field(default_factory=PolicySettings)

@@ -172,6 +172,14 @@ class Stopping(Value, frozen=True, kw_only=True):
     unheard: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class CallerStatus(Value, frozen=True, kw_only=True):
+    """Who asks."""
+
+    name: str  # of the token or certificate (empty: it has none)
+    role: str  # what it may do: viewer, operator or agent
+    asks: bool  # this coordinator asks for tokens
+
+
 class Live(Value, frozen=True, kw_only=True):
     """It runs."""
 

@@ -29,8 +29,16 @@ class Caller:
 
     role: Role  # what it may do
     name: str = ""  # of its token or certificate (empty: it has none)
+    said: str = ""  # who it says it is, which nothing proves; else where it asks from
+
+    @property
+    def words(self) -> str:
+        """The sender in an audit: what it says, and by the name of its token."""
+        return f"{self.said} ({self.name})" if self.said and self.name else self.said or self.name or "somebody"
 
 
+#: The header in which a sender says who it is, and characters of it that are kept.
+USER_HEADER, MOST_SAID = "x-elasticd-user", 200
 #: Who asks where nobody is asked who he is.
 ANYBODY = Caller(role=Role.OPERATOR)
 

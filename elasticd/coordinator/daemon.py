@@ -31,6 +31,7 @@ from elasticd.coordinator.http.app import application
 from elasticd.coordinator.http.response_encoder import Viewers
 from elasticd.coordinator.http.server import CLOSE_IT, OPEN_TO_ALL, Server, bind, configured, url_of
 from elasticd.coordinator.leader import Leading
+from elasticd.coordinator.live_feed import FeedSource
 from elasticd.coordinator.planner_process import COMMAND
 from elasticd.coordinator.status import status
 from elasticd.coordinator.store_transactions import Ledger
@@ -216,6 +217,7 @@ class Coordinator:
         self._exits.push_async_callback(self._flush, leading)
         self._start(leading.ticks(), "ticks")
         self._start(leading.keeping(), "journal")
+        self._start(leading.feed.rounds(self.listening, self.viewers.beside), "live")
         if self._memory is not None:
             self._start(self._remember(self._memory), "memory")
 
@@ -261,6 +263,7 @@ class Coordinator:
         self._serving = False
         self.leading.connections.close()
         self.leading.recorders.close()
+        self.leading.feed.close()
         server.should_exit = True
         await task
 
@@ -292,14 +295,21 @@ class Coordinator:
 
     # -- what the server shows -----------------------------------------------------------------------------
 
+    @property
+    def _leader(self) -> LeaderStatus:
+        return LeaderStatus(name=self.config.coordinator.name, url=self.url, epoch=self.leading.state.epoch)
+
+    def listening(self) -> FeedSource:
+        """What those who listen are told from."""
+        return self.leading.listening(self._leader, self.config.cluster.name)
+
     async def status(self) -> ClusterStatus:
         """Of this moment; what is read of the leader itself is read here, on its loop."""
-        leader = LeaderStatus(name=self.config.coordinator.name, url=self.url, epoch=self.leading.state.epoch)
         return await self.viewers.beside(
             status,
             self.leading.state,
             self.config.cluster.name,
-            leader,
+            self._leader,
             tuple(self.leading.restarts.values()),
             time.monotonic(),
             self.leading.now(),

@@ -13,16 +13,19 @@ import msgspec
 
 from elasticd.codec.decoding import shown, tag_of
 from elasticd.config.tree import ConfigError
-from elasticd.coordinator.api_types import ApiError, unknown
+from elasticd.coordinator.api_types import ApiError, LeaderStatus, Settings, unknown
 from elasticd.coordinator.bootstrap_store import BootstrapRoom, BootstrapStore
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.events.event_log import Journal
 from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, Paged, Pages
+from elasticd.coordinator.events.job_times import ClockReading
 from elasticd.coordinator.fair_queue import Turns
 from elasticd.coordinator.live_config import Changes, Scalar
+from elasticd.coordinator.live_feed import FeedSource, LiveFeed
 from elasticd.coordinator.metrics import LeaderMetrics
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
+from elasticd.coordinator.status import restarting
 from elasticd.coordinator.store_transactions import Asked, Rank, Rounds
 from elasticd.coordinator.store_writer import Writer
 from elasticd.machines.coordinator import finished_jobs, machine, message_checks, restart_jobs
@@ -60,7 +63,16 @@ from elasticd.wire.coordinator import (
     Unread,
 )
 from elasticd.wire.rendezvous import Join, StepTime
-from elasticd.wire.worker import Hello, Rejected, Report, StoreAnswer, StoreCall
+from elasticd.wire.worker import (
+    Hello,
+    Prepared,
+    Rejected,
+    Report,
+    StayedOnPlan,
+    StoreAnswer,
+    StoreCall,
+    Switched,
+)
 
 #: Seconds between the looks at what has become due.
 TICK = 0.1
@@ -86,6 +98,8 @@ MOST_TOLD = 256
 MACHINES = (*get_args(ToMachine), Unread)
 #: Of these a word about a job may lead to something that is written.
 CAUSES = (*get_args(OfJob), Unread)
+#: By which a rank tells how far it is in a switch.
+FAR = (Prepared, Switched, StayedOnPlan)
 #: Calls that need no bootstrap store where there is none: nothing is in it.
 EMPTY_WITHOUT = ("check", "delete")
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live_mode).
@@ -117,6 +131,7 @@ class Leading:
         self.connections = Connections()
         self.turns = Turns()
         self.recorders = Recorders()
+        self.feed = LiveFeed(state.epoch)
         self.planning = Planning(self.apply, command=planner)
         self.writer: Writer | None = None
         self._pages: Pages | None = None
@@ -134,6 +149,7 @@ class Leading:
         self._causes: dict[str, str] = {}  # by job: the node that said the last word of it
         self._writes: dict[str, Allowance] = {}  # by node
         self.changes = Changes(detect=state.settings.detect, policy=state.settings.policy)
+        self._settings_of, self._settings = self.changes, self.changes.shown()
 
     def apply(self, event: Event) -> None:
         """One step of the machine, and its effects. A message that it fails on is dropped: nothing has changed
@@ -212,6 +228,12 @@ class Leading:
         if known is None or known.worker(up.device, up.incarnation) is None:
             return
         gain = self.journal.report(job, report, time.time())
+        if self.feed:
+            self.feed.measured(job, report.measurement)
+            if report.loss is not None or report.tokens is not None:
+                newest = self.journal.newest(job)
+                if newest is not None:
+                    self.feed.stepped(job, newest)
         if gain is not None:
             number = report.measurement.plan
             text = f"plan {number} gained: {gain.words}"
@@ -220,7 +242,9 @@ class Leading:
 
     def tell(self, note: CoordinatorNote) -> None:
         """Into the journal, which is written to etcd, and the log."""
-        self.journal.tell(note, time.time())
+        event = self.journal.tell(note, time.time())
+        if self.feed:
+            self.feed.told(event)
         size = len(note.text) + sum(len(value) for value in note.data.values() if isinstance(value, str))
         if note.job:
             self.wrote(note.job, size)
@@ -382,6 +406,8 @@ class Leading:
                 self._reported(message, message.body)
             elif isinstance(message, CAUSES) and message.job in self.state.jobs:
                 self._causes[message.job] = connection.node
+            if self.feed and isinstance(message, FromClient) and isinstance(message.body, FAR):
+                self.feed.said(message.job, message.device, message.body)
             self.apply(Received(node=connection.node, message=message))
         elif isinstance(message, StepTime):
             self._lap(connection.node, message)
@@ -452,6 +478,11 @@ class Leading:
             self._execute(effect)
 
     # -- users ---------------------------------------------------------------------------------------------
+
+    def asked(self, by: str, what: str, *, action: str, job: str = "", **about: Any) -> None:
+        """For the audit: a user had something changed."""
+        data = {"by": by, "action": action, **about}
+        self.tell(CoordinatorNote(kind="asked", job=job, text=f"{by} {what}", data=data))
 
     def allow_chaos(self) -> None:
         """Raises `ApiError` where the configuration has it off."""
@@ -554,10 +585,37 @@ class Leading:
             )
         return self.recorders.record(lambda: (self.state, self.now()))
 
-    def exposition(self) -> bytes:
-        """The body of `GET /metrics`."""
+    def listening(self, leader: LeaderStatus, cluster: str) -> FeedSource:
+        """What a round of the live feed reads of this leader."""
+        return FeedSource(
+            state=self.state,
+            cluster=cluster,
+            leader=leader,
+            settings=self._shown(),
+            times={name: found for name, clock in self.journal.clocks.items() if (found := clock.time)},
+            restarts=restarting(self.restarts.values(), time.monotonic()),
+            newest_event=self.journal.newest_id,
+            store_away=self.writer is not None and self.writer.away,
+            chaos=self.chaos,
+            at=self.now(),
+            now=time.time(),
+        )
+
+    def _shown(self) -> Settings:
+        """The configuration as it is shown, made once for each change of it."""
+        if self._settings_of is not self.changes:
+            self._settings_of, self._settings = self.changes, self.changes.shown()
+        return self._settings
+
+    def exposition(self, clocks: Mapping[str, ClockReading] | None = None) -> bytes:
+        """The body of `GET /metrics`; `clocks` as read in the loop, where this is called beside it."""
         away = self.writer is not None and self.writer.away
-        return self.metrics.text(self.state, self.connections, away)
+        clocks = self.clocks() if clocks is None else clocks
+        return self.metrics.text(self.state, self.connections, away, clocks, time.time())
+
+    def clocks(self) -> dict[str, ClockReading]:
+        """Where the time of each job went."""
+        return {name: clock.reading for name, clock in self.journal.clocks.items()}
 
     def pace(self, device: str, factor: float) -> None:
         """Chaos on a device's speed; raises `ApiError`."""

@@ -5,7 +5,7 @@ A coordinator that stands by serves no metrics, so a query over all coordinators
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -14,8 +14,9 @@ from prometheus_client.registry import Collector
 
 from elasticd.codec.decoding import skipped
 from elasticd.coordinator.connections import Connections
+from elasticd.coordinator.events.job_times import CAUSES, OTHER, REASONS, REPEATED, ClockReading
 from elasticd.machines.coordinator.machine import CoordinatorState
-from elasticd.machines.job.state.job_state import JobPhase, JobState
+from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, NodeState
 
 #: The content type of `GET /metrics`.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -63,6 +64,24 @@ FAMILIES = {
         "gauge", ("node", "device"), "The same as elasticd_device_slowdown, under its name before release 0.2."
     ),
     "elasticd_device_memory_bytes": Family("gauge", ("node", "device"), "Memory of the device in bytes."),
+    "elasticd_link_slowdown": Family(
+        "gauge", ("link",), "How many times slower than its peers a link between two nodes is; 1 is normal."
+    ),
+    "elasticd_device_temperature_celsius": Family("gauge", ("node", "device"), "Temperature of the device."),
+    "elasticd_device_throttled": Family(
+        "gauge", ("node", "device"), "1 while the device's clocks are held down, else 0."
+    ),
+    "elasticd_device_ecc_uncorrected": Family(
+        "gauge", ("node", "device"), "ECC errors since the device's reset that could not be corrected."
+    ),
+    "elasticd_device_xids": Family(
+        "gauge", ("node", "device"), "Error reports (XID) of the device's driver that the agent remembers."
+    ),
+    "elasticd_node_pressure": Family(
+        "gauge",
+        ("node", "resource"),
+        "Part of the last ten seconds in which work on the node waited for cpu, memory or io, 0 to 1.",
+    ),
     "elasticd_skipped": Family(
         "counter",
         ("kind",),
@@ -90,6 +109,41 @@ FAMILIES = {
     ),
     "elasticd_job_last_switch_seconds": Family(
         "gauge", ("job",), "Pause of the job in its last switch in seconds."
+    ),
+    "elasticd_job_ettr": Family(
+        "gauge",
+        ("job",),
+        "Effective training time ratio: the part of the wall time since the first step that the leader knows "
+        "of that went into steps of the surviving history; 1 is best.",
+    ),
+    "elasticd_job_goodput": Family(
+        "gauge",
+        ("job",),
+        "The same, where a step counts for what it takes at the healthy speed: the median of the fastest plan.",
+    ),
+    "elasticd_job_stalled_seconds": Family(
+        "gauge", ("job",), "Seconds since the newest step was reported; 0 for a job that is over."
+    ),
+    "elasticd_job_lost_seconds": Family(
+        "counter",
+        ("job", "cause"),
+        "Wall time that no step of the surviving history took, by cause: recovery, switch, repeated steps, "
+        "waiting, checkpoint, between steps.",
+    ),
+    "elasticd_job_repeated_steps": Family(
+        "counter", ("job",), "Steps that were done again after the job went back to an older state."
+    ),
+    "elasticd_job_moved_bytes": Family(
+        "counter", ("job",), "Bytes of state that were sent in switches, checksums included."
+    ),
+    "elasticd_job_replans": Family(
+        "counter",
+        ("job", "reason"),
+        "Plans that were proposed, by reason: start, slow, recovered, fault, drain, joined, shifted, settings, "
+        "other.",
+    ),
+    "elasticd_job_hung_workers": Family(
+        "gauge", ("job",), "Workers whose main thread stands still and that do not wait for others."
     ),
     "elasticd_job_snapshot_step": Family(
         "gauge", ("job",), "Newest step whose state is in a complete snapshot."
@@ -135,18 +189,34 @@ class LeaderMetrics:
         """Counts a REST request by its HTTP status."""
         self._requests.labels(str(status)).inc()
 
-    def text(self, state: CoordinatorState, connections: Connections, store_away: bool) -> bytes:
-        """The exposition: counters, then the gauges of `state`."""
+    def text(
+        self,
+        state: CoordinatorState,
+        connections: Connections,
+        store_away: bool,
+        clocks: Mapping[str, ClockReading] | None = None,
+        now: float = 0.0,
+    ) -> bytes:
+        """The exposition: counters, then the gauges of `state`; `clocks` say where the time of jobs went, and
+        `now` is the unix time that they are read at."""
         registry = CollectorRegistry()
-        registry.register(_Now(state, connections, store_away))
+        registry.register(_Now(state, connections, store_away, clocks or {}, now))
         return generate_latest(self._registry) + generate_latest(registry)
 
 
 class _Now(Collector):
     """The leader's state at the time of the scrape."""
 
-    def __init__(self, state: CoordinatorState, connections: Connections, store_away: bool) -> None:
+    def __init__(
+        self,
+        state: CoordinatorState,
+        connections: Connections,
+        store_away: bool,
+        clocks: Mapping[str, ClockReading],
+        now: float,
+    ) -> None:
         self._state, self._connections, self._away = state, connections, store_away
+        self._clocks, self._at = clocks, now
 
     def collect(self) -> Iterator[Metric]:
         nodes = sorted(self._state.nodes.values(), key=lambda node: node.record.node)
@@ -162,13 +232,17 @@ class _Now(Collector):
         yield _family("elasticd_device_rate", slowdowns)
         memory = [((node, device.name), device.memory) for node, device in devices]
         yield _family("elasticd_device_memory_bytes", memory)
+        links = {name: self._state.links.rate(name) for name in self._state.links.probes}
+        yield _family("elasticd_link_slowdown", [((name,), rate) for name, rate in sorted(links.items())])
+        yield from _of_health(nodes)
         # Of this process, also from before it led.
         yield _family("elasticd_skipped", [((kind,), times) for kind, times in skipped().items()])
         of_jobs: dict[str, list[tuple[tuple[str, ...], float]]] = {
             name: [] for name in FAMILIES if name.startswith("elasticd_job_")
         }
         for job in self._state.jobs.values():
-            for name, labels, value in _gauges_of(job):
+            timed = _times_of(job, self._clocks.get(job.job), self._at)
+            for name, labels, value in (*_gauges_of(job), *timed):
                 of_jobs[name].append(((job.job, *labels), value))
         yield from (_family(name, values) for name, values in of_jobs.items())
 
@@ -180,6 +254,42 @@ def _family(name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metri
     for labels, value in values:
         family.add_metric(labels, value)
     return family
+
+
+def _of_health(nodes: Sequence[NodeState]) -> Iterator[Metric]:
+    """What agents saw of nodes and devices, as far as the system offers it."""
+    seen = [(node.record.node, node.health) for node in nodes if node.health is not None]
+    devices = [(node, device) for node, health in seen for device in health.devices]
+    hot = [((n, d.name), d.temperature) for n, d in devices if d.temperature is not None]
+    yield _family("elasticd_device_temperature_celsius", hot)
+    yield _family("elasticd_device_throttled", [((n, d.name), bool(d.throttled)) for n, d in devices])
+    ecc = [((n, d.name), d.uncorrected) for n, d in devices if d.uncorrected is not None]
+    yield _family("elasticd_device_ecc_uncorrected", ecc)
+    yield _family("elasticd_device_xids", [((n, d.name), len(d.xids)) for n, d in devices])
+    waits = [((n, what), part) for n, health in seen for what, part in sorted(health.pressure.items())]
+    yield _family("elasticd_node_pressure", waits)
+
+
+def _times_of(
+    job: JobState, clock: ClockReading | None, now: float
+) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """Where a job's wall time went, and what its switches cost."""
+    hung = sum(worker.halted is not None and not worker.halted.waits for worker in job.workers.values())
+    yield "elasticd_job_hung_workers", (), hung
+    if clock is None:
+        return
+    over, time = job.phase in OVER, clock.time
+    if time is not None:
+        for name, value in (("ettr", time.ettr), ("goodput", time.goodput)):
+            if (found := value(None if over else now)) is not None:
+                yield f"elasticd_job_{name}", (), found
+        yield "elasticd_job_stalled_seconds", (), 0.0 if over else max(0.0, now - time.last)
+        yield "elasticd_job_repeated_steps", (), time.repeated
+        for cause in (*CAUSES, REPEATED, OTHER):
+            yield "elasticd_job_lost_seconds", (cause,), time.lost.get(cause, 0.0)
+    yield "elasticd_job_moved_bytes", (), clock.moved_bytes
+    for reason in (*REASONS, "other"):
+        yield "elasticd_job_replans", (reason,), clock.replans.get(reason, 0)
 
 
 def _gauges_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from elasticd_planner.detection.slowness_history import Slowness
 from elasticd_planner.spec.cluster import node_of
@@ -36,21 +36,35 @@ def status(
 ) -> ClusterStatus:
     """The whole cluster; `restarts` are the jobs in restart mode that report laps, `now` the seconds of their
     clock, `at` those of the machine's, which stands still while the store is away."""
-    rates = {device: rate for job in state.jobs.values() for device, rate in job.rates.rates.items()}
-    slow, used = _slowness(state), _members(state)
+    found, slow, used = rates(state), slowness(state), members(state)
     limit = state.settings.detect.outside_seconds
     return ClusterStatus(
         cluster=cluster,
         leader=leader,
-        nodes=tuple(_node(node, rates, slow, used[name]) for name, node in sorted(state.nodes.items())),
-        jobs=tuple(_job(job, at, limit) for _, job in sorted(state.jobs.items())),
-        restarts=tuple(_restarting(job, now) for job in restarts),
+        nodes=tuple(node_status(node, found, slow, used[name]) for name, node in sorted(state.nodes.items())),
+        jobs=tuple(job_status(job, at, limit) for _, job in sorted(state.jobs.items())),
+        restarts=restarting(restarts, now),
         paused=state.settings.policy.paused,
-        links=tuple(
-            LinkStatus(link=name, bandwidth=probe.bandwidth, latency=probe.latency, rate=state.links.rate(name))
-            for name, probe in sorted(state.links.probes.items())
-        ),
+        links=links(state),
     )
+
+
+def rates(state: CoordinatorState) -> dict[str, float]:
+    """The measured slowdown of each device that is slow."""
+    return {device: rate for job in state.jobs.values() for device, rate in job.rates.rates.items()}
+
+
+def links(state: CoordinatorState) -> tuple[LinkStatus, ...]:
+    """The links between nodes that were probed, by name."""
+    return tuple(
+        LinkStatus(link=name, bandwidth=probe.bandwidth, latency=probe.latency, rate=state.links.rate(name))
+        for name, probe in sorted(state.links.probes.items())
+    )
+
+
+def restarting(jobs: Iterable[RestartJob], now: float) -> tuple[RestartStatus, ...]:
+    """The jobs in restart mode."""
+    return tuple(_restarting(job, now) for job in jobs)
 
 
 def _restarting(job: RestartJob, now: float) -> RestartStatus:
@@ -68,19 +82,21 @@ def _restarting(job: RestartJob, now: float) -> RestartStatus:
     )
 
 
-def _slowness(state: CoordinatorState) -> dict[str, Slowness]:
-    """Of the devices that were slow at some time in their job."""
+def slowness(state: CoordinatorState, devices: Collection[str] | None = None) -> dict[str, Slowness]:
+    """What kind of slowness devices have that were slow at some time in their job: all, or some of these."""
     persistent_steps = state.settings.detect.persistent_steps
     return {
         device: job.rates.slowness(device, persistent_steps)
         for job in state.jobs.values()
         for device in job.rates.troubled
+        if devices is None or device in devices
     }
 
 
-def _node(
+def node_status(
     node: NodeState, rates: Mapping[str, float], slow: Mapping[str, Slowness], members: int
 ) -> NodeStatus:
+    """One node, by the slowdown and slowness of its devices, and how many of them plans use."""
     record = node.record
     return NodeStatus(
         node=record.node,
@@ -103,19 +119,20 @@ def _node(
     )
 
 
-def _members(state: CoordinatorState) -> Counter[str]:
+def members(state: CoordinatorState) -> Counter[str]:
     """How many devices of each node plans use, in force or proposed."""
     jobs = [job for job in state.jobs.values() if job.phase in LIVE]
     used = {device for job in jobs for plan in job.candidates for device in plan.members}
     return Counter(node_of(device) for device in used)
 
 
-def _job(job: JobState, at: float, limit: float) -> JobStatus:
+def job_status(job: JobState, at: float, limit: float, *, waits: bool = True, brief: bool = False) -> JobStatus:
+    """One job. waits: whether to look whom it waits for. brief: without its plan and members."""
     return JobStatus(
         job=job.job,
         phase=job.phase.value,
-        reason=job.reason or (awaited(job, at, limit) if job.phase in LIVE else ""),
-        plan=job.plan,
+        reason=job.reason or (awaited(job, at, limit) if waits and job.phase in LIVE else ""),
+        plan=None if brief else job.plan,
         proposal=job.proposal.number if job.proposal is not None else None,
         step=job.progress.step,
         snapshot=job.snapshots.whole.step if job.snapshots.whole is not None else None,
@@ -123,15 +140,20 @@ def _job(job: JobState, at: float, limit: float) -> JobStatus:
         tokens_per_second=job.progress.tokens_per_second,
         exception=_exception(job),
         batch=job.batch,
-        members=tuple(
-            MemberStatus(
-                device=worker.device,
-                incarnation=worker.incarnation,
-                pid=worker.pid,
-                computes_on=worker.computes_on,
-            )
-            for _, worker in sorted(job.workers.items())
-        ),
+        members=() if brief else member_list(job),
+    )
+
+
+def member_list(job: JobState) -> tuple[MemberStatus, ...]:
+    """The workers of a job, by device."""
+    return tuple(
+        MemberStatus(
+            device=worker.device,
+            incarnation=worker.incarnation,
+            pid=worker.pid,
+            computes_on=worker.computes_on,
+        )
+        for _, worker in sorted(job.workers.items())
     )
 
 

@@ -52,6 +52,8 @@ OTHERS: dict[str, tuple[tuple[str, ...], str]] = {
         ("--etcd", "127.0.0.1:1", "--port", "0", "--host", "nowhere.invalid"),
         "no etcd answers at",
     ),
+    "dashboard": (("--port", "0", "--host", "nowhere.invalid"), "set tokens in section"),
+    "report": (("--out", "{folder}/run.html", "job"), "there is no job 'job'"),
     "demo": (("--out", "{folder}/file"), "name another folder with --out"),
     "simulate": (("{folder}/none.toml",), "cannot read the scenario"),
     "profile": (("{folder}/none.py:model", "--out", "{folder}/none/p.json"), "cannot write"),
@@ -139,7 +141,7 @@ def test_a_configuration_that_is_not_there_is_named(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_commands_name_what_they_miss(name: str, tmp_path: Path) -> None:
     given, wanted = OTHERS[name]
-    if name == "coordinator":  # a daemon: it writes to standard error itself, and returns
+    if name in ("coordinator", "dashboard"):  # a daemon: it writes to standard error itself, and returns
         done = call(name, *given)
         assert (done.exit_code, isinstance(done.exception, SystemExit)) == (1, True), done.output
         return

@@ -118,3 +118,81 @@ def test_screen_of_a_job_without_a_plan_shows_its_phase_and_reason() -> None:
     said = shown(msgspec.structs.replace(STATUS, jobs=(job,)), {})
     assert "job j  stopped  a worker died" in said
     assert "loss -" in said
+
+
+def large() -> ClusterStatus:
+    """1,000 nodes of 8 devices, every tenth node with a slow one, and a job on all of them."""
+    names = [f"n{number:04d}" for number in range(1000)]
+    nodes = tuple(
+        NodeStatus(
+            node=name,
+            connected=number != 7,
+            draining=number == 11,
+            members=8,
+            address="127.0.0.1",
+            emulated=False,
+            devices=tuple(
+                DeviceStatus(
+                    name=f"{name}/{rank}",
+                    memory=80 << 30,
+                    rate=1.5 if number % 10 == 0 and rank == 3 else 1.0,
+                    pace=1.0,
+                )
+                for rank in range(8)
+            ),
+        )
+        for number, name in enumerate(names)
+    )
+    pipelines = tuple(
+        Pipeline(
+            stages=tuple(
+                Stage(start=s, stop=s + 1, devices=tuple(f"{name}/{r}" for r in range(8)), shares=(1,) * 8)
+                for s, name in enumerate(names[first : first + 10])
+            ),
+            micro_batches=1,
+        )
+        for first in range(0, 1000, 10)
+    )
+    plan = Plan(
+        number=1,
+        strategies=(Strategy(modules=(ModulePlan(module="model", pipelines=pipelines),)),),
+        micro_batch=1,
+        global_batch=100,
+    )
+    members = tuple(
+        MemberStatus(device=device.name, incarnation="i", pid=1) for node in nodes for device in node.devices
+    )
+    job = msgspec.structs.replace(STATUS.jobs[0], job="big", plan=plan, members=members)
+    return msgspec.structs.replace(STATUS, nodes=nodes, jobs=(job,) * 9)
+
+
+def drawn(found: ClusterStatus, **options: bool) -> list[str]:
+    console = Console(width=120, file=io.StringIO())
+    console.print(screen(found, {"big": "why it was made"}, **options))
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return output.getvalue().splitlines()
+
+
+def test_a_thousand_nodes_have_sixty_lines_that_say_what_is_not_normal() -> None:
+    lines = drawn(large())
+    assert len(lines) <= 60
+    text = "\n".join(lines)
+    assert "1,000 nodes, 8,000 devices: 7,900 at normal speed, 100 slow, 1 nodes unreachable" in text
+    (away,) = [line for line in lines if line.startswith("  n0007 ")]
+    assert "××××××××" in away
+    assert "node unreachable" in away
+    (slow,) = [line for line in lines if line.startswith("  n0010 ")]
+    assert "▁▁▁▃▁▁▁▁" in slow
+    assert "n0010/3 takes 1.50x" in slow
+    assert not any(line.startswith("  n0001 ") for line in lines), "nothing is wrong with it"
+    assert "more nodes that are not normal: --all" in text
+    assert "100 pipelines of 10 stages on 8,000 devices" in text
+    assert "and 5 more jobs" in text
+
+
+def test_all_shows_every_device_also_of_a_large_cluster() -> None:
+    few = msgspec.structs.replace(large(), nodes=large().nodes[:60], jobs=())
+    lines = drawn(few, everything=True)
+    assert sum("/" in line and "80 GiB" in line for line in lines) == 480
+    assert len(drawn(few)) < 60

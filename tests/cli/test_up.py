@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx2
 import psutil
 import pytest
 
@@ -39,7 +40,8 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(
     (tmp_path / "train.py").touch()
     configuration = tmp_path / "mine.toml"
     configuration.write_text(
-        f'[coordinator]\nport = 0\n[etcd]\nendpoints = ["nowhere:1"]\n[agent]\nsocket = "{tmp_path}/a.sock"\n'
+        "[coordinator]\nport = 0\n[dashboard]\nport = 0\n"
+        f'[etcd]\nendpoints = ["nowhere:1"]\n[agent]\nsocket = "{tmp_path}/a.sock"\n'
     )
     options = ("--config", str(configuration), "--devices", "2", "--memory", "1 GiB")
     epochs: list[int] = []
@@ -61,6 +63,9 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(
                 said += line
             children = psutil.Process(process.pid).children(recursive=True)
             assert "elasticd run --job my-job --devices 2 train.py" in said
+            pages = re.search(r"^dashboard at (http://127\.0\.0\.1:\d+)$", said, re.MULTILINE)
+            assert pages is not None, said
+            assert httpx2.get(f"{pages[1]}/api/viewer", trust_env=False).json()["role"] == "operator"
             deadline = time.monotonic() + DEADLINE
             while "1 GiB" not in (shown := call("status").output):
                 assert time.monotonic() < deadline, shown

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import httpx2
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticd.codec import decoding
@@ -16,7 +17,9 @@ from elasticd.config.credentials import Credentials
 from elasticd.coordinator.connections import Connections
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.events import event_pages
-from elasticd.coordinator.metrics import LeaderMetrics
+from elasticd.coordinator.events.job_times import JobClock
+from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.coordinator.metrics import FAMILIES, LeaderMetrics
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.job_state import JobPhase, fresh
 from elasticd.records import Keys
@@ -157,3 +160,40 @@ def test_the_dashboard_asks_for_metrics_that_are_there_and_for_each_of_them() ->
     assert asked - samples_of == set(), "the dashboard asks for what is not there"
     shown = {name.removesuffix("_bucket") for name in asked}
     assert families - shown == set(), "a metric is not shown"
+
+
+def test_alert_rules_ask_for_metrics_that_are_there_and_name_a_page() -> None:
+    rules = DASHBOARD.with_name("alerts.yaml").read_text()
+    known = {*FAMILIES, *(f"{name}_total" for name, known in FAMILIES.items() if known.type == "counter")}
+    asked = set(re.findall(r"\belasticd_[a-z_]+", rules))
+    assert asked - known == set(), "an alert asks for what is not there"
+    alerts = re.findall(r"- alert: (\w+)", rules)
+    assert len(alerts) == len(set(alerts)) == rules.count("page: ")
+    pages = re.findall(r"page: \"?(/[^\s\"]*)", rules)
+    assert {page.split("{")[0] for page in pages} <= {"/", "/jobs/", "/devices/", "/events"}
+
+
+def test_the_time_of_a_job_is_in_the_metrics_as_on_its_page() -> None:
+    clock = JobClock()
+    clock.event("job_gathered", {})
+    clock.event("proposed", {"number": 1})
+    for step in range(8):
+        clock.step(StepRecord(step=step, plan=1, loss=1.0, tokens=10, seconds=1.0, time=100.0 + step))
+    clock.event("fenced", {})
+    clock.event("proposed", {"number": 2})
+    clock.event("swapped", {"bytes_sent": 7})
+    clock.step(StepRecord(step=6, plan=2, loss=1.0, tokens=10, seconds=1.0, time=113.0))
+    reading = clock.reading
+    job = fresh("j", JobPhase.RUNNING, 0.0)
+    state = CoordinatorState(epoch=1, jobs={"j": job})
+    text = LeaderMetrics().text(state, Connections(), False, {"j": reading}, 115.0).decode()
+    found = samples(text)
+    labels = (("job", "j"),)
+    assert found["elasticd_job_stalled_seconds", labels] == 2.0
+    assert found["elasticd_job_repeated_steps_total", labels] == 2
+    assert found["elasticd_job_moved_bytes_total", labels] == 7
+    assert found["elasticd_job_replans_total", (("job", "j"), ("reason", "fault"))] == 1
+    assert found["elasticd_job_replans_total", (("job", "j"), ("reason", "start"))] == 1
+    assert found["elasticd_job_lost_seconds_total", (("cause", "recovery"), ("job", "j"))] == 5.0
+    assert found["elasticd_job_lost_seconds_total", (("cause", "repeated steps"), ("job", "j"))] == 2.0
+    assert found["elasticd_job_ettr", labels] == pytest.approx(7 / 16)

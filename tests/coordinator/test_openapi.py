@@ -63,9 +63,11 @@ bounded = settings(
 )
 #: What the document lists, for a leader that is not there: a declaration needs none.
 DECLARED = (*endpoints(Rest(cast(Served, None))), *endpoints(ChaosRoutes(cast(Served, None))))
-#: A recording goes on until the caller goes (tests/simulation/test_replay.py).
+#: A recording and the live feed go on until the caller goes (tests/simulation/test_replay.py, test_live_feed).
 OPERATIONS = [
-    pytest.param(known, id=f"{known.method} {known.path}") for known in DECLARED if known.name != "record"
+    pytest.param(known, id=f"{known.method} {known.path}")
+    for known in DECLARED
+    if known.name not in ("record", "live_feed")
 ]
 TAKING = [pytest.param(known, id=f"{known.method} {known.path}") for known in DECLARED if known.body]
 

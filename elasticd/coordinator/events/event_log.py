@@ -10,17 +10,23 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import islice, takewhile
+from operator import attrgetter, itemgetter
+from time import localtime, strftime
 from typing import Any
 
 import msgspec
 from elasticd_planner.value import StoredValue, Value
 
+from elasticd.codec.safe_text import in_one_line
+from elasticd.coordinator.events.job_times import JobClock
 from elasticd.coordinator.events.switch_gain import AFTER, BEFORE, Gain, StepRecord, gain_of
 from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.wire.worker import Report
 
 EVENTS = 10_000
 STEPS = 20_000
+#: Kinds of events with which a job's time begins to be counted.
+BEGINS = ("job_gathered", "planning", "proposed")
 #: Events of one leader before its ids reach those of the next one, which go on above them then.
 EVENTS_OF_A_TERM = 1 << 20
 
@@ -34,6 +40,13 @@ class EventRecord(Value, frozen=True, kw_only=True):
     job: str  # empty: about no job
     text: str  # one line for people
     data: dict[str, Any]  # for programs
+
+
+def line(event: EventRecord) -> str:
+    """An event for people: local time, kind, job, text."""
+    clock = strftime("%H:%M:%S", localtime(event.time))
+    about = f"{event.job}: " if event.job else ""
+    return in_one_line(f"{clock}  {event.kind:<15} {about}{event.text}")
 
 
 class Pacing(Value, frozen=True, kw_only=True):
@@ -62,6 +75,7 @@ class Journal:
         self._most_steps = steps
         self._next = max(1, term * EVENTS_OF_A_TERM)
         self._gained: set[tuple[str, int]] = set()
+        self._clocks: dict[str, JobClock] = {}
         self._new_events: deque[EventRecord] = deque(maxlen=events)
         self._new_steps: dict[str, deque[StepRecord]] = {}
 
@@ -75,6 +89,33 @@ class Journal:
         for job, steps in lines.steps.items():
             for step in steps:
                 self._append(job, step)
+        self._recount(lines)
+
+    def _recount(self, lines: Lines) -> None:
+        """Has the clocks of jobs count what a page has, in the order of its times."""
+        steps = [(step.time, job, step) for job, found in lines.steps.items() for step in found]
+        events = iter(sorted(lines.events, key=attrgetter("time")))
+        event = next(events, None)
+        for at, job, step in sorted(steps, key=itemgetter(0)):
+            while event is not None and event.time <= at:
+                self._count(event)
+                event = next(events, None)
+            self._clock(job).step(step)
+        while event is not None:
+            self._count(event)
+            event = next(events, None)
+
+    def _count(self, event: EventRecord) -> None:
+        if event.kind in BEGINS:
+            self._clock(event.job)
+        known = self._clocks.get(event.job)
+        for clock in self._clocks.values() if not event.job else () if known is None else (known,):
+            clock.event(event.kind, event.data)
+
+    def _clock(self, job: str) -> JobClock:
+        if job not in self._clocks:
+            self._clocks[job] = JobClock()
+        return self._clocks[job]
 
     def tell(self, note: CoordinatorNote, time: float) -> EventRecord:
         """Keeps an event. time: unix seconds."""
@@ -84,6 +125,7 @@ class Journal:
         self._next += 1
         self._events.append(record)
         self._new_events.append(record)
+        self._count(record)
         if note.kind == "gained":
             self._gained.add((note.job, note.data["number"]))
         return record
@@ -110,6 +152,7 @@ class Journal:
             time=time,
         )
         self._append(job, step)
+        self._clock(job).step(step)
         self._new_steps.setdefault(job, deque(maxlen=self._most_steps)).append(step)
         return self._gain(job, step.plan)
 
@@ -150,14 +193,30 @@ class Journal:
     def forget(self, *jobs: str) -> None:
         """Drops the steps of jobs that nobody asks for any more; what was told of them stays."""
         for job in jobs:
-            for kept in (self._steps, self._pacing, self._new_steps):
+            kept_by_job: tuple[dict[str, Any], ...] = (self._steps, self._pacing, self._new_steps, self._clocks)
+            for kept in kept_by_job:
                 kept.pop(job, None)
         self._gained = {(job, number) for job, number in self._gained if job not in jobs}
 
     @property
+    def clocks(self) -> dict[str, JobClock]:
+        """Where the wall time of each job went, by its name."""
+        return self._clocks
+
+    def newest(self, job: str) -> StepRecord | None:
+        """The newest step of a job, if one is kept."""
+        steps = self._steps.get(job)
+        return steps[-1] if steps else None
+
+    @property
+    def newest_id(self) -> int:
+        """The id of the newest event; 0 where there is none."""
+        return self._events[-1].id if self._events else 0
+
+    @property
     def jobs(self) -> set[str]:
-        """Those that steps are kept of."""
-        return set(self._steps)
+        """Those that steps are kept of, or whose time is counted."""
+        return {*self._steps, *self._clocks}
 
     def events(self, after: int = 0) -> list[EventRecord]:
         """Events with an id above `after`, oldest first."""

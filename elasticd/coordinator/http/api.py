@@ -9,6 +9,7 @@ import msgspec
 
 from elasticd.coordinator.api_types import (
     ApiError,
+    CallerStatus,
     ClusterStatus,
     Events,
     History,
@@ -19,13 +20,14 @@ from elasticd.coordinator.api_types import (
     Stopping,
     unknown,
 )
-from elasticd.coordinator.auth import Access, Caller
+from elasticd.coordinator.auth import ANYBODY, Access, Caller
 from elasticd.coordinator.http.response_encoder import Viewers
 from elasticd.coordinator.http.routing import get, post
 from elasticd.coordinator.leader import Leading
 from elasticd.coordinator.live_config import Scalar
+from elasticd.coordinator.live_feed import FeedSource
 from elasticd.coordinator.metrics import CONTENT_TYPE
-from elasticd.records import HistoryRecord
+from elasticd.records import HistoryRecord, JobSpec
 
 #: The longest that a user may have a job's end wait for.
 MOST_STOP_SECONDS = 86_400.0
@@ -73,6 +75,10 @@ class Served(Protocol):
         """Every plan of a job, oldest first."""
         ...
 
+    def listening(self) -> FeedSource:
+        """What those who listen are told from."""
+        ...
+
     def ready(self) -> str:
         """Why it is not ready, or nothing."""
         ...
@@ -108,28 +114,46 @@ class Rest:
         return Steps(steps=tuple(journal.steps(job, after)), pacing=journal.pacing(job))
 
     @get("/v1/jobs/{job}/history", large=True)
-    async def history(self, job: str) -> History:
-        """Every plan of a job with the problem that it answers, oldest first."""
+    async def history(self, job: str, after: int = -1) -> History:
+        """Every plan of a job with the problem that it answers, oldest first: those with a number above
+        `after`."""
         self._know(job)
-        return History(history=tuple(await self._served.history(job)))
+        found = await self._served.history(job)
+        return History(history=tuple(record for record in found if record.number > after))
+
+    @get("/v1/jobs/{job}/spec")
+    async def spec(self, job: str) -> JobSpec:
+        """What a job trains: its model's tensors, its batch and its settings."""
+        self._know(job)
+        found = self._served.leading.state.jobs.get(job)
+        if found is None or found.spec is None:
+            raise ApiError("unknown", f"job {job} has no worker that said what it trains yet")
+        return found.spec
 
     @post("/v1/nodes/{node}/drain", refuses=(409,), example=DrainRequest(on=True))
-    async def drain(self, node: str, body: DrainRequest) -> DrainRequest:
+    async def drain(self, node: str, body: DrainRequest, caller: Caller | None) -> DrainRequest:
         """Lets the devices of a node be left by all plans, or be used again."""
         self._served.leading.drain(node, body.on)
+        what = f"asked for node {node} to be {'drained' if body.on else 'used again'}"
+        self._asked(caller, what, action="drain" if body.on else "undrain", node=node)
         return body
 
     @post("/v1/jobs/{job}/stop", refuses=(409,), example=StopRequest(by="alice"))
     async def stop(self, job: str, body: StopRequest, caller: Caller | None) -> Stopping:
         """Ends a job: its workers make a last checkpoint, where they have a folder for it, and leave. Says
         which nodes' workers will not hear of it, and train on until the time is up."""
-        unheard = self._served.leading.stop(job, body.seconds, _by(body.by, caller))
+        by = _by(body.by, caller)
+        unheard = self._served.leading.stop(job, body.seconds, by)
+        what = f"asked for job {job} to stop within {body.seconds:g} s"
+        self._served.leading.asked(by, what, job=job, action="stop", seconds=body.seconds)
         return Stopping(by=body.by, seconds=body.seconds, unheard=unheard)
 
     @post("/v1/jobs/{job}/forget", refuses=(409,), example=ForgetRequest(by="alice"))
     async def forget(self, job: str, body: ForgetRequest, caller: Caller | None) -> ForgetRequest:
         """Deletes all that is kept of a job that is over; its name can be used again."""
-        self._served.leading.forget(job, _by(body.by, caller))
+        by = _by(body.by, caller)
+        self._served.leading.forget(job, by)
+        self._served.leading.asked(by, f"asked for job {job} to be forgotten", action="forget")
         return body
 
     @get("/v1/config")
@@ -144,7 +168,11 @@ class Rest:
     )
     async def change(self, body: ConfigRequest, caller: Caller | None) -> Settings:
         """Changes detection and policy while running; the values are checked, kept, and followed at once."""
-        await self._served.leading.change(body.values, _by(body.by, caller))
+        by = _by(body.by, caller)
+        await self._served.leading.change(body.values, by)
+        values = {key: "the file's" if value is None else value for key, value in body.values.items()}
+        told = ", ".join(f"{key} = {value}" for key, value in values.items())
+        self._served.leading.asked(by, f"changed {told}", action="config", values=body.values)
         return self._served.leading.changes.shown()
 
     @get("/v1/record", media="application/jsonl")
@@ -153,10 +181,25 @@ class Rest:
         `elasticd record` keeps. Empty lines only say that nothing happened."""
         return self._served.leading.recording()
 
+    @get("/v1/live", media="application/jsonl", refuses=(503,))
+    async def live_feed(self, after: str = "") -> AsyncIterator[bytes]:
+        """All that the leader knows, then what changes, until it ends or the caller goes: a JSON object in each
+        line (`elasticd.coordinator.live_types`). `after`: the id of the last line that the caller has; it goes
+        on from there, where what followed is still kept."""
+        served = self._served
+        return served.leading.feed.listen(after, served.listening, served.viewers.beside)
+
+    @get("/v1/caller")
+    async def caller(self, caller: Caller | None) -> CallerStatus:
+        """Who asks: what this token or certificate may do here, and its name."""
+        known = caller or ANYBODY
+        return CallerStatus(name=known.name, role=known.role.value, asks=self._served.access.asks)
+
     @get("/metrics", media=CONTENT_TYPE)
     async def metrics(self) -> bytes:
         """Counters and the present state, for Prometheus."""
-        return await self._served.viewers.beside(self._served.leading.exposition)
+        leading = self._served.leading
+        return await self._served.viewers.beside(leading.exposition, leading.clocks())
 
     @get("/livez")
     async def live(self) -> Live:
@@ -169,6 +212,9 @@ class Rest:
         if why := self._served.ready():
             raise ApiError("unavailable", why)
         return Ready()
+
+    def _asked(self, caller: Caller | None, what: str, **data: Any) -> None:
+        self._served.leading.asked((caller or ANYBODY).words, what, **data)
 
     def _know(self, job: str) -> None:
         jobs = self._served.leading.state.jobs

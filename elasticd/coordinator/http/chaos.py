@@ -102,9 +102,13 @@ class ChaosRoutes:
         self._cuts = NetworkCuts()
 
     @post("/v1/chaos", refuses=(404, 409), example=ChaosRequest(action="slow", device="alpha/1", factor=3.0))
-    async def chaos(self, body: ChaosRequest) -> ChaosRequest:
+    async def chaos(self, body: ChaosRequest, caller: Caller | None) -> ChaosRequest:
         """Harms the cluster on purpose, where the configuration allows it."""
         order(self._leading(), self._cuts, body)
+        where = f"{body.device or body.node}{f' and {body.other}' if body.other else ''}"
+        data = {"device": body.device} if body.device else {"node": body.node}
+        what = f"asked chaos to {body.action} {where}"
+        self._leading().asked((caller or ANYBODY).words, what, action=f"chaos {body.action}", **data)
         return body
 
     async def stay_cut(self, socket: WebSocket) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from elasticd.coordinator.auth import Access, Caller, needed
+from elasticd.coordinator.auth import MOST_SAID, USER_HEADER, Access, Caller, needed
 from elasticd.store.write_allowance import Allowance
 
 #: Bytes of a request's body, and seconds for all of it: ours are a few hundred bytes.
@@ -81,7 +82,7 @@ class Gate:
         if caller.role not in roles:
             said = f"role {caller.role} may not do this: it needs a token of {' or '.join(roles)}"
             raise _Refusal(403, "forbidden", said)
-        return caller
+        return replace(caller, said=_said(headers, scope)) if changing else caller
 
     def _may_ask(self, address: str) -> bool:
         allowance = self._allowances.pop(address, None) or Allowance(2 * self._rate, self._rate)
@@ -156,6 +157,13 @@ def _foreign(headers: dict[bytes, bytes]) -> bool:
         return urlsplit(origin.decode("latin-1")).netloc.encode("latin-1") != headers.get(b"host", b"")
     except ValueError:
         return True
+
+
+def _said(headers: dict[bytes, bytes], scope: Scope) -> str:
+    """Who a sender says it is, else where it asks from."""
+    text = headers.get(USER_HEADER.encode(), b"").decode("latin-1")
+    said = "".join(each for each in text if each.isprintable())[:MOST_SAID].strip()
+    return said or f"somebody at {(scope.get('client') or ('?',))[0]}"
 
 
 def int_of(text: bytes | None) -> int:

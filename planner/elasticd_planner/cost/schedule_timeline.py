@@ -17,6 +17,7 @@ and Linearity, 1992, section 3.7), and the rest is added at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,6 +59,44 @@ def interleaved_seconds(
     """Seconds of a step of one interleaved pipeline of stages with so many chunks. forward, backward: [place],
     of one micro-batch, places in the order in which it meets them; boundary: [place - 1], one way. Each pass is
     looked at once."""
+    return _played(forward, backward, boundary, micro_batches, chunks, None)
+
+
+class PassTime(NamedTuple):
+    """When a pass of a stage runs, in seconds from the begin of the step."""
+
+    kind: Kind
+    micro_batch: int
+    chunk: int
+    start: float
+    stop: float
+
+
+def pass_times(
+    forward: Sequence[float] | Floats,
+    backward: Sequence[float] | Floats,
+    boundary: Sequence[float] | Floats,
+    micro_batches: int,
+    chunks: int = 1,
+) -> list[list[PassTime]]:
+    """When each pass of each stage of one pipeline runs, in the order of the stage: for a picture of what
+    `one_f_one_b_seconds` and `interleaved_seconds` give the end of. Arguments as of the latter, with one chunk
+    of a
+    plain pipeline."""
+    found: list[list[PassTime]] = []
+    _played(forward, backward, boundary, micro_batches, chunks, found)
+    return found
+
+
+def _played(
+    forward: Sequence[float] | Floats,
+    backward: Sequence[float] | Floats,
+    boundary: Sequence[float] | Floats,
+    micro_batches: int,
+    chunks: int,
+    kept: list[list[PassTime]] | None,
+) -> float:
+    """The schedule pass by pass; what runs when is kept by stage, if it is wanted."""
     ahead, back = np.asarray(forward, dtype=np.float64), np.asarray(backward, dtype=np.float64)
     if micro_batches < 1 or ahead.shape != back.shape or ahead.ndim != 1:
         refuse(f"timeline: {micro_batches} micro-batches, forward {ahead.shape} and backward {back.shape}")
@@ -68,6 +107,8 @@ def interleaved_seconds(
     following = [next(order) for order in todo]
     # When an input is there: a pass's own, by (kind, place, micro-batch).
     here: dict[tuple[Kind, int, int], float] = {("forward", 0, m): 0.0 for m in range(micro_batches)}
+    if kept is not None:
+        kept += [[] for _ in range(stages)]
     free, carries = [0.0] * stages, {"forward": [0.0] * stages, "backward": [0.0] * stages}
     waiting = list(range(stages))
     while waiting:
@@ -77,7 +118,10 @@ def interleaved_seconds(
         came = here.pop((kind, place, micro), None)
         if came is None:
             continue  # asked again when it comes
-        end = free[s] = max(free[s], came) + seconds[kind][place]
+        start = max(free[s], came)
+        end = free[s] = start + seconds[kind][place]
+        if kept is not None:
+            kept[s].append(PassTime(kind, micro, chunk, start, end))
         waiting.append(s)
         following[s] = next(todo[s], _OVER)
         target = place + 1 if kind == "forward" else place - 1

@@ -26,6 +26,7 @@ from elasticd.wire.coordinator import FromMachine, Harm, ToMachine, Unread
 
 #: The kinds of a `CoordinatorNote`. docs/reference/events.md is written from these lines.
 EventKind = Literal[
+    "asked",  # A user had something changed: who, and what. All of these are the audit.
     "configured",  # Detection or policy settings were changed while running.
     "node_up",  # A node's agent connected.
     "node_down",  # The connection to a node's agent is gone; its workers may still train.

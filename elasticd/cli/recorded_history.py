@@ -1,0 +1,180 @@
+"""A recorded run (`elasticd record`) as a history of the dashboard: what the leader heard and decided.
+
+Theory of operation. The machine is given what the leader heard, at the times at which it heard it, and
+decides the same again: with it come the plans and what they answer, which the recording does not name. Events
+are the notes of the recording. Steps and the times of jobs are kept as a leader's journal keeps them.
+
+The plan that was in force before the recording began is not among the plans: its problem is not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from elasticd_planner.problem import ideal_ratio
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.coordinator import live_types as live
+from elasticd.coordinator.api_types import LeaderStatus, Settings
+from elasticd.coordinator.events.event_log import Journal
+from elasticd.coordinator.live_feed import FeedSource, hello, measurements
+from elasticd.dashboard.history import HistoryWriter, Sample
+from elasticd.machines.coordinator import machine
+from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.job.state.events import CoordinatorNote, Effect, Event, Received, Write
+from elasticd.machines.job.state.job_state import JobState
+from elasticd.recording import Line
+from elasticd.records import HistoryRecord
+from elasticd.wire.coordinator import FromClient
+from elasticd.wire.worker import Prepared, Report, StayedOnPlan, Switched
+
+#: Events and steps that are kept of a recording.
+MOST = 1_000_000
+#: Seconds between two samples of devices' slowdowns.
+SAMPLE_SECONDS = 1.0
+_SAID = {Prepared: "prepared", Switched: "swapped", StayedOnPlan: "kept"}
+
+
+class RecordedRun:
+    """Takes a recording in, line by line. `writer`: of the history that gets it."""
+
+    state: CoordinatorState
+
+    def __init__(self, writer: HistoryWriter) -> None:
+        self._writer = writer
+        self._journal = Journal(events=MOST, steps=MOST)
+        self._plans: dict[str, Plan] = {}
+        self._rates: dict[str, float] = {}
+        self._measured: dict[str, dict[str, Measurement]] = {}  # the newest, by job and device
+        self._sampled: dict[str, float] = {}  # when slowdowns were written last, by job
+
+    def take(self, lines: Sequence[Line]) -> None:
+        """All of it. Raises `msgspec.DecodeError` where a line has what this release does not know."""
+        with self._writer.together():
+            for line in lines:
+                if line.what == "began":
+                    self.state = line.state()
+                    self._plans = {
+                        job.job: job.plan for job in self.state.jobs.values() if job.plan is not None
+                    }
+                elif line.what == "told":
+                    self._told(line.note(), line.time)
+                else:
+                    self._heard(line.event(), line.at, line.time)
+        self._last = lines[-1]
+
+    def _told(self, note: CoordinatorNote, time: float) -> None:
+        self._writer.put_event(self._journal.tell(note, time))
+        device, rate = note.data.get("device"), note.data.get("after")
+        if note.kind in ("slow", "recovered") and isinstance(device, str) and isinstance(rate, float):
+            self._rates[device] = rate
+            step = note.data.get("step")
+            at = step if isinstance(step, int) else 0
+            self._writer.put_samples([Sample(device, time, at, None, rate, None)])
+
+    def _heard(self, event: Event, at: float, time: float) -> None:
+        if isinstance(event, Received) and isinstance(event.message, FromClient):
+            self._of_worker(event.message, time)
+        self.state, effects = machine.step(self.state, event, at)
+        self._written(effects, time)
+
+    def _of_worker(self, said: FromClient, time: float) -> None:
+        body = said.body
+        known = self.state.jobs.get(said.job)
+        if isinstance(body, Report) and known is not None and known.worker(said.device, said.incarnation):
+            self._measured.setdefault(said.job, {})[said.device] = body.measurement
+            self._journal.report(said.job, body, time)
+            if (body.loss, body.tokens) != (None, None) and (step := self._journal.newest(said.job)):
+                self._writer.put_step(said.job, step, *self._expected(said.job, step.plan))
+                self._sample(known, time)
+        elif isinstance(body, Prepared | Switched | StayedOnPlan):
+            rank = live.RankNews(device=said.device, at=time, what=_SAID[type(body)])
+            if isinstance(body, Switched):
+                rank = msgspec.structs.replace(
+                    rank,
+                    pause=body.pause_seconds,
+                    bytes_sent=body.bytes_sent,
+                    bytes_lacking=body.bytes_lacking,
+                    flows={source: size for source, (size, _) in body.flows.items()},
+                )
+            self._writer.put_rank(said.job, body.number, rank)
+
+    def _of_devices(self, job: JobState) -> live.MeasuredNews | None:
+        """What the members of the plan in force measured last."""
+        plan = job.plan
+        return measurements(job, plan, self._measured.get(job.job, {}), str) if plan is not None else None
+
+    def _sample(self, job: JobState, time: float) -> None:
+        """Each member's slowdown, once a second."""
+        if time - self._sampled.get(job.job, 0.0) < SAMPLE_SECONDS or (news := self._of_devices(job)) is None:
+            return
+        self._sampled[job.job] = time
+        numbers = np.frombuffer(news.numbers, "<f4").reshape(-1, len(news.columns))
+        slowdown, evidence = (numbers[:, news.columns.index(name)] for name in live.JUDGED)
+        members = job.plan.members if job.plan is not None else ()
+        self._writer.put_samples(
+            Sample(device, time, news.step, float(slow), self._rates.get(device, 1.0), _known(float(odd)))
+            for device, slow, odd in zip(members, slowdown, evidence, strict=True)
+            if np.isfinite(slow)
+        )
+
+    def _written(self, effects: Iterable[Effect], time: float) -> None:
+        for effect in effects:
+            if not isinstance(effect, Write):
+                continue
+            for record in effect.records:
+                if isinstance(record, HistoryRecord):
+                    self._writer.put_plan(effect.job, record, time)
+            job = self.state.jobs.get(effect.job)
+            if job is not None and job.plan is not None:
+                self._plans[effect.job] = job.plan
+
+    def _expected(self, job: str, number: int) -> tuple[float | None, float | None]:
+        """Seconds of a step: as predicted, and those that no plan can go below."""
+        plan = self._plans.get(job)
+        if plan is None or plan.number != number:
+            return None, None
+        predicted = plan.prediction.step_seconds if plan.prediction is not None else None
+        time = self._journal.clocks[job].time if job in self._journal.clocks else None
+        devices = [*plan.members, *plan.idle]
+        ratio = ideal_ratio([self._rates.get(device, 1.0) for device in devices])
+        return predicted, time.healthy * ratio if time is not None and time.healthy is not None else None
+
+    def at_its_end(self, name: str) -> list[live.AnyNews]:
+        """All that the leader knew at the end of the recording, as it tells a listener."""
+        policy, detect = self.state.settings.policy, self.state.settings.detect
+        values = {
+            f"{section}.{key}": value
+            for section, known in (("detect", detect), ("policy", policy))
+            for key, value in msgspec.structs.asdict(known).items()
+        }
+        source = FeedSource(
+            state=self.state,
+            cluster=name,
+            leader=LeaderStatus(name="recorded", url="", epoch=1),
+            settings=Settings(values=values, changed={}, history=()),
+            times={job: found for job, clock in self._journal.clocks.items() if (found := clock.time)},
+            restarts=(),
+            newest_event=self._journal.newest_id,
+            store_away=False,
+            chaos=False,
+            at=self._last.at,
+            now=self._last.time,
+        )
+        decoder = msgspec.json.Decoder(live.AnyNews)
+        measured = [news for job in self.state.jobs.values() if (news := self._of_devices(job)) is not None]
+        return [*(decoder.decode(line) for line in hello(source, "1:1")), *measured]
+
+
+def _known(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def name_of(file: Path) -> str:
+    """How a recording's cluster is called: its name is not in it."""
+    return file.name.removesuffix(".gz").removesuffix(".jsonl")

@@ -1,0 +1,187 @@
+"""Where the wall time of a job went: into steps that count, or into which kind of loss.
+
+ETTR (effective training time ratio, as in ByteRobust, arXiv 2509.16293) is the part of the wall time since the
+first step began that went into steps of the surviving history. What is left is lost, and each second of it has
+one cause, by what happened since the step before:
+
+    recovery       workers were lost, fenced off, hung or raised, and the job waited for it
+    switch         a plan was put into force
+    repeated steps steps that were done, and were done again after a roll back
+    waiting        the job waited for devices or for a copy of its state
+    checkpoint     a checkpoint became complete meanwhile
+    between steps  nothing of these: the script's own code between two steps, and reports that came late
+
+Goodput counts a step only for what it takes at the healthy speed: the fastest plan's median so far. A
+`JobClock` is fed with the steps and events of one job in the order of their times, by the leader as they come,
+and by whoever reads them later; the figures are the same.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from elasticd_planner.value import Value
+
+from elasticd.coordinator.events.switch_gain import StepRecord
+
+#: Kinds of events by the loss that they announce; of several since a step the first of this order counts.
+CAUSES: Mapping[str, tuple[str, ...]] = {
+    "recovery": ("fenced", "worker_lost", "raised", "halted", "agent_restarted"),
+    "switch": ("recorded", "swapped"),
+    "waiting": ("waiting",),
+    "checkpoint": ("checkpoint",),
+}
+OTHER, REPEATED = "between steps", "repeated steps"
+#: Kinds of events by the reason that they are for a new plan; of several the first of this order counts.
+REASONS: Mapping[str, tuple[str, ...]] = {
+    "fault": ("fenced",),
+    "drain": ("drained", "leaving"),
+    "joined": ("joined", "node_up"),
+    "slow": ("slow",),
+    "recovered": ("recovered",),
+    "shifted": ("shifted",),
+    "settings": ("configured",),
+    "start": ("job_gathered",),
+}
+#: Steps of a plan until its median counts as a speed, and steps of it that the median is of.
+LEAST_STEPS, MOST_STEPS = 5, 101
+
+
+class JobTime(Value, frozen=True, kw_only=True):
+    """Where a job's wall time went so far."""
+
+    began: float  # unix seconds at which its first step began
+    last: float  # unix seconds at which its newest step was reported
+    productive: float  # seconds of the steps of the surviving history
+    steps: int  # of the surviving history, as far as they are known
+    repeated: int  # steps that were done again
+    lost: dict[str, float] = msgspec.field(default_factory=dict)  # seconds by cause
+    times: dict[str, int] = msgspec.field(default_factory=dict)  # how often, by cause
+    healthy: float | None = None  # seconds of a step at the healthy speed (None: too few steps)
+
+    def wall(self, now: float | None = None) -> float:
+        """Seconds since the first step began, up to `now` (None: to the newest step)."""
+        return max(self.last if now is None else now, self.last) - self.began
+
+    def ettr(self, now: float | None = None) -> float | None:
+        """The part of the wall time that went into steps that count; None where there was none."""
+        wall = self.wall(now)
+        return min(1.0, self.productive / wall) if wall > 0 else None
+
+    def goodput(self, now: float | None = None) -> float | None:
+        """The same where a step counts for what it takes at the healthy speed."""
+        wall = self.wall(now)
+        if wall <= 0 or self.healthy is None:
+            return None
+        return min(1.0, self.productive / wall, self.steps * self.healthy / wall)
+
+
+class ClockReading(Value, frozen=True, kw_only=True):
+    """All that a clock has counted, at one moment."""
+
+    time: JobTime | None  # None: no step was made yet
+    replans: dict[str, int]  # proposals by reason
+    moved_bytes: int  # sent in switches
+
+
+class JobClock:
+    """Counts the time of one job."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._last = self._productive = 0.0
+        self._steps: deque[tuple[int, float]] = deque(maxlen=20_000)  # index and seconds, ascending
+        self._count = self._repeated = 0
+        self._lost: dict[str, float] = defaultdict(float)
+        self._times: Counter[str] = Counter()
+        self._since: set[str] = set()  # kinds of events since the last step
+        self._plan, self._of_plan = -1, list[float]()  # the newest plan's seconds, sorted
+        self._healthy: float | None = None
+        self._told: set[str] = set()  # kinds of events since the last proposal
+        self.replans: Counter[str] = Counter()  # proposals by their reason
+        self.moved_bytes = 0  # sent in switches, checksums included
+
+    def event(self, kind: str, data: Mapping[str, Any]) -> None:
+        """Something happened to the job, or to its cluster."""
+        self._since.add(kind)
+        if kind == "proposed":
+            self.replans[_first(REASONS, self._told, "other")] += 1
+            self._told.clear()
+        else:
+            self._told.add(kind)
+        if kind == "swapped" and isinstance(sent := data.get("bytes_sent"), int):
+            self.moved_bytes += sent
+
+    def step(self, record: StepRecord) -> None:
+        """A step was reported. One of an index that was reported before takes the place of that one and of all
+        after it: they were rolled back."""
+        seconds = max(0.0, record.seconds)
+        if self._began is None:
+            self._began = record.time - seconds
+        else:
+            self._lose(max(0.0, record.time - self._last - seconds))
+            seconds = min(seconds, max(0.0, record.time - self._last))
+        while self._steps and self._steps[-1][0] >= record.step:
+            _, again = self._steps.pop()
+            self._count -= 1
+            self._repeated += 1
+            self._productive -= again
+            self._lost[REPEATED] += again
+            self._times[REPEATED] += 1
+        self._steps.append((record.step, seconds))
+        self._count += 1
+        self._productive += seconds
+        self._last = max(self._last, record.time)
+        self._since.clear()
+        self._paced(record)
+
+    def _lose(self, seconds: float) -> None:
+        cause = self.pending
+        if seconds > 0:
+            self._lost[cause] += seconds
+            self._times[cause] += 1
+
+    def _paced(self, record: StepRecord) -> None:
+        """The first step of a plan pays for what is done once."""
+        if record.plan != self._plan:
+            self._plan, self._of_plan = record.plan, []
+            return
+        if record.seconds > 0 and len(self._of_plan) < MOST_STEPS:
+            insort(self._of_plan, record.seconds)
+            if len(self._of_plan) >= LEAST_STEPS:
+                median = self._of_plan[len(self._of_plan) // 2]
+                self._healthy = median if self._healthy is None else min(self._healthy, median)
+
+    @property
+    def time(self) -> JobTime | None:
+        """Where the time went; None before the first step."""
+        if self._began is None:
+            return None
+        return JobTime(
+            began=self._began,
+            last=self._last,
+            productive=max(0.0, self._productive),
+            steps=self._count,
+            repeated=self._repeated,
+            lost=dict(self._lost),
+            times=dict(self._times),
+            healthy=self._healthy,
+        )
+
+    @property
+    def reading(self) -> ClockReading:
+        """All that was counted so far."""
+        return ClockReading(time=self.time, replans=dict(self.replans), moved_bytes=self.moved_bytes)
+
+    @property
+    def pending(self) -> str:
+        """The cause of what is lost since the newest step, as far as it can be told now."""
+        return _first(CAUSES, self._since, OTHER)
+
+
+def _first(known: Mapping[str, tuple[str, ...]], told: set[str], default: str) -> str:
+    return next((name for name, kinds in known.items() if told.intersection(kinds)), default)

@@ -1,0 +1,238 @@
+"""What a leader tells those who listen to it live (`GET /v1/live`), as values: one JSON line each.
+
+A listener first hears `LiveHello`, then all that is known (`NodeNews`, `JobNews`, `PlanNews`, ...), then
+`Whole`. From then on it hears what changes. Every message says how things are, not how they differ: one that
+comes twice, or once too often, does no harm. Events and steps from before the hello are not among them: a
+listener asks for those above the last that it knows (`/v1/events?after=`, `/v1/jobs/JOB/steps?after=`) once it
+has the hello.
+
+A message of a type that a listener does not know is of a newer release, and is skipped.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.detection.slowness_history import Slowness
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.value import Value
+
+from elasticd.coordinator.api_types import (
+    JobStatus,
+    LeaderStatus,
+    LinkStatus,
+    MemberStatus,
+    NodeStatus,
+    RestartStatus,
+    Settings,
+)
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.job_times import JobTime
+from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.records import PublishedCheckpoint
+from elasticd.wire.main_thread import Halted
+from elasticd.wire.node_health import Health
+
+#: The columns of `MeasuredNews`: fields of a device's `Measurement`, then what detection makes of it: the
+#: device's slowdown in this step against the fleet, and the CUSUM evidence that its slowdown changes.
+MEASURED = (
+    "block_seconds",
+    "forward_seconds",
+    "backward_seconds",
+    "again_seconds",
+    "embed_seconds",
+    "head_seconds",
+    "tensor_seconds",
+    "context_seconds",
+    "boundary_seconds",
+    "reduce_seconds",
+    "vote_seconds",
+    "optimizer_seconds",
+    "input_seconds",
+    "step_seconds",
+    "memory_bytes",
+)
+JUDGED = ("slowdown", "evidence")
+COLUMNS = (*MEASURED, *JUDGED)
+
+
+class News(Value, frozen=True, kw_only=True, tag_field="type"):
+    """The base of all that listeners hear. `id`: the leader's epoch and a sequence number of its own, as
+    "12:345"; those of the lines after a hello repeat the id of the hello."""
+
+    id: str
+
+
+class LiveHello(News, frozen=True, kw_only=True, tag="hello"):
+    """The first message, and after a listener lagged: what it knew counts no more."""
+
+    cluster: str  # the cluster's name
+    leader: LeaderStatus  # who leads
+    release: str  # of the leader's elasticd
+    at: float  # unix seconds
+    chaos: bool  # `elasticd chaos` is enabled
+    newest_event: int  # id of the newest event (0: there is none)
+    detect: DetectSettings  # thresholds in force
+
+
+class Whole(News, frozen=True, kw_only=True, tag="whole"):
+    """All that is known has been said since the hello."""
+
+
+class LeaderPulse(News, frozen=True, kw_only=True, tag="pulse"):
+    """Every second: the leader lives."""
+
+    at: float  # unix seconds
+    store_away: bool  # etcd does not answer, and decisions wait
+    paused: bool  # no plan is replaced by a better one
+
+
+class NodeNews(News, frozen=True, kw_only=True, tag="node"):
+    """A node is there, or its record, connection, members or chaos changed. Its health comes apart."""
+
+    node: NodeStatus
+
+
+class NodeGone(News, frozen=True, kw_only=True, tag="node-gone"):
+    """The leader forgot a node."""
+
+    node: str
+
+
+class HealthNews(News, frozen=True, kw_only=True, tag="health"):
+    """What a node's agent said of machine and devices."""
+
+    node: str
+    health: Health
+
+
+class SlowdownNews(News, frozen=True, kw_only=True, tag="slowdowns"):
+    """Devices whose slowdown, or kind of slowness, changed."""
+
+    rates: dict[str, float]  # 1.0 normal
+    slowness: dict[str, Slowness]  # of those that were ever slow
+
+
+class JobNews(News, frozen=True, kw_only=True, tag="job"):
+    """A job, without its plan and members, which come apart."""
+
+    job: JobStatus
+    plan: int  # number of the plan in force (0: none)
+    over: bool  # it is done or stopped
+    time: JobTime | None = None  # where its wall time went (None: it made no step)
+    checkpoints: tuple[PublishedCheckpoint, ...] = ()  # newest last
+
+
+class JobGone(News, frozen=True, kw_only=True, tag="job-gone"):
+    """A job was forgotten."""
+
+    job: str
+
+
+class PlanNews(News, frozen=True, kw_only=True, tag="plan"):
+    """The plan of a job that is in force, or the one that is proposed."""
+
+    job: str
+    plan: Plan
+    proposed: bool
+
+
+class MembersNews(News, frozen=True, kw_only=True, tag="members"):
+    """All workers of a job."""
+
+    job: str
+    members: tuple[MemberStatus, ...]
+
+
+class HaltNews(News, frozen=True, kw_only=True, tag="halts"):
+    """All workers of a job whose main thread stands still."""
+
+    job: str
+    halts: dict[str, Halted]  # by device
+
+
+class LinksNews(News, frozen=True, kw_only=True, tag="links"):
+    """All links between nodes that were probed."""
+
+    links: tuple[LinkStatus, ...]
+
+
+class RestartNews(News, frozen=True, kw_only=True, tag="restarts"):
+    """All jobs in restart mode."""
+
+    restarts: tuple[RestartStatus, ...]
+
+
+class SettingsNews(News, frozen=True, kw_only=True, tag="settings"):
+    """Detection and policy in force, and their changes."""
+
+    settings: Settings
+    detect: DetectSettings
+
+
+class EventNews(News, frozen=True, kw_only=True, tag="event"):
+    """Something happened."""
+
+    event: EventRecord
+
+
+class StepNews(News, frozen=True, kw_only=True, tag="step"):
+    """A job made a step."""
+
+    job: str
+    step: StepRecord
+
+
+class MeasuredNews(News, frozen=True, kw_only=True, tag="measured"):
+    """What members of a job measured of their newest step, at most once a second."""
+
+    job: str
+    plan: int  # number of the plan in force
+    step: int  # the newest of which something is here
+    #: little-endian 32-bit floats [members of the plan in rank order, `columns`]; NaN: nothing new
+    numbers: bytes
+    columns: tuple[str, ...]  # a later release may append some
+    lengths: dict[int, int]  # sequences of the step by bucket (`sequence_lengths.bucket`)
+
+
+class RankNews(Value, frozen=True, kw_only=True):
+    """What a rank said of a switch."""
+
+    device: str
+    at: float  # unix seconds when the leader heard it
+    what: str  # prepared, swapped, kept
+    pause: float = 0.0  # seconds, of `swapped`
+    bytes_sent: int = 0
+    bytes_lacking: int = 0
+    flows: dict[str, int] = msgspec.field(default_factory=dict)  # bytes by device that sent to this rank
+
+
+class ProgressNews(News, frozen=True, kw_only=True, tag="progress"):
+    """What ranks said of a switch since the last of these messages."""
+
+    job: str
+    number: int  # of the proposal
+    ranks: tuple[RankNews, ...]
+
+
+AnyNews = (
+    LiveHello
+    | Whole
+    | LeaderPulse
+    | NodeNews
+    | NodeGone
+    | HealthNews
+    | SlowdownNews
+    | JobNews
+    | JobGone
+    | PlanNews
+    | MembersNews
+    | HaltNews
+    | LinksNews
+    | RestartNews
+    | SettingsNews
+    | EventNews
+    | StepNews
+    | MeasuredNews
+    | ProgressNews
+)

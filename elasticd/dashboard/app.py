@@ -1,0 +1,743 @@
+"""The dashboard's HTTP: files, JSON, server-sent events, sessions, and acts that are passed on to the leader.
+
+Every answer has the policy that keeps a page to its own origin. Who may see and do what, the leader says: a
+token is shown to it when somebody signs in, and every act is passed on with the token of whoever asks for it.
+Where the coordinator asks nobody who he is, neither does the dashboard; then it answers only under names of its
+own, so that a page of another site cannot reach it by a name that it has pointed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import logging
+import platform
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import httpx2
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from elasticd.codec.decoding import decoded_as
+from elasticd.config.credentials import Credentials
+from elasticd.coordinator.api_types import CallerStatus
+from elasticd.coordinator.auth import USER_HEADER
+from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.dashboard import act_page, views
+from elasticd.dashboard.board import Board
+from elasticd.dashboard.device_page import device_view
+from elasticd.dashboard.event_page import event_page
+from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, head_of
+from elasticd.dashboard.job_page import MARKS, job_view, step_columns
+from elasticd.dashboard.plan_page import plan_row, plan_view
+from elasticd.dashboard.session import RECHECK, Session, Sessions
+from elasticd.dashboard.switch_page import KINDS, nothing, switch_view
+from elasticd.records import HistoryRecord, JobSpec
+
+JSON = "application/json"
+#: What a page may load and do: nothing from elsewhere, no script or style of its own text, no HTML from text.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types lit-html"
+)
+HEADERS: Mapping[str, str] = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+#: Bytes of a request's body, and seconds for the leader to answer what is passed on.
+LARGEST_BODY, PATIENCE = 64 << 10, 15.0
+#: Statuses of the leader that are passed on; others become 503.
+PASSED_ON = (400, 401, 403, 404, 409, 413, 429)
+#: Events of a job that a plan's page looks at, and that a page of events has at most.
+MOST_TOLD, MOST_LISTED = 2000, 1000
+#: Answers of plans that are remembered: they are made from what does not change any more.
+MOST_PLANS = 32
+#: Plans that a device's page looks at.
+MOST_COUNTED = 16
+MEDIA = {
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".html": "text/html; charset=utf-8",
+    ".json": JSON,
+    ".txt": "text/plain; charset=utf-8",
+}
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class ServedDashboard(Protocol):
+    """What the server shows."""
+
+    board: Board
+    sessions: Sessions
+    cookie: str  # name of the session's cookie
+    secure: bool  # the server speaks TLS
+    hosts: frozenset[str]  # names under which it may be asked
+
+    @property
+    def asks(self) -> bool:
+        """Whether the coordinator asks for tokens, as far as is known."""
+        ...
+
+    @property
+    def leader(self) -> str:
+        """The URL of whoever leads; empty where nobody does."""
+        ...
+
+    def credentials(self, token: str | None) -> Credentials:
+        """By which a viewer's request is passed on."""
+        ...
+
+    async def read(self, work: Callable[[HistoryReader], T]) -> T:
+        """Reads the history, beside the loop."""
+        ...
+
+    async def spec(self, job: str) -> JobSpec | None:
+        """What a job trains, asked of the leader; None where that cannot be known now."""
+        ...
+
+
+class Failure(Exception):
+    """A request that is not carried out: its status, and why."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+# -- static files --------------------------------------------------------------------------------------------
+
+
+class Assets:
+    """The page's files, read once. `hash` changes with any of them, so that browsers may keep them for ever."""
+
+    def __init__(self, folder: Traversable | None = None) -> None:
+        place = folder if folder is not None else files("elasticd.dashboard") / "static"
+        self._files = dict(sorted(_within(place))) if place.is_dir() else {}
+        digest = hashlib.sha256()
+        for name, content in self._files.items():
+            digest.update(name.encode() + b"\0" + content + b"\0")
+        self.hash = digest.hexdigest()[:16]
+        self.index = self._files.get("index.html", b"").replace(
+            b"/static/HASH/", f"/static/{self.hash}/".encode()
+        )
+
+    def get(self, name: str) -> bytes | None:
+        """A file's content."""
+        return self._files.get(name) if name != "index.html" else None
+
+
+def _within(folder: Traversable, before: str = "") -> list[tuple[str, bytes]]:
+    found: list[tuple[str, bytes]] = []
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            found += _within(entry, f"{before}{entry.name}/")
+        elif any(entry.name.endswith(end) for end in MEDIA):
+            found.append((before + entry.name, entry.read_bytes()))
+    return found
+
+
+# -- the application -----------------------------------------------------------------------------------------
+
+
+class Answers:
+    """What is answered to whom."""
+
+    def __init__(self, served: ServedDashboard, assets: Assets) -> None:
+        self._served, self._assets = served, assets
+        self._plans: dict[tuple[object, ...], views.PlanView] = {}
+
+    def routes(self) -> list[Route]:
+        """All paths."""
+        return [
+            Route("/static/{hash}/{name:path}", self.asset),
+            Route("/session", self.session, methods=["POST", "DELETE"]),
+            Route("/api/viewer", self._json(self.viewer)),
+            Route("/api/cluster", self._seen(self.cluster)),
+            Route("/api/jobs/{job}", self._seen(self.job)),
+            Route("/api/jobs/{job}/steps", self._seen(self.steps)),
+            Route("/api/jobs/{job}/plans", self._seen(self.plans)),
+            Route("/api/jobs/{job}/plans/{number:int}", self._seen(self.plan)),
+            Route("/api/jobs/{job}/switch", self._seen(self.switch)),
+            Route("/api/devices/{node}/{rank}", self._seen(self.device)),
+            Route("/api/events", self._seen(self.events)),
+            Route("/api/config", self._seen(self.config)),
+            Route("/api/act", self._seen(self.acts)),
+            Route("/api/act/{name}", self._seen(self.act), methods=["POST"]),
+            Route("/api/live", self.live),
+            *(Route(path, self.page) for path in PAGES),
+        ]
+
+    # -- who asks --------------------------------------------------------------------------------------------
+
+    async def _session(self, request: Request) -> Session | None:
+        """The session of whoever asks; None where there is none."""
+        served = self._served
+        if not served.asks:
+            now = time.monotonic()
+            return Session(token=None, name="", role="operator", began=now, used=now, checked=now)
+        word = request.cookies.get(served.cookie, "")
+        session = served.sessions.find(word)
+        if session is None or time.monotonic() - session.checked < RECHECK or not served.leader:
+            return session
+        try:
+            caller = await self._caller(session.token or "")
+        except Failure as failure:
+            if failure.status in (401, 403):
+                served.sessions.end(word)
+                return None
+            return session  # nobody can be asked now
+        session.checked = time.monotonic()
+        session.name, session.role = caller.name, _role(caller)
+        return session
+
+    async def _caller(self, token: str) -> CallerStatus:
+        """Who a token is of, by the leader's word. Raises Failure."""
+        status, content = await self._ask("GET", "/v1/caller", token, None)
+        if status != 200:
+            raise Failure(status, _said(content, status))
+        try:
+            return decoded_as(CallerStatus, content)
+        except msgspec.DecodeError as error:
+            raise Failure(503, "the leader is of an older release, which knows no dashboard") from error
+
+    async def _ask(self, method: str, path: str, token: str | None, body: Any) -> tuple[int, bytes]:
+        """The leader's answer to a request with a viewer's token. Raises Failure where there is none."""
+        served = self._served
+        url = served.leader
+        if not url:
+            raise Failure(503, "nobody leads now, or the dashboard cannot reach who does: try again later")
+        known = served.credentials(token)
+        if objection := known.objection(url):
+            raise Failure(503, objection)
+        try:
+            async with httpx2.AsyncClient(
+                base_url=url,
+                timeout=PATIENCE,
+                trust_env=False,
+                headers={**known.headers(), USER_HEADER: "dashboard"},
+                verify=known.verifying(),
+            ) as client:
+                content = msgspec.json.encode(body) if body is not None else None
+                answer = await client.request(method, path, content=content)
+                return answer.status_code, answer.content
+        except httpx2.HTTPError as error:
+            raise Failure(
+                503, f"the leader at {url} does not answer ({error or type(error).__name__})"
+            ) from error
+
+    def _json(self, made: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+        async def answered(request: Request) -> Response:
+            return _response(await made(request))
+
+        return answered
+
+    def _seen(
+        self, made: Callable[[Request, Session], Awaitable[Any]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """An answer for those alone who are signed in."""
+
+        async def answered(request: Request) -> Response:
+            session = await self._session(request)
+            if session is None:
+                raise Failure(401, "sign in with a token of the coordinator's viewers or operators")
+            return _response(await made(request, session))
+
+        return answered
+
+    # -- files and sessions ------------------------------------------------------------------------------------
+
+    async def page(self, request: Request) -> Response:
+        """The one page: what it shows follows from its path."""
+        if not self._assets.index:
+            raise Failure(503, "the dashboard's pages are not installed: install elasticd from a wheel")
+        return Response(self._assets.index, media_type=MEDIA[".html"], headers={"cache-control": "no-cache"})
+
+    async def asset(self, request: Request) -> Response:
+        """A file of the page."""
+        name = str(request.path_params["name"])
+        content = self._assets.get(name)
+        if content is None:
+            raise Failure(404, f"there is no {request.url.path}")
+        fresh = request.path_params["hash"] == self._assets.hash
+        lasts = "public, max-age=31536000, immutable" if fresh else "no-cache"
+        end = name[name.rfind(".") :]
+        return Response(content, media_type=MEDIA[end], headers={"cache-control": lasts})
+
+    async def session(self, request: Request) -> Response:
+        """Signs in, or out."""
+        served = self._served
+        word = request.cookies.get(served.cookie, "")
+        if request.method == "DELETE":
+            served.sessions.end(word)
+            answer = _response(views.Viewer(signed_in=not served.asks, asks=served.asks))
+            answer.delete_cookie(
+                served.cookie, path="/", httponly=True, samesite="strict", secure=served.secure
+            )
+            return answer
+        wanted = await _body(request, views.SignIn, '{"token": "..."}')
+        if not served.asks:
+            return _response(views.Viewer(signed_in=True, asks=False, role="operator"))
+        if not wanted.token.isascii() or not wanted.token.isprintable() or " " in wanted.token.strip():
+            raise Failure(401, "this is no token: a token has letters, digits and ._~+/=- without spaces")
+        caller = await self._known(wanted.token.strip())
+        served.sessions.end(word)
+        made = served.sessions.begin(wanted.token.strip(), caller.name, _role(caller))
+        answer = _response(views.Viewer(signed_in=True, asks=True, name=caller.name, role=_role(caller)))
+        answer.set_cookie(
+            served.cookie,
+            made,
+            path="/",
+            httponly=True,
+            samesite="strict",
+            secure=served.secure,
+            max_age=604_800,
+        )
+        return answer
+
+    async def _known(self, token: str) -> CallerStatus:
+        try:
+            return await self._caller(token)
+        except Failure as failure:
+            if failure.status == 401:
+                raise Failure(
+                    401,
+                    "the coordinator does not know this token: take one of its files of viewers or operators",
+                ) from None
+            if failure.status == 403:
+                raise Failure(
+                    403, "this token is for agents: take one of the files of viewers or operators"
+                ) from None
+            raise
+
+    async def viewer(self, request: Request) -> views.Viewer:
+        """Who asks."""
+        session = await self._session(request)
+        if session is None:
+            return views.Viewer(signed_in=False, asks=True)
+        return session.viewer
+
+    # -- JSON --------------------------------------------------------------------------------------------------
+
+    async def cluster(self, request: Request, session: Session) -> views.ClusterView:
+        """The cluster's page."""
+        return self._served.board.hello(session.viewer)
+
+    async def job(self, request: Request, session: Session) -> views.JobView:
+        """A job's page."""
+        job, known = self._job(request), self._served.board.known
+        asked = EventQuery(job=job, kinds=("snapshot", "checkpoint"), limit=64)
+        told = await self._served.read(lambda history: history.events(asked))
+        return job_view(known, job, told, time.time())
+
+    async def steps(self, request: Request, session: Session) -> views.StepColumns:
+        """A job's steps."""
+        job, since = self._job(request, kept=True), _number(request, "since", -1)
+
+        def read(history: HistoryReader) -> views.StepColumns:
+            rows, every = history.steps(job, since)
+            begun = rows[0].time - rows[0].seconds if rows else None
+            asked = EventQuery(job=job, kinds=tuple(MARKS), since=begun, limit=MOST_TOLD)
+            return step_columns(job, rows, every, history.events(asked))
+
+        return await self._served.read(read)
+
+    async def plans(self, request: Request, session: Session) -> views.PlanList:
+        """All plans of a job."""
+        job = self._job(request, kept=True)
+        force, proposed = self._numbers(job)
+
+        def read(history: HistoryReader) -> views.PlanList:
+            told = history.events(EventQuery(job=job, limit=MOST_TOLD))
+            measured = history.seconds_by_plan(job)
+            rows = [
+                plan_row(head, heard=at, in_force=force, proposed=proposed, measured=measured, told=told[::-1])
+                for head, at in history.heads(job)
+            ]
+            return views.PlanList(job=job, plans=tuple(reversed(rows)))
+
+        return await self._served.read(read)
+
+    async def plan(self, request: Request, session: Session) -> views.PlanView:
+        """A plan's page."""
+        job, number = self._job(request, kept=True), int(request.path_params["number"])
+        force, proposed = self._numbers(job)
+        spec = await self._served.spec(job)
+
+        def read(history: HistoryReader) -> views.PlanView:
+            found, numbers = history.plan(job, number), history.numbers(job)
+            if found is None:
+                listed = ", ".join(map(str, numbers[-12:])) or "none"
+                raise Failure(404, f"no plan {number} of job {job} is kept; the last ones: {listed}")
+            record, heard = found
+            earlier = [other for other in numbers if other < number]
+            before = history.plan(job, _before(history, job, earlier)) if earlier else None
+            told = history.events(EventQuery(job=job, limit=MOST_TOLD))[::-1]
+            row = plan_row(
+                head_of(record),
+                heard=heard,
+                in_force=force,
+                proposed=proposed,
+                measured=history.seconds_by_plan(job),
+                told=told,
+            )
+            return self._plan_view(
+                record, before[0] if before else None, row, numbers, told, history, job, spec
+            )
+
+        return await self._served.read(read)
+
+    def _plan_view(
+        self,
+        record: HistoryRecord,
+        before: HistoryRecord | None,
+        row: views.PlanRow,
+        numbers: tuple[int, ...],
+        told: list[Any],
+        history: HistoryReader,
+        job: str,
+        spec: JobSpec | None,
+    ) -> views.PlanView:
+        """Made anew only where something changed since it was asked for last."""
+        last = told[-1].id if told else 0
+        key = (job, record.number, row, numbers, last, spec is None, before.number if before else None)
+        if key not in self._plans:
+            around = [
+                *(history.steps_of_plan(job, before.number)[-64:] if before is not None else ()),
+                *history.steps_of_plan(job, record.number),
+            ]
+            steps = [_record(step) for step in around]
+            while len(self._plans) >= MOST_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = plan_view(record, before, row, numbers, told, steps, spec)
+        return self._plans[key]
+
+    async def switch(self, request: Request, session: Session) -> views.SwitchView:
+        """A switch of a job: the newest one, or that of a number."""
+        job, number = self._job(request, kept=True), _number(request, "number", 0)
+        board = self._served.board
+
+        def read(history: HistoryReader) -> views.SwitchView:
+            wanted = number or history.newest_switch(job)
+            asked = EventQuery(job=job, kinds=KINDS, limit=MOST_TOLD)
+            told = history.events(asked)[::-1]
+            newest = max((event.data.get("number", 0) for event in told if event.kind == "proposed"), default=0)
+            wanted = number or max(wanted, newest)
+            if not wanted:
+                return nothing(job)
+            mine = [event for event in told if event.data.get("number") == wanted or event.kind == "fenced"]
+            if number and not any(event.data.get("number") == number for event in told):
+                raise Failure(404, f"no switch to a plan {number} of job {job} is kept")
+            plan, before = board.plans_of_switch(job, wanted)
+            if plan is None and (found := history.plan(job, wanted)) is not None:
+                plan = found[0].plan
+            if before is None:
+                earlier = [other for other in history.numbers(job) if other < wanted]
+                known = history.plan(job, _before(history, job, earlier)) if earlier else None
+                before = known[0].plan if known is not None else None
+            return switch_view(job, wanted, plan, before, history.ranks(job, wanted), mine)
+
+        return await self._served.read(read)
+
+    async def device(self, request: Request, session: Session) -> views.DeviceView:
+        """A device's page."""
+        node, rank = str(request.path_params["node"]), str(request.path_params["rank"])
+        name, known = f"{node}/{rank}", self._served.board.known
+        there = known.cluster.nodes.get(node)
+        if there is None or all(device.name != name for device in there.devices):
+            raise Failure(404, f"there is no device {name!r}: the cluster's page lists those that there are")
+        use = known.uses.get(name)
+
+        def read(history: HistoryReader) -> views.DeviceView:
+            told = history.events(EventQuery(device=name, limit=200))
+            plans = history.plans(use.job, MOST_COUNTED) if use is not None else []
+            return device_view(known, name, history.samples(name), history.health(node), told, plans)
+
+        return await self._served.read(read)
+
+    async def events(self, request: Request, session: Session) -> views.EventPage:
+        """Events."""
+        query = request.query_params
+        limit = max(1, min(MOST_LISTED, _number(request, "limit", 100)))
+        kinds = tuple(kind for kind in query.get("kind", "").split(",") if kind)
+        asked = EventQuery(
+            job=query.get("job", ""),
+            kinds=kinds[:64],
+            node=query.get("node", ""),
+            device=query.get("device", ""),
+            since=_float(request, "since"),
+            until=_float(request, "until"),
+            before=_number(request, "before", 0) or None,
+            id=_number(request, "id", 0) or None,
+            limit=limit,
+        )
+        return await self._served.read(
+            lambda history: event_page(history.events(asked), limit, history.facets())
+        )
+
+    async def config(self, request: Request, session: Session) -> views.ConfigView:
+        """Detection and policy."""
+        return act_page.config_view(self._served.board.known.cluster.settings)
+
+    async def acts(self, request: Request, session: Session) -> views.ActList:
+        """What can be asked of the leader."""
+        return act_page.act_list(self._served.board.known, session.viewer)
+
+    async def act(self, request: Request, session: Session) -> views.Acted:
+        """Passes an act on to the leader, with the viewer's own token."""
+        name = str(request.path_params["name"])
+        if name not in act_page.ACTS:
+            known = ", ".join(act_page.ACTS)
+            raise Failure(404, f"there is no act {name!r}; there are: {known}")
+        wanted = await _body(request, act_page.ActFields, '{"node": "alpha"}')
+        if session.role != "operator":
+            raise Failure(403, "role viewer may not do this: it needs a token of operator")
+        try:
+            asked = act_page.request(name, wanted, "dashboard")
+        except act_page.Unusable as error:
+            raise Failure(400, str(error)) from None
+        status, content = await self._ask("POST", asked.path, session.token, asked.body)
+        if not 200 <= status < 300:
+            raise Failure(
+                status if status in (400, 401, 403, 404, 409, 413, 429) else 503, _said(content, status)
+            )
+        return views.Acted(name=name, command=asked.command, answer=msgspec.json.decode(content or b"null"))
+
+    # -- the stream --------------------------------------------------------------------------------------------
+
+    async def live(self, request: Request) -> Response:
+        """Server-sent events."""
+        session = await self._session(request)
+        if session is None:
+            raise Failure(401, "sign in with a token of the coordinator's viewers or operators")
+        board = self._served.board
+        if board.streams.full:
+            raise Failure(503, "as many browsers look at this dashboard as may at once: close some pages")
+        mine = session
+        stream = board.streams.listen(
+            request.headers.get("last-event-id", ""),
+            lambda: board.hello(mine.viewer),
+            lambda: mine.ended,
+        )
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+
+    # -- what is asked for
+    # ---------------------------------------------------------------------------------------
+
+    def _job(self, request: Request, *, kept: bool = False) -> str:
+        """The job that is asked for. `kept`: one that the cluster has forgotten may have a history."""
+        name, cluster = str(request.path_params["job"]), self._served.board.known.cluster
+        there = [*cluster.jobs, *(job.job for job in cluster.restarts)]
+        if name not in there and not kept:
+            listed = ", ".join(sorted(there)[:20]) or "none"
+            raise Failure(404, f"there is no job {name!r}; there are: {listed}")
+        return name
+
+    def _numbers(self, job: str) -> tuple[int | None, int | None]:
+        """The numbers of a job's plan in force, and of the proposed one."""
+        cluster = self._served.board.known.cluster
+        plan, news = cluster.plans.get(job), cluster.jobs.get(job)
+        return (plan.number if plan is not None else None), (news.job.proposal if news is not None else None)
+
+
+#: Paths of the one page.
+PAGES = (
+    "/",
+    "/jobs/{job}",
+    "/jobs/{job}/plans",
+    "/jobs/{job}/plans/{number}",
+    "/jobs/{job}/switch",
+    "/devices/{node}/{rank}",
+    "/events",
+    "/act",
+    "/login",
+)
+
+
+def _before(history: HistoryReader, job: str, earlier: list[int]) -> int:
+    """The plan that was in force before: the last one of these that steps were made under, else the last."""
+    made = history.seconds_by_plan(job)
+    return next((number for number in reversed(earlier) if number in made), earlier[-1])
+
+
+def _role(caller: CallerStatus) -> Any:
+    return "operator" if caller.role == "operator" else "viewer"
+
+
+def _record(row: StepRow) -> StepRecord:
+    return StepRecord(
+        step=row.step, plan=row.plan, loss=row.loss, tokens=row.tokens, seconds=row.seconds, time=row.time
+    )
+
+
+def _said(content: bytes, status: int) -> str:
+    """Why the leader said no, in its own words."""
+    try:
+        return msgspec.json.decode(content, type=views.PageRefusal).error
+    except msgspec.DecodeError:
+        return f"the leader answered {status}"
+
+
+async def _body(request: Request, kind: type[T], example: str) -> T:
+    if request.headers.get("content-type", "").partition(";")[0].strip() != JSON:
+        raise Failure(400, f"the body must be JSON, with the header Content-Type: {JSON}")
+    content = bytearray()
+    async for piece in request.stream():
+        content += piece
+        if len(content) > LARGEST_BODY:
+            raise Failure(413, f"the body must have at most {LARGEST_BODY} bytes")
+    try:
+        return decoded_as(kind, bytes(content))
+    except msgspec.DecodeError as error:
+        raise Failure(400, f"the body must be as {example}: {error}") from None
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name)
+    if text is None or text == "":
+        return default
+    try:
+        found = msgspec.convert(text, int, strict=False)
+    except msgspec.ValidationError:
+        raise Failure(400, f"{name}={text} must be a whole number") from None
+    if not -(1 << 62) < found < 1 << 62:
+        raise Failure(400, f"{name}={text} is too large a number")
+    return found
+
+
+def _float(request: Request, name: str) -> float | None:
+    text = request.query_params.get(name)
+    if text is None or text == "":
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = float("nan")
+    if not abs(found) < 1e12:
+        raise Failure(400, f"{name}={text} must be unix seconds, as {time.time():.0f}")
+    return found
+
+
+def _response(value: Any) -> Response:
+    if isinstance(value, Response):
+        return value
+    return Response(msgspec.json.encode(value), media_type=JSON, headers={"cache-control": "no-store"})
+
+
+# -- what stands before every request --------------------------------------------------------------------------
+
+
+class PageGate:
+    """ASGI middleware: every answer gets `HEADERS`; a request under a strange name, or for a change from
+    another site's page, is refused."""
+
+    def __init__(self, app: ASGIApp, served: ServedDashboard) -> None:
+        self._app, self._served = app, served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await send(message)
+
+        headers = dict(reversed(scope["headers"]))
+        if why := self._refusal(scope["method"], headers):
+            body = msgspec.json.encode(views.PageRefusal(error=why))
+            await Response(body, 403, media_type=JSON)(scope, receive, sending)
+            return
+        await self._app(scope, receive, sending)
+
+    def _refusal(self, method: str, headers: Mapping[bytes, bytes]) -> str:
+        host = headers.get(b"host", b"").decode("latin-1")
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            origin = headers.get(b"origin")
+            foreign = origin is not None and urlsplit(origin.decode("latin-1")).netloc != host
+        except ValueError:
+            return "the header Host or Origin is none"
+        if not self._served.asks and name not in self._served.hosts and not _is_address(name):
+            return (
+                f"this dashboard is not {name!r}: ask it under its address, or set tokens in section "
+                "[security] of the coordinator's configuration"
+            )
+        site = headers.get(b"sec-fetch-site", b"same-origin")
+        changing = method not in ("GET", "HEAD")
+        if changing and (foreign or site not in (b"same-origin", b"none")):
+            return "a page of another site may not ask this: use the dashboard's own"
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def own_names(host: str) -> frozenset[str]:
+    """The names of a dashboard that serves at `host`."""
+    return frozenset(
+        {"localhost", host.lower(), platform.node().lower(), platform.node().split(".")[0].lower()}
+    )
+
+
+def application(served: ServedDashboard, assets: Assets | None = None) -> Starlette:
+    """The ASGI application."""
+
+    async def failed(request: Request, failure: Failure) -> Response:
+        return Response(
+            msgspec.json.encode(views.PageRefusal(error=str(failure))),
+            failure.status,
+            media_type=JSON,
+            headers={"cache-control": "no-store"},
+        )
+
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        text = f"there is no {request.url.path}" if error.status_code == 404 else error.detail
+        answer = Response(
+            msgspec.json.encode(views.PageRefusal(error=text)), error.status_code, media_type=JSON
+        )
+        answer.headers.update(error.headers or {})
+        return answer
+
+    async def broken(request: Request, error: Exception) -> Response:
+        _log.error("failed on %s", request.url.path, exc_info=error)
+        text = f"the dashboard failed on {request.url.path}; its log says why"
+        return Response(msgspec.json.encode(views.PageRefusal(error=text)), 500, media_type=JSON)
+
+    handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
+        Failure: failed,
+        HTTPException: http_error,
+        Exception: broken,
+    }
+    pages = Answers(served, assets or Assets())
+    made = Starlette(
+        routes=pages.routes(),
+        exception_handlers=handlers,
+        middleware=[Middleware(PageGate, served=served)],
+    )
+    made.router.redirect_slashes = False
+    return made

@@ -1,0 +1,258 @@
+"""The board: what is known of the cluster, and what of it changed for browsers, on the dashboard's event loop.
+
+The subscription's thread hands messages on, in order. Events go to browsers at once; cells of devices, steps
+and progress of switches are gathered and told a few times a second, however many messages there were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.coordinator import live_types as live
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.dashboard import views
+from elasticd.dashboard.cluster_page import (
+    abnormal,
+    changed,
+    cluster_view,
+    counted,
+    event_row,
+    job_row,
+    live_leader,
+    node_row,
+)
+from elasticd.dashboard.history import StepRow
+from elasticd.dashboard.job_page import live_step
+from elasticd.dashboard.known import Knowledge, expected
+from elasticd.dashboard.stream import Streams
+from elasticd.dashboard.subscription import Told
+from elasticd.dashboard.switch_page import KINDS, switch_view
+
+#: Seconds between two looks at what is to be told; between two steps of a job, tables and pulses.
+LOOK, SECOND = 0.25, 1.0
+#: Switches of a job that are remembered as they went.
+MOST_SWITCHES = 4
+
+
+class _Switch:
+    """A switch as it goes."""
+
+    def __init__(self) -> None:
+        self.said: list[live.RankNews] = []
+        self.told: list[EventRecord] = []
+        self.plan: Plan | None = None
+        self.before: Plan | None = None
+
+
+class Board:
+    """All of it runs on one loop."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.known = Knowledge()
+        self.streams = streams
+        self.rows: dict[str, views.NodeRow] = {}
+        self._steps: dict[str, StepRow] = {}
+        self._told_step: dict[str, float] = {}
+        self._told_stages: dict[str, int] = {}
+        self._told_rows: dict[str, views.JobRow] = {}
+        self._jobs: set[str] = set()
+        self._switches: dict[str, dict[int, _Switch]] = {}
+        self._moving: set[tuple[str, int]] = set()
+        self._table_at = self._pulse_at = 0.0
+        self._stale = False
+
+    # -- what comes in -------------------------------------------------------------------------------------
+
+    def hear(self, told: Told) -> None:
+        """A message of the subscription."""
+        if told.news is None:
+            self.known.lost(told.lost, told.at)
+            if told.store_away:
+                self.known.store(away=True, at=told.at)
+            self.streams.tell("leader", live_leader(self.known, time.time()))
+            return
+        news, was = told.news, self.known.reachable
+        if self.known.hear(news, told.at):
+            self.redraw()
+            self.streams.begin_anew()
+        elif not was and self.known.reachable:
+            self.streams.tell("leader", live_leader(self.known, time.time()))
+        if isinstance(news, live.EventNews):
+            self._event(news.event)
+        elif isinstance(news, live.StepNews):
+            self._step(news)
+        elif isinstance(news, live.JobNews | live.JobGone):
+            self._jobs.add(news.job.job if isinstance(news, live.JobNews) else news.job)
+        elif isinstance(news, live.PlanNews):
+            self._jobs.add(news.job)
+            self._planned(news)
+        elif isinstance(news, live.ProgressNews):
+            self._switch(news.job, news.number).said.extend(news.ranks)
+            self._moving.add((news.job, news.number))
+        elif isinstance(news, live.HealthNews):
+            self._stale = True
+
+    def _event(self, event: EventRecord) -> None:
+        self.streams.tell("event", event_row(event))
+        self._stale = True
+        if event.job in self.known.cluster.jobs:
+            self._jobs.add(event.job)
+        number = event.data.get("number")
+        if event.kind in KINDS and isinstance(number, int) and event.job:
+            self._switch(event.job, number).told.append(event)
+            if event.kind != "fenced":
+                self._moving.add((event.job, number))
+
+    def _step(self, news: live.StepNews) -> None:
+        step = news.step
+        predicted, bound = expected(self.known.cluster, news.job, step.plan)
+        self._steps[news.job] = StepRow(
+            step=step.step,
+            plan=step.plan,
+            time=step.time,
+            seconds=step.seconds,
+            tokens=step.tokens,
+            loss=step.loss,
+            predicted=predicted,
+            bound=bound,
+        )
+
+    def _planned(self, news: live.PlanNews) -> None:
+        switch = self._switch(news.job, news.plan.number)
+        if switch.plan is None and news.proposed:
+            switch.before = self.known.cluster.plans.get(news.job)
+        switch.plan = news.plan
+        self._moving.add((news.job, news.plan.number))
+
+    def _switch(self, job: str, number: int) -> _Switch:
+        found = self._switches.setdefault(job, {})
+        if number not in found:
+            found[number] = _Switch()
+            for old in sorted(found)[:-MOST_SWITCHES]:
+                del found[old]
+        return found.get(number) or _Switch()
+
+    # -- what goes out -------------------------------------------------------------------------------------
+
+    def redraw(self) -> None:
+        """All rows of the heat map anew."""
+        self.rows = {name: node_row(self.known, node) for name, node in self.known.cluster.nodes.items()}
+        self.known.touched, self.known.gone = set(), set()
+
+    async def looks(self) -> None:
+        """Tells browsers what changed, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK)
+            self.look(time.time())
+
+    def look(self, now: float) -> None:
+        """Tells browsers what changed since the last look."""
+        self._devices(now)
+        self._jobs_told(now)
+        for job, number in sorted(self._moving):
+            self.streams.tell("progress", self.switch(job, number))
+        self._moving.clear()
+        if now - self._pulse_at >= SECOND:
+            self._pulse_at = now
+            self.streams.tell("leader", live_leader(self.known, now))
+
+    def _devices(self, now: float) -> None:
+        known = self.known
+        if not (known.touched or known.gone or self._stale):
+            return
+        cells: list[views.DeviceCell] = []
+        nodes: list[views.NodeRow] = []
+        for name in sorted(known.touched):
+            node = known.cluster.nodes.get(name)
+            if node is None:
+                continue
+            row = node_row(known, node)
+            anew, some = changed(self.rows.get(name), row)
+            nodes += [row] if anew else []
+            cells += some
+            self.rows[name] = row
+        gone = tuple(sorted(name for name in known.gone if self.rows.pop(name, None) is not None))
+        known.touched, known.gone = set(), set()
+        self._stale = self._stale or bool(cells or nodes or gone)
+        if not self._stale:
+            return
+        table = None
+        if now - self._table_at >= SECOND or len(self.rows) < 64:
+            self._table_at, self._stale = now, False
+            table = abnormal(known, [self.rows[name] for name in sorted(self.rows)])
+        if not (cells or nodes or gone or table is not None):
+            return
+        self.streams.tell(
+            "devices",
+            views.LiveDevices(
+                devices=tuple(cells),
+                nodes=tuple(nodes),
+                gone=gone,
+                counts=counted(self.rows.values()),
+                abnormal=table,
+                heard=known.heard,
+            ),
+        )
+
+    def _jobs_told(self, now: float) -> None:
+        for job, row in list(self._steps.items()):
+            if now - self._told_step.get(job, 0.0) < SECOND:
+                continue
+            shown = live_step(self.known, job, row, self._told_stages.get(job), now)
+            del self._steps[job]
+            self._told_step[job] = now
+            if shown is not None:
+                self.streams.tell("step", shown)
+                if shown.measured_step is not None:
+                    self._told_stages[job] = shown.measured_step
+        for job in sorted(self._jobs):
+            self._plan_told(job, now)
+        self._jobs.clear()
+
+    def _plan_told(self, job: str, now: float) -> None:
+        """A job's row, where more than its step changed."""
+        news = self.known.cluster.jobs.get(job)
+        if news is None:
+            if (last := self._told_rows.pop(job, None)) is not None:
+                self.streams.tell("plan", views.LivePlan(row=last, over=True))
+                self._switches.pop(job, None)
+            return
+        row = job_row(self.known, job, now)
+        before = self._told_rows.get(job)
+        if before is None or _lasting(before) != _lasting(row):
+            self._told_rows[job] = row
+            self.streams.tell("plan", views.LivePlan(row=row, over=news.over))
+
+    # -- what pages ask for --------------------------------------------------------------------------------
+
+    def hello(self, viewer: views.Viewer) -> views.ClusterView:
+        """Everything, as it is now."""
+        return cluster_view(self.known, self.rows, viewer)
+
+    def switch(self, job: str, number: int) -> views.SwitchView:
+        """A switch of late."""
+        found = self._switch(job, number)
+        return switch_view(job, number, found.plan, found.before, found.said, found.told)
+
+    def plans_of_switch(self, job: str, number: int) -> tuple[Plan | None, Plan | None]:
+        """The plan that a switch leads to, and the one before, as far as they are remembered."""
+        found = self._switches.get(job, {}).get(number)
+        return (found.plan, found.before) if found is not None else (None, None)
+
+    def remember(self, events: Iterable[EventRecord], steps: Mapping[str, StepRow]) -> None:
+        """What the history has from before: events, oldest first, and the newest step of each job."""
+        self.known.remember(events)
+        for job, row in steps.items():
+            if row.tokens is not None:
+                self.known.cluster.tokens.setdefault(job, row.tokens)
+        self.redraw()
+
+
+def _lasting(row: views.JobRow) -> tuple[object, ...]:
+    """What of a row does not change with each step."""
+    last = row.last_event.id if row.last_event is not None else 0
+    return row.phase, row.sentence, row.plan, row.proposal, row.devices, row.standby, last

@@ -1,0 +1,345 @@
+"""`elasticd dashboard` as a process: the subscription, the board, the server, and a clean end of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import uvicorn
+
+from elasticd.client import Api, CannotReach, checked_url, leader_url
+from elasticd.config.credentials import Credentials, credentials, server_context
+from elasticd.config.tree import Config, ConfigError
+from elasticd.dashboard.app import application, own_names
+from elasticd.dashboard.board import Board
+from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, opened
+from elasticd.dashboard.session import Sessions
+from elasticd.dashboard.stream import Streams
+from elasticd.dashboard.subscription import Subscription, Told
+from elasticd.records import JobSpec
+from elasticd.store.state_file import StateError, default_folder
+from elasticd.system.network_addresses import is_loopback
+from elasticd.system.sd_notify import Supervisor
+from elasticd.version import __version__
+
+#: Seconds between two times that the view of the cluster is kept for a restart.
+KEEP_SECONDS = 30.0
+#: Specs of jobs that are remembered.
+MOST_SPECS = 64
+#: Bytes of a request's line and headers.
+LARGEST_HEAD = 16 << 10
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def history_path(config: Config) -> Path:
+    """The file of the history."""
+    named = config.dashboard.history
+    if named is not None:
+        return Path(named).expanduser()
+    return default_folder() / f"dashboard-{config.cluster.name}.db"
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the daemon."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
+
+class Dashboard:
+    """One dashboard: `start` serves when it returns, `stop` gives everything back. `coordinator`: its URL;
+    None: whoever leads by the configured etcd."""
+
+    def __init__(self, config: Config, coordinator: str | None = None) -> None:
+        self.config, self._coordinator = config, coordinator and checked_url(coordinator)
+        self.url = ""
+        self.cookie, self.hosts = "", own_names(config.dashboard.host)
+        self.sessions = Sessions()
+        self.board = Board(Streams(int(time.time())))
+        self._context = server_context(config.security)
+        self.secure = self._context is not None
+        self._url = ""
+        self._asks: bool | None = None
+        self._specs: dict[str, JobSpec] = {}
+        self._readers = ThreadPoolExecutor(2, thread_name_prefix="history", initializer=self._open_reader)
+        self._local = threading.local()
+        self._opened: list[HistoryReader] = []
+        self._exits = contextlib.AsyncExitStack()
+
+    @property
+    def path(self) -> Path:
+        """The file of the history."""
+        return history_path(self.config)
+
+    async def start(self) -> None:
+        """Raises ConfigError where it cannot serve."""
+        section, security = self.config.dashboard, self.config.security
+        credentials(security)  # what is wrong with them is said before anything is started
+        known = security.asks or security.token_file is not None or credentials(security).token is not None
+        if not is_loopback(section.host) and not known and not security.insecure:
+            raise ConfigError(
+                f"[dashboard] host = {section.host!r}: whoever reaches this may look at, drain and change the "
+                "cluster: set tokens in section [security] at the coordinators, and token_file here; or host "
+                "to 127.0.0.1; or, in a network that only the cluster's users reach, insecure = true in "
+                "[security]"
+            )
+        self._asks = True if known else None
+        try:
+            await self._start(section.host, section.port)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self, host: str, port: int) -> None:
+        loop = asyncio.get_running_loop()
+        writer = await asyncio.to_thread(opened, self.path)
+        if self._asks is None and (before := writer.meta("asks")) is not None:
+            self._asks = before == b"1"
+        saved = writer.meta("view")
+        self.subscription = Subscription(
+            self._connect,
+            writer,
+            self.config.dashboard,
+            lambda told: _call(loop, self._hear, told),
+        )
+        self._exits.push_async_callback(asyncio.to_thread, self.subscription.stop)
+        await self._remember(saved)
+        listener = _bound(host, port)
+        self._exits.callback(listener.close)
+        port = listener.getsockname()[1]
+        self.cookie = f"{'__Host-' if self.secure else ''}elasticd-{port}"
+        named = host if host not in ("0.0.0.0", "::") else socket.gethostname()
+        self.url = f"{'https' if self.secure else 'http'}://{f'[{named}]' if ':' in named else named}:{port}"
+        await self._serve(listener)
+        self._run(self.board.looks(), "looks")
+        self._run(self._keep(), "keep")
+        self.subscription.start()
+
+    async def _remember(self, saved: bytes | None) -> None:
+        """The cluster as it was before a restart, until a leader says how it is."""
+        if saved is not None:
+            try:
+                self.board.known.restore_view(zlib.decompress(saved))
+            except (msgspec.DecodeError, zlib.error) as error:
+                _log.warning("what was known of the cluster before cannot be read: %s", error)
+
+        def read(history: HistoryReader) -> tuple[list[Any], dict[str, StepRow]]:
+            told = history.events(EventQuery(limit=2000))[::-1]
+            steps: dict[str, StepRow] = {}
+            for job in history.facets()[1]:
+                if (newest := history.newest_step(job)) is not None:
+                    steps[job] = newest
+            return told, steps
+
+        self.board.remember(*await self.read(read))
+
+    async def _serve(self, listener: socket.socket) -> None:
+        context = self._context
+        config = uvicorn.Config(
+            application(self),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            proxy_headers=False,
+            server_header=False,
+            ws="none",
+            h11_max_incomplete_event_size=LARGEST_HEAD,
+            timeout_graceful_shutdown=2,
+            timeout_keep_alive=15,
+            limit_concurrency=1024,
+            ssl_context_factory=(lambda config, default: context) if context is not None else None,
+        )
+        server = _Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]), name="server")
+
+        async def close() -> None:
+            self.board.streams.close()
+            server.should_exit = True
+            await task
+
+        self._exits.push_async_callback(close)
+        while not server.started:
+            if task.done():
+                await task
+                raise ConfigError(f"the server at {self.url} ended at once")
+            await asyncio.sleep(0.005)
+
+    def _run(self, work: Any, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(_log_failure)
+
+        async def finish() -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        self._exits.push_async_callback(finish)
+
+    async def stop(self) -> None:
+        """Harmless when called again."""
+        await self._exits.aclose()
+        await asyncio.to_thread(self._readers.shutdown, cancel_futures=True)
+        for reader in self._opened:
+            reader.close()
+        self._opened.clear()
+
+    async def _keep(self) -> None:
+        """Keeps the view of the cluster, now and again and at the end."""
+        try:
+            while True:
+                await asyncio.sleep(KEEP_SECONDS)
+                await self._keep_now()
+        finally:
+            with contextlib.suppress(Exception):
+                await asyncio.shield(self._keep_now())
+
+    async def _keep_now(self) -> None:
+        if self.board.known.heard:
+            text = self.board.known.store_view()
+            await asyncio.to_thread(lambda: self.subscription.keep("view", zlib.compress(text, 1)))
+
+    # -- the subscription ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _connect(self) -> Iterator[Api]:
+        """Whoever leads. Raises CannotReach and ConfigError."""
+        known = credentials(self.config.security)
+        url = self._coordinator or leader_url(self.config)
+        with Api(url, known, terminal=False) as api:
+            if self._asks is None or not self._url:
+                self._learn(api)
+            self._url = url
+            yield api
+
+    def _learn(self, api: Api) -> None:
+        """Whether the coordinator asks for tokens: it says so to whoever asks who he is."""
+        asks = api.caller().asks
+        if asks != self._asks:
+            self._asks = asks
+            self.subscription.keep("asks", b"1" if asks else b"0")
+
+    def _hear(self, told: Told) -> None:
+        if told.news is None:
+            self._url = ""
+        try:
+            self.board.hear(told)
+        except Exception:
+            _log.exception("the dashboard failed on %r", told.news)
+
+    # -- what the server asks for (`app.Served`)
+    # -----------------------------------------------------------------
+
+    @property
+    def asks(self) -> bool:
+        """Whether the coordinator asks for tokens. Until that is known it does if there is one for us; without
+        one it tells us nothing that somebody might see."""
+        return bool(self._asks)
+
+    @property
+    def leader(self) -> str:
+        """The URL of whoever leads; empty where nobody does."""
+        return self._url
+
+    def credentials(self, token: str | None) -> Credentials:
+        """By which a viewer's request is passed on: his token, and our trust in the coordinator."""
+        return Credentials(token=token, context=credentials(self.config.security).context)
+
+    async def read(self, work: Callable[[HistoryReader], T]) -> T:
+        """Reads the history, beside the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: work(self._local.reader))
+
+    def _open_reader(self) -> None:
+        self._local.reader = HistoryReader(str(self.path))
+        self._opened.append(self._local.reader)
+
+    async def spec(self, job: str) -> JobSpec | None:
+        """What a job trains; None where that cannot be known now."""
+        if job in self._specs:
+            return self._specs[job]
+        if not self._url:
+            return None
+        try:
+            found = await asyncio.to_thread(self._spec, job)
+        except (CannotReach, ConfigError):
+            return None
+        while len(self._specs) >= MOST_SPECS:
+            del self._specs[next(iter(self._specs))]
+        self._specs[job] = found
+        return found
+
+    def _spec(self, job: str) -> JobSpec:
+        with self._connect() as api:
+            return api.spec(job)
+
+
+def _call(loop: asyncio.AbstractEventLoop, work: Callable[[Told], None], told: Told) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the dashboard ends
+        loop.call_soon_threadsafe(work, told)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("the dashboard's %s ended", task.get_name(), exc_info=error)
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot serve at {host}:{port} ({error.strerror or error}): set host and port in section "
+            "[dashboard] of the configuration to an address of this machine that is free"
+        ) from error
+    return listener
+
+
+async def run(config: Config, coordinator: str | None = None) -> None:
+    """Serves until SIGINT or SIGTERM. Raises ConfigError where it cannot."""
+    loop, ending = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ending.set)
+    supervisor = Supervisor()
+    watch = asyncio.create_task(supervisor.watch())
+    dashboard = Dashboard(config, coordinator)
+    try:
+        await dashboard.start()
+        text = f"dashboard of {config.cluster.name} at {dashboard.url}"
+        _log.info("elasticd %s: %s, history in %s", __version__, text, dashboard.path)
+        print(text, flush=True)
+        supervisor.ready(text)
+        await ending.wait()
+    finally:
+        supervisor.stopping()
+        watch.cancel()
+        await dashboard.stop()
+
+
+def serve(config: Config, coordinator: str | None = None) -> int:
+    """The process: 0 after a signal, 1 with one message where it cannot serve."""
+    try:
+        asyncio.run(run(config, coordinator))
+    except KeyboardInterrupt:
+        return 0
+    except (ConfigError, StateError, CannotReach) as error:
+        print(f"elasticd dashboard: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0

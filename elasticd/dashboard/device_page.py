@@ -1,0 +1,177 @@
+"""A device's page: whether it is the culprit, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.dashboard import views, why
+from elasticd.dashboard.cluster_page import cell, event_row
+from elasticd.dashboard.history import Sample
+from elasticd.dashboard.job_page import parts_of
+from elasticd.dashboard.known import Knowledge
+from elasticd.records import HistoryRecord
+from elasticd.wire.node_health import DeviceHealth, Health, causes
+
+#: Of a device's health what is drawn, with its unit.
+_DEVICE: Mapping[str, str] = {
+    "clock": "Hz",
+    "temperature": "°C",
+    "power": "W",
+    "utilisation": "part",
+    "memory_used": "bytes",
+    "corrected": "errors",
+    "uncorrected": "errors",
+    "pcie_replays": "replays",
+    "nvlink_errors": "errors",
+}
+#: The same of its node.
+_NODE: Mapping[str, str] = {"stolen": "part", "memory_available": "bytes"}
+
+
+def device_view(
+    known: Knowledge,
+    name: str,
+    samples: Sequence[Sample],
+    health: Sequence[tuple[float, Health]],
+    told: Sequence[EventRecord],
+    plans: Sequence[HistoryRecord],
+) -> views.DeviceView:
+    """The page. `told`: events about the device, newest first; `plans`: those of its job. Raises KeyError."""
+    cluster = known.cluster
+    node = cluster.nodes[name.rpartition("/")[0]]
+    device = next((each for each in node.devices if each.name == name), None)
+    if device is None:
+        raise KeyError(name)
+    now = cluster.health.get(node.node)
+    seen = now.device(name) if now is not None else None
+    shown = cell(known, node, name, device.pace)
+    plan, slowness = cluster.plans.get(shown.job), cluster.slowness.get(name)
+    return views.DeviceView(
+        cell=shown,
+        node=node.node,
+        memory=device.memory,
+        connected=node.connected,
+        draining=node.draining,
+        use=why.use(plan, name) if plan is not None else "no job uses it",
+        kind=slowness.kind.word if slowness is not None else "",
+        kind_reason=slowness.reason if slowness is not None else "",
+        causes=causes(now, name),
+        thresholds=_thresholds(known),
+        slowdown=_slowdown(samples),
+        episodes=_episodes(told),
+        parts=_parts(known, shown.job, name),
+        health=_health(name, health),
+        throttled=seen.throttled if seen is not None else (),
+        xids=seen.xids if seen is not None else (),
+        plans=_counted(name, plans),
+        hang=_hang(known, shown.job, name, told),
+        events=tuple(event_row(event) for event in told[:50]),
+    )
+
+
+def _thresholds(known: Knowledge) -> views.Thresholds:
+    detect = known.cluster.detect
+    return views.Thresholds(
+        slow=detect.slow,
+        recovered=detect.recovered,
+        min_steps=detect.min_steps,
+        false_alarms=detect.false_alarms,
+        cusum=-math.log(detect.false_alarms),
+    )
+
+
+def _slowdown(samples: Sequence[Sample]) -> views.SlowdownColumns:
+    return views.SlowdownColumns(
+        time=tuple(sample.time for sample in samples),
+        step=tuple(sample.step for sample in samples),
+        measured=tuple(sample.measured for sample in samples),
+        decided=tuple(sample.decided for sample in samples),
+        cusum=tuple(sample.evidence for sample in samples),
+    )
+
+
+def _episodes(told: Sequence[EventRecord]) -> tuple[views.SlowTime, ...]:
+    """The times in which it was slow, by its events, which come newest first."""
+    found: list[views.SlowTime] = []
+    for event in reversed(told):
+        step, after = event.data.get("step"), event.data.get("after")
+        if event.kind not in ("slow", "recovered") or not isinstance(step, int):
+            continue
+        rate = float(after) if isinstance(after, int | float) else float(event.data.get("rate", 1.0))
+        going = found[-1] if found and found[-1].stop is None else None
+        if rate <= 1.0:
+            if going is not None:
+                found[-1] = views.SlowTime(start=going.start, stop=step, slowdown=going.slowdown)
+        elif going is not None:
+            found[-1] = views.SlowTime(start=going.start, stop=None, slowdown=rate)
+        else:
+            found.append(views.SlowTime(start=step, stop=None, slowdown=rate))
+    return tuple(found)
+
+
+def _parts(known: Knowledge, job: str, name: str) -> dict[str, float]:
+    plan, table = known.cluster.plans.get(job), known.cluster.measured.get(job)
+    if plan is None or table is None or table.plan != plan.number or name not in plan.binding:
+        return {}
+    return parts_of(table, plan.rank(name))
+
+
+def _health(name: str, seen: Sequence[tuple[float, Health]]) -> views.HealthColumns:
+    devices = [health.device(name) for _, health in seen]
+    values: dict[str, tuple[float | None, ...]] = {}
+    units: dict[str, str] = {}
+    for key, unit in _DEVICE.items():
+        column = tuple(_number(device, key) for device in devices)
+        if any(value is not None for value in column):
+            values[key], units[key] = column, unit
+    for key, unit in _NODE.items():
+        column = tuple(_number(health, key) for _, health in seen)
+        if any(value is not None for value in column):
+            values[f"node {key.replace('_', ' ')}"], units[f"node {key.replace('_', ' ')}"] = column, unit
+    for what in sorted({what for _, health in seen for what in health.pressure}):
+        values[f"node waits for {what}"] = tuple(health.pressure.get(what) for _, health in seen)
+        units[f"node waits for {what}"] = "part"
+    return views.HealthColumns(time=tuple(at for at, _ in seen), values=values, units=units)
+
+
+def _number(seen: DeviceHealth | Health | None, key: str) -> float | None:
+    value = getattr(seen, key) if seen is not None else None
+    return float(value) if value is not None else None
+
+
+def _counted(name: str, plans: Sequence[HistoryRecord]) -> tuple[tuple[int, float, str], ...]:
+    """The plans that counted with another slowdown of it than the one before, the newest first."""
+    found: list[tuple[int, float, str]] = []
+    before = None
+    for record in plans:
+        rate = record.problem.rates.get(name, 1.0)
+        if rate != before:
+            found.append((record.number, rate, why.use(record.plan, name)))
+        before = rate
+    return tuple(found[::-1][:32])
+
+
+def _hang(known: Knowledge, job: str, name: str, told: Sequence[EventRecord]) -> views.Hang | None:
+    """Where its worker stands still, or stood still last."""
+    halted = known.cluster.halts.get(job, {}).get(name)
+    if halted is not None and (halted.stack or not halted.waits):
+        return views.Hang(
+            now=True,
+            time=known.heard - halted.seconds,
+            step=halted.step,
+            place=halted.place,
+            stack=halted.stack,
+        )
+    last = next((event for event in told if event.kind == "halted"), None)
+    if last is None:
+        return None
+    step = last.data.get("step")
+    return views.Hang(
+        now=False,
+        time=last.time,
+        step=step if isinstance(step, int) else -1,
+        place=str(last.data.get("place", "")),
+        stack=str(last.data.get("stack", "")),
+    )

@@ -1,0 +1,327 @@
+"""A job's page: how fast it trains, how fast it could, and where the rest of the time went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.sequence_lengths import PER_DOUBLING
+
+from elasticd.coordinator.api_types import JobStatus
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.live_types import JobNews
+from elasticd.dashboard import views
+from elasticd.dashboard.cluster_page import hung, job_row, restart_row
+from elasticd.dashboard.history import StepRow
+from elasticd.dashboard.known import Knowledge, Table
+
+#: By part of a step the columns that are summed.
+_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "forward": ("forward_seconds",),
+    "backward": ("backward_seconds",),
+    "recompute": ("again_seconds",),
+    "embed and head": ("embed_seconds", "head_seconds"),
+    "tp": ("tensor_seconds",),
+    "context": ("context_seconds",),
+    "bubble": ("boundary_seconds",),
+    "reduction": ("reduce_seconds",),
+    "vote": ("vote_seconds",),
+    "optimizer": ("optimizer_seconds",),
+    "input": ("input_seconds",),
+}
+#: Stages that are shown: of more, those that compute longest.
+MOST_STAGES = 128
+#: Kinds of events that are marks on a time axis, by what they mark.
+_MARKS: Mapping[str, tuple[str, ...]] = {
+    "plan": ("recorded",),
+    "fault": ("fenced", "worker_lost", "raised", "halted", "node_down", "waiting"),
+    "slow": ("slow", "recovered", "link"),
+    "snapshot": ("snapshot",),
+    "checkpoint": ("checkpoint",),
+    "change": ("configured", "drained", "chaos", "stopping", "shifted", "asked"),
+}
+MARKS: Mapping[str, str] = {kind: mark for mark, kinds in _MARKS.items() for kind in kinds}
+
+
+def parts_of(table: Table, rank: int) -> dict[str, float]:
+    """What a member's step went into; nothing where it did not report."""
+    total = table.of(rank, "step_seconds")
+    if math.isnan(total):
+        return {}
+    found: dict[str, float] = {}
+    for part, columns in _COLUMNS.items():
+        seconds = sum(table.of(rank, column) for column in columns)
+        found[part] = 0.0 if math.isnan(seconds) else seconds
+    if not found["forward"] and not found["backward"]:  # the passes were not told apart
+        found["blocks"] = table.of(rank, "block_seconds")
+    found["other"] = max(0.0, total - sum(found.values()))
+    return {part: found[part] for part in views.PARTS if found.get(part)}
+
+
+def stages(plan: Plan | None, table: Table | None) -> tuple[views.StageParts, ...]:
+    """The newest step stage by stage: of each the member whose computation took longest."""
+    if plan is None or table is None or table.plan != plan.number:
+        return ()
+    ranks = {device: rank for rank, device in enumerate(plan.members)}
+    found = list(enumerate(_stages(plan, table, ranks)))
+    if len(found) > MOST_STAGES:  # those that compute longest, in the order of the plan
+        slowest = sorted(found, key=lambda item: -_computed(item[1]))[:MOST_STAGES]
+        found = sorted(slowest, key=lambda item: item[0])
+    return tuple(stage for _, stage in found)
+
+
+def _computed(stage: views.StageParts) -> float:
+    return sum(stage.seconds.get(part, 0.0) for part in ("forward", "backward", "blocks", "recompute"))
+
+
+def _stages(plan: Plan, table: Table, ranks: Mapping[str, int]) -> Iterator[views.StageParts]:
+    for module in plan.modules:
+        for p, pipeline in enumerate(module.pipelines):
+            for lane_number, lane in enumerate(pipeline.by_lane):
+                for s, stage in enumerate(lane.stages):
+                    spent = {
+                        device: table.of(ranks[device], "block_seconds")
+                        for device in stage.devices
+                        if device in ranks
+                    }
+                    known = {device: each for device, each in spent.items() if not math.isnan(each)}
+                    if not known:
+                        continue
+                    slowest = max(known, key=known.__getitem__)
+                    yield views.StageParts(
+                        module=module.module,
+                        pipeline=p,
+                        lane=lane_number,
+                        stage=s,
+                        layers=stage.named,
+                        devices=stage.devices,
+                        slowest=slowest,
+                        seconds=parts_of(table, ranks[slowest]),
+                        total=table.of(ranks[slowest], "step_seconds"),
+                    )
+
+
+def lost(news: JobNews, now: float) -> tuple[views.LostTime, ...]:
+    """What was lost by cause, the most first; since the newest step, as "stalled now"."""
+    if news.time is None:
+        return ()
+    found = [
+        views.LostTime(cause=cause, seconds=seconds, times=news.time.times.get(cause, 0))
+        for cause, seconds in news.time.lost.items()
+        if seconds > 0
+    ]
+    since = now - news.time.last
+    usual = (news.time.healthy or 0.0) * 2 + 1.0
+    if not news.over and since > usual:
+        found.append(views.LostTime(cause="stalled now", seconds=since, times=1))
+    return tuple(sorted(found, key=lambda each: -each.seconds))
+
+
+def lengths(known: Knowledge, job: str) -> views.LengthsView | None:
+    """Sequence lengths of the newest step."""
+    table = known.cluster.measured.get(job)
+    if table is None or not table.lengths:
+        return None
+    count = sum(table.lengths.values())
+    middle = sum(n * 2 ** ((bucket + 0.5) / PER_DOUBLING) for bucket, n in table.lengths.items())
+    now = tuple(
+        (math.ceil(2 ** (bucket / PER_DOUBLING)), math.ceil(2 ** ((bucket + 1) / PER_DOUBLING)) - 1, n)
+        for bucket, n in sorted(table.lengths.items())
+    )
+    return views.LengthsView(mean=middle / count, longest=float(now[-1][1]), now=now)
+
+
+def batch(plan: Plan | None, job: JobStatus) -> views.BatchView | None:
+    """The batch of a step under the plan in force."""
+    if plan is None:
+        return None
+    packed = job.batch
+    return views.BatchView(
+        samples=plan.global_batch,
+        micro_batch=plan.micro_batch,
+        by_pipeline=tuple(pipeline.micro_batches for pipeline in plan.pipelines),
+        sequences=packed.sequences if packed is not None else None,
+        tokens=packed.tokens if packed is not None else None,
+        cut=packed.cut if packed is not None else None,
+        imbalance=packed.imbalance if packed is not None else None,
+    )
+
+
+def lanes(known: Knowledge, job: str) -> tuple[views.LaneRow, ...]:
+    """The lanes of pipelines with several, each as slow as its slowest device."""
+    plan = known.cluster.plans.get(job)
+    if plan is None:
+        return ()
+    rates = known.cluster.rates
+    return tuple(
+        views.LaneRow(
+            pipeline=p,
+            lane=number,
+            devices=tuple(device for stage in lane.stages for device in stage.devices),
+            slowdown=max(rates.get(device, 1.0) for stage in lane.stages for device in stage.devices),
+            rows=lane.micro_batches,
+        )
+        for p, pipeline in enumerate(plan.pipelines)
+        if pipeline.rows
+        for number, lane in enumerate(pipeline.by_lane)
+    )
+
+
+def members(known: Knowledge, job: str) -> tuple[views.MemberRow, ...]:
+    """The workers of a job, by rank."""
+    plan = known.cluster.plans.get(job)
+    ranks = {device: rank for rank, device in enumerate(plan.members)} if plan is not None else {}
+    carriers = plan.carriers if plan is not None else ()
+    halts = known.cluster.halts.get(job, {})
+    found = []
+    for member in known.cluster.members.get(job, ()):
+        on, device = member.computes_on, member.device
+        found.append(
+            views.MemberRow(
+                device=device,
+                node=device.rpartition("/")[0],
+                pid=member.pid,
+                computes_on=on.text if on is not None else "",
+                transport=on.transport if on is not None else "",
+                rank=ranks.get(device),
+                role="state" if device in carriers else "computes" if device in ranks else "standby",
+                hung=halts[device].place if hung(known.cluster, job, device) else "",
+            )
+        )
+    return tuple(sorted(found, key=lambda row: (row.rank is None, row.rank or 0, row.device)))
+
+
+def kept(told: Sequence[EventRecord]) -> tuple[views.Kept, ...]:
+    """Snapshots and checkpoints by their events, newest first: the last few."""
+    found = []
+    for event in told:
+        if event.kind in ("snapshot", "checkpoint") and isinstance(step := event.data.get("step"), int):
+            name = str(event.data.get("name", "")) if event.kind == "checkpoint" else ""
+            found.append(
+                views.Kept(
+                    kind="snapshot" if event.kind == "snapshot" else "checkpoint",
+                    step=step,
+                    time=event.time,
+                    name=name,
+                )
+            )
+    return tuple(found[:32])
+
+
+def job_view(known: Knowledge, name: str, told: Sequence[EventRecord], now: float) -> views.JobView:
+    """The page; `told` are the job's newest snapshots and checkpoints. Raises KeyError."""
+    restarting = next((job for job in known.cluster.restarts if job.job == name), None)
+    if name not in known.cluster.jobs and restarting is not None:
+        return _restarting(known, name, now)
+    news, plan = known.cluster.jobs[name], known.cluster.plans.get(name)
+    table, raised, time = known.cluster.measured.get(name), news.job.exception, news.time
+    at = now if known.reachable else known.heard
+    healthy = time.healthy if time is not None else None
+    return views.JobView(
+        head=job_row(known, name, now),
+        heard=known.heard,
+        measured_step=table.step if table is not None else None,
+        stages=stages(plan, table),
+        wall_seconds=time.wall(None if news.over else at) if time is not None else 0.0,
+        productive_seconds=time.productive if time is not None else 0.0,
+        healthy_seconds=healthy,
+        lost=lost(news, at),
+        slowness_seconds=max(0.0, time.productive - time.steps * healthy) if time and healthy else None,
+        repeated_steps=time.repeated if time is not None else 0,
+        lanes=lanes(known, name),
+        lengths=lengths(known, name),
+        batch=batch(plan, news.job),
+        members=members(known, name),
+        kept=kept(told),
+        exception=views.ExceptionView(**msgspec.structs.asdict(raised)) if raised is not None else None,
+        restart=None,
+    )
+
+
+def _restarting(known: Knowledge, name: str, now: float) -> views.JobView:
+    job = next(job for job in known.cluster.restarts if job.job == name)
+    return views.JobView(
+        head=restart_row(known, job),
+        heard=known.heard,
+        measured_step=None,
+        stages=(),
+        wall_seconds=0.0,
+        productive_seconds=0.0,
+        healthy_seconds=None,
+        lost=(),
+        slowness_seconds=None,
+        repeated_steps=0,
+        lanes=(),
+        lengths=None,
+        batch=None,
+        members=(),
+        kept=(),
+        exception=None,
+        restart=msgspec.to_builtins(job),
+    )
+
+
+def step_columns(
+    job: str, rows: Sequence[StepRow], every: int, told: Sequence[EventRecord]
+) -> views.StepColumns:
+    """Steps in columns; `told` are the events of this time, in any order."""
+
+    def speed(row: StepRow, seconds: float | None) -> float | None:
+        return row.tokens / seconds if row.tokens is not None and seconds else None
+
+    return views.StepColumns(
+        job=job,
+        every=every,
+        step=tuple(row.step for row in rows),
+        time=tuple(row.time for row in rows),
+        plan=tuple(row.plan for row in rows),
+        seconds=tuple(row.seconds for row in rows),
+        tokens_per_second=tuple(speed(row, row.seconds) for row in rows),
+        predicted=tuple(speed(row, row.predicted) for row in rows),
+        bound=tuple(speed(row, row.bound) for row in rows),
+        loss=tuple(row.loss for row in rows),
+        marks=tuple(mark(event) for event in sorted(told, key=lambda event: event.id) if event.kind in MARKS),
+    )
+
+
+def mark(event: EventRecord) -> views.TimeMark:
+    """An event on a time axis."""
+    step = event.data.get("step")
+    return views.TimeMark(
+        time=event.time,
+        step=step if isinstance(step, int) else None,
+        kind=MARKS[event.kind],  # type: ignore[arg-type]
+        text=event.text,
+        event=event.id,
+    )
+
+
+def live_step(known: Knowledge, job: str, row: StepRow, told: int | None, now: float) -> views.LiveStep | None:
+    """The newest step for the stream; `told`: the measured step whose stages were sent last."""
+    news = known.cluster.jobs.get(job)
+    if news is None:
+        return None
+    table = known.cluster.measured.get(job)
+    fresh = table is not None and table.step != told
+    plan = known.cluster.plans.get(job)
+
+    def speed(seconds: float | None) -> float | None:
+        return row.tokens / seconds if row.tokens is not None and seconds else None
+
+    return views.LiveStep(
+        job=job,
+        step=row.step,
+        time=row.time,
+        plan=row.plan,
+        seconds=row.seconds,
+        tokens_per_second=speed(row.seconds),
+        predicted=speed(row.predicted),
+        bound=speed(row.bound),
+        loss=row.loss,
+        ettr=news.time.ettr(now) if news.time is not None else None,
+        goodput=news.time.goodput(now) if news.time is not None else None,
+        measured_step=table.step if table is not None else None,
+        stages=stages(plan, table) if fresh else (),
+    )

@@ -1,0 +1,387 @@
+"""What the dashboard knows of the cluster now: built from the leader's live feed, message by message.
+
+`Knowledge` lives on the dashboard's event loop. A hello and all that follows it, up to `Whole`, is put together
+apart, so that pages never show half a cluster; until then, and while nobody leads, what was known before stays.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.detection.slowness_history import Slowness
+from elasticd_planner.numeric import Floats
+from elasticd_planner.problem import ideal_ratio
+from elasticd_planner.spec.plan import Place, Plan
+from elasticd_planner.value import Value
+
+from elasticd.coordinator import live_types as live
+from elasticd.coordinator.api_types import (
+    LeaderStatus,
+    LinkStatus,
+    MemberStatus,
+    NodeStatus,
+    RestartStatus,
+    Settings,
+)
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.dashboard.history import about
+from elasticd.wire.main_thread import Halted
+from elasticd.wire.node_health import Health
+
+#: Who leads while nobody was heard.
+NOBODY = LeaderStatus(name="", url="", epoch=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What the members of a plan measured of their newest step."""
+
+    plan: int
+    step: int
+    columns: dict[str, int]  # place of each column
+    numbers: Floats  # [members in rank order, columns]; NaN: not measured
+    lengths: Mapping[int, int]  # sequences by bucket
+
+    def of(self, rank: int, column: str) -> float:
+        """A number; NaN where it is not known."""
+        place = self.columns.get(column)
+        return float(self.numbers[rank, place]) if place is not None else float("nan")
+
+
+class Use(Value, frozen=True, kw_only=True):
+    """What a job does with a device."""
+
+    job: str
+    place: Place | None = None  # None: it does not compute
+    carrier: bool = False  # it keeps state alone
+
+
+@dataclass(slots=True)
+class ClusterNow:
+    """The cluster as one leader told it."""
+
+    name: str = ""
+    leader: LeaderStatus = NOBODY
+    release: str = ""
+    chaos: bool = False
+    detect: DetectSettings = field(default_factory=DetectSettings)
+    settings: Settings | None = None
+    nodes: dict[str, NodeStatus] = field(default_factory=dict)
+    health: dict[str, Health] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)  # of devices that are slow
+    slowness: dict[str, Slowness] = field(default_factory=dict)
+    jobs: dict[str, live.JobNews] = field(default_factory=dict)
+    plans: dict[str, Plan] = field(default_factory=dict)  # in force
+    proposed: dict[str, Plan] = field(default_factory=dict)
+    members: dict[str, tuple[MemberStatus, ...]] = field(default_factory=dict)
+    halts: dict[str, dict[str, Halted]] = field(default_factory=dict)
+    links: tuple[LinkStatus, ...] = ()
+    restarts: tuple[RestartStatus, ...] = ()
+    paused: bool = False
+    store_away: bool = False
+    measured: dict[str, Table] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)  # of the newest step of each job
+    steps: dict[str, StepRecord] = field(default_factory=dict)  # the newest of each job
+
+
+class Knowledge:
+    """The cluster, who tells of it, and since when."""
+
+    def __init__(self) -> None:
+        self.cluster = ClusterNow()
+        self.heard = 0.0  # unix seconds of the newest word
+        self.reachable = False
+        self.since = time.time()  # of `reachable`
+        self.trouble = "no leader was heard yet"
+        self.store_since = self.since  # of `cluster.store_away`
+        self.last_events: dict[str, EventRecord] = {}  # by job
+        self.began: dict[tuple[str, str], float] = {}  # since when something is not normal, by state and name
+        self.uses: dict[str, Use] = {}
+        self.touched: set[str] = set()  # nodes whose cells may have changed
+        self.gone: set[str] = set()  # nodes
+        self._coming: ClusterNow | None = None
+
+    # -- connection ----------------------------------------------------------------------------------------
+
+    def reached(self, at: float) -> None:
+        """The leader's stream is open."""
+        if not self.reachable:
+            self.reachable, self.since, self.trouble = True, at, ""
+
+    def lost(self, why: str, at: float) -> None:
+        """No leader is heard."""
+        self._coming = None
+        self.trouble = why
+        if self.reachable:
+            self.reachable, self.since = False, at
+
+    def store(self, *, away: bool, at: float) -> None:
+        """Whether etcd answers."""
+        if away != self.cluster.store_away:
+            self.cluster.store_away, self.store_since = away, at
+
+    # -- news ----------------------------------------------------------------------------------------------
+
+    def hear(self, news: live.AnyNews, at: float) -> bool:
+        """Takes a message in. Returns whether everything is new: pages begin again."""
+        self.heard = at
+        self.reached(at)
+        if isinstance(news, live.LiveHello):
+            self._coming = ClusterNow(
+                name=news.cluster,
+                leader=news.leader,
+                release=news.release,
+                chaos=news.chaos,
+                detect=news.detect,
+            )
+            return False
+        if isinstance(news, live.Whole):
+            return self._complete(at)
+        if isinstance(news, live.EventNews):
+            self._event(news.event)
+            return False
+        target = self._coming if self._coming is not None else self.cluster
+        if isinstance(news, live.LeaderPulse):
+            target.paused = news.paused
+            if target is self.cluster:
+                self.store(away=news.store_away, at=at)
+            target.store_away = news.store_away
+            return False
+        touched = take(target, news)
+        if target is self.cluster:
+            self._touch(news, touched)
+        return False
+
+    def _complete(self, at: float) -> bool:
+        if self._coming is None:
+            return False
+        before, self.cluster, self._coming = self.cluster, self._coming, None
+        for name in self.cluster.jobs:  # what is not said again after a hello
+            if name in before.measured:
+                self.cluster.measured.setdefault(name, before.measured[name])
+            if name in before.steps:
+                self.cluster.steps.setdefault(name, before.steps[name])
+            if name in before.tokens:
+                self.cluster.tokens.setdefault(name, before.tokens[name])
+        if before.store_away != self.cluster.store_away:
+            self.store_since = at
+        self._place()
+        self.touched, self.gone = set(), set()
+        return True
+
+    def _touch(self, news: live.AnyNews, devices: Iterable[str]) -> None:
+        if isinstance(news, live.PlanNews | live.JobGone) or (
+            isinstance(news, live.JobNews) and news.over and news.job.job in {u.job for u in self.uses.values()}
+        ):
+            self._place()
+            self.touched.update(self.cluster.nodes)
+        elif isinstance(news, live.NodeNews):
+            self.touched.add(news.node.node)
+        elif isinstance(news, live.NodeGone):
+            self.gone.add(news.node)
+            self.touched.discard(news.node)
+        else:
+            self.touched.update(device.rpartition("/")[0] for device in devices)
+
+    def _event(self, event: EventRecord) -> None:
+        if event.job:
+            self.last_events[event.job] = event
+        node, device = about(event)
+        if event.kind == "slow":
+            self.began.setdefault(("slow", device), event.time)
+        elif event.kind == "recovered" and event.data.get("after") == 1.0:
+            self.began.pop(("slow", device), None)
+        elif event.kind == "node_down":
+            self.began[("unreachable", node)] = event.time
+        elif event.kind == "drained":
+            self.began[("drained", node)] = event.time
+        elif event.kind == "link":
+            self.began[("link", str(event.data.get("link")))] = event.time
+
+    def remember(self, events: Iterable[EventRecord]) -> None:
+        """Events of before, oldest first: since when something is as it is."""
+        for event in events:
+            self._event(event)
+
+    def _place(self) -> None:
+        """What jobs do with each device."""
+        self.uses = {}
+        for name, plan in self.cluster.plans.items():
+            job = self.cluster.jobs.get(name)
+            if job is None or job.over:
+                continue
+            for device, place in plan.places.items():
+                self.uses[device] = Use(job=name, place=place)
+            for device in plan.carriers:
+                self.uses[device] = Use(job=name, carrier=True)
+            for device in plan.idle:
+                self.uses.setdefault(device, Use(job=name))
+        for name, members in self.cluster.members.items():
+            job = self.cluster.jobs.get(name)
+            if job is not None and not job.over:
+                for member in members:
+                    self.uses.setdefault(member.device, Use(job=name))
+
+    # -- what follows --------------------------------------------------------------------------------------
+
+    def store_view(self) -> bytes:
+        """All that a restart while nobody leads needs."""
+        cluster = self.cluster
+        return msgspec.json.encode(
+            SavedCluster(
+                name=cluster.name,
+                leader=cluster.leader,
+                heard=self.heard,
+                nodes=tuple(cluster.nodes.values()),
+                rates=cluster.rates,
+                jobs=tuple(cluster.jobs.values()),
+                plans=cluster.plans,
+                members=cluster.members,
+                links=cluster.links,
+                restarts=cluster.restarts,
+                settings=cluster.settings,
+                detect=cluster.detect,
+                paused=cluster.paused,
+                chaos=cluster.chaos,
+            )
+        )
+
+    def restore_view(self, text: bytes) -> None:
+        """The cluster as it was known before a restart. Raises msgspec.DecodeError."""
+        saved = msgspec.json.decode(text, type=SavedCluster)
+        self.cluster = ClusterNow(
+            name=saved.name,
+            leader=saved.leader,
+            nodes={node.node: node for node in saved.nodes},
+            rates=dict(saved.rates),
+            jobs={job.job.job: job for job in saved.jobs},
+            plans=dict(saved.plans),
+            members=dict(saved.members),
+            links=saved.links,
+            restarts=saved.restarts,
+            settings=saved.settings,
+            detect=saved.detect,
+            paused=saved.paused,
+            chaos=saved.chaos,
+        )
+        self.heard = saved.heard
+        self._place()
+
+
+class SavedCluster(Value, frozen=True, kw_only=True):
+    """A cluster as it is kept over a restart of the dashboard."""
+
+    name: str
+    leader: LeaderStatus
+    heard: float
+    nodes: tuple[NodeStatus, ...]
+    rates: dict[str, float]
+    jobs: tuple[live.JobNews, ...]
+    plans: dict[str, Plan]
+    members: dict[str, tuple[MemberStatus, ...]]
+    links: tuple[LinkStatus, ...]
+    restarts: tuple[RestartStatus, ...]
+    settings: Settings | None
+    detect: DetectSettings
+    paused: bool
+    chaos: bool
+
+
+def take(cluster: ClusterNow, news: live.AnyNews) -> Iterable[str]:
+    """Takes a message into the cluster. Returns the devices whose state it may change."""
+    if isinstance(news, live.NodeNews):
+        return _node(cluster, news.node)
+    if isinstance(news, live.NodeGone):
+        cluster.nodes.pop(news.node, None)
+        cluster.health.pop(news.node, None)
+    elif isinstance(news, live.HealthNews):
+        cluster.health[news.node] = news.health
+    elif isinstance(news, live.SlowdownNews):
+        _set_rates(cluster, news.rates)
+        cluster.slowness.update(news.slowness)
+        return news.rates
+    elif isinstance(news, live.JobNews):
+        cluster.jobs[news.job.job] = news
+        if news.job.proposal is None:
+            cluster.proposed.pop(news.job.job, None)
+    elif isinstance(news, live.JobGone):
+        for held in (cluster.jobs, cluster.plans, cluster.proposed, cluster.members, cluster.halts):
+            held.pop(news.job, None)
+        for kept in (cluster.measured, cluster.tokens, cluster.steps):
+            kept.pop(news.job, None)
+    elif isinstance(news, live.PlanNews):
+        (cluster.proposed if news.proposed else cluster.plans)[news.job] = news.plan
+    elif isinstance(news, live.MembersNews):
+        cluster.members[news.job] = news.members
+    elif isinstance(news, live.HaltNews):
+        before = cluster.halts.get(news.job, {})
+        cluster.halts[news.job] = news.halts
+        return {*before, *news.halts}
+    elif isinstance(news, live.LinksNews):
+        cluster.links = news.links
+    elif isinstance(news, live.RestartNews):
+        cluster.restarts = news.restarts
+    elif isinstance(news, live.SettingsNews):
+        cluster.settings, cluster.detect = news.settings, news.detect
+    elif isinstance(news, live.StepNews):
+        cluster.steps[news.job] = news.step
+        if news.step.tokens is not None:
+            cluster.tokens[news.job] = news.step.tokens
+    elif isinstance(news, live.MeasuredNews):
+        _measured(cluster, news)
+    return ()
+
+
+def _node(cluster: ClusterNow, node: NodeStatus) -> Iterable[str]:
+    cluster.nodes[node.node] = node
+    _set_rates(cluster, {device.name: device.rate for device in node.devices})
+    for device in node.devices:
+        if device.slowness is not None:
+            cluster.slowness[device.name] = device.slowness
+    return [device.name for device in node.devices]
+
+
+def _set_rates(cluster: ClusterNow, rates: Mapping[str, float]) -> None:
+    for device, rate in rates.items():
+        if rate != 1.0:
+            cluster.rates[device] = rate
+        else:
+            cluster.rates.pop(device, None)
+
+
+def _measured(cluster: ClusterNow, news: live.MeasuredNews) -> None:
+    """What is NaN in it stays as it was measured before, under the same plan."""
+    width = len(news.columns)
+    numbers = np.frombuffer(news.numbers, "<f4").reshape(-1, width) if width else np.zeros((0, 0))
+    before = cluster.measured.get(news.job)
+    if before is not None and before.plan == news.plan and before.numbers.shape == numbers.shape:
+        numbers = np.where(np.isnan(numbers), before.numbers, numbers)
+    columns = {name: place for place, name in enumerate(news.columns)}
+    cluster.measured[news.job] = Table(
+        plan=news.plan, step=news.step, columns=columns, numbers=numbers, lengths=news.lengths
+    )
+
+
+def expected(cluster: ClusterNow, job: str, number: int) -> tuple[float | None, float | None]:
+    """Seconds of a step of a job under its plan of this number: as predicted, and as N / sum(1 / slowdown) of
+    the healthy speed would have it, if the work were divided perfectly; None where they are not known."""
+    plan, news = cluster.plans.get(job), cluster.jobs.get(job)
+    predicted = bound = None
+    if plan is not None and plan.number == number and plan.prediction is not None:
+        predicted = plan.prediction.step_seconds
+    if plan is not None and news is not None and news.time is not None and news.time.healthy is not None:
+        bound = news.time.healthy * _ideal(cluster, plan)
+    return predicted, bound
+
+
+def _ideal(cluster: ClusterNow, plan: Plan) -> float:
+    """N / sum(1 / slowdown) over the devices that a plan has."""
+    count = len(plan.members) + len(plan.idle)
+    slow = [rate for device, rate in cluster.rates.items() if device in plan.places or device in plan.idle]
+    return ideal_ratio([*slow, *[1.0] * max(0, count - len(slow))])

@@ -1,0 +1,335 @@
+"""A plan's page: its picture, the predicted schedule, why it was chosen, what it changed, what goes over links.
+
+All of it follows from what the history keeps of a plan (the problem that it answers), by the planner's own
+functions: nothing is guessed here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from elasticd_planner.cost.model import Groups, stage_times
+from elasticd_planner.cost.pipeline_time import Times
+from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.cost.schedule_timeline import pass_times
+from elasticd_planner.layout.explained_plan import PlanOperation, explain_step
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.placement.state_movement import Held, bytes_by_member, holders
+from elasticd_planner.problem import Problem
+from elasticd_planner.spec.plan import Pipeline, Plan, spanned
+from elasticd_planner.value import Invalid
+
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.dashboard import views, why
+from elasticd.dashboard.history import PlanHead
+from elasticd.records import HistoryRecord, JobSpec
+
+#: Micro-batches of a schedule that are drawn, lanes of it, and devices of a difference that are listed.
+MOST_MICRO_BATCHES, MOST_LANES, MOST_MOVING = 32, 16, 512
+#: Devices beyond which what goes over links is not listed: it takes long, and `elasticd plan --explain` does
+#: it.
+MOST_EXPLAINED = 1024
+#: Rows of what goes over links, for each purpose.
+MOST_ROWS = 12
+
+
+def cost_of(problem: Problem, plan: Plan) -> ProfileCost:
+    """What the plan costs, by the problem that it answers."""
+    profile = problem.profile
+    if plan.micro_batch != problem.micro_batch:
+        profile = profile.sized(profile.tokens / problem.micro_batch * plan.micro_batch)
+    near = problem.cluster.within or problem.cluster.inside
+    return ProfileCost(profile, near=near).under(plan)
+
+
+def times_of(record: HistoryRecord) -> list[tuple[str, int, int, Pipeline, Times]]:
+    """Of each lane: its module, its pipeline's number, its own, itself, and the seconds of its stages."""
+    problem, plan = record.problem, record.plan
+    cost, known = cost_of(problem, plan), Groups()
+    return [
+        (module.module, p, number, lane, stage_times(lane, problem.cluster, problem.rates, cost, known))
+        for module in plan.modules
+        for p, pipeline in enumerate(module.pipelines)
+        for number, lane in enumerate(pipeline.by_lane)
+    ]
+
+
+def boxes(record: HistoryRecord) -> tuple[views.PipelineBox, ...]:
+    """The picture: a row for each lane."""
+    lanes, rates = times_of(record), record.problem.rates
+    cost = cost_of(record.problem, record.plan)
+    work = {
+        at: [sum(times.work[s :: len(lane.stages)]) for s in range(len(lane.stages))]
+        for at, (_, _, _, lane, times) in enumerate(lanes)
+    }
+    busiest = max((max(each) for each in work.values()), default=1.0) or 1.0
+    return tuple(
+        views.PipelineBox(
+            module=module,
+            pipeline=p,
+            lane=number,
+            micro_batches=lane.micro_batches,
+            seconds=_seconds(cost, lane, times),
+            stages=tuple(
+                views.StageBox(
+                    stage=s,
+                    layers=stage.layers,
+                    named=stage.named,
+                    devices=stage.devices,
+                    slowdowns=tuple(rates.get(device, 1.0) for device in stage.devices),
+                    shares=tuple(stage.fraction(position) for position in range(len(stage.devices))),
+                    load=float(work[at][s] / busiest),
+                    recompute=stage.recompute,
+                )
+                for s, stage in enumerate(lane.stages)
+            ),
+        )
+        for at, (module, p, number, lane, times) in enumerate(lanes)
+    )
+
+
+def _seconds(cost: ProfileCost, lane: Pipeline, times: Times) -> float:
+    if lane.chunks > 1:
+        return cost.timing.interleaved(times, lane.micro_batches, lane.chunks)
+    return float(cost.timing.seconds(times, lane.micro_batches))
+
+
+def timeline(record: HistoryRecord) -> tuple[views.TimelineLane, ...]:
+    """The predicted schedule of each lane; of those that are alike the first. The slowest come first."""
+    alike: dict[tuple[object, ...], list[tuple[str, int, int, Pipeline, Times]]] = defaultdict(list)
+    for each in times_of(record):
+        _, _, _, lane, times = each
+        key = (
+            lane.micro_batches,
+            lane.chunks,
+            times.forward.tobytes(),
+            times.backward.tobytes(),
+            times.boundary.tobytes(),
+        )
+        alike[key].append(each)
+    cost = cost_of(record.problem, record.plan)
+    found = []
+    for group in alike.values():
+        module, p, number, lane, times = group[0]
+        shown = min(lane.micro_batches, MOST_MICRO_BATCHES)
+        passes = pass_times(times.forward, times.backward, times.boundary, shown, lane.chunks)
+        found.append(
+            views.TimelineLane(
+                module=module,
+                pipeline=p,
+                lane=number,
+                alike=len(group),
+                seconds=_seconds(cost, lane, times),
+                stages=tuple(tuple(views.TimelinePass(**one._asdict()) for one in stage) for stage in passes),
+                shortened=shown < lane.micro_batches,
+            )
+        )
+    return tuple(sorted(found, key=lambda lane: -lane.seconds)[:MOST_LANES])
+
+
+# -- the plan before -----------------------------------------------------------------------------------------
+
+
+def diff(before: HistoryRecord | None, record: HistoryRecord, sent: int | None) -> views.PlanDiff | None:
+    """What changed since the plan before; None where that is not kept, or of another model."""
+    profile = record.problem.profile
+    if before is None or before.problem.profile.layers != profile.layers:
+        return None
+    units = profile.share_units
+    was, now = holders(before.plan, units), holders(record.plan, units)
+    gone = set(before.plan.members) - {device.name for device in record.problem.cluster.devices}
+    sources = [device for device in before.plan.members if device not in gone]
+    lacks = bytes_by_member(profile, before.plan, record.plan, sources)
+    whole = bytes_by_member(profile, None, record.plan)
+    lacking = round(sum(lacks.values()))
+    moving = []
+    for device in sorted({*before.plan.members, *record.plan.members}, key=_by_name):
+        if was.get(device) != now.get(device) or round(lacks.get(device, 0.0)):
+            moving.append(
+                views.Moving(
+                    device=device,
+                    before=_held(was.get(device), units, before.plan, device),
+                    after=_held(now.get(device), units, record.plan, device),
+                    bytes_lacking=round(lacks.get(device, 0.0)),
+                )
+            )
+    return views.PlanDiff(
+        before=before.number,
+        devices=tuple(moving[:MOST_MOVING]),
+        bytes_lacking=lacking,
+        bytes_state=round(sum(whole.values())),
+        bytes_sent=sent,
+        ratio=sent / lacking if sent is not None and lacking else None,
+    )
+
+
+def _held(held: Held | None, units: int, plan: Plan, device: str) -> str:
+    if held is None:
+        return why.use(plan, device)
+    low, high = 100 * held.low / units, 100 * held.high / units
+    part = "" if high - low > 99.99 else f", {low:.4g}-{high:.4g} %"
+    return f"layer{'s' if held.layers > 1 else ''} {spanned(held.spans)}{part}"
+
+
+def _by_name(device: str) -> tuple[str, int]:
+    node, _, index = device.rpartition("/")
+    return node, int(index) if index.isdecimal() else 0
+
+
+_SAVED = re.compile(
+    r"(?P<now>[\d.]+) ms a step now, (?P<new>[\d.]+) ms under the new plan: (?P<saving>-?[\d.]+) s saved in "
+    r"(?P<steps>\d+) steps, (?P<price>[\d.]+) s to move"
+)
+
+
+def policy(record: HistoryRecord) -> views.Policy:
+    """The policy's inequality, from the reason that it gave."""
+    found = _SAVED.search(record.reason)
+    predicted = record.plan.prediction
+    new = predicted.step_seconds if predicted is not None else None
+    if found is None:
+        return views.Policy(
+            current_seconds=None,
+            new_seconds=new,
+            price_seconds=None,
+            steps=None,
+            saving_seconds=None,
+            text=record.reason,
+        )
+    return views.Policy(
+        current_seconds=float(found["now"]) / 1e3,
+        new_seconds=float(found["new"]) / 1e3,
+        price_seconds=float(found["price"]),
+        steps=int(found["steps"]),
+        saving_seconds=float(found["saving"]),
+        text=record.reason,
+    )
+
+
+# -- what goes over links ------------------------------------------------------------------------------------
+
+
+def communications(record: HistoryRecord, spec: JobSpec | None) -> tuple[tuple[views.Communication, ...], str]:
+    """What goes over links in a step, or why that is not listed."""
+    plan, problem = record.plan, record.problem
+    if spec is None:
+        return (), "the leader does not say what the job trains any more"
+    if len(plan.members) > MOST_EXPLAINED:
+        return (), (
+            f"for more than {MOST_EXPLAINED} devices it is not listed here: ask 'elasticd plan --explain' "
+            "with the problem in a file"
+        )
+    tokens = round(problem.profile.tokens / problem.micro_batch * plan.micro_batch)
+    try:
+        found = explain_step(
+            Layouts(spec.model, plan),
+            problem.cluster,
+            tokens=tokens,
+            boundary=problem.profile.bundle_bytes,
+            gradients=spec.numbers.gradients if spec.numbers is not None else None,
+        )
+    except (Invalid, ValueError) as error:
+        return (), f"it cannot be listed: {error}"
+    return tuple(_rows(found.operations)), ""
+
+
+def _rows(operations: Sequence[PlanOperation]) -> Iterator[views.Communication]:
+    """Operations that differ in their devices alone as one row; of each purpose those with the most bytes."""
+    purposes: dict[str, dict[object, list[PlanOperation]]] = {}
+    for each in operations:
+        key = (each.operation, len(each.devices), each.times, each.size, *sorted(each.bytes.items()))
+        purposes.setdefault(each.purpose, {}).setdefault(key, []).append(each)
+    for purpose, groups in purposes.items():
+        rows = sorted(groups.values(), key=lambda alike: -sum(sum(one.bytes.values()) for one in alike))
+        for alike in rows[:MOST_ROWS]:
+            total: dict[str, int] = defaultdict(int)
+            for one in alike:
+                for level, size in one.bytes.items():
+                    total[level] += size
+            yield views.Communication(
+                purpose=purpose,
+                operation=alike[0].operation.replace("_", "-"),
+                groups=len(alike),
+                devices=alike[0].devices,
+                times=alike[0].times,
+                bytes=dict(total),
+                seconds=alike[0].seconds,
+            )
+
+
+# -- the page ------------------------------------------------------------------------------------------------
+
+
+def plan_row(
+    head: PlanHead,
+    *,
+    heard: float,
+    in_force: int | None,
+    proposed: int | None,
+    measured: Mapping[int, tuple[int, float]],
+    told: Sequence[EventRecord],
+) -> views.PlanRow:
+    """A plan in a list; `told` are the events of its job."""
+    number = head.number
+    mine = [event for event in told if event.data.get("number") == number]
+    steps, median = measured.get(number, (0, 0.0))
+    swapped = [event for event in mine if event.kind == "swapped"]
+    pauses = [float(event.data["pause_seconds"]) for event in swapped if "pause_seconds" in event.data]
+    sent = [int(event.data["bytes_sent"]) for event in swapped if "bytes_sent" in event.data]
+    kinds = {event.kind for event in mine}
+    at = next((event.time for event in mine if event.kind == "proposed"), heard)
+    outcome = "unknown"
+    if number == in_force:
+        outcome = "in force"
+    elif number == proposed:
+        outcome = "proposed"
+    elif "aborted" in kinds and "recorded" not in kinds:
+        outcome = "aborted"
+    elif "recorded" in kinds or steps or (in_force is not None and number < in_force):
+        outcome = "replaced"
+    return views.PlanRow(
+        number=number,
+        time=at,
+        reason=head.reason,
+        outcome=outcome,  # type: ignore[arg-type]
+        predicted_seconds=head.predicted,
+        measured_seconds=median if steps >= why.LEAST_STEPS else None,
+        steps=steps,
+        pause_seconds=max(pauses) if pauses else None,
+        bytes_sent=sum(sent) if sent else None,
+    )
+
+
+def plan_view(
+    record: HistoryRecord,
+    before: HistoryRecord | None,
+    row: views.PlanRow,
+    numbers: tuple[int, ...],
+    told: Sequence[EventRecord],
+    steps: Sequence[StepRecord],
+    spec: JobSpec | None,
+) -> views.PlanView:
+    """The page. `told`: events of the job and the cluster, oldest first; `steps`: those around the switch."""
+    listed, missing = communications(record, spec)
+    try:
+        drawn, lanes = boxes(record), timeline(record)
+    except Invalid:  # a profile of another shape than the plan: of another release
+        drawn, lanes = (), ()
+    return views.PlanView(
+        row=row,
+        newest=max(numbers, default=record.number),
+        numbers=numbers,
+        pipelines=drawn,
+        idle=record.plan.idle,
+        carriers=record.plan.carriers,
+        timeline=lanes,
+        timeline_seconds=max((lane.seconds for lane in lanes), default=None),
+        why="\n".join(why.about_plan(record, told, steps)),
+        policy=policy(record),
+        diff=diff(before, record, row.bytes_sent),
+        communications=listed,
+        communications_missing=missing,
+    )

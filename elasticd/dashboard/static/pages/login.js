@@ -1,0 +1,63 @@
+// @ts-check
+/** Who is at the browser: a token is exchanged for a cookie that scripts cannot read. */
+
+import { html, nothing } from "../vendor/lit.js";
+import { Part } from "../element.js";
+import { Refused, asked } from "../source.js";
+
+class LoginPage extends Part {
+  static properties = { error: { state: true }, running: { state: true } };
+
+  constructor() {
+    super();
+    this.error = "";
+    this.running = false;
+  }
+
+  /** @param {SubmitEvent} event */
+  async submit(event) {
+    event.preventDefault();
+    const field = /** @type {HTMLInputElement} */ (this.querySelector("input[name=token]"));
+    this.running = true;
+    this.error = "";
+    try {
+      const viewer = await asked("POST", "/session", {
+        token: field.value.trim(),
+      });
+      field.value = "";
+      this.dispatchEvent(new CustomEvent("signed-in", { detail: viewer, bubbles: true }));
+    } catch (error) {
+      this.error = error instanceof Refused ? error.message : String(error);
+      field.focus();
+    }
+    this.running = false;
+  }
+
+  render() {
+    return html`<section class="panel login" aria-labelledby="login-title">
+      <form @submit=${(/** @type {SubmitEvent} */ event) => this.submit(event)}>
+        <h1 id="login-title" tabindex="-1">Sign in</h1>
+        <p>This cluster asks who you are. Paste a token of a viewer or an operator.</p>
+        <input type="text" name="username" autocomplete="username" value="token" hidden />
+        <label
+          >Token<input
+            type="password"
+            name="token"
+            autocomplete="current-password"
+            required
+            aria-invalid=${this.error ? "true" : "false"}
+            aria-describedby="login-error"
+        /></label>
+        <p id="login-error" class="outcome bad" role="alert">${this.error ? `✕ ${this.error}` : nothing}</p>
+        <div>
+          <button class="primary" ?disabled=${this.running}>Sign in</button>
+        </div>
+        <p class="small muted">
+          It is kept in a cookie that scripts cannot read, and in neither storage nor address.
+        </p>
+      </form>
+    </section>`;
+  }
+}
+
+customElements.define("ed-login", LoginPage);

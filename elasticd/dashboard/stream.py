@@ -1,0 +1,149 @@
+"""Server-sent events to browsers: each has a bounded queue, and begins anew where it lags.
+
+An event is encoded once for all browsers. The last ones are kept, so that a browser whose connection broke goes
+on after the last id that it has (`Last-Event-ID`); the id's first part says which start of the dashboard
+counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+#: Browsers at once, bytes that may wait for one of them, and bytes of events that are kept.
+MOST_BROWSERS, MOST_WAITING, MOST_KEPT = 256, 4 << 20, 8 << 20
+#: Milliseconds after which a browser connects again.
+RETRY = 1000
+
+
+class Browser:
+    """One stream."""
+
+    def __init__(self) -> None:
+        self.lines: deque[bytes] = deque()
+        self.size = 0
+        self.lags = False  # it has lost events
+        self.anew = False  # it gets a hello once it has what waits
+        self.woken = asyncio.Event()
+
+    def put(self, line: bytes) -> None:
+        """Has an event wait; drops all of them where they are too many."""
+        if not self.lags:
+            self.lines.append(line)
+            self.size += len(line)
+            if self.size > MOST_WAITING:
+                self.lag()
+        self.woken.set()
+
+    def lag(self) -> None:
+        """It has to begin anew."""
+        self.lines.clear()
+        self.size, self.lags = 0, True
+        self.woken.set()
+
+    def take(self) -> bytes:
+        """All that waits, as one piece."""
+        found = b"".join(self.lines)
+        self.lines.clear()
+        self.size = 0
+        self.woken.clear()
+        return found
+
+
+class Streams:
+    """All streams. `epoch`: another one with each start of the dashboard."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch, self._sequence = epoch, 0
+        self._browsers: set[Browser] = set()
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_size = 0
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._browsers)
+
+    @property
+    def full(self) -> bool:
+        """Whether there are as many as may be."""
+        return len(self._browsers) >= MOST_BROWSERS
+
+    def tell(self, event: str, value: msgspec.Struct) -> None:
+        """An event for all browsers."""
+        self._sequence += 1
+        line = self._line(event, value, self._sequence)
+        self._kept.append((self._sequence, line))
+        self._kept_size += len(line)
+        while self._kept_size > MOST_KEPT:
+            self._kept_size -= len(self._kept.popleft()[1])
+        for browser in self._browsers:
+            browser.put(line)
+
+    def begin_anew(self) -> None:
+        """All browsers get a hello, after what waits for them: nothing that was kept leads there."""
+        self._kept.clear()
+        self._kept_size = 0
+        self._sequence += 1
+        for browser in self._browsers:
+            browser.anew = True
+            browser.woken.set()
+
+    async def listen(
+        self, last: str, hello: Callable[[], msgspec.Struct], over: Callable[[], bool]
+    ) -> AsyncIterator[bytes]:
+        """Events, until the browser goes, its session is `over`, or the dashboard ends.
+
+        Args:
+            last: the id of the last event that the browser has ("": none).
+            hello: everything, as it is now.
+            over: whether the session has ended; looked at with each event.
+        """
+        browser = Browser()
+        missed = self._after(last)
+        if missed is None:
+            browser.lag()
+        else:
+            for line in missed:
+                browser.put(line)
+        self._browsers.add(browser)
+        try:
+            yield b"retry: %d\n\n" % RETRY
+            while not (self._closed or over()):
+                if browser.lines:
+                    yield browser.take()
+                elif browser.lags or browser.anew:
+                    browser.lags = browser.anew = False
+                    yield self._line("hello", hello(), self._sequence)
+                else:
+                    browser.woken.clear()
+                    await browser.woken.wait()
+        finally:
+            self._browsers.discard(browser)
+
+    def close(self) -> None:
+        """Ends all streams."""
+        self._closed = True
+        for browser in self._browsers:
+            browser.woken.set()
+
+    def _line(self, event: str, value: msgspec.Struct, number: int) -> bytes:
+        # JSON has no line break in it, whatever the texts are.
+        return b"id: %d:%d\nevent: %b\ndata: %b\n\n" % (
+            self._epoch,
+            number,
+            event.encode(),
+            msgspec.json.encode(value),
+        )
+
+    def _after(self, last: str) -> list[bytes] | None:
+        epoch, _, text = last.partition(":")
+        if epoch != str(self._epoch) or not text.isdecimal() or len(text) > 18:
+            return None
+        sequence = int(text)
+        oldest = self._kept[0][0] if self._kept else self._sequence + 1
+        if not oldest - 1 <= sequence <= self._sequence:
+            return None
+        return [line for number, line in self._kept if number > sequence]

@@ -1,0 +1,306 @@
+"""The dashboard's one subscription to whoever leads: kept up over leaders, and written into the history.
+
+A thread reads the leader's live feed. After each hello it first fetches what happened since the last event and
+step that the history has, and only then reads on: so nothing is lost between leaders, and as events have ids
+that grow from leader to leader, nothing is there twice. What it reads is handed on to the event loop in the
+same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from elasticd.backoff import Backoff
+from elasticd.client import Api, CannotReach, StoreAway
+from elasticd.config.tree import ConfigError, DashboardSection
+from elasticd.coordinator import live_types as live
+from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.dashboard.history import HistoryWriter, Sample
+from elasticd.dashboard.known import ClusterNow, expected, take
+
+#: Seconds between attempts to find a leader: doubled from the first to the second.
+AWAY = (0.1, 1.0)
+#: Steps before the last known one that are fetched again: they may have been made again.
+OVERLAP = 2000
+#: Seconds between two rows of a node's health, and of a device's slowdown; how much that must have changed.
+HEALTH_SECONDS, SLOWDOWN_SECONDS, SLOWDOWN_CHANGE = 30.0, 5.0, 0.02
+#: Seconds after which an unchanged slowdown is written again, of a device that is not normal.
+STILL_SECONDS = 60.0
+#: Rows of slowdowns that are written at once: the largest changes.
+MOST_SAMPLES = 256
+#: Seconds between looks at the history's size.
+BOUND_SECONDS = 300.0
+#: Seconds between two complaints about a history that cannot be written.
+COMPLAIN_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What the loop hears: a message with the time of its arrival, or why there is no leader."""
+
+    at: float
+    news: live.AnyNews | None = None
+    lost: str = ""
+    store_away: bool = False  # etcd does not answer, so that nobody can be found
+
+
+class Subscription:
+    """The thread, from `start` to `stop`.
+
+    Args:
+        connect: finds whoever leads. Raises CannotReach.
+        writer: of the history; the subscription's alone from `start` on.
+        tell: hands on to the loop.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], AbstractContextManager[Api]],
+        writer: HistoryWriter,
+        section: DashboardSection,
+        tell: Callable[[Told], None],
+    ) -> None:
+        self._connect, self._writer, self._section, self._tell = connect, writer, section, tell
+        self._cluster = ClusterNow()  # as far as rows of the history need it
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="subscription", daemon=True)
+        self._fetches = ThreadPoolExecutor(1, thread_name_prefix="fetches")
+        self._api: Api | None = None
+        self._events = writer.newest_event()
+        self._plans: dict[str, int] = {}
+        self._health: dict[str, float] = {}
+        self._sampled: dict[str, _Sampled] = {}
+        self._bound_at = 0.0
+        self._broken_at = 0.0
+        self._last_id = ""
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Begins to listen."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends, and closes the history."""
+        self._stopped.set()
+        if (api := self._api) is not None:
+            with suppress(Exception):
+                api.close()
+        self._thread.join(10.0)
+        self._fetches.shutdown(cancel_futures=True)
+        with self._lock:
+            self._writer.close()
+
+    def keep(self, key: str, value: bytes) -> None:
+        """Writes a value, from any thread."""
+        with self._lock:
+            self._writer.put_meta(key, value)
+
+    # -- the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause = Backoff(*AWAY)
+        while not self._stopped.is_set():
+            why, away = "the leader ended", False
+            try:
+                with self._connect() as api:
+                    self._api = api
+                    if self._stopped.is_set():
+                        return
+                    for news in api.live(self._last_id):
+                        if self._stopped.is_set():
+                            return
+                        self._heard(api, news)
+                        pause.reset()
+            except (CannotReach, ConfigError) as error:
+                why, away = str(error), isinstance(error, StoreAway)
+            except Exception as error:
+                if self._stopped.is_set():
+                    return
+                _log.exception("the live feed cannot be followed")
+                why, self._last_id = f"elasticd's dashboard failed on what the leader says: {error!r}", ""
+            finally:
+                self._api = None
+            if self._stopped.is_set():
+                return
+            self._tell(Told(at=time.time(), lost=why, store_away=away))
+            self._stopped.wait(pause.next())
+
+    def _heard(self, api: Api, news: live.AnyNews) -> None:
+        now = time.time()
+        if isinstance(news, live.LiveHello):
+            self._last_id, self._cluster = "", ClusterNow()
+            self._begin(news)
+            self._tell(Told(at=now, news=news))
+            self._fetch_events(api, news.id)
+            return
+        if isinstance(news, live.NodeNews | live.SlowdownNews | live.JobNews | live.JobGone | live.PlanNews):
+            take(self._cluster, news)
+        with self._lock:
+            put = self._tried(api, news, now)
+        if put:
+            self._tell(Told(at=now, news=news))
+        if not isinstance(news, live.Whole) and self._last_id == "":
+            return  # a hello is under way: it cannot be gone on with from the midst
+        self._last_id = news.id
+        if now >= self._bound_at:
+            self._bound_at = now + BOUND_SECONDS
+            with self._lock:
+                oldest = now - self._section.keep_days * 86_400
+                self._writer.bound(oldest, self._section.history_mib << 20)
+
+    def _tried(self, api: Api, news: live.AnyNews, now: float) -> bool:
+        """`_put`, which a full disk must not stop: pages go on to be live, and the history lacks a part."""
+        try:
+            return self._put(api, news, now)
+        except sqlite3.Error as error:
+            if now - self._broken_at >= COMPLAIN_SECONDS:
+                self._broken_at = now
+                _log.error("the history %s cannot be written: %s", self._writer.path, error)
+            return True
+
+    def _begin(self, hello: live.LiveHello) -> None:
+        """A leader whose epoch is lower than one before belongs to another etcd: its ids begin anew."""
+        with self._lock:
+            before = self._writer.meta("epoch")
+            if before is not None and hello.leader.epoch < int(before):
+                _log.warning("the leader's etcd is another one than before: events are counted anew")
+                self._events = 0
+            self._writer.put_meta("epoch", b"%d" % hello.leader.epoch)
+        self._plans.clear()
+
+    def _fetch_events(self, api: Api, number: str) -> None:
+        """What happened since the last event that is known."""
+        for event in api.events(self._events):
+            with self._lock:
+                new = self._writer.put_event(event)
+            self._events = max(self._events, event.id)
+            if new:
+                self._tell(Told(at=time.time(), news=live.EventNews(id=number, event=event)))
+
+    def _put(self, api: Api, news: live.AnyNews, now: float) -> bool:
+        """Whether a message is to be handed on: events and steps that are known are not."""
+        if isinstance(news, live.EventNews):
+            self._events = max(self._events, news.event.id)
+            return self._writer.put_event(news.event)
+        if isinstance(news, live.StepNews):
+            return self._put_step(news.job, news.step)
+        if isinstance(news, live.JobNews):
+            if news.job.job not in self._plans:
+                self._plans[news.job.job] = self._writer.newest_plan(news.job.job)
+                self._fetch_steps(api, news.job.job)
+            self._want_plans(news.job.job, max(news.plan, news.job.proposal or 0))
+        elif isinstance(news, live.PlanNews):
+            self._want_plans(news.job, news.plan.number)
+        elif isinstance(news, live.ProgressNews):
+            with self._writer.together():
+                for rank in news.ranks:
+                    self._writer.put_rank(news.job, news.number, rank)
+        elif isinstance(news, live.HealthNews):
+            if now - self._health.get(news.node, 0.0) >= HEALTH_SECONDS:
+                self._health[news.node] = now
+                self._writer.put_health(news.node, now, news.health)
+        elif isinstance(news, live.MeasuredNews):
+            self._sample(news, now)
+        return True
+
+    def _put_step(self, job: str, step: StepRecord) -> bool:
+        predicted, bound = expected(self._cluster, job, step.plan)
+        return self._writer.put_step(job, step, predicted, bound)
+
+    def _fetch_steps(self, api: Api, job: str) -> None:
+        """Steps that were made since the last one that is known, and those that were made again."""
+        newest = self._writer.newest_step(job)
+        found = api.steps(job, max(-1, newest - OVERLAP)).steps
+        with self._writer.together():
+            for step in found:
+                self._put_step(job, step)
+
+    # -- plans, fetched beside -----------------------------------------------------------------------------
+
+    def _want_plans(self, job: str, number: int) -> None:
+        if number > self._plans.get(job, -1):
+            after, self._plans[job] = self._plans.get(job, -1), number
+            with suppress(RuntimeError):  # it is being stopped
+                self._fetches.submit(self._fetch_plans, job, after)
+
+    def _fetch_plans(self, job: str, after: int) -> None:
+        """Plans above a number, with the problems that they answer. One that is not in the store yet is there
+        soon."""
+        try:
+            with self._connect() as api:
+                found = api.history(job, after)
+        except (CannotReach, ConfigError) as error:
+            _log.debug("plans of job %s cannot be fetched now: %s", job, error)
+            found = ()
+        with self._lock, suppress(Exception), self._writer.together():
+            for record in found:
+                self._writer.put_plan(job, record, time.time())
+        newest = max((record.number for record in found), default=after)
+        if newest < self._plans.get(job, -1) and not self._stopped.wait(1.0):
+            self._plans[job] = newest  # with the job's next message it is asked for again
+
+    # -- slowdowns -----------------------------------------------------------------------------------------
+
+    def _sample(self, news: live.MeasuredNews, now: float) -> None:
+        """Writes slowdowns that changed."""
+        sampled = self._sampled.get(news.job)
+        if sampled is None or sampled.plan != news.plan:
+            sampled = self._sampled[news.job] = _Sampled(news.plan)
+        rows = sampled.rows(news, now)
+        plan = self._cluster.plans.get(news.job)
+        if plan is None or plan.number != news.plan:
+            return
+        members, rates = plan.members, self._cluster.rates
+        with self._writer.together():
+            self._writer.put_samples(
+                Sample(members[rank], now, news.step, measured, rates.get(members[rank], 1.0), evidence)
+                for rank, measured, evidence in rows
+            )
+
+
+class _Sampled:
+    """What was written last of the members of a plan."""
+
+    def __init__(self, plan: int) -> None:
+        self.plan = plan
+        self._at: Any = None
+        self._last: Any = None
+
+    def rows(self, news: live.MeasuredNews, now: float) -> list[tuple[int, float, float | None]]:
+        """Rank, slowdown and evidence of those that changed enough, or were not written for long."""
+        if "slowdown" not in news.columns:
+            return []
+        numbers = np.frombuffer(news.numbers, "<f4").reshape(-1, len(news.columns))
+        measured = numbers[:, news.columns.index("slowdown")].astype(float)
+        evidence = (
+            numbers[:, news.columns.index("evidence")].astype(float)
+            if "evidence" in news.columns
+            else np.full(len(measured), np.nan)
+        )
+        if self._last is None or len(self._last) != len(measured):
+            self._last, self._at = np.ones(len(measured)), np.zeros(len(measured))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            moved = np.abs(np.log(measured / self._last))
+        quiet = now - self._at
+        odd = (np.abs(measured - 1.0) > SLOWDOWN_CHANGE) & (quiet >= STILL_SECONDS)
+        due = ((moved > SLOWDOWN_CHANGE) & (quiet >= SLOWDOWN_SECONDS)) | odd
+        due &= np.isfinite(measured)
+        found = np.flatnonzero(due)
+        if len(found) > MOST_SAMPLES:
+            found = found[np.argsort(-moved[found])[:MOST_SAMPLES]]
+        self._last[found], self._at[found] = measured[found], now
+        return [
+            (int(rank), float(measured[rank]), float(evidence[rank]) if np.isfinite(evidence[rank]) else None)
+            for rank in found
+        ]

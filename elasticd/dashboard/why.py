@@ -1,0 +1,97 @@
+"""Why a plan was made and how it did, in lines: the same in `elasticd why` and on the plan's page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.coordinator.events.event_log import EventRecord, line
+from elasticd.coordinator.events.switch_gain import Gain, StepRecord, gain_of
+from elasticd.records import HistoryRecord
+
+#: Steps of a plan until the median of their times is shown.
+LEAST_STEPS = 3
+
+
+class WhyLine(NamedTuple):
+    """A line: what it is about, with the blanks behind it, and what there is to say."""
+
+    about: str
+    text: str
+
+
+def decided(record: HistoryRecord) -> Iterator[WhyLine]:
+    """What led to a plan."""
+    yield WhyLine("plan ", f"{record.number}  {record.reason}")
+    slow = {device: rate for device, rate in record.problem.rates.items() if rate != 1.0}
+    told = ", ".join(f"{device} takes {rate:.2f}x" for device, rate in sorted(slow.items()))
+    yield WhyLine("measured  ", told or "every device at normal speed")
+
+
+def did(record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]) -> Iterator[WhyLine]:
+    """How a plan did; `steps` are those around the switch to it."""
+    if record.plan.prediction is not None:
+        seconds = seconds_under(record.plan, steps)
+        predicted = record.plan.prediction.step_seconds
+        text = f"{predicted:.3f} s a step"
+        if len(seconds) >= LEAST_STEPS:
+            real = median(seconds)
+            text += f"; measured {real:.3f} s over {len(seconds)} steps ({real / predicted:.2f} of it)"
+        yield WhyLine("predicted ", text)
+    if (gain := gained(record.number, told, steps)) is not None:
+        yield WhyLine("gained    ", gain.words)
+
+
+def events_of(number: int, told: Sequence[EventRecord]) -> list[EventRecord]:
+    """What was told of a plan, and what the script's code raised under it."""
+    return [event for event in told if event.data.get("plan" if event.kind == "raised" else "number") == number]
+
+
+def event_lines(events: Sequence[EventRecord]) -> Iterator[str]:
+    """A line for each, and the traceback of an exception below its own."""
+    for event in events:
+        yield line(event)
+        for each in str(event.data.get("traceback", "")).splitlines():
+            yield f"    {each}"
+
+
+def about_plan(
+    record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]
+) -> Iterator[str]:
+    """All lines of `elasticd why NUMBER` but for its picture."""
+    for each in (*decided(record), *did(record, told, steps)):
+        yield each.about + each.text
+    yield from event_lines([event for event in events_of(record.number, told) if event.kind != "gained"])
+
+
+def seconds_under(made: Plan, steps: Sequence[StepRecord]) -> list[float]:
+    """Of each step under a plan."""
+    return [step.seconds for step in steps if step.plan == made.number]
+
+
+def gained(number: int, told: Sequence[EventRecord], steps: Sequence[StepRecord]) -> Gain | None:
+    """What the switch to a plan gained: as its leader told it once it was measured, or from the steps."""
+    for event in told:
+        if event.kind == "gained" and event.data.get("number") == number:
+            return msgspec.convert({name: event.data.get(name) for name in Gain.__struct_fields__}, Gain)
+    return gain_of(number, steps)
+
+
+def use(made: Plan, name: str) -> str:
+    """What a plan does with a device, in a few words."""
+    if place := made.places.get(name):
+        stage, own = made.stage(place), made.pipeline(place)
+        count = own.micro_batches
+        taken = f"{count} micro-batch{'es' * (count > 1)} a step"
+        if own.packed:
+            taken = f"about {count} row{'s' * (count > 1)} a step of at most {own.packed[0].capacity} tokens"
+        lane = f", lane {place.lane}" if made.pipelines[place.pipeline].rows else ""
+        return (
+            f"pipeline {place.pipeline}{lane}, layers {stage.named}, {stage.shares[place.position]} of "
+            f"{sum(stage.shares)} shares, {taken}"
+        )
+    return "state alone" if name in made.carriers else "idle" if name in made.idle else "no part of it"

@@ -1,0 +1,282 @@
+"""The live feed of a real leader: all that is known, then what changes; free while nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import numpy as np
+import pytest
+
+from elasticd.client import Api, CannotReach
+from elasticd.config.credentials import Credentials
+from elasticd.coordinator import live_feed
+from elasticd.coordinator import live_types as live
+from elasticd.coordinator.api_types import LeaderStatus, Settings
+from elasticd.coordinator.daemon import Coordinator
+from elasticd.machines.job.state.events import CoordinatorNote
+from elasticd.wire.node_health import Health
+from tests.coordinator.agents import agent, coordinating, get, until
+from tests.machines.cast import node_record
+from tests.machines.world import World
+
+
+class Listening:
+    """A client of the feed on a thread of its own."""
+
+    def __init__(self, url: str, after: str = "") -> None:
+        self.heard: list[Any] = []
+        self.error = ""
+        self._api = Api(url, Credentials())
+        self._thread = threading.Thread(target=self._listen, args=(after,), daemon=True)
+        self._thread.start()
+
+    def _listen(self, after: str) -> None:
+        try:
+            for news in self._api.live(after):
+                self.heard.append(news)
+        except CannotReach as error:
+            self.error = str(error)
+        except Exception as error:
+            self.error = repr(error)
+
+    def of(self, kind: type) -> list[Any]:
+        return [news for news in self.heard if isinstance(news, kind)]
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self._api.close()
+
+
+@contextmanager
+def listening(coordinator: Coordinator, after: str = "") -> Iterator[Listening]:
+    client = Listening(coordinator.url, after)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def running(body: Callable[[], Any]) -> None:
+    asyncio.run(body())
+
+
+def test_a_listener_hears_all_that_is_known_and_then_each_event_once() -> None:
+    async def body() -> None:
+        async with coordinating() as coordinator, agent(coordinator, node_record("alpha")):
+            await until(lambda: "alpha" in coordinator.leading.state.nodes, 30.0)
+            with listening(coordinator) as client:
+                await until(lambda: bool(client.of(live.Whole)), 30.0)
+                hello = client.heard[0]
+                assert isinstance(hello, live.LiveHello)
+                assert hello.leader.url == coordinator.url
+                assert [news.node.node for news in client.of(live.NodeNews)] == ["alpha"]
+                assert hello.newest_event == coordinator.leading.journal.newest_id
+                for number in range(3):
+                    coordinator.leading.tell(CoordinatorNote(kind="chaos", text=f"told {number}"))
+                await until(lambda: len(client.of(live.EventNews)) == 3, 30.0)
+                assert [news.event.text for news in client.of(live.EventNews)] == ["told 0", "told 1", "told 2"]
+                ids = [news.id for news in client.heard if not isinstance(news, live.LiveHello)]
+                epoch = coordinator.leading.state.epoch
+                assert all(each.startswith(f"{epoch}:") for each in ids)
+                assert client.of(live.LeaderPulse)
+
+    running(body)
+
+
+def test_a_change_of_a_node_is_told_and_its_health_apart() -> None:
+    async def body() -> None:
+        async with coordinating() as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            await until(lambda: "alpha" in coordinator.leading.state.nodes, 30.0)
+            with listening(coordinator) as client:
+                await until(lambda: bool(client.of(live.Whole)), 30.0)
+                before = len(client.of(live.NodeNews))
+                await alpha.tell(Health(stolen=0.25))
+                await until(lambda: bool(client.of(live.HealthNews)), 30.0)
+                assert client.of(live.HealthNews)[-1].health.stolen == 0.25
+                assert len(client.of(live.NodeNews)) == before, "its record has not changed"
+                coordinator.leading.pace("alpha/0", 3.0)
+                await until(lambda: len(client.of(live.NodeNews)) > before, 30.0)
+                assert client.of(live.NodeNews)[-1].node.devices[0].pace == 3.0
+
+    running(body)
+
+
+def known_of(world: World) -> live_feed.FeedSource:
+    return live_feed.FeedSource(
+        state=world.state,
+        cluster="test",
+        leader=LeaderStatus(name="c", url="http://c", epoch=1),
+        settings=Settings(values={}, changed={}, history=()),
+        times={},
+        restarts=(),
+        newest_event=0,
+        store_away=False,
+        chaos=True,
+        at=world.now,
+        now=1.0,
+    )
+
+
+def running_world() -> World:
+    world = World(("alpha", "beta"), memory=60_000_000)
+    world.start()
+    world.settle()
+    world.train(3)
+    return world
+
+
+def test_nothing_is_noted_or_made_while_nobody_listens() -> None:
+    async def body() -> None:
+        made: list[object] = []
+        with patch.object(live_feed, "_made", lambda *given: made.append(given) or ([], 0.0)):
+            async with coordinating() as coordinator:
+                feed = coordinator.leading.feed
+                assert not feed
+                coordinator.leading.tell(CoordinatorNote(kind="chaos", text="told"))
+                await asyncio.sleep(3 * live_feed.ROUND)
+                assert not made
+                assert not feed._noted.events
+
+    running(body)
+
+
+def test_the_last_listener_that_goes_ends_the_work() -> None:
+    async def body() -> None:
+        async with coordinating() as coordinator:
+            feed = coordinator.leading.feed
+            with listening(coordinator) as client:
+                await until(lambda: bool(client.of(live.Whole)), 30.0)
+                assert feed
+            await until(lambda: not feed, 30.0)
+            with listening(coordinator) as client:
+                await until(lambda: bool(client.of(live.Whole)), 30.0)
+
+    running(body)
+
+
+def test_who_comes_back_goes_on_after_the_last_id_and_hears_no_hello() -> None:
+    async def body() -> None:
+        async with coordinating() as coordinator:
+            with listening(coordinator) as stays, listening(coordinator) as goes:
+                await until(lambda: bool(stays.of(live.Whole) and goes.of(live.LeaderPulse)), 30.0)
+                last = goes.heard[-1].id
+                goes.close()
+                coordinator.leading.tell(CoordinatorNote(kind="chaos", text="meanwhile"))
+                await until(lambda: bool(stays.of(live.EventNews)), 30.0)
+                with listening(coordinator, last) as back:
+                    await until(lambda: bool(back.of(live.EventNews)), 30.0)
+                    assert not back.of(live.LiveHello)
+                with listening(coordinator, "1:5") as stranger:
+                    await until(lambda: bool(stranger.heard), 30.0)
+                    assert isinstance(stranger.heard[0], live.LiveHello), "that id is another leader's"
+
+    running(body)
+
+
+def test_a_listener_that_lags_begins_anew_and_its_queue_is_bounded() -> None:
+    listener = live_feed._Listener()
+    line = b"x" * 1000
+    for _ in range(100_000):
+        listener.put([line])
+        assert listener.size <= live_feed.MOST_WAITING
+    assert listener.lags
+    assert not listener.lines
+
+
+def test_a_lagging_listener_gets_a_hello() -> None:
+    async def body() -> None:
+        async with coordinating() as coordinator:
+            feed = coordinator.leading.feed
+            with listening(coordinator) as client:
+                await until(lambda: len(client.of(live.Whole)) == 1, 30.0)
+                for listener in feed._listeners:
+                    listener.lag()
+                await until(lambda: len(client.of(live.Whole)) == 2, 30.0)
+                coordinator.leading.tell(CoordinatorNote(kind="chaos", text="after"))
+                await until(lambda: bool(client.of(live.EventNews)), 30.0)
+
+    running(body)
+
+
+def test_only_so_many_may_listen() -> None:
+    async def body() -> None:
+        async with coordinating() as coordinator:
+            with patch.object(live_feed, "MOST_LISTENERS", 1), listening(coordinator) as first:
+                await until(lambda: bool(first.of(live.Whole)), 30.0)
+                status, answer = await get(coordinator, "/v1/live")
+                assert status == 503
+                assert "elasticd dashboard" in answer["error"]
+
+    running(body)
+
+
+def test_a_defect_in_a_round_costs_a_hello_and_not_the_leader() -> None:
+    async def body() -> None:
+        made = live_feed._made
+        broken = [True]
+
+        def once(*given: Any) -> Any:
+            if broken:
+                broken.clear()
+                raise RuntimeError("a defect")
+            return made(*given)
+
+        async with coordinating() as coordinator:
+            with patch.object(live_feed, "_made", once), listening(coordinator) as client:
+                await until(lambda: bool(client.of(live.LeaderPulse)) and not broken, 30.0)
+                coordinator.leading.tell(CoordinatorNote(kind="chaos", text="after"))
+                await until(lambda: bool(client.of(live.EventNews)), 30.0)
+            assert not coordinator.ready()
+
+    running(body)
+
+
+def test_what_members_measured_is_in_columns_in_rank_order() -> None:
+    world = running_world()
+    job, plan = world.job, world.plan()
+    assert plan is not None
+    silent = plan.members[1]
+    found = {name: world.report(plan, name).measurement for name in plan.members if name != silent}
+    news = live_feed._measurements(job, plan, found, lambda: "1:1")
+    assert news is not None
+    table = np.frombuffer(news.numbers, "<f4").reshape(len(plan.members), len(news.columns))
+    assert np.isnan(table[1, : len(live.MEASURED)]).all()
+    others = np.delete(table, 1, axis=0)
+    for name in live.MEASURED:
+        expected = [getattr(each, name) for each in found.values()]
+        assert others[:, news.columns.index(name)] == pytest.approx(expected)
+    assert news.step == max(each.step for each in found.values())
+    assert table[:, news.columns.index("slowdown")] == pytest.approx(1.0, abs=0.2)
+    assert sum(news.lengths.values()) > 0
+
+
+def test_rounds_tell_plans_members_and_slowdowns_of_a_job() -> None:
+    world = running_world()
+    told, number = live_feed._Told(), iter(range(1000))
+    known = known_of(world)
+    first = list(live_feed._changes(known, told, lambda: f"1:{next(number)}"))
+    (job,) = [news for news in first if isinstance(news, live.JobNews)]
+    assert job.job.phase == "running"
+    (plan,) = [news for news in first if isinstance(news, live.PlanNews)]
+    assert plan.plan == world.plan()
+    (members,) = [news for news in first if isinstance(news, live.MembersNews)]
+    assert {member.device for member in members.members} == set(world.workers)
+    assert not list(live_feed._changes(known, told, lambda: "")), "nothing has changed"
+    world.rates["alpha/0"] = 3.0
+    world.train(6)
+    later = list(live_feed._changes(known_of(world), told, lambda: f"1:{next(number)}"))
+    (slow,) = [news for news in later if isinstance(news, live.SlowdownNews)]
+    assert slow.rates["alpha/0"] > 2
+    assert not [news for news in later if isinstance(news, live.MembersNews)]
+
+
+def test_messages_are_read_back_as_they_were() -> None:
+    settings = msgspec.json.Decoder(live.AnyNews)
+    pulse = live.LeaderPulse(id="1:2", at=1.5, store_away=False, paused=True)
+    assert settings.decode(msgspec.json.encode(pulse)) == pulse

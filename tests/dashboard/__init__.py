@@ -1,0 +1,1 @@
+"""Tests of the dashboard: its server here, its pages in a browser in `browser`."""

@@ -1,0 +1,172 @@
+"""The dashboard's history: each event once, rolled-back steps gone, its size bounded, broken files aside."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticd.config.tree import ConfigError
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.job_times import JobClock
+from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.coordinator.live_types import RankNews
+from elasticd.dashboard.event_page import grouped
+from elasticd.dashboard.history import EventQuery, HistoryReader, HistoryWriter, Sample, opened
+from elasticd.wire.node_health import Health
+
+
+def event(id_: int, kind: str = "chaos", *, at: float = 0.0, job: str = "", **data: object) -> EventRecord:
+    return EventRecord(id=id_, time=at or float(id_), kind=kind, job=job, text=f"event {id_}", data=dict(data))
+
+
+def step(index: int, at: float, *, plan: int = 1, seconds: float = 1.0) -> StepRecord:
+    return StepRecord(step=index, plan=plan, loss=1.0, tokens=10, seconds=seconds, time=at)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[HistoryWriter]:
+    found = opened(tmp_path / "history.db")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def reader(writer: HistoryWriter) -> Iterator[HistoryReader]:
+    found = HistoryReader(writer.path)
+    yield found
+    found.close()
+
+
+def test_an_event_that_comes_twice_is_kept_once(writer: HistoryWriter, reader: HistoryReader) -> None:
+    assert writer.put_event(event(1))
+    assert not writer.put_event(event(1))
+    assert writer.put_event(event(2, node="alpha", device="alpha/1"))
+    assert [found.id for found in reader.events(EventQuery())] == [2, 1]
+    assert [found.id for found in reader.events(EventQuery(device="alpha/1"))] == [2]
+    assert writer.newest_event() == 2
+
+
+def test_steps_that_are_made_again_take_the_place_of_the_earlier(
+    writer: HistoryWriter, reader: HistoryReader
+) -> None:
+    for index in range(10):
+        assert writer.put_step("j", step(index, 100.0 + index))
+    for index in range(6, 8):  # rolled back to step 6
+        assert writer.put_step("j", step(index, 200.0 + index, plan=2))
+    assert not writer.put_step("j", step(7, 207.0, plan=2)), "fetched again"
+    assert not writer.put_step("j", step(5, 105.0)), "fetched again"
+    rows, every = reader.steps("j")
+    assert every == 1
+    assert [(row.step, row.plan) for row in rows] == [*((i, 1) for i in range(6)), (6, 2), (7, 2)]
+    assert reader.seconds_by_plan("j") == {1: (6, 1.0), 2: (2, 1.0)}
+
+
+def test_many_steps_are_thinned_to_what_a_chart_shows(writer: HistoryWriter, reader: HistoryReader) -> None:
+    with writer.together():
+        for index in range(1000):
+            writer.put_step("j", step(index, float(index)))
+    rows, every = reader.steps("j", most=100)
+    assert every == 10
+    assert [row.step for row in rows] == list(range(0, 1000, 10))
+    rows, every = reader.steps("j", since=990)
+    assert [row.step for row in rows] == list(range(991, 1000))
+
+
+def test_old_rows_go_and_a_file_that_is_too_large_loses_measurements_before_events(
+    writer: HistoryWriter, reader: HistoryReader
+) -> None:
+    with writer.together():
+        for number in range(1, 3001):
+            writer.put_event(event(number, at=1000.0 + number, job="j"))
+        writer.put_samples(Sample(f"n/{i % 8}", 1000.0 + i, i, 1.5, 1.0, None) for i in range(20_000))
+        for number in range(200):
+            writer.put_health("n", 1000.0 + number, Health(stolen=0.5))
+    before = writer.size
+    writer.bound(oldest=1500.0, most_bytes=1 << 30)
+    assert len(reader.events(EventQuery(limit=10_000))) == 2501
+    writer.bound(oldest=0.0, most_bytes=writer.size // 2)
+    assert writer.size < before / 2
+    assert len(reader.events(EventQuery(limit=10_000))) == 2501, "measurements go first"
+
+
+def test_a_file_that_is_no_history_is_put_aside_and_one_in_use_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    path.write_bytes(b"no database, but a text that is long enough to be taken for one" * 100)
+    writer = opened(path)
+    writer.put_event(event(1))
+    assert len(list(tmp_path.glob("history.db.2*"))) == 1
+    with pytest.raises(ConfigError, match="another dashboard keeps its history"):
+        opened(path)
+    writer.close()
+    with sqlite3.connect(path) as other:
+        other.execute("PRAGMA user_version = 99")
+    opened(path).close()
+    with pytest.raises(ConfigError, match="set history in section"):
+        opened(tmp_path / "history.db" / "below")
+
+
+def test_what_ranks_said_is_kept_by_switch(writer: HistoryWriter, reader: HistoryReader) -> None:
+    for number in (3, 4):
+        for what, at in (("prepared", 1.0), ("swapped", 2.0)):
+            writer.put_rank("j", number, RankNews(device="a/0", at=at + number, what=what, pause=0.5))
+    assert reader.newest_switch("j") == 4
+    assert [rank.what for rank in reader.ranks("j", 3)] == ["prepared", "swapped"]
+    assert reader.newest_switch("other") == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.floats(0.01, 5.0), st.floats(0.0, 3.0)), max_size=60))
+def test_every_second_of_a_jobs_wall_time_is_productive_or_lost(steps: list[tuple[int, float, float]]) -> None:
+    clock, now = JobClock(), 1000.0
+    for index, seconds, gap in steps:
+        now += seconds + gap
+        clock.step(step(index, now, seconds=seconds))
+    found = clock.time
+    if not steps:
+        assert found is None
+        return
+    assert found is not None
+    assert found.productive + sum(found.lost.values()) == pytest.approx(found.wall(), abs=1e-6)
+    assert found.repeated + found.steps == len(steps)
+    ettr, goodput = found.ettr(), found.goodput()
+    assert ettr is not None
+    assert 0 <= ettr <= 1
+    assert goodput is None or goodput <= ettr + 1e-9
+
+
+def test_a_loss_has_the_cause_that_was_told_before_the_next_step() -> None:
+    clock = JobClock()
+    clock.step(step(0, 1.0))
+    clock.event("worker_lost", {})
+    clock.event("recorded", {})
+    clock.step(step(1, 12.0))
+    clock.event("recorded", {})
+    clock.step(step(2, 15.0))
+    clock.step(step(3, 16.5))
+    found = clock.time
+    assert found is not None
+    assert found.lost == {"recovery": 10.0, "switch": 2.0, "between steps": 0.5}
+
+
+def test_groups_lead_from_the_cause_to_the_plan_and_take_each_event_once() -> None:
+    told = [
+        event(1, "slow", job="j", device="a/1"),
+        event(2, "planning", job="j"),
+        event(3, "proposed", job="j", number=5),
+        event(4, "slow", job="other", device="b/0"),
+        event(5, "recorded", job="j", number=5),
+        event(6, "fenced", job="j"),
+        event(7, "proposed", job="j", number=6),
+        event(8, "aborted", job="j", number=6),
+        event(9, "gained", job="j", number=5),
+    ]
+    groups = grouped(told)
+    assert [group.plan for group in groups] == [6, 5]
+    assert [each.id for each in groups[1].events] == [1, 2, 3, 5, 9]
+    assert [each.id for each in groups[0].events] == [6, 7, 8]
+    assert "given up" in groups[0].title
+    assert groups[1].durations["recorded"] == 2.0

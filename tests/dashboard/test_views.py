@@ -1,0 +1,289 @@
+"""What pages show of each state, from messages of a leader that are made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.detection.slowness_history import Slowness, SlownessKind
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
+
+from elasticd.coordinator import live_types as live
+from elasticd.coordinator.api_types import (
+    DeviceStatus,
+    JobStatus,
+    LeaderStatus,
+    LinkStatus,
+    NodeStatus,
+    Pace,
+    RestartStatus,
+)
+from elasticd.dashboard import views
+from elasticd.dashboard.act_page import ACTS, ActFields, Unusable, request
+from elasticd.dashboard.board import Board
+from elasticd.dashboard.job_page import job_view
+from elasticd.dashboard.stream import Streams
+from elasticd.dashboard.subscription import Told
+from elasticd.dashboard.switch_page import switch_view
+from elasticd.wire.main_thread import Halted
+from elasticd.wire.node_health import DeviceHealth, Health
+
+NOW = 1000.0
+JOB = "<b>job</b>"
+VIEWER = views.Viewer(signed_in=True, asks=False, role="operator")
+PLAN = Plan(
+    number=3,
+    strategies=(
+        Strategy(
+            modules=(
+                ModulePlan(
+                    module="model",
+                    pipelines=(
+                        Pipeline(
+                            stages=(
+                                Stage(start=0, stop=2, devices=("a/0", "a/1"), shares=(1, 1)),
+                                Stage(start=2, stop=4, devices=("b/0",), shares=(1,)),
+                            ),
+                            micro_batches=4,
+                        ),
+                    ),
+                ),
+            )
+        ),
+    ),
+    micro_batch=1,
+    global_batch=4,
+    state=StatePolicy(zero=1, replicas=1),
+    carriers=("c/0",),
+    idle=("b/1",),
+)
+
+
+def node(name: str, devices: int = 2, **fields: Any) -> NodeStatus:
+    made = tuple(DeviceStatus(name=f"{name}/{i}", memory=1 << 30, rate=1.0, pace=1.0) for i in range(devices))
+    values: dict[str, Any] = {"connected": True, "address": "10.0.0.1", "emulated": False, "devices": made}
+    return NodeStatus(node=name, **{**values, **fields})
+
+
+def job(**fields: Any) -> JobStatus:
+    values: dict[str, Any] = {
+        "job": JOB,
+        "phase": "running",
+        "reason": "",
+        "plan": None,
+        "proposal": None,
+        "step": 9,
+        "loss": 1.5,
+        "tokens_per_second": 100.0,
+        "members": (),
+    }
+    return JobStatus(**{**values, **fields})
+
+
+def board(*news: Any) -> Board:
+    """One that has heard a hello, these messages, and their end."""
+    found = Board(Streams(1))
+    hello = live.LiveHello(
+        id="1:0",
+        cluster="test",
+        leader=LeaderStatus(name="c", url="http://c", epoch=1),
+        release="",
+        at=NOW,
+        chaos=True,
+        newest_event=0,
+        detect=DetectSettings(),
+    )
+    for each in (hello, *news, live.Whole(id="1:0")):
+        found.hear(Told(at=NOW, news=each))
+    return found
+
+
+def known() -> Board:
+    return board(
+        live.NodeNews(id="1:0", node=node("a", members=2)),
+        live.NodeNews(id="1:0", node=node("b", members=1)),
+        live.NodeNews(id="1:0", node=node("c", devices=1, members=1)),
+        live.NodeNews(id="1:0", node=node("d", draining=True)),
+        live.NodeNews(id="1:0", node=node("e", connected=False)),
+        live.NodeNews(id="1:0", node=node("f")),
+        live.JobNews(id="1:0", job=job(), plan=3, over=False),
+        live.PlanNews(id="1:0", job=JOB, plan=PLAN, proposed=False),
+    )
+
+
+def cells(found: Board) -> dict[str, views.DeviceCell]:
+    return {cell.name: cell for row in found.hello(VIEWER).nodes for cell in row.devices}
+
+
+def test_each_state_of_a_device_has_its_word() -> None:
+    found = known()
+    slow = {"a/0": Slowness(kind=SlownessKind.PERSISTENT, reason="slow for 300 steps now")}
+    found.hear(Told(at=NOW, news=live.SlowdownNews(id="1:1", rates={"a/0": 2.5}, slowness=slow)))
+    halted = Halted(job=JOB, device="a/1", incarnation="i", place="loss.py:3", step=8, seconds=20.0, stack="s")
+    waits = msgspec.structs.replace(halted, device="b/0", waits=True)
+    halts = {"a/1": halted, "b/0": waits}
+    found.hear(Told(at=NOW, news=live.HaltNews(id="1:2", job=JOB, halts=halts)))
+    found.look(NOW)
+    words = {name: cell.state for name, cell in cells(found).items()}
+    assert words == {
+        "a/0": "slow",
+        "a/1": "hung",
+        "b/0": "healthy",
+        "b/1": "standby",
+        "c/0": "state",
+        "d/0": "drained",
+        "d/1": "drained",
+        "e/0": "unreachable",
+        "e/1": "unreachable",
+        "f/0": "unused",
+        "f/1": "unused",
+    }
+    view = found.hello(VIEWER)
+    assert [(row.name, row.state) for row in view.abnormal] == [
+        *(("a/1", "hung"), ("e", "unreachable"), ("a/0", "slow"), ("d", "drained")),
+    ]
+    assert view.abnormal[2].why == "persistent: slow for 300 steps now"
+    assert view.abnormal[0].why == "loss.py:3"
+    assert cells(found)["a/1"].place == (0, 0, 0, 0, 1)
+    assert sum(view.counts.values()) == 11
+
+
+def test_a_node_that_drains_is_draining_while_plans_use_it() -> None:
+    found = known()
+    found.hear(Told(at=NOW, news=live.NodeNews(id="1:1", node=node("a", members=2, draining=True))))
+    found.look(NOW)
+    assert cells(found)["a/0"].state == "draining"
+    (row,) = [row for row in found.hello(VIEWER).abnormal if row.name == "a"]
+    assert (row.state, row.why) == ("draining", "plans still use 2 of its devices")
+
+
+def test_a_device_that_is_hot_is_suspect_before_it_is_slow() -> None:
+    found = known()
+    health = Health(devices=(DeviceHealth(name="a/0", temperature=95.0, xids=(79,)),))
+    found.hear(Told(at=NOW, news=live.HealthNews(id="1:1", node="a", health=health)))
+    (row,) = [row for row in found.hello(VIEWER).abnormal if row.name == "a/0"]
+    assert row.state == "suspect"
+    assert "it is at 95 °C" in row.why
+    assert "XID 79" in row.why
+
+
+def test_jobs_that_stop_or_wait_are_not_normal_and_names_are_text() -> None:
+    found = known()
+    stopped = job(phase="stopped", reason="nothing is left of layer 3")
+    found.hear(Told(at=NOW, news=live.JobNews(id="1:1", job=stopped, plan=3, over=True)))
+    found.look(NOW)
+    view = found.hello(VIEWER)
+    assert view.abnormal[0].name == JOB
+    assert view.abnormal[0].why == "nothing is left of layer 3"
+    assert view.jobs[0].sentence == "has stopped: nothing is left of layer 3"
+    assert cells(found)["a/0"].state == "unused", "a job that is over has no devices"
+
+
+def test_a_job_in_restart_mode_has_a_row_and_a_page() -> None:
+    found = known()
+    restarting = RestartStatus(
+        job="ddp",
+        round=2,
+        step=5,
+        step_seconds=0.5,
+        silent_seconds=60.0,
+        devices={"f/0": Pace(seconds=0.4, ratio=1.0)},
+        out={"torchrun-3": "its node is slow"},
+    )
+    found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(restarting,))))
+    row = found.hello(VIEWER).jobs[-1]
+    assert (row.job, row.phase) == ("ddp", "restart mode")
+    assert "silent for 60 s" in row.sentence
+    page = job_view(found.known, "ddp", (), NOW)
+    assert page.restart is not None
+    assert page.restart["out"] == {"torchrun-3": "its node is slow"}
+
+
+def test_slow_links_are_listed_and_others_are_not() -> None:
+    found = known()
+    links = (
+        LinkStatus(link="a - b", bandwidth=1e9, latency=1e-4, rate=1.0),
+        LinkStatus(link="a - c", bandwidth=1e8, latency=1e-4, rate=4.0),
+    )
+    found.hear(Told(at=NOW, news=live.LinksNews(id="1:1", links=links)))
+    view = found.hello(VIEWER)
+    assert [link.link for link in view.links] == ["a - c"]
+    assert ("link", "a - c") in [(row.what, row.name) for row in view.abnormal]
+
+
+def test_half_a_hello_is_never_shown_and_a_lost_leader_leaves_what_was_known() -> None:
+    found = known()
+    before = found.hello(VIEWER)
+    hello = live.LiveHello(
+        id="2:0",
+        cluster="test",
+        leader=LeaderStatus(name="d", url="http://d", epoch=2),
+        release="",
+        at=NOW,
+        chaos=False,
+        newest_event=0,
+        detect=DetectSettings(),
+    )
+    found.hear(Told(at=NOW, news=hello))
+    found.hear(Told(at=NOW, news=live.NodeNews(id="2:0", node=node("z"))))
+    assert found.hello(VIEWER).nodes == before.nodes
+    found.hear(Told(at=NOW + 5, lost="it is gone"))
+    shown = found.hello(VIEWER)
+    assert shown.nodes == before.nodes
+    assert shown.leader.trouble == "it is gone"
+    assert shown.leader.since == NOW + 5
+    found.hear(Told(at=NOW + 6, news=hello))
+    found.hear(Told(at=NOW + 6, news=live.Whole(id="2:0")))
+    assert found.hello(VIEWER).nodes == ()
+    assert found.hello(VIEWER).leader.name == "d"
+
+
+def test_only_cells_that_changed_are_told() -> None:
+    found = known()
+    found.look(NOW)
+    told: list[tuple[str, Any]] = []
+    found.streams.tell = lambda event, value: told.append((event, value))  # type: ignore[method-assign]
+    found.look(NOW + 1)
+    assert [event for event, _ in told] == ["leader"]
+    found.hear(Told(at=NOW, news=live.SlowdownNews(id="1:1", rates={"a/0": 2.5}, slowness={})))
+    found.look(NOW + 2)
+    (devices,) = [value for event, value in told if event == "devices"]
+    assert [cell.name for cell in devices.devices] == ["a/0"]
+    assert devices.nodes == ()
+    assert devices.abnormal is not None
+
+
+def test_a_switch_says_whom_it_waits_for() -> None:
+    said = [live.RankNews(device="a/0", at=11.0, what="prepared")]
+    view = switch_view(JOB, 3, PLAN, None, said, ())
+    assert view.phase == "preparing"
+    assert "it waits for a/1" in view.sentence
+    assert len(view.ranks) == len(PLAN.members)
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_each_act_has_its_command_line_and_refuses_what_it_lacks(name: str) -> None:
+    act = ACTS[name]
+    fields = {
+        "node": "alpha one",
+        "device": "alpha/1",
+        "job": "my job",
+        "key": "detect.slow",
+        "value": 1.3,
+        "factor": 3.0,
+        "seconds": 5.0,
+    }
+    given = {field: fields[field] for field in act.fields if field in fields}
+    if act.confirm:
+        with pytest.raises(Unusable, match="confirm"):
+            request(name, ActFields(**given), "x")
+        given["confirm"] = given[act.confirm]
+    made = request(name, ActFields(**given), "x")
+    assert made.command.startswith("elasticd ")
+    assert " ".join(made.command.split()[:2]) == " ".join(act.command.split()[:2])
+    assert " " not in made.path
+    if act.fields:
+        with pytest.raises(Unusable):
+            request(name, ActFields(), "x")
