@@ -35,10 +35,12 @@ class NotElementWise(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """One box of an item: its planes by name, each of the box's shape."""
+    """One box of an item: its planes by name, each of the box's shape. aside: they lie in host memory for a
+    while, and are to be copied also where the box does not change."""
 
     box: Box
     planes: Mapping[str, torch.Tensor]
+    aside: bool = False
 
     def __post_init__(self) -> None:
         for name, plane in self.planes.items():
@@ -105,7 +107,11 @@ def trimmed(state: LocalState, boxes: Mapping[Item, Sequence[Box]]) -> LocalStat
             tensor = state.tensors[item]
             shards = [(box, tensor.around(box)) for box in wanted]
             parts = tuple(
-                Shard(box=box, planes={name: around.part(name, box) for name in around.planes})
+                Shard(
+                    box=box,
+                    planes={name: around.part(name, box) for name in around.planes},
+                    aside=around.aside,
+                )
                 for box, around in shards
             )
             tensors[item] = LocalTensor(shards=parts, scalars=tensor.scalars)

@@ -124,9 +124,7 @@ class TargetBuffers:
     def _plan(self, item: Item, box: Box, described: TensorSchema) -> _New:
         olds = self._old.get(item, ())
         for old in olds:
-            if old.shard.box == box and all(
-                plane.device == self._device for plane in old.shard.planes.values()
-            ):
+            if old.shard.box == box and not old.shard.aside:
                 old.kept = True
                 return _New(item=item, box=box, described=described, from_old=[], shard=old.shard)
         common = [(old, part) for old in olds if (part := old.shard.box.overlap(box)) is not None]

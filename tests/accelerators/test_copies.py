@@ -272,13 +272,17 @@ def test_state_set_aside_makes_room_on_the_device_and_comes_back() -> None:
     old = LocalState(tensors={ITEM: LocalTensor(shards=(Shard(box=box, planes={"m": values}),))})
     with pytest.raises(torch.OutOfMemoryError):
         torch.zeros(1 << 18, device="vgpu")
-    aside = SetAside(old, {}, accelerator)
+    aside = SetAside(old, accelerator)
+    torch.empty(1, pin_memory=True)  # until some was made torch says of all memory that it is not pinned
+    aside.lend({})
     here = aside.state.tensors[ITEM].shards[0].planes["m"]
     assert here.is_pinned()
     assert torch.equal(here, torch.arange(1.0 * (1 << 18)))
     new = here.to("vgpu")  # what the new plan has here
     with pytest.raises(torch.OutOfMemoryError):
         aside.back()
+    assert torch.equal(here, torch.arange(1.0 * (1 << 18))), "nothing is lost by that"
+    assert values.untyped_storage().nbytes() == 0
     del new
     aside.back()
     assert torch.equal(values.cpu(), torch.arange(1.0 * (1 << 18)))

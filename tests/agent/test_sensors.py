@@ -10,7 +10,7 @@ from typing import Any
 import pynvml
 import pytest
 from elasticd_agent.hardware.nvml import REASONS, Nvml, opened
-from elasticd_agent.hardware.sensors import Sensors
+from elasticd_agent.hardware.sensors import Sensors, _allowed
 
 from elasticd.wire.node_health import DeviceHealth, Health, causes
 
@@ -173,3 +173,19 @@ def test_causes_are_told_in_words_and_none_is_invented() -> None:
         "work on its node waits for disks 50% of the time",
     )
     assert causes(Health(devices=(hot,)), "a/1") == ()
+
+
+def test_a_containers_limit_counts_for_the_memory_that_is_free(tmp_path: Path) -> None:
+    own = tmp_path / "self"
+    own.write_text("1:name=systemd:/else\n0::/pod/agent\n")
+    groups = tmp_path / "groups"
+    for name, most, held in (("pod/agent", "max", 10), ("pod", "1000", 700), ("", "900000", 1000)):
+        folder = groups / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text(f"{held}\n")
+        (folder / "memory.stat").write_text("anon 5\ninactive_file 100\nactive_file 7\n")
+    assert list(_allowed(groups, own)) == [400, 899_100]
+    assert list(_allowed(groups, tmp_path / "none")) == []
+    (groups / "pod" / "memory.stat").unlink()
+    assert list(_allowed(groups, own)) == [899_100]

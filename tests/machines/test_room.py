@@ -17,7 +17,7 @@ from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.node_health import Health
-from elasticd.wire.worker import Hello, PeersLost, StateReport, WorkerDevice
+from elasticd.wire.worker import Hello, PeersLost, StateReport, StayedOnPlan, WorkerDevice
 from tests.machines.cast import FakeWorker, model
 from tests.machines.vaulted import Vaulted
 
@@ -176,6 +176,27 @@ def test_where_its_node_has_memory_a_device_sets_the_old_copy_aside(
     told = next(n.text for n in world.notes if n.kind == "proposed" and n.data["number"] == moved.number)
     assert told.endswith("what changes of the old copy goes to the host's memory meanwhile")
     assert world.job.number >= moved.number
+
+
+def test_where_a_host_refused_the_next_switch_does_without() -> None:
+    world = OnDevices("cuda:0", 1 << 30)
+    world.start()
+    world.settle()
+    world.train(1)
+    world.deaf = {*world.workers}
+    world.rates = {"alpha/0": 3.0}
+    while not any(p.aside for p in world.proposals):
+        world.train(1)
+    moved = next(p for p in world.proposals if p.aside)
+    assert world.phase is JobPhase.PROPOSED
+    worker = world.workers[moved.aside[0]]
+    world.outcome(worker, StayedOnPlan(number=moved.number, step=world.steps, reason="the host has no memory"))
+    world.settle()
+    assert world.job.no_aside
+    world.deaf = set()
+    world.train(40)
+    assert {p.number for p in world.proposals if p.aside} == {moved.number}
+    assert any("it could move in place" in note.text for note in world.notes if note.kind == "refused")
 
 
 def test_a_move_in_place_that_fails_is_recovered_from_by_the_snapshots() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from elasticd.wire.node_health import DeviceHealth, Health
 
 #: Where Linux tells how long work waited ("pressure stall information").
 PRESSURE = Path("/proc/pressure")
+#: Where Linux has control groups (version 2), and where it says which one this process is in.
+CONTROL_GROUPS, CONTROL_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 class Sensors:
@@ -37,7 +39,9 @@ class Sensors:
         return Health(
             stolen=steal / 100 if steal is not None else None,
             pressure=_pressures(self._pressure),
-            memory_available=int(psutil.virtual_memory().available),
+            memory_available=min(
+                [int(psutil.virtual_memory().available), *_allowed(CONTROL_GROUPS, CONTROL_GROUP)]
+            ),
             disk=_rates(before[1], disk, seconds) if before is not None else None,
             network=_rates(before[2], network, seconds) if before is not None else None,
             devices=self._devices(),
@@ -58,6 +62,24 @@ def _counted(counters: Callable[[], Any], into: str, out: str) -> tuple[int, int
         found = counters()
         return (getattr(found, into), getattr(found, out)) if found is not None else None
     return None
+
+
+def _allowed(folder: Path, own: Path) -> Iterator[int]:
+    """Bytes of memory that may still be taken in this process's control group and in those above it, as in a
+    container: what each is allowed, less what it has and could not give back at once."""
+    try:
+        names = [line.partition("::")[2] for line in own.read_text().splitlines() if line.startswith("0::")]
+    except OSError:
+        return
+    group = folder / names[0].strip("/") if names else folder
+    while group.is_relative_to(folder):
+        with suppress(OSError, ValueError, StopIteration):
+            most = int((group / "memory.max").read_text())  # "max" where there is no limit
+            held = int((group / "memory.current").read_text())
+            lines = (group / "memory.stat").read_text().splitlines()
+            files = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+            yield max(0, most - held + files)
+        group = group.parent
 
 
 def _pressures(folder: Path) -> dict[str, float]:

@@ -124,6 +124,7 @@ def kept(turn: Turn, worker: Worker, body: StayedOnPlan) -> None:
         return
     turn.worker(worker, kept=body.number)
     if _open(turn, body.number):
+        turn.set(no_aside=turn.job.no_aside or bool(proposal.aside))
         turn.give_up(f"{worker.device} kept the old plan: {body.reason or 'no reason given'}")
 
 

@@ -292,15 +292,20 @@ class Engine:
         Raises:
             NoHostMemory: nothing was changed.
         """
-        self.back()  # set aside for a plan that was given up, which kept other boxes
-        self.lent = SetAside(self.state(), kept, self.accelerator)
+        if self.lent is None:
+            self.lent = SetAside(self.state(), self.accelerator)
+        self.lent.lend(kept)
         return self.lent.state
 
     def back(self) -> None:
-        """Takes back what was set aside, once the other plan's memory is free. Nothing where nothing was."""
-        lent, self.lent = self.lent, None
-        if lent is not None:
-            lent.back()
+        """Takes back what was set aside, once the other plan's memory is free. Nothing where nothing was.
+
+        Raises:
+            RuntimeError: there is no memory for it; `state` has it as before.
+        """
+        if self.lent is not None:
+            self.lent.back()
+            self.lent = None
 
     def delivered_state(self) -> LocalState:
         """`state`, once all of it is here: it is to be kept. Raises as `delivered`."""

@@ -12,8 +12,10 @@ optimizer never notice.
 from __future__ import annotations
 
 import gc
-import logging
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 from elasticd_migration.local_state import LocalState, LocalTensor, Shard
@@ -23,7 +25,8 @@ from torch import Tensor
 
 from elasticd.runtime.accelerator import Accelerator
 
-log = logging.getLogger(__name__)
+#: Bytes to a multiple of which what is set aside begins: those of the largest number.
+_ALIGNED = 64
 
 
 class NoHostMemory(RuntimeError):
@@ -31,54 +34,86 @@ class NoHostMemory(RuntimeError):
 
 
 class SetAside:
-    """Sets the boxes of `state` aside that the new plan does not keep.
+    """State of which a part lies in host memory.
 
     Args:
-        state: What this rank holds, by reference. It is set aside until `back`.
-        kept: The boxes of the new plan here, by item. One that is in `state` too is used on as it is.
+        state: What this rank holds, by reference.
         accelerator: The device. What does not lie on it stays where it is.
-
-    Raises:
-        NoHostMemory: Nothing was changed.
     """
 
     state: LocalState  #: the same boxes; those that were set aside lie in host memory
 
-    def __init__(self, state: LocalState, kept: Mapping[Item, Sequence[Box]], accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        lent = _changing(state, kept, accelerator.device)
-        try:
-            here = {key: _host_memory(storage.nbytes(), accelerator) for key, storage in lent.items()}
-        except (RuntimeError, MemoryError) as error:
-            size = sum(storage.nbytes() for storage in lent.values())
-            raise NoHostMemory(
-                f"the host has no {size / (1 << 20):,.0f} MiB for what {accelerator} holds of the plan before "
-                f"({error}); give the node more memory, or let snapshots (CheckpointingOptions("
-                "snapshot_every=...)) keep the state safe, so that it can move in place"
-            ) from error
-        accelerator.to_host((here[key], _bytes(storage)) for key, storage in lent.items())
-        self._lent = [(storage, here[key]) for key, storage in lent.items()]
-        self.state = LocalState(
-            tensors={item: _moved(tensor, here) for item, tensor in state.tensors.items()},
-            groups=state.groups,
-            extras=state.extras,
-        )
-        for storage, _ in self._lent:
-            storage.resize_(0)
+    def __init__(self, state: LocalState, accelerator: Accelerator) -> None:
+        self.state, self._accelerator = state, accelerator
+        self._lent: list[tuple[torch.UntypedStorage, Tensor]] = []  # memory of the device, and what it held
+        self._unpin: list[weakref.finalize[Any, Any]] = []
 
     @property
     def bytes(self) -> int:
         """Bytes of host memory that it takes."""
         return sum(memory.numel() for _, memory in self._lent)
 
+    def lend(self, kept: Mapping[Item, Sequence[Box]]) -> None:
+        """Sets more aside: all that a plan does not keep.
+
+        Args:
+            kept: The boxes of the plan here, by item. One that lies on the device is used on as it is.
+
+        Raises:
+            NoHostMemory: Nothing was changed.
+        """
+        lent = _changing(self.state, kept, self._accelerator.device)
+        if not lent:
+            return
+        sizes = [storage.nbytes() for storage in lent.values()]
+        starts = [0, *accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+        try:
+            buffer = torch.empty(starts[-1], dtype=torch.uint8)
+        except (RuntimeError, MemoryError) as error:
+            raise NoHostMemory(
+                f"the host has no {starts[-1] / (1 << 20):,.0f} MiB for what {self._accelerator} holds of the "
+                f"plan before ({error}); give the node more memory, or let snapshots (CheckpointingOptions("
+                "snapshot_every=...)) keep the state safe, so that it can move in place"
+            ) from error
+        if (unpin := self._accelerator.pin(buffer)) is not None:
+            # The buffer stays until it is called, also where this value is dropped.
+            self._unpin.append(weakref.finalize(self, _called, unpin, buffer))
+        here = {key: buffer[at : at + size] for key, at, size in zip(lent, starts, sizes, strict=False)}
+        self._accelerator.to_host((here[key], _bytes(storage)) for key, storage in lent.items())
+        self._lent += [(storage, here[key]) for key, storage in lent.items()]
+        self.state = LocalState(
+            tensors={item: _moved(tensor, here) for item, tensor in self.state.tensors.items()},
+            groups=self.state.groups,
+            extras=self.state.extras,
+        )
+        for storage in lent.values():
+            storage.resize_(0)
+
     def back(self) -> None:
-        """Brings everything to the device again. The new plan's memory must be free by then."""
+        """Brings everything to the device again. The other plan's memory must be free by then.
+
+        Raises:
+            RuntimeError: The device has no memory for it. All is aside as before.
+        """
         gc.collect()  # the modules of the plan given up may be there: they and their hooks refer to each other
-        for storage, memory in self._lent:
-            storage.resize_(memory.numel())
-            _bytes(storage).copy_(memory, non_blocking=True)
-        self._accelerator.passed()  # the host's memory is given back here
+        taken: list[torch.UntypedStorage] = []
+        try:
+            for storage, memory in self._lent:
+                storage.resize_(memory.numel())
+                taken.append(storage)
+                _bytes(storage).copy_(memory, non_blocking=True)
+            self._accelerator.passed()
+        except RuntimeError:
+            for storage in taken:
+                storage.resize_(0)
+            raise
         self._lent = []
+        while self._unpin:
+            self._unpin.pop()()
+
+
+def _called(unpin: Callable[[], object], buffer: Tensor) -> None:
+    unpin()
 
 
 def _changing(
@@ -90,6 +125,8 @@ def _changing(
     for item, tensor in state.tensors.items():
         boxes = kept.get(item, ())
         for shard in tensor.shards:
+            if shard.aside:
+                continue
             for plane in shard.planes.values():
                 storage = plane.untyped_storage()
                 if plane.device == device and storage.nbytes():
@@ -102,28 +139,22 @@ def _changing(
 def _moved(tensor: LocalTensor, here: Mapping[int, Tensor]) -> LocalTensor:
     """The same shards, with the planes that were set aside as views of host memory."""
 
-    def view(plane: Tensor) -> Tensor:
-        memory = here.get(plane.untyped_storage().data_ptr())
-        if memory is None:
-            return plane
-        made = torch.empty(0, dtype=plane.dtype)
-        return made.set_(memory.untyped_storage(), plane.storage_offset(), plane.shape, plane.stride())
+    def moved(shard: Shard) -> Shard:
+        found = {
+            name: _view(plane, memory)
+            for name, plane in shard.planes.items()
+            if (memory := here.get(plane.untyped_storage().data_ptr())) is not None
+        }
+        return Shard(box=shard.box, planes={**shard.planes, **found}, aside=True) if found else shard
 
-    shards = tuple(
-        Shard(box=shard.box, planes={name: view(plane) for name, plane in shard.planes.items()})
-        for shard in tensor.shards
-    )
-    return LocalTensor(shards=shards, scalars=tensor.scalars)
+    return LocalTensor(shards=tuple(map(moved, tensor.shards)), scalars=tensor.scalars)
+
+
+def _view(plane: Tensor, memory: Tensor) -> Tensor:
+    """What a tensor of the device is in the copy of its storage."""
+    whole = memory.view(plane.dtype)
+    return whole.as_strided(plane.shape, plane.stride(), whole.storage_offset() + plane.storage_offset())
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _host_memory(size: int, accelerator: Accelerator) -> Tensor:
-    """Pinned, where the driver has it: copies from and to the device are several times as fast then."""
-    try:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=not accelerator.immediate)
-    except RuntimeError as error:
-        log.warning("%d MiB could not be pinned (%s): copies are slower", size >> 20, error)
-        return torch.empty(size, dtype=torch.uint8)

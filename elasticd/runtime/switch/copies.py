@@ -45,6 +45,17 @@ class Copies:
             return engine, step
         return self._kept.get(number, (None, -1))
 
+    def others(self, engine: Engine, current: Engine | None) -> list[Engine]:
+        """Returns the engines that hold whole copies beside `engine`.
+
+        Args:
+            engine: One that holds a copy.
+            current: The engine in force, if any.
+        """
+        held = [kept for kept, _ in self._kept.values()]
+        found = [*held, current] if current is not None and current not in held else held
+        return [each for each in found if each is not engine and not (each.spent or each.torn)]
+
     def report(self, fence: int, engine: Engine | None, step: int) -> StateReport:
         """Returns what is held here, in answer to a fence; no collective and no update may be under way.
 

@@ -8,6 +8,7 @@ wait in a queue.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -24,6 +25,7 @@ from elasticd.runtime.comm.groups_by_plan import GroupsByPlan
 from elasticd.runtime.control.agent_client import Control
 from elasticd.runtime.engine.engine import DRAIN, Engine
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.engine.set_aside import NoHostMemory
 from elasticd.runtime.exits import Drained, JobOver, JobStopped
 from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.move import SOUND, MoveResult, PreparedPlan, move, prepare
@@ -281,8 +283,12 @@ class Switcher:
             if self._todo.empty() and self.at_work and self.engine is not None and self.engine.spent:
                 self._lose_peers("the move in place failed, and took the state that it began with")
                 continue
-            if self._todo.empty() and self.at_work and self.engine is not None:
-                self.engine.back()  # the job stays on its plan
+            if self._todo.empty() and self.at_work and self.engine is not None and self.engine.lent is not None:
+                try:
+                    self.engine.back()  # the job stays on its plan
+                except RuntimeError as error:  # others may go on from what lies in host memory
+                    self._lose_peers(f"its device has no memory for the state that was set aside ({error})")
+                    continue
             if self._todo.empty() and (self.at_work or standby):
                 return
             if self._todo.empty():
@@ -362,6 +368,11 @@ class Switcher:
                 engine.apply(vote)  # decided, and this rank had not heard it
                 self.missed(engine.plan.number, vote)
                 step = self.step
+            if engine is not None and engine.lent is not None:
+                # It was set aside because both plans did not fit. The other copies may still be needed.
+                with contextlib.suppress(NoHostMemory):
+                    for other in self._copies.others(engine, self.engine):
+                        other.set_aside({})
         if recovery is None and engine is not None:
             engine.delivered()  # the new engine takes tensors of this one for true, and frees its communicators
         return move(prepared, engine, step, self._recipe)

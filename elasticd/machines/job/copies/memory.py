@@ -56,7 +56,7 @@ def room_for(turn: Turn, plan: Plan, source: Source | None) -> Room:
         for device in node.record.devices
     }
     found = room(plan, old, job.spec.model, job.profile, memory, holders=holders, anew=older)
-    if found.cramped and not older and _hosts_hold(turn, found.changing):
+    if found.cramped and not older and not job.no_aside and _hosts_hold(turn, found.changing):
         return msgspec.structs.replace(found, aside=tuple(sorted(found.changing)))
     # An older state is read from where it stays; of `old` no copy is needed once snapshots of it can be read.
     if not found.cramped or older or old is None or secured(turn, old) is not None:

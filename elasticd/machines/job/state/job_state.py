@@ -297,6 +297,8 @@ class JobState(Value, frozen=True, kw_only=True):
     highest: int = 0  # the highest number ever used
     settle_until: float | None = None  # end of a new leader's patience (invariant 4), then None
     give_up: str = ""  # why the proposal is to be aborted (empty: it is not)
+    #: a switch that set old copies aside in host memory was given up: the next one does without
+    no_aside: bool = False
     fence: Fence | None = None  # the one that no recorded plan has followed yet
     #: incarnations that were ever fenced off, the last of each device: their words count no more
     gone: dict[str, str] = msgspec.field(default_factory=dict)
