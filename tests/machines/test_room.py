@@ -189,11 +189,10 @@ def test_where_a_host_refused_the_next_switch_does_without() -> None:
         world.train(1)
     moved = next(p for p in world.proposals if p.aside)
     assert world.phase is JobPhase.PROPOSED
-    worker = world.workers[moved.aside[0]]
+    worker, world.deaf = world.workers[moved.aside[0]], set()
     world.outcome(worker, StayedOnPlan(number=moved.number, step=world.steps, reason="the host has no memory"))
     world.settle()
     assert world.job.no_aside
-    world.deaf = set()
     world.train(40)
     assert {p.number for p in world.proposals if p.aside} == {moved.number}
     assert any("it could move in place" in note.text for note in world.notes if note.kind == "refused")
