@@ -7,8 +7,8 @@
 report a step a second, all over the second (`spread`). A real `elasticd dashboard` listens to it, and 50
 browsers' streams to that. Windows without and with the dashboard take turns under the same load; figures are of
 processor time, which other work on the machine changes little, and medians over the windows. *status*:
-`elasticd status` of the same cluster. *pages*: what a browser makes of it (`_dashboard_pages`). *seen*: how soon
-a slow device of a real job is shown (`_dashboard_seen`).
+`elasticd status` of the same cluster. *pages*: what a browser makes of it (`_dashboard_pages`). *seen*: how
+soon a slow device of a real job is shown (`_dashboard_seen`).
 """
 
 from __future__ import annotations
