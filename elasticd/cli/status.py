@@ -47,7 +47,7 @@ def status(api: Api, as_json: bool, everything: bool, follow: bool) -> None:
     if follow and not as_json:
         raise click.UsageError("--follow is for --json: 'elasticd top' is the screen that follows")
     if follow:
-        for news in api.live():
+        for news in api.live(measured=False):
             write_json(news)
         raise CannotReach(f"the leader at {api.url} is gone: ask again for the next one")
     if as_json:
