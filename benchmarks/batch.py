@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from statistics import fmean
 
 import numpy as np
@@ -24,6 +25,7 @@ from _batch_pool import pool_rows
 from _batch_runtime import exchange_rows, form_rows, heads_rows, parity_rows, uncut_rows
 from _parts import measured
 from _results import Kind, Row, row
+from _step_before import ALONE, step_rows
 from elasticd_planner.batching.lane_slowdown import SlowdownState, step
 from elasticd_planner.batching.row_balance import pipeline_time
 from elasticd_planner.spec.plan import Plan
@@ -50,6 +52,8 @@ from elasticd.simulator.results.packed_baselines import (
 from elasticd.simulator.scenarios.corpora import CORPORA, Lengths
 
 SEED = 23_110_000
+#: The commit before packed batches: what a step of samples of one length takes now is compared with it.
+BASE = "3c1ce840"
 LANES, BATCH, BATCHES = 64, 512, 100
 LARGE, LARGE_BATCH, LARGE_SLOW, LARGE_BATCHES = 1024, 8192, 20, 8
 SLOW = 3
@@ -291,6 +295,7 @@ PARTS: dict[str, Callable[[], Iterable[Row]]] = {
     "forms": form_rows,
     "exchange": exchange_rows,
     "uncut": uncut_rows,
+    "step": partial(step_rows, BASE, ALONE),
 }
 
 if __name__ == "__main__":
