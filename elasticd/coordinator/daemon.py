@@ -301,7 +301,9 @@ class Coordinator:
 
     def listening(self) -> FeedSource:
         """What those who listen are told from."""
-        return self.leading.listening(self._leader, self.config.cluster.name)
+        known = self._store.known()
+        store = f"{known.cluster_id:x}" if known is not None else ""
+        return self.leading.listening(self._leader, self.config.cluster.name, store)
 
     async def status(self) -> ClusterStatus:
         """Of this moment; what is read of the leader itself is read here, on its loop."""

@@ -585,11 +585,12 @@ class Leading:
             )
         return self.recorders.record(lambda: (self.state, self.now()))
 
-    def listening(self, leader: LeaderStatus, cluster: str) -> FeedSource:
-        """What a round of the live feed reads of this leader."""
+    def listening(self, leader: LeaderStatus, cluster: str, store: str) -> FeedSource:
+        """What a round of the live feed reads of this leader, whose etcd is `store`."""
         return FeedSource(
             state=self.state,
             cluster=cluster,
+            store=store,
             leader=leader,
             settings=self._shown(),
             times={name: found for name, clock in self.journal.clocks.items() if (found := clock.time)},

@@ -68,6 +68,7 @@ class FeedSource(msgspec.Struct, frozen=True, kw_only=True):
 
     state: CoordinatorState
     cluster: str
+    store: str  # the etcd's cluster ID
     leader: LeaderStatus
     settings: Settings
     times: Mapping[str, JobTime]
@@ -357,6 +358,7 @@ def hello(known: FeedSource, last: str) -> Iterator[bytes]:
         at=known.now,
         chaos=known.chaos,
         newest_event=known.newest_event,
+        store=known.store,
         detect=state.settings.detect,
     )
     yield _line(first)

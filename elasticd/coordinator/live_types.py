@@ -73,6 +73,7 @@ class LiveHello(News, frozen=True, kw_only=True, tag="hello"):
     chaos: bool  # `elasticd chaos` is enabled
     newest_event: int  # id of the newest event (0: there is none)
     detect: DetectSettings  # thresholds in force
+    store: str = ""  # the etcd's cluster ID: ids of events are of this etcd (empty: not known)
 
 
 class Whole(News, frozen=True, kw_only=True, tag="whole"):

@@ -105,6 +105,7 @@ class Knowledge:
         self.uses: dict[str, Use] = {}
         self.touched: set[str] = set()  # nodes whose cells may have changed
         self.gone: set[str] = set()  # nodes
+        self._store = "", 0  # of the last leader: its etcd, and its epoch
         self._coming: ClusterNow | None = None
 
     # -- connection ----------------------------------------------------------------------------------------
@@ -133,6 +134,10 @@ class Knowledge:
         self.heard = at
         self.reached(at)
         if isinstance(news, live.LiveHello):
+            if another_store(self._store, news):
+                self.last_events.clear()
+                self.began.clear()
+            self._store = news.store or self._store[0], news.leader.epoch
             self._coming = ClusterNow(
                 name=news.cluster,
                 leader=news.leader,
@@ -291,6 +296,13 @@ class SavedCluster(Value, frozen=True, kw_only=True):
     detect: DetectSettings
     paused: bool
     chaos: bool
+
+
+def another_store(before: tuple[str, int], hello: live.LiveHello) -> bool:
+    """Whether a leader has another etcd than the one before, whose etcd and epoch are given (empty and 0: there
+    was none): ids of events begin anew."""
+    store, epoch = before
+    return bool(store and hello.store and store != hello.store) or hello.leader.epoch < epoch
 
 
 def take(cluster: ClusterNow, news: live.AnyNews) -> Iterable[str]:

@@ -109,6 +109,7 @@ def test_a_change_of_a_node_is_told_and_its_health_apart() -> None:
 
 def known_of(world: World) -> live_feed.FeedSource:
     return live_feed.FeedSource(
+        store="e",
         state=world.state,
         cluster="test",
         leader=LeaderStatus(name="c", url="http://c", epoch=1),
@@ -243,7 +244,7 @@ def test_what_members_measured_is_in_columns_in_rank_order() -> None:
     assert plan is not None
     silent = plan.members[1]
     found = {name: world.report(plan, name).measurement for name in plan.members if name != silent}
-    news = live_feed._measurements(job, plan, found, lambda: "1:1")
+    news = live_feed.measurements(job, plan, found, lambda: "1:1")
     assert news is not None
     table = np.frombuffer(news.numbers, "<f4").reshape(len(plan.members), len(news.columns))
     assert np.isnan(table[1, : len(live.MEASURED)]).all()

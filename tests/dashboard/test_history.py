@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from elasticd.coordinator.events.job_times import JobClock
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.live_types import RankNews
 from elasticd.dashboard.event_page import grouped
-from elasticd.dashboard.history import EventQuery, HistoryReader, HistoryWriter, Sample, opened
+from elasticd.dashboard.history import MOST_PLANS, EventQuery, HistoryReader, HistoryWriter, Sample, opened
 from elasticd.wire.node_health import Health
 
 
@@ -89,7 +90,7 @@ def test_old_rows_go_and_a_file_that_is_too_large_loses_measurements_before_even
     before = writer.size
     writer.bound(oldest=1500.0, most_bytes=1 << 30)
     assert len(reader.events(EventQuery(limit=10_000))) == 2501
-    writer.bound(oldest=0.0, most_bytes=writer.size // 2)
+    writer.bound(oldest=0.0, most_bytes=before * 2 // 5)
     assert writer.size < before / 2
     assert len(reader.events(EventQuery(limit=10_000))) == 2501, "measurements go first"
 
@@ -108,6 +109,110 @@ def test_a_file_that_is_no_history_is_put_aside_and_one_in_use_is_refused(tmp_pa
     opened(path).close()
     with pytest.raises(ConfigError, match="set history in section"):
         opened(tmp_path / "history.db" / "below")
+
+
+def test_a_name_that_is_used_again_after_its_job_was_forgotten_begins_another_run(
+    writer: HistoryWriter, reader: HistoryReader
+) -> None:
+    writer.put_event(event(1, "job_gathered", job="j"))
+    for index in range(5):
+        writer.put_step("j", step(index, 100.0 + index, plan=4))
+    writer.put_rank("j", 4, RankNews(device="a/0", at=1.0, what="prepared"))
+    writer.put_event(event(7, "forgotten", job="j"))
+    assert reader.newest_step("j") is not None, "it is shown until another one begins"
+    assert writer.newest_step("j") == writer.newest_plan("j") == -1
+    writer.put_event(event(8, "job_gathered", job="j"))
+    assert writer.put_step("j", step(0, 90.0))
+    assert [row.step for row in reader.steps("j")[0]] == [0]
+    assert reader.newest_switch("j") == 0
+    assert reader.after("j") == 7
+    rows = sqlite3.connect(writer.path).execute("SELECT count(*) FROM steps").fetchone()
+    assert rows == (6,), "the steps of the first run stay"
+    writer.put_event(event(9, "forgotten", job="other"))
+    assert writer.going_on() == {"j"}
+
+
+def test_a_leader_whose_clock_is_behind_takes_no_step_for_an_old_one(
+    writer: HistoryWriter, reader: HistoryReader
+) -> None:
+    for index in range(100):
+        writer.put_step("j", step(index, 1000.0 + index))
+    taken = [writer.put_step("j", step(index, 990.0 + index, plan=2)) for index in range(50, 110)]
+    assert all(taken)
+    assert not writer.put_step("j", step(100, 1100.0)), "rolled back, and told late"
+    rows, _ = reader.steps("j")
+    assert [(row.step, row.plan) for row in rows] == [(i, 1 if i < 50 else 2) for i in range(110)]
+
+
+def test_the_history_is_put_aside_as_a_whole(writer: HistoryWriter, reader: HistoryReader) -> None:
+    writer.put_event(event(1))
+    writer.put_step("j", step(0, 1.0))
+    writer.put_aside()
+    assert reader.events(EventQuery()) == []
+    assert reader.newest_step("j") is None
+    (aside,) = Path(writer.path).parent.glob("history.db.2*")
+    assert aside.stat().st_mode & 0o77 == 0
+    assert sqlite3.connect(aside).execute("SELECT id FROM events").fetchall() == [(1,)]
+
+
+def test_each_table_keeps_its_share_where_the_file_is_too_large(
+    writer: HistoryWriter, reader: HistoryReader
+) -> None:
+    with writer.together():
+        for number in range(1, 3001):
+            writer.put_event(event(number, job="j"))
+            writer.put_step("j", step(number, float(number)))
+        run, body = writer.run("j"), os.urandom(20_000)
+        writer._db.executemany(
+            "INSERT INTO plans VALUES (?, ?, ?, ?, ?)", ((run, n, n * 5.0, b"{}", body) for n in range(1, 601))
+        )
+    pieces = list(writer.bounding(oldest=0.0, most_bytes=2 << 20))
+    assert len(pieces) > 20, "in small pieces"
+    assert writer.size <= 2 << 20
+    assert len(reader.events(EventQuery(limit=10_000))) == 3000
+    assert len(reader.steps("j")[0]) == 3000
+    numbers = reader.numbers("j")
+    assert 10 < len(numbers) < 40
+    assert numbers[-1] == 600
+
+
+def test_plans_are_bounded_by_number_and_age_and_the_newest_of_a_job_stays(
+    writer: HistoryWriter, reader: HistoryReader
+) -> None:
+    run = writer.run("j")
+    writer._db.executemany(
+        "INSERT INTO plans VALUES (?, ?, ?, ?, ?)", ((run, n, float(n), b"{}", b"") for n in range(1, 1001))
+    )
+    writer.bound(oldest=0.0, most_bytes=1 << 30)
+    assert reader.numbers("j") == tuple(range(1001 - MOST_PLANS, 1001))
+    writer.bound(oldest=5000.0, most_bytes=1 << 30)
+    assert reader.numbers("j") == (1000,)
+    writer.end_run("j")
+    writer.bound(oldest=5000.0, most_bytes=1 << 30)
+    assert reader.numbers("j") == ()
+
+
+def test_the_list_of_plans_does_not_cost_plans_times_steps(
+    writer: HistoryWriter, reader: HistoryReader
+) -> None:
+    with writer.together():
+        run = writer.run("j")
+        writer._db.executemany(
+            "INSERT INTO steps VALUES (?, ?, ?, ?, ?, 1, 1.0, NULL, NULL)",
+            ((run, i, i // 400, float(i), float(i % 400)) for i in range(40_000)),
+        )
+    looked = 0
+
+    def count() -> None:
+        nonlocal looked
+        looked += 1000
+
+    reader._db.set_progress_handler(count, 1000)
+    assert reader.seconds_by_plan("j")[7] == (400, 200.0)
+    assert looked < 20 * 40_000, "instructions"
+    looked = 0
+    assert len(reader.steps_of_plan("j", 99)) == 400
+    assert looked < 20 * 40_000
 
 
 def test_what_ranks_said_is_kept_by_switch(writer: HistoryWriter, reader: HistoryReader) -> None:
