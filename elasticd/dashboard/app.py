@@ -68,7 +68,7 @@ PASSED_ON = (400, 401, 403, 404, 409, 413, 429)
 MOST_TOLD, MOST_LISTED = 2000, 1000
 #: Answers of plans that are remembered: they are made from what does not change any more.
 MOST_PLANS = 32
-#: Plans that a device's page looks at.
+#: Plans that a device's page names.
 MOST_COUNTED = 16
 MEDIA = {
     ".js": "text/javascript; charset=utf-8",
@@ -468,7 +468,7 @@ class Answers:
 
         def read(history: HistoryReader) -> views.DeviceView:
             told = history.events(EventQuery(device=name, limit=200))
-            plans = history.plans(use.job, MOST_COUNTED) if use is not None else []
+            plans = history.counted(use.job, name, MOST_COUNTED) if use is not None else []
             return device_view(known, name, history.samples(name), history.health(node), told, plans)
 
         return await self._served.read(read)

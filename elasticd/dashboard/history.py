@@ -40,6 +40,8 @@ from elasticd.wire.node_health import Health
 SCHEMA_VERSION = 2
 #: Rows that go at once, and plans, which are large; pages of the file that are given back at once.
 BATCH, BATCH_PLANS, BATCH_PAGES = 1000, 32, 256
+#: Plans that a reader remembers: one of 8,000 devices takes long to decode.
+MOST_DECODED = 8
 #: Plans of a run that are kept, whatever their age and size.
 MOST_PLANS = 512
 #: Points that a chart gets at most.
@@ -128,12 +130,18 @@ class PlanInBrief(msgspec.Struct, frozen=True):
     number: int
     reason: str  # why it was proposed
     predicted: float | None  # seconds of a step
+    rates: dict[str, float] = {}  # slowdowns that it counts with, of devices that are slow
 
 
 def in_brief(record: HistoryRecord) -> PlanInBrief:
     """A plan in brief."""
     predicted = record.plan.prediction
-    return PlanInBrief(record.number, record.reason, predicted.step_seconds if predicted is not None else None)
+    return PlanInBrief(
+        record.number,
+        record.reason,
+        predicted.step_seconds if predicted is not None else None,
+        {device: rate for device, rate in record.problem.rates.items() if rate != 1.0},
+    )
 
 
 class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -501,6 +509,7 @@ class HistoryReader:
     def __init__(self, path: str) -> None:
         self._db = _connected(path)
         self._db.execute("PRAGMA query_only = ON")
+        self._plans: dict[tuple[int, int], HistoryRecord] = {}  # decoded of late, by run and number
 
     def close(self) -> None:
         """Closes the file."""
@@ -590,27 +599,36 @@ class HistoryReader:
 
     def plan(self, job: str, number: int) -> tuple[HistoryRecord, float] | None:
         """A plan, and when it was heard of."""
-        row = self._db.execute(
-            "SELECT body, time FROM plans WHERE run = ? AND number = ?", (self._run(job), number)
-        ).fetchone()
-        return (_plan(row[0]), row[1]) if row is not None else None
+        run = self._run(job)
+        row = self._db.execute("SELECT time FROM plans WHERE run = ? AND number = ?", (run, number)).fetchone()
+        if row is None:
+            return None
+        if (run, number) not in self._plans:
+            while len(self._plans) >= MOST_DECODED:
+                del self._plans[next(iter(self._plans))]
+            (body,) = self._db.execute(
+                "SELECT body FROM plans WHERE run = ? AND number = ?", (run, number)
+            ).fetchone()
+            self._plans[run, number] = msgspec.json.decode(zlib.decompress(body), type=HistoryRecord)
+        return self._plans[run, number], row[0]
 
     def heads(self, job: str) -> list[tuple[PlanInBrief, float]]:
         """All plans of a job in brief, oldest first, and when they were heard of."""
-<<<<<<< HEAD
         rows = self._db.execute("SELECT head, time FROM plans WHERE run = ? ORDER BY number", (self._run(job),))
-        return [(msgspec.json.decode(head, type=PlanHead), at) for head, at in rows]
-=======
-        rows = self._db.execute("SELECT head, time FROM plans WHERE job = ? ORDER BY number", (job,))
         return [(msgspec.json.decode(head, type=PlanInBrief), at) for head, at in rows]
->>>>>>> 3d2cd4dcda3fc3f0614c8d25b188cbeef9873f1a
 
-    def plans(self, job: str, most: int) -> list[HistoryRecord]:
-        """The last plans of a job, oldest first."""
-        rows = self._db.execute(
-            "SELECT body FROM plans WHERE run = ? ORDER BY number DESC LIMIT ?", (self._run(job), most)
-        ).fetchall()
-        return [_plan(body) for (body,) in reversed(rows)]
+    def counted(self, job: str, device: str, most: int) -> list[tuple[HistoryRecord, float]]:
+        """The last plans of a job that count with another slowdown of a device than the one before, oldest
+        first, with that slowdown."""
+        found: list[tuple[int, float]] = []
+        before = None
+        for head, _ in self.heads(job):
+            rate = head.rates.get(device, 1.0)
+            if rate != before:
+                found.append((head.number, rate))
+            before = rate
+        plans = ((self.plan(job, number), rate) for number, rate in found[-most:])
+        return [(plan[0], rate) for plan, rate in plans if plan is not None]
 
     def numbers(self, job: str) -> tuple[int, ...]:
         """The numbers of the plans that are kept."""
@@ -676,7 +694,3 @@ def _event(row: tuple[Any, ...]) -> EventRecord:
     number, at, kind, job, body = row
     text, data = msgspec.json.decode(body)
     return EventRecord(id=number, time=at, kind=kind, job=job, text=text, data=data)
-
-
-def _plan(body: bytes) -> HistoryRecord:
-    return msgspec.json.decode(zlib.decompress(body), type=HistoryRecord)

@@ -12,13 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.config.tree import ConfigError
+from elasticd.coordinator.api_types import NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.job_times import JobClock
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.live_types import RankNews
+from elasticd.dashboard.board import Board
 from elasticd.dashboard.event_page import grouped
 from elasticd.dashboard.history import MOST_PLANS, EventQuery, HistoryReader, HistoryWriter, Sample, opened
+from elasticd.dashboard.report import _devices
+from elasticd.dashboard.stream import Streams
+from elasticd.demo.scenario import DemoScenario
 from elasticd.wire.node_health import Health
+from tests.demo.records import history as demo_history
 
 
 def event(id_: int, kind: str = "chaos", *, at: float = 0.0, job: str = "", **data: object) -> EventRecord:
@@ -275,3 +281,33 @@ def test_groups_lead_from_the_cause_to_the_plan_and_take_each_event_once() -> No
     assert [each.id for each in groups[0].events] == [6, 7, 8]
     assert "given up" in groups[0].title
     assert groups[1].durations["recorded"] == 2.0
+
+
+def test_a_devices_page_decodes_the_plans_alone_that_count_with_another_slowdown_of_it(
+    writer: HistoryWriter, reader: HistoryReader
+) -> None:
+    records = demo_history()
+    for record in records:
+        writer.put_plan("j", record, 1.0)
+    slow = DemoScenario().slow_device
+    assert [(r.number, rate) for r, rate in reader.counted("j", slow, 16)] == [(1, 1.0), (2, 3.0), (3, 1.0)]
+    other = HistoryReader(writer.path)
+    assert [record.number for record, _ in other.counted("j", "beta/1", 16)] == [1]
+    assert len(other._plans) == 1, "the others are not decoded"
+    found, again = other.plan("j", 1), other.plan("j", 1)
+    assert found is not None
+    assert again is not None
+    assert found[0] is again[0] == records[0]
+    other.close()
+
+
+def test_a_report_has_the_devices_of_its_job_alone() -> None:
+    board = Board(Streams(0))
+    plan = demo_history()[0].plan
+    board.known.cluster.plans["j"] = plan
+    for name in ("alpha", "beta", *(f"other{i}" for i in range(100))):
+        board.known.cluster.nodes[name] = NodeStatus(
+            node=name, connected=True, address="", emulated=True, devices=()
+        )
+    assert _devices(board, "j") == sorted(plan.members)
+    assert _devices(board, "other") == []
