@@ -347,7 +347,7 @@ class Answers:
         told = await self._served.read(
             lambda history: _told(history, job, kinds=("snapshot", "checkpoint"), limit=64)
         )
-        return job_view(known, job, told, time.time())
+        return job_view(known, job, told, known.time(time.time()))
 
     async def steps(self, request: Request, session: Session) -> views.StepColumns:
         """A job's steps."""

@@ -75,8 +75,8 @@ class Board:
             self._hello = None
             self.known.lost(told.lost, told.at)
             if told.store_away:
-                self.known.store(away=True, at=told.at)
-            self.streams.tell("leader", live_leader(self.known, time.time()))
+                self.known.store(away=True, at=self.known.time(told.at))
+            self.streams.tell("leader", live_leader(self.known, self.known.time(time.time())))
             return
         news, was = told.news, self.known.reachable
         if not isinstance(news, live.LeaderPulse | live.MeasuredNews | live.StepNews):
@@ -85,7 +85,7 @@ class Board:
             self.redraw()
             self.streams.begin_anew()
         elif not was and self.known.reachable:
-            self.streams.tell("leader", live_leader(self.known, time.time()))
+            self.streams.tell("leader", live_leader(self.known, self.known.time(time.time())))
         if isinstance(news, live.EventNews):
             self._event(news.event)
         elif isinstance(news, live.StepNews):
@@ -165,7 +165,7 @@ class Board:
         self._moving.clear()
         if now - self._pulse_at >= SECOND:
             self._pulse_at = now
-            self.streams.tell("leader", live_leader(self.known, now))
+            self.streams.tell("leader", live_leader(self.known, self.known.time(now)))
 
     def _devices(self, now: float) -> None:
         known = self.known
@@ -209,7 +209,7 @@ class Board:
         for job, row in list(self._steps.items()):
             if now - self._told_step.get(job, 0.0) < SECOND:
                 continue
-            shown = live_step(self.known, job, row, self._told_stages.get(job), now)
+            shown = live_step(self.known, job, row, self._told_stages.get(job), self.known.time(now))
             del self._steps[job]
             self._told_step[job] = now
             if shown is not None:
@@ -217,7 +217,7 @@ class Board:
                 if shown.measured_step is not None:
                     self._told_stages[job] = shown.measured_step
         for job in sorted(self._jobs):
-            self._plan_told(job, now)
+            self._plan_told(job, self.known.time(now))
         self._jobs.clear()
 
     def _plan_told(self, job: str, now: float) -> None:
@@ -238,8 +238,8 @@ class Board:
 
     def hello(self, viewer: views.Viewer) -> views.ClusterView:
         """Everything, as it is now: made once for all browsers that begin anew together."""
-        now = time.time()
-        if self._hello is None or now - self._hello.now >= SECOND:
+        now = self.known.time(time.time())
+        if self._hello is None or not 0 <= now - self._hello.now < SECOND:
             self._hello = cluster_view(self.known, self.rows, viewer, now)
         return msgspec.structs.replace(self._hello, viewer=viewer)
 

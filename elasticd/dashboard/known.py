@@ -1,5 +1,8 @@
 """What the dashboard knows of the cluster now: built from the leader's live feed, message by message.
 
+All times that pages show are of the leader's clock, by which steps and events have their times: this machine's
+may be another (`Knowledge.time`).
+
 `Knowledge` lives on the dashboard's event loop. A hello and all that follows it, up to `Whole`, is put together
 apart, so that pages never show half a cluster; until then, and while nobody leads, what was known before stays.
 """
@@ -95,7 +98,8 @@ class Knowledge:
 
     def __init__(self) -> None:
         self.cluster = ClusterNow()
-        self.heard = 0.0  # unix seconds of the newest word
+        self.ahead = 0.0  # seconds by which the leader's clock is ahead of this machine's
+        self.heard = 0.0  # unix seconds of the newest word, by the leader's clock
         self.reachable = False
         self.since = time.time()  # of `reachable`
         self.trouble = "no leader was heard yet"
@@ -108,6 +112,10 @@ class Knowledge:
         self._store = "", 0  # of the last leader: its etcd, and its epoch
         self._coming: ClusterNow | None = None
 
+    def time(self, at: float) -> float:
+        """What the leader's clock said at a time of this machine's."""
+        return at + self.ahead
+
     # -- connection ----------------------------------------------------------------------------------------
 
     def reached(self, at: float) -> None:
@@ -116,7 +124,8 @@ class Knowledge:
             self.reachable, self.since, self.trouble = True, at, ""
 
     def lost(self, why: str, at: float) -> None:
-        """No leader is heard."""
+        """No leader is heard since a time of this machine's clock."""
+        at = self.time(at)
         self._coming = None
         self.trouble = why
         if self.reachable:
@@ -130,7 +139,11 @@ class Knowledge:
     # -- news ----------------------------------------------------------------------------------------------
 
     def hear(self, news: live.AnyNews, at: float) -> bool:
-        """Takes a message in. Returns whether everything is new: pages begin again."""
+        """Takes a message in that came at a time of this machine's clock. Returns whether everything is new:
+        pages begin again."""
+        if isinstance(news, live.LiveHello | live.LeaderPulse):
+            self.ahead = news.at - at
+        at = self.time(at)
         self.heard = at
         self.reached(at)
         if isinstance(news, live.LiveHello):

@@ -82,6 +82,7 @@ class Subscription:
         self._api: Api | None = None
         self._bounds = ThreadPoolExecutor(1, thread_name_prefix="bounds")
         self._events = self._told = writer.newest_event()  # the newest one that is written, and told to pages
+        self._ahead = 0.0  # seconds by which the leader's clock is ahead of this machine's
         self._lacks, self._try_at = False, 0.0  # the history lacks something that cannot be written
         self._plans: dict[str, int] = {}
         self._health: dict[str, float] = {}
@@ -144,6 +145,8 @@ class Subscription:
 
     def _heard(self, api: Api, news: live.AnyNews) -> None:
         now = time.time()
+        if isinstance(news, live.LiveHello | live.LeaderPulse):
+            self._ahead = news.at - now
         if isinstance(news, live.LiveHello):
             self._last_id, self._cluster = "", ClusterNow()
             self._plans.clear()
@@ -281,7 +284,7 @@ class Subscription:
         elif isinstance(news, live.HealthNews):
             if now - self._health.get(news.node, 0.0) >= HEALTH_SECONDS:
                 self._health[news.node] = now
-                self._writer.put_health(news.node, now, news.health)
+                self._writer.put_health(news.node, now + self._ahead, news.health)
         elif isinstance(news, live.MeasuredNews):
             self._sample(news, now)
         return True
@@ -333,7 +336,7 @@ class Subscription:
         def write() -> None:
             with self._writer.together():
                 for record in found:
-                    self._writer.put_plan(job, record, time.time(), run)
+                    self._writer.put_plan(job, record, time.time() + self._ahead, run)
 
         newest = max((record.number for record in found), default=after) if self._written(write) else after
         if newest < self._plans.get(job, -1) and not self._stopped.wait(1.0):
@@ -353,7 +356,14 @@ class Subscription:
         members, rates = plan.members, self._cluster.rates
         with self._writer.together():
             self._writer.put_samples(
-                Sample(members[rank], now, news.step, measured, rates.get(members[rank], 1.0), evidence)
+                Sample(
+                    members[rank],
+                    now + self._ahead,
+                    news.step,
+                    measured,
+                    rates.get(members[rank], 1.0),
+                    evidence,
+                )
                 for rank, measured, evidence in rows
             )
 

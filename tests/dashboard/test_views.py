@@ -20,6 +20,7 @@ from elasticd.coordinator.api_types import (
     Pace,
     RestartStatus,
 )
+from elasticd.coordinator.events.job_times import JobTime
 from elasticd.dashboard import views
 from elasticd.dashboard.act_page import ACTS, ActFields, Unusable, request
 from elasticd.dashboard.board import Board
@@ -82,20 +83,22 @@ def job(**fields: Any) -> JobStatus:
     return JobStatus(**{**values, **fields})
 
 
+HELLO = live.LiveHello(
+    id="1:0",
+    cluster="test",
+    leader=LeaderStatus(name="c", url="http://c", epoch=1),
+    release="",
+    at=NOW,
+    chaos=True,
+    newest_event=0,
+    detect=DetectSettings(),
+)
+
+
 def board(*news: Any) -> Board:
     """One that has heard a hello, these messages, and their end."""
     found = Board(Streams(1))
-    hello = live.LiveHello(
-        id="1:0",
-        cluster="test",
-        leader=LeaderStatus(name="c", url="http://c", epoch=1),
-        release="",
-        at=NOW,
-        chaos=True,
-        newest_event=0,
-        detect=DetectSettings(),
-    )
-    for each in (hello, *news, live.Whole(id="1:0")):
+    for each in (HELLO, *news, live.Whole(id="1:0")):
         found.hear(Told(at=NOW, news=each))
     return found
 
@@ -238,6 +241,29 @@ def test_half_a_hello_is_never_shown_and_a_lost_leader_leaves_what_was_known() -
     found.hear(Told(at=NOW + 6, news=live.Whole(id="2:0")))
     assert found.hello(VIEWER).nodes == ()
     assert found.hello(VIEWER).leader.name == "d"
+
+
+@pytest.mark.parametrize("ahead", [-120.0, 0.0, 120.0])
+def test_times_are_by_the_leaders_clock_whatever_this_machines_says(ahead: float) -> None:
+    found = Board(Streams(1))
+    ours, theirs = NOW - ahead, NOW
+    spent = JobTime(began=NOW - 100.0, last=NOW - 0.5, productive=98.0, steps=98, repeated=0, healthy=1.0)
+    for each in (
+        HELLO,
+        live.JobNews(id="1:0", job=job(), plan=3, over=False, time=spent),
+        live.LeaderPulse(id="1:0", at=theirs, store_away=False, paused=False),
+        live.Whole(id="1:0"),
+    ):
+        found.hear(Told(at=ours, news=each))
+    told: list[tuple[str, Any]] = []
+    found.streams.tell = lambda event, value: told.append((event, value))  # type: ignore[method-assign]
+    found.look(ours)
+    pulse = told[-1][1]
+    assert (pulse.heard, pulse.now) == (theirs, theirs)
+    page = job_view(found.known, JOB, (), found.known.time(ours))
+    assert page.head.ettr == pytest.approx(spent.ettr(theirs))
+    assert page.lost == (), "it is not stalled"
+    assert page.wall_seconds == 100.0
 
 
 def test_only_cells_that_changed_are_told() -> None:
