@@ -161,6 +161,7 @@ class RecordedRun:
             settings=Settings(values=values, changed={}, history=()),
             times={job: found for job, clock in self._journal.clocks.items() if (found := clock.time)},
             restarts=(),
+            clock=0.0,
             newest_event=self._journal.newest_id,
             store_away=False,
             chaos=False,

@@ -25,6 +25,7 @@ from elasticd.dashboard.cluster_page import (
     job_row,
     live_leader,
     node_row,
+    restart_row,
 )
 from elasticd.dashboard.history import StepRow
 from elasticd.dashboard.job_page import live_step
@@ -60,6 +61,7 @@ class Board:
         self._told_step: dict[str, float] = {}
         self._told_stages: dict[str, int] = {}
         self._told_rows: dict[str, views.JobRow] = {}
+        self._told_restarts: dict[str, views.JobRow] = {}
         self._jobs: set[str] = set()
         self._switches: dict[str, dict[int, _Switch]] = {}
         self._moving: set[tuple[str, int]] = set()
@@ -98,7 +100,7 @@ class Board:
         elif isinstance(news, live.ProgressNews):
             self._switch(news.job, news.number).said.extend(news.ranks)
             self._moving.add((news.job, news.number))
-        elif isinstance(news, live.HealthNews):
+        elif isinstance(news, live.HealthNews | live.LinksNews):
             self._stale = True
 
     def _event(self, event: EventRecord) -> None:
@@ -165,6 +167,7 @@ class Board:
         self._moving.clear()
         if now - self._pulse_at >= SECOND:
             self._pulse_at = now
+            self._restarts_told(self.known.time(now))
             self.streams.tell("leader", live_leader(self.known, self.known.time(now)))
 
     def _devices(self, now: float) -> None:
@@ -225,7 +228,7 @@ class Board:
         news = self.known.cluster.jobs.get(job)
         if news is None:
             if (last := self._told_rows.pop(job, None)) is not None:
-                self.streams.tell("plan", views.LivePlan(row=last, over=True))
+                self.streams.tell("plan", views.LivePlan(row=last, over=True, gone=True))
                 self._switches.pop(job, None)
             return
         row = job_row(self.known, job, now)
@@ -233,6 +236,16 @@ class Board:
         if before is None or _lasting(before) != _lasting(row):
             self._told_rows[job] = row
             self.streams.tell("plan", views.LivePlan(row=row, over=news.over))
+
+    def _restarts_told(self, now: float) -> None:
+        """Rows of jobs in restart mode that changed: also how long they are silent."""
+        rows = {job.job: restart_row(self.known, job, now) for job in self.known.cluster.restarts}
+        for name, row in rows.items():
+            if row != self._told_restarts.get(name):
+                self.streams.tell("plan", views.LivePlan(row=row, over=False))
+        for name in self._told_restarts.keys() - rows.keys():
+            self.streams.tell("plan", views.LivePlan(row=self._told_restarts[name], over=True, gone=True))
+        self._told_restarts = rows
 
     # -- what pages ask for --------------------------------------------------------------------------------
 

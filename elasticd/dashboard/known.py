@@ -28,7 +28,6 @@ from elasticd.coordinator.api_types import (
     LinkStatus,
     MemberStatus,
     NodeStatus,
-    RestartStatus,
     Settings,
 )
 from elasticd.coordinator.events.event_log import EventRecord
@@ -85,7 +84,7 @@ class ClusterNow:
     members: dict[str, tuple[MemberStatus, ...]] = field(default_factory=dict)
     halts: dict[str, dict[str, Halted]] = field(default_factory=dict)
     links: tuple[LinkStatus, ...] = ()
-    restarts: tuple[RestartStatus, ...] = ()
+    restarts: tuple[live.RestartingJob, ...] = ()
     paused: bool = False
     store_away: bool = False
     measured: dict[str, Table] = field(default_factory=dict)
@@ -306,7 +305,7 @@ class SavedCluster(Value, frozen=True, kw_only=True):
     plans: dict[str, Plan]
     members: dict[str, tuple[MemberStatus, ...]]
     links: tuple[LinkStatus, ...]
-    restarts: tuple[RestartStatus, ...]
+    restarts: tuple[live.RestartingJob, ...]
     settings: Settings | None
     detect: DetectSettings
     paused: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -18,7 +19,6 @@ from elasticd.coordinator.api_types import (
     LinkStatus,
     NodeStatus,
     Pace,
-    RestartStatus,
 )
 from elasticd.coordinator.events.job_times import JobTime
 from elasticd.dashboard import views
@@ -184,18 +184,43 @@ def test_jobs_that_stop_or_wait_are_not_normal_and_names_are_text() -> None:
     assert cells(found)["a/0"].state == "unused", "a job that is over has no devices"
 
 
-def test_a_job_in_restart_mode_has_a_row_and_a_page() -> None:
-    found = known()
-    restarting = RestartStatus(
+def restarting(step: int, heard: float) -> live.RestartingJob:
+    return live.RestartingJob(
         job="ddp",
         round=2,
-        step=5,
+        step=step,
         step_seconds=0.5,
-        silent_seconds=60.0,
+        heard=heard,
         devices={"f/0": Pace(seconds=0.4, ratio=1.0)},
         out={"torchrun-3": "its node is slow"},
     )
-    found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(restarting,))))
+
+
+def test_jobs_in_restart_mode_and_slow_links_are_told_as_they_change() -> None:
+    found = known()
+    found.look(NOW)
+    told: list[tuple[str, Any]] = []
+    found.streams.tell = lambda event, value: told.append((event, value))  # type: ignore[method-assign]
+    for number in range(4):
+        found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(restarting(number // 2, NOW),))))
+        found.look(NOW + 1 + number)
+    rows = [value.row for event, value in told if event == "plan"]
+    assert [(row.job, row.step) for row in rows] == [("ddp", 0), ("ddp", 1)]
+    found.look(NOW + 60)
+    assert "silent for 60 s" in told[-2][1].row.sentence
+    slow = LinkStatus(link="a - c", bandwidth=1e8, latency=1e-4, rate=4.0)
+    found.hear(Told(at=NOW, news=live.LinksNews(id="1:2", links=(slow,))))
+    found.hear(Told(at=NOW, news=live.RestartNews(id="1:3", restarts=())))
+    found.look(NOW + 61)
+    by_event = dict(told)
+    assert [link.link for link in by_event["leader"].links] == ["a - c"]
+    assert "a - c" in [row.name for row in by_event["devices"].abnormal]
+    assert by_event["plan"].gone
+
+
+def test_a_job_in_restart_mode_has_a_row_and_a_page() -> None:
+    found = known()
+    found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(restarting(5, time.time() - 60.0),))))
     row = found.hello(VIEWER).jobs[-1]
     assert (row.job, row.phase) == ("ddp", "restart mode")
     assert "silent for 60 s" in row.sentence
