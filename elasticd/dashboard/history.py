@@ -412,11 +412,13 @@ class HistoryWriter:
         others may write."""
         for table in _BOUNDED:
             if table == "plans":
-                old = (
-                    "SELECT rowid FROM plans AS one WHERE number <= (SELECT number FROM plans WHERE "
-                    "plans.run = one.run ORDER BY number DESC LIMIT 1 OFFSET ?) LIMIT ?"
-                )
-                yield from self._deleted("plans", old, (MOST_PLANS, BATCH_PLANS), BATCH_PLANS)
+                many = "SELECT run FROM plans GROUP BY run HAVING count(*) > ?"
+                for (run,) in self._db.execute(many, (MOST_PLANS,)).fetchall():
+                    old = (
+                        "SELECT rowid FROM plans WHERE run = ? AND number <= (SELECT number FROM plans "
+                        "WHERE run = ? ORDER BY number DESC LIMIT 1 OFFSET ?) LIMIT ?"
+                    )
+                    yield from self._deleted("plans", old, (run, run, MOST_PLANS, BATCH_PLANS), BATCH_PLANS)
                 old = (
                     "SELECT rowid FROM plans WHERE time < ? AND (run NOT IN (SELECT run FROM runs WHERE open) "
                     "OR number < (SELECT max(number) FROM plans AS other WHERE other.run = plans.run)) LIMIT ?"
@@ -437,8 +439,8 @@ class HistoryWriter:
             )
         yield
         while self._free() > 0:
-            # Gives back a page with each row that is fetched of it.
-            self._db.execute(f"PRAGMA incremental_vacuum({BATCH_PAGES})").fetchall()
+            # It gives back one page with each row that it yields, none of which `execute` would fetch.
+            self._db.executescript(f"PRAGMA incremental_vacuum({BATCH_PAGES})")
             yield
         self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 

@@ -87,6 +87,7 @@ class Subscription:
         self._plans: dict[str, int] = {}
         self._health: dict[str, float] = {}
         self._sampled: dict[str, _Sampled] = {}
+        self._hello: live.LiveHello | None = None
         self._bound_at = 0.0
         self._broken_at = 0.0
         self._last_id = ""
@@ -150,6 +151,7 @@ class Subscription:
         if isinstance(news, live.LiveHello):
             self._last_id, self._cluster = "", ClusterNow()
             self._plans.clear()
+            self._hello = news
             self._lacks = not self._written(lambda: self._begin(news))
             self._tell(Told(at=now, news=news))
             self._fetch_events(api, news.id)
@@ -208,6 +210,9 @@ class Subscription:
     def _catch_up(self, api: Api, number: str, now: float) -> None:
         """Writes what could not be written, as far as the leader still has it."""
         self._try_at = now + TRY_SECONDS
+        hello = self._hello
+        if hello is None or not self._written(lambda: self._begin(hello, again=True)):
+            return
         self._lacks = False
         self._fetch_events(api, number)
         self._plans.clear()
@@ -227,16 +232,17 @@ class Subscription:
         except sqlite3.Error as error:
             self._complain(error)
 
-    def _begin(self, hello: live.LiveHello) -> None:
-        """The history is of one etcd: events of another one begin anew, and so does the history."""
+    def _begin(self, hello: live.LiveHello, *, again: bool = False) -> None:
+        """The history is of one etcd: events of another one begin anew, and so does the history. again: it
+        could not be written before; pages have heard of the events."""
         store, epoch = (self._writer.meta(key) for key in ("store", "epoch"))
         before = (store or b"").decode(), int(epoch or b"0")
         if another_store(before, hello):
             _log.warning(
                 "the leader's etcd is another one than before: what the history has of that is put aside"
             )
+            self._events, self._told = 0, self._told if again else 0
             self._writer.put_aside()
-            self._events = self._told = 0
         with self._writer.together():
             self._writer.put_meta("epoch", b"%d" % hello.leader.epoch)
             if hello.store:

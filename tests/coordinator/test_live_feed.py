@@ -78,6 +78,7 @@ def test_a_listener_hears_all_that_is_known_and_then_each_event_once() -> None:
                 hello = client.heard[0]
                 assert isinstance(hello, live.LiveHello)
                 assert hello.leader.url == coordinator.url
+                assert hello.store == "1", "of the store in memory"
                 assert [news.node.node for news in client.of(live.NodeNews)] == ["alpha"]
                 assert hello.newest_event == coordinator.leading.journal.newest_id
                 for number in range(3):

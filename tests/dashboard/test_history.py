@@ -175,6 +175,7 @@ def test_each_table_keeps_its_share_where_the_file_is_too_large(
     pieces = list(writer.bounding(oldest=0.0, most_bytes=2 << 20))
     assert len(pieces) > 20, "in small pieces"
     assert writer.size <= 2 << 20
+    assert writer._free() == 0, "the file is as small"
     assert len(reader.events(EventQuery(limit=10_000))) == 3000
     assert len(reader.steps("j")[0]) == 3000
     numbers = reader.numbers("j")

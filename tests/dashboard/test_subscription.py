@@ -154,6 +154,24 @@ def test_a_new_etcd_has_its_events_shown_and_the_old_ones_put_aside(leader: Lead
     assert leader.written == [1, 2]
 
 
+def test_a_new_etcd_while_the_disk_is_full_is_told_from_the_old_one_once_there_is_space(leader: Leader) -> None:
+    leader.hello()
+    for number in range(1, 6):
+        leader.event(number)
+    leader.happened = []
+    leader.writer._db.execute("PRAGMA query_only = ON")
+    leader.hello(store="b")
+    leader.event(1)
+    leader.event(2)
+    assert leader.shown == [1, 2, 3, 4, 5, 1, 2]
+    assert leader.written == [1, 2, 3, 4, 5]
+    leader.writer._db.execute("PRAGMA query_only = OFF")
+    leader.subscription._try_at = 0.0
+    leader.say(PULSE)
+    assert leader.written == [1, 2]
+    assert leader.shown == [1, 2, 3, 4, 5, 1, 2]
+
+
 def test_a_full_disk_stops_no_page_and_what_the_leader_has_is_written_once_there_is_space(
     leader: Leader,
 ) -> None:
