@@ -33,6 +33,7 @@ from elasticd.codec.decoding import decoded_as
 from elasticd.config.credentials import Credentials
 from elasticd.coordinator.api_types import CallerStatus
 from elasticd.coordinator.auth import USER_HEADER
+from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard import act_page, views
 from elasticd.dashboard.board import Board
@@ -67,7 +68,7 @@ PASSED_ON = (400, 401, 403, 404, 409, 413, 429)
 MOST_TOLD, MOST_LISTED = 2000, 1000
 #: Answers of plans that are remembered: they are made from what does not change any more.
 MOST_PLANS = 32
-#: Plans that a device's page looks at.
+#: Plans that a device's page names.
 MOST_COUNTED = 16
 MEDIA = {
     ".js": "text/javascript; charset=utf-8",
@@ -343,9 +344,10 @@ class Answers:
     async def job(self, request: Request, session: Session) -> views.JobView:
         """A job's page."""
         job, known = self._job(request), self._served.board.known
-        asked = EventQuery(job=job, kinds=("snapshot", "checkpoint"), limit=64)
-        told = await self._served.read(lambda history: history.events(asked))
-        return job_view(known, job, told, time.time())
+        told = await self._served.read(
+            lambda history: _told(history, job, kinds=("snapshot", "checkpoint"), limit=64)
+        )
+        return job_view(known, job, told, known.time(time.time()))
 
     async def steps(self, request: Request, session: Session) -> views.StepColumns:
         """A job's steps."""
@@ -365,7 +367,7 @@ class Answers:
         force, proposed = self._numbers(job)
 
         def read(history: HistoryReader) -> views.PlanList:
-            told = history.events(EventQuery(job=job, limit=MOST_TOLD))
+            told = _told(history, job)
             measured = history.seconds_by_plan(job)
             rows = [
                 plan_row(head, heard=at, in_force=force, proposed=proposed, measured=measured, told=told[::-1])
@@ -389,7 +391,7 @@ class Answers:
             record, heard = found
             earlier = [other for other in numbers if other < number]
             before = history.plan(job, _before(history, job, earlier)) if earlier else None
-            told = history.events(EventQuery(job=job, limit=MOST_TOLD))[::-1]
+            told = _told(history, job)[::-1]
             row = plan_row(
                 in_brief(record),
                 heard=heard,
@@ -436,8 +438,7 @@ class Answers:
 
         def read(history: HistoryReader) -> views.SwitchView:
             wanted = number or history.newest_switch(job)
-            asked = EventQuery(job=job, kinds=KINDS, limit=MOST_TOLD)
-            told = history.events(asked)[::-1]
+            told = _told(history, job, kinds=KINDS)[::-1]
             newest = max((event.data.get("number", 0) for event in told if event.kind == "proposed"), default=0)
             wanted = number or max(wanted, newest)
             if not wanted:
@@ -467,7 +468,7 @@ class Answers:
 
         def read(history: HistoryReader) -> views.DeviceView:
             told = history.events(EventQuery(device=name, limit=200))
-            plans = history.plans(use.job, MOST_COUNTED) if use is not None else []
+            plans = history.counted(use.job, name, MOST_COUNTED) if use is not None else []
             return device_view(known, name, history.samples(name), history.health(node), told, plans)
 
         return await self._served.read(read)
@@ -570,6 +571,13 @@ PAGES = (
     "/act",
     "/login",
 )
+
+
+def _told(
+    history: HistoryReader, job: str, kinds: tuple[str, ...] = (), limit: int = MOST_TOLD
+) -> list[EventRecord]:
+    """Events of the newest run of a job, the newest first."""
+    return history.events(EventQuery(job=job, kinds=kinds, after=history.after(job), limit=limit))
 
 
 def _before(history: HistoryReader, job: str, earlier: list[int]) -> int:

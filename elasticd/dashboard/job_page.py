@@ -243,7 +243,7 @@ def job_view(known: Knowledge, name: str, told: Sequence[EventRecord], now: floa
 def _restarting(known: Knowledge, name: str, now: float) -> views.JobView:
     job = next(job for job in known.cluster.restarts if job.job == name)
     return views.JobView(
-        head=restart_row(known, job),
+        head=restart_row(known, job, now),
         heard=known.heard,
         measured_step=None,
         stages=(),
