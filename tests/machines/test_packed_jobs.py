@@ -82,3 +82,30 @@ def test_reported_lengths_beyond_all_that_was_known_become_the_longest() -> None
     found = data_lengths.packed(world.job)
     assert found is not None
     assert (found.longest, found.sample) == (512, "")
+
+
+def test_one_long_sequence_is_the_longest_from_then_on_and_a_new_leader_learns_it() -> None:
+    world = world_of(even(64.0), 64)
+    world.train(40)
+    world.length = 1024
+    world.train(1)
+    world.length = 64
+    world.train(40)
+    assert "shifted" not in world.kinds()
+    assert longest(world) == 1024
+    world.new_leader()
+    world.settle()
+    world.train(2)
+    assert longest(world) == 1024
+
+
+def test_the_longest_is_measured_even_where_lengths_are_about_as_assumed() -> None:
+    world = world_of(Lengths(mean=64.0, effective=64.0, longest=64.0), 60)
+    world.train(40)
+    assert longest(world) == 64
+
+
+def longest(world: World) -> int:
+    found = data_lengths.packed(world.job)
+    assert found is not None
+    return found.longest
