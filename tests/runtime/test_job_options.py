@@ -293,6 +293,7 @@ def test_of_a_stream_the_first_plan_knows_the_mean_and_takes_sequences_for_unlik
 
     found = told(elasticd.Stream(dataset=Endless(), tokens=100.0))
     assert (found.lengths.mean, found.longest, found.sample) == (100.0, 100, "")
+    assert found.likely == found.lengths.longest == 900
     assert found.lengths.effective > 2 * found.lengths.mean
     with pytest.raises(ValueError, match="global_tokens takes samples by lengths that are known beforehand"):
         told(elasticd.Stream(dataset=Endless(), tokens=100.0), global_tokens=500)

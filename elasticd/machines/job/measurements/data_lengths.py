@@ -21,6 +21,8 @@ from elasticd.records import JobSpec
 
 #: How far measured lengths may be from those that the first profile was made for.
 OFF = 0.1
+#: How many times longer than the longest sequence so far one of a stream may be that still comes.
+_MARGIN = 2
 
 
 def reported(turn: Turn, measurement: Measurement) -> None:
@@ -64,10 +66,18 @@ def measured(turn: Turn, step: Step) -> None:
 
 def packed(job: JobState) -> PackedSequences | None:
     """The sequences of a step to plan for: those of the spec, with the lengths that were measured, and never
-    a shorter longest one than that of any step so far. None where the job pads them."""
+    a shorter longest one than that of any step so far. None where the job pads them.
+
+    What a checkpoint knows of may come again, or was left out of the data since: it is likely, no more. Of a
+    stream nothing was known beforehand: once it is measured, twice the longest so far is likely.
+    """
     if job.spec is None or job.spec.packed is None:
         return None
     told, lengths, longest = job.spec.packed, job.lengths, job.longest
+    likely = told.likely
+    if lengths is not None and not told.sample:
+        likely = min(likely, _MARGIN * longest)
+    told = msgspec.structs.replace(told, likely=max(likely, job.likely))
     if longest > told.longest:
         told = msgspec.structs.replace(told, longest=longest, sample="")
     if lengths is None or not _off(told.lengths, lengths):
