@@ -150,7 +150,8 @@ def packed_sequences(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> PackedS
         assert recipe.length is not None
         given = None if recipe.data.length is not None else recipe.dataset
         every = known_lengths(given, recipe.length, len(recipe.dataset))
-        lengths, (at, longest) = every.of_steps(recipe.global_batch), every.longest
+        samples = max(1, round(recipe.step_samples(every.mean)))
+        lengths, (at, longest) = every.of_steps(samples), every.longest
         sample, likely = f"sample {at}", 0
     for name, each in held_out.items():
         length = length_of(each.dataset)

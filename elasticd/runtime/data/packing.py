@@ -117,6 +117,11 @@ class KnownLengths:
         at = int(self.tokens.argmax())
         return int(self.indices[at]), int(self.tokens[at])
 
+    @property
+    def mean(self) -> float:
+        """Tokens of a sample, in the mean."""
+        return float(self.tokens.mean())
+
     def of_steps(self, samples: int) -> Lengths:
         """Of steps of so many samples: the longest is one that such a step has."""
         total, squares = int(self.tokens.sum()), int((self.tokens * self.tokens).sum())
