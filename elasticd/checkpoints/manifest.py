@@ -111,6 +111,7 @@ class Origin(Value, frozen=True, kw_only=True):
     elasticd: str
     torch: str
     global_tokens: int = 0
+    longest: int = 0  # [tokens] the longest sequence so far, that of a step which could not be made included
 
 
 class Part(StoredValue, frozen=True, kw_only=True, tag="checkpoint-part"):

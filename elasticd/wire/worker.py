@@ -72,6 +72,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     closes: bool = False  # it takes part in a last checkpoint that another member of a recovered plan asks for
     release: str = ""  # of the sender's elasticd
     computes_on: WorkerDevice | None = None  # None: a worker of release 0.1
+    longest: int = 0  # [tokens] the longest sequence that its checkpoints know of
 
 
 class Report(Message, frozen=True, kw_only=True, tag="report"):

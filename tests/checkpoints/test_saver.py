@@ -15,6 +15,7 @@ from elasticd_planner.layout.layouts import Layouts
 from elasticd.checkpoints.disk import LocalDisk, WritableFile
 from elasticd.checkpoints.folder import UNFINISHED, damages, scan
 from elasticd.codec.message import Message
+from elasticd.runtime.checkpoint.loader import longest_trained
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.saver import Saver
 from elasticd.wire.worker import Saved
@@ -46,11 +47,18 @@ class Gang:
         self.savers: dict[str, Saver] = {}
         self.states = {device: local(WHOLE, layouts, device) for device in layouts.plan.members}
         self.lost = False
+        self.longest = 0  # of the sequences so far
         options = CheckpointingOptions(folder=folder, every=every, keep=2)
         for device in layouts.plan.members:
             self.disks[device] = Held()
             self.savers[device] = Saver(
-                options, SPEC_OF_JOB, device, self._tell, lambda: self.lost, self.disks[device]
+                options,
+                SPEC_OF_JOB,
+                device,
+                self._tell,
+                lambda: self.lost,
+                self.disks[device],
+                longest=lambda: self.longest,
             )
 
     def _tell(self, message: Message) -> None:
@@ -103,6 +111,14 @@ def test_checkpoints_are_written_published_and_kept_as_many_as_wanted(gang: Gang
     assert names(tmp_path) == ["step-00000004.plan-7.aa", "step-00000006.plan-7.aa"]
     assert [said.step for said in gang.said] == [2, 4, 6]
     assert gang.said[0].plan == 7
+
+
+def test_a_checkpoint_knows_the_longest_sequence_of_any_step_before_it(gang: Gang, tmp_path: Path) -> None:
+    assert longest_trained(tmp_path) == 0
+    for step, gang.longest in ((2, 5000), (4, 9000)):
+        gang.vote(step)
+        gang.settle(step + 1, gang.free)
+        assert longest_trained(tmp_path) == gang.longest
 
 
 def test_a_step_waits_for_the_copy_alone_and_what_is_written_is_the_copy(gang: Gang, tmp_path: Path) -> None:

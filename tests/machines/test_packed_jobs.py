@@ -10,12 +10,14 @@ from elasticd.machines.job.state.job_state import JobPhase
 from tests.machines.world import World
 
 
-def world_of(lengths: Lengths, longest: int, memory: int = 60_000_000, **options: object) -> World:
+def world_of(
+    lengths: Lengths, longest: int, memory: int = 60_000_000, saved_longest: int = 0, **options: object
+) -> World:
     """A job on two nodes that packs sequences of these lengths."""
     world = World(("alpha", "beta"), memory=memory)
-    packed = PackedSequences(
-        sequences=8.0, lengths=lengths, longest=longest, sample="sample 7", linear=96, least=8, **options
-    )
+    values = {"sample": "sample 7", "linear": 96, "least": 8, **options}
+    packed = PackedSequences(sequences=8.0, lengths=lengths, longest=longest, **values)  # type: ignore[arg-type]
+    world.saved_longest = saved_longest
     world.of_spec["packed"] = packed
     world.length = round(lengths.mean)
     world.start()
@@ -82,3 +84,55 @@ def test_reported_lengths_beyond_all_that_was_known_become_the_longest() -> None
     found = data_lengths.packed(world.job)
     assert found is not None
     assert (found.longest, found.sample) == (512, "")
+
+
+def test_one_long_sequence_is_the_longest_from_then_on_and_a_new_leader_learns_it() -> None:
+    world = world_of(even(64.0), 64)
+    world.train(40)
+    world.length = 1024
+    world.train(1)
+    world.length = 64
+    world.train(40)
+    assert "shifted" not in world.kinds()
+    assert longest(world) == 1024
+    world.new_leader()
+    world.settle()
+    world.train(2)
+    assert longest(world) == 1024
+
+
+def test_the_longest_is_measured_even_where_lengths_are_about_as_assumed() -> None:
+    world = world_of(Lengths(mean=64.0, effective=64.0, longest=64.0), 60)
+    world.train(40)
+    assert longest(world) == 64
+
+
+def test_a_job_that_stopped_at_a_long_sequence_is_planned_for_it_when_it_starts_again() -> None:
+    assert held(world_of(even(64.0), 64, saved_longest=0)) < 8000
+    assert held(world_of(even(64.0), 64, saved_longest=8000)) >= 8000
+
+
+def test_a_long_sequence_of_a_checkpoint_that_no_plan_holds_keeps_no_job_from_starting() -> None:
+    assert world_of(even(64.0), 64, saved_longest=1_000_000_000).phase is JobPhase.RUNNING
+
+
+def test_of_a_stream_twice_what_was_measured_is_likely() -> None:
+    world = world_of(Lengths(mean=64.0, effective=192.0, longest=576.0), 64, sample="", likely=576)
+    assert found(world).likely == 576
+    world.train(40)
+    assert found(world).likely == 128
+
+
+def held(world: World) -> int:
+    assert world.job.plan is not None
+    return max(sum(lane.capacity for lane in pipeline.packed) for pipeline in world.job.plan.pipelines)
+
+
+def found(world: World) -> PackedSequences:
+    made = data_lengths.packed(world.job)
+    assert made is not None
+    return made
+
+
+def longest(world: World) -> int:
+    return found(world).longest

@@ -89,6 +89,8 @@ class World(Checked):
         self.recorded: dict[int, Plan] = {}
         self.rates: dict[str, float] = {}
         self.length = 64  # tokens of each sequence
+        self.longest = 0  # of any step: workers remember it
+        self.saved_longest = 0  # of the checkpoints that workers see
         self.slowdowns: dict[str, int] = {}  # by which devices say that their lanes get shares of tokens
         self.of_spec: dict[str, object] = {}  # what workers say of the job beside what is usual
         self.closes = True  # workers can make a last checkpoint that another one asks for
@@ -251,7 +253,15 @@ class World(Checked):
     def hello(self, worker: FakeWorker, **changes: object) -> Hello:
         world_size = sum(len(record.devices) for record in self.records.values())
         made = spec(**{**self.of_spec, **changes})
-        return Hello(job=JOB, local_rank=0, world_size=world_size, pid=100, spec=made, closes=self.closes)
+        return Hello(
+            job=JOB,
+            local_rank=0,
+            world_size=world_size,
+            pid=100,
+            spec=made,
+            closes=self.closes,
+            longest=self.saved_longest,
+        )
 
     def _read(self, proposal: Proposal) -> None:
         """What the members of both plans do about a proposal as their agents read it."""
@@ -370,7 +380,9 @@ class World(Checked):
     def report(self, plan: Plan, device: str) -> Report:
         """What a device of this rate would report of a step."""
         measured = measurement(plan, device, self.records, self.rates, length=self.length, step=self.steps - 1)
-        measured = structs.replace(measured, slowdown=self.slowdowns.get(device, 0))
+        self.longest = max(self.longest, self.length)
+        slowdown = self.slowdowns.get(device, 0)
+        measured = structs.replace(measured, slowdown=slowdown, longest_so_far=self.longest)
         if plan.members[0] != device:
             return Report(measurement=measured, loss=None, tokens=None)
         return Report(measurement=measured, loss=2.0, tokens=self.length * plan.global_batch)

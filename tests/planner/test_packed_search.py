@@ -349,3 +349,30 @@ def test_a_given_plan_is_packed_and_one_that_holds_too_little_is_refused() -> No
     refused = search(problem(lengths, 33_000_000, given=given, only_given=True))
     assert refused.plan is None
     assert refused.refusal.startswith("the plan that the job gives cannot be: does not fit: a sequence has")
+
+
+def of_a_stream(likely: int) -> PackedSequences:
+    """Of a stream nothing is known but the mean."""
+    lengths = Lengths(mean=1000.0, effective=3000.0, longest=9000.0)
+    return PackedSequences(
+        sequences=64.0, lengths=lengths, longest=1000, likely=likely, linear=LINEAR, least=LEAST
+    )
+
+
+def test_a_sequence_that_may_come_is_held_where_some_plan_does() -> None:
+    before, made = (
+        search(problem(np.full(64, 1000), 40_000_000, packed=of_a_stream(likely))).plan for likely in (0, 9000)
+    )
+    assert before is not None
+    assert made is not None
+    assert longest_of(before) < 9000 <= longest_of(made)
+
+
+def test_a_sequence_that_may_come_and_that_no_plan_holds_refuses_none() -> None:
+    made = search(problem(np.full(64, 1000), 28_000_000, packed=of_a_stream(40_000))).plan
+    assert made is not None
+    assert longest_of(made) >= 10_000
+
+
+def longest_of(made: Plan) -> int:
+    return max(sum(lane.capacity for lane in pipeline.packed) for pipeline in made.pipelines)

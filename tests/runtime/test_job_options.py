@@ -20,6 +20,7 @@ from elasticd.runtime.api.evaluation import HeldOut
 from elasticd.runtime.api.hello import job_spec
 from elasticd.runtime.api.job import Job
 from elasticd.runtime.data.collate import pad
+from elasticd.runtime.engine.mixed_precision import LossScale
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.exits import JobStopped
 
@@ -270,7 +271,8 @@ def test_the_first_plan_is_for_the_lengths_of_the_dataset() -> None:
     assert (found.lengths.mean, found.lengths.effective) == (7.0, (6 * 4 + 16 + 1600) / 56)
     # Asked for one by one, they are the same; steps of so many tokens have as many samples as these are.
     again = told(Unequal(samples), length=Unequal.lengths.__getitem__, global_tokens=70)
-    assert (again.lengths, again.longest, again.sequences) == (found.lengths, 40, 10.0)
+    assert (again.lengths.mean, again.longest, again.sequences) == (7.0, 40, 10.0)
+    assert (found.lengths.longest, again.lengths.longest) == (30, 40), "that of 4 samples, and of 10"
     # A held-out set is packed under the same plan; one with a collate of its own is not packed.
     long = Sentences(samples)
     long.lengths = (8, 90, 8, 8, 8, 8, 8, 8)
@@ -278,6 +280,27 @@ def test_the_first_plan_is_for_the_lengths_of_the_dataset() -> None:
     assert (beside.longest, beside.sample) == (90, "sample 1 of the held-out set 'long'")
     assert beside.lengths == found.lengths
     assert told(Unequal(samples), {"long": HeldOut(dataset=long, collate=pad)}) == found
+
+
+def test_the_loss_scale_of_fp16_is_that_of_the_tokens_of_a_step() -> None:
+    samples = [{"inputs": torch.arange(8), "targets": torch.arange(8)}] * 8
+
+    def scale(**options: Any) -> Any:
+        config = DecoderConfig(vocabulary=16, width=16, layers=2, heads=2, kv_heads=2, hidden=8)
+        recipe = Recipe(
+            model=Decoder(config).describe(),
+            loss=next_token_loss,
+            optimizer=torch.optim.AdamW,
+            dataset=Unequal(samples),
+            global_batch=4,
+            parallelism=elasticd.ParallelismOptions(precision="fp16"),
+            data=elasticd.DataOptions(packing=elasticd.Packing(), **options),
+        )
+        assert recipe.precision is not None
+        return recipe.precision.scale
+
+    assert scale() == LossScale.for_steps_of(28)
+    assert scale(global_tokens=1 << 20) == LossScale.for_steps_of(1 << 20) != scale()
 
 
 def test_of_a_stream_the_first_plan_knows_the_mean_and_takes_sequences_for_unlike_ones() -> None:
@@ -293,6 +316,7 @@ def test_of_a_stream_the_first_plan_knows_the_mean_and_takes_sequences_for_unlik
 
     found = told(elasticd.Stream(dataset=Endless(), tokens=100.0))
     assert (found.lengths.mean, found.longest, found.sample) == (100.0, 100, "")
+    assert found.likely == found.lengths.longest == 900
     assert found.lengths.effective > 2 * found.lengths.mean
     with pytest.raises(ValueError, match="global_tokens takes samples by lengths that are known beforehand"):
         told(elasticd.Stream(dataset=Endless(), tokens=100.0), global_tokens=500)

@@ -154,7 +154,7 @@ def test_a_packed_stream_hands_out_what_slowdowns_give_to_each_lane(alone: list[
 def test_a_sample_of_a_stream_that_goes_into_no_row_is_named_on_every_rank() -> None:
     plan = LANES["2 + 1, uneven, in two stages"]
 
-    def worker(plan_groups: MemoryPlanGroups) -> str:
+    def worker(plan_groups: MemoryPlanGroups) -> tuple[str, bool]:
         made = packed(plan_groups.me)
         source = Streamed(
             Stream(dataset=Counted(plan_groups.me), tokens=8.0), BATCH, 100, packing=Packing(tokens=5, least=1)
@@ -166,10 +166,11 @@ def test_a_sample_of_a_stream_that_goes_into_no_row_is_named_on_every_rank() -> 
             engine.step(earlier, lambda: 0)
         with pytest.raises(SampleError) as refused:
             engine.step(step, lambda: 0)
-        return str(refused.value)
+        return str(refused.value), source.longest == max(lengths[: step + 1])
 
-    (said,) = set(run_threads(plan.members, worker).values())
-    assert "tokens, and no pipeline's lanes hold more than 10 in a row" in said
+    ((said, known),) = set(run_threads(plan.members, worker).values())
+    assert "tokens, and no pipeline's lanes hold more than 10 in a row: raise Packing(tokens=...), or " in said
+    assert known, "what goes into no row is the longest so far: the next checkpoint says so"
 
 
 def test_the_position_moves_with_the_state_and_another_rank_reads_on_from_there(alone: list[float]) -> None:

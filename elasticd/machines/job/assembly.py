@@ -265,6 +265,7 @@ def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
     if job.spec is None:
         turn.write(body.spec)
     turn.set(spec=body.spec, world_size=job.world_size or body.world_size, arrived=turn.now)
+    turn.set(likely=max(job.likely, body.longest))
     turn.worker(_new_worker(turn, node, up, body))
     turn.set(probes=job.probes.forgotten(up.device))
     if job.phase not in (JobPhase.GATHERING, JobPhase.ASSEMBLING):

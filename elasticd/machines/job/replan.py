@@ -74,6 +74,7 @@ def measured(turn: Turn, worker: Worker, report: Report) -> None:
                 turn.set(reason="")
     if turn.now - turn.job.progress.at > FINE:
         turn.set(progress=msgspec.structs.replace(turn.job.progress, at=turn.now))
+    data_lengths.reported(turn, measurement)
     plan = job.plan
     if plan is None or measurement.plan != plan.number or measurement.device not in plan.binding:
         return

@@ -20,7 +20,7 @@ from elasticd_planner.value import Invalid
 from elasticd.records import JobSpec
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.evaluation import HeldOut
-from elasticd.runtime.checkpoint.loader import offered
+from elasticd.runtime.checkpoint.loader import longest_trained, offered
 from elasticd.runtime.data.loader import length_of
 from elasticd.runtime.data.packing import known_lengths
 from elasticd.runtime.data.prefetch import Dataset
@@ -143,14 +143,16 @@ def packed_sequences(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> PackedS
         return None
     if isinstance(recipe.dataset, Stream):
         mean, longest, sample = recipe.tokens, math.ceil(recipe.tokens), ""
+        likely = math.ceil(_UNLIKE**2 * mean)
         # Nothing is known but the mean: they are taken for unlike ones until they are measured.
         lengths = Lengths(mean=mean, effective=_UNLIKE * mean, longest=_UNLIKE**2 * mean)
     else:
         assert recipe.length is not None
         given = None if recipe.data.length is not None else recipe.dataset
         every = known_lengths(given, recipe.length, len(recipe.dataset))
-        lengths, (at, longest) = every.of_steps(recipe.global_batch), every.longest
-        sample = f"sample {at}"
+        samples = max(1, round(recipe.step_samples(every.mean)))
+        lengths, (at, longest) = every.of_steps(samples), every.longest
+        sample, likely = f"sample {at}", 0
     for name, each in held_out.items():
         length = length_of(each.dataset)
         if each.collate is None and length is not None:
@@ -162,6 +164,7 @@ def packed_sequences(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> PackedS
         lengths=lengths,
         longest=longest,
         sample=sample,
+        likely=likely,
         linear=linear_of(recipe.model.spec),
         row_tokens=packing.tokens or 0,
         cut=packing.cut,
@@ -202,6 +205,7 @@ def hello(spec: JobSpec, folder: Path | None, accelerator: Accelerator) -> Hello
         pid=os.getpid(),
         spec=spec,
         checkpoints=offered(folder, spec) if folder is not None else (),
+        longest=longest_trained(folder) if folder is not None and spec.packed is not None else 0,
         probes=True,
         rehearses=True,
         closes=True,

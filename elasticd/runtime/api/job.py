@@ -188,9 +188,11 @@ class Job(RankInfo):
         if remedy := parent_death.without_restarts(os.environ):
             log.warning(remedy)
         spec, options = job_spec(self._recipe, name, self._held_out), self._recipe.checkpointing
-        self._control = Control(default_path(), hello(spec, options.path, self._recipe.accelerator))
+        said = hello(spec, options.path, self._recipe.accelerator)
+        self._control = Control(default_path(), said)
         control, saves, snaps = self._control, options.path is not None, options.snapshot_every
-        accelerator = self._recipe.accelerator
+        accelerator, feed = self._recipe.accelerator, self._recipe.feed
+        feed.longest = max(feed.longest, said.longest)  # so that the next checkpoints know of it, too
         self._saver = self._snapper = None
         if saves:
             self._saver = Saver(
@@ -200,6 +202,7 @@ class Job(RankInfo):
                 control.send,
                 lambda: control.lost,
                 accelerator=accelerator,
+                longest=lambda: feed.longest,
             )
         if snaps is not None:
             self._snapper = Snapper(

@@ -88,6 +88,12 @@ def offered(folder: Path, spec: JobSpec) -> tuple[str, ...]:
     return tuple(item.name for item in sound[:MOST_TOLD])
 
 
+def longest_trained(folder: Path) -> int:
+    """Tokens of the longest sequence that the sound checkpoints of a folder know of."""
+    found = folders.sound(folders.scan(folder))
+    return max((item.manifest.origin.longest for item in found if item.manifest is not None), default=0)
+
+
 def _foreign(manifest: Manifest, spec: JobSpec) -> str:
     """The samples of a step follow from its number, so that what decides them must not change."""
     tokens = manifest.origin.global_tokens or spec.global_tokens

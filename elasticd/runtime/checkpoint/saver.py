@@ -60,11 +60,13 @@ class Saver:
         lost: Callable[[], bool] = lambda: False,
         disk: Disk | None = None,
         accelerator: Accelerator = CPU,
+        longest: Callable[[], int] = lambda: 0,
     ) -> None:
         if options.path is None:
             raise ValueError("checkpointing: there is no folder to save to")
         self.options, self._folder = options, options.path
         self._spec, self._device, self._tell, self._lost = spec, device, tell, lost
+        self._longest = longest
         self._disk: Disk = disk or LocalDisk()
         self._state = checkpointing.CheckpointState(every=options.every)
         self._changed = threading.Condition()
@@ -157,7 +159,7 @@ class Saver:
         if self._share is None or self._share[0] != plan.number:
             self._share = plan.number, shares(layouts)[self._device]
         task = Task(
-            origin=origin_of(self._spec, plan, step),
+            origin=origin_of(self._spec, plan, step, self._longest()),
             path=path_of(self._folder, plan, step),
             device=self._device,
             members=plan.members,

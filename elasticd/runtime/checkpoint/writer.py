@@ -73,7 +73,7 @@ class Task:
         return self.path.name.removesuffix(UNFINISHED)
 
 
-def origin_of(spec: JobSpec, plan: Plan, step: int) -> Origin:
+def origin_of(spec: JobSpec, plan: Plan, step: int, longest: int = 0) -> Origin:
     """What a checkpoint's manifest says of the training that it is of: see `Origin`."""
     return Origin(
         job=spec.job,
@@ -85,6 +85,7 @@ def origin_of(spec: JobSpec, plan: Plan, step: int) -> Origin:
         global_batch=spec.global_batch,
         samples=spec.samples,
         global_tokens=spec.global_tokens,
+        longest=longest,
         elasticd=__version__,
         torch=str(torch.__version__),
     )

@@ -89,8 +89,19 @@ def deal(
     try:
         return packed_batch_plan(plan, step, samples, lengths, packing.tokens, cut=cut, slowdown=slowdown)
     except NoRoom as error:
-        remedy = "raise Packing(tokens=...), let it be cut, or use more devices"
-        raise SampleError(error.sample, f"it {error.why}: {remedy}", NO_ROW) from error
+        raise SampleError(error.sample, f"it {error.why}: {_longer_rows(packing, plan)}", NO_ROW) from error
+
+
+def _longer_rows(packing: Packing, plan: Plan) -> str:
+    """What to do where a plan's lanes do not hold a sequence."""
+    held = [lane.capacity for pipeline in plan.pipelines for lane in pipeline.packed]
+    if packing.tokens is not None and packing.tokens <= max(held, default=packing.tokens):
+        remedies = ["raise Packing(tokens=...)"]
+    else:
+        remedies = ["start the job again, which from its checkpoint is planned for this length"]
+    if not packing.cut:
+        remedies.append("let sequences be cut over devices, Packing(cut=True)")
+    return ", or ".join([*remedies, "add devices", "leave out or shorten such samples"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +116,11 @@ class KnownLengths:
         """Index and tokens of the longest."""
         at = int(self.tokens.argmax())
         return int(self.indices[at]), int(self.tokens[at])
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a sample, in the mean."""
+        return float(self.tokens.mean())
 
     def of_steps(self, samples: int) -> Lengths:
         """Of steps of so many samples: the longest is one that such a step has."""

@@ -38,6 +38,8 @@ class Samples(Protocol):
 class Feed(Samples, Protocol):
     """The source of each step's samples."""
 
+    longest: int  #: tokens of the longest sequence so far, that of a step which could not be made included
+
     @property
     def ahead(self) -> bool:
         """Whether `dealing` can be asked for later steps."""
@@ -101,6 +103,7 @@ class Mapped:
         """
         self._sampler, self._length, self._linear, self._packing = sampler, length, linear, packing
         self._reader = reader
+        self.longest = 0
         self._given: dict[int, _Given] = {}
         self._now: _Given | None = None
 
@@ -160,6 +163,7 @@ class Mapped:
             tokens = tuple(map(row_tokens, given.held)) if self._packing is not None else None
         elif self._length is not None:
             tokens = tuple(map(self._length, samples))
+        self.longest = max(self.longest, *(tokens or (0,)))
         lengths = None if tokens is None else BatchLengths(tokens=tokens, linear=self._linear)
         return partial(deal, self._packing, plan, step, samples, lengths, slowdown)
 

@@ -113,6 +113,7 @@ class Streamed:
         self._batch, self._linear, self._packing = global_batch, linear, packing
         self._held: Mapping[int, Any] = {}
         self._tokens: tuple[int, ...] = ()
+        self.longest = 0
 
     def want(self, indices: Sequence[int]) -> None:
         """Does nothing: the samples of a step come when it begins."""
@@ -157,6 +158,7 @@ class Streamed:
             size = everyone.receive(torch.empty(1, dtype=torch.int64), 0, _SIZE, "input")
             raw = everyone.receive(torch.empty(int(size), dtype=torch.uint8), 0, _HANDED, "input")
             mine = _decoder.decode(raw.numpy().tobytes())
+        self.longest = max(self.longest, *(mine.tokens or (0,)))
         if mine.failed:
             raise SampleError(mine.failed - 1, mine.why, mine.problem)
         self._tokens, self._held = mine.tokens, mine.samples
@@ -174,7 +176,7 @@ class Streamed:
         try:
             dealt = self.dealing(plan, step, slowdown)()
         except SampleError as error:  # a sample goes into no row
-            said = _Handed(failed=error.index + 1, why=error.why, problem=error.problem)
+            said = _Handed(tokens=self._tokens, failed=error.index + 1, why=error.why, problem=error.problem)
             return _failed(everyone, said)
         mine, *others = (
             _Handed(

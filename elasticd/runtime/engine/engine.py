@@ -456,6 +456,7 @@ class Engine:
                 step,
                 slowdown=self._batches.slowdown_of(self.device),
                 batch=self._batches.summary(batch) if self.rank == 0 else None,
+                longest_so_far=self._recipe.feed.longest,
             )
             return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
 

@@ -101,7 +101,7 @@ class Recipe:
     def precision(self) -> Precision | None:
         """The types that modules compute in; None: those that the user made them of."""
         given = self.parallelism.precision
-        return precision_of(given, self.global_batch * self.tokens if given == "fp16" else 1.0)
+        return precision_of(given, self.step_samples(self.tokens) * self.tokens if given == "fp16" else 1.0)
 
     @property
     def master(self) -> torch.dtype | None:

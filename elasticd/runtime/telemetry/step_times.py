@@ -104,7 +104,14 @@ class Telemetry:
                 to[kind] = to.get(kind, 0.0) + seconds
         return sum(self._compute[kind] for kind in PASSES)
 
-    def finish(self, plan: int, step: int, slowdown: int = 0, batch: BatchSummary | None = None) -> Measurement:
+    def finish(
+        self,
+        plan: int,
+        step: int,
+        slowdown: int = 0,
+        batch: BatchSummary | None = None,
+        longest_so_far: int = 0,
+    ) -> Measurement:
         """The measurement of the step that ends now.
 
         Args:
@@ -112,6 +119,7 @@ class Telemetry:
             step: index of the step.
             slowdown: of this device's lane [64ths], see `Measurement`.
             batch: the packed batch of the step, if this device is to tell of it.
+            longest_so_far: tokens of the longest sequence of any step.
 
         Returns:
             Times in seconds, work in tokens x blocks, memory in bytes.
@@ -149,6 +157,7 @@ class Telemetry:
             tensor_seconds=spent.get("tensor", 0.0),
             slowdown=slowdown,
             batch=batch,
+            longest_so_far=max(longest, longest_so_far),
             context_seconds=spent.get("context", 0.0),
             boundary_seconds=spent.get("boundary", 0.0),
             reduce_seconds=spent.get("reduce", 0.0),

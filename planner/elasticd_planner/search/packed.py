@@ -5,7 +5,8 @@ dense search is asked for plans of rows of several sizes (views): each has as ma
 such rows, and its plans hold them. Small rows let many narrow copies be, large ones ask for wide TP groups or
 more stages. Each plan found is then tried with its pipelines of equal borders joined into 1, 2, 4 ... lanes
 (`lanes`). What remains is compared by the packed cost (`PackedCost`): what holds the longest sequence, and
-takes the least time for these lengths. Among equal plans the one that moves the fewest bytes from the running
+takes the least time for these lengths. A longer sequence that may come is held, too, where some plan holds it;
+else half of it, and so on. Among equal plans the one that moves the fewest bytes from the running
 plan is taken, and then the one with the fewest lanes.
 
 Slow devices: borders of lanes must be equal, so that a plan for normal devices, whose lanes get unequal shares
@@ -80,6 +81,7 @@ class _Option:
     seconds: float
     moved: int
     lanes: int
+    longest: int  # [tokens] of the sequence that a pipeline of it holds at most
 
     def preference(self, current: Plan | None) -> tuple[int, bool, int, float]:
         """Among plans of equal time."""
@@ -137,9 +139,12 @@ class _PackedSearch:
                 found = self.search(view)
                 options += self._joined(found.plan.pipelines) if found.plan is not None else ()
         else:
-            options += self._widest()
+            options += self._widest(self.packed.longest)
+        if options and max(option.longest for option in options) < self.packed.likely:
+            options += self._widest(self.packed.likely)
         if not options:
             return Answer(plan=None, refusal=self._refusal(refusals), current_seconds=now, candidates=tried)
+        options = self._likely(options)
         limit = min(option.seconds for option in options) * (1 + tolerance) * (1 + EQUAL)
         near = [option for option in options if option.seconds <= limit]
         chosen = min(near, key=lambda option: option.preference(current)).plan
@@ -213,18 +218,29 @@ class _PackedSearch:
                 space = msgspec.structs.replace(view.search_space, fixed_tp=width)
                 yield msgspec.structs.replace(view, search_space=space)
 
-    def _widest(self) -> Iterator[_Option]:
-        """Plans of one pipeline of k lanes that holds the longest sequence, for every k."""
+    def _likely(self, options: list[_Option]) -> list[_Option]:
+        """Those of the options that hold the sequence which may come; where none does, half of it, and so on:
+        the job stops at a sequence that its plan does not hold."""
+        wanted = self.packed.likely
+        while wanted > self.packed.longest:
+            if held := [option for option in options if option.longest >= wanted]:
+                return held
+            wanted //= 2
+        return options
+
+    def _widest(self, longest: int) -> Iterator[_Option]:
+        """Plans of one pipeline of k lanes that holds a sequence of this length, for every k."""
         devices = len(alive(self.problem))
         for count in range(1, devices + 1) if self.packed.cut else (1,):
-            size = -(-self.packed.longest // count)
+            size = -(-longest // count)
             view = self._view(size)
             space = msgspec.structs.replace(view.search_space, fixed_dp=count)
             micro_batches = max(count, view.global_batch)
             found = self.search(
                 msgspec.structs.replace(view, search_space=space, global_batch=micro_batches, current=None)
             )
-            if found.plan is not None and (made := list(self._joined(found.plan.pipelines))):
+            made = list(self._joined(found.plan.pipelines)) if found.plan is not None else []
+            if made and max(option.longest for option in made) >= longest:
                 yield from made
                 return
 
@@ -247,7 +263,9 @@ class _PackedSearch:
         current = self.problem.current
         moved = bytes_to_move(self.problem.profile, current, made) if current is not None else 0
         most = max(len(pipeline.packed) for pipeline in made.pipelines)
-        return _Option(plan=made, seconds=self.cost.seconds(made), moved=moved, lanes=most)
+        longest = max(self.cost.longest([lane.capacity for lane in each.packed]) for each in made.pipelines)
+        seconds = self.cost.seconds(made)
+        return _Option(plan=made, seconds=seconds, moved=moved, lanes=most, longest=longest)
 
     def packed_plan(self, pipelines: Sequence[Pipeline]) -> Plan | None:
         """The packed plan of these pipelines; None where they do not hold the longest sequence."""

@@ -56,3 +56,4 @@ class Measurement(Value, frozen=True, kw_only=True):
     # of tokens; 0: shares do not follow.
     slowdown: int = 0
     batch: BatchSummary | None = None  # the packed batch of the step; from the first rank alone
+    longest_so_far: int = 0  # [tokens] the longest sequence of any step that this worker knows of

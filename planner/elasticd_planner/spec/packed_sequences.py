@@ -22,6 +22,8 @@ class PackedSequences(Value, frozen=True, kw_only=True):
     lengths: Lengths  # of those of a step
     longest: int  # [tokens] of the longest that is known to come: the lanes of some pipeline must hold it
     sample: str = ""  # which one that is, for people
+    #: [tokens] of one that may come beside: a plan holds it where some plan does (0: no more than `longest`)
+    likely: int = 0
     linear: int  # what a token's matrix products cost, in units of its attention to one other
     row_tokens: int = 0  # the most tokens of a row, whatever memory holds; 0: of a padded micro-batch
     cut: bool = True  # whether sequences may be cut over the lanes of a pipeline
@@ -30,8 +32,10 @@ class PackedSequences(Value, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 < self.sequences < math.inf or self.longest < 1:
             refuse("packed sequences: a step needs some, and the longest at least a token")
-        if self.linear < 1 or self.row_tokens < 0 or self.least < 1:
-            refuse("packed sequences: linear and least must be at least 1, and row_tokens not negative")
+        if self.linear < 1 or min(self.row_tokens, self.likely) < 0 or self.least < 1:
+            refuse(
+                "packed sequences: linear and least must be at least 1, and row_tokens and likely not negative"
+            )
 
     @property
     def tokens(self) -> float:

@@ -6,12 +6,11 @@ know it: what they took is what the profile says from then on.
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 from elasticd_planner.detection.data_shift import watch
 from elasticd_planner.detection.lengths import attention_rise, evaluated
 from elasticd_planner.profiling.fit import remeasured
+from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.sequence_lengths import Lengths, even
 from elasticd_planner.spec.step_measurements import Step
@@ -22,6 +21,16 @@ from elasticd.records import JobSpec
 
 #: How far measured lengths may be from those that the first profile was made for.
 OFF = 0.1
+#: How many times longer than the longest sequence so far one of a stream may be that still comes.
+_MARGIN = 2
+
+
+def reported(turn: Turn, measurement: Measurement) -> None:
+    """Takes in the longest sequence that a worker knows of. Every report has it, so that a new leader learns
+    what came before it was one."""
+    longest = max(measurement.longest, measurement.longest_so_far)
+    if longest > turn.job.longest:
+        turn.set(longest=longest)
 
 
 def measured(turn: Turn, step: Step) -> None:
@@ -56,16 +65,24 @@ def measured(turn: Turn, step: Step) -> None:
 
 
 def packed(job: JobState) -> PackedSequences | None:
-    """The sequences of a step to plan for: those of the spec, with the lengths that were measured. None where
-    the job pads them."""
+    """The sequences of a step to plan for: those of the spec, with the lengths that were measured, and never
+    a shorter longest one than that of any step so far. None where the job pads them.
+
+    What a checkpoint knows of may come again, or was left out of the data since: it is likely, no more. Of a
+    stream nothing was known beforehand: once it is measured, twice the longest so far is likely.
+    """
     if job.spec is None or job.spec.packed is None:
         return None
-    told, lengths = job.spec.packed, job.lengths
+    told, lengths, longest = job.spec.packed, job.lengths, job.longest
+    likely = told.likely
+    if lengths is not None and not told.sample:
+        likely = min(likely, _MARGIN * longest)
+    told = msgspec.structs.replace(told, likely=max(likely, job.likely))
+    if longest > told.longest:
+        told = msgspec.structs.replace(told, longest=longest, sample="")
     if lengths is None or not _off(told.lengths, lengths):
         return told
-    longest = math.ceil(lengths.longest)
-    grown = {"longest": longest, "sample": ""} if longest > told.longest else {}
-    return msgspec.structs.replace(told, lengths=lengths, **grown)
+    return msgspec.structs.replace(told, lengths=lengths)
 
 
 def _assumed(spec: JobSpec) -> Lengths:

@@ -327,6 +327,8 @@ class JobState(Value, frozen=True, kw_only=True):
     sampled: tuple[Step, ...] = ()  # steps for the fit of the profile
     shifts: ShiftState = msgspec.field(default_factory=ShiftState)  # what is known of the data's lengths
     lengths: Lengths | None = None  # those that the profile is for (None: all as the spec says)
+    longest: int = 0  # [tokens] of the longest sequence of any step so far
+    likely: int = 0  # [tokens] of the longest that checkpoints know of: it may come again
     #: by which lanes get their shares of tokens [64ths], by device, as far as it is not that of the others
     shares: dict[str, int] = msgspec.field(default_factory=dict)
     shares_plan: int = 0  # number of the plan that those are of
