@@ -410,3 +410,17 @@ def test_a_long_refusal_on_many_devices_tries_few_numbers_of_lanes() -> None:
     assert packed_answer(given, none, 1, 0.02).plan is None
     counts = [view.search_space.fixed_dp for view in asked if view.search_space.fixed_dp is not None]
     assert set(counts) == {1, 2, 4, 8, 16, 27, 28, 32}, "27 copies of the state is what memory holds"
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 4, 4, 4)])
+def test_a_slow_device_costs_one_search_more_not_one_for_each_size_of_rows(sizes: tuple[int, ...]) -> None:
+    slow: list[Problem] = []
+
+    def counted(view: Problem) -> Answer:
+        slow.extend([view] if view.rates else [])
+        return search(view)
+
+    lengths = one_long()
+    given = problem(lengths, 200_000_000, cluster=cluster(*sizes, memory=200_000_000), rates={"n0/1": 1.7})
+    assert packed_answer(given, counted, 1, 0.02).plan is not None
+    assert len(slow) == 1

@@ -10,7 +10,8 @@ else half of it, and so on. Among equal plans the one that moves the fewest byte
 plan is taken, and then the one with the fewest lanes.
 
 Slow devices: borders of lanes must be equal, so that a plan for normal devices, whose lanes get unequal shares
-of tokens, stands beside the one that moves layers from a slow device.
+of tokens, stands beside the one that moves layers from a slow device. The latter is searched for rows of the
+best size alone.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class _PackedSearch:
         best, by_width = dict[int, float](), dict[int, float]()
         few = len(alive(self.problem)) <= EXACT_DEVICES
         for size in self._sizes() if few else sorted(self._sizes()):
-            for view in self._views(size) if few else list(self._of_widths(size, by_width)):
+            for view in (self._normal(size),) if few else list(self._of_widths(size, by_width)):
                 found = self.search(view)
                 tried += found.candidates
                 if found.plan is None:
@@ -149,7 +150,8 @@ class _PackedSearch:
                 options += made
         if options:
             size = min(best, key=lambda size: (best[size], size), default=0)
-            for view in (self._of_widths(size, {}) if few else self._views(size)) if size else ():
+            views = self._of_widths(size, {}) if few else iter((self._normal(size),))
+            for view in (*views, *self._slow(size)) if size else ():
                 found = self.search(view)
                 options += self._joined(found.plan.pipelines) if found.plan is not None else ()
         elif not tight:
@@ -180,13 +182,19 @@ class _PackedSearch:
         least = min(top, 4 * packed.least)  # a row that is shorter than two pieces is waste
         yield from sorted({size for size in found if size > least} | {least}, reverse=True)
 
-    def _views(self, size: int) -> Iterator[Problem]:
-        """The problem with rows of this size as its micro-batches: as it is, and as if nothing were slow."""
-        yield self._view(size)
-        slow = {name for name, rate in self.problem.rates.items() if math.isfinite(rate)}
-        if slow and self.packed.cut:
-            rates = {name: rate for name, rate in self.problem.rates.items() if name not in slow}
-            yield self._view(size, rates=rates)
+    def _normal(self, size: int) -> Problem:
+        """The problem with rows of this size as its micro-batches, and as if nothing were slow: lanes get unequal
+        shares of tokens. Where sequences stay whole it is as it is."""
+        if not self.packed.cut:
+            return self._view(size)
+        rates = {name: rate for name, rate in self.problem.rates.items() if not math.isfinite(rate)}
+        return self._view(size, rates=rates)
+
+    def _slow(self, size: int) -> tuple[Problem, ...]:
+        """The problem with its slow devices, where `_normal` is without: a search with these takes several times
+        as long, so that it is made for rows of the best size alone."""
+        slow = self.packed.cut and any(map(math.isfinite, self.problem.rates.values()))
+        return (self._view(size),) if slow else ()
 
     def _view(self, size: int, **changes: object) -> Problem:
         count, devices = max(1, round(self.packed.tokens / size)), len(alive(self.problem))
@@ -222,7 +230,7 @@ class _PackedSearch:
     def _of_widths(self, size: int, known: dict[int, float]) -> Iterator[Problem]:
         """The problem with rows of this size, with each TP size that divides the devices of a node; where the
         seconds of several TP sizes are known, with the best two of these."""
-        view = self._view(size)
+        view = self._normal(size)
         likely = sorted(known, key=lambda width: (known[width], width))[:_LIKELY] if len(known) > 1 else None
         counts = [len(node.devices) for node in self.problem.cluster.nodes]
         for width in self.cost.cost.widths(max(counts)):
@@ -253,7 +261,7 @@ class _PackedSearch:
             counts |= {min(devices, max(1, self._copies - less)) for less in (0, 1)}
         for count in sorted(counts) if self.packed.cut else (1,):
             size = -(-longest // count)
-            view = self._view(size)
+            view = self._normal(size)
             space = msgspec.structs.replace(view.search_space, fixed_dp=count)
             micro_batches = max(count, view.global_batch)
             found = self.search(
