@@ -183,16 +183,16 @@ class _PackedSearch:
         yield from sorted({size for size in found if size > least} | {least}, reverse=True)
 
     def _normal(self, size: int) -> Problem:
-        """The problem with rows of this size as its micro-batches, and as if nothing were slow: lanes get unequal
-        shares of tokens. Where sequences stay whole it is as it is."""
+        """The problem with rows of this size as its micro-batches, and as if nothing were slow: lanes get
+        unequal shares of tokens. Where sequences stay whole it is as it is."""
         if not self.packed.cut:
             return self._view(size)
         rates = {name: rate for name, rate in self.problem.rates.items() if not math.isfinite(rate)}
         return self._view(size, rates=rates)
 
     def _slow(self, size: int) -> tuple[Problem, ...]:
-        """The problem with its slow devices, where `_normal` is without: a search with these takes several times
-        as long, so that it is made for rows of the best size alone."""
+        """The problem with its slow devices, where `_normal` is without: a search with these takes several
+        times as long, so that it is made for rows of the best size alone."""
         slow = self.packed.cut and any(map(math.isfinite, self.problem.rates.values()))
         return (self._view(size),) if slow else ()
 
