@@ -18,9 +18,10 @@ from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.detection.lengths import attention_rise, evaluated
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.policy.policy import PolicySettings, decide
-from elasticd_planner.problem import Problem, SearchSpace
+from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.search.lanes import joined
-from elasticd_planner.search.packed import packed_lanes
+from elasticd_planner.search.packed import _PackedSearch, packed_lanes
+from elasticd_planner.search.packed import answer as packed_answer
 from elasticd_planner.search.planner import plan as search
 from elasticd_planner.spec.batch import BatchLengths, BatchRow
 from elasticd_planner.spec.cluster import Link
@@ -376,3 +377,50 @@ def test_a_sequence_that_may_come_and_that_no_plan_holds_refuses_none() -> None:
 
 def longest_of(made: Plan) -> int:
     return max(sum(lane.capacity for lane in pipeline.packed) for pipeline in made.pipelines)
+
+
+def test_a_sequence_that_all_memory_does_not_hold_is_refused_without_a_search() -> None:
+    def none(view: Problem) -> Answer:
+        raise AssertionError(f"a search for {view.global_batch} rows")
+
+    refused = packed_answer(problem(np.array([300, 400, 1 << 20]), 28_000_000), none, 1, 0.02)
+    assert refused.plan is None
+    assert refused.refusal.startswith("does not fit: a sequence has 1048576 tokens")
+
+
+@pytest.mark.parametrize("memory", [20_000_000, 28_000_000, 60_000_000])
+def test_no_plan_holds_more_than_all_memory_does(memory: int) -> None:
+    packed = sequences(np.array([2]), row_tokens=0)
+    given = problem(np.array([2]), memory, packed=packed)
+    room = _PackedSearch(problem=given, packed=packed, search=search, number=1)._room()
+    held = [longest_of(made) for made in every(given)]
+    assert len(held) > 10
+    assert 0.4 * room < max(held) <= room
+
+
+def test_a_long_refusal_on_many_devices_tries_few_numbers_of_lanes() -> None:
+    asked: list[Problem] = []
+
+    def none(view: Problem) -> Answer:
+        asked.append(view)
+        return Answer(plan=None, refusal="does not fit", candidates=1)
+
+    here = cluster(*[4] * 8, memory=28_000_000)
+    given = problem(np.array([60_000]), 28_000_000, cluster=here, search_space=SearchSpace(lanes=32))
+    assert packed_answer(given, none, 1, 0.02).plan is None
+    counts = [view.search_space.fixed_dp for view in asked if view.search_space.fixed_dp is not None]
+    assert set(counts) == {1, 2, 4, 8, 16, 27, 28, 32}, "27 copies of the state is what memory holds"
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 4, 4, 4)])
+def test_a_slow_device_costs_one_search_more_not_one_for_each_size_of_rows(sizes: tuple[int, ...]) -> None:
+    slow: list[Problem] = []
+
+    def counted(view: Problem) -> Answer:
+        slow.extend([view] if view.rates else [])
+        return search(view)
+
+    lengths = one_long()
+    given = problem(lengths, 200_000_000, cluster=cluster(*sizes, memory=200_000_000), rates={"n0/1": 1.7})
+    assert packed_answer(given, counted, 1, 0.02).plan is not None
+    assert len(slow) == 1

@@ -19,6 +19,7 @@ from elasticd.runtime.api.deprecated import DEFAULTS, OldKeywords, OptionGroups,
 from elasticd.runtime.api.evaluation import HeldOut
 from elasticd.runtime.api.hello import job_spec
 from elasticd.runtime.api.job import Job
+from elasticd.runtime.data import packing
 from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.mixed_precision import LossScale
 from elasticd.runtime.engine.recipe import Recipe
@@ -280,6 +281,19 @@ def test_the_first_plan_is_for_the_lengths_of_the_dataset() -> None:
     assert (beside.longest, beside.sample) == (90, "sample 1 of the held-out set 'long'")
     assert beside.lengths == found.lengths
     assert told(Unequal(samples), {"long": HeldOut(dataset=long, collate=pad)}) == found
+
+
+def test_of_many_samples_some_are_asked_and_a_longer_one_is_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [{"inputs": torch.arange(8), "targets": torch.arange(8)}] * 8
+    short = Unequal.lengths.__getitem__
+    assert told(Unequal(samples), length=short).likely == 0
+    assert told(Unequal(samples)).likely == 0
+    monkeypatch.setattr(packing, "_MOST_ASKED", 4)  # samples 0, 2, 4 and 7
+    found = told(Unequal(samples), length=lambda index: 50 if index == 3 else short(index))
+    assert (found.longest, found.sample, found.likely) == (40, "sample 7", 80)
+    found = told(Unequal(samples), length=lambda index: 50 if index == 3 else short(index), global_tokens=70)
+    assert (found.longest, found.sample, found.likely) == (50, "sample 3", 0), "its sampler asks for all"
+    assert told(Unequal(samples)).likely == 0, "a dataset with `lengths` tells all of them"
 
 
 def test_the_loss_scale_of_fp16_is_that_of_the_tokens_of_a_step() -> None:

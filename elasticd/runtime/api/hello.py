@@ -22,7 +22,7 @@ from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.evaluation import HeldOut
 from elasticd.runtime.checkpoint.loader import longest_trained, offered
 from elasticd.runtime.data.loader import length_of
-from elasticd.runtime.data.packing import known_lengths
+from elasticd.runtime.data.packing import KnownLengths, known_lengths
 from elasticd.runtime.data.prefetch import Dataset
 from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.activation_checkpoint import asked
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 #: How many times longer than the mean the sequence of a token of a stream is taken to be.
 _UNLIKE = 3.0
+#: How many times longer than those that were asked for their lengths another sample may be.
+_LONGER = 2
 
 
 def check_optimizer(recipe: Recipe) -> None:
@@ -149,14 +151,19 @@ def packed_sequences(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> PackedS
     else:
         assert recipe.length is not None
         given = None if recipe.data.length is not None else recipe.dataset
-        every = known_lengths(given, recipe.length, len(recipe.dataset))
+        if recipe.data.global_tokens is None:
+            every = known_lengths(given, recipe.length, len(recipe.dataset))
+        else:  # the sampler has asked for all of them
+            every = KnownLengths.of_all(recipe.lengths)
         samples = max(1, round(recipe.step_samples(every.mean)))
         lengths, (at, longest) = every.of_steps(samples), every.longest
-        sample, likely = f"sample {at}", 0
+        sample, likely = f"sample {at}", 0 if every.every else _LONGER * longest
     for name, each in held_out.items():
         length = length_of(each.dataset)
         if each.collate is None and length is not None:
-            at, most = known_lengths(each.dataset, length, len(each.dataset)).longest
+            asked = known_lengths(each.dataset, length, len(each.dataset))
+            at, most = asked.longest
+            likely = max(likely, 0 if asked.every else _LONGER * most)
             if most > longest:
                 longest, sample = most, f"sample {at} of the held-out set {name!r}"
     return PackedSequences(

@@ -110,6 +110,12 @@ class KnownLengths:
 
     indices: Ints  #: of the samples
     tokens: Ints  #: of each, at least 1
+    every: bool  #: they are of all samples; else the longest is not known
+
+    @classmethod
+    def of_all(cls, tokens: Ints) -> KnownLengths:
+        """Of all samples of a dataset."""
+        return cls(indices=np.arange(len(tokens)), tokens=np.maximum(1, tokens), every=True)
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -143,12 +149,10 @@ def known_lengths(dataset: Any, length: Callable[[int], int], count: int) -> Kno
         count: of samples.
     """
     if dataset is not None:
-        tokens = all_lengths(dataset, count)
-        indices = np.arange(len(tokens))
-    else:
-        indices = np.unique(np.linspace(0, count - 1, min(count, _MOST_ASKED)).astype(np.int64))
-        tokens = np.array([length(index) for index in indices.tolist()], dtype=np.int64)
-    return KnownLengths(indices=indices, tokens=np.maximum(1, tokens))
+        return KnownLengths.of_all(all_lengths(dataset, count))
+    indices = np.unique(np.linspace(0, count - 1, min(count, _MOST_ASKED)).astype(np.int64))
+    tokens = np.array([length(index) for index in indices.tolist()], dtype=np.int64)
+    return KnownLengths(indices=indices, tokens=np.maximum(1, tokens), every=len(indices) >= count)
 
 
 def all_lengths(dataset: Any, count: int) -> Ints:

@@ -10,14 +10,15 @@ else half of it, and so on. Among equal plans the one that moves the fewest byte
 plan is taken, and then the one with the fewest lanes.
 
 Slow devices: borders of lanes must be equal, so that a plan for normal devices, whose lanes get unequal shares
-of tokens, stands beside the one that moves layers from a slow device.
+of tokens, stands beside the one that moves layers from a slow device. The latter is searched for rows of the
+best size alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import msgspec
@@ -40,6 +41,10 @@ Search = Callable[[Problem], Answer]
 
 #: Rows of so many sizes are tried, each half of the one before; of many devices every second one.
 _SIZES = 8
+#: Tokens of the rows by which what each token takes is told from the state.
+_FEW = 1024.0
+#: Where all memory holds less than so many times the longest sequence, what may hold it is tried first.
+_TIGHT = 2
 #: Of many devices so many TP sizes are tried with further sizes of rows.
 _LIKELY = 2
 
@@ -119,10 +124,20 @@ class _PackedSearch:
         if current is not None and (kept := self._kept(current)) is not None:
             options.append(kept)
         now = self._now(current)
+        if 1 < (room := self._room()) < self.packed.longest:
+            self._rooms.append(room)
+            return Answer(plan=None, refusal=self._too_long(), current_seconds=now, candidates=1)
+        if tight := room < _TIGHT * self.packed.longest:  # few plans hold it, if any: these come first
+            for part in (1, 2, 4):  # of what holds a part it is known how much that is
+                options += self._widest(self.packed.longest // part)
+                if options or any(most > 1 for most in self._rooms):
+                    break
+            if not options and any(most > 1 for most in self._rooms):
+                return Answer(plan=None, refusal=self._too_long(), current_seconds=now, candidates=1)
         best, by_width = dict[int, float](), dict[int, float]()
         few = len(alive(self.problem)) <= EXACT_DEVICES
         for size in self._sizes() if few else sorted(self._sizes()):
-            for view in self._views(size) if few else list(self._of_widths(size, by_width)):
+            for view in (self._normal(size),) if few else list(self._of_widths(size, by_width)):
                 found = self.search(view)
                 tried += found.candidates
                 if found.plan is None:
@@ -135,12 +150,13 @@ class _PackedSearch:
                 options += made
         if options:
             size = min(best, key=lambda size: (best[size], size), default=0)
-            for view in (self._of_widths(size, {}) if few else self._views(size)) if size else ():
+            views = self._of_widths(size, {}) if few else iter((self._normal(size),))
+            for view in (*views, *self._slow(size)) if size else ():
                 found = self.search(view)
                 options += self._joined(found.plan.pipelines) if found.plan is not None else ()
-        else:
+        elif not tight:
             options += self._widest(self.packed.longest)
-        if options and max(option.longest for option in options) < self.packed.likely:
+        if options and max(option.longest for option in options) < self.packed.likely <= room:
             options += self._widest(self.packed.likely)
         if not options:
             return Answer(plan=None, refusal=self._refusal(refusals), current_seconds=now, candidates=tried)
@@ -166,13 +182,19 @@ class _PackedSearch:
         least = min(top, 4 * packed.least)  # a row that is shorter than two pieces is waste
         yield from sorted({size for size in found if size > least} | {least}, reverse=True)
 
-    def _views(self, size: int) -> Iterator[Problem]:
-        """The problem with rows of this size as its micro-batches: as it is, and as if nothing were slow."""
-        yield self._view(size)
-        slow = {name for name, rate in self.problem.rates.items() if math.isfinite(rate)}
-        if slow and self.packed.cut:
-            rates = {name: rate for name, rate in self.problem.rates.items() if name not in slow}
-            yield self._view(size, rates=rates)
+    def _normal(self, size: int) -> Problem:
+        """The problem with rows of this size as its micro-batches, and as if nothing were slow: lanes get
+        unequal shares of tokens. Where sequences stay whole it is as it is."""
+        if not self.packed.cut:
+            return self._view(size)
+        rates = {name: rate for name, rate in self.problem.rates.items() if not math.isfinite(rate)}
+        return self._view(size, rates=rates)
+
+    def _slow(self, size: int) -> tuple[Problem, ...]:
+        """The problem with its slow devices, where `_normal` is without: a search with these takes several
+        times as long, so that it is made for rows of the best size alone."""
+        slow = self.packed.cut and any(map(math.isfinite, self.problem.rates.values()))
+        return (self._view(size),) if slow else ()
 
     def _view(self, size: int, **changes: object) -> Problem:
         count, devices = max(1, round(self.packed.tokens / size)), len(alive(self.problem))
@@ -208,7 +230,7 @@ class _PackedSearch:
     def _of_widths(self, size: int, known: dict[int, float]) -> Iterator[Problem]:
         """The problem with rows of this size, with each TP size that divides the devices of a node; where the
         seconds of several TP sizes are known, with the best two of these."""
-        view = self._view(size)
+        view = self._normal(size)
         likely = sorted(known, key=lambda width: (known[width], width))[:_LIKELY] if len(known) > 1 else None
         counts = [len(node.devices) for node in self.problem.cluster.nodes]
         for width in self.cost.cost.widths(max(counts)):
@@ -229,11 +251,17 @@ class _PackedSearch:
         return options
 
     def _widest(self, longest: int) -> Iterator[_Option]:
-        """Plans of one pipeline of k lanes that holds a sequence of this length, for every k."""
+        """Plans of one pipeline of k lanes that holds a sequence of this length, for every k; of many devices
+        for the powers of two, for so many parts of all devices, and for as many lanes as memory holds."""
         devices = len(alive(self.problem))
-        for count in range(1, devices + 1) if self.packed.cut else (1,):
+        counts = set(range(1, devices + 1))
+        if devices > EXACT_DEVICES:
+            powers = {1 << k for k in range(devices.bit_length())}
+            counts = powers | {devices // power for power in powers}
+            counts |= {min(devices, max(1, self._copies - less)) for less in (0, 1)}
+        for count in sorted(counts) if self.packed.cut else (1,):
             size = -(-longest // count)
-            view = self._view(size)
+            view = self._normal(size)
             space = msgspec.structs.replace(view.search_space, fixed_dp=count)
             micro_batches = max(count, view.global_batch)
             found = self.search(
@@ -319,6 +347,45 @@ class _PackedSearch:
         return seconds if math.isfinite(seconds) else None
 
     # -- why there is none
+
+    @cached_property
+    def _memory(self) -> int:
+        """Bytes of all devices."""
+        return sum(self.problem.cluster.memory[device.name] for device in alive(self.problem))
+
+    @property
+    def _copies(self) -> int:
+        """Copies of the state that all memory holds at most."""
+        return int(self._memory // max(1.0, self._least[0]))
+
+    def _room(self) -> int:
+        """Tokens of a sequence that all memory holds at most: one copy of the state is in it, and each token is
+        kept once."""
+        limit = (self.packed.row_tokens or 1 << 40) * (len(alive(self.problem)) if self.packed.cut else 1)
+        state, token = self._least
+        return int(min(limit, (self._memory - state) / max(token, 1e-9) * (1 + EQUAL)))
+
+    @cached_property
+    def _least(self) -> tuple[float, float]:
+        """The fewest bytes of a copy of the state, and of a token of a row, on all its devices together."""
+        space, profile, devices = self.problem.search_space, self.problem.profile, alive(self.problem)
+        states, tokens = list[float](), list[float]()
+        for again in {space.recompute == "always", bool(space.recompute)}:
+            for sliced in {space.sequence_parallel == "always", bool(space.sequence_parallel)}:
+                cost = replace(self.cost.cost, recompute=again, sequence_parallel=sliced)
+                for width in cost.widths(len(devices)):
+                    few, more = (
+                        sum(
+                            cost.sized(size).memory(
+                                profile.layers, (1,) * width, position, first=True, last=True, in_flight=1
+                            )
+                            for position in range(width)
+                        )
+                        for size in (_FEW, 2 * _FEW)
+                    )
+                    states.append(2 * few - more)
+                    tokens.append((more - few) / _FEW)
+        return min(states, default=0.0), min(tokens, default=0.0)
 
     def lacking(self, plan: Plan) -> str:
         """Why a plan does not hold the rows, in words; an empty string if it does."""
