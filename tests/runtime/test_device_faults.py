@@ -281,7 +281,7 @@ def test_a_rank_that_is_fenced_anywhere_brings_its_device_to_rest_before_it_repo
     done: list[str] = []
     made = Switcher.__new__(Switcher)
     made._todo = queue.Queue()
-    made.engine = cast(Any, SimpleNamespace(rest=lambda: done.append("rest"), spent=False))
+    made.engine = cast(Any, SimpleNamespace(rest=lambda: done.append("rest"), spent=False, lent=None))
     made._state = cast(
         Any, SimpleNamespace(phase=SwitchPhase.STOPPING, trains=True, fenced=False, at_work=False)
     )
