@@ -1,7 +1,7 @@
 """How soon a browser shows that a device is slow: a real job on emulated devices, a real dashboard, a Chromium.
 
 From the time of the leader's event `slow` until the page's cell has another colour, by the clock of one
-machine. The device is slowed, and recovers, a few times; median, with the spread between the quartiles as
+machine. The device is slowed, and recovers, a few times; median, with half the distance of the quartiles as
 noise.
 """
 

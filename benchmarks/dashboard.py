@@ -7,7 +7,8 @@
 report a step a second, all over the second (`spread`). A real `elasticd dashboard` listens to it, and 50
 browsers' streams to that. Windows without and with the dashboard take turns under the same load; figures are of
 processor time, which other work on the machine changes little, and medians over the windows. *status*:
-`elasticd status` of the same cluster. *pages*: what a browser makes of it (`_dashboard_pages`).
+`elasticd status` of the same cluster. *pages*: what a browser makes of it (`_dashboard_pages`). *seen*: how
+soon a slow device of a real job is shown (`_dashboard_seen`).
 """
 
 from __future__ import annotations
@@ -290,9 +291,17 @@ def of_pages() -> Iterable[Row]:
     return rows(MINUTES)
 
 
+def of_seen() -> Iterable[Row]:
+    """How soon a browser shows a slow device of a real job."""
+    from _dashboard_seen import rows
+
+    return rows()
+
+
 #: What makes the rows of each part.
 PARTS: dict[str, Callable[[], Iterable[Row]]] = {
     "pages": of_pages,
+    "seen": of_seen,
     "leader": of_leader,
     "status": of_status,
     "changes": of_changes,

@@ -45,19 +45,30 @@ export function shade(value) {
 /** How many pixels a cell has. @param {number} devices */
 const sized = (devices) => (devices <= 128 ? 34 : devices <= 512 ? 24 : devices <= 2048 ? 16 : 11);
 
+/** Whether a cell is one of many that look the same. @param {Cell} cell */
+const plain = (cell) => !STATES[cell.state]?.look && shade(cell.slowdown) === 0;
+
 /** @param {Cell} cell  @param {number} x  @param {number} size */
 function drawn(cell, x, size) {
   const gap = size > 20 ? 3 : 1.5;
-  const look = STATES[cell.state]?.look;
-  const level = shade(cell.slowdown);
+  const look = STATES[cell.state]?.look || `s${shade(cell.slowdown)}`;
+  const wide = size - gap;
+  return svg`<rect class="device ${look}" data-device=${cell.name} x=${x + gap / 2} y=${gap / 2}
+    width=${wide} height=${wide} rx=${size > 20 ? 3 : 1.5} />`;
+}
+
+/** Cells of normal speed of a large map: one shape for all of a row, so that thousands are drawn soon.
+ * @param {number[]} places  @param {number} size */
+const together = (places, size) =>
+  svg`<path class="s0" d=${places.map((x) => `M${x + 0.75} .75h${size - 1.5}v${size - 1.5}h${1.5 - size}z`).join("")} />`;
+
+/** @param {Cell} cell  @param {number} x  @param {number} size */
+function marked(cell, x, size) {
   const text = mark(cell, size);
-  return svg`<rect class="device ${look || `s${level}`}" data-device=${cell.name} x=${x + gap / 2} y=${gap / 2}
-      width=${size - gap} height=${size - gap} rx=${size > 20 ? 3 : 1.5} />${
-        text
-          ? svg`<text class="on ${look ? "mark" : level > 3 ? "deep" : ""} ${size < 24 ? "tiny" : ""}"
-      x=${x + size / 2} y=${size / 2 + (size < 24 ? 3.2 : 4)}>${text}</text>`
-          : nothing
-      }`;
+  if (!text) return nothing;
+  const look = STATES[cell.state]?.look ? "mark" : shade(cell.slowdown) > 3 ? "deep" : "";
+  const y = size / 2 + (size < 24 ? 3.2 : 4);
+  return svg`<text class="on ${look} ${size < 24 ? "tiny" : ""}" x=${x + size / 2} y=${y}>${text}</text>`;
 }
 
 /** What stands in a cell beside its colour: the slowdown, or the sign of the state.
@@ -70,7 +81,9 @@ function mark(cell, size) {
 }
 
 /** Bands that are looked at together. */
-const CHUNK = 32;
+const CHUNK = 120;
+/** Chunks that are drawn at once. */
+const FIRST = 2;
 
 export class Heat extends Part {
   static properties = {
@@ -79,6 +92,7 @@ export class Heat extends Part {
     heads: { attribute: false },
     label: { type: String },
     over: { state: true },
+    drawn: { state: true },
   };
 
   constructor() {
@@ -89,17 +103,20 @@ export class Heat extends Part {
     /** @type {{column: number, label: string}[]} Above the columns. */ this.heads = [];
     /** @type {string} */ this.over = "";
     /** @type {Band[][]} */ this.chunks = [];
+    /** How many chunks are drawn: a screen of them first, the others one by one, so that nothing waits long. */
+    this.drawn = FIRST;
+    this.next = 0;
     this.size = 0;
     this.room = 0;
     this.summary = "";
     /** @param {PointerEvent} event */
     this.pointed = (event) => {
-      const name = named(event);
+      const name = this.named(event);
       if (name !== this.over) this.over = name;
     };
     /** @param {MouseEvent} event */
     this.opened = (event) => {
-      const name = named(event);
+      const name = this.named(event);
       if (name)
         this.dispatchEvent(
           new CustomEvent("go", {
@@ -149,17 +166,29 @@ export class Heat extends Part {
         @click=${this.opened}
       >
         ${this.heads.length ? this.headed(size, room) : nothing}
-        ${this.chunks.map((chunk) =>
-          guard([chunk, size, room], () =>
-            repeat(
-              chunk,
-              (band) => band.key,
-              (band) => guard([band, size, room], () => row(band, size, room)),
-            ),
-          ),
+        ${this.chunks.slice(0, this.drawn).map(
+          (chunk) =>
+            html`<div class="chunk ${this.chunks.length > 1 ? "contained" : ""}">
+              ${guard([chunk, size, room], () =>
+                repeat(
+                  chunk,
+                  (band) => band.key,
+                  (band) => guard([band, size, room], () => row(band, size, room)),
+                ),
+              )}
+            </div>`,
         )}
       </div>
       <p class="small muted" aria-hidden="true">${this.said()}</p>`;
+  }
+
+  updated() {
+    if (this.drawn < this.chunks.length && !this.next) {
+      this.next = setTimeout(() => {
+        this.next = 0;
+        this.drawn += 1;
+      }, 0);
+    }
   }
 
   /** @param {number} size  @param {number} room */
@@ -170,6 +199,20 @@ export class Heat extends Part {
         (head) => svg`<text class="label" x=${room + head.column * size} y="12">${head.label}</text>`,
       )}
     </svg>`;
+  }
+
+  /** The device below the pointer; empty where there is none. @param {MouseEvent} event */
+  named(event) {
+    const drawing = event.target instanceof Element ? event.target.closest("svg[data-band]") : null;
+    const key = drawing?.getAttribute("data-band");
+    const band = key ? this.bands.find((each) => each.key === key) : undefined;
+    if (!drawing || !band) return "";
+    const column = (event.clientX - drawing.getBoundingClientRect().left - this.room) / this.size;
+    const index = band.cells.findIndex((_, place) => {
+      const start = band.columns?.[place] ?? place;
+      return column >= start && column < start + 1;
+    });
+    return band.cells[index]?.name ?? "";
   }
 
   said() {
@@ -189,15 +232,24 @@ export class Heat extends Part {
 const extent = (band) => (band.columns ? Math.max(0, ...band.columns) + 1 : band.cells.length);
 
 /** @param {Band} band  @param {number} size  @param {number} room */
-const row = (band, size, room) =>
-  html`<svg width=${room + extent(band) * size} height=${size}>
+const row = (band, size, room) => {
+  const at = (/** @type {number} */ index) => room + (band.columns?.[index] ?? index) * size;
+  const places = [];
+  const cells = [];
+  const marks = [];
+  for (let index = 0; index < band.cells.length; index += 1) {
+    const cell = band.cells[index];
+    const x = at(index);
+    if (size < 20 && plain(cell)) places.push(x);
+    else cells.push(drawn(cell, x, size));
+    const text = marked(cell, x, size);
+    if (text !== nothing) marks.push(text);
+  }
+  return html`<svg data-band=${band.key} width=${room + extent(band) * size} height=${size}>
     <text class="label ${size < 16 ? "tiny" : ""}" x="0" y=${size / 2 + 4}>${cut(band.label)}</text>
-    ${band.cells.map((cell, index) => drawn(cell, room + (band.columns?.[index] ?? index) * size, size))}
+    ${places.length ? together(places, size) : nothing}${cells}${marks}
   </svg>`;
-
-/** @param {Event} event */
-const named = (event) =>
-  event.target instanceof Element ? (event.target.getAttribute("data-device") ?? "") : "";
+};
 
 /** @param {string} label */
 const cut = (label) => (label.length > 25 ? `…${label.slice(-24)}` : label);
