@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sqlite3
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ import msgspec
 import uvicorn
 
 from elasticd.client import Api, CannotReach, checked_url, leader_url
-from elasticd.config.credentials import Credentials, credentials, server_context
+from elasticd.config.credentials import Credentials, credentials, of_another, server_context
 from elasticd.config.tree import Config, ConfigError
 from elasticd.dashboard.app import application, own_names
 from elasticd.dashboard.board import Board
@@ -28,6 +29,7 @@ from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, opene
 from elasticd.dashboard.session import Sessions
 from elasticd.dashboard.stream import Streams
 from elasticd.dashboard.subscription import Subscription, Told
+from elasticd.dashboard.viewer_requests import CANNOT_CHECK, ViewerRequests
 from elasticd.records import JobSpec
 from elasticd.store.state_file import StateError, default_folder
 from elasticd.system.network_addresses import is_loopback
@@ -75,7 +77,9 @@ class Dashboard:
         self._context = server_context(config.security)
         self.secure = self._context is not None
         self._url = ""
-        self._asks: bool | None = None
+        self._asks: bool | None = None  # by a leader's word; None: there was none yet
+        self._asked_before: bytes | None = None  # as the history has it
+        self._open_to_others = False  # other machines reach this, and nobody said that they may
         self._specs: dict[str, JobSpec] = {}
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="history", initializer=self._open_reader)
         self._local = threading.local()
@@ -92,25 +96,27 @@ class Dashboard:
         section, security = self.config.dashboard, self.config.security
         credentials(security)  # what is wrong with them is said before anything is started
         known = security.asks or security.token_file is not None or credentials(security).token is not None
-        if not is_loopback(section.host) and not known and not security.insecure:
+        self._open_to_others = not is_loopback(section.host) and not security.insecure
+        if self._open_to_others and not known:
             raise ConfigError(
                 f"[dashboard] host = {section.host!r}: whoever reaches this may look at, drain and change the "
                 "cluster: set tokens in section [security] at the coordinators, and token_file here; or host "
                 "to 127.0.0.1; or, in a network that only the cluster's users reach, insecure = true in "
                 "[security]"
             )
-        self._asks = True if known else None
         try:
-            await self._start(section.host, section.port)
+            await self._start(section.host, section.port, known=known)
         except BaseException:
             await self.stop()
             raise
 
-    async def _start(self, host: str, port: int) -> None:
+    async def _start(self, host: str, port: int, *, known: bool) -> None:
+        """`known`: there is a token, so that a coordinator asks for it."""
         loop = asyncio.get_running_loop()
         writer = await asyncio.to_thread(opened, self.path)
-        if self._asks is None and (before := writer.meta("asks")) is not None:
-            self._asks = before == b"1"
+        self._asked_before = writer.meta("asks")
+        if self._asked_before == b"0" and not known:
+            self._asks = False
         saved = writer.meta("view")
         self.subscription = Subscription(
             self._connect,
@@ -129,6 +135,7 @@ class Dashboard:
         await self._serve(listener)
         self._run(self.board.looks(), "looks")
         self._run(self._keep(), "keep")
+        self._run(ViewerRequests(self).watch(), "sessions")
         self.subscription.start()
 
     async def _remember(self, saved: bytes | None) -> None:
@@ -221,17 +228,32 @@ class Dashboard:
         known = credentials(self.config.security)
         url = self._coordinator or leader_url(self.config)
         with Api(url, known, terminal=False) as api:
-            if self._asks is None or not self._url:
-                self._learn(api)
+            if self._asks is None or url != self._url:
+                self._learn(api, url)
             self._url = url
             yield api
 
-    def _learn(self, api: Api) -> None:
-        """Whether the coordinator asks for tokens: it says so to whoever asks who he is."""
+    def _learn(self, api: Api, url: str) -> None:
+        """Whether the coordinator asks for tokens: it says so to whoever asks who he is. A leader that asks for
+        none after one that did opens nothing: only a restart of the dashboard does."""
         asks = api.caller().asks
-        if asks != self._asks:
-            self._asks = asks
-            self.subscription.keep("asks", b"1" if asks else b"0")
+        if not asks and self._asks:
+            _log.warning(
+                "the leader at %s asks for no tokens, unlike one before: viewers go on to need one, which it "
+                "cannot check; set tokens there, or restart the dashboard",
+                url,
+            )
+            return
+        if not asks and self._open_to_others:
+            _log.error("the dashboard lets nobody in: %s", CANNOT_CHECK)
+        self._asks = asks
+        word = b"1" if asks else b"0"
+        if word != self._asked_before:
+            try:
+                self.subscription.keep("asks", word)
+                self._asked_before = word
+            except sqlite3.Error as error:
+                _log.warning("the history does not keep whether tokens are asked for: %s", error)
 
     def _hear(self, told: Told) -> None:
         if told.news is None:
@@ -246,9 +268,9 @@ class Dashboard:
 
     @property
     def asks(self) -> bool:
-        """Whether the coordinator asks for tokens. Until that is known it does if there is one for us; without
-        one it tells us nothing that somebody might see."""
-        return bool(self._asks)
+        """Whether viewers have to sign in: always, but where a leader said that it asks nobody for a token, and
+        only this machine reaches the dashboard or the configuration says `insecure`."""
+        return self._asks is not False or self._open_to_others
 
     @property
     def leader(self) -> str:
@@ -256,8 +278,8 @@ class Dashboard:
         return self._url
 
     def credentials(self, token: str | None) -> Credentials:
-        """By which a viewer's request is passed on: his token, and our trust in the coordinator."""
-        return Credentials(token=token, context=credentials(self.config.security).context)
+        """By which a viewer's request is passed on."""
+        return of_another(self.config.security, token)
 
     async def read(self, work: Callable[[HistoryReader], T]) -> T:
         """Reads the history, beside the loop."""
