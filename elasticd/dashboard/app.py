@@ -39,7 +39,7 @@ from elasticd.dashboard.job_page import MARKS, job_view, step_columns
 from elasticd.dashboard.plan_page import plan_row, plan_view
 from elasticd.dashboard.session import Session
 from elasticd.dashboard.switch_page import KINDS, nothing, switch_view
-from elasticd.dashboard.viewer_requests import Failure, Served, ViewerRequests, role
+from elasticd.dashboard.viewer_requests import AskedLeader, Failure, ViewerRequests, role
 from elasticd.records import HistoryRecord, JobSpec
 
 JSON = "application/json"
@@ -77,7 +77,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class ServedDashboard(Served, Protocol):
+class ServedDashboard(AskedLeader, Protocol):
     """What the server shows."""
 
     board: Board

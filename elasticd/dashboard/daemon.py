@@ -112,6 +112,8 @@ class Dashboard:
 
     async def _start(self, host: str, port: int, *, known: bool) -> None:
         """`known`: there is a token, so that a coordinator asks for it."""
+        listener = _bound(host, port)
+        self._exits.callback(listener.close)
         loop = asyncio.get_running_loop()
         writer = await asyncio.to_thread(opened, self.path)
         self._asked_before = writer.meta("asks")
@@ -126,8 +128,6 @@ class Dashboard:
         )
         self._exits.push_async_callback(asyncio.to_thread, self.subscription.stop)
         await self._remember(saved)
-        listener = _bound(host, port)
-        self._exits.callback(listener.close)
         port = listener.getsockname()[1]
         self.cookie = f"{'__Host-' if self.secure else ''}elasticd-{port}"
         named = host if host not in ("0.0.0.0", "::") else socket.gethostname()

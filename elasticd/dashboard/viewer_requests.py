@@ -29,7 +29,7 @@ PASSED_ON = (400, 401, 403, 404, 409, 413, 429)
 #: Why no token can be checked, and what to do.
 CANNOT_CHECK = (
     "the leader asks nobody for a token, so none can be checked: set tokens in section [security] at the "
-    'coordinators; or, for a dashboard without them, host = "127.0.0.1" in section [dashboard], or in a network '
+    "coordinators; or, for a dashboard without them, host to 127.0.0.1 in section [dashboard], or in a network "
     "that only the cluster's users reach insecure = true in [security], and restart the dashboard"
 )
 #: Seconds between two looks at the sessions of open streams.
@@ -44,7 +44,7 @@ class Failure(Exception):
         self.status = status
 
 
-class Served(Protocol):
+class AskedLeader(Protocol):
     """Where requests go."""
 
     sessions: Sessions
@@ -67,7 +67,7 @@ class Served(Protocol):
 class ViewerRequests:
     """All requests in viewers' names."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: AskedLeader) -> None:
         self._served = served
 
     async def passed_on(self, path: str, token: str | None, body: Any) -> Any:
