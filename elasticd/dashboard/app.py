@@ -8,6 +8,7 @@ own, so that a page of another site cannot reach it by a name that it has pointe
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import ipaddress
 import logging
@@ -56,8 +57,8 @@ HEADERS: Mapping[str, str] = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-#: Bytes of a request's body.
-LARGEST_BODY = 64 << 10
+#: Bytes of a request's body, and seconds in which it must be there.
+LARGEST_BODY, BODY_SECONDS = 64 << 10, 10.0
 #: Events of a job that a plan's page looks at, and that a page of events has at most.
 MOST_TOLD, MOST_LISTED = 2000, 1000
 #: Answers of plans that are remembered: they are made from what does not change any more.
@@ -512,10 +513,14 @@ async def _body(request: Request, kind: type[T], example: str) -> T:
     if request.headers.get("content-type", "").partition(";")[0].strip() != JSON:
         raise Failure(400, f"the body must be JSON, with the header Content-Type: {JSON}")
     content = bytearray()
-    async for piece in request.stream():
-        content += piece
-        if len(content) > LARGEST_BODY:
-            raise Failure(413, f"the body must have at most {LARGEST_BODY} bytes")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                content += piece
+                if len(content) > LARGEST_BODY:
+                    raise Failure(413, f"the body must have at most {LARGEST_BODY} bytes")
+    except TimeoutError:
+        raise Failure(408, f"the body must be there within {BODY_SECONDS:g} s") from None
     try:
         return decoded_as(kind, bytes(content))
     except msgspec.DecodeError as error:

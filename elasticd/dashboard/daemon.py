@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import resource
 import signal
 import socket
 import sqlite3
@@ -12,6 +14,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +35,7 @@ from elasticd.dashboard.subscription import Subscription, Told
 from elasticd.dashboard.viewer_requests import CANNOT_CHECK, ViewerRequests
 from elasticd.records import JobSpec
 from elasticd.store.state_file import StateError, default_folder
+from elasticd.system.http_connections import limited_http
 from elasticd.system.network_addresses import is_loopback
 from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
@@ -42,6 +46,14 @@ KEEP_SECONDS = 30.0
 MOST_SPECS = 64
 #: Bytes of a request's line and headers.
 LARGEST_HEAD = 16 << 10
+#: Connections at once, and files that are left for everything else.
+MOST_CONNECTIONS, OTHER_FILES = 1024, 128
+#: Seconds in which whoever connects must have asked for something, and taken some of the answer.
+SILENT_SECONDS, UNREAD_SECONDS = 10.0, 60.0
+#: Seconds that a connection is kept for the next request.
+KEPT_SECONDS = 8
+#: Seconds between two words about connections that are dropped.
+DROPS_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -158,8 +170,15 @@ class Dashboard:
 
     async def _serve(self, listener: socket.socket) -> None:
         context = self._context
+        http: Any = limited_http(
+            most_connections(),
+            _Drops(),
+            silent_seconds=SILENT_SECONDS,
+            unread_seconds=UNREAD_SECONDS,
+        )
         config = uvicorn.Config(
             application(self),
+            http=http,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -168,8 +187,7 @@ class Dashboard:
             ws="none",
             h11_max_incomplete_event_size=LARGEST_HEAD,
             timeout_graceful_shutdown=2,
-            timeout_keep_alive=15,
-            limit_concurrency=1024,
+            timeout_keep_alive=KEPT_SECONDS,
             ssl_context_factory=(lambda config, default: context) if context is not None else None,
         )
         server = _Server(config)
@@ -317,6 +335,28 @@ def _call(loop: asyncio.AbstractEventLoop, work: Callable[[Told], None], told: T
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("the dashboard's %s ended", task.get_name(), exc_info=error)
+
+
+class _Drops:
+    """Counts connections that are dropped, and says so now and again."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._said = -math.inf
+
+    def __call__(self, why: str) -> None:
+        """One more."""
+        self._counts[why] += 1
+        now = time.monotonic()
+        if why != "silent" and now - self._said >= DROPS_SECONDS:
+            self._said = now
+            _log.warning("connections of browsers are dropped, by cause: %s", dict(self._counts))
+
+
+def most_connections() -> int:
+    """Connections at once: with fewer files at hand than they need, the history could not be read."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_CONNECTIONS if soft < 0 else max(16, min(MOST_CONNECTIONS, soft - OTHER_FILES))
 
 
 def _bound(host: str, port: int) -> socket.socket:
