@@ -4,6 +4,7 @@
 import { html, nothing } from "../vendor/lit.js";
 import { Part } from "../element.js";
 import { Refused, asked } from "../source.js";
+/** @import { Viewer } from "../../tools/api.d.ts" */
 
 /** Milliseconds between two looks at whether signing in is needed still. */
 const LOOK = 3000;
@@ -31,7 +32,7 @@ class LoginPage extends Part {
 
   async look() {
     try {
-      const viewer = await asked("GET", "/api/viewer");
+      const viewer = /** @type {Viewer} */ (await asked("GET", "/api/viewer"));
       if (viewer.signed_in && this.isConnected && !this.running)
         this.dispatchEvent(new CustomEvent("signed-in", { detail: viewer, bubbles: true }));
     } catch {
