@@ -36,7 +36,7 @@ from elasticd.dashboard.board import Board
 from elasticd.dashboard.device_page import device_view
 from elasticd.dashboard.event_page import event_page
 from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, head_of
-from elasticd.dashboard.job_page import MARKS, job_view, step_columns
+from elasticd.dashboard.job_page import KEPT_KINDS, MARKS, forgotten_view, job_view, step_columns
 from elasticd.dashboard.plan_page import plan_row, plan_view
 from elasticd.dashboard.session import Session
 from elasticd.dashboard.switch_page import KINDS, nothing, switch_view
@@ -148,7 +148,7 @@ class Answers:
             Route("/api/jobs/{job}", self._seen(self.job)),
             Route("/api/jobs/{job}/steps", self._seen(self.steps)),
             Route("/api/jobs/{job}/plans", self._seen(self.plans)),
-            Route("/api/jobs/{job}/plans/{number:int}", self._seen(self.plan)),
+            Route("/api/jobs/{job}/plans/{number}", self._seen(self.plan)),
             Route("/api/jobs/{job}/switch", self._seen(self.switch)),
             Route("/api/devices/{node}/{rank}", self._seen(self.device)),
             Route("/api/events", self._seen(self.events)),
@@ -256,10 +256,21 @@ class Answers:
 
     async def job(self, request: Request, session: Session) -> views.JobView:
         """A job's page."""
-        job, known = self._job(request), self._served.board.known
+        job, known = self._job(request, kept=True), self._served.board.known
+        if job not in self._there():
+            return await self._served.read(lambda history: self._forgotten(history, job))
         asked = EventQuery(job=job, kinds=("snapshot", "checkpoint"), limit=64)
         told = await self._served.read(lambda history: history.events(asked))
         return job_view(known, job, told, time.time())
+
+    def _forgotten(self, history: HistoryReader, job: str) -> views.JobView:
+        """A job that no leader knows any more. Raises Failure where the history does not either."""
+        told = history.events(EventQuery(job=job, kinds=KEPT_KINDS, limit=64))
+        step, plans = history.newest_step(job), history.numbers(job)
+        if not told and step is None and not plans:
+            listed = ", ".join(sorted({*self._there(), *history.facets()[1]})[:20]) or "none"
+            raise Failure(404, f"there is no job {job!r}, nor is one kept; there are: {listed}")
+        return forgotten_view(job, told, step, plans)
 
     async def steps(self, request: Request, session: Session) -> views.StepColumns:
         """A job's steps."""
@@ -291,7 +302,7 @@ class Answers:
 
     async def plan(self, request: Request, session: Session) -> views.PlanView:
         """A plan's page."""
-        job, number = self._job(request, kept=True), int(request.path_params["number"])
+        job, number = self._job(request, kept=True), _whole("number", str(request.path_params["number"]))
         force, proposed = self._numbers(job)
         spec = await self._served.spec(job)
 
@@ -452,10 +463,14 @@ class Answers:
     # -- what is asked for
     # ---------------------------------------------------------------------------------------
 
+    def _there(self) -> set[str]:
+        """The jobs that the leader knows."""
+        cluster = self._served.board.known.cluster
+        return {*cluster.jobs, *(job.job for job in cluster.restarts)}
+
     def _job(self, request: Request, *, kept: bool = False) -> str:
         """The job that is asked for. `kept`: one that the cluster has forgotten may have a history."""
-        name, cluster = str(request.path_params["job"]), self._served.board.known.cluster
-        there = [*cluster.jobs, *(job.job for job in cluster.restarts)]
+        name, there = str(request.path_params["job"]), self._there()
         if name not in there and not kept:
             listed = ", ".join(sorted(there)[:20]) or "none"
             raise Failure(404, f"there is no job {name!r}; there are: {listed}")
@@ -529,8 +544,11 @@ async def _body(request: Request, kind: type[T], example: str) -> T:
 
 def _number(request: Request, name: str, default: int) -> int:
     text = request.query_params.get(name)
-    if text is None or text == "":
-        return default
+    return default if text is None or text == "" else _whole(name, text)
+
+
+def _whole(name: str, text: str) -> int:
+    """A number that the history can look for."""
     try:
         found = msgspec.convert(text, int, strict=False)
     except msgspec.ValidationError:

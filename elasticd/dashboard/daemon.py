@@ -42,6 +42,8 @@ from elasticd.version import __version__
 
 #: Seconds between two times that the view of the cluster is kept for a restart.
 KEEP_SECONDS = 30.0
+#: Seconds to hear from a leader before the start is over.
+FIRST_SECONDS = 3.0
 #: Specs of jobs that are remembered.
 MOST_SPECS = 64
 #: Bytes of a request's line and headers.
@@ -91,6 +93,7 @@ class Dashboard:
         self._url = ""
         self._asks: bool | None = None  # by a leader's word; None: there was none yet
         self._asked_before: bytes | None = None  # as the history has it
+        self._heard = asyncio.Event()  # a leader, or that there is none
         self._open_to_others = False  # other machines reach this, and nobody said that they may
         self._specs: dict[str, JobSpec] = {}
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="history", initializer=self._open_reader)
@@ -149,6 +152,8 @@ class Dashboard:
         self._run(self._keep(), "keep")
         self._run(ViewerRequests(self).watch(), "sessions")
         self.subscription.start()
+        with contextlib.suppress(TimeoutError):  # so that nobody is asked for a token that none needs
+            await asyncio.wait_for(self._heard.wait(), FIRST_SECONDS)
 
     async def _remember(self, saved: bytes | None) -> None:
         """The cluster as it was before a restart, until a leader says how it is."""
@@ -274,6 +279,7 @@ class Dashboard:
                 _log.warning("the history does not keep whether tokens are asked for: %s", error)
 
     def _hear(self, told: Told) -> None:
+        self._heard.set()
         if told.news is None:
             self._url = ""
         try:
