@@ -124,13 +124,14 @@ class Api:
                 f"the coordinator at {self.url} is gone: {error or type(error).__name__}"
             ) from error
 
-    def live(self, after: str = "") -> Iterator[AnyNews]:
+    def live(self, after: str = "", *, measured: bool = True) -> Iterator[AnyNews]:
         """All that the leader knows, then what changes, until the leader ends; `after`: the id of the last
-        message that is known already. Messages of newer releases are skipped."""
+        message that is known already; `measured`: also what devices measure each step. Messages of newer
+        releases are skipped."""
         timeout = httpx2.Timeout(self._patience, read=SILENCE)
-        query = f"?after={quote(after, safe='')}" if after else ""
+        path = f"/v1/live?after={quote(after, safe='')}" + ("" if measured else "&measured=false")
         try:
-            with self._client.stream("GET", f"/v1/live{query}", timeout=timeout) as answer:
+            with self._client.stream("GET", path, timeout=timeout) as answer:
                 if not answer.is_success:
                     answer.read()
                     raise CannotReach(_said(answer))

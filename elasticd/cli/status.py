@@ -14,7 +14,7 @@ from rich.text import Text
 
 from elasticd.cli.options import asking, json_option, plain_table, write_json
 from elasticd.cli.picture import picture
-from elasticd.client import Api
+from elasticd.client import Api, CannotReach
 from elasticd.codec.safe_text import in_one_line
 from elasticd.coordinator.api_types import (
     ClusterStatus,
@@ -47,9 +47,9 @@ def status(api: Api, as_json: bool, everything: bool, follow: bool) -> None:
     if follow and not as_json:
         raise click.UsageError("--follow is for --json: 'elasticd top' is the screen that follows")
     if follow:
-        for news in api.live():
+        for news in api.live(measured=False):
             write_json(news)
-        return
+        raise CannotReach(f"the leader at {api.url} is gone: ask again for the next one")
     if as_json:
         click.echo(api.status_json())
         return

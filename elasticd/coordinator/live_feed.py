@@ -59,6 +59,8 @@ _packed = struct.Struct(f"<{len(live.MEASURED)}f").pack
 #: Of a member that measured nothing new.
 _NOTHING = _packed(*(math.nan,) * len(live.MEASURED))
 _encode = msgspec.json.Encoder().encode
+#: How a line of what devices measured begins.
+_MEASURED = b'{"type":"measured"'
 T = TypeVar("T")
 Beside = Callable[..., Awaitable[Any]]
 
@@ -106,9 +108,11 @@ class _Told:
 
 
 class _Listener:
-    """One connection: lines that wait for it. `lags`: it gets a hello instead of them."""
+    """One connection: lines that wait for it. `lags`: it gets a hello instead of them. measured: whether it
+    wants what devices measure, which is most of all that is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, measured: bool = True) -> None:
+        self._measured = measured
         self.lines: deque[bytes] = deque()
         self.size = 0
         self.lags = self.closed = False
@@ -118,6 +122,8 @@ class _Listener:
         """Has lines wait; drops all of them where they are too many."""
         if self.lags:
             return
+        if not self._measured:
+            lines = [line for line in lines if not line.startswith(_MEASURED)]
         self.lines.extend(lines)
         self.size += sum(map(len, lines))
         if self.size > MOST_WAITING:
@@ -192,13 +198,16 @@ class LiveFeed:
 
     # -- listeners -----------------------------------------------------------------------------------------
 
-    def listen(self, after: str, known: Callable[[], FeedSource], beside: Beside) -> AsyncIterator[bytes]:
+    def listen(
+        self, after: str, known: Callable[[], FeedSource], beside: Beside, *, measured: bool = True
+    ) -> AsyncIterator[bytes]:
         """Lines, until the leader ends or the listener goes.
 
         Args:
             after: the id of the last line that the listener has ("": none).
             known: what the leader knows at the time of the call.
             beside: runs work in the viewers' thread.
+            measured: whether the listener wants what devices measure.
 
         Raises:
             ApiError: as many listen as may.
@@ -209,10 +218,10 @@ class LiveFeed:
                 f"{MOST_LISTENERS} listen to this leader already: let browsers ask one 'elasticd dashboard', "
                 "which listens once for all of them",
             )
-        return self._lines(after, known, beside)
+        return self._lines(after, known, beside, measured)
 
-    def _enter(self, after: str, known: Callable[[], FeedSource]) -> _Listener:
-        listener = _Listener()
+    def _enter(self, after: str, known: Callable[[], FeedSource], measured: bool) -> _Listener:
+        listener = _Listener(measured=measured)
         missed = self._after(after)
         if missed is None:
             listener.lag()
@@ -224,8 +233,12 @@ class LiveFeed:
         self._listeners.add(listener)
         return listener
 
-    async def _lines(self, after: str, known: Callable[[], FeedSource], beside: Beside) -> AsyncIterator[bytes]:
-        listener = self._enter(after, known)  # here: who is gone before the first line was never there
+    async def _lines(
+        self, after: str, known: Callable[[], FeedSource], beside: Beside, measured: bool
+    ) -> AsyncIterator[bytes]:
+        listener = self._enter(
+            after, known, measured
+        )  # here: who is gone before the first line was never there
         try:
             while True:
                 if listener.lags:

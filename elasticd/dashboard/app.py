@@ -35,7 +35,7 @@ from elasticd.dashboard import act_page, views
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.device_page import device_view
 from elasticd.dashboard.event_page import event_page
-from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, head_of
+from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, in_brief
 from elasticd.dashboard.job_page import KEPT_KINDS, MARKS, forgotten_view, job_view, step_columns
 from elasticd.dashboard.plan_page import plan_row, plan_view
 from elasticd.dashboard.session import Session
@@ -316,7 +316,7 @@ class Answers:
             before = history.plan(job, _before(history, job, earlier)) if earlier else None
             told = history.events(EventQuery(job=job, limit=MOST_TOLD))[::-1]
             row = plan_row(
-                head_of(record),
+                in_brief(record),
                 heard=heard,
                 in_force=force,
                 proposed=proposed,

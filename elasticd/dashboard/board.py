@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping
 
+import msgspec
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.coordinator import live_types as live
@@ -64,18 +65,22 @@ class Board:
         self._moving: set[tuple[str, int]] = set()
         self._table_at = self._pulse_at = 0.0
         self._stale = False
+        self._hello: views.ClusterView | None = None  # as it still is
 
     # -- what comes in -------------------------------------------------------------------------------------
 
     def hear(self, told: Told) -> None:
         """A message of the subscription."""
         if told.news is None:
+            self._hello = None
             self.known.lost(told.lost, told.at)
             if told.store_away:
                 self.known.store(away=True, at=told.at)
             self.streams.tell("leader", live_leader(self.known, time.time()))
             return
         news, was = told.news, self.known.reachable
+        if not isinstance(news, live.LeaderPulse | live.MeasuredNews | live.StepNews):
+            self._hello = None
         if self.known.hear(news, told.at):
             self.redraw()
             self.streams.begin_anew()
@@ -151,6 +156,8 @@ class Board:
 
     def look(self, now: float) -> None:
         """Tells browsers what changed since the last look."""
+        if self.known.touched or self.known.gone:
+            self._hello = None
         self._devices(now)
         self._jobs_told(now)
         for job, number in sorted(self._moving):
@@ -230,8 +237,11 @@ class Board:
     # -- what pages ask for --------------------------------------------------------------------------------
 
     def hello(self, viewer: views.Viewer) -> views.ClusterView:
-        """Everything, as it is now."""
-        return cluster_view(self.known, self.rows, viewer)
+        """Everything, as it is now: made once for all browsers that begin anew together."""
+        now = time.time()
+        if self._hello is None or now - self._hello.now >= SECOND:
+            self._hello = cluster_view(self.known, self.rows, viewer, now)
+        return msgspec.structs.replace(self._hello, viewer=viewer)
 
     def switch(self, job: str, number: int) -> views.SwitchView:
         """A switch of late."""

@@ -87,7 +87,7 @@ class Sample(NamedTuple):
     evidence: float | None
 
 
-class PlanHead(msgspec.Struct, frozen=True):
+class PlanInBrief(msgspec.Struct, frozen=True):
     """A plan in brief."""
 
     number: int
@@ -95,10 +95,10 @@ class PlanHead(msgspec.Struct, frozen=True):
     predicted: float | None  # seconds of a step
 
 
-def head_of(record: HistoryRecord) -> PlanHead:
+def in_brief(record: HistoryRecord) -> PlanInBrief:
     """A plan in brief."""
     predicted = record.plan.prediction
-    return PlanHead(record.number, record.reason, predicted.step_seconds if predicted is not None else None)
+    return PlanInBrief(record.number, record.reason, predicted.step_seconds if predicted is not None else None)
 
 
 class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,7 +258,7 @@ class HistoryWriter:
             job,
             record.number,
             at,
-            msgspec.json.encode(head_of(record)),
+            msgspec.json.encode(in_brief(record)),
             zlib.compress(encode(record), 1),
         )
         self._db.execute("INSERT OR IGNORE INTO plans VALUES (?, ?, ?, ?, ?)", values)
@@ -425,10 +425,10 @@ class HistoryReader:
         ).fetchone()
         return (_plan(row[0]), row[1]) if row is not None else None
 
-    def heads(self, job: str) -> list[tuple[PlanHead, float]]:
+    def heads(self, job: str) -> list[tuple[PlanInBrief, float]]:
         """All plans of a job in brief, oldest first, and when they were heard of."""
         rows = self._db.execute("SELECT head, time FROM plans WHERE job = ? ORDER BY number", (job,))
-        return [(msgspec.json.decode(head, type=PlanHead), at) for head, at in rows]
+        return [(msgspec.json.decode(head, type=PlanInBrief), at) for head, at in rows]
 
     def plans(self, job: str, most: int) -> list[HistoryRecord]:
         """The last plans of a job, oldest first."""

@@ -146,6 +146,8 @@ class Knowledge:
         if isinstance(news, live.EventNews):
             self._event(news.event)
             return False
+        if isinstance(news, live.JobGone):
+            self.last_events.pop(news.job, None)
         target = self._coming if self._coming is not None else self.cluster
         if isinstance(news, live.LeaderPulse):
             target.paused = news.paused

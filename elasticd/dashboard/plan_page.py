@@ -24,7 +24,7 @@ from elasticd_planner.value import Invalid
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard import views, why
-from elasticd.dashboard.history import PlanHead
+from elasticd.dashboard.history import PlanInBrief
 from elasticd.records import HistoryRecord, JobSpec
 
 #: Micro-batches of a schedule that are drawn, lanes of it, and devices of a difference that are listed.
@@ -264,7 +264,7 @@ def _rows(operations: Sequence[PlanOperation]) -> Iterator[views.Communication]:
 
 
 def plan_row(
-    head: PlanHead,
+    head: PlanInBrief,
     *,
     heard: float,
     in_force: int | None,

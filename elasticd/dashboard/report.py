@@ -155,11 +155,13 @@ def _listen(board: Board, said: deque[Told]) -> None:
 
 
 async def _answers(job: str, kept: _Kept) -> dict[str, Any]:
-    transport = httpx2.ASGITransport(app=application(kept, Assets()))
+    transport = httpx2.ASGITransport(app=application(kept, Assets()), raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://report") as client:
 
         async def asked(path: str) -> Any:
             answer = await client.get(path)
+            if answer.status_code >= 500:
+                raise NoReport("the history is not one that this release of elasticd reads: the log says why")
             return msgspec.json.decode(answer.content) if answer.is_success else None
 
         base = f"/api/jobs/{quote(job, safe='')}"

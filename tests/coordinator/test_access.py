@@ -15,6 +15,7 @@ from elasticd.codec.message import encode
 from elasticd.config.security import Role, SecuritySection
 from elasticd.config.tree import ConfigError
 from elasticd.coordinator.auth import Access, Caller, needed
+from elasticd.machines.job.state.events import AgentUp
 from elasticd.system.network_addresses import is_loopback
 from elasticd.wire.coordinator import AgentHello, AgentRejected, to_agent
 from tests.coordinator.agents import until
@@ -248,3 +249,33 @@ def test_certificate_says_its_role_and_name(subject: dict[str, str], caller: Cal
 @given(st.sampled_from(["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"]), st.text())
 def test_whatever_is_no_get_needs_an_operator(method: str, path: str) -> None:
     assert needed("http", method, path) == (Role.OPERATOR,)
+
+
+def test_who_had_what_changed_is_told_with_the_name_of_the_token(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with secured(tokens(tmp_path)) as coordinator:
+            pause = b'{"values": {"policy.paused": true}, "by": "bob@desk"}'
+            answer = await ask(coordinator, "/v1/config", bearer(OPERATOR), method="POST", content=pause)
+            assert answer.status_code == 200
+            harm = b'{"action": "slow", "device": "alpha/0", "factor": 2}'
+            headers = {"x-elasticd-user": "carol@lab\x07"}
+            coordinator.leading.apply(AgentUp(record=node_record("alpha")))
+            answer = await ask(
+                coordinator, "/v1/chaos", bearer(OPERATOR), method="POST", content=harm, headers=headers
+            )
+            assert answer.status_code == 200, answer.text
+            answer = await ask(coordinator, "/v1/chaos", bearer(OPERATOR), method="POST", content=harm)
+            told = [event for event in coordinator.leading.journal.events() if event.kind == "asked"]
+            assert [event.data["by"] for event in told] == [
+                *("bob@desk (alice)", "carol@lab (alice)", "somebody at 127.0.0.1 (alice)"),
+            ]
+            assert [event.data["action"] for event in told] == ["config", "chaos slow", "chaos slow"]
+            assert told[1].data["device"] == "alpha/0"
+            refused = await ask(coordinator, "/v1/config", bearer(VIEWER), method="POST", content=pause)
+            assert refused.status_code == 403
+            assert len([e for e in coordinator.leading.journal.events() if e.kind == "asked"]) == 3
+
+            caller = (await ask(coordinator, "/v1/caller", bearer(OPERATOR))).json()
+            assert caller == {"name": "alice", "role": "operator", "asks": True}
+
+    asyncio.run(body())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from elasticd.coordinator.api_types import LeaderStatus, Settings
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.wire.node_health import Health
+from tests.cli.support import call
 from tests.coordinator.agents import agent, coordinating, get, until
 from tests.machines.cast import node_record
 from tests.machines.world import World
@@ -243,7 +245,7 @@ def test_what_members_measured_is_in_columns_in_rank_order() -> None:
     assert plan is not None
     silent = plan.members[1]
     found = {name: world.report(plan, name).measurement for name in plan.members if name != silent}
-    news = live_feed._measurements(job, plan, found, lambda: "1:1")
+    news = live_feed.measurements(job, plan, found, lambda: "1:1")
     assert news is not None
     table = np.frombuffer(news.numbers, "<f4").reshape(len(plan.members), len(news.columns))
     assert np.isnan(table[1, : len(live.MEASURED)]).all()
@@ -280,3 +282,24 @@ def test_messages_are_read_back_as_they_were() -> None:
     settings = msgspec.json.Decoder(live.AnyNews)
     pulse = live.LeaderPulse(id="1:2", at=1.5, store_away=False, paused=True)
     assert settings.decode(msgspec.json.encode(pulse)) == pulse
+
+
+def test_status_as_json_goes_on_with_what_changes() -> None:
+    async def body() -> None:
+        async with coordinating() as coordinator, agent(coordinator, node_record("alpha")):
+            await until(lambda: "alpha" in coordinator.leading.state.nodes, 30.0)
+            options = ("status", "--json", "--follow", "--coordinator", coordinator.url)
+            following = asyncio.create_task(asyncio.to_thread(call, *options))
+            await until(lambda: bool(coordinator.leading.feed), 30.0)
+            coordinator.leading.tell(CoordinatorNote(kind="chaos", text="told"))
+            await asyncio.sleep(1.0)  # it hears that before the end
+            await coordinator.stop()
+            done = await following
+        lines = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
+        kinds = [line["type"] for line in lines]
+        assert kinds[0] == "hello"
+        assert {"node", "whole", "pulse", "event"} <= {*kinds}
+        assert done.exit_code == 1
+        assert "is gone" in done.output
+
+    running(body)

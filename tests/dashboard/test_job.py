@@ -108,8 +108,9 @@ def _rates(stage: Stage) -> dict[str, float]:
 def test_the_pages_numbers_are_those_of_the_metrics(stage: Stage) -> None:
     metrics = stage.metrics()
     labels = (("job", JOB),)
-    view = stage.until(f"/api/jobs/{JOB}", lambda view: view["head"]["plan"] == 2)
-    assert metrics["elasticd_job_plan_number", labels] == 2
+    before = metrics["elasticd_job_step", labels]
+    view = stage.until(f"/api/jobs/{JOB}", lambda view: view["head"]["step"] >= before)
+    assert metrics["elasticd_job_plan_number", labels] == view["head"]["plan"] == 2
     assert metrics["elasticd_job_members", labels] == view["head"]["devices"]
     assert metrics["elasticd_job_standby", labels] == view["head"]["standby"]
     later = stage.metrics()

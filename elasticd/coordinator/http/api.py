@@ -182,12 +182,13 @@ class Rest:
         return self._served.leading.recording()
 
     @get("/v1/live", media="application/jsonl", refuses=(503,))
-    async def live_feed(self, after: str = "") -> AsyncIterator[bytes]:
+    async def live_feed(self, after: str = "", measured: bool = True) -> AsyncIterator[bytes]:
         """All that the leader knows, then what changes, until it ends or the caller goes: a JSON object in each
         line (`elasticd.coordinator.live_types`). `after`: the id of the last line that the caller has; it goes
-        on from there, where what followed is still kept."""
-        served = self._served
-        return served.leading.feed.listen(after, served.listening, served.viewers.beside)
+        on from there, where what followed is still kept. `measured`: false leaves out what devices measure each
+        step."""
+        served, feed = self._served, self._served.leading.feed
+        return feed.listen(after, served.listening, served.viewers.beside, measured=measured)
 
     @get("/v1/caller")
     async def caller(self, caller: Caller | None) -> CallerStatus:

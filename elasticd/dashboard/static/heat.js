@@ -45,8 +45,12 @@ export function shade(value) {
 /** How many pixels a cell has. @param {number} devices */
 const sized = (devices) => (devices <= 128 ? 34 : devices <= 512 ? 24 : devices <= 2048 ? 16 : 11);
 
-/** Whether a cell is one of many that look the same. @param {Cell} cell */
-const plain = (cell) => !STATES[cell.state]?.look && shade(cell.slowdown) === 0;
+/** Of the cells of which a large map has most, the look that all of them share; empty: it is another one.
+ * @param {Cell} cell */
+function common(cell) {
+  if (cell.state === "unused" && shade(cell.slowdown) === 0) return "standby";
+  return !STATES[cell.state]?.look && shade(cell.slowdown) === 0 ? "s0" : "";
+}
 
 /** @param {Cell} cell  @param {number} x  @param {number} size */
 function drawn(cell, x, size) {
@@ -57,10 +61,10 @@ function drawn(cell, x, size) {
     width=${wide} height=${wide} rx=${size > 20 ? 3 : 1.5} />`;
 }
 
-/** Cells of normal speed of a large map: one shape for all of a row, so that thousands are drawn soon.
- * @param {number[]} places  @param {number} size */
-const together = (places, size) =>
-  svg`<path class="s0" d=${places.map((x) => `M${x + 0.75} .75h${size - 1.5}v${size - 1.5}h${1.5 - size}z`).join("")} />`;
+/** One shape for all common cells of a row, so that thousands are drawn soon.
+ * @param {string} look  @param {number[]} places  @param {number} size */
+const together = (look, places, size) =>
+  svg`<path class=${look} d=${places.map((x) => `M${x + 0.75} .75h${size - 1.5}v${size - 1.5}h${1.5 - size}z`).join("")} />`;
 
 /** @param {Cell} cell  @param {number} x  @param {number} size */
 function marked(cell, x, size) {
@@ -234,20 +238,25 @@ const extent = (band) => (band.columns ? Math.max(0, ...band.columns) + 1 : band
 /** @param {Band} band  @param {number} size  @param {number} room */
 const row = (band, size, room) => {
   const at = (/** @type {number} */ index) => room + (band.columns?.[index] ?? index) * size;
-  const places = [];
+  /** @type {Record<string, number[]>} */
+  const places = {};
   const cells = [];
   const marks = [];
   for (let index = 0; index < band.cells.length; index += 1) {
     const cell = band.cells[index];
     const x = at(index);
-    if (size < 20 && plain(cell)) places.push(x);
-    else cells.push(drawn(cell, x, size));
+    const look = size < 20 ? common(cell) : "";
+    if (look) {
+      (places[look] ??= []).push(x);
+      continue;
+    }
+    cells.push(drawn(cell, x, size));
     const text = marked(cell, x, size);
     if (text !== nothing) marks.push(text);
   }
   return html`<svg data-band=${band.key} width=${room + extent(band) * size} height=${size}>
     <text class="label ${size < 16 ? "tiny" : ""}" x="0" y=${size / 2 + 4}>${cut(band.label)}</text>
-    ${places.length ? together(places, size) : nothing}${cells}${marks}
+    ${Object.entries(places).map(([look, all]) => together(look, all, size))}${cells}${marks}
   </svg>`;
 };
 
