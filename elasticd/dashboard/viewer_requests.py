@@ -149,7 +149,10 @@ class ViewerRequests:
         url = served.leader
         if not url:
             raise Failure(503, "nobody leads now, or the dashboard cannot reach who does: try again later")
-        known = served.credentials(token)
+        try:
+            known = served.credentials(token)
+        except ConfigError as error:  # its files may be being replaced
+            raise Failure(503, str(error)) from error
         if objection := known.objection(url):
             raise Failure(503, objection)
         try:
