@@ -156,10 +156,12 @@ class RecordedRun:
         source = FeedSource(
             state=self.state,
             cluster=name,
+            store="",
             leader=LeaderStatus(name="recorded", url="", epoch=1),
             settings=Settings(values=values, changed={}, history=()),
             times={job: found for job, clock in self._journal.clocks.items() if (found := clock.time)},
             restarts=(),
+            clock=0.0,
             newest_event=self._journal.newest_id,
             store_away=False,
             chaos=False,

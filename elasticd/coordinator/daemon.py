@@ -301,7 +301,9 @@ class Coordinator:
 
     def listening(self) -> FeedSource:
         """What those who listen are told from."""
-        return self.leading.listening(self._leader, self.config.cluster.name)
+        known = self._store.known()
+        store = f"{known.cluster_id:x}" if known is not None else ""
+        return self.leading.listening(self._leader, self.config.cluster.name, store)
 
     async def status(self) -> ClusterStatus:
         """Of this moment; what is read of the leader itself is read here, on its loop."""
@@ -315,18 +317,20 @@ class Coordinator:
             self.leading.now(),
         )
 
-    async def history(self, job: str) -> list[HistoryRecord]:
+    async def history(self, job: str, after: int) -> list[HistoryRecord]:
         """From the store, in a thread of its own: it may be much, and no write is to wait for it."""
-        return await asyncio.to_thread(self._histories, job)
+        return await asyncio.to_thread(self._histories, job, after)
 
-    def _histories(self, job: str) -> list[HistoryRecord]:
+    def _histories(self, job: str, after: int) -> list[HistoryRecord]:
         items = self._store.snapshot(self.keys.job(job, "")).items
         shelf = Shelf(self.keys.jobs, ((item.key, item.value) for item in items))
         folder = self.keys.job(job, "history/")
         return [
             decode_at(item.key, item.value, HistoryRecord, shelf.of(item.key))
             for item in items
-            if item.key.startswith(folder) and numbered(item.key.removeprefix(folder)) is not None
+            if item.key.startswith(folder)
+            and (number := numbered(item.key.removeprefix(folder))) is not None
+            and number > after
         ]
 
     def ready(self) -> str:

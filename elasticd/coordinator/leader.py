@@ -25,7 +25,6 @@ from elasticd.coordinator.live_feed import FeedSource, LiveFeed
 from elasticd.coordinator.metrics import LeaderMetrics
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
-from elasticd.coordinator.status import restarting
 from elasticd.coordinator.store_transactions import Asked, Rank, Rounds
 from elasticd.coordinator.store_writer import Writer
 from elasticd.machines.coordinator import finished_jobs, machine, message_checks, restart_jobs
@@ -585,15 +584,17 @@ class Leading:
             )
         return self.recorders.record(lambda: (self.state, self.now()))
 
-    def listening(self, leader: LeaderStatus, cluster: str) -> FeedSource:
-        """What a round of the live feed reads of this leader."""
+    def listening(self, leader: LeaderStatus, cluster: str, store: str) -> FeedSource:
+        """What a round of the live feed reads of this leader, whose etcd is `store`."""
         return FeedSource(
             state=self.state,
             cluster=cluster,
+            store=store,
             leader=leader,
             settings=self._shown(),
             times={name: found for name, clock in self.journal.clocks.items() if (found := clock.time)},
-            restarts=restarting(self.restarts.values(), time.monotonic()),
+            restarts=tuple(self.restarts.values()),
+            clock=time.monotonic(),
             newest_event=self.journal.newest_id,
             store_away=self.writer is not None and self.writer.away,
             chaos=self.chaos,

@@ -33,11 +33,12 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator import status
-from elasticd.coordinator.api_types import ApiError, LeaderStatus, RestartStatus, Settings
+from elasticd.coordinator.api_types import ApiError, LeaderStatus, Settings
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.job_times import JobTime
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.state.job_state import OVER, JobState, NodeState
 from elasticd.version import __version__
 from elasticd.wire.worker import Prepared, StayedOnPlan, Switched
@@ -70,10 +71,12 @@ class FeedSource(msgspec.Struct, frozen=True, kw_only=True):
 
     state: CoordinatorState
     cluster: str
+    store: str  # the etcd's cluster ID
     leader: LeaderStatus
     settings: Settings
     times: Mapping[str, JobTime]
-    restarts: tuple[RestartStatus, ...]
+    restarts: tuple[RestartJob, ...]
+    clock: float  # seconds of the clock that restarts have their times of
     newest_event: int
     store_away: bool
     chaos: bool
@@ -103,7 +106,7 @@ class _Told:
     news: dict[str, live.JobNews] = field(default_factory=dict)
     halts: dict[str, dict[str, Any]] = field(default_factory=dict)
     links: object = None
-    restarts: tuple[RestartStatus, ...] = ()
+    restarts: tuple[RestartJob, ...] = ()
     settings: Settings | None = None
 
 
@@ -370,6 +373,7 @@ def hello(known: FeedSource, last: str) -> Iterator[bytes]:
         at=known.now,
         chaos=known.chaos,
         newest_event=known.newest_event,
+        store=known.store,
         detect=state.settings.detect,
     )
     yield _line(first)
@@ -403,7 +407,7 @@ def _made(
         sequence += 1
         return f"{epoch}:{sequence}"
 
-    lines = [_line(news) for news in _changes(known, told, next_id)]
+    lines = [_line(news) for news in _changes(known, told, next_id, restarts=pulse)]
     for event in noted.events:
         lines.append(_line(live.EventNews(id=next_id(), event=event)))
     for name, step in noted.steps:
@@ -436,8 +440,11 @@ def _pulse(known: FeedSource, number: str) -> live.LeaderPulse:
     return live.LeaderPulse(id=number, at=known.now, store_away=known.store_away, paused=paused)
 
 
-def _changes(known: FeedSource, told: _Told, next_id: Callable[[], str]) -> Iterator[live.News]:
-    """What differs from what was told; it is told then."""
+def _changes(
+    known: FeedSource, told: _Told, next_id: Callable[[], str], *, restarts: bool = True
+) -> Iterator[live.News]:
+    """What differs from what was told; it is told then. restarts: also jobs in restart mode, which change with
+    each report of a device."""
     state = known.state
     if known.settings != told.settings:
         told.settings = known.settings
@@ -454,9 +461,24 @@ def _changes(known: FeedSource, told: _Told, next_id: Callable[[], str]) -> Iter
     if state.links is not told.links:
         told.links = state.links
         yield live.LinksNews(id=next_id(), links=status.links(state))
-    if known.restarts != told.restarts:
+    if restarts and [*map(id, known.restarts)] != [*map(id, told.restarts)]:
         told.restarts = known.restarts
-        yield live.RestartNews(id=next_id(), restarts=known.restarts)
+        yield live.RestartNews(id=next_id(), restarts=_restarting(known))
+
+
+def _restarting(known: FeedSource) -> tuple[live.RestartingJob, ...]:
+    return tuple(
+        live.RestartingJob(
+            job=job.job,
+            round=job.round,
+            step=job.step,
+            step_seconds=job.step_seconds,
+            heard=known.now - job.silent_seconds,
+            devices=job.devices,
+            out=job.out,
+        )
+        for job in status.restarting(known.restarts, known.clock)
+    )
 
 
 def _of_nodes(state: CoordinatorState, told: _Told, next_id: Callable[[], str]) -> Iterator[live.News]:

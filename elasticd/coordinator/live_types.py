@@ -23,7 +23,7 @@ from elasticd.coordinator.api_types import (
     LinkStatus,
     MemberStatus,
     NodeStatus,
-    RestartStatus,
+    Pace,
     Settings,
 )
 from elasticd.coordinator.events.event_log import EventRecord
@@ -73,6 +73,7 @@ class LiveHello(News, frozen=True, kw_only=True, tag="hello"):
     chaos: bool  # `elasticd chaos` is enabled
     newest_event: int  # id of the newest event (0: there is none)
     detect: DetectSettings  # thresholds in force
+    store: str = ""  # the etcd's cluster ID: ids of events are of this etcd (empty: not known)
 
 
 class Whole(News, frozen=True, kw_only=True, tag="whole"):
@@ -157,10 +158,22 @@ class LinksNews(News, frozen=True, kw_only=True, tag="links"):
     links: tuple[LinkStatus, ...]
 
 
-class RestartNews(News, frozen=True, kw_only=True, tag="restarts"):
-    """All jobs in restart mode."""
+class RestartingJob(Value, frozen=True, kw_only=True):
+    """A job in restart mode, as `RestartStatus`, with a time in place of a silence, which grows by itself."""
 
-    restarts: tuple[RestartStatus, ...]
+    job: str  # the job's name
+    round: int  # number of the rendezvous round
+    step: int  # newest that was reported
+    step_seconds: float  # of that step
+    heard: float  # unix seconds at which something of it was reported last
+    devices: dict[str, Pace]  # by device
+    out: dict[str, str]  # torchruns that take no part, with the reason
+
+
+class RestartNews(News, frozen=True, kw_only=True, tag="restarts"):
+    """All jobs in restart mode, at most once a second."""
+
+    restarts: tuple[RestartingJob, ...]
 
 
 class SettingsNews(News, frozen=True, kw_only=True, tag="settings"):

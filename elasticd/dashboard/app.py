@@ -30,6 +30,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elasticd.codec.decoding import decoded_as
+from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard import act_page, views
 from elasticd.dashboard.board import Board
@@ -63,7 +64,7 @@ LARGEST_BODY, BODY_SECONDS = 64 << 10, 10.0
 MOST_TOLD, MOST_LISTED = 2000, 1000
 #: Answers of plans that are remembered: they are made from what does not change any more.
 MOST_PLANS = 32
-#: Plans that a device's page looks at.
+#: Plans that a device's page names.
 MOST_COUNTED = 16
 MEDIA = {
     ".js": "text/javascript; charset=utf-8",
@@ -259,9 +260,10 @@ class Answers:
         job, known = self._job(request, kept=True), self._served.board.known
         if job not in self._there():
             return await self._served.read(lambda history: self._forgotten(history, job))
-        asked = EventQuery(job=job, kinds=("snapshot", "checkpoint"), limit=64)
-        told = await self._served.read(lambda history: history.events(asked))
-        return job_view(known, job, told, time.time())
+        told = await self._served.read(
+            lambda history: _told(history, job, kinds=("snapshot", "checkpoint"), limit=64)
+        )
+        return job_view(known, job, told, known.time(time.time()))
 
     def _forgotten(self, history: HistoryReader, job: str) -> views.JobView:
         """A job that no leader knows any more. Raises Failure where the history does not either."""
@@ -290,7 +292,7 @@ class Answers:
         force, proposed = self._numbers(job)
 
         def read(history: HistoryReader) -> views.PlanList:
-            told = history.events(EventQuery(job=job, limit=MOST_TOLD))
+            told = _told(history, job)
             measured = history.seconds_by_plan(job)
             rows = [
                 plan_row(head, heard=at, in_force=force, proposed=proposed, measured=measured, told=told[::-1])
@@ -314,7 +316,7 @@ class Answers:
             record, heard = found
             earlier = [other for other in numbers if other < number]
             before = history.plan(job, _before(history, job, earlier)) if earlier else None
-            told = history.events(EventQuery(job=job, limit=MOST_TOLD))[::-1]
+            told = _told(history, job)[::-1]
             row = plan_row(
                 in_brief(record),
                 heard=heard,
@@ -361,8 +363,7 @@ class Answers:
 
         def read(history: HistoryReader) -> views.SwitchView:
             wanted = number or history.newest_switch(job)
-            asked = EventQuery(job=job, kinds=KINDS, limit=MOST_TOLD)
-            told = history.events(asked)[::-1]
+            told = _told(history, job, kinds=KINDS)[::-1]
             newest = max((event.data.get("number", 0) for event in told if event.kind == "proposed"), default=0)
             wanted = number or max(wanted, newest)
             if not wanted:
@@ -392,7 +393,7 @@ class Answers:
 
         def read(history: HistoryReader) -> views.DeviceView:
             told = history.events(EventQuery(device=name, limit=200))
-            plans = history.plans(use.job, MOST_COUNTED) if use is not None else []
+            plans = history.counted(use.job, name, MOST_COUNTED) if use is not None else []
             return device_view(known, name, history.samples(name), history.health(node), told, plans)
 
         return await self._served.read(read)
@@ -510,6 +511,13 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._left()
+
+
+def _told(
+    history: HistoryReader, job: str, kinds: tuple[str, ...] = (), limit: int = MOST_TOLD
+) -> list[EventRecord]:
+    """Events of the newest run of a job, the newest first."""
+    return history.events(EventQuery(job=job, kinds=kinds, after=history.after(job), limit=limit))
 
 
 def _before(history: HistoryReader, job: str, earlier: list[int]) -> int:

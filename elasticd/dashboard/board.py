@@ -25,6 +25,7 @@ from elasticd.dashboard.cluster_page import (
     job_row,
     live_leader,
     node_row,
+    restart_row,
 )
 from elasticd.dashboard.history import StepRow
 from elasticd.dashboard.job_page import live_step
@@ -60,6 +61,7 @@ class Board:
         self._told_step: dict[str, float] = {}
         self._told_stages: dict[str, int] = {}
         self._told_rows: dict[str, views.JobRow] = {}
+        self._told_restarts: dict[str, views.JobRow] = {}
         self._jobs: set[str] = set()
         self._switches: dict[str, dict[int, _Switch]] = {}
         self._moving: set[tuple[str, int]] = set()
@@ -75,8 +77,8 @@ class Board:
             self._hello = None
             self.known.lost(told.lost, told.at)
             if told.store_away:
-                self.known.store(away=True, at=told.at)
-            self.streams.tell("leader", live_leader(self.known, time.time()))
+                self.known.store(away=True, at=self.known.time(told.at))
+            self.streams.tell("leader", live_leader(self.known, self.known.time(time.time())))
             return
         news, was = told.news, self.known.reachable
         if not isinstance(news, live.LeaderPulse | live.MeasuredNews | live.StepNews):
@@ -85,7 +87,7 @@ class Board:
             self.redraw()
             self.streams.begin_anew()
         elif not was and self.known.reachable:
-            self.streams.tell("leader", live_leader(self.known, time.time()))
+            self.streams.tell("leader", live_leader(self.known, self.known.time(time.time())))
         if isinstance(news, live.EventNews):
             self._event(news.event)
         elif isinstance(news, live.StepNews):
@@ -98,7 +100,7 @@ class Board:
         elif isinstance(news, live.ProgressNews):
             self._switch(news.job, news.number).said.extend(news.ranks)
             self._moving.add((news.job, news.number))
-        elif isinstance(news, live.HealthNews):
+        elif isinstance(news, live.HealthNews | live.LinksNews):
             self._stale = True
 
     def _event(self, event: EventRecord) -> None:
@@ -165,7 +167,8 @@ class Board:
         self._moving.clear()
         if now - self._pulse_at >= SECOND:
             self._pulse_at = now
-            self.streams.tell("leader", live_leader(self.known, now))
+            self._restarts_told(self.known.time(now))
+            self.streams.tell("leader", live_leader(self.known, self.known.time(now)))
 
     def _devices(self, now: float) -> None:
         known = self.known
@@ -209,7 +212,7 @@ class Board:
         for job, row in list(self._steps.items()):
             if now - self._told_step.get(job, 0.0) < SECOND:
                 continue
-            shown = live_step(self.known, job, row, self._told_stages.get(job), now)
+            shown = live_step(self.known, job, row, self._told_stages.get(job), self.known.time(now))
             del self._steps[job]
             self._told_step[job] = now
             if shown is not None:
@@ -217,7 +220,7 @@ class Board:
                 if shown.measured_step is not None:
                     self._told_stages[job] = shown.measured_step
         for job in sorted(self._jobs):
-            self._plan_told(job, now)
+            self._plan_told(job, self.known.time(now))
         self._jobs.clear()
 
     def _plan_told(self, job: str, now: float) -> None:
@@ -225,7 +228,7 @@ class Board:
         news = self.known.cluster.jobs.get(job)
         if news is None:
             if (last := self._told_rows.pop(job, None)) is not None:
-                self.streams.tell("plan", views.LivePlan(row=last, over=True))
+                self.streams.tell("plan", views.LivePlan(row=last, over=True, gone=True))
                 self._switches.pop(job, None)
             return
         row = job_row(self.known, job, now)
@@ -234,12 +237,22 @@ class Board:
             self._told_rows[job] = row
             self.streams.tell("plan", views.LivePlan(row=row, over=news.over))
 
+    def _restarts_told(self, now: float) -> None:
+        """Rows of jobs in restart mode that changed: also how long they are silent."""
+        rows = {job.job: restart_row(self.known, job, now) for job in self.known.cluster.restarts}
+        for name, row in rows.items():
+            if row != self._told_restarts.get(name):
+                self.streams.tell("plan", views.LivePlan(row=row, over=False))
+        for name in self._told_restarts.keys() - rows.keys():
+            self.streams.tell("plan", views.LivePlan(row=self._told_restarts[name], over=True, gone=True))
+        self._told_restarts = rows
+
     # -- what pages ask for --------------------------------------------------------------------------------
 
     def hello(self, viewer: views.Viewer) -> views.ClusterView:
         """Everything, as it is now: made once for all browsers that begin anew together."""
-        now = time.time()
-        if self._hello is None or now - self._hello.now >= SECOND:
+        now = self.known.time(time.time())
+        if self._hello is None or not 0 <= now - self._hello.now < SECOND:
             self._hello = cluster_view(self.known, self.rows, viewer, now)
         return msgspec.structs.replace(self._hello, viewer=viewer)
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from elasticd.coordinator.api_types import NodeStatus, RestartStatus
+from elasticd.coordinator.api_types import NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.live_types import JobNews
+from elasticd.coordinator.live_types import JobNews, RestartingJob
 from elasticd.dashboard import views
 from elasticd.dashboard.history import about
 from elasticd.dashboard.known import ClusterNow, Knowledge, expected
@@ -73,6 +73,7 @@ def live_leader(known: Knowledge, now: float) -> views.LiveLeader:
         leader=leader_view(known),
         etcd=etcd_view(known),
         paused=known.cluster.paused,
+        links=slow_links(known.cluster),
         heard=known.heard,
         now=now,
     )
@@ -285,10 +286,11 @@ def rates(cluster: ClusterNow, name: str) -> tuple[float | None, float | None]:
     return (tokens / predicted if predicted else None), (tokens / bound if bound else None)
 
 
-def restart_row(known: Knowledge, job: RestartStatus) -> views.JobRow:
+def restart_row(known: Knowledge, job: RestartingJob, now: float) -> views.JobRow:
     """A job in restart mode in the table of jobs."""
     last = known.last_events.get(job.job)
-    silent = f", silent for {job.silent_seconds:.0f} s" if job.silent_seconds > 5 + 3 * job.step_seconds else ""
+    silence = (now if known.reachable else known.heard) - job.heard
+    silent = f", silent for {silence:.0f} s" if silence > 5 + 3 * job.step_seconds else ""
     return views.JobRow(
         job=job.job,
         phase="restart mode",
@@ -312,7 +314,7 @@ def job_rows(known: Knowledge, now: float) -> tuple[views.JobRow, ...]:
     """All jobs, those that live first."""
     jobs = sorted(known.cluster.jobs, key=lambda name: (known.cluster.jobs[name].over, name))
     rows = [job_row(known, name, now) for name in jobs]
-    return (*rows, *(restart_row(known, job) for job in known.cluster.restarts))
+    return (*rows, *(restart_row(known, job, now) for job in known.cluster.restarts))
 
 
 def cluster_view(

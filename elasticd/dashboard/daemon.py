@@ -26,6 +26,7 @@ import uvicorn
 from elasticd.client import Api, CannotReach, checked_url, leader_url
 from elasticd.config.credentials import Credentials, credentials, of_another, server_context
 from elasticd.config.tree import Config, ConfigError
+from elasticd.coordinator import live_types as live
 from elasticd.dashboard.app import application, own_names
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, opened
@@ -282,6 +283,10 @@ class Dashboard:
         self._heard.set()
         if told.news is None:
             self._url = ""
+        elif isinstance(told.news, live.LiveHello):
+            self._specs.clear()
+        elif isinstance(told.news, live.JobGone):
+            self._specs.pop(told.news.job, None)
         try:
             self.board.hear(told)
         except Exception:

@@ -36,9 +36,10 @@ def device_view(
     samples: Sequence[Sample],
     health: Sequence[tuple[float, Health]],
     told: Sequence[EventRecord],
-    plans: Sequence[HistoryRecord],
+    plans: Sequence[tuple[HistoryRecord, float]],
 ) -> views.DeviceView:
-    """The page. `told`: events about the device, newest first; `plans`: those of its job. Raises KeyError."""
+    """The page. `told`: events about the device, newest first; `plans`: those of its job that count with
+    another slowdown of it than the one before, oldest first, with the slowdown. Raises KeyError."""
     cluster = known.cluster
     node = cluster.nodes[name.rpartition("/")[0]]
     device = next((each for each in node.devices if each.name == name), None)
@@ -65,7 +66,7 @@ def device_view(
         health=_health(name, health),
         throttled=seen.throttled if seen is not None else (),
         xids=seen.xids if seen is not None else (),
-        plans=_counted(name, plans),
+        plans=tuple((record.number, rate, why.use(record.plan, name)) for record, rate in reversed(plans)),
         hang=_hang(known, shown.job, name, told),
         events=tuple(event_row(event) for event in told[:50]),
     )
@@ -139,18 +140,6 @@ def _health(name: str, seen: Sequence[tuple[float, Health]]) -> views.HealthColu
 def _number(seen: DeviceHealth | Health | None, key: str) -> float | None:
     value = getattr(seen, key) if seen is not None else None
     return float(value) if value is not None else None
-
-
-def _counted(name: str, plans: Sequence[HistoryRecord]) -> tuple[tuple[int, float, str], ...]:
-    """The plans that counted with another slowdown of it than the one before, the newest first."""
-    found: list[tuple[int, float, str]] = []
-    before = None
-    for record in plans:
-        rate = record.problem.rates.get(name, 1.0)
-        if rate != before:
-            found.append((record.number, rate, why.use(record.plan, name)))
-        before = rate
-    return tuple(found[::-1][:32])
 
 
 def _hang(known: Knowledge, job: str, name: str, told: Sequence[EventRecord]) -> views.Hang | None:

@@ -5,15 +5,19 @@ SQLite's WAL mode no reader waits for the writer. What is kept: events by their 
 leader; steps of the surviving history; plans with their problems; what ranks said in switches; slowdowns of
 devices and health of nodes, as they change; and the last view of the cluster, for a start while nobody leads.
 
-The file is bounded by age and size. The oldest rows go first, those of measurements before those of events. A
-file that is no history of this release, or is broken, is put aside under another name: what leaders still have
-is fetched again.
+A job's name may be used again once the job is forgotten: steps, plans and what ranks said belong to a run of
+the job, and pages show the newest one.
+
+The file is bounded by age and size. Each table has a share of the size: where there is too much, the oldest
+rows of those that have more than theirs go. A file that is no history of this release, or is broken, is put
+aside under another name: what leaders still have is fetched again.
 """
 
 from __future__ import annotations
 
 import fcntl
 import logging
+import math
 import os
 import sqlite3
 import time
@@ -33,32 +37,65 @@ from elasticd.records import HistoryRecord, encode
 from elasticd.wire.node_health import Health
 
 #: Version of the tables; a file with another one is put aside.
-SCHEMA_VERSION = 1
-#: The part of the rows that goes at once where the file is too large, and rows of a table that are never left
-#: out.
-GOES, LEAST = 0.1, 100
+SCHEMA_VERSION = 2
+#: Rows that go at once, and plans, which are large; pages of the file that are given back at once.
+BATCH, BATCH_PLANS, BATCH_PAGES = 1000, 32, 256
+#: Plans that a reader remembers: one of 8,000 devices takes long to decode.
+MOST_DECODED = 8
+#: Plans of a run that are kept, whatever their age and size.
+MOST_PLANS = 512
 #: Points that a chart gets at most.
 MOST_POINTS = 4000
 
 _TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
+CREATE TABLE runs (run INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT, after INTEGER, open INTEGER);
+CREATE INDEX runs_job ON runs (job, run);
 CREATE TABLE events (id INTEGER PRIMARY KEY, time REAL, kind TEXT, job TEXT, node TEXT, device TEXT, body BLOB);
 CREATE INDEX events_job ON events (job, id);
 CREATE INDEX events_kind ON events (kind, id);
 CREATE INDEX events_device ON events (device, id) WHERE device != '';
 CREATE INDEX events_node ON events (node, id) WHERE node != '';
-CREATE TABLE steps (job TEXT, step INTEGER, plan INTEGER, time REAL, seconds REAL, tokens INTEGER, loss REAL,
-    predicted REAL, bound REAL, PRIMARY KEY (job, step)) WITHOUT ROWID;
-CREATE TABLE plans (job TEXT, number INTEGER, time REAL, head BLOB, body BLOB,
-    PRIMARY KEY (job, number)) WITHOUT ROWID;
-CREATE TABLE ranks (job TEXT, number INTEGER, device TEXT, what TEXT, time REAL, body BLOB,
-    PRIMARY KEY (job, number, device, what)) WITHOUT ROWID;
+CREATE INDEX events_time ON events (time);
+CREATE TABLE steps (run INTEGER, step INTEGER, plan INTEGER, time REAL, seconds REAL, tokens INTEGER, loss REAL,
+    predicted REAL, bound REAL, PRIMARY KEY (run, step)) WITHOUT ROWID;
+CREATE INDEX steps_plan ON steps (run, plan, seconds);
+CREATE INDEX steps_time ON steps (time);
+CREATE TABLE plans (run INTEGER, number INTEGER, time REAL, head BLOB, body BLOB,
+    PRIMARY KEY (run, number));
+CREATE INDEX plans_time ON plans (time);
+CREATE TABLE ranks (run INTEGER, number INTEGER, device TEXT, what TEXT, time REAL, body BLOB,
+    PRIMARY KEY (run, number, device, what)) WITHOUT ROWID;
+CREATE INDEX ranks_time ON ranks (time);
 CREATE TABLE slowdowns (device TEXT, time REAL, step INTEGER, measured REAL, decided REAL, evidence REAL,
     PRIMARY KEY (device, time)) WITHOUT ROWID;
+CREATE INDEX slowdowns_time ON slowdowns (time);
 CREATE TABLE health (node TEXT, time REAL, body BLOB, PRIMARY KEY (node, time)) WITHOUT ROWID;
+CREATE INDEX health_time ON health (time);
 """
-#: What goes first where there is too much, and the column that says how old a row is.
-_BOUNDED = ("health", "slowdowns", "ranks", "steps", "events", "plans")
+
+
+class _Share(NamedTuple):
+    """What a table may have of the file, as a part of it, and the bytes of a row, as an expression."""
+
+    part: float
+    row: str
+
+
+#: By table; what goes first comes first. A row's bytes are of a row with its places in the indexes.
+_BOUNDED: Mapping[str, _Share] = {
+    "health": _Share(0.05, "60 + length(body)"),
+    "slowdowns": _Share(0.15, "90"),
+    "ranks": _Share(0.05, "90 + length(body)"),
+    "steps": _Share(0.25, "120"),
+    "events": _Share(0.3, "110 + length(body)"),
+    "plans": _Share(0.2, "60 + length(head) + length(body)"),
+}
+#: Rows by which the bytes of a table's rows are estimated.
+_SAMPLED = 500
+
+#: The columns of a `StepRow`.
+_STEP = "step, plan, time, seconds, tokens, loss, predicted, bound"
 
 _log = logging.getLogger(__name__)
 
@@ -93,12 +130,18 @@ class PlanInBrief(msgspec.Struct, frozen=True):
     number: int
     reason: str  # why it was proposed
     predicted: float | None  # seconds of a step
+    rates: dict[str, float] = {}  # slowdowns that it counts with, of devices that are slow
 
 
 def in_brief(record: HistoryRecord) -> PlanInBrief:
     """A plan in brief."""
     predicted = record.plan.prediction
-    return PlanInBrief(record.number, record.reason, predicted.step_seconds if predicted is not None else None)
+    return PlanInBrief(
+        record.number,
+        record.reason,
+        predicted.step_seconds if predicted is not None else None,
+        {device: rate for device, rate in record.problem.rates.items() if rate != 1.0},
+    )
 
 
 class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +151,7 @@ class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
     kinds: tuple[str, ...] = ()
     node: str = ""
     device: str = ""
+    after: int | None = None  # ids above this
     since: float | None = None
     until: float | None = None
     before: int | None = None  # ids below this
@@ -120,6 +164,7 @@ def _connected(path: str) -> sqlite3.Connection:
     found.execute("PRAGMA journal_mode = WAL")
     found.execute("PRAGMA synchronous = NORMAL")
     found.execute("PRAGMA busy_timeout = 10000")
+    found.execute(f"PRAGMA journal_size_limit = {16 << 20}")
     return found
 
 
@@ -234,28 +279,69 @@ class HistoryWriter:
             "INSERT OR IGNORE INTO events VALUES (?, ?, ?, ?, ?, ?, ?)",
             (event.id, event.time, event.kind, event.job, node, device, body),
         )
-        return found.rowcount == 1
+        new = found.rowcount == 1
+        if new and event.kind == "forgotten" and event.job:
+            self.end_run(event.job)
+        return new
+
+    def run(self, job: str) -> int:
+        """The number of the run of this job that goes on; it begins where there is none."""
+        row = self._db.execute(
+            "SELECT run FROM runs WHERE job = ? AND open ORDER BY run DESC LIMIT 1", (job,)
+        ).fetchone()
+        if row is not None:
+            return int(row[0])
+        (after,) = self._db.execute(
+            "SELECT coalesce(max(id), 0) FROM events WHERE kind = 'forgotten' AND +job = ?", (job,)
+        ).fetchone()
+        found = self._db.execute("INSERT INTO runs (job, after, open) VALUES (?, ?, 1)", (job, after))
+        assert found.lastrowid is not None
+        return found.lastrowid
+
+    def end_run(self, job: str) -> None:
+        """The job is forgotten: what comes under its name from here on is another run. One of which nothing was
+        kept leaves nothing."""
+        with self.together():
+            self._db.execute(
+                "DELETE FROM runs WHERE job = ? AND open "
+                "AND NOT EXISTS (SELECT 1 FROM steps WHERE steps.run = runs.run) "
+                "AND NOT EXISTS (SELECT 1 FROM plans WHERE plans.run = runs.run)",
+                (job,),
+            )
+            self._db.execute("UPDATE runs SET open = 0 WHERE job = ? AND open", (job,))
+
+    def going_on(self) -> set[str]:
+        """The jobs that have a run which goes on."""
+        return {job for (job,) in self._db.execute("SELECT job FROM runs WHERE open")}
 
     def put_step(
         self, job: str, step: StepRecord, predicted: float | None = None, bound: float | None = None
     ) -> bool:
-        """Whether it is new. It takes the place of a step of this index and of all after it that were reported
-        earlier: those were rolled back."""
-        row = self._db.execute("SELECT time FROM steps WHERE job = ? AND step = ?", (job, step.step)).fetchone()
-        if row is not None and row[0] >= step.time:
+        """Whether it is new. It takes the place of the steps from this index on that were made before it: those
+        were rolled back. Before it is what has a plan of a lower number: clocks of leaders differ. Steps under
+        one plan are in the order of time."""
+        run = self.run(job)
+        row = self._db.execute(
+            "SELECT step, plan, time FROM steps WHERE run = ? AND step <= ? ORDER BY step DESC LIMIT 1",
+            (run, step.step),
+        ).fetchone()
+        if row is not None and row[1] > step.plan:
+            return False
+        if row is not None and row[:2] == (step.step, step.plan) and row[2] >= step.time:
             return False
         self._db.execute(
-            "DELETE FROM steps WHERE job = ? AND step >= ? AND time < ?", (job, step.step, step.time)
+            "DELETE FROM steps WHERE run = ? AND step >= ? AND (plan < ? OR (plan = ? AND time < ?))",
+            (run, step.step, step.plan, step.plan, step.time),
         )
         loss = step.loss if step.loss is None or step.loss == step.loss else None
-        values = (job, step.step, step.plan, step.time, step.seconds, step.tokens, loss, predicted, bound)
+        values = (run, step.step, step.plan, step.time, step.seconds, step.tokens, loss, predicted, bound)
         self._db.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         return True
 
-    def put_plan(self, job: str, record: HistoryRecord, at: float) -> None:
-        """A plan with the problem that it answers."""
+    def put_plan(self, job: str, record: HistoryRecord, at: float, run: int | None = None) -> None:
+        """A plan with the problem that it answers. run: None: the one that goes on."""
         values = (
-            job,
+            self.run(job) if run is None else run,
             record.number,
             at,
             msgspec.json.encode(in_brief(record)),
@@ -267,7 +353,7 @@ class HistoryWriter:
         """What a rank said in a switch."""
         self._db.execute(
             "INSERT OR IGNORE INTO ranks VALUES (?, ?, ?, ?, ?, ?)",
-            (job, number, rank.device, rank.what, rank.at, msgspec.json.encode(rank)),
+            (self.run(job), number, rank.device, rank.what, rank.at, msgspec.json.encode(rank)),
         )
 
     def put_samples(self, samples: Iterable[Sample]) -> None:
@@ -291,15 +377,31 @@ class HistoryWriter:
         return int(self._db.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()[0])
 
     def newest_step(self, job: str) -> int:
-        """The largest index; -1 where there is none."""
-        return int(
-            self._db.execute("SELECT coalesce(max(step), -1) FROM steps WHERE job = ?", (job,)).fetchone()[0]
+        """The largest index of the run that goes on; -1 where there is none."""
+        found = self._db.execute(
+            "SELECT coalesce(max(step), -1) FROM steps WHERE run = (SELECT max(run) FROM runs "
+            "WHERE job = ? AND open)",
+            (job,),
         )
+        return int(found.fetchone()[0])
 
     def newest_plan(self, job: str) -> int:
-        """The largest number; -1 where there is none."""
-        found = self._db.execute("SELECT coalesce(max(number), -1) FROM plans WHERE job = ?", (job,))
+        """The largest number of a plan of the run that goes on; -1 where there is none."""
+        found = self._db.execute(
+            "SELECT coalesce(max(number), -1) FROM plans WHERE run = (SELECT max(run) FROM runs "
+            "WHERE job = ? AND open)",
+            (job,),
+        )
         return int(found.fetchone()[0])
+
+    def trained_plan(self, job: str) -> int:
+        """The number of the plan of the newest step of the run that goes on; 0 where there is none."""
+        row = self._db.execute(
+            "SELECT plan FROM steps WHERE run = (SELECT max(run) FROM runs WHERE job = ? AND open) "
+            "ORDER BY step DESC LIMIT 1",
+            (job,),
+        ).fetchone()
+        return int(row[0]) if row is not None else 0
 
     # -- bounds --------------------------------------------------------------------------------------------
 
@@ -312,28 +414,107 @@ class HistoryWriter:
         return int((pages - free) * each)
 
     def bound(self, oldest: float, most_bytes: int) -> None:
-        """Deletes what is older than this time, and then the oldest rows while there are too many bytes."""
-        with self.together():
-            for table in _BOUNDED:
-                if table != "plans":
-                    self._db.execute(f"DELETE FROM {table} WHERE time < ?", (oldest,))
-        for _ in range(100):
-            if self.size <= most_bytes or not any(self._thinned(table) for table in _BOUNDED):
-                break
-        self._db.execute("PRAGMA incremental_vacuum")
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        """All of `bounding` at once."""
+        for _ in self.bounding(oldest, most_bytes):
+            pass
 
-    def _thinned(self, table: str) -> bool:
-        """Deletes the oldest tenth of a table, if it has more than a few rows."""
-        (count,) = self._db.execute(f"SELECT count(*) FROM {table}").fetchone()
-        if count <= LEAST:
-            return False
-        row = self._db.execute(
-            f"SELECT time FROM {table} ORDER BY time LIMIT 1 OFFSET ?", (int(count * GOES),)
-        ).fetchone()
+    def bounding(self, oldest: float, most_bytes: int) -> Iterator[None]:
+        """Deletes what is older than this time; plans of a run beyond the newest ones; and where there are too
+        many bytes, the oldest rows of tables that have more than their share. A few rows at once: between them
+        others may write."""
+        for table in _BOUNDED:
+            if table == "plans":
+                many = "SELECT run FROM plans GROUP BY run HAVING count(*) > ?"
+                for (run,) in self._db.execute(many, (MOST_PLANS,)).fetchall():
+                    old = (
+                        "SELECT rowid FROM plans WHERE run = ? AND number <= (SELECT number FROM plans "
+                        "WHERE run = ? ORDER BY number DESC LIMIT 1 OFFSET ?) LIMIT ?"
+                    )
+                    yield from self._deleted("plans", old, (run, run, MOST_PLANS, BATCH_PLANS), BATCH_PLANS)
+                old = (
+                    "SELECT rowid FROM plans WHERE time < ? AND (run NOT IN (SELECT run FROM runs WHERE open) "
+                    "OR number < (SELECT max(number) FROM plans AS other WHERE other.run = plans.run)) LIMIT ?"
+                )
+                yield from self._deleted("plans", old, (oldest, BATCH_PLANS), BATCH_PLANS)
+            else:
+                yield from self._thinned(table, None, oldest)
+        if self.size > most_bytes:
+            yield
+            for table, rows in self._too_many(most_bytes).items():
+                if self.size > most_bytes:
+                    yield from self._thinned(table, rows, None)
         with self.together():
-            self._db.execute(f"DELETE FROM {table} WHERE time <= ?", row)
-        return True
+            self._db.execute(
+                "DELETE FROM runs WHERE NOT open "
+                "AND NOT EXISTS (SELECT 1 FROM steps WHERE steps.run = runs.run) "
+                "AND NOT EXISTS (SELECT 1 FROM plans WHERE plans.run = runs.run)"
+            )
+        yield
+        while self._free() > 0:
+            # It gives back one page with each row that it yields, none of which `execute` would fetch.
+            self._db.executescript(f"PRAGMA incremental_vacuum({BATCH_PAGES})")
+            yield
+        self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+    def _free(self) -> int:
+        return int(self._db.execute("PRAGMA freelist_count").fetchone()[0])
+
+    def _too_many(self, most_bytes: int) -> dict[str, int]:
+        """By table: the rows that it has beyond its share."""
+        found: dict[str, tuple[int, float]] = {}
+        for table, share in _BOUNDED.items():
+            (count,) = self._db.execute(f"SELECT count(*) FROM {table}").fetchone()
+            (each,) = self._db.execute(
+                f"SELECT avg({share.row}) FROM (SELECT * FROM {table} ORDER BY time DESC LIMIT {_SAMPLED})"
+            ).fetchone()
+            found[table] = count, each or 0.0
+        estimated = sum(count * each for count, each in found.values())
+        scale = self.size / estimated if estimated else 0.0
+        beyond = {
+            table: count - int(most_bytes * _BOUNDED[table].part / (each * scale))
+            for table, (count, each) in found.items()
+            if count
+        }
+        return {table: rows for table, rows in beyond.items() if rows > 0}
+
+    def _thinned(self, table: str, rows: int | None, before: float | None) -> Iterator[None]:
+        """Deletes this many of the oldest rows, or those before a time."""
+        most = BATCH_PLANS if table == "plans" else BATCH
+        left = rows if rows is not None else 1 << 62
+        while left > 0:
+            found = self._db.execute(
+                f"SELECT time FROM {table} WHERE time < ? ORDER BY time LIMIT 1 OFFSET ?",
+                (before if before is not None else math.inf, min(most, left) - 1),
+            ).fetchone()
+            where, last = ("time <= ?", found[0]) if found is not None else ("time < ?", before)
+            if last is None:
+                return
+            with self.together():
+                gone = self._db.execute(f"DELETE FROM {table} WHERE {where}", (last,)).rowcount
+            left -= gone
+            if found is None or not gone:
+                return
+            yield
+
+    def _deleted(self, table: str, which: str, values: tuple[Any, ...], most: int) -> Iterator[None]:
+        while True:
+            with self.together():
+                gone = self._db.execute(f"DELETE FROM {table} WHERE rowid IN ({which})", values).rowcount
+            if gone < most:
+                return
+            yield
+
+    def put_aside(self) -> None:
+        """Begins anew: what there is goes to another file, as far as the disk has place for it."""
+        aside = f"{self.path}.{time.strftime('%Y%m%d-%H%M%S')}"
+        try:
+            Path(aside).touch(mode=0o600)
+            self._db.execute("VACUUM INTO ?", (aside,))
+        except (sqlite3.Error, OSError) as error:
+            _log.error("what the history %s has cannot be kept in %s: %s", self.path, aside, error)
+        with self.together():
+            for table in (*_BOUNDED, "runs"):
+                self._db.execute(f"DELETE FROM {table}")
 
 
 class HistoryReader:
@@ -342,6 +523,7 @@ class HistoryReader:
     def __init__(self, path: str) -> None:
         self._db = _connected(path)
         self._db.execute("PRAGMA query_only = ON")
+        self._plans: dict[tuple[int, int], HistoryRecord] = {}  # decoded of late, by run and number
 
     def close(self) -> None:
         """Closes the file."""
@@ -375,83 +557,108 @@ class HistoryReader:
                 return tuple(found)
             found.append(last := row[0])
 
+    def _run(self, job: str) -> int:
+        """The newest run of a job; -1: none is known."""
+        found = self._db.execute("SELECT coalesce(max(run), -1) FROM runs WHERE job = ?", (job,))
+        return int(found.fetchone()[0])
+
+    def after(self, job: str) -> int:
+        """The id of the last event that is of an earlier run of the job."""
+        row = self._db.execute("SELECT after FROM runs WHERE run = ?", (self._run(job),)).fetchone()
+        return int(row[0]) if row is not None else 0
+
     def steps(self, job: str, since: int = -1, most: int = MOST_POINTS) -> tuple[list[StepRow], int]:
         """Steps above an index, oldest first, and n where only every n-th is there."""
+        run = self._run(job)
         (count,) = self._db.execute(
-            "SELECT count(*) FROM steps WHERE job = ? AND step > ?", (job, since)
+            "SELECT count(*) FROM steps WHERE run = ? AND step > ?", (run, since)
         ).fetchone()
         every = max(1, -(-count // most))
         rows = self._db.execute(
-            "SELECT step, plan, time, seconds, tokens, loss, predicted, bound FROM steps "
-            "WHERE job = ? AND step > ? AND step % ? = 0 ORDER BY step",
-            (job, since, every),
+            f"SELECT {_STEP} FROM steps WHERE run = ? AND step > ? AND step % ? = 0 ORDER BY step",
+            (run, since, every),
         )
         return [StepRow(*row) for row in rows], every
 
     def newest_step(self, job: str) -> StepRow | None:
         """The newest step of a job."""
         row = self._db.execute(
-            "SELECT step, plan, time, seconds, tokens, loss, predicted, bound FROM steps "
-            "WHERE job = ? ORDER BY step DESC LIMIT 1",
-            (job,),
+            f"SELECT {_STEP} FROM steps WHERE run = ? ORDER BY step DESC LIMIT 1", (self._run(job),)
         ).fetchone()
         return StepRow(*row) if row is not None else None
 
     def steps_of_plan(self, job: str, plan: int, most: int = 2000) -> list[StepRow]:
         """The first steps under a plan."""
+        run = self._run(job)
+        (first,) = self._db.execute(
+            "SELECT min(step) FROM steps WHERE run = ? AND plan = ?", (run, plan)
+        ).fetchone()
         rows = self._db.execute(
-            "SELECT step, plan, time, seconds, tokens, loss, predicted, bound FROM steps "
-            "WHERE job = ? AND plan = ? ORDER BY step LIMIT ?",
-            (job, plan, most),
+            f"SELECT {_STEP} FROM steps WHERE run = ? AND step >= ? AND +plan = ? ORDER BY step LIMIT ?",
+            (run, first if first is not None else 1 << 62, plan, most),
         )
         return [StepRow(*row) for row in rows]
 
     def seconds_by_plan(self, job: str) -> dict[int, tuple[int, float]]:
         """By plan: how many steps there are, and the seconds of the median one."""
-        found = {}
-        counts = self._db.execute("SELECT plan, count(*) FROM steps WHERE job = ? GROUP BY plan", (job,))
+        run, found = self._run(job), {}
+        counts = self._db.execute("SELECT plan, count(*) FROM steps WHERE run = ? GROUP BY plan", (run,))
         for plan, count in counts.fetchall():
             (middle,) = self._db.execute(
-                "SELECT seconds FROM steps WHERE job = ? AND plan = ? ORDER BY seconds LIMIT 1 OFFSET ?",
-                (job, plan, count // 2),
+                "SELECT seconds FROM steps WHERE run = ? AND plan = ? ORDER BY seconds LIMIT 1 OFFSET ?",
+                (run, plan, count // 2),
             ).fetchone()
             found[plan] = (count, middle)
         return found
 
     def plan(self, job: str, number: int) -> tuple[HistoryRecord, float] | None:
         """A plan, and when it was heard of."""
-        row = self._db.execute(
-            "SELECT body, time FROM plans WHERE job = ? AND number = ?", (job, number)
-        ).fetchone()
-        return (_plan(row[0]), row[1]) if row is not None else None
+        run = self._run(job)
+        row = self._db.execute("SELECT time FROM plans WHERE run = ? AND number = ?", (run, number)).fetchone()
+        if row is None:
+            return None
+        if (run, number) not in self._plans:
+            while len(self._plans) >= MOST_DECODED:
+                del self._plans[next(iter(self._plans))]
+            (body,) = self._db.execute(
+                "SELECT body FROM plans WHERE run = ? AND number = ?", (run, number)
+            ).fetchone()
+            self._plans[run, number] = msgspec.json.decode(zlib.decompress(body), type=HistoryRecord)
+        return self._plans[run, number], row[0]
 
     def heads(self, job: str) -> list[tuple[PlanInBrief, float]]:
         """All plans of a job in brief, oldest first, and when they were heard of."""
-        rows = self._db.execute("SELECT head, time FROM plans WHERE job = ? ORDER BY number", (job,))
+        rows = self._db.execute("SELECT head, time FROM plans WHERE run = ? ORDER BY number", (self._run(job),))
         return [(msgspec.json.decode(head, type=PlanInBrief), at) for head, at in rows]
 
-    def plans(self, job: str, most: int) -> list[HistoryRecord]:
-        """The last plans of a job, oldest first."""
-        rows = self._db.execute(
-            "SELECT body FROM plans WHERE job = ? ORDER BY number DESC LIMIT ?", (job, most)
-        ).fetchall()
-        return [_plan(body) for (body,) in reversed(rows)]
+    def counted(self, job: str, device: str, most: int) -> list[tuple[HistoryRecord, float]]:
+        """The last plans of a job that count with another slowdown of a device than the one before, oldest
+        first, with that slowdown."""
+        found: list[tuple[int, float]] = []
+        before = None
+        for head, _ in self.heads(job):
+            rate = head.rates.get(device, 1.0)
+            if rate != before:
+                found.append((head.number, rate))
+            before = rate
+        plans = ((self.plan(job, number), rate) for number, rate in found[-most:])
+        return [(plan[0], rate) for plan, rate in plans if plan is not None]
 
     def numbers(self, job: str) -> tuple[int, ...]:
         """The numbers of the plans that are kept."""
-        rows = self._db.execute("SELECT number FROM plans WHERE job = ? ORDER BY number", (job,))
+        rows = self._db.execute("SELECT number FROM plans WHERE run = ? ORDER BY number", (self._run(job),))
         return tuple(number for (number,) in rows)
 
     def ranks(self, job: str, number: int) -> list[RankNews]:
         """What ranks said in a switch, in the order of time."""
         rows = self._db.execute(
-            "SELECT body FROM ranks WHERE job = ? AND number = ? ORDER BY time", (job, number)
+            "SELECT body FROM ranks WHERE run = ? AND number = ? ORDER BY time", (self._run(job), number)
         )
         return [msgspec.json.decode(body, type=RankNews) for (body,) in rows]
 
     def newest_switch(self, job: str) -> int:
         """The number of the newest switch that a rank said something of; 0: there is none."""
-        found = self._db.execute("SELECT coalesce(max(number), 0) FROM ranks WHERE job = ?", (job,))
+        found = self._db.execute("SELECT coalesce(max(number), 0) FROM ranks WHERE run = ?", (self._run(job),))
         return int(found.fetchone()[0])
 
     def samples(self, device: str, most: int = MOST_POINTS) -> list[Sample]:
@@ -485,6 +692,7 @@ def _where(asked: EventQuery) -> tuple[str, Sequence[Any]]:
         "device = ?": asked.device or None,
         "time >= ?": asked.since,
         "time <= ?": asked.until,
+        "id > ?": asked.after,
         "id < ?": asked.before,
         "id = ?": asked.id,
     }
@@ -500,7 +708,3 @@ def _event(row: tuple[Any, ...]) -> EventRecord:
     number, at, kind, job, body = row
     text, data = msgspec.json.decode(body)
     return EventRecord(id=number, time=at, kind=kind, job=job, text=text, data=data)
-
-
-def _plan(body: bytes) -> HistoryRecord:
-    return msgspec.json.decode(zlib.decompress(body), type=HistoryRecord)

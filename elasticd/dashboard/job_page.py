@@ -245,7 +245,7 @@ def job_view(known: Knowledge, name: str, told: Sequence[EventRecord], now: floa
 
 def _restarting(known: Knowledge, name: str, now: float) -> views.JobView:
     job = next(job for job in known.cluster.restarts if job.job == name)
-    return _without_measurements(restart_row(known, job), known.heard, (), msgspec.to_builtins(job))
+    return _without_measurements(restart_row(known, job, now), known.heard, (), msgspec.to_builtins(job))
 
 
 def _without_measurements(

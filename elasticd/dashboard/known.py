@@ -1,5 +1,8 @@
 """What the dashboard knows of the cluster now: built from the leader's live feed, message by message.
 
+All times that pages show are of the leader's clock, by which steps and events have their times: this machine's
+may be another (`Knowledge.time`).
+
 `Knowledge` lives on the dashboard's event loop. A hello and all that follows it, up to `Whole`, is put together
 apart, so that pages never show half a cluster; until then, and while nobody leads, what was known before stays.
 """
@@ -25,7 +28,6 @@ from elasticd.coordinator.api_types import (
     LinkStatus,
     MemberStatus,
     NodeStatus,
-    RestartStatus,
     Settings,
 )
 from elasticd.coordinator.events.event_log import EventRecord
@@ -82,7 +84,7 @@ class ClusterNow:
     members: dict[str, tuple[MemberStatus, ...]] = field(default_factory=dict)
     halts: dict[str, dict[str, Halted]] = field(default_factory=dict)
     links: tuple[LinkStatus, ...] = ()
-    restarts: tuple[RestartStatus, ...] = ()
+    restarts: tuple[live.RestartingJob, ...] = ()
     paused: bool = False
     store_away: bool = False
     measured: dict[str, Table] = field(default_factory=dict)
@@ -95,7 +97,8 @@ class Knowledge:
 
     def __init__(self) -> None:
         self.cluster = ClusterNow()
-        self.heard = 0.0  # unix seconds of the newest word
+        self.ahead = 0.0  # seconds by which the leader's clock is ahead of this machine's
+        self.heard = 0.0  # unix seconds of the newest word, by the leader's clock
         self.reachable = False
         self.since = time.time()  # of `reachable`
         self.trouble = "no leader was heard yet"
@@ -105,7 +108,12 @@ class Knowledge:
         self.uses: dict[str, Use] = {}
         self.touched: set[str] = set()  # nodes whose cells may have changed
         self.gone: set[str] = set()  # nodes
+        self._store = "", 0  # of the last leader: its etcd, and its epoch
         self._coming: ClusterNow | None = None
+
+    def time(self, at: float) -> float:
+        """What the leader's clock said at a time of this machine's."""
+        return at + self.ahead
 
     # -- connection ----------------------------------------------------------------------------------------
 
@@ -115,7 +123,8 @@ class Knowledge:
             self.reachable, self.since, self.trouble = True, at, ""
 
     def lost(self, why: str, at: float) -> None:
-        """No leader is heard."""
+        """No leader is heard since a time of this machine's clock."""
+        at = self.time(at)
         self._coming = None
         self.trouble = why
         if self.reachable:
@@ -129,10 +138,18 @@ class Knowledge:
     # -- news ----------------------------------------------------------------------------------------------
 
     def hear(self, news: live.AnyNews, at: float) -> bool:
-        """Takes a message in. Returns whether everything is new: pages begin again."""
+        """Takes a message in that came at a time of this machine's clock. Returns whether everything is new:
+        pages begin again."""
+        if isinstance(news, live.LiveHello | live.LeaderPulse):
+            self.ahead = news.at - at
+        at = self.time(at)
         self.heard = at
         self.reached(at)
         if isinstance(news, live.LiveHello):
+            if another_store(self._store, news):
+                self.last_events.clear()
+                self.began.clear()
+            self._store = news.store or self._store[0], news.leader.epoch
             self._coming = ClusterNow(
                 name=news.cluster,
                 leader=news.leader,
@@ -288,11 +305,18 @@ class SavedCluster(Value, frozen=True, kw_only=True):
     plans: dict[str, Plan]
     members: dict[str, tuple[MemberStatus, ...]]
     links: tuple[LinkStatus, ...]
-    restarts: tuple[RestartStatus, ...]
+    restarts: tuple[live.RestartingJob, ...]
     settings: Settings | None
     detect: DetectSettings
     paused: bool
     chaos: bool
+
+
+def another_store(before: tuple[str, int], hello: live.LiveHello) -> bool:
+    """Whether a leader has another etcd than the one before, whose etcd and epoch are given (empty and 0: there
+    was none): ids of events begin anew."""
+    store, epoch = before
+    return bool(store and hello.store and store != hello.store) or hello.leader.epoch < epoch
 
 
 def take(cluster: ClusterNow, news: live.AnyNews) -> Iterable[str]:

@@ -11,7 +11,7 @@ import sqlite3
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -176,7 +176,7 @@ async def _answers(job: str, kept: _Kept) -> dict[str, Any]:
             number = row["number"]
             found[f"{base}/plans/{number}"] = await asked(f"{base}/plans/{number}")
             found[f"{base}/switch?number={number}"] = await asked(f"{base}/switch?number={number}")
-        for device in _devices(found):
+        for device in _devices(kept.board, job):
             node, _, rank = device.rpartition("/")
             path = f"/api/devices/{quote(node, safe='')}/{quote(rank, safe='')}"
             found[path] = await asked(path)
@@ -189,5 +189,11 @@ async def _answers(job: str, kept: _Kept) -> dict[str, Any]:
     return {"start": start, **{path: value for path, value in found.items() if value is not None}}
 
 
-def _devices(found: Mapping[str, Any]) -> list[str]:
-    return [device["name"] for node in found["/api/cluster"]["nodes"] for device in node["devices"]]
+def _devices(board: Board, job: str) -> list[str]:
+    """The devices of a job: a cluster may have many more, each with a page."""
+    cluster = board.known.cluster
+    found = {member.device for member in cluster.members.get(job, ())}
+    if (plan := cluster.plans.get(job)) is not None:
+        found.update(plan.members, plan.carriers, plan.idle)
+    found.update(device for each in cluster.restarts if each.job == job for device in each.devices)
+    return sorted(found)

@@ -3,7 +3,8 @@
 A thread reads the leader's live feed. After each hello it first fetches what happened since the last event and
 step that the history has, and only then reads on: so nothing is lost between leaders, and as events have ids
 that grow from leader to leader, nothing is there twice. What it reads is handed on to the event loop in the
-same order.
+same order. A history that cannot be written, as on a full disk, stops no page: nothing is written then until
+what it lacks could be fetched again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from elasticd.config.tree import ConfigError, DashboardSection
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard.history import HistoryWriter, Sample
-from elasticd.dashboard.known import ClusterNow, expected, take
+from elasticd.dashboard.known import ClusterNow, another_store, expected, take
 
 #: Seconds between attempts to find a leader: doubled from the first to the second.
 AWAY = (0.1, 1.0)
@@ -40,8 +41,10 @@ STILL_SECONDS = 60.0
 MOST_SAMPLES = 256
 #: Seconds between looks at the history's size.
 BOUND_SECONDS = 300.0
-#: Seconds between two complaints about a history that cannot be written.
-COMPLAIN_SECONDS = 60.0
+#: Seconds between two pieces of the work that keeps the history bounded.
+BOUND_PAUSE = 0.01
+#: Seconds between two complaints about a history that cannot be written, and until it is tried again.
+COMPLAIN_SECONDS, TRY_SECONDS = 60.0, 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -77,10 +80,14 @@ class Subscription:
         self._thread = threading.Thread(target=self._run, name="subscription", daemon=True)
         self._fetches = ThreadPoolExecutor(1, thread_name_prefix="fetches")
         self._api: Api | None = None
-        self._events = writer.newest_event()
+        self._bounds = ThreadPoolExecutor(1, thread_name_prefix="bounds")
+        self._events = self._told = writer.newest_event()  # the newest one that is written, and told to pages
+        self._ahead = 0.0  # seconds by which the leader's clock is ahead of this machine's
+        self._lacks, self._try_at = False, 0.0  # the history lacks something that cannot be written
         self._plans: dict[str, int] = {}
         self._health: dict[str, float] = {}
         self._sampled: dict[str, _Sampled] = {}
+        self._hello: live.LiveHello | None = None
         self._bound_at = 0.0
         self._broken_at = 0.0
         self._last_id = ""
@@ -99,6 +106,7 @@ class Subscription:
         if self._thread.ident is not None:
             self._thread.join(10.0)
         self._fetches.shutdown(cancel_futures=True)
+        self._bounds.shutdown(cancel_futures=True)
         with self._lock:
             self._writer.close()
 
@@ -139,68 +147,141 @@ class Subscription:
 
     def _heard(self, api: Api, news: live.AnyNews) -> None:
         now = time.time()
+        if isinstance(news, live.LiveHello | live.LeaderPulse):
+            self._ahead = news.at - now
         if isinstance(news, live.LiveHello):
             self._last_id, self._cluster = "", ClusterNow()
-            self._begin(news)
+            self._plans.clear()
+            self._hello = news
+            self._lacks = not self._written(lambda: self._begin(news))
             self._tell(Told(at=now, news=news))
             self._fetch_events(api, news.id)
             return
         if isinstance(news, live.NodeNews | live.SlowdownNews | live.JobNews | live.JobGone | live.PlanNews):
             take(self._cluster, news)
-        with self._lock:
-            put = self._tried(api, news, now)
-        if put:
+        if self._is_new(api, news, now):
             self._tell(Told(at=now, news=news))
         if not isinstance(news, live.Whole) and self._last_id == "":
             return  # a hello is under way: it cannot be gone on with from the midst
         self._last_id = news.id
+        if self._lacks and now >= self._try_at:
+            self._catch_up(api, news.id, now)
         if now >= self._bound_at:
             self._bound_at = now + BOUND_SECONDS
-            with self._lock:
-                oldest = now - self._section.keep_days * 86_400
-                self._writer.bound(oldest, self._section.history_mib << 20)
+            with suppress(RuntimeError):  # it is being stopped
+                self._bounds.submit(self._bound)
 
-    def _tried(self, api: Api, news: live.AnyNews, now: float) -> bool:
-        """`_put`, which a full disk must not stop: pages go on to be live, and the history lacks a part."""
+    def _is_new(self, api: Api, news: live.AnyNews, now: float) -> bool:
+        """Writes a message. Whether it is to be handed on: events and steps that are known are not."""
+        new = True
+        if isinstance(news, live.EventNews):
+            new = news.event.id > self._told
+            self._told = max(self._told, news.event.id)
+
+        def write() -> None:
+            nonlocal new
+            new = self._put(api, news, now) and new
+
+        if not self._lacks and not self._written(write):
+            self._lacks = True
+        return new
+
+    def _written(self, work: Callable[[], None]) -> bool:
+        """Whether it could be written."""
         try:
-            return self._put(api, news, now)
+            with self._lock:
+                work()
         except sqlite3.Error as error:
-            if now - self._broken_at >= COMPLAIN_SECONDS:
-                self._broken_at = now
-                _log.error("the history %s cannot be written: %s", self._writer.path, error)
-            return True
+            self._complain(error)
+            return False
+        return True
 
-    def _begin(self, hello: live.LiveHello) -> None:
-        """A leader whose epoch is lower than one before belongs to another etcd: its ids begin anew."""
-        with self._lock:
-            before = self._writer.meta("epoch")
-            if before is not None and hello.leader.epoch < int(before):
-                _log.warning("the leader's etcd is another one than before: events are counted anew")
-                self._events = 0
-            self._writer.put_meta("epoch", b"%d" % hello.leader.epoch)
+    def _complain(self, error: sqlite3.Error) -> None:
+        now = time.time()
+        self._try_at = now + TRY_SECONDS
+        if now - self._broken_at >= COMPLAIN_SECONDS and not self._stopped.is_set():
+            self._broken_at = now
+            _log.error(
+                "the history %s cannot be written (%s): pages show what happens, and it is written once that "
+                "is possible again",
+                self._writer.path,
+                error,
+            )
+
+    def _catch_up(self, api: Api, number: str, now: float) -> None:
+        """Writes what could not be written, as far as the leader still has it."""
+        self._try_at = now + TRY_SECONDS
+        hello = self._hello
+        if hello is None or not self._written(lambda: self._begin(hello, again=True)):
+            return
+        self._lacks = False
+        self._fetch_events(api, number)
         self._plans.clear()
+        for news in [*self._cluster.jobs.values()]:
+            if not self._lacks:
+                self._is_new(api, news, now)
+
+    def _bound(self) -> None:
+        """Keeps the history bounded, a little at once: the feed goes on between."""
+        oldest = time.time() - self._section.keep_days * 86_400
+        work = self._writer.bounding(oldest, self._section.history_mib << 20)
+        try:
+            while not self._stopped.wait(BOUND_PAUSE):
+                with self._lock:
+                    if next(work, work) is work:
+                        return
+        except sqlite3.Error as error:
+            self._complain(error)
+
+    def _begin(self, hello: live.LiveHello, *, again: bool = False) -> None:
+        """The history is of one etcd: events of another one begin anew, and so does the history. again: it
+        could not be written before; pages have heard of the events."""
+        store, epoch = (self._writer.meta(key) for key in ("store", "epoch"))
+        before = (store or b"").decode(), int(epoch or b"0")
+        if another_store(before, hello):
+            _log.warning(
+                "the leader's etcd is another one than before: what the history has of that is put aside"
+            )
+            self._events, self._told = 0, self._told if again else 0
+            self._writer.put_aside()
+        with self._writer.together():
+            self._writer.put_meta("epoch", b"%d" % hello.leader.epoch)
+            if hello.store:
+                self._writer.put_meta("store", hello.store.encode())
 
     def _fetch_events(self, api: Api, number: str) -> None:
-        """What happened since the last event that is known."""
-        for event in api.events(self._events):
-            with self._lock:
-                new = self._writer.put_event(event)
-            self._events = max(self._events, event.id)
-            if new:
+        """What happened since the last event that is written."""
+        found = api.events(self._events)
+
+        def write() -> None:
+            with self._writer.together():
+                for event in found:
+                    self._writer.put_event(event)
+
+        if not self._lacks and self._written(write):
+            self._events = max((self._events, *(event.id for event in found)))
+        else:
+            self._lacks = True
+        for event in found:
+            if event.id > self._told:
+                self._told = event.id
                 self._tell(Told(at=time.time(), news=live.EventNews(id=number, event=event)))
 
     def _put(self, api: Api, news: live.AnyNews, now: float) -> bool:
-        """Whether a message is to be handed on: events and steps that are known are not."""
+        """Whether a message is new."""
         if isinstance(news, live.EventNews):
+            new = self._writer.put_event(news.event)
             self._events = max(self._events, news.event.id)
-            return self._writer.put_event(news.event)
+            return new
         if isinstance(news, live.StepNews):
             return self._put_step(news.job, news.step)
         if isinstance(news, live.JobNews):
-            if news.job.job not in self._plans:
-                self._plans[news.job.job] = self._writer.newest_plan(news.job.job)
-                self._fetch_steps(api, news.job.job)
-            self._want_plans(news.job.job, max(news.plan, news.job.proposal or 0))
+            self._put_job(api, news)
+        elif isinstance(news, live.JobGone):
+            self._ended(news.job)
+        elif isinstance(news, live.Whole):
+            for job in self._writer.going_on() - self._cluster.jobs.keys():
+                self._ended(job)
         elif isinstance(news, live.PlanNews):
             self._want_plans(news.job, news.plan.number)
         elif isinstance(news, live.ProgressNews):
@@ -210,10 +291,24 @@ class Subscription:
         elif isinstance(news, live.HealthNews):
             if now - self._health.get(news.node, 0.0) >= HEALTH_SECONDS:
                 self._health[news.node] = now
-                self._writer.put_health(news.node, now, news.health)
+                self._writer.put_health(news.node, now + self._ahead, news.health)
         elif isinstance(news, live.MeasuredNews):
             self._sample(news, now)
         return True
+
+    def _put_job(self, api: Api, news: live.JobNews) -> None:
+        job = news.job.job
+        if job not in self._plans:
+            if 0 < news.plan < self._writer.trained_plan(job):
+                self._ended(job)  # numbers of plans grow: it was forgotten while nobody listened
+            self._plans[job] = self._writer.newest_plan(job)
+            self._fetch_steps(api, job)
+        self._want_plans(job, max(news.plan, news.job.proposal or 0))
+
+    def _ended(self, job: str) -> None:
+        self._writer.end_run(job)
+        self._plans.pop(job, None)
+        self._sampled.pop(job, None)
 
     def _put_step(self, job: str, step: StepRecord) -> bool:
         predicted, bound = expected(self._cluster, job, step.plan)
@@ -233,9 +328,9 @@ class Subscription:
         if number > self._plans.get(job, -1):
             after, self._plans[job] = self._plans.get(job, -1), number
             with suppress(RuntimeError):  # it is being stopped
-                self._fetches.submit(self._fetch_plans, job, after)
+                self._fetches.submit(self._fetch_plans, job, after, self._writer.run(job))
 
-    def _fetch_plans(self, job: str, after: int) -> None:
+    def _fetch_plans(self, job: str, after: int, run: int) -> None:
         """Plans above a number, with the problems that they answer. One that is not in the store yet is there
         soon."""
         try:
@@ -244,10 +339,13 @@ class Subscription:
         except (CannotReach, ConfigError) as error:
             _log.debug("plans of job %s cannot be fetched now: %s", job, error)
             found = ()
-        with self._lock, suppress(Exception), self._writer.together():
-            for record in found:
-                self._writer.put_plan(job, record, time.time())
-        newest = max((record.number for record in found), default=after)
+
+        def write() -> None:
+            with self._writer.together():
+                for record in found:
+                    self._writer.put_plan(job, record, time.time() + self._ahead, run)
+
+        newest = max((record.number for record in found), default=after) if self._written(write) else after
         if newest < self._plans.get(job, -1) and not self._stopped.wait(1.0):
             self._plans[job] = newest  # with the job's next message it is asked for again
 
@@ -265,7 +363,14 @@ class Subscription:
         members, rates = plan.members, self._cluster.rates
         with self._writer.together():
             self._writer.put_samples(
-                Sample(members[rank], now, news.step, measured, rates.get(members[rank], 1.0), evidence)
+                Sample(
+                    members[rank],
+                    now + self._ahead,
+                    news.step,
+                    measured,
+                    rates.get(members[rank], 1.0),
+                    evidence,
+                )
                 for rank, measured, evidence in rows
             )
 

@@ -727,13 +727,15 @@ class LivePlan(Value, frozen=True, kw_only=True):
 
     row: JobRow
     over: bool  # the job is done, stopped or forgotten
+    gone: bool = False  # it is forgotten: it has no row any more
 
 
 class LiveLeader(Value, frozen=True, kw_only=True):
-    """Who leads, and whether all is reached."""
+    """Who leads, whether all is reached, and which links are slow."""
 
     leader: LeaderView
     etcd: EtcdView
     paused: bool
+    links: tuple[LinkRow, ...]  # the slow ones
     heard: float  # unix seconds of the newest word from a leader
     now: float

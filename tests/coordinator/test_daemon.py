@@ -655,7 +655,7 @@ def test_a_new_leader_leads_whatever_stands_in_the_place_of_history(
         async with coordinating(server) as coordinator, agent(coordinator, node_record("alpha")) as alpha:
             assert coordinator.ready() == ""
             assert dict(coordinator.leading.state.jobs) == {}
-            assert await coordinator.history("x") == []
+            assert await coordinator.history("x", -1) == []
             join = Join(job="x", min_nodes=1, max_nodes=1, pid=1)
             await alpha.tell(FromClient(client="t", job="x", device="", incarnation="", body=join))
             await until(lambda: "x" in coordinator.leading.state.jobs)
@@ -663,6 +663,18 @@ def test_a_new_leader_leads_whatever_stands_in_the_place_of_history(
     decoding._logged.clear()
     asyncio.run(body())
     assert sum("jobs/JOB/history/" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_plans_below_the_number_that_is_asked_for_are_not_decoded() -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        async with coordinating(server) as coordinator:
+            MemoryStore(server).put(KEYS.history("x", 1), b"no record")
+            assert await coordinator.history("x", 1) == []
+            with pytest.raises(msgspec.DecodeError):
+                await coordinator.history("x", 0)
+
+    asyncio.run(body())
 
 
 def test_write_that_the_store_refuses_ends_its_job_and_no_other() -> None:

@@ -20,6 +20,7 @@ from elasticd.coordinator import live_feed
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.api_types import LeaderStatus, Settings
 from elasticd.coordinator.daemon import Coordinator
+from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.wire.node_health import Health
 from tests.cli.support import call
@@ -77,6 +78,7 @@ def test_a_listener_hears_all_that_is_known_and_then_each_event_once() -> None:
                 hello = client.heard[0]
                 assert isinstance(hello, live.LiveHello)
                 assert hello.leader.url == coordinator.url
+                assert hello.store == "1", "of the store in memory"
                 assert [news.node.node for news in client.of(live.NodeNews)] == ["alpha"]
                 assert hello.newest_event == coordinator.leading.journal.newest_id
                 for number in range(3):
@@ -111,12 +113,14 @@ def test_a_change_of_a_node_is_told_and_its_health_apart() -> None:
 
 def known_of(world: World) -> live_feed.FeedSource:
     return live_feed.FeedSource(
+        store="e",
         state=world.state,
         cluster="test",
         leader=LeaderStatus(name="c", url="http://c", epoch=1),
         settings=Settings(values={}, changed={}, history=()),
         times={},
         restarts=(),
+        clock=0.0,
         newest_event=0,
         store_away=False,
         chaos=True,
@@ -282,6 +286,23 @@ def test_messages_are_read_back_as_they_were() -> None:
     settings = msgspec.json.Decoder(live.AnyNews)
     pulse = live.LeaderPulse(id="1:2", at=1.5, store_away=False, paused=True)
     assert settings.decode(msgspec.json.encode(pulse)) == pulse
+
+
+def test_jobs_in_restart_mode_are_told_once_a_second_and_only_where_something_came() -> None:
+    world = running_world()
+    job = RestartJob(job="ddp", round=1, step=3, wall=0.5, heard=90.0)
+    known = msgspec.structs.replace(known_of(world), restarts=(job,), clock=100.0, now=1000.0)
+    told = live_feed._Told()
+    first = list(live_feed._changes(known, told, lambda: ""))
+    (news,) = [news for news in first if isinstance(news, live.RestartNews)]
+    assert news.restarts[0].heard == 990.0
+    later = msgspec.structs.replace(known, clock=110.0, now=1010.0)
+    assert not list(live_feed._changes(later, told, lambda: "")), "a silence that grows is no news"
+    stepped = msgspec.structs.replace(later, restarts=(msgspec.structs.replace(job, step=4, heard=109.0),))
+    assert not list(live_feed._changes(stepped, told, lambda: "", restarts=False)), "not in each round"
+    (news,) = live_feed._changes(stepped, told, lambda: "")
+    assert isinstance(news, live.RestartNews)
+    assert (news.restarts[0].step, news.restarts[0].heard) == (4, 1009.0)
 
 
 def test_status_as_json_goes_on_with_what_changes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.config.tree import ConfigError
+from elasticd.coordinator.api_types import NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.job_times import JobClock
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.live_types import RankNews
+from elasticd.dashboard.board import Board
 from elasticd.dashboard.event_page import grouped
-from elasticd.dashboard.history import EventQuery, HistoryReader, HistoryWriter, Sample, opened
+from elasticd.dashboard.history import MOST_PLANS, EventQuery, HistoryReader, HistoryWriter, Sample, opened
+from elasticd.dashboard.report import _devices
+from elasticd.dashboard.stream import Streams
+from elasticd.demo.scenario import DemoScenario
 from elasticd.wire.node_health import Health
+from tests.demo.records import history as demo_history
 
 
 def event(id_: int, kind: str = "chaos", *, at: float = 0.0, job: str = "", **data: object) -> EventRecord:
@@ -89,7 +96,7 @@ def test_old_rows_go_and_a_file_that_is_too_large_loses_measurements_before_even
     before = writer.size
     writer.bound(oldest=1500.0, most_bytes=1 << 30)
     assert len(reader.events(EventQuery(limit=10_000))) == 2501
-    writer.bound(oldest=0.0, most_bytes=writer.size // 2)
+    writer.bound(oldest=0.0, most_bytes=before * 2 // 5)
     assert writer.size < before / 2
     assert len(reader.events(EventQuery(limit=10_000))) == 2501, "measurements go first"
 
@@ -108,6 +115,111 @@ def test_a_file_that_is_no_history_is_put_aside_and_one_in_use_is_refused(tmp_pa
     opened(path).close()
     with pytest.raises(ConfigError, match="set history in section"):
         opened(tmp_path / "history.db" / "below")
+
+
+def test_a_name_that_is_used_again_after_its_job_was_forgotten_begins_another_run(
+    writer: HistoryWriter, reader: HistoryReader
+) -> None:
+    writer.put_event(event(1, "job_gathered", job="j"))
+    for index in range(5):
+        writer.put_step("j", step(index, 100.0 + index, plan=4))
+    writer.put_rank("j", 4, RankNews(device="a/0", at=1.0, what="prepared"))
+    writer.put_event(event(7, "forgotten", job="j"))
+    assert reader.newest_step("j") is not None, "it is shown until another one begins"
+    assert writer.newest_step("j") == writer.newest_plan("j") == -1
+    writer.put_event(event(8, "job_gathered", job="j"))
+    assert writer.put_step("j", step(0, 90.0))
+    assert [row.step for row in reader.steps("j")[0]] == [0]
+    assert reader.newest_switch("j") == 0
+    assert reader.after("j") == 7
+    rows = sqlite3.connect(writer.path).execute("SELECT count(*) FROM steps").fetchone()
+    assert rows == (6,), "the steps of the first run stay"
+    writer.put_event(event(9, "forgotten", job="other"))
+    assert writer.going_on() == {"j"}
+
+
+def test_a_leader_whose_clock_is_behind_takes_no_step_for_an_old_one(
+    writer: HistoryWriter, reader: HistoryReader
+) -> None:
+    for index in range(100):
+        writer.put_step("j", step(index, 1000.0 + index))
+    taken = [writer.put_step("j", step(index, 990.0 + index, plan=2)) for index in range(50, 110)]
+    assert all(taken)
+    assert not writer.put_step("j", step(100, 1100.0)), "rolled back, and told late"
+    rows, _ = reader.steps("j")
+    assert [(row.step, row.plan) for row in rows] == [(i, 1 if i < 50 else 2) for i in range(110)]
+
+
+def test_the_history_is_put_aside_as_a_whole(writer: HistoryWriter, reader: HistoryReader) -> None:
+    writer.put_event(event(1))
+    writer.put_step("j", step(0, 1.0))
+    writer.put_aside()
+    assert reader.events(EventQuery()) == []
+    assert reader.newest_step("j") is None
+    (aside,) = Path(writer.path).parent.glob("history.db.2*")
+    assert aside.stat().st_mode & 0o77 == 0
+    assert sqlite3.connect(aside).execute("SELECT id FROM events").fetchall() == [(1,)]
+
+
+def test_each_table_keeps_its_share_where_the_file_is_too_large(
+    writer: HistoryWriter, reader: HistoryReader
+) -> None:
+    with writer.together():
+        for number in range(1, 3001):
+            writer.put_event(event(number, job="j"))
+            writer.put_step("j", step(number, float(number)))
+        run, body = writer.run("j"), os.urandom(20_000)
+        writer._db.executemany(
+            "INSERT INTO plans VALUES (?, ?, ?, ?, ?)", ((run, n, n * 5.0, b"{}", body) for n in range(1, 601))
+        )
+    pieces = list(writer.bounding(oldest=0.0, most_bytes=2 << 20))
+    assert len(pieces) > 20, "in small pieces"
+    assert writer.size <= 2 << 20
+    assert writer._free() == 0, "the file is as small"
+    assert len(reader.events(EventQuery(limit=10_000))) == 3000
+    assert len(reader.steps("j")[0]) == 3000
+    numbers = reader.numbers("j")
+    assert 10 < len(numbers) < 40
+    assert numbers[-1] == 600
+
+
+def test_plans_are_bounded_by_number_and_age_and_the_newest_of_a_job_stays(
+    writer: HistoryWriter, reader: HistoryReader
+) -> None:
+    run = writer.run("j")
+    writer._db.executemany(
+        "INSERT INTO plans VALUES (?, ?, ?, ?, ?)", ((run, n, float(n), b"{}", b"") for n in range(1, 1001))
+    )
+    writer.bound(oldest=0.0, most_bytes=1 << 30)
+    assert reader.numbers("j") == tuple(range(1001 - MOST_PLANS, 1001))
+    writer.bound(oldest=5000.0, most_bytes=1 << 30)
+    assert reader.numbers("j") == (1000,)
+    writer.end_run("j")
+    writer.bound(oldest=5000.0, most_bytes=1 << 30)
+    assert reader.numbers("j") == ()
+
+
+def test_the_list_of_plans_does_not_cost_plans_times_steps(
+    writer: HistoryWriter, reader: HistoryReader
+) -> None:
+    with writer.together():
+        run = writer.run("j")
+        writer._db.executemany(
+            "INSERT INTO steps VALUES (?, ?, ?, ?, ?, 1, 1.0, NULL, NULL)",
+            ((run, i, i // 400, float(i), float(i % 400)) for i in range(40_000)),
+        )
+    looked = 0
+
+    def count() -> None:
+        nonlocal looked
+        looked += 1000
+
+    reader._db.set_progress_handler(count, 1000)
+    assert reader.seconds_by_plan("j")[7] == (400, 200.0)
+    assert looked < 20 * 40_000, "instructions"
+    looked = 0
+    assert len(reader.steps_of_plan("j", 99)) == 400
+    assert looked < 20 * 40_000
 
 
 def test_what_ranks_said_is_kept_by_switch(writer: HistoryWriter, reader: HistoryReader) -> None:
@@ -170,3 +282,33 @@ def test_groups_lead_from_the_cause_to_the_plan_and_take_each_event_once() -> No
     assert [each.id for each in groups[0].events] == [6, 7, 8]
     assert "given up" in groups[0].title
     assert groups[1].durations["recorded"] == 2.0
+
+
+def test_a_devices_page_decodes_the_plans_alone_that_count_with_another_slowdown_of_it(
+    writer: HistoryWriter, reader: HistoryReader
+) -> None:
+    records = demo_history()
+    for record in records:
+        writer.put_plan("j", record, 1.0)
+    slow = DemoScenario().slow_device
+    assert [(r.number, rate) for r, rate in reader.counted("j", slow, 16)] == [(1, 1.0), (2, 3.0), (3, 1.0)]
+    other = HistoryReader(writer.path)
+    assert [record.number for record, _ in other.counted("j", "beta/1", 16)] == [1]
+    assert len(other._plans) == 1, "the others are not decoded"
+    found, again = other.plan("j", 1), other.plan("j", 1)
+    assert found is not None
+    assert again is not None
+    assert found[0] is again[0] == records[0]
+    other.close()
+
+
+def test_a_report_has_the_devices_of_its_job_alone() -> None:
+    board = Board(Streams(0))
+    plan = demo_history()[0].plan
+    board.known.cluster.plans["j"] = plan
+    for name in ("alpha", "beta", *(f"other{i}" for i in range(100))):
+        board.known.cluster.nodes[name] = NodeStatus(
+            node=name, connected=True, address="", emulated=True, devices=()
+        )
+    assert _devices(board, "j") == sorted(plan.members)
+    assert _devices(board, "other") == []

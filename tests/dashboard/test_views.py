@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import time
 from typing import Any
 
 import msgspec
@@ -20,8 +21,8 @@ from elasticd.coordinator.api_types import (
     LinkStatus,
     NodeStatus,
     Pace,
-    RestartStatus,
 )
+from elasticd.coordinator.events.job_times import JobTime
 from elasticd.dashboard import views
 from elasticd.dashboard.act_page import ACTS, ActFields, Unusable, request
 from elasticd.dashboard.board import Board
@@ -84,20 +85,22 @@ def job(**fields: Any) -> JobStatus:
     return JobStatus(**{**values, **fields})
 
 
+HELLO = live.LiveHello(
+    id="1:0",
+    cluster="test",
+    leader=LeaderStatus(name="c", url="http://c", epoch=1),
+    release="",
+    at=NOW,
+    chaos=True,
+    newest_event=0,
+    detect=DetectSettings(),
+)
+
+
 def board(*news: Any) -> Board:
     """One that has heard a hello, these messages, and their end."""
     found = Board(Streams(1))
-    hello = live.LiveHello(
-        id="1:0",
-        cluster="test",
-        leader=LeaderStatus(name="c", url="http://c", epoch=1),
-        release="",
-        at=NOW,
-        chaos=True,
-        newest_event=0,
-        detect=DetectSettings(),
-    )
-    for each in (hello, *news, live.Whole(id="1:0")):
+    for each in (HELLO, *news, live.Whole(id="1:0")):
         found.hear(Told(at=NOW, news=each))
     return found
 
@@ -183,18 +186,43 @@ def test_jobs_that_stop_or_wait_are_not_normal_and_names_are_text() -> None:
     assert cells(found)["a/0"].state == "unused", "a job that is over has no devices"
 
 
-def test_a_job_in_restart_mode_has_a_row_and_a_page() -> None:
-    found = known()
-    restarting = RestartStatus(
+def restarting(step: int, heard: float) -> live.RestartingJob:
+    return live.RestartingJob(
         job="ddp",
         round=2,
-        step=5,
+        step=step,
         step_seconds=0.5,
-        silent_seconds=60.0,
+        heard=heard,
         devices={"f/0": Pace(seconds=0.4, ratio=1.0)},
         out={"torchrun-3": "its node is slow"},
     )
-    found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(restarting,))))
+
+
+def test_jobs_in_restart_mode_and_slow_links_are_told_as_they_change() -> None:
+    found = known()
+    found.look(NOW)
+    told: list[tuple[str, Any]] = []
+    found.streams.tell = lambda event, value: told.append((event, value))  # type: ignore[method-assign]
+    for number in range(4):
+        found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(restarting(number // 2, NOW),))))
+        found.look(NOW + 1 + number)
+    rows = [value.row for event, value in told if event == "plan"]
+    assert [(row.job, row.step) for row in rows] == [("ddp", 0), ("ddp", 1)]
+    found.look(NOW + 60)
+    assert "silent for 60 s" in told[-2][1].row.sentence
+    slow = LinkStatus(link="a - c", bandwidth=1e8, latency=1e-4, rate=4.0)
+    found.hear(Told(at=NOW, news=live.LinksNews(id="1:2", links=(slow,))))
+    found.hear(Told(at=NOW, news=live.RestartNews(id="1:3", restarts=())))
+    found.look(NOW + 61)
+    by_event = dict(told)
+    assert [link.link for link in by_event["leader"].links] == ["a - c"]
+    assert "a - c" in [row.name for row in by_event["devices"].abnormal]
+    assert by_event["plan"].gone
+
+
+def test_a_job_in_restart_mode_has_a_row_and_a_page() -> None:
+    found = known()
+    found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(restarting(5, time.time() - 60.0),))))
     row = found.hello(VIEWER).jobs[-1]
     assert (row.job, row.phase) == ("ddp", "restart mode")
     assert "silent for 60 s" in row.sentence
@@ -240,6 +268,29 @@ def test_half_a_hello_is_never_shown_and_a_lost_leader_leaves_what_was_known() -
     found.hear(Told(at=NOW + 6, news=live.Whole(id="2:0")))
     assert found.hello(VIEWER).nodes == ()
     assert found.hello(VIEWER).leader.name == "d"
+
+
+@pytest.mark.parametrize("ahead", [-120.0, 0.0, 120.0])
+def test_times_are_by_the_leaders_clock_whatever_this_machines_says(ahead: float) -> None:
+    found = Board(Streams(1))
+    ours, theirs = NOW - ahead, NOW
+    spent = JobTime(began=NOW - 100.0, last=NOW - 0.5, productive=98.0, steps=98, repeated=0, healthy=1.0)
+    for each in (
+        HELLO,
+        live.JobNews(id="1:0", job=job(), plan=3, over=False, time=spent),
+        live.LeaderPulse(id="1:0", at=theirs, store_away=False, paused=False),
+        live.Whole(id="1:0"),
+    ):
+        found.hear(Told(at=ours, news=each))
+    told: list[tuple[str, Any]] = []
+    found.streams.tell = lambda event, value: told.append((event, value))  # type: ignore[method-assign]
+    found.look(ours)
+    pulse = told[-1][1]
+    assert (pulse.heard, pulse.now) == (theirs, theirs)
+    page = job_view(found.known, JOB, (), found.known.time(ours))
+    assert page.head.ettr == pytest.approx(spent.ettr(theirs))
+    assert page.lost == (), "it is not stalled"
+    assert page.wall_seconds == 100.0
 
 
 def test_only_cells_that_changed_are_told() -> None:

@@ -71,8 +71,8 @@ class Served(Protocol):
         """The cluster now."""
         ...
 
-    async def history(self, job: str) -> list[HistoryRecord]:
-        """Every plan of a job, oldest first."""
+    async def history(self, job: str, after: int) -> list[HistoryRecord]:
+        """Every plan of a job with a number above this one, oldest first."""
         ...
 
     def listening(self) -> FeedSource:
@@ -118,8 +118,7 @@ class Rest:
         """Every plan of a job with the problem that it answers, oldest first: those with a number above
         `after`."""
         self._know(job)
-        found = await self._served.history(job)
-        return History(history=tuple(record for record in found if record.number > after))
+        return History(history=tuple(await self._served.history(job, after)))
 
     @get("/v1/jobs/{job}/spec")
     async def spec(self, job: str) -> JobSpec:

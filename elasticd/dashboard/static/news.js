@@ -175,7 +175,7 @@ class News extends EventTarget {
       if (place >= 0) jobs[place] = value.row;
       this.cluster = {
         ...this.cluster,
-        jobs: place >= 0 ? jobs : [...others, value.row],
+        jobs: value.gone ? others : place >= 0 ? jobs : [...others, value.row],
       };
     }
     this.tell("change");
