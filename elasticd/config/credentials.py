@@ -67,6 +67,12 @@ def credentials(section: SecuritySection) -> Credentials:
     return Credentials(token=token, context=_client_context(section))
 
 
+def of_another(section: SecuritySection, token: str | None) -> Credentials:
+    """Somebody else's, in whose name a request is passed on: his token, and our trust in the coordinator. Our
+    own token and certificate are not in it. Raises ConfigError."""
+    return Credentials(token=token, context=_client_context(section, shown=False))
+
+
 def secret(path: str, key: str) -> str:
     """The one line in the file at `path`, which the configuration's `key` names. Raises ConfigError."""
     lines = [line.strip() for line in private_text(path, key).splitlines() if line.strip()]
@@ -120,13 +126,14 @@ def load_pair(context: ssl.SSLContext, section: SecuritySection) -> None:
     _chain(context, section.cert, section.key, "cert and key")
 
 
-def _client_context(section: SecuritySection) -> ssl.SSLContext | None:
+def _client_context(section: SecuritySection, *, shown: bool = True) -> ssl.SSLContext | None:
+    """`shown`: whether our certificate is shown to the coordinator."""
     if section.ca is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     _trust(context, section.ca, "ca")
-    if section.client_cert is not None and section.client_key is not None:
+    if shown and section.client_cert is not None and section.client_key is not None:
         _chain(context, section.client_cert, section.client_key, "client_cert and client_key")
     return context
 

@@ -16,6 +16,7 @@ from elasticd.codec.decoding import skipped
 from elasticd.coordinator.connections import Connections
 from elasticd.coordinator.events.job_times import CAUSES, OTHER, REASONS, REPEATED, ClockReading
 from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.job.lifecycle import stop_request
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, NodeState
 
 #: The content type of `GET /metrics`.
@@ -92,6 +93,9 @@ FAMILIES = {
     ),
     "elasticd_job_phase": Family(
         "gauge", ("job", "phase"), "1 for the phase that the job is in, 0 for the others."
+    ),
+    "elasticd_job_failed": Family(
+        "gauge", ("job",), "1 where the job has stopped and nobody asked for it, else 0."
     ),
     "elasticd_job_step": Family("gauge", ("job",), "Optimizer steps that are done, as rank 0 last reported."),
     "elasticd_job_step_seconds": Family("gauge", ("job",), "Wall time of the newest step in seconds."),
@@ -296,6 +300,8 @@ def _gauges_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """What is known of a job: the name of a gauge, its labels behind the job, its value."""
     for phase in JobPhase:
         yield "elasticd_job_phase", (phase.value,), float(job.phase is phase)
+    failed = job.phase is JobPhase.STOPPED and not stop_request.on_request(job.reason)
+    yield "elasticd_job_failed", (), float(failed)
     plan, progress = job.plan, job.progress
     prediction = plan.prediction if plan is not None else None
     values = {

@@ -19,6 +19,9 @@ from elasticd.coordinator.api_types import Settings
 from elasticd.dashboard import views
 from elasticd.dashboard.known import Knowledge
 
+#: Seconds for a last checkpoint where none are given, as on the command line.
+STOP_SECONDS = 600.0
+
 
 class ActFields(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /api/act/NAME`: the fields that the act names, and no others."""
@@ -30,7 +33,7 @@ class ActFields(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     key: str = ""
     value: bool | int | float | str | None = None  # of config: null takes the file's value again
     factor: float = 1.0
-    seconds: float = 0.0
+    seconds: float | None = None  # None: what the command line has for it
     confirm: str = ""  # the word that the act asks for
 
 
@@ -95,12 +98,23 @@ def _config(wanted: ActFields, by: str) -> ActRequest:
 
 
 def _stop(wanted: ActFields, by: str) -> ActRequest:
-    seconds = wanted.seconds
-    wait = ("--now",) if not seconds else ("--wait", f"{seconds:g}")
+    seconds = STOP_SECONDS if wanted.seconds is None else wanted.seconds
+    if seconds <= 0:
+        raise Unusable(
+            f"seconds = {seconds:g} leaves no time for a last checkpoint: give more, or ask for stop-now"
+        )
+    return _stopped(wanted, by, seconds, "--wait", f"{seconds:g}")
+
+
+def _stop_now(wanted: ActFields, by: str) -> ActRequest:
+    return _stopped(wanted, by, 0.0, "--now")
+
+
+def _stopped(wanted: ActFields, by: str, seconds: float, *options: str) -> ActRequest:
     return ActRequest(
         path=f"/v1/jobs/{quote(wanted.job, safe='')}/stop",
         body={"by": by, "seconds": seconds},
-        command=_line("elasticd", "stop", *wait, wanted.job),
+        command=_line("elasticd", "stop", *options, wanted.job),
     )
 
 
@@ -131,7 +145,7 @@ def _cut(action: str) -> Callable[[ActFields, str], ActRequest]:
         data = ("--data", wanted.other) if wanted.other else ()
         body = {"action": action, "node": wanted.node, "other": wanted.other}
         if action == "cut":
-            body = {**body, "seconds": wanted.seconds}  # type: ignore[dict-item]
+            body = {**body, "seconds": wanted.seconds or 0.0}  # type: ignore[dict-item]
         return ActRequest(
             path="/v1/chaos",
             body=body,
@@ -174,10 +188,17 @@ ACTS: Mapping[str, _Act] = {
         make=_config,
     ),
     "stop": _Act(
-        words="End a job. Its workers have so many seconds for a last checkpoint; 0: none is made.",
+        words="End a job. Its workers have so many seconds for a last checkpoint.",
         command="elasticd stop --wait SECONDS JOB",
         fields=("job", "seconds"),
         make=_stop,
+        confirm="job",
+    ),
+    "stop-now": _Act(
+        words="End a job at once, without a last checkpoint: what it trained since the newest one is lost.",
+        command="elasticd stop --now JOB",
+        fields=("job",),
+        make=_stop_now,
         confirm="job",
     ),
     "forget": _Act(
@@ -226,7 +247,7 @@ ACTS: Mapping[str, _Act] = {
     ),
     "chaos-cut": _Act(
         words="Cut a node's agent off from leader and etcd, or with OTHER the data network between two nodes.",
-        command="elasticd chaos cut --for SECONDS NODE",
+        command="elasticd chaos cut [--for SECONDS] [--data OTHER] NODE",
         fields=("node", "other", "seconds"),
         make=_cut("cut"),
         confirm="node",
@@ -234,7 +255,7 @@ ACTS: Mapping[str, _Act] = {
     ),
     "chaos-heal": _Act(
         words="End a cut.",
-        command="elasticd chaos heal NODE",
+        command="elasticd chaos heal [--data OTHER] NODE",
         fields=("node", "other"),
         make=_cut("heal"),
         chaos=True,

@@ -8,18 +8,18 @@ own, so that a page of another site cannot reach it by a name that it has pointe
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import ipaddress
 import logging
 import platform
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-import httpx2
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,9 +30,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elasticd.codec.decoding import decoded_as
-from elasticd.config.credentials import Credentials
-from elasticd.coordinator.api_types import CallerStatus
-from elasticd.coordinator.auth import USER_HEADER
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard import act_page, views
@@ -40,10 +37,11 @@ from elasticd.dashboard.board import Board
 from elasticd.dashboard.device_page import device_view
 from elasticd.dashboard.event_page import event_page
 from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, in_brief
-from elasticd.dashboard.job_page import MARKS, job_view, step_columns
+from elasticd.dashboard.job_page import KEPT_KINDS, MARKS, forgotten_view, job_view, step_columns
 from elasticd.dashboard.plan_page import plan_row, plan_view
-from elasticd.dashboard.session import RECHECK, Session, Sessions
+from elasticd.dashboard.session import Session
 from elasticd.dashboard.switch_page import KINDS, nothing, switch_view
+from elasticd.dashboard.viewer_requests import AskedLeader, Failure, ViewerRequests, role
 from elasticd.records import HistoryRecord, JobSpec
 
 JSON = "application/json"
@@ -60,10 +58,8 @@ HEADERS: Mapping[str, str] = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-#: Bytes of a request's body, and seconds for the leader to answer what is passed on.
-LARGEST_BODY, PATIENCE = 64 << 10, 15.0
-#: Statuses of the leader that are passed on; others become 503.
-PASSED_ON = (400, 401, 403, 404, 409, 413, 429)
+#: Bytes of a request's body, and seconds in which it must be there.
+LARGEST_BODY, BODY_SECONDS = 64 << 10, 10.0
 #: Events of a job that a plan's page looks at, and that a page of events has at most.
 MOST_TOLD, MOST_LISTED = 2000, 1000
 #: Answers of plans that are remembered: they are made from what does not change any more.
@@ -83,28 +79,13 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class ServedDashboard(Protocol):
+class ServedDashboard(AskedLeader, Protocol):
     """What the server shows."""
 
     board: Board
-    sessions: Sessions
     cookie: str  # name of the session's cookie
     secure: bool  # the server speaks TLS
     hosts: frozenset[str]  # names under which it may be asked
-
-    @property
-    def asks(self) -> bool:
-        """Whether the coordinator asks for tokens, as far as is known."""
-        ...
-
-    @property
-    def leader(self) -> str:
-        """The URL of whoever leads; empty where nobody does."""
-        ...
-
-    def credentials(self, token: str | None) -> Credentials:
-        """By which a viewer's request is passed on."""
-        ...
 
     async def read(self, work: Callable[[HistoryReader], T]) -> T:
         """Reads the history, beside the loop."""
@@ -113,14 +94,6 @@ class ServedDashboard(Protocol):
     async def spec(self, job: str) -> JobSpec | None:
         """What a job trains, asked of the leader; None where that cannot be known now."""
         ...
-
-
-class Failure(Exception):
-    """A request that is not carried out: its status, and why."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 # -- static files --------------------------------------------------------------------------------------------
@@ -163,6 +136,7 @@ class Answers:
 
     def __init__(self, served: ServedDashboard, assets: Assets) -> None:
         self._served, self._assets = served, assets
+        self._requests = ViewerRequests(served)
         self._plans: dict[tuple[object, ...], views.PlanView] = {}
 
     def routes(self) -> list[Route]:
@@ -175,7 +149,7 @@ class Answers:
             Route("/api/jobs/{job}", self._seen(self.job)),
             Route("/api/jobs/{job}/steps", self._seen(self.steps)),
             Route("/api/jobs/{job}/plans", self._seen(self.plans)),
-            Route("/api/jobs/{job}/plans/{number:int}", self._seen(self.plan)),
+            Route("/api/jobs/{job}/plans/{number}", self._seen(self.plan)),
             Route("/api/jobs/{job}/switch", self._seen(self.switch)),
             Route("/api/devices/{node}/{rank}", self._seen(self.device)),
             Route("/api/events", self._seen(self.events)),
@@ -196,53 +170,9 @@ class Answers:
             return Session(token=None, name="", role="operator", began=now, used=now, checked=now)
         word = request.cookies.get(served.cookie, "")
         session = served.sessions.find(word)
-        if session is None or time.monotonic() - session.checked < RECHECK or not served.leader:
-            return session
-        try:
-            caller = await self._caller(session.token or "")
-        except Failure as failure:
-            if failure.status in (401, 403):
-                served.sessions.end(word)
-                return None
-            return session  # nobody can be asked now
-        session.checked = time.monotonic()
-        session.name, session.role = caller.name, _role(caller)
+        if session is None or not await self._requests.checked(word, session):
+            return None
         return session
-
-    async def _caller(self, token: str) -> CallerStatus:
-        """Who a token is of, by the leader's word. Raises Failure."""
-        status, content = await self._ask("GET", "/v1/caller", token, None)
-        if status != 200:
-            raise Failure(status, _said(content, status))
-        try:
-            return decoded_as(CallerStatus, content)
-        except msgspec.DecodeError as error:
-            raise Failure(503, "the leader is of an older release, which knows no dashboard") from error
-
-    async def _ask(self, method: str, path: str, token: str | None, body: Any) -> tuple[int, bytes]:
-        """The leader's answer to a request with a viewer's token. Raises Failure where there is none."""
-        served = self._served
-        url = served.leader
-        if not url:
-            raise Failure(503, "nobody leads now, or the dashboard cannot reach who does: try again later")
-        known = served.credentials(token)
-        if objection := known.objection(url):
-            raise Failure(503, objection)
-        try:
-            async with httpx2.AsyncClient(
-                base_url=url,
-                timeout=PATIENCE,
-                trust_env=False,
-                headers={**known.headers(), USER_HEADER: "dashboard"},
-                verify=known.verifying(),
-            ) as client:
-                content = msgspec.json.encode(body) if body is not None else None
-                answer = await client.request(method, path, content=content)
-                return answer.status_code, answer.content
-        except httpx2.HTTPError as error:
-            raise Failure(
-                503, f"the leader at {url} does not answer ({error or type(error).__name__})"
-            ) from error
 
     def _json(self, made: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
         async def answered(request: Request) -> Response:
@@ -296,12 +226,11 @@ class Answers:
         wanted = await _body(request, views.SignIn, '{"token": "..."}')
         if not served.asks:
             return _response(views.Viewer(signed_in=True, asks=False, role="operator"))
-        if not wanted.token.isascii() or not wanted.token.isprintable() or " " in wanted.token.strip():
-            raise Failure(401, "this is no token: a token has letters, digits and ._~+/=- without spaces")
-        caller = await self._known(wanted.token.strip())
+        token = wanted.token.strip()
+        caller = await self._requests.signed_in(token)
         served.sessions.end(word)
-        made = served.sessions.begin(wanted.token.strip(), caller.name, _role(caller))
-        answer = _response(views.Viewer(signed_in=True, asks=True, name=caller.name, role=_role(caller)))
+        made = served.sessions.begin(token, caller.name, role(caller))
+        answer = _response(views.Viewer(signed_in=True, asks=True, name=caller.name, role=role(caller)))
         answer.set_cookie(
             served.cookie,
             made,
@@ -312,21 +241,6 @@ class Answers:
             max_age=604_800,
         )
         return answer
-
-    async def _known(self, token: str) -> CallerStatus:
-        try:
-            return await self._caller(token)
-        except Failure as failure:
-            if failure.status == 401:
-                raise Failure(
-                    401,
-                    "the coordinator does not know this token: take one of its files of viewers or operators",
-                ) from None
-            if failure.status == 403:
-                raise Failure(
-                    403, "this token is for agents: take one of the files of viewers or operators"
-                ) from None
-            raise
 
     async def viewer(self, request: Request) -> views.Viewer:
         """Who asks."""
@@ -343,11 +257,22 @@ class Answers:
 
     async def job(self, request: Request, session: Session) -> views.JobView:
         """A job's page."""
-        job, known = self._job(request), self._served.board.known
+        job, known = self._job(request, kept=True), self._served.board.known
+        if job not in self._there():
+            return await self._served.read(lambda history: self._forgotten(history, job))
         told = await self._served.read(
             lambda history: _told(history, job, kinds=("snapshot", "checkpoint"), limit=64)
         )
         return job_view(known, job, told, known.time(time.time()))
+
+    def _forgotten(self, history: HistoryReader, job: str) -> views.JobView:
+        """A job that no leader knows any more. Raises Failure where the history does not either."""
+        told = history.events(EventQuery(job=job, kinds=KEPT_KINDS, limit=64))
+        step, plans = history.newest_step(job), history.numbers(job)
+        if not told and step is None and not plans:
+            listed = ", ".join(sorted({*self._there(), *history.facets()[1]})[:20]) or "none"
+            raise Failure(404, f"there is no job {job!r}, nor is one kept; there are: {listed}")
+        return forgotten_view(job, told, step, plans)
 
     async def steps(self, request: Request, session: Session) -> views.StepColumns:
         """A job's steps."""
@@ -379,7 +304,7 @@ class Answers:
 
     async def plan(self, request: Request, session: Session) -> views.PlanView:
         """A plan's page."""
-        job, number = self._job(request, kept=True), int(request.path_params["number"])
+        job, number = self._job(request, kept=True), _whole("number", str(request.path_params["number"]))
         force, proposed = self._numbers(job)
         spec = await self._served.spec(job)
 
@@ -514,12 +439,8 @@ class Answers:
             asked = act_page.request(name, wanted, "dashboard")
         except act_page.Unusable as error:
             raise Failure(400, str(error)) from None
-        status, content = await self._ask("POST", asked.path, session.token, asked.body)
-        if not 200 <= status < 300:
-            raise Failure(
-                status if status in (400, 401, 403, 404, 409, 413, 429) else 503, _said(content, status)
-            )
-        return views.Acted(name=name, command=asked.command, answer=msgspec.json.decode(content or b"null"))
+        answer = await self._requests.passed_on(asked.path, session.token, asked.body)
+        return views.Acted(name=name, command=asked.command, answer=answer)
 
     # -- the stream --------------------------------------------------------------------------------------------
 
@@ -528,25 +449,29 @@ class Answers:
         session = await self._session(request)
         if session is None:
             raise Failure(401, "sign in with a token of the coordinator's viewers or operators")
-        board = self._served.board
-        if board.streams.full:
-            raise Failure(503, "as many browsers look at this dashboard as may at once: close some pages")
-        mine = session
+        served, board, mine = self._served, self._served.board, session
+        if why := board.streams.refusal(mine):
+            raise Failure(503, why)
+        browser = board.streams.admit(mine)
         stream = board.streams.listen(
+            browser,
             request.headers.get("last-event-id", ""),
             lambda: board.hello(mine.viewer),
-            lambda: mine.ended,
+            lambda: mine.ended or (mine.token is None and served.asks),
         )
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+        return _Stream(stream, lambda: board.streams.leave(browser))
 
     # -- what is asked for
     # ---------------------------------------------------------------------------------------
 
+    def _there(self) -> set[str]:
+        """The jobs that the leader knows."""
+        cluster = self._served.board.known.cluster
+        return {*cluster.jobs, *(job.job for job in cluster.restarts)}
+
     def _job(self, request: Request, *, kept: bool = False) -> str:
         """The job that is asked for. `kept`: one that the cluster has forgotten may have a history."""
-        name, cluster = str(request.path_params["job"]), self._served.board.known.cluster
-        there = [*cluster.jobs, *(job.job for job in cluster.restarts)]
+        name, there = str(request.path_params["job"]), self._there()
         if name not in there and not kept:
             listed = ", ".join(sorted(there)[:20]) or "none"
             raise Failure(404, f"there is no job {name!r}; there are: {listed}")
@@ -573,6 +498,21 @@ PAGES = (
 )
 
 
+class _Stream(StreamingResponse):
+    """Server-sent events, which are left also where the browser goes before the first."""
+
+    def __init__(self, events: AsyncIterator[bytes], left: Callable[[], None]) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._left = left
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._left()
+
+
 def _told(
     history: HistoryReader, job: str, kinds: tuple[str, ...] = (), limit: int = MOST_TOLD
 ) -> list[EventRecord]:
@@ -586,32 +526,24 @@ def _before(history: HistoryReader, job: str, earlier: list[int]) -> int:
     return next((number for number in reversed(earlier) if number in made), earlier[-1])
 
 
-def _role(caller: CallerStatus) -> Any:
-    return "operator" if caller.role == "operator" else "viewer"
-
-
 def _record(row: StepRow) -> StepRecord:
     return StepRecord(
         step=row.step, plan=row.plan, loss=row.loss, tokens=row.tokens, seconds=row.seconds, time=row.time
     )
 
 
-def _said(content: bytes, status: int) -> str:
-    """Why the leader said no, in its own words."""
-    try:
-        return msgspec.json.decode(content, type=views.PageRefusal).error
-    except msgspec.DecodeError:
-        return f"the leader answered {status}"
-
-
 async def _body(request: Request, kind: type[T], example: str) -> T:
     if request.headers.get("content-type", "").partition(";")[0].strip() != JSON:
         raise Failure(400, f"the body must be JSON, with the header Content-Type: {JSON}")
     content = bytearray()
-    async for piece in request.stream():
-        content += piece
-        if len(content) > LARGEST_BODY:
-            raise Failure(413, f"the body must have at most {LARGEST_BODY} bytes")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                content += piece
+                if len(content) > LARGEST_BODY:
+                    raise Failure(413, f"the body must have at most {LARGEST_BODY} bytes")
+    except TimeoutError:
+        raise Failure(408, f"the body must be there within {BODY_SECONDS:g} s") from None
     try:
         return decoded_as(kind, bytes(content))
     except msgspec.DecodeError as error:
@@ -620,8 +552,11 @@ async def _body(request: Request, kind: type[T], example: str) -> T:
 
 def _number(request: Request, name: str, default: int) -> int:
     text = request.query_params.get(name)
-    if text is None or text == "":
-        return default
+    return default if text is None or text == "" else _whole(name, text)
+
+
+def _whole(name: str, text: str) -> int:
+    """A number that the history can look for."""
     try:
         found = msgspec.convert(text, int, strict=False)
     except msgspec.ValidationError:

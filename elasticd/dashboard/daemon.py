@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import resource
 import signal
 import socket
+import sqlite3
 import sys
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +24,7 @@ import msgspec
 import uvicorn
 
 from elasticd.client import Api, CannotReach, checked_url, leader_url
-from elasticd.config.credentials import Credentials, credentials, server_context
+from elasticd.config.credentials import Credentials, credentials, of_another, server_context
 from elasticd.config.tree import Config, ConfigError
 from elasticd.coordinator import live_types as live
 from elasticd.dashboard.app import application, own_names
@@ -29,18 +33,30 @@ from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, opene
 from elasticd.dashboard.session import Sessions
 from elasticd.dashboard.stream import Streams
 from elasticd.dashboard.subscription import Subscription, Told
+from elasticd.dashboard.viewer_requests import CANNOT_CHECK, ViewerRequests
 from elasticd.records import JobSpec
 from elasticd.store.state_file import StateError, default_folder
+from elasticd.system.http_connections import limited_http
 from elasticd.system.network_addresses import is_loopback
 from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
 
 #: Seconds between two times that the view of the cluster is kept for a restart.
 KEEP_SECONDS = 30.0
+#: Seconds to hear from a leader before the start is over.
+FIRST_SECONDS = 3.0
 #: Specs of jobs that are remembered.
 MOST_SPECS = 64
 #: Bytes of a request's line and headers.
 LARGEST_HEAD = 16 << 10
+#: Connections at once, and files that are left for everything else.
+MOST_CONNECTIONS, OTHER_FILES = 1024, 128
+#: Seconds in which whoever connects must have asked for something, and taken some of the answer.
+SILENT_SECONDS, UNREAD_SECONDS = 10.0, 60.0
+#: Seconds that a connection is kept for the next request.
+KEPT_SECONDS = 8
+#: Seconds between two words about connections that are dropped.
+DROPS_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -76,7 +92,10 @@ class Dashboard:
         self._context = server_context(config.security)
         self.secure = self._context is not None
         self._url = ""
-        self._asks: bool | None = None
+        self._asks: bool | None = None  # by a leader's word; None: there was none yet
+        self._asked_before: bytes | None = None  # as the history has it
+        self._heard = asyncio.Event()  # a leader, or that there is none
+        self._open_to_others = False  # other machines reach this, and nobody said that they may
         self._specs: dict[str, JobSpec] = {}
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="history", initializer=self._open_reader)
         self._local = threading.local()
@@ -93,25 +112,29 @@ class Dashboard:
         section, security = self.config.dashboard, self.config.security
         credentials(security)  # what is wrong with them is said before anything is started
         known = security.asks or security.token_file is not None or credentials(security).token is not None
-        if not is_loopback(section.host) and not known and not security.insecure:
+        self._open_to_others = not is_loopback(section.host) and not security.insecure
+        if self._open_to_others and not known:
             raise ConfigError(
                 f"[dashboard] host = {section.host!r}: whoever reaches this may look at, drain and change the "
                 "cluster: set tokens in section [security] at the coordinators, and token_file here; or host "
                 "to 127.0.0.1; or, in a network that only the cluster's users reach, insecure = true in "
                 "[security]"
             )
-        self._asks = True if known else None
         try:
-            await self._start(section.host, section.port)
+            await self._start(section.host, section.port, known=known)
         except BaseException:
             await self.stop()
             raise
 
-    async def _start(self, host: str, port: int) -> None:
+    async def _start(self, host: str, port: int, *, known: bool) -> None:
+        """`known`: there is a token, so that a coordinator asks for it."""
+        listener = _bound(host, port)
+        self._exits.callback(listener.close)
         loop = asyncio.get_running_loop()
         writer = await asyncio.to_thread(opened, self.path)
-        if self._asks is None and (before := writer.meta("asks")) is not None:
-            self._asks = before == b"1"
+        self._asked_before = writer.meta("asks")
+        if self._asked_before == b"0" and not known:
+            self._asks = False
         saved = writer.meta("view")
         self.subscription = Subscription(
             self._connect,
@@ -121,8 +144,6 @@ class Dashboard:
         )
         self._exits.push_async_callback(asyncio.to_thread, self.subscription.stop)
         await self._remember(saved)
-        listener = _bound(host, port)
-        self._exits.callback(listener.close)
         port = listener.getsockname()[1]
         self.cookie = f"{'__Host-' if self.secure else ''}elasticd-{port}"
         named = host if host not in ("0.0.0.0", "::") else socket.gethostname()
@@ -130,7 +151,10 @@ class Dashboard:
         await self._serve(listener)
         self._run(self.board.looks(), "looks")
         self._run(self._keep(), "keep")
+        self._run(ViewerRequests(self).watch(), "sessions")
         self.subscription.start()
+        with contextlib.suppress(TimeoutError):  # so that nobody is asked for a token that none needs
+            await asyncio.wait_for(self._heard.wait(), FIRST_SECONDS)
 
     async def _remember(self, saved: bytes | None) -> None:
         """The cluster as it was before a restart, until a leader says how it is."""
@@ -152,8 +176,15 @@ class Dashboard:
 
     async def _serve(self, listener: socket.socket) -> None:
         context = self._context
+        http: Any = limited_http(
+            most_connections(),
+            _Drops(),
+            silent_seconds=SILENT_SECONDS,
+            unread_seconds=UNREAD_SECONDS,
+        )
         config = uvicorn.Config(
             application(self),
+            http=http,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -162,8 +193,7 @@ class Dashboard:
             ws="none",
             h11_max_incomplete_event_size=LARGEST_HEAD,
             timeout_graceful_shutdown=2,
-            timeout_keep_alive=15,
-            limit_concurrency=1024,
+            timeout_keep_alive=KEPT_SECONDS,
             ssl_context_factory=(lambda config, default: context) if context is not None else None,
         )
         server = _Server(config)
@@ -222,19 +252,35 @@ class Dashboard:
         known = credentials(self.config.security)
         url = self._coordinator or leader_url(self.config)
         with Api(url, known, terminal=False) as api:
-            if self._asks is None or not self._url:
-                self._learn(api)
+            if self._asks is None or url != self._url:
+                self._learn(api, url)
             self._url = url
             yield api
 
-    def _learn(self, api: Api) -> None:
-        """Whether the coordinator asks for tokens: it says so to whoever asks who he is."""
+    def _learn(self, api: Api, url: str) -> None:
+        """Whether the coordinator asks for tokens: it says so to whoever asks who he is. A leader that asks for
+        none after one that did opens nothing: only a restart of the dashboard does."""
         asks = api.caller().asks
-        if asks != self._asks:
-            self._asks = asks
-            self.subscription.keep("asks", b"1" if asks else b"0")
+        if not asks and self._asks:
+            _log.warning(
+                "the leader at %s asks for no tokens, unlike one before: viewers go on to need one, which it "
+                "cannot check; set tokens there, or restart the dashboard",
+                url,
+            )
+            return
+        if not asks and self._open_to_others:
+            _log.error("the dashboard lets nobody in: %s", CANNOT_CHECK)
+        self._asks = asks
+        word = b"1" if asks else b"0"
+        if word != self._asked_before:
+            try:
+                self.subscription.keep("asks", word)
+                self._asked_before = word
+            except sqlite3.Error as error:
+                _log.warning("the history does not keep whether tokens are asked for: %s", error)
 
     def _hear(self, told: Told) -> None:
+        self._heard.set()
         if told.news is None:
             self._url = ""
         elif isinstance(told.news, live.LiveHello):
@@ -251,9 +297,9 @@ class Dashboard:
 
     @property
     def asks(self) -> bool:
-        """Whether the coordinator asks for tokens. Until that is known it does if there is one for us; without
-        one it tells us nothing that somebody might see."""
-        return bool(self._asks)
+        """Whether viewers have to sign in: always, but where a leader said that it asks nobody for a token, and
+        only this machine reaches the dashboard or the configuration says `insecure`."""
+        return self._asks is not False or self._open_to_others
 
     @property
     def leader(self) -> str:
@@ -261,8 +307,8 @@ class Dashboard:
         return self._url
 
     def credentials(self, token: str | None) -> Credentials:
-        """By which a viewer's request is passed on: his token, and our trust in the coordinator."""
-        return Credentials(token=token, context=credentials(self.config.security).context)
+        """By which a viewer's request is passed on."""
+        return of_another(self.config.security, token)
 
     async def read(self, work: Callable[[HistoryReader], T]) -> T:
         """Reads the history, beside the loop."""
@@ -300,6 +346,28 @@ def _call(loop: asyncio.AbstractEventLoop, work: Callable[[Told], None], told: T
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("the dashboard's %s ended", task.get_name(), exc_info=error)
+
+
+class _Drops:
+    """Counts connections that are dropped, and says so now and again."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._said = -math.inf
+
+    def __call__(self, why: str) -> None:
+        """One more."""
+        self._counts[why] += 1
+        now = time.monotonic()
+        if why != "silent" and now - self._said >= DROPS_SECONDS:
+            self._said = now
+            _log.warning("connections of browsers are dropped, by cause: %s", dict(self._counts))
+
+
+def most_connections() -> int:
+    """Connections at once: with fewer files at hand than they need, the history could not be read."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_CONNECTIONS if soft < 0 else max(16, min(MOST_CONNECTIONS, soft - OTHER_FILES))
 
 
 def _bound(host: str, port: int) -> socket.socket:

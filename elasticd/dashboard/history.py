@@ -232,6 +232,18 @@ class HistoryWriter:
         elif version != SCHEMA_VERSION:
             self._db.close()
             raise _Other(f"its tables are of version {version}, and this elasticd has version {SCHEMA_VERSION}")
+        else:
+            self._look_through()
+
+    def _look_through(self) -> None:
+        """Raises DatabaseError where a page is damaged, so that none is found in the midst of work."""
+        try:
+            (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise sqlite3.DatabaseError(f"it is damaged: {found}")
+        except sqlite3.DatabaseError:
+            self._db.close()
+            raise
 
     @contextmanager
     def together(self) -> Iterator[None]:

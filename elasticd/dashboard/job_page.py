@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from elasticd_planner.spec.plan import Plan
@@ -13,7 +14,7 @@ from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.live_types import JobNews
 from elasticd.dashboard import views
-from elasticd.dashboard.cluster_page import hung, job_row, restart_row
+from elasticd.dashboard.cluster_page import event_row, hung, job_row, restart_row
 from elasticd.dashboard.history import StepRow
 from elasticd.dashboard.known import Knowledge, Table
 
@@ -42,6 +43,8 @@ _MARKS: Mapping[str, tuple[str, ...]] = {
     "checkpoint": ("checkpoint",),
     "change": ("configured", "drained", "chaos", "stopping", "shifted", "asked"),
 }
+#: Kinds of events that a forgotten job's page is made from.
+KEPT_KINDS = ("finished", "stopped", "forgotten", "snapshot", "checkpoint")
 MARKS: Mapping[str, str] = {kind: mark for mark, kinds in _MARKS.items() for kind in kinds}
 
 
@@ -242,9 +245,16 @@ def job_view(known: Knowledge, name: str, told: Sequence[EventRecord], now: floa
 
 def _restarting(known: Knowledge, name: str, now: float) -> views.JobView:
     job = next(job for job in known.cluster.restarts if job.job == name)
+    return _without_measurements(restart_row(known, job, now), known.heard, (), msgspec.to_builtins(job))
+
+
+def _without_measurements(
+    row: views.JobRow, heard: float, kept_steps: tuple[views.Kept, ...], restart: dict[str, Any] | None
+) -> views.JobView:
+    """The page of a job whose workers tell the leader nothing."""
     return views.JobView(
-        head=restart_row(known, job, now),
-        heard=known.heard,
+        head=row,
+        heard=heard,
         measured_step=None,
         stages=(),
         wall_seconds=0.0,
@@ -257,10 +267,52 @@ def _restarting(known: Knowledge, name: str, now: float) -> views.JobView:
         lengths=None,
         batch=None,
         members=(),
-        kept=(),
+        kept=kept_steps,
         exception=None,
-        restart=msgspec.to_builtins(job),
+        restart=restart,
     )
+
+
+def forgotten_view(
+    name: str, told: Sequence[EventRecord], step: StepRow | None, plans: Sequence[int]
+) -> views.JobView:
+    """The page of a job that no leader knows any more, from the history alone.
+
+    Args:
+        told: its events of `KEPT_KINDS`, newest first; those of an earlier job of this name are left out.
+        step: its newest one, where there is one.
+        plans: numbers of its plans, in order.
+    """
+    mine: list[EventRecord] = []
+    for event in told:
+        if event.kind == "forgotten" and mine:
+            break
+        mine.append(event)
+    end = next((event for event in mine if event.kind in ("finished", "stopped")), None)
+    last = mine[0] if mine else None
+    heard = max([event.time for event in mine] + ([step.time] if step is not None else []), default=0.0)
+    row = views.JobRow(
+        job=name,
+        phase=_ENDS[end.kind] if end is not None else "forgotten",
+        sentence=f"{end.text if end is not None else 'its end is not kept'}; the cluster has forgotten it",
+        step=step.step + 1 if step is not None else 0,
+        loss=step.loss if step is not None else None,
+        tokens_per_second=step.tokens / step.seconds if step is not None and step.tokens else None,
+        predicted=None,
+        bound=None,
+        plan=step.plan if step is not None else plans[-1] if plans else None,
+        proposal=None,
+        devices=0,
+        standby=0,
+        ettr=None,
+        goodput=None,
+        last_event=event_row(last) if last is not None else None,
+    )
+    return _without_measurements(row, heard, kept(mine), None)
+
+
+#: By the event of a job's end its phase.
+_ENDS: Mapping[str, str] = {"finished": "done", "stopped": "stopped"}
 
 
 def step_columns(

@@ -2,7 +2,8 @@
 
 The token stays in this process's memory, and nowhere else: the cookie is a random word, HttpOnly and
 SameSite=Strict, so that no script reads it and no other site's page has it sent. Sessions end with the
-dashboard, when they are idle, when they are signed out of, and when the leader no longer knows their token.
+dashboard, when they are idle or old, when they are signed out of, and when the leader no longer knows their
+token.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Session:
     began: float
     used: float
     checked: float
+    streams: int = 0  # that are open under it
     ended: bool = False
 
     @property
@@ -57,22 +59,31 @@ class Sessions:
     def find(self, word: str) -> Session | None:
         """The session of a cookie, used now; None where it is over or never was."""
         now = time.monotonic()
+        self._expire(now)
         found = self._known.get(word)
-        if found is None:
-            return None
-        if found.ended or now - found.used > IDLE or now - found.began > LONGEST:
-            self.end(word)
-            return None
-        found.used = now
+        if found is not None:
+            found.used = now
         return found
+
+    def watched(self) -> list[tuple[str, Session]]:
+        """Sessions with open streams, each with the word of its cookie; those that are over are ended."""
+        self._expire(time.monotonic())
+        return [(word, session) for word, session in self._known.items() if session.streams]
 
     def end(self, word: str) -> None:
         """Ends a session, and the streams that are open under it."""
         if (found := self._known.pop(word, None)) is not None:
             found.ended = True
 
+    def _expire(self, now: float) -> None:
+        """Ends what is idle or old. An open stream is use."""
+        for word, session in list(self._known.items()):
+            if session.streams:
+                session.used = now
+            if now - session.used > IDLE or now - session.began > LONGEST:
+                self.end(word)
+
     def _clear(self, now: float) -> None:
-        for word in [word for word, found in self._known.items() if now - found.used > IDLE]:
-            self.end(word)
+        self._expire(now)
         while len(self._known) >= MOST:
             self.end(min(self._known, key=lambda word: self._known[word].used))

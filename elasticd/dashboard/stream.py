@@ -13,6 +13,10 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
+from elasticd.dashboard.session import Session
+
+#: Streams of one session, and streams that are left for operators, of all.
+MOST_OF_SESSION, FOR_OPERATORS = 8, 32
 #: Browsers at once, bytes that may wait for one of them, and bytes of events that are kept.
 MOST_BROWSERS, MOST_WAITING, MOST_KEPT = 256, 4 << 20, 8 << 20
 #: Milliseconds after which a browser connects again.
@@ -22,7 +26,8 @@ RETRY = 1000
 class Browser:
     """One stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Session) -> None:
+        self.session = session
         self.lines: deque[bytes] = deque()
         self.size = 0
         self.lags = False  # it has lost events
@@ -66,10 +71,27 @@ class Streams:
     def __len__(self) -> int:
         return len(self._browsers)
 
-    @property
-    def full(self) -> bool:
-        """Whether there are as many as may be."""
-        return len(self._browsers) >= MOST_BROWSERS
+    def refusal(self, session: Session) -> str:
+        """Why a session may not have one stream more, or nothing."""
+        if session.streams >= MOST_OF_SESSION:
+            return f"{session.streams} pages of this browser look at the dashboard already: close some of them"
+        kept = 0 if session.role == "operator" else FOR_OPERATORS
+        if len(self._browsers) >= MOST_BROWSERS - kept:
+            return "as many browsers look at this dashboard as may at once: close some pages"
+        return ""
+
+    def admit(self, session: Session) -> Browser:
+        """A stream's place, which is taken from now until it is left."""
+        browser = Browser(session)
+        self._browsers.add(browser)
+        session.streams += 1
+        return browser
+
+    def leave(self, browser: Browser) -> None:
+        """Harmless when called again."""
+        if browser in self._browsers:
+            self._browsers.discard(browser)
+            browser.session.streams -= 1
 
     def tell(self, event: str, value: msgspec.Struct) -> None:
         """An event for all browsers."""
@@ -92,23 +114,22 @@ class Streams:
             browser.woken.set()
 
     async def listen(
-        self, last: str, hello: Callable[[], msgspec.Struct], over: Callable[[], bool]
+        self, browser: Browser, last: str, hello: Callable[[], msgspec.Struct], over: Callable[[], bool]
     ) -> AsyncIterator[bytes]:
         """Events, until the browser goes, its session is `over`, or the dashboard ends.
 
         Args:
+            browser: as it was admitted; it is left at the end.
             last: the id of the last event that the browser has ("": none).
             hello: everything, as it is now.
             over: whether the session has ended; looked at with each event.
         """
-        browser = Browser()
         missed = self._after(last)
         if missed is None:
             browser.lag()
         else:
             for line in missed:
                 browser.put(line)
-        self._browsers.add(browser)
         try:
             yield b"retry: %d\n\n" % RETRY
             while not (self._closed or over()):
@@ -121,7 +142,7 @@ class Streams:
                     browser.woken.clear()
                     await browser.woken.wait()
         finally:
-            self._browsers.discard(browser)
+            self.leave(browser)
 
     def close(self) -> None:
         """Ends all streams."""

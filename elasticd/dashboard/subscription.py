@@ -103,7 +103,8 @@ class Subscription:
         if (api := self._api) is not None:
             with suppress(Exception):
                 api.close()
-        self._thread.join(10.0)
+        if self._thread.ident is not None:
+            self._thread.join(10.0)
         self._fetches.shutdown(cancel_futures=True)
         self._bounds.shutdown(cancel_futures=True)
         with self._lock:

@@ -663,7 +663,9 @@ class Act(Value, frozen=True, kw_only=True):
 
     name: str  # the path: POST /api/act/NAME
     words: str  # what it does, in a sentence
-    command: str  # the equal command line, with the fields in capitals, as "elasticd drain NODE"
+    #: the equal command line, with the fields in capitals, as "elasticd drain NODE"; where a field is empty,
+    #: the brackets around it and what is in them are left out
+    command: str
     fields: tuple[str, ...]  # of the body, as ("node",)
     allowed: bool
     why_not: str  # empty where it is allowed

@@ -142,7 +142,7 @@ def test_a_configuration_that_is_not_there_is_named(name: str, tmp_path: Path) -
 def test_other_commands_name_what_they_miss(name: str, tmp_path: Path) -> None:
     given, wanted = OTHERS[name]
     if name in ("coordinator", "dashboard"):  # a daemon: it writes to standard error itself, and returns
-        done = call(name, *given)
+        done = call(name, *(word.format(folder=tmp_path) for word in given))
         assert (done.exit_code, isinstance(done.exception, SystemExit)) == (1, True), done.output
         return
     assert wanted in called(tmp_path, name, given)

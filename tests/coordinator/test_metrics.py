@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import httpx2
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -160,6 +161,24 @@ def test_the_dashboard_asks_for_metrics_that_are_there_and_for_each_of_them() ->
     assert asked - samples_of == set(), "the dashboard asks for what is not there"
     shown = {name.removesuffix("_bucket") for name in asked}
     assert families - shown == set(), "a metric is not shown"
+
+
+@pytest.mark.parametrize(
+    ("phase", "reason", "failed"),
+    [
+        (JobPhase.RUNNING, "", 0),
+        (JobPhase.DONE, "", 0),
+        (JobPhase.STOPPED, "stopped by alice, after step 3; start the job again", 0),
+        (JobPhase.STOPPED, "the plan does not fit: 3 is too many", 1),
+    ],
+)
+def test_a_job_that_somebody_stopped_has_not_failed(phase: JobPhase, reason: str, failed: int) -> None:
+    job = msgspec.structs.replace(fresh("j", phase, 0.0), reason=reason)
+    state = CoordinatorState(epoch=1, jobs={"j": job})
+    found = samples(LeaderMetrics().text(state, Connections(), False, {}, 115.0).decode())
+    assert found["elasticd_job_failed", (("job", "j"),)] == failed
+    rules = DASHBOARD.with_name("alerts.yaml").read_text()
+    assert 'phase="stopped"' not in rules
 
 
 def test_alert_rules_ask_for_metrics_that_are_there_and_name_a_page() -> None:

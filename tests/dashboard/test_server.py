@@ -16,6 +16,7 @@ from elasticd.coordinator.daemon import Coordinator
 from elasticd.dashboard import stream
 from elasticd.dashboard.app import HEADERS, PAGES, Assets
 from elasticd.dashboard.daemon import Dashboard
+from elasticd.dashboard.session import Session
 from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.store.memory import MemoryServer, MemoryStore
 from tests.coordinator.agents import agent, config, coordinating, lead, until
@@ -139,7 +140,8 @@ def test_browsers_hear_each_event_once_and_go_on_after_the_last_id(tmp_path: Pat
 def test_a_browser_that_sleeps_gets_a_hello_and_costs_no_more_than_its_bound() -> None:
     async def body() -> None:
         streams = stream.Streams(7)
-        lines = streams.listen("", lambda: msgspec.structs.replace(PULSE), lambda: False)
+        me = Session(token=None, name="", role="viewer", began=0.0, used=0.0, checked=0.0)
+        lines = streams.listen(streams.admit(me), "", lambda: msgspec.structs.replace(PULSE), lambda: False)
         assert await anext(lines) == b"retry: 1000\n\n"
         assert b"event: hello" in await anext(lines)
         (browser,) = streams._browsers
@@ -383,6 +385,7 @@ def test_over_a_leaders_death_no_event_is_lost_or_doubled_and_history_stays(tmp_
             dashboard = Dashboard(configured(tmp_path))
             await dashboard.start()
             try:
+                await until(lambda: not dashboard.asks, SOON)
                 async with Page(dashboard.url) as page:
                     await page.until("/api/cluster", lambda view: view["leader"]["reachable"])
                     with streaming(dashboard.url) as browser:

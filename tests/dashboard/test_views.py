@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import time
 from typing import Any
 
@@ -314,6 +316,18 @@ def test_a_switch_says_whom_it_waits_for() -> None:
     assert len(view.ranks) == len(PLAN.members)
 
 
+def test_a_job_is_stopped_without_a_checkpoint_only_where_that_is_asked_for() -> None:
+    job = ActFields(job="j", confirm="j")
+    made = request("stop", job, "x")
+    assert (made.body["seconds"], made.command) == (600.0, "elasticd stop --wait 600 j")
+    for seconds in (0.0, -1.0):
+        with pytest.raises(Unusable, match="stop-now"):
+            request("stop", msgspec.structs.replace(job, seconds=seconds), "x")
+    made = request("stop-now", job, "x")
+    assert (made.body["seconds"], made.command) == (0.0, "elasticd stop --now j")
+    assert request("chaos-cut", ActFields(node="n", confirm="n"), "x").body["seconds"] == 0.0
+
+
 @pytest.mark.parametrize("name", ACTS)
 def test_each_act_has_its_command_line_and_refuses_what_it_lacks(name: str) -> None:
     act = ACTS[name]
@@ -332,7 +346,14 @@ def test_each_act_has_its_command_line_and_refuses_what_it_lacks(name: str) -> N
             request(name, ActFields(**given), "x")
         given["confirm"] = given[act.confirm]
     made = request(name, ActFields(**given), "x")
-    assert made.command.startswith("elasticd ")
+    # What the page shows, made from the words of the act and the same values, is what was asked for.
+    shown = re.sub(r"\[(.*?)\] ", lambda found: "" if "OTHER" in found[1] else f"{found[1]} ", act.command)
+    for field in act.fields:
+        if field in fields:
+            value = fields[field]
+            said = f"{value:g}" if isinstance(value, float) else str(value)
+            shown = re.sub(rf"\b{field.upper()}\b", shlex.quote(said), shown)
+    assert made.command == shown
     assert " ".join(made.command.split()[:2]) == " ".join(act.command.split()[:2])
     assert " " not in made.path
     if act.fields:

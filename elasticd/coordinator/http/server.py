@@ -1,7 +1,7 @@
-"""The port and its server: where it listens, and what uvicorn does not offer: how many connect, how long one
-may be silent, whose certificate it showed.
+"""The port and its server: where it listens, and what uvicorn does not offer: whose certificate a connection
+showed, and pings that hold nobody's silence against him while it is this side that does not listen.
 
-The one file that knows uvicorn's protocol classes; its test fails where a release changes them.
+The one file that knows uvicorn's WebSocket protocol class; its test fails where a release changes it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from uvicorn.protocols.websockets.auto import AutoWebSocketsProtocol
 
 from elasticd.config.security import SecuritySection
 from elasticd.coordinator.election import CannotLead
 from elasticd.coordinator.http.middleware import PEER
+from elasticd.system.http_connections import limited_http
 from elasticd.system.network_addresses import outward
 
-_HttpBase: Any = AutoHTTPProtocol
 _WebSocketBase: Any = AutoWebSocketsProtocol
 
 #: Seconds in which whoever connects must have asked for something.
@@ -92,7 +91,7 @@ def configured(
     silent_seconds: float = SILENT_SECONDS,
 ) -> uvicorn.Config:
     """The server's configuration, by [security]'s limits; `refused` counts by a word."""
-    http: Any = _http(section.connections, refused, silent_seconds)
+    http: Any = limited_http(section.connections, refused, silent_seconds=silent_seconds, around=_with_peer)
     websocket: Any = _websocket()
     return uvicorn.Config(
         application,
@@ -111,56 +110,6 @@ def configured(
         timeout_graceful_shutdown=2,
         ssl_context_factory=(lambda config, default: context) if context is not None else None,
     )
-
-
-def _http(most: int, refused: Callable[[str], None], silent_seconds: float) -> type[asyncio.Protocol]:
-    class Http(_HttpBase):  # type: ignore[misc]
-        """Limits connections, and drops one that asks for nothing."""
-
-        _silent: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > most:
-                refused("crowded")
-                transport.abort()
-                return
-            self.app: ASGIApp = self._asked(_with_peer(self.app, transport))
-            self._expect()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._expect_no_more()
-            super().connection_lost(exc)
-
-        def handle_websocket_upgrade(self, *event: Any) -> None:
-            self._expect_no_more()
-            super().handle_websocket_upgrade(*event)
-
-        def on_response_complete(self) -> None:
-            self._expect()
-            super().on_response_complete()
-
-        def _asked(self, app: ASGIApp) -> ASGIApp:
-            async def asked(scope: Scope, receive: Receive, send: Send) -> None:
-                self._expect_no_more()
-                await app(scope, receive, send)
-
-            return asked
-
-        def _expect(self) -> None:
-            self._expect_no_more()
-            self._silent = self.loop.call_later(silent_seconds, self._drop)
-
-        def _expect_no_more(self) -> None:
-            if self._silent is not None:
-                self._silent.cancel()
-                self._silent = None
-
-        def _drop(self) -> None:
-            refused("silent")
-            self.transport.abort()
-
-    return Http
 
 
 def _websocket() -> type[asyncio.Protocol]:

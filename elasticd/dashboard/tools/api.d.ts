@@ -560,15 +560,13 @@ export interface LiveStep {
 export interface LivePlan {
   row: JobRow;
   over: boolean;
-  gone: boolean;
 }
 
-/** Who leads, whether all is reached, and which links are slow. */
+/** Who leads, and whether all is reached. */
 export interface LiveLeader {
   leader: LeaderView;
   etcd: EtcdView;
   paused: boolean;
-  links: LinkRow[];
   heard: number;
   now: number;
 }

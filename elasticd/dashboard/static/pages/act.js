@@ -29,7 +29,7 @@ const MOST = 300;
 /** Fields that hold numbers, and those that may be left empty. */
 const NUMBERS = ["factor", "seconds"];
 const OPTIONAL = ["value", "seconds", "factor", "other"];
-/** What stands in a field at first, by act and field: the command line's defaults.
+/** What stands in a field at first, and holds where it is emptied, by act and field: the command line's defaults.
  * @type {Record<string, string>} */
 const FIRST = { "stop seconds": "600", "chaos-slow factor": "3" };
 
@@ -210,12 +210,24 @@ class ActForm extends Part {
     return OPTIONAL.includes(field) || choices.length > MOST ? "" : (choices[0] ?? "");
   }
 
+  /** What holds of a field: it is in the command line that is shown, and in what is sent.
+   * @param {string} field */
+  given(field) {
+    const act = /** @type {Act} */ (this.act);
+    return this.value(field).trim() || FIRST[`${act.name} ${field}`] || "";
+  }
+
   /** The command line as it is with these fields. */
   command() {
     const act = /** @type {Act} */ (this.act);
-    let line = act.command;
+    const unset = act.name === "config" && this.given("value") === "";
+    let line = unset ? "elasticd config unset KEY" : act.command;
+    line = line.replace(/\[([^\]]*)\] /g, (_, part) => {
+      const field = act.fields.find((each) => part.endsWith(each.toUpperCase()));
+      return field && this.given(field) ? `${part} ` : "";
+    });
     for (const field of act.fields) {
-      const value = this.value(field);
+      const value = this.given(field);
       if (value) line = line.replace(new RegExp(`\\b${field.toUpperCase()}\\b`), () => quoted(value));
     }
     return line;
@@ -226,7 +238,7 @@ class ActForm extends Part {
     /** @type {Record<string, unknown>} */
     const body = {};
     for (const field of act.fields) {
-      const text = this.value(field).trim();
+      const text = this.given(field);
       if (field === "value") body.value = text === "" ? null : typed(field, text);
       else if (text !== "") body[field] = typed(field, text);
     }
@@ -330,7 +342,7 @@ class ActForm extends Part {
       >${field}<input
         autocomplete="off"
         spellcheck="false"
-        placeholder=${field === "value" ? "empty: as in the file" : optional ? "may be empty" : ""}
+        placeholder=${field === "value" ? "empty: as in the file" : (FIRST[`${act.name} ${field}`] ?? (optional ? "may be empty" : ""))}
         inputmode=${NUMBERS.includes(field) ? "decimal" : "text"}
         ?disabled=${!act.allowed}
         .value=${live(this.value(field))}

@@ -4,6 +4,10 @@
 import { html, nothing } from "../vendor/lit.js";
 import { Part } from "../element.js";
 import { Refused, asked } from "../source.js";
+/** @import { Viewer } from "../../tools/api.d.ts" */
+
+/** Milliseconds between two looks at whether signing in is needed still. */
+const LOOK = 3000;
 
 class LoginPage extends Part {
   static properties = { error: { state: true }, running: { state: true } };
@@ -12,6 +16,28 @@ class LoginPage extends Part {
     super();
     this.error = "";
     this.running = false;
+    this.timer = 0;
+  }
+
+  connectedCallback() {
+    super.connectedCallback();
+    // Before a leader was heard everybody has to sign in; it may say then that nobody has to.
+    this.timer = window.setInterval(() => this.look(), LOOK);
+  }
+
+  disconnectedCallback() {
+    super.disconnectedCallback();
+    window.clearInterval(this.timer);
+  }
+
+  async look() {
+    try {
+      const viewer = /** @type {Viewer} */ (await asked("GET", "/api/viewer"));
+      if (viewer.signed_in && this.isConnected && !this.running)
+        this.dispatchEvent(new CustomEvent("signed-in", { detail: viewer, bubbles: true }));
+    } catch {
+      // The banner says that the dashboard does not answer.
+    }
   }
 
   /** @param {SubmitEvent} event */

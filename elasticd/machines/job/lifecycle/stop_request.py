@@ -21,6 +21,14 @@ from elasticd.machines.job.state.job_state import JobState, NodeState
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.coordinator import End, is_first
 
+#: How the reason of a job begins that was stopped because somebody asked for it.
+BY_REQUEST = "stopped by "
+
+
+def on_request(reason: str) -> bool:
+    """Whether a job that ended for this reason did so because somebody asked for it."""
+    return reason.startswith(BY_REQUEST)
+
 
 def asked(turn: Turn, event: StopAsked) -> None:
     """From now on; a second wish may shorten the time, or lengthen it."""
@@ -32,7 +40,7 @@ def asked(turn: Turn, event: StopAsked) -> None:
     if deaf := unheard(job, turn.nodes, event.seconds):
         text = f"{text}; {words(deaf)}"
     turn.note("stopping", text, by=event.by, seconds=event.seconds, unheard=sorted(deaf))
-    turn.set(stopping=f"stopped by {event.by}", stop_at=turn.now + event.seconds)
+    turn.set(stopping=f"{BY_REQUEST}{event.by}", stop_at=turn.now + event.seconds)
     for name in turn.nodes:
         if turn.here(name):
             remind(turn, name)
@@ -40,7 +48,7 @@ def asked(turn: Turn, event: StopAsked) -> None:
 
 def at_once(turn: Turn, event: StopAsked) -> None:
     """Nothing trains that could be saved: the job ends now."""
-    stop(turn, f"stopped by {event.by}, after step {turn.job.progress.step}")
+    stop(turn, f"{BY_REQUEST}{event.by}, after step {turn.job.progress.step}")
 
 
 def remind(turn: Turn, node: str) -> None:
