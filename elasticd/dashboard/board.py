@@ -35,7 +35,7 @@ from elasticd.dashboard.subscription import Told
 from elasticd.dashboard.switch_page import KINDS, switch_view
 
 #: Seconds between two looks at what is to be told; between two steps of a job, tables and pulses.
-LOOK, SECOND = 0.25, 1.0
+TURN, SECOND = 0.25, 1.0
 #: Switches of a job that are remembered as they went.
 MOST_SWITCHES = 4
 
@@ -153,7 +153,7 @@ class Board:
     async def looks(self) -> None:
         """Tells browsers what changed, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(TURN)
             self.look(time.time())
 
     def look(self, now: float) -> None:

@@ -33,7 +33,7 @@ CANNOT_CHECK = (
     "that only the cluster's users reach insecure = true in [security], and restart the dashboard"
 )
 #: Seconds between two looks at the sessions of open streams.
-LOOK = 5.0
+TURN = 5.0
 
 
 class Failure(Exception):
@@ -109,7 +109,7 @@ class ViewerRequests:
         """Checks the sessions of open streams, which ask for nothing else, until cancelled."""
         sessions = self._served.sessions
         while True:
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(TURN)
             with suppress(Failure):  # nobody can be asked now: the next ones would wait for an answer too
                 for word, session in sessions.watched():
                     await self._recheck(word, session)

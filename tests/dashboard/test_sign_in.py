@@ -167,7 +167,7 @@ def test_a_token_that_is_withdrawn_loses_its_open_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(viewer_requests, "RECHECK", 0.2)
-    monkeypatch.setattr(viewer_requests, "LOOK", 0.1)
+    monkeypatch.setattr(viewer_requests, "TURN", 0.1)
 
     async def body() -> None:
         section = tokens(tmp_path)

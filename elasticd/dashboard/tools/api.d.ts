@@ -560,13 +560,15 @@ export interface LiveStep {
 export interface LivePlan {
   row: JobRow;
   over: boolean;
+  gone: boolean;
 }
 
-/** Who leads, and whether all is reached. */
+/** Who leads, whether all is reached, and which links are slow. */
 export interface LiveLeader {
   leader: LeaderView;
   etcd: EtcdView;
   paused: boolean;
+  links: LinkRow[];
   heard: number;
   now: number;
 }
