@@ -26,7 +26,8 @@ def sources(version: str, folder: Path) -> None:
         ["git", "archive", kept.commit(version)], cwd=ROOT, check=True, capture_output=True
     ).stdout
     with tarfile.open(fileobj=BytesIO(packed)) as archive:
-        archive.extractall(folder, filter="data")
+        # Python before 3.11.4 has no filters; the archive is git's own.
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # type: ignore[arg-type]
 
 
 def build(version: str) -> Path:

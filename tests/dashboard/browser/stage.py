@@ -171,8 +171,9 @@ class Stage:
 
         def serves() -> str | None:
             assert self._dashboard.poll() is None, self.said("dashboard")
-            found = re.search(r"http://127\.0\.0\.1:\d+", self.said("dashboard"))
-            return found[0] if found else None
+            text = r"^dashboard of \S+ at (http://127\.0\.0\.1:\d+)"
+            found = re.search(text, self.said("dashboard"), re.MULTILINE)
+            return found[1] if found else None
 
         self.url = until(serves, lambda: self.said("dashboard"), seconds=PATIENCE)
 
