@@ -20,7 +20,7 @@ import math
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ from elasticd.coordinator.api_types import ApiError, LeaderStatus, Settings
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.job_times import JobTime
 from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.line_queue import LineQueue
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.state.job_state import OVER, JobState, NodeState
@@ -110,42 +111,18 @@ class _Told:
     settings: Settings | None = None
 
 
-class _Listener:
-    """One connection: lines that wait for it. `lags`: it gets a hello instead of them. measured: whether it
-    wants what devices measure, which is most of all that is told."""
+class _Listener(LineQueue):
+    """One connection. Where it lags it gets a hello. measured: whether it wants what devices measure, which is
+    most of all that is told."""
 
     def __init__(self, *, measured: bool = True) -> None:
+        super().__init__(MOST_WAITING)
         self._measured = measured
-        self.lines: deque[bytes] = deque()
-        self.size = 0
-        self.lags = self.closed = False
-        self.woken = asyncio.Event()
+        self.closed = False
 
-    def put(self, lines: list[bytes]) -> None:
-        """Has lines wait; drops all of them where they are too many."""
-        if self.lags:
-            return
-        if not self._measured:
-            lines = [line for line in lines if not line.startswith(_MEASURED)]
-        self.lines.extend(lines)
-        self.size += sum(map(len, lines))
-        if self.size > MOST_WAITING:
-            self.lag()
-        self.woken.set()
-
-    def lag(self) -> None:
-        """It has to begin anew."""
-        self.lines.clear()
-        self.size, self.lags = 0, True
-        self.woken.set()
-
-    def take(self) -> bytes:
-        """All that waits, as one piece."""
-        found = b"".join(self.lines)
-        self.lines.clear()
-        self.size = 0
-        self.woken.clear()
-        return found
+    def put(self, lines: Collection[bytes]) -> None:
+        """Has lines wait, those that it wants."""
+        super().put(lines if self._measured else [line for line in lines if not line.startswith(_MEASURED)])
 
 
 class LiveFeed:

@@ -7,13 +7,13 @@ counted.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
 from elasticd.dashboard.session import Session
+from elasticd.line_queue import LineQueue
 
 #: Streams of one session, and streams that are left for operators, of all.
 MOST_OF_SESSION, FOR_OPERATORS = 8, 32
@@ -23,39 +23,13 @@ MOST_BROWSERS, MOST_WAITING, MOST_KEPT = 256, 4 << 20, 8 << 20
 RETRY = 1000
 
 
-class Browser:
+class Browser(LineQueue):
     """One stream."""
 
     def __init__(self, session: Session) -> None:
+        super().__init__(MOST_WAITING)
         self.session = session
-        self.lines: deque[bytes] = deque()
-        self.size = 0
-        self.lags = False  # it has lost events
         self.anew = False  # it gets a hello once it has what waits
-        self.woken = asyncio.Event()
-
-    def put(self, line: bytes) -> None:
-        """Has an event wait; drops all of them where they are too many."""
-        if not self.lags:
-            self.lines.append(line)
-            self.size += len(line)
-            if self.size > MOST_WAITING:
-                self.lag()
-        self.woken.set()
-
-    def lag(self) -> None:
-        """It has to begin anew."""
-        self.lines.clear()
-        self.size, self.lags = 0, True
-        self.woken.set()
-
-    def take(self) -> bytes:
-        """All that waits, as one piece."""
-        found = b"".join(self.lines)
-        self.lines.clear()
-        self.size = 0
-        self.woken.clear()
-        return found
 
 
 class Streams:
@@ -102,7 +76,7 @@ class Streams:
         while self._kept_size > MOST_KEPT:
             self._kept_size -= len(self._kept.popleft()[1])
         for browser in self._browsers:
-            browser.put(line)
+            browser.put([line])
 
     def begin_anew(self) -> None:
         """All browsers get a hello, after what waits for them: nothing that was kept leads there."""
@@ -128,8 +102,7 @@ class Streams:
         if missed is None:
             browser.lag()
         else:
-            for line in missed:
-                browser.put(line)
+            browser.put(missed)
         try:
             yield b"retry: %d\n\n" % RETRY
             while not (self._closed or over()):
