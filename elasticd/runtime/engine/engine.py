@@ -295,6 +295,8 @@ class Engine:
         if self.lent is None:
             self.lent = SetAside(self.state(), self.accelerator)
         self.lent.lend(kept)
+        size = self.lent.bytes / (1 << 20)
+        log.info("%s: %.0f MiB of plan %d wait in host memory", self.device, size, self.plan.number)
         return self.lent.state
 
     def back(self) -> None:
