@@ -117,13 +117,13 @@ class Survival(NamedTuple):
     standing: float
 
 
-def survived(moment: str, how: str) -> Survival:
-    """One drill, with all that it must keep."""
+def survived(moment: str, how: str, kind: str = "vgpu") -> Survival:
+    """One drill, with all that it must keep, on this kind of device."""
     what, count, zero = (MOMENTS | CUT_MOMENTS)[moment]
     cut = moment in CUT_MOMENTS
     made = lanes(zero) if cut else plans(zero)
     with Cluster({"a": 2, "b": 2}, plans=made, settings=SETTINGS) as cluster:
-        start(cluster, (what, count, HOW[how]), CUTS if cut else {})
+        start(cluster, (what, count, HOW[how]), CUTS if cut else {}, kind)
         until(lambda: len(cluster.events("recorded")) == 2, lambda: told(cluster))
         (fenced, *_), recorded = cluster.events("fenced"), cluster.events("recorded")
         assert fenced["data"]["gone"] == [LOST]
@@ -158,8 +158,13 @@ def test_a_death_in_a_move_costs_one_device(nth: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("zero", [0, 2])
 def test_a_switch_under_the_rules_is_exact(zero: int) -> None:
+    switched(zero)
+
+
+def switched(zero: int, kind: str = "vgpu") -> None:
+    """A job whose plan changes, on this kind of device."""
     with Cluster({"a": 2, "b": 2}, plans=plans(zero), settings=SETTINGS) as cluster:
-        cluster.run(Path(train.__file__), **options())
+        cluster.run(Path(train.__file__), **options(kind=kind))
         cluster.runs(1, steps=5)
         cluster.pace("b/1", SLOW)
         cluster.runs(2, steps=3)
@@ -169,13 +174,15 @@ def test_a_switch_under_the_rules_is_exact(zero: int) -> None:
         check_exactness(cluster, steps, plans=2)
 
 
-def options(job: Mapping[str, Any] = {}, **more: Any) -> dict[str, Any]:
+def options(job: Mapping[str, Any] = {}, *, kind: str = "vgpu", **more: Any) -> dict[str, Any]:
+    if kind == "cuda":
+        return {"gpu": "nccl", "job": {"parallelism": {"device": "cuda:0"}, **job}, **more}
     vgpu.needed()
     return {"vgpu": "strict", "job": {"parallelism": {"device": "vgpu"}, **job}, **more}
 
 
-def start(cluster: Cluster, drill: tuple[str, int, int], more: Mapping[str, Any]) -> None:
-    cluster.run(Path(train.__file__), **options(**more), **{LOST: {"drill": drill}})
+def start(cluster: Cluster, drill: tuple[str, int, int], more: Mapping[str, Any], kind: str = "vgpu") -> None:
+    cluster.run(Path(train.__file__), **options(**more, kind=kind), **{LOST: {"drill": drill}})
 
 
 def told(cluster: Cluster) -> str:

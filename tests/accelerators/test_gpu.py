@@ -26,10 +26,10 @@ from elasticd.runtime.comm.groups import Cancelled, PeerLost, PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
 from elasticd.runtime.comm.nccl import NcclLibrary, nccl_communicators
 from elasticd.runtime.engine.engine import DRAIN, Engine, first_state
-from tests.accelerators import vgpu
+from tests.accelerators import shared_gpu, test_drills, test_training, vgpu
 from tests.accelerators.strict_process_group import StrictGroups, connected
 from tests.accelerators.test_training import PLANS
-from tests.runtime import gang, test_parity
+from tests.runtime import gang, test_cut_sequences, test_parity
 from tests.runtime.test_parity import SEED, make_recipe, plan_of, stage, unpaced
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -45,19 +45,19 @@ KINDS = [
 #: A TP group, two stages and a pipeline beside them: every use of a communicator.
 LAYOUTS = ("pipelines of 2 and 3 stages, zero 2", "tp3+tp1 beside tp2")
 TWO = ("a/0", "a/1")
+#: Drills of whole jobs whose tensors go over NCCL.
+OVER_NCCL = [
+    (moment, how) for moment in (*test_drills.MOMENTS, *test_drills.CUT_MOMENTS) for how in test_drills.HOW
+]
 
 
 def of_kind(kind: str, rank: int) -> Accelerator:
-    """The device of one process, made its current one. Where there are fewer GPUs than ranks, NCCL is told that
-    each is on a machine of its own: it refuses two ranks on one GPU otherwise."""
+    """The device of one process, made its current one."""
     if kind == "vgpu":
         vgpu.load()
         made = Accelerator(f"vgpu:{rank}")
     else:
-        count = torch.cuda.device_count()
-        os.environ |= {"NCCL_HOSTID": f"rank-{rank}", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
-        made = Accelerator(f"cuda:{rank % count}")
-        nccl.settle_environment()
+        made = shared_gpu.used(rank)
     made.use()
     return made
 
@@ -137,6 +137,34 @@ def test_a_layout_trains_over_nccl_as_in_one_process(name: str) -> None:
     """On vgpu `test_training` has it."""
     plan = PLANS[name]
     test_parity.check(plan, gang.run(__file__, "over_nccl", plan.members, "cuda", plan))
+
+
+def cut_over_nccl(device: str, store: Any, plan: Plan, made_by: str) -> dict[str, Any]:
+    """One member of a plan whose sequences are cut."""
+    accelerator = of_kind("cuda", plan.rank(device))
+    return test_training.trained_on_cuts(device, store, plan, made_by, accelerator, nccl_communicators)
+
+
+@pytest.mark.nccl
+@pytest.mark.skipif(not (torch.cuda.is_available() and nccl.available()), reason="needs a GPU and NCCL")
+@pytest.mark.parametrize(("name", "made_by"), [test_training.CUT[0], test_training.CUT[2]])
+def test_cut_sequences_train_over_nccl_as_in_one_process(name: str, made_by: str) -> None:
+    plan = test_cut_sequences.PLANS[name]
+    test_training.check_cuts(plan, made_by, gang.run(__file__, "cut_over_nccl", plan.members, plan, made_by))
+
+
+@pytest.mark.nccl
+@pytest.mark.skipif(not (torch.cuda.is_available() and nccl.available()), reason="needs a GPU and NCCL")
+@pytest.mark.parametrize(("moment", "how"), OVER_NCCL)
+def test_survivors_of_a_step_over_nccl_go_on_exactly(moment: str, how: str) -> None:
+    test_drills.survived(moment, how, "cuda")
+
+
+@pytest.mark.nccl
+@pytest.mark.skipif(not (torch.cuda.is_available() and nccl.available()), reason="needs a GPU and NCCL")
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_switch_over_nccl_is_exact(zero: int) -> None:
+    test_drills.switched(zero, "cuda")
 
 
 def pair(kind: str, device: str, store: Any, name: str) -> tuple[PlanGroups, DeviceCommunicators, Accelerator]:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import elasticd
 from elasticd.runtime.accelerator import Accelerator
+from elasticd.runtime.comm.communicators import Connect
 from elasticd.runtime.comm.groups import Cancelled, PeerLost, PlanGroups
 from elasticd.runtime.comm.in_memory import unpaced
 from elasticd.runtime.engine.engine import Engine, first_state
@@ -134,9 +135,18 @@ def cutting_worker(device: str, store: Any, plan: Plan, made_by: str) -> dict[st
     vgpu.load()
     accelerator = Accelerator(f"vgpu:{plan.rank(device)}")
     accelerator.use()
-    groups = PlanGroups("plan/1", device, "127.0.0.1", store)
     made: list[StrictGroups] = []
-    recipe = getattr(test_cut_sequences, made_by)(accelerator=accelerator, connect=connected(made))
+    found = trained_on_cuts(device, store, plan, made_by, accelerator, connected(made))
+    log = made[0].log.entries
+    return found | {"communicators": made[0].made, "noted": vgpu.settled_errors(), "log": log}
+
+
+def trained_on_cuts(
+    device: str, store: Any, plan: Plan, made_by: str, accelerator: Accelerator, connect: Connect
+) -> dict[str, Any]:
+    """What a member of the plan finds on its device."""
+    groups = PlanGroups("plan/1", device, "127.0.0.1", store)
+    recipe = getattr(test_cut_sequences, made_by)(accelerator=accelerator, connect=connect)
     layouts = Layouts(recipe.model.spec, plan)
     engine = Engine(recipe, layouts, groups, unpaced)
     engine.adopt(first_state(recipe.model, layouts, device, test_parity.SEED, accelerator=accelerator))
@@ -150,9 +160,6 @@ def cutting_worker(device: str, store: Any, plan: Plan, made_by: str) -> dict[st
             name: (box.start, box.stop, parameter.detach().cpu().numpy())
             for name, (box, parameter) in engine.local.parameters.items()
         },
-        "communicators": made[0].made,
-        "noted": vgpu.settled_errors(),
-        "log": made[0].log.entries,
     }
 
 
@@ -160,15 +167,12 @@ def cutting_worker(device: str, store: Any, plan: Plan, made_by: str) -> dict[st
 @pytest.mark.parametrize(("name", "made_by"), sizes.beside(CUT[:1], CUT))
 def test_cut_sequences_on_the_device_train_like_one_process_on_the_cpu(name: str, made_by: str) -> None:
     vgpu.needed()
-    plan, make = test_cut_sequences.PLANS[name], getattr(test_cut_sequences, made_by)
+    plan = test_cut_sequences.PLANS[name]
     results = gang.run(__file__, "cutting_worker", plan.members, plan, made_by)
-    if made_by == "cutting":
-        test_packed.check(plan, results)
-    else:
-        assert test_cut_sequences.apart_from_one_device(make, results) < 1e-10
+    check_cuts(plan, made_by, results)
     assert not any(result["noted"] for result in results.values())
     assert deadlock({device: result["log"] for device, result in results.items()}) is None
-    recipe = make()
+    recipe = getattr(test_cut_sequences, made_by)()
     layouts = Layouts(recipe.model.spec, plan)
     predicted = [
         launches(layouts, recipe.feed.dealing(plan, step)(), recipe.schedule)
@@ -180,6 +184,15 @@ def test_cut_sequences_on_the_device_train_like_one_process_on_the_cpu(name: str
         expected = _told([entry for step in predicted for entry in step[device]])
         assert _told(result["log"]) == expected, device
         assert any(each.startswith("context") for each in expected)
+
+
+def check_cuts(plan: Plan, made_by: str, results: dict[str, dict[str, Any]]) -> None:
+    """Members' results are those of one process on the CPU."""
+    if made_by == "cutting":
+        test_packed.check(plan, results)
+    else:
+        make = getattr(test_cut_sequences, made_by)
+        assert test_cut_sequences.apart_from_one_device(make, results) < 1e-10
 
 
 #: Cases of an exchange of keys.

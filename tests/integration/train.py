@@ -28,7 +28,7 @@ from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine import compiled_blocks
 from elasticd.runtime.switch import move as moves
 from elasticd.runtime.switch.switcher import Switcher
-from tests.accelerators import strict_process_group, vgpu
+from tests.accelerators import shared_gpu, strict_process_group, vgpu
 
 CONFIG = DecoderConfig(vocabulary=40, width=32, layers=3, heads=8, kv_heads=2, hidden=44, dtype=torch.float64)
 #: Samples of a step and of a micro-batch.
@@ -216,6 +216,9 @@ def main() -> None:
         vgpu.load()
         if options["vgpu"] == "strict":
             strict_process_group.take_place(options.get("drill"))
+    if options.get("gpu") == "nccl":
+        where = f"{os.environ['ELASTICD_SOCKET']} {os.environ['LOCAL_RANK']}"
+        shared_gpu.take_place(where, options.get("drill"))
     out = Path(options["out"])
     body = options["fail"] if options.get("fail", ("", 0, ""))[0] == "body" else None
     if "die_at" in options:
