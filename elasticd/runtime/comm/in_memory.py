@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from elasticd.runtime.comm.groups import Cancelled, Group, PeerLost, PlanGroups
+from elasticd.runtime.comm.groups import Cancelled, DataPlane, Group, PeerLost, PlanGroups
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
 
 T = TypeVar("T")
@@ -188,6 +188,9 @@ class MemoryPlanGroups(PlanGroups):
     def group(self, members: Sequence[str], label: str) -> MemoryGroup:
         """The group of these members. Nobody is waited for: threads find each other by their messages."""
         return MemoryGroup(self, tuple(members), self.me, label)
+
+    def ends_with(self, plane: DataPlane) -> None:
+        """Nothing ends these groups, and so nothing ends with them."""
 
     def number(self, members: Members) -> int:
         """The number of the next collective among these members, the same on all of them."""
