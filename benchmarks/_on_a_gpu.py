@@ -10,16 +10,18 @@ that clocks and temperature are the same for both. A turn ends when the device h
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
-from _trained import SEED, Text, described, filled, plan_of, sampler, stage
+from _trained import SEED, Text, described, plan_of, sampler, stage, untied
 from elasticd_planner.layout.layouts import Layouts
 
 from elasticd.models import DecoderConfig, next_token_loss
@@ -54,6 +56,20 @@ class Size:
     turns: int = 20
 
 
+@cache
+def _pool() -> torch.Tensor:
+    return torch.randn(1 << 22, generator=torch.Generator().manual_seed(SEED))
+
+
+def quick(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """First values of the usual size, soon made: normal ones, again and again."""
+    if len(shape) == 1:
+        return torch.ones(shape)
+    count = math.prod(shape)
+    values = _pool().repeat(-(-count // len(_pool())))[:count].reshape(shape)
+    return values * (0.02 if name.startswith("embed.") else 1 / math.sqrt(shape[1]))
+
+
 class Ours:
     """One device of a plan."""
 
@@ -61,7 +77,7 @@ class Ours:
         data = Text.of(size.config.vocabulary, size.tokens)
         plan = plan_of((size.micro_batches, [stage(0, size.config.layers, a0=1)]), micro_batch=1)
         recipe = Recipe(
-            model=described(size.config),
+            model=described(size.config, quick),
             loss=next_token_loss,
             optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4, fused=not accelerator.immediate),
             dataset=data,
@@ -88,7 +104,11 @@ class Plain:
         self._data = Text.of(size.config.vocabulary, size.tokens)
         plan = plan_of((size.micro_batches, [stage(0, size.config.layers, a0=1)]), micro_batch=1)
         self._sampler, self._next, self._device = sampler(plan, self._data), 0, accelerator.device
-        self.model = filled(size.config).to(accelerator.device)
+        with torch.device(accelerator.device):
+            self.model = untied(size.config)
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(quick(name, tuple(parameter.shape), torch.default_generator))
         if compiled:
             for block in self.model.blocks:
                 block.compile()
@@ -204,7 +224,7 @@ def to_host(accelerator: Accelerator, size: int) -> float:
     return statistics.median(theirs / mine for theirs, mine in pairs)
 
 
-def beside_others(size: Size, accelerator: Accelerator) -> dict[str, Any]:
+def beside_others(size: Size, accelerator: Accelerator) -> Iterator[tuple[str, Any]]:
     """A step beside plain torch's, beside one without telemetry, and beside one with a snapshot."""
     ours, plain, quiet = Ours(size, accelerator), Plain(size, accelerator), Ours(size, accelerator)
 
@@ -212,26 +232,25 @@ def beside_others(size: Size, accelerator: Accelerator) -> dict[str, Any]:
         with silent():
             quiet.step()
 
-    return {
-        "plain": ratio(*in_turns(accelerator, size, ours.step, plain.step)),
-        "telemetry": ratio(*in_turns(accelerator, size, ours.step, unmeasured)),
-        "snapshot": ratio(*in_turns(accelerator, size, snapshots(quiet, accelerator), ours.step)),
-        "vote": dry(ours, accelerator),
-    }
+    mine, theirs = in_turns(accelerator, size, ours.step, plain.step)
+    yield "step", statistics.median(mine)
+    yield "plain", ratio(mine, theirs)
+    yield "telemetry", ratio(*in_turns(accelerator, size, ours.step, unmeasured))
+    yield "snapshot", ratio(*in_turns(accelerator, size, snapshots(quiet, accelerator), ours.step))
+    yield "vote", dry(ours, accelerator)
 
 
-def measured(device: str) -> dict[str, Any]:
-    """All figures, by their names in `accelerators`."""
+def measured(device: str) -> Iterator[tuple[str, Any]]:
+    """All figures, by their names in `accelerators`, as they come."""
     accelerator = Accelerator(device)
     accelerator.use()
     tiny = accelerator.immediate
     small = Size(TINY, 16, 2, steps=1, turns=4) if tiny else Size(SMALL, 1024, 4)
     large = Size(TINY, 16, 1, steps=1, turns=2) if tiny else Size(LARGE, 4096, 2, steps=2, turns=8)
-    found: dict[str, Any] = {"device": accelerator.text, "torch": torch.__version__}
-    found |= beside_others(small, accelerator)
-    pair = Ours(small, accelerator, compiled=True), Plain(small, accelerator, compiled=True)
-    found["compiled"] = ratio(*in_turns(accelerator, small, *(side.step for side in pair)))
-    del pair
+    yield "device", accelerator.text
+    yield "torch", torch.__version__
+    yield "to_host", to_host(accelerator, (1 << 24) if tiny else (1 << 30))
+    yield from beside_others(small, accelerator)
     big = Ours(large, accelerator)
     (seconds,) = in_turns(accelerator, large, big.step)
     count = sum(parameter.numel() for _, parameter in big.engine.local.parameters.values())
@@ -239,11 +258,18 @@ def measured(device: str) -> dict[str, Any]:
     attention = 6 * config.layers * config.width * large.tokens  # causal: half of all pairs
     reached = (6 * count + attention) * tokens / statistics.median(seconds)
     peak = next((value for name, value in PEAKS.items() if name in accelerator.name), None)
-    found |= {"parameters": count, "flops": reached, "mfu": reached / peak if peak else None}
+    yield "parameters", count
+    yield "flops", reached
+    yield "mfu", reached / peak if peak else None
     del big
-    found["to_host"] = to_host(accelerator, (1 << 24) if tiny else (1 << 30))
-    return found
+    pair = Ours(small, accelerator, compiled=True), Plain(small, accelerator, compiled=True)
+    yield "compiled", ratio(*in_turns(accelerator, small, *(side.step for side in pair)))
 
 
 if __name__ == "__main__":
-    print(json.dumps(measured(sys.argv[1] if len(sys.argv) > 1 else "cuda:0")))
+    found: dict[str, Any] = {}
+    began = time.perf_counter()
+    for name, value in measured(sys.argv[1] if len(sys.argv) > 1 else "cuda:0"):
+        found[name] = value
+        print(f"{time.perf_counter() - began:6.1f} s: {name} {value}", file=sys.stderr, flush=True)
+    print(json.dumps(found))

@@ -25,7 +25,7 @@ from elasticd.runtime.data.step_samples import Feed
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.pipeline_stage import Pace
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.model import Init, Model
 from tests.file_key_value import FileKeyValue
 
 SEED = 1
@@ -57,18 +57,17 @@ def untied(config: DecoderConfig) -> Decoder:
     return decoder
 
 
-def described(config: DecoderConfig) -> Model:
+def described(config: DecoderConfig, init: Init = initial) -> Model:
     """The decoder as elasticd trains it, without the tie."""
     with torch.device("meta"):
-        decoder = untied(config)
-    tied = Decoder(config).describe()
+        decoder, tied = untied(config), Decoder(config).describe()
     return Model(
         name="bench",
         embed=decoder.embed,
         blocks=list(decoder.blocks),
         head=decoder.head,
         width=config.width,
-        init=initial,
+        init=init,
         rules=tied.rules,
         units=tied.units,
     )

@@ -1,5 +1,8 @@
 """A process group that is called as torch's ProcessGroupNCCL is, and has NCCL's rules: by strict communicators.
 
+As NCCL does, it connects two members for messages when they first launch one, and all members for sums of about
+a size when they first launch such a sum: the host of each waits in that launch until the others are in theirs.
+
 The product's own code for NCCL (`elasticd.runtime.comm.nccl`) runs on it, on a device that is not a GPU.
 """
 
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -99,6 +103,8 @@ class StrictProcessGroup:
         self._ready, self._aborted = threading.Event(), False
         self._batch: Any = None
         self._works: list[Work] = []
+        self._peers: list[tuple[str, list[str]]] = []  # of the messages of a batch
+        self._connected: set[str] = set()
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         threading.Thread(target=self._connect, args=(device,), daemon=True).start()
@@ -130,22 +136,55 @@ class StrictProcessGroup:
         assert self._made is not None
         return self._made
 
+    def _together(self, *kinds: tuple[str, Sequence[str]]) -> None:
+        """Returns when all of these members are in their first launch of each kind, if it is ours."""
+        first = [(kind, peers) for kind, peers in kinds if kind not in self._connected]
+        self._connected.update(kind for kind, _ in first)
+        for kind, _ in first:
+            self._store.set(f"first/{kind}/{self._me}", b"")  # type: ignore[arg-type]
+        for kind, peers in first:
+            for peer in peers:
+                while not self._store.check([f"first/{kind}/{peer}"]):
+                    if self._aborted:
+                        raise RuntimeError("NCCL communicator was aborted")
+                    time.sleep(0.001)
+
+    def _way(self, to: int | None = None, source: int | None = None) -> tuple[str, list[str]]:
+        """A message of ours, as `_together` takes it."""
+        ends = (self._me, self._members[to]) if to is not None else (self._members[source or 0], self._me)
+        return " to ".join(ends), [end for end in ends if end != self._me]
+
     def allreduce(self, tensors: list[Tensor]) -> StrictWork:
         (tensor,) = tensors
-        return StrictWork([self._communicator("all_reduce").all_reduce(tensor)])
+        communicator = self._communicator("all_reduce")
+        self._together((f"{tensor.dtype} sums of 2^{tensor.nbytes.bit_length()} bytes", self._members))
+        return StrictWork([communicator.all_reduce(tensor)])
 
     def _allgather_base(self, out: Tensor, tensor: Tensor) -> StrictWork:
-        return StrictWork([self._communicator("all_gather").all_gather(out, tensor)])
+        communicator = self._communicator("all_gather")
+        self._together(("gathers", self._members))
+        return StrictWork([communicator.all_gather(out, tensor)])
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> StrictWork | None:
         (tensor,) = tensors
-        work = self._communicator("send").send(tensor, to, tag)
+        communicator = self._communicator("send")
+        self._launches(self._way(to=to))
+        work = communicator.send(tensor, to, tag)
         return None if work is None else StrictWork([work])
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> StrictWork | None:
         (tensor,) = tensors
-        work = self._communicator("recv").recv(tensor, source, tag)
+        communicator = self._communicator("recv")
+        self._launches(self._way(source=source))
+        work = communicator.recv(tensor, source, tag)
         return None if work is None else StrictWork([work])
+
+    def _launches(self, way: tuple[str, list[str]]) -> None:
+        """Of a batch all messages connect side by side when it ends."""
+        if self._batch is None:
+            self._together(way)
+        else:
+            self._peers.append(way)
 
     def _start_coalescing(self) -> None:
         self._batch = self._communicator("batch").batch()
@@ -153,6 +192,8 @@ class StrictProcessGroup:
 
     def _end_coalescing(self) -> StrictWork:
         batch, self._batch = self._batch, None
+        peers, self._peers = self._peers, []
+        self._together(*peers)
         batch.__exit__(None, None, None)
         return StrictWork(self._works)
 
@@ -164,6 +205,21 @@ class StrictProcessGroup:
         if self._groups is not None:
             self._groups.shut()
             self._groups.park()
+
+
+class Logged(DeviceCommunicators):
+    """Whose log has what is launched in steps alone."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._forget()
+
+    def first_sums(self, sums: Any) -> None:
+        super().first_sums(sums)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._library._make.log.entries.clear()  # type: ignore[attr-defined]
 
 
 class StrictGroups:
@@ -190,7 +246,7 @@ def connected(made: list[StrictGroups], before: Callable[[str], None] = lambda w
     ) -> DeviceCommunicators:
         made.append(StrictGroups(before))
         library = NcclLibrary(accelerator.device, made[-1])
-        return DeviceCommunicators(plan_groups, channels, everyone, library)
+        return Logged(plan_groups, channels, everyone, library)
 
     return connect
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from contextlib import suppress
 from typing import Any, cast
@@ -210,20 +211,30 @@ def test_an_abort_frees_the_device_and_another_communicator_works(kind: str) -> 
         assert freed < DRAIN, f"{freed} s; a new communicator took {connection} s"
 
 
-def bereft(device: str, store: Any, kind: str) -> float:
-    """The seconds until the device of a rank whose peer was killed in a sum comes to rest."""
+def bereft(device: str, store: Any, kind: str, first: bool) -> float:
+    """The seconds until the device of a rank whose peer was killed in a sum comes to rest; `first`: in the
+    first one, in which hosts wait for each other."""
     groups, made, accelerator = pair(kind, device, store, "first")
     team = made.team(Channel("reduce", TWO))
-    team.all_reduce(torch.ones(8, device=accelerator.device))
-    accelerator.passed()
+    if not first:
+        made.first_sums([(Channel("reduce", TWO), 1 << 20, torch.float32)])
+        accelerator.passed()
+    groups.group(TWO, "vote").all_gather(torch.zeros(1))
     if device == TWO[1]:
         os.kill(os.getpid(), signal.SIGKILL)
+    shut = threading.Event()
+
+    def shuts() -> None:  # as the agent of the dead one has it done
+        time.sleep(1)
+        groups.shut()
+        shut.set()
+
+    threading.Thread(target=shuts).start()
     lost = torch.ones(1 << 20, device=accelerator.device)
-    with suppress(PeerLost):  # it may notice at once
+    with suppress(PeerLost, Cancelled):  # it may notice at once
         team.begin_all_reduce(lost)
-    time.sleep(0.5)
+    assert shut.wait(60)
     began = time.perf_counter()
-    groups.shut()  # as the agent of the dead one has it done
     assert made.rest(DRAIN)
     assert accelerator.drained(DRAIN)
     assert accelerator.read(torch.ones(3, device=accelerator.device).sum()) == [3.0], "the device works on"
@@ -231,9 +242,10 @@ def bereft(device: str, store: Any, kind: str) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_device_of_a_survivor_comes_to_rest(kind: str) -> None:
+@pytest.mark.parametrize("first", [True, False], ids=["the first sum", "a later sum"])
+def test_the_device_of_a_survivor_comes_to_rest(kind: str, first: bool) -> None:
     if kind == "vgpu":
         vgpu.needed()
-    results = gang.run(__file__, "bereft", TWO, kind, dying=(TWO[1],))
+    results = gang.run(__file__, "bereft", TWO, kind, first, dying=(TWO[1],))
     assert set(results) == {TWO[0]}
     assert results[TWO[0]] < DRAIN

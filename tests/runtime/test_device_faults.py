@@ -136,6 +136,8 @@ def test_an_engine_whose_device_is_lost_has_no_state_to_give(monkeypatch: pytest
 class Library:
     """Communicators that are ready when told, and whose launches fail when told."""
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         self.is_ready, self.fails = True, False
         self.aborted: list[list[Any]] = []

@@ -103,6 +103,14 @@ class Communicators(Protocol):
     def mesh(self, channel: Channel) -> Mesh:
         """Messages among all members."""
 
+    def first_sums(self, sums: Iterable[tuple[Channel, int, torch.dtype]]) -> None:
+        """Connects members, so that launches of such sums wait for nobody. All members call it together.
+
+        Args:
+            sums: their channels, of the numbers of their elements and of their types, in an order that is the
+                same on all members.
+        """
+
     def received(self) -> None:
         """Drops the tensors of all messages, after a collective that proves that they have arrived."""
 
@@ -175,6 +183,9 @@ class GlooCommunicators:
     def mesh(self, channel: Channel) -> GlooMesh:
         """Costs nothing until it is used."""
         return GlooMesh(self._everyone, channel.use)
+
+    def first_sums(self, sums: Iterable[tuple[Channel, int, torch.dtype]]) -> None:
+        """Groups are connected when they are made."""
 
     def received(self) -> None:
         """See `Group.received`."""

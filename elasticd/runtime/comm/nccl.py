@@ -171,7 +171,7 @@ class NcclLibrary:
             device: on which tensors are.
             process_group: ProcessGroupNCCL, or what is called as it is.
         """
-        self._device, self._make = device, process_group
+        self.device, self._make = device, process_group
 
     def connect(self, channel: Channel, me: str, store: Store) -> NcclCommunicator:
         """See `Library`. NCCL connects in a thread of its own."""
@@ -182,8 +182,8 @@ class NcclLibrary:
             options.config.max_ctas = PAIR_BLOCKS
         options.group_name = str(channel)
         group = self._make(store, channel.members.index(me), len(channel.members), options)
-        group.eager_connect_single_device(self._device)
-        return NcclCommunicator(group, self._device)
+        group.eager_connect_single_device(self.device)
+        return NcclCommunicator(group, self.device)
 
     def abort(self, communicators: Sequence[Communicator]) -> None:
         """See `Library`. Each has a thread: an abort may wait for the device, which another one must free."""

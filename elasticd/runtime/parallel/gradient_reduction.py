@@ -81,7 +81,12 @@ class GradientReducer:
         self._device, self._parameters = device, parameters
         self._keep_all, self._stopwatch = keep_all, stopwatch or Stopwatch()
         self._alone, self._queue = tuple(alone), tuple(queue)
-        self._teams = [peers.communicators.team(Channel("reduce", bucket.devices)) for bucket in queue]
+        channels = [Channel("reduce", bucket.devices) for bucket in queue]
+        peers.communicators.first_sums(
+            (channel, bucket.size, getattr(torch, bucket.dtype))
+            for channel, bucket in zip(channels, queue, strict=True)
+        )
+        self._teams = [peers.communicators.team(channel) for channel in channels]
         self._passed_on = tuple(map(tuple, passed_on))
         everyone = Channel("state", peers.everyone.members)
         self._mesh = peers.communicators.mesh(everyone) if passed_on else None
