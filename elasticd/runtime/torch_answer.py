@@ -15,6 +15,8 @@ from elasticd.system.torch_build import ANSWER, TorchBuild
 
 def build() -> TorchBuild:
     """This torch, on this machine."""
+    if nccl.available():
+        nccl.settle_environment()  # as a worker does before it asks anything of CUDA
     found, names, refusal, on = torch.accelerator.current_accelerator(), [], "", ""
     if found is not None:
         count = torch.accelerator.device_count()
@@ -26,7 +28,6 @@ def build() -> TorchBuild:
     library, unusable = "gloo", ""
     if on == "cuda" and nccl.available():
         library = f"NCCL {'.'.join(map(str, nccl.version()))}"
-        nccl.settle_environment()
         try:
             nccl.check(nccl.version(), MOST, os.environ, nccl.missing())
         except nccl.NotUsable as error:

@@ -72,8 +72,8 @@ def hello(rank: int, client: str | None = None, job: str = JOB, **changes: Any) 
     return Opened(client=client or f"w{rank}", body=body, pid=100 + rank, incarnation=f"i{client or rank}")
 
 
-def join(client: str = "t", pid: int = 7) -> Opened:
-    body = Join(job=JOB, min_nodes=1, max_nodes=1, pid=7)
+def join(client: str = "t", pid: int = 7, slot: int | None = None) -> Opened:
+    body = Join(job=JOB, min_nodes=1, max_nodes=1, pid=7, slot=slot)
     return Opened(client=client, body=body, pid=pid, incarnation="unused")
 
 

@@ -87,6 +87,7 @@ def test_worker_gets_its_device_an_incarnation_and_a_member_key() -> None:
         (hello(0, claims=999), "must share one PID namespace"),
         (hello(0, version=WIRE_VERSION + 2), "install the same release"),
         (join(pid=8), "process 8 says that it is 7"),
+        (join(slot=2), "local rank 2 has no device: node 'n0' has 2"),
     ],
 )
 def test_client_that_cannot_be_served_is_told_why(event: Opened, reason: str) -> None:

@@ -198,3 +198,19 @@ def fake(*, shared: bool) -> Accelerator:
     made = Accelerator("cpu", shared=shared)
     made.device = torch.device("cuda:0")
     return made
+
+
+def test_what_torch_answers_is_asked_in_the_environment_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA reads its variables when it begins: the driver's own number of queues is refused."""
+    from elasticd.runtime import torch_answer
+
+    order: list[str] = []
+    monkeypatch.setattr(nccl, "available", lambda: True)
+    monkeypatch.setattr(nccl, "settle_environment", lambda: order.append("settled"))
+
+    def current() -> None:
+        order.append("CUDA is asked")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    torch_answer.build()
+    assert order[:2] == ["settled", "CUDA is asked"]

@@ -242,15 +242,16 @@ def refusal(state: AgentState, event: Opened) -> str:
     runs = (isinstance(body, Hello) and body.incarnation) or body.job in state.plans
     if not runs and (why := name_refusal("the job's name (--rdzv-id)", body.job)):
         return why
-    if isinstance(body, Join):
-        return ""
     devices = len(state.record.devices)
-    if not 0 <= body.local_rank < devices:
+    index = body.slot if isinstance(body, Join) else body.local_rank
+    if index is not None and not 0 <= index < devices:
         return (
-            f"local rank {body.local_rank} has no device: node {node!r} has {devices}; "
+            f"local rank {index} has no device: node {node!r} has {devices}; "
             f"start torchrun with --nproc-per-node={devices} at most, or 'elasticd run' with --devices "
             f"{devices} at most, and with GPUs 0 to {devices - 1} in $CUDA_VISIBLE_DEVICES"
         )
+    if isinstance(body, Join):
+        return ""
     other = state.worker_of(f"{node}/{body.local_rank}")
     # The same process may come as a new incarnation.
     if other is not None and (other.opening.pid, other.job) != (event.pid, body.job):

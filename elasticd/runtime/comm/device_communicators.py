@@ -5,7 +5,7 @@ wait for it; the host waits for nothing. So the host learns that a step's commun
 the step's loss, and not before.
 
 A fault is the opposite: what hangs on the device is freed by an abort alone, from another thread, of all
-communicators in one call. An aborted operation ends without an error and leaves garbage in its tensors. So
+communicators side by side. An aborted operation ends without an error and leaves garbage in its tensors. So
 nothing that it wrote is believed: `PlanGroups.dead` is set before the abort begins, and whoever waited for the
 device looks at it before it uses a value.
 

@@ -534,7 +534,7 @@ class PlanGroups:
 
 def shut(listed: Sequence[PlanGroups]) -> None:
     """`PlanGroups.shut` of several. All are marked dead before the first is shut, which takes time: a thread
-    that polls leaves at once. The communicators of all of them end in one call, on a thread of its own: where
+    that polls leaves at once. The communicators of all of them end side by side, on threads of their own: where
     one of them is ended after the other, the first may wait for the device, which waits for the second."""
     for groups in listed:
         groups.dead = True
@@ -546,17 +546,21 @@ def shut(listed: Sequence[PlanGroups]) -> None:
 
 
 def _end(planes: Iterable[DataPlane]) -> None:
-    by_library: dict[Callable[[list[Any]], None], list[Any]] = {}
-    ending = []
-    for plane in planes:
-        end, communicators = plane.taken()
-        if communicators:
-            by_library.setdefault(end, []).extend(communicators)
-            ending.append(plane)
-    for end, communicators in by_library.items():
-        end(communicators)
-    for plane in ending:
-        plane.ended()
+    """A plan's that still connect may end late. Those of the plan in force are not to wait for them."""
+    threads = [
+        threading.Thread(target=_end_one, args=(plane, end, communicators), name="abort", daemon=True)
+        for plane, (end, communicators) in [(plane, plane.taken()) for plane in planes]
+        if communicators
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _end_one(plane: DataPlane, end: Callable[[list[Any]], None], communicators: list[Any]) -> None:
+    end(communicators)
+    plane.ended()
 
 
 def pause(turns: int, waited: float) -> float:
