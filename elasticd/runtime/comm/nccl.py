@@ -4,8 +4,8 @@ Each communicator has a process group of its own, so that it has a stream of its
 when we say. What torch does beside that is switched off: its watchdog, which ends a process a minute after
 another one died, and its timeouts. A peer's death is told by its agent, and `abort` frees the device.
 
-Nothing here has run on several GPUs, and some of it on ranks that share one; docs/gpu.md says what. Tests run it
-on an emulated device, with a process group that has NCCL's rules in the place of torch's.
+Nothing here has run on several GPUs, and some of it on ranks that share one; docs/gpu.md says what. Tests run
+it on an emulated device, with a process group that has NCCL's rules in the place of torch's.
 """
 
 from __future__ import annotations
