@@ -25,6 +25,7 @@ ASKING: dict[str, tuple[str, ...]] = {
     "history": (),
     "logs": (),
     "jobs": (),
+    "checkpoint now": ("job\n",),
     "stop": ("job\n",),
     "forget": ("job\n",),
     "record": ("{folder}/run.jsonl",),
