@@ -51,7 +51,7 @@ from elasticd.machines.job.state.events import (
     Unwritten,
     Write,
 )
-from elasticd.machines.job.state.job_state import OVER, NodeState
+from elasticd.machines.job.state.job_state import OVER, JobState, NodeState
 from elasticd.records import ConfigRecord, DoneRecord, Proposal
 from elasticd.store.write_allowance import Allowance
 from elasticd.wire.coordinator import (
@@ -547,10 +547,7 @@ class Leading:
             )
         if job is None:
             raise unknown("job", name, self.state.jobs)
-        if job.phase in OVER:
-            raise ApiError(
-                "conflict", f"job {name} is {job.phase.value} already" + (job.reason and f": {job.reason}")
-            )
+        _not_over(job)
         unheard = stop_request.unheard(job, self.state.nodes, seconds)
         self.apply(StopAsked(job=name, by=by, seconds=seconds))
         return unheard
@@ -562,6 +559,7 @@ class Leading:
             raise ApiError("conflict", f"job {name} is in restart mode, and makes its checkpoints itself")
         if job is None:
             raise unknown("job", name, self.state.jobs)
+        _not_over(job)
         if why := checkpoints.refusal(job):
             raise ApiError("conflict", why)
         self.apply(CheckpointAsked(job=name))
@@ -659,6 +657,13 @@ def _named(asked: Asked) -> str:
     if isinstance(asked, Paged):
         return "a page of the journal"
     return "a change of the configuration" if isinstance(asked, ConfigRecord) else f"job {shown(asked.job)}"
+
+
+def _not_over(job: JobState) -> None:
+    if job.phase in OVER:
+        raise ApiError(
+            "conflict", f"job {job.job} is {job.phase.value} already" + (job.reason and f": {job.reason}")
+        )
 
 
 def _words(before: Mapping[str, Scalar], after: Mapping[str, Scalar], by: str) -> str:
