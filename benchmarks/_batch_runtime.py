@@ -245,7 +245,7 @@ def uncut_rows() -> Iterator[Row]:
         )
 
 
-def _pairs(one: Callable[[], None], other: Callable[[], None], count: int = 300) -> list[float]:
+def _pairs(one: Callable[[], None], other: Callable[[], None], count: int = 1000) -> list[float]:
     found = []
     for at in range(count + 20):
         took = {}
