@@ -171,6 +171,10 @@ class Api:
         body = msgspec.json.encode({"seconds": seconds, "by": by})
         return self._read(f"/v1/jobs/{_quoted(job)}/stop", Stopping, "POST", body).unheard
 
+    def checkpoint(self, job: str, by: str) -> None:
+        """Has a job make a checkpoint now."""
+        self._ask("POST", f"/v1/jobs/{_quoted(job)}/checkpoint", msgspec.json.encode({"by": by}))
+
     def forget(self, job: str, by: str) -> None:
         """Deletes all that is kept of a job that is over."""
         self._ask("POST", f"/v1/jobs/{_quoted(job)}/forget", msgspec.json.encode({"by": by}))

@@ -22,6 +22,7 @@ from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
+    CheckpointAsked,
     Configured,
     CoordinatorNote,
     CoordinatorTick,
@@ -51,6 +52,7 @@ EVENTS: dict[str, type] = {
     "configured": Configured,
     "drain": NodeDrained,
     "stop-job": StopAsked,
+    "checkpoint-job": CheckpointAsked,
     "forget-job": ForgetAsked,
     "tick": CoordinatorTick,
 }

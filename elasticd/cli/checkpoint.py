@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -14,12 +15,55 @@ from elasticd.checkpoints.export import CannotExport
 from elasticd.checkpoints.export import export as write
 from elasticd.checkpoints.folder import Found, damages, is_name, look, scan
 from elasticd.checkpoints.manifest import MANIFEST
-from elasticd.cli.options import json_option, plain_table, write_json
+from elasticd.cli.options import asking, json_option, plain_table, write_json
+from elasticd.client import Api, CannotReach, asker
+from elasticd.codec.safe_text import in_one_line
+
+#: Seconds between two looks for a checkpoint that was asked for.
+_POLL = 0.25
 
 
 @click.group()
 def checkpoint() -> None:
-    """List, verify and export checkpoints. Needs neither torch nor a cluster."""
+    """Ask a job for a checkpoint; list, verify and export those in a folder, which needs no cluster."""
+
+
+@checkpoint.command()
+@asking
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0, max=86_400),
+    default=600.0,
+    show_default=True,
+    help="Longest time until it is whole on disk; 0: do not wait.",
+)
+@click.argument("job")
+def now(api: Api, wait: float, job: str) -> None:
+    """Have JOB make a checkpoint now, and wait until it is whole.
+
+    Training goes on while it is written. Where one is being written already, the next follows it.
+    """
+    last = max((event.id for event in api.events()), default=0)
+    found = api.status().job(job)
+    step = found.step if found is not None else 0
+    api.checkpoint(job, by=asker())
+    deadline = time.monotonic() + wait
+    while wait and (made := _made(api, job, last, step)) is None:
+        if time.monotonic() >= deadline:
+            raise CannotReach(
+                f"job {job} has made no checkpoint within {wait:g} s of being asked: 'elasticd logs {job}' "
+                "says what it is at; ask again if it lost a worker meanwhile"
+            )
+        time.sleep(_POLL)
+    click.echo(made if wait else f"job {job} was asked for a checkpoint")
+
+
+def _made(api: Api, job: str, after: int, step: int) -> str | None:
+    """What the first event after this one says that tells of a checkpoint of the job, of this step or later."""
+    for event in api.events(after):
+        if event.kind == "checkpoint" and event.job == job and event.data.get("step", 0) >= step:
+            return in_one_line(event.text)
+    return None
 
 
 @checkpoint.command(name="list")

@@ -29,11 +29,13 @@ from elasticd.coordinator.store_transactions import Asked, Rank, Rounds
 from elasticd.coordinator.store_writer import Writer
 from elasticd.machines.coordinator import finished_jobs, machine, message_checks, restart_jobs
 from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.job.copies import checkpoints
 from elasticd.machines.job.lifecycle import stop_request
 from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
     CancelPlan,
+    CheckpointAsked,
     CoordinatorNote,
     CoordinatorSend,
     CoordinatorTick,
@@ -552,6 +554,17 @@ class Leading:
         unheard = stop_request.unheard(job, self.state.nodes, seconds)
         self.apply(StopAsked(job=name, by=by, seconds=seconds))
         return unheard
+
+    def checkpoint(self, name: str) -> None:
+        """Has a job make a checkpoint at its next vote. Raises `ApiError`."""
+        job = self.state.jobs.get(name)
+        if job is None and name in self.restarts:
+            raise ApiError("conflict", f"job {name} is in restart mode, and makes its checkpoints itself")
+        if job is None:
+            raise unknown("job", name, self.state.jobs)
+        if why := checkpoints.refusal(job):
+            raise ApiError("conflict", why)
+        self.apply(CheckpointAsked(job=name))
 
     def forget(self, name: str, by: str) -> None:
         """Nothing of a job that is over is kept. Raises `ApiError`."""

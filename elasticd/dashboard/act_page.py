@@ -118,6 +118,14 @@ def _stopped(wanted: ActFields, by: str, seconds: float, *options: str) -> ActRe
     )
 
 
+def _checkpoint(wanted: ActFields, by: str) -> ActRequest:
+    return ActRequest(
+        path=f"/v1/jobs/{quote(wanted.job, safe='')}/checkpoint",
+        body={"by": by},
+        command=_line("elasticd", "checkpoint", "now", wanted.job),
+    )
+
+
 def _forget(wanted: ActFields, by: str) -> ActRequest:
     return ActRequest(
         path=f"/v1/jobs/{quote(wanted.job, safe='')}/forget",
@@ -186,6 +194,12 @@ ACTS: Mapping[str, _Act] = {
         command="elasticd config set KEY VALUE",
         fields=("key", "value"),
         make=_config,
+    ),
+    "checkpoint": _Act(
+        words="Have a job make a checkpoint now. An event tells of it once it is whole.",
+        command="elasticd checkpoint now JOB",
+        fields=("job",),
+        make=_checkpoint,
     ),
     "stop": _Act(
         words="End a job. Its workers have so many seconds for a last checkpoint.",
@@ -263,14 +277,6 @@ ACTS: Mapping[str, _Act] = {
 }
 #: Fields that may be left out.
 _OPTIONAL = ("value", "seconds", "factor", "other")
-#: What no leader can be asked yet, and why.
-_MISSING = {
-    "checkpoint": (
-        "Have a job make a checkpoint now.",
-        "no leader can ask for one: jobs make a checkpoint every so many steps (CheckpointingOptions), and a "
-        "last one when they are stopped",
-    ),
-}
 
 
 def act_list(known: Knowledge, viewer: views.Viewer) -> views.ActList:
@@ -298,19 +304,11 @@ def act_list(known: Knowledge, viewer: views.Viewer) -> views.ActList:
                 choices={each: mine[each] for each in act.fields if each in mine},
             )
         )
-    for name, (words, why) in _MISSING.items():
-        acts.append(
-            views.Act(
-                name=name, words=words, command="", fields=("job",), allowed=False, why_not=why, choices={}
-            )
-        )
     return views.ActList(viewer=viewer, acts=tuple(acts))
 
 
 def refusal(known: Knowledge, viewer: views.Viewer, name: str) -> str:
     """Why an act cannot be asked for now, or nothing."""
-    if name in _MISSING:
-        return _MISSING[name][1]
     act = ACTS[name]
     if viewer.role != "operator":
         return "it needs the token of an operator: sign in with one"

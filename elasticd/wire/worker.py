@@ -70,6 +70,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     probes: bool = False  # it answers a `Probe`
     rehearses: bool = False  # it answers a `Rehearse`
     closes: bool = False  # it takes part in a last checkpoint that another member of a recovered plan asks for
+    saves_now: bool = False  # it has a folder for checkpoints, and makes one when the leader asks: `SaveNow`
     release: str = ""  # of the sender's elasticd
     computes_on: WorkerDevice | None = None  # None: a worker of release 0.1
     longest: int = 0  # [tokens] the longest sequence that its checkpoints know of
@@ -331,6 +332,10 @@ class Rehearse(Message, frozen=True, kw_only=True, tag="all-reduce-probe"):
     size: int  # bytes of each all-reduce
 
 
+class SaveNow(Message, frozen=True, kw_only=True, tag="checkpoint-now"):
+    """The leader asks one member of the plan to have all make a checkpoint at their next vote."""
+
+
 # -- reading and writing -----------------------------------------------------------------------------------
 
 
@@ -356,6 +361,7 @@ ToWorker = (
     | Ping
     | Probe
     | Rehearse
+    | SaveNow
     | Rejected
     | Propose
     | Abort

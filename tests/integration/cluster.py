@@ -257,6 +257,12 @@ class Cluster:
 
         self.call(pace())
 
+    def checkpoint(self) -> None:
+        async def ask() -> None:
+            self.coordinator.leading.checkpoint(JOB)
+
+        self.call(ask())
+
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         async def look() -> list[dict[str, Any]]:
             return [msgspec.to_builtins(event) for event in self.coordinator.leading.journal.events(0)]

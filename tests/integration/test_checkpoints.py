@@ -58,12 +58,17 @@ def killed(cluster: Cluster, folder: Path, steps: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_job_that_is_told_to_go_makes_a_last_checkpoint_and_goes_on_from_it(tmp_path: Path) -> None:
+def test_a_job_makes_a_checkpoint_when_asked_and_a_last_one_when_told_to_go(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "checkpoints"
     job = options(folder, every=1_000_000)
     with Cluster({"a": 2, "b": 1}, plans=TWO_PIPELINES) as cluster:
         cluster.run(SCRIPT, steps=100_000, job=job)
         cluster.runs(1, steps=5)
+        cluster.checkpoint()
+        until(lambda: cluster.events("checkpoint"), lambda: f"{cluster.events()} {cluster.log('a/0')}")
+        until(lambda: scan(folder), lambda: cluster.log("a/0"))
         for worker in cluster.workers.values():
             worker.send_signal(signal.SIGTERM)
         codes = cluster.wait(120)
@@ -71,7 +76,9 @@ def test_a_job_that_is_told_to_go_makes_a_last_checkpoint_and_goes_on_from_it(tm
         made = ledger(cluster)[-1]["step"] + 1
         told = re.search(r"all workers drain \(SIGTERM\), after step (\d+)", cluster.log("a/0"))
         assert told, cluster.log("a/0")[-2000:]
-    (last,) = scan(folder)
+    last, asked = scan(folder)
+    assert damages(asked.path) == ()
+    assert 5 <= asked.step < last.step
     assert int(told[1]) >= last.step, "the leader has heard of the step that was saved"
     assert damages(last.path) == ()
     assert 0 <= made - last.step <= 5, "what was trained while the leader's word was on its way"

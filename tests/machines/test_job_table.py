@@ -14,6 +14,7 @@ from elasticd.machines.job import machine
 from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
+    CheckpointAsked,
     Configured,
     CoordinatorTick,
     Event,
@@ -42,6 +43,7 @@ OF_LEADER: tuple[Event, ...] = (
     Planned(job=JOB, token=-1),
     Unwritten(job=JOB, records=("plan",), reason="too large"),
     StopAsked(job=JOB, by="someone", seconds=1.0),
+    CheckpointAsked(job=JOB),
 )
 
 

@@ -85,6 +85,51 @@ def test_a_checkpoint_is_closed_by_the_first_rank_once_all_have_written() -> Non
     assert all(rank.thread == ("write", 8) for rank in gang)
 
 
+def test_a_checkpoint_that_one_rank_was_asked_for_is_begun_by_all_and_once() -> None:
+    gang = ranks(3, every=100)
+    gang[1].state = checkpointing.asked(gang[1].state)
+    vote(gang, 7)
+    assert all(rank.thread == ("write", 7) for rank in gang)
+    for rank in gang:
+        rank.work(True)
+    vote(gang, 8)
+    gang[0].work(True)
+    vote(gang, 9)
+    assert all(rank.thread is None for rank in gang)
+    assert not any(rank.state.word for rank in gang)
+
+
+def test_one_that_is_asked_for_while_another_is_written_follows_it() -> None:
+    gang = ranks(2)
+    vote(gang, 2)
+    gang[0].state = checkpointing.asked(gang[0].state)
+    vote(gang, 3)
+    assert all(rank.thread == ("write", 2) for rank in gang)
+    for rank in gang:
+        rank.work(True)
+    vote(gang, 5)
+    gang[0].work(True)
+    assert gang[0].state.word == Status.ASKED
+    vote(gang, 7)
+    assert all(rank.thread == ("write", 7) for rank in gang)
+    assert not any(rank.done.count("skip") for rank in gang), "nothing was due"
+
+
+def test_a_word_that_came_too_late_for_the_vote_counts_for_the_checkpoint_that_begins_by_it() -> None:
+    gang = ranks(2, every=100)
+    gang[0].state = checkpointing.asked(gang[0].state)
+    words = [rank.state.word for rank in gang]
+    gang[1].state = checkpointing.asked(gang[1].state)
+    vote(gang, 3, words)
+    assert not any(rank.state.asked for rank in gang)
+
+
+def test_a_last_checkpoint_is_not_kept_waiting_by_one_that_is_asked_for() -> None:
+    gang = ranks(2, every=100)
+    gang[1].state = checkpointing.asked(gang[1].state)
+    assert [rank.state.busy_word for rank in gang] == [0, 0]
+
+
 def test_a_rank_that_cannot_write_lets_all_give_up() -> None:
     gang = ranks(2)
     vote(gang, 2)
@@ -129,6 +174,8 @@ def test_all_decide_alike_whatever_the_threads_and_the_plans_do(data: st.DataObj
         for rank in everybody:
             if data.draw(st.integers(0, 3)) == 0:
                 rank.work(data.draw(st.integers(0, 9)) > 0)
+            if data.draw(st.integers(0, 9)) == 0:  # the leader's word comes at any time
+                rank.state = checkpointing.asked(rank.state)
         begun = {rank.state.step for rank in gang if rank.thread and rank.thread[0] == "write"}
         assert len(begun) <= 1, "two checkpoints at once"
         vote(gang, step, words)

@@ -94,6 +94,7 @@ class World(Checked):
         self.slowdowns: dict[str, int] = {}  # by which devices say that their lanes get shares of tokens
         self.of_spec: dict[str, object] = {}  # what workers say of the job beside what is usual
         self.closes = True  # workers can make a last checkpoint that another one asks for
+        self.saves_now = True  # workers have a folder for checkpoints
         self.refuse: set[str] = set()
         self.deaf: set[str] = set()
         self.forgotten: set[str] = set()
@@ -260,6 +261,7 @@ class World(Checked):
             pid=100,
             spec=made,
             closes=self.closes,
+            saves_now=self.saves_now,
             longest=self.saved_longest,
         )
 

@@ -26,7 +26,7 @@ from elasticd_planner.search.planner import plan as search
 from elasticd_planner.spec.batch import BatchLengths, BatchRow
 from elasticd_planner.spec.cluster import Link
 from elasticd_planner.spec.packed_sequences import PackedSequences
-from elasticd_planner.spec.plan import Pipeline, Plan
+from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 from elasticd_planner.spec.sample_packing import linear_of
 from elasticd_planner.spec.sequence_lengths import Lengths, even
 
@@ -276,6 +276,27 @@ def test_full_rows_fit_into_memory_and_one_token_more_does_not(memory: int) -> N
         if room < 16_384:
             assert max(pipeline_memory(deep, cost.sized(room + 1)).values()) > memory
     assert memory_by_device(made, cost).keys() == made.prediction.memory.keys()
+
+
+def test_blocks_that_make_activations_again_keep_what_attention_over_cut_sequences_gave() -> None:
+    """They exchange keys once. Rows of lanes over which nothing is cut hold more tokens."""
+
+    def room(*stages: Stage, cut: bool, rows: tuple[int, ...] = ()) -> int:
+        lengths = long_tail()
+        packed = sequences(lengths, cut=cut, row_tokens=1 << 30)
+        made = planned(Pipeline(stages=stages, micro_batches=4, rows=rows))
+        return cost_of(problem(lengths, 40_000_000, packed=packed)).capacity(made)[0][0]
+
+    one = Stage(start=0, stop=4, devices=("n0/0",), shares=(8,), recompute=True)
+    two = Stage(start=0, stop=4, devices=("n0/0", "n0/1"), shares=(8, 8), lanes=(1, 1), recompute=True)
+    assert room(one, cut=True) == room(two, cut=False, rows=(2, 2)) > room(two, cut=True, rows=(2, 2))
+    made = profile(1.0)
+    again = made.layers * made.block.recomputed_activation + 1000.0  # and a block that is being made again
+    attention = made.boundary_bytes * (3 + 2 * made.groups / made.share_units)
+    ratio = room(one, cut=True) / room(two, cut=True, rows=(2, 2))
+    assert ratio == pytest.approx((again + made.layers * attention) / again, rel=5e-3)
+    plain = [msgspec.structs.replace(each, recompute=False) for each in (one, two)]
+    assert room(plain[0], cut=True) == room(plain[1], cut=True, rows=(2, 2)), "they keep it in any case"
 
 
 def test_a_sequence_that_no_plan_holds_is_refused_with_what_would_help() -> None:

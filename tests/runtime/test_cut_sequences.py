@@ -244,16 +244,34 @@ def test_lanes_that_divide_heads_train_like_one_device(
             passes.append(1)
             super().begin(*row)
 
+    kept: list[float] = []
+
+    class Kept(context_parallel.RowExchange):
+        def keep(self, given: Any) -> None:
+            super().keep(given)
+            kept.append(activations(given))
+
     monkeypatch.setattr(context_parallel, "HeadsForward", Counted)
+    monkeypatch.setattr(context_parallel, "RowExchange", Kept)
     options = {"parallelism": ParallelismOptions(recompute=recompute)}
     plan = PLANS[name].replace(state=POLICIES[BY_HEADS[name]])
     found, again = (in_threads(plan, lambda: by_heads(**options)) for _ in range(2))
     assert len(passes) > 50
+    assert not recompute or 4 < max(kept) <= 5, "what the planner takes such blocks to keep"
     assert apart_from_one_device(by_heads, found) < 1e-10
     for device, result in found.items():
         assert result["losses"] == again[device]["losses"]
         for parameter, (_, _, value) in result["weights"].items():
             assert (value == again[device]["weights"][parameter][2]).all(), "a repeated step has the same bits"
+
+
+def activations(given: Any) -> float:
+    """What an attention keeps for its second pass, as a multiple of its output; log-sum-exps do not count."""
+    tensors = [given.whole, given.q, given.k, given.v, given.out]
+    for each in given.by_heads.values():
+        tensors += [each.q, each.k, each.v, each.out]
+    own = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(own.values()) / given.whole.nbytes
 
 
 def apart_from_one_device(make: Callable[[], Recipe], found: dict[str, dict[str, Any]]) -> float:

@@ -46,7 +46,7 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_STOP_SECONDS)] = 600.0
 
 
-class ForgetRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ByRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who asks for it."""
 
     by: str
@@ -147,8 +147,17 @@ class Rest:
         self._served.leading.asked(by, what, job=job, action="stop", seconds=body.seconds)
         return Stopping(by=body.by, seconds=body.seconds, unheard=unheard)
 
-    @post("/v1/jobs/{job}/forget", refuses=(409,), example=ForgetRequest(by="alice"))
-    async def forget(self, job: str, body: ForgetRequest, caller: Caller | None) -> ForgetRequest:
+    @post("/v1/jobs/{job}/checkpoint", refuses=(409,), example=ByRequest(by="alice"))
+    async def checkpoint(self, job: str, body: ByRequest, caller: Caller | None) -> ByRequest:
+        """Has a job make a checkpoint as soon as no other one is being written. An event tells of it once it is
+        whole."""
+        by = _by(body.by, caller)
+        self._served.leading.checkpoint(job)
+        self._served.leading.asked(by, f"asked for a checkpoint of job {job}", job=job, action="checkpoint")
+        return body
+
+    @post("/v1/jobs/{job}/forget", refuses=(409,), example=ByRequest(by="alice"))
+    async def forget(self, job: str, body: ByRequest, caller: Caller | None) -> ByRequest:
         """Deletes all that is kept of a job that is over; its name can be used again."""
         by = _by(body.by, caller)
         self._served.leading.forget(job, by)

@@ -10,10 +10,20 @@ export const NOTHING = "–";
 /** @param {number | null | undefined} value  @param {number} [digits] */
 export function number(value, digits = 0) {
   if (!known(value)) return NOTHING;
-  return /** @type {number} */ (value).toLocaleString("en-US", {
-    minimumFractionDigits: digits,
-    maximumFractionDigits: digits,
-  });
+  return written(digits).format(/** @type {number} */ (value));
+}
+
+/** @type {Map<number, Intl.NumberFormat>} By digits: to make one takes longer than to use it. */
+const writers = new Map();
+
+/** @param {number} digits */
+function written(digits) {
+  let found = writers.get(digits);
+  if (!found) {
+    found = new Intl.NumberFormat("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+    writers.set(digits, found);
+  }
+  return found;
 }
 
 /** Three significant digits or so. @param {number | null | undefined} value */

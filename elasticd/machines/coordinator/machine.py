@@ -18,6 +18,7 @@ from elasticd.machines.job import assembly, machine
 from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
+    CheckpointAsked,
     Configured,
     CoordinatorNote,
     CoordinatorSend,
@@ -84,7 +85,7 @@ def step(state: CoordinatorState, event: Event, now: float) -> Result:
         return _drained(state, event)
     if isinstance(event, Configured):
         return _configured(state, event, now)
-    if isinstance(event, Planned | StopAsked | Unwritten):
+    if isinstance(event, Planned | StopAsked | CheckpointAsked | Unwritten):
         return _jobs(state, event, now, (event.job,))
     if isinstance(event, ForgetAsked):
         return _without(state, finished_jobs.asked(state.jobs, state.nodes, event))

@@ -315,6 +315,7 @@ def _new_worker(turn: Turn, node: str, up: FromClient, body: Hello) -> Worker:
         probe_by=turn.now + turn.settings.probe_seconds if body.probes else None,
         rehearses=body.rehearses,
         closes=body.closes,
+        saves_now=body.saves_now,
         computes_on=body.computes_on,
     )
 

@@ -30,6 +30,7 @@ from elasticd.machines.job.measurements import all_reduce_probes, idle_probes
 from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
+    CheckpointAsked,
     Configured,
     CoordinatorTick,
     Effect,
@@ -174,6 +175,8 @@ ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
     (Unwritten, OVER, job_end.end_unwritten),
     (StopAsked, FALLIBLE, stop_request.asked),
     (StopAsked, NOT_OVER - FALLIBLE, stop_request.at_once),
+    (CheckpointAsked, checkpoints.TRAINING, checkpoints.asked),
+    (CheckpointAsked, ALL - checkpoints.TRAINING, ignored),
     # Openings of torchruns and workers.
     (Join, GATHERING, assembly.join),
     (Join, ASSEMBLING, assembly.join_assembling),

@@ -6,6 +6,8 @@ their own:
 
 - begin, at a step that is a multiple of `every`, if all words say free: each rank copies what it is to write,
   and a thread of its own brings that to disk while training goes on. If one is still busy, all skip alike.
+- begin at once, if a word says asked and all others free: a user asked for a checkpoint now, and the leader
+  told one rank. While one is busy, the rank that was told asks on.
 - close, once the words of all ranks that began say written: the first of them merges what they wrote, has it
   published and gives it its name. It is busy until that is done; the others are free.
 - give up, if a word says failed, or if one of those that began is in the plan no more and says nothing.
@@ -36,6 +38,7 @@ class Status(IntEnum):
     WRITTEN = 2  # its share is on disk
     FAILED = 3  # its share could not be written
     BUSY = 4  # closing it, or letting go of one that was given up
+    ASKED = 5  # nothing, and a checkpoint is to be made now; of words alone
 
 
 #: A word is `step * _BASE + status`.
@@ -51,10 +54,16 @@ class CheckpointState(Value, frozen=True, kw_only=True):
     status: Status = Status.FREE
     members: int = 0  # ranks that began it
     first: bool = False  # whether this rank closes it
+    asked: bool = False  # the leader told this rank to have one made now
 
     @property
     def word(self) -> int:
         """This rank's word in the vote's record."""
+        return Status.ASKED if self.asked and self.status is Status.FREE else self.busy_word
+
+    @property
+    def busy_word(self) -> int:
+        """The same whatever was asked for."""
         return 0 if self.status is Status.FREE else self.step * _BASE + self.status
 
 
@@ -105,9 +114,10 @@ def voted(state: CheckpointState, step: int, words: Sequence[int], rank: int, *,
     """
     told = [(word // _BASE, Status(word % _BASE)) for word in words]
     state, effects = _settle(state, told)
-    if not now_due:
+    busy = [at for at, status in told if status not in (Status.FREE, Status.ASKED)]
+    asked = any(status is Status.ASKED for _, status in told)
+    if not now_due and (busy or not asked):
         return state, effects
-    busy = [at for at, status in told if status is not Status.FREE]
     if busy:
         skip = Skip(step=step, reason=f"the checkpoint of step {busy[0]} is still being written")
         return state, (*effects, skip)
@@ -140,9 +150,15 @@ def _give_up(state: CheckpointState, reason: str) -> _Step:
 def left(state: CheckpointState) -> _Step:
     """This rank is no member of the plan any more: the others give up what it began with them, or go on to
     the next while it closes this one, which would then be taken for the newer."""
+    state = msgspec.structs.replace(state, asked=False)
     if state.status is Status.FREE:
         return state, ()
     return _give_up(state, "this rank left the plan")
+
+
+def asked(state: CheckpointState) -> CheckpointState:
+    """The leader wants a checkpoint now, and told this rank. One that begins before it says so counts."""
+    return msgspec.structs.replace(state, asked=True)
 
 
 def wrote(state: CheckpointState, step: int, *, ok: bool) -> CheckpointState:

@@ -216,6 +216,7 @@ def hello(spec: JobSpec, folder: Path | None, accelerator: Accelerator) -> Hello
         probes=True,
         rehearses=True,
         closes=True,
+        saves_now=folder is not None,
         release=__version__,
         computes_on=WorkerDevice(
             name=str(accelerator.device),

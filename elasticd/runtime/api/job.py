@@ -59,7 +59,7 @@ from elasticd.system import logs
 from elasticd.wire.main_thread import CALLBACK, EVALUATION, Whereabouts
 from elasticd.wire.snapshots import Freed
 from elasticd.wire.unix_socket import default_path
-from elasticd.wire.worker import DrainNotice, Goodbye, Probe, Published, Rehearse, ToWorker, Welcome
+from elasticd.wire.worker import DrainNotice, Goodbye, Probe, Published, Rehearse, SaveNow, ToWorker, Welcome
 
 log = logging.getLogger(__name__)
 
@@ -288,6 +288,9 @@ class Job(RankInfo):
             case Published(name=name):
                 if self._saver is not None:
                     self._saver.published(name)
+            case SaveNow():
+                if self._saver is not None:
+                    self._saver.ask()
             case Freed(plan=plan, step=step):
                 if self._snapper is not None:
                     self._snapper.freed(plan, step)

@@ -47,8 +47,8 @@ class _Stopped(Exception):
 class Saver:
     """Makes this rank's checkpoints. `tell` sends to the leader; `lost` says that nobody hears it any more.
 
-    The thread that trains calls `voted` after each vote, and `finish` after the last; `published` is called by
-    the control thread, `end` by whoever ends the process.
+    The thread that trains calls `voted` after each vote, and `finish` after the last; `published` and `ask` are
+    called by the control thread, `end` by whoever ends the process.
     """
 
     def __init__(
@@ -104,7 +104,9 @@ class Saver:
         tried = False
         while True:
             self._rest()
-            words = gather(self.word)
+            with self._changed:
+                mine = self._state.busy_word
+            words = gather(mine)
             free = not any(words)
             if free and (tried or all(gather(int(self._made(step))))):
                 return
@@ -201,6 +203,11 @@ class Saver:
         self._writer.end(_LEAVE)
 
     # -- what the control thread does ------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """The leader's word that a checkpoint is to be made now; it tells one rank."""
+        with self._changed:
+            self._state = checkpointing.asked(self._state)
 
     def published(self, name: str) -> None:
         """The leader's word, as read from the store."""

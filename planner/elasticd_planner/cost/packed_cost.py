@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
 
 import numpy as np
@@ -79,7 +79,7 @@ class PackedCost:
     packed: PackedSequences
     micro_batch: int  # samples of a padded micro-batch, which a row has no more tokens than, if nothing says so
     _lanes: dict[tuple[Stage, ...], _Lane] = field(default_factory=dict)
-    _rooms: dict[tuple[tuple[Stage, ...], int, int], int] = field(default_factory=dict)
+    _rooms: dict[tuple[tuple[Stage, ...], int, int, bool], int] = field(default_factory=dict)
 
     # -- memory
 
@@ -88,11 +88,11 @@ class PackedCost:
         cost, limit = self.cost.under(plan), self.packed.row_tokens or math.inf
         found = []
         for pipeline in plan.pipelines:
-            own = []
+            own, sized = [], self._of_lanes(pipeline, cost)
             for lane in pipeline.by_lane:
-                key = lane.stages, cost.pipelines, cost.members
+                key = lane.stages, cost.pipelines, cost.members, sized.cut
                 if key not in self._rooms:
-                    self._rooms[key] = most_tokens(lane, cost.sized, self.cluster.memory)
+                    self._rooms[key] = most_tokens(lane, sized.sized, self.cluster.memory)
                 own.append(int(min(limit, self._rooms[key])))
             found.append(tuple(own))
         return tuple(found)
@@ -111,9 +111,15 @@ class PackedCost:
         """Bytes that each member needs under a plan of packed lanes, all of them with full rows."""
         needed, cost = memory_by_device(plan, self.cost), self.cost.under(plan)
         limit = self.packed.most_tokens(self.micro_batch)
-        for lane in plan.by_lane:
-            needed |= pipeline_memory(lane, cost.sized(min(limit, lane.packed[0].capacity)))
+        for pipeline in plan.pipelines:
+            sized = self._of_lanes(pipeline, cost)
+            for lane in pipeline.by_lane:
+                needed |= pipeline_memory(lane, sized.sized(min(limit, lane.packed[0].capacity)))
         return needed
+
+    def _of_lanes(self, pipeline: Pipeline, cost: ProfileCost) -> ProfileCost:
+        """The cost of a pipeline's lanes, over which sequences are cut where there are several."""
+        return replace(cost, cut=self.packed.cut and len(pipeline.micro_batches_by_lane) > 1)
 
     # -- time
 

@@ -26,7 +26,8 @@ class ProfileCost:
     of all pipelines, and what replicas ask of others on the number of `members`. near: the link that the
     measured collectives went over (None: they are what any link takes). sequence_parallel: whether TP groups
     have slices of the tokens between cut modules; hopeful: at no cost of time, as bounds have it where
-    stages may leave it out."""
+    stages may leave it out. cut: whether sequences may be cut over lanes, so that blocks that make their
+    activations again keep what attention gave, see `_attention`."""
 
     profile: ModelProfile
     state: StatePolicy = PLAIN
@@ -37,6 +38,7 @@ class ProfileCost:
     near: Link | None = None
     sequence_parallel: bool = False
     hopeful: bool = False
+    cut: bool = False
 
     def for_stage(self, stage: Stage) -> ProfileCost:
         """The same cost for stages that do as this one does."""
@@ -141,19 +143,30 @@ class ProfileCost:
         each = model.activation_bytes(model.block, units, sliced=self.sequence_parallel)
         again = model.block.recomputed_activation * model.tokens
         gathered = 0.0
+        part = units / model.share_units
         if self.sequence_parallel:
-            again *= units / model.share_units
+            again *= part
             gathered = model.boundary_bytes * model.tokens * (len(shares) > 1)
+        if self.cut:
+            again += self._attention * part
         kept = layers * (each + self._part * (again - each))
         for section, here in ((model.embed, first), (model.head, last)):
             if here:
                 held += model.held_bytes(section, units, aligned)
                 kept += model.activation_bytes(section, units)
         if first and last:
-            part = units / model.share_units if model.embed.cut_bytes else 1.0
-            held -= model.tied_bytes * part
+            held -= model.tied_bytes * (part if model.embed.cut_bytes else 1.0)
         state = self.zero.held(model, held, block)
         return state + kept * in_flight + (each if self._part else 0.0) + gathered + model.fixed_bytes
+
+    @property
+    def _attention(self) -> float:
+        """Bytes at most of what attention to other lanes' keys gave, all heads of one block: it is not computed
+        again, because keys are exchanged once. The output of each token; where heads are divided its output,
+        queries, keys and values once more."""
+        model = self.profile
+        groups = model.groups / model.share_units if model.groups else 1.0
+        return model.boundary_bytes * model.tokens * (3 + 2 * groups)
 
     @property
     def zero(self) -> Zero:

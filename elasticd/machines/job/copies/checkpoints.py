@@ -6,13 +6,15 @@ checkpoints: the other's leader was replaced and cannot write.
 
 from __future__ import annotations
 
-from elasticd.machines.job.state.events import CoordinatorNote
-from elasticd.machines.job.state.job_state import JobState, Worker
+from elasticd.machines.job.state.events import CheckpointAsked, CoordinatorNote
+from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.names import harmless
 from elasticd.records import CheckpointsRecord, PublishedCheckpoint
-from elasticd.wire.worker import Saved
+from elasticd.wire.worker import Saved, SaveNow
 
+#: Phases in which the members of a plan make steps.
+TRAINING = frozenset({JobPhase.RUNNING, JobPhase.PROPOSED, JobPhase.ABORTING})
 #: Published checkpoints that are kept in the store for a job.
 MOST_PUBLISHED = 64
 #: Checkpoints that may wait for a plan to be recorded. A job has one under way at a time.
@@ -47,6 +49,35 @@ def offered(job: JobState) -> tuple[str, ...]:
 def saved(turn: Turn, worker: Worker, body: Saved) -> None:
     """A worker says that a checkpoint is whole on disk."""
     _publish(turn, body)
+
+
+def refusal(job: JobState) -> str:
+    """Why no member of a job's plan can be asked for a checkpoint now, or nothing."""
+    if job.plan is None or job.phase not in TRAINING:
+        return f"job {job.job} trains under no plan now (it is {job.phase.value}): ask once it does"
+    members = [job.workers[device] for device in job.plan.members if device in job.workers]
+    if not members or not any(_hears(member) for member in members):
+        return f"no worker of job {job.job} can be reached now: try again"
+    if unable := sorted(member.device for member in members if not member.saves_now):
+        return (
+            f"the workers of job {job.job} make no checkpoint when they are asked ({', '.join(unable[:3])}): "
+            "the job has no folder for checkpoints (CheckpointingOptions(folder=...)), or runs an older release"
+        )
+    return ""
+
+
+def _hears(worker: Worker) -> bool:
+    return not (worker.left or worker.frozen or worker.orphan)
+
+
+def asked(turn: Turn, event: CheckpointAsked) -> None:
+    """Tells the first member that hears: the others learn of it by the vote. Should it be lost with the word,
+    nothing is made; whoever asked sees no checkpoint, and asks again."""
+    job = turn.job
+    if refusal(job) or job.plan is None:
+        return
+    first = next(job.workers[device] for device in job.plan.members if _hears(job.workers[device]))
+    turn.send(first.node, first.client, SaveNow())
 
 
 def _publish(turn: Turn, body: Saved) -> None:

@@ -162,6 +162,12 @@ class StopAsked(Value, frozen=True, kw_only=True):
     seconds: float  # that its workers have for a last checkpoint (0: none)
 
 
+class CheckpointAsked(Value, frozen=True, kw_only=True):
+    """A user wants a checkpoint of this job now."""
+
+    job: str  # the job's name
+
+
 class ForgetAsked(Value, frozen=True, kw_only=True):
     """A user wants nothing kept of this job, which is over."""
 
@@ -184,6 +190,7 @@ Event = (
     | Configured
     | NodeDrained
     | StopAsked
+    | CheckpointAsked
     | ForgetAsked
     | CoordinatorTick
 )

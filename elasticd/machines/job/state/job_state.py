@@ -201,6 +201,7 @@ class Worker(Value, frozen=True, kw_only=True):
     probe_by: float | None = None  # until when its device's first probe is waited for (None: no more)
     rehearses: bool = False  # it answers a `Rehearse`
     closes: bool = False  # it takes part in a last checkpoint that another member asks for
+    saves_now: bool = False  # it has a folder for checkpoints, and makes one when the leader asks
     raised: Raised | None = None  # what the script's own code raised in it
     judged: bool = False  # it is clear what follows from `raised`
     halted: Halted | None = None  # where its main thread stands still (None: it moves)

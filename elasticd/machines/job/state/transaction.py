@@ -30,7 +30,7 @@ from elasticd.machines.job.state.job_state import (
 )
 from elasticd.wire.coordinator import FromMachine, ToClient
 from elasticd.wire.rendezvous import Joined
-from elasticd.wire.worker import Closed, Rehearse, Rejected
+from elasticd.wire.worker import Closed, Rehearse, Rejected, SaveNow
 
 #: Events that the log has lines of, which their phases have nothing for.
 MOST_UNEXPECTED = 32
@@ -137,7 +137,7 @@ class Turn:
         """To the agent itself."""
         self.effects.append(CoordinatorSend(node=node, message=message))
 
-    def send(self, node: str, client: str, body: Rejected | Joined | Closed | Rehearse) -> None:
+    def send(self, node: str, client: str, body: Rejected | Joined | Closed | Rehearse | SaveNow) -> None:
         """Sends a message to a client of the agent of `node`."""
         self.order(node, ToClient(client=client, body=body))
 
