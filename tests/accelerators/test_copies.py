@@ -213,6 +213,7 @@ def test_what_a_section_draws_on_the_device_is_keyed() -> None:
     accelerator.use()
     drawing = Drawing()
     drawing.begin(3, 5)
+    drawing.drew = set()
     drawn = []
     for _ in range(2):
         with drawing.keyed("site"):

@@ -70,6 +70,7 @@ class Draws(nn.Module):
 
 def test_other_draws_are_a_function_of_step_and_samples_and_leave_the_users_generator_alone() -> None:
     drawing, modules = Drawing(), {"blocks.0": Draws(), "blocks.1": nn.Linear(3, 3)}
+    drawing.drew = set()
     for section, module in modules.items():
         drawing.watch(section, module)
     drawing.samples = [1, 2]

@@ -126,11 +126,11 @@ def _step(recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, seen: Membe
                 seen.gradients.setdefault(name, []).append(made)
 
     engine.optimizer.register_step_pre_hook(reduced)
+    engine.local.drawing.drew = seen.drew
     outcome = engine.step(0, lambda: 0, lambda: 0).outcome
     engine.settle()
     for held in chain.from_iterable(seen.gradients.values()):
         held.reduced.mul_(outcome.vote.count)
-    seen.drew = engine.local.drawing.drew
     for name, (box, parameter) in engine.local.parameters.items():
         if parameter.requires_grad:
             after = parameter.detach()

@@ -47,11 +47,12 @@ class Drawing:
     #: Of a packed row, whose activations are [1, tokens, ...]: the place in `samples` of each token's sample,
     #: and its position in that sample, both [tokens] on the activation's device. None: samples are padded.
     tokens: tuple[Tensor, Tensor] | None
-    drew: set[str]  #: the places that drew from a generator without a key
+    #: The places that drew from a generator without a key; None: nobody asks, and it is not looked at.
+    drew: set[str] | None
 
     def __init__(self) -> None:
         self.seed = self.step = 0
-        self.samples, self.tokens, self.drew = None, None, set()
+        self.samples, self.tokens, self.drew = None, None, None
         self._calls: Counter[str] = Counter()
 
     def begin(self, seed: int, step: int) -> None:
@@ -139,12 +140,14 @@ class Drawing:
             with STATES:
                 for generator in used:
                     generator.manual_seed(seed)
-                seeded = [generator.get_state() for generator in used]
+                seeded = [generator.get_state() for generator in used] if self.drew is not None else []
             try:
                 yield
             finally:
-                with STATES:
-                    if not all(map(torch.equal, seeded, [generator.get_state() for generator in used])):
+                if self.drew is not None:
+                    with STATES:
+                        states = [generator.get_state() for generator in used]
+                    if not all(map(torch.equal, seeded, states)):
                         self.drew.add(place)
 
 
