@@ -15,12 +15,13 @@ from elasticd.checkpoints.export import CannotExport
 from elasticd.checkpoints.export import export as write
 from elasticd.checkpoints.folder import Found, damages, is_name, look, scan
 from elasticd.checkpoints.manifest import MANIFEST
+from elasticd.cli.jobs import OVER
 from elasticd.cli.options import asking, json_option, plain_table, write_json
 from elasticd.client import Api, CannotReach, asker
 from elasticd.codec.safe_text import in_one_line
 
 #: Seconds between two looks for a checkpoint that was asked for.
-_POLL = 0.25
+_POLL = 0.5
 
 
 @click.group()
@@ -49,6 +50,9 @@ def now(api: Api, wait: float, job: str) -> None:
     api.checkpoint(job, by=asker())
     deadline = time.monotonic() + wait
     while wait and (made := _made(api, job, last, step)) is None:
+        if (found := api.status().job(job)) is None or found.phase in OVER:
+            raise CannotReach(f"job {job} has ended: 'elasticd checkpoint list FOLDER' says what it left")
+        step = min(step, found.step)  # it rolled back
         if time.monotonic() >= deadline:
             raise CannotReach(
                 f"job {job} has made no checkpoint within {wait:g} s of being asked: 'elasticd logs {job}' "

@@ -214,8 +214,8 @@ class Logged(DeviceCommunicators):
         super().__init__(*given)
         self._forget()
 
-    def first_sums(self, sums: Any) -> None:
-        super().first_sums(sums)
+    def first_launches(self, sums: Any) -> None:
+        super().first_launches(sums)
         self._forget()
 
     def _forget(self) -> None:

@@ -217,7 +217,7 @@ def bereft(device: str, store: Any, kind: str, first: bool) -> float:
     groups, made, accelerator = pair(kind, device, store, "first")
     team = made.team(Channel("reduce", TWO))
     if not first:
-        made.first_sums([(Channel("reduce", TWO), 1 << 20, torch.float32)])
+        made.first_launches([(Channel("reduce", TWO), 1 << 20, torch.float32)])
         accelerator.passed()
     groups.group(TWO, "vote").all_gather(torch.zeros(1))
     if device == TWO[1]:

@@ -65,3 +65,17 @@ def test_a_job_that_does_not_train_is_refused() -> None:
     gathered = msgspec.structs.replace(world.job, phase=JobPhase.RECOVERING)
     assert "trains under no plan now (it is recovering): ask once it does" in refusal(gathered)
     assert refusal(msgspec.structs.replace(gathered, phase=JobPhase.DONE))
+
+
+def test_after_a_takeover_nobody_is_told_before_all_workers_are_back() -> None:
+    world = trained()
+    world.records.pop("alpha")
+    world.new_leader()
+    world.settle()
+    assert world.phase is JobPhase.RUNNING
+    assert set(world.job.workers) == {"beta/0", "beta/1"}
+    assert "have come back to this coordinator yet: try again" in refusal(world.job)
+    world.say(CheckpointAsked(job=JOB))
+    world.settle()
+    assert told(world) == []
+    assert world.phase is JobPhase.RUNNING

@@ -106,6 +106,9 @@ class Notes:
     def mesh(self, channel: Channel) -> Any:
         return Noted(self._inner.mesh(channel), self._listed[channel], self._log, self._me)
 
+    def first_launches(self, sums: object) -> None:
+        pass
+
     def received(self) -> None:
         self._inner.received()
 

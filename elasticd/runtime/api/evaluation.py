@@ -203,6 +203,7 @@ def rounds(plan: Plan, dataset: Dataset, linear: int, packing: Packing | None = 
 def _round(engine: Engine, dealt: BatchPlan, loader: Loader, measures: Mapping[str, Loss]) -> list[Tensor]:
     """Evaluates a round. Returns the sums and counts of each rank, [measures, 2]."""
     sums, seen, failure = _Sums(measures), NO_SAMPLES, None
+    engine.meet()
     if engine.runner is not None:
         place = engine.plan.places[engine.device]
         mine = dealt.of(place)

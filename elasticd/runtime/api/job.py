@@ -289,7 +289,7 @@ class Job(RankInfo):
                 if self._saver is not None:
                     self._saver.published(name)
             case SaveNow():
-                if self._saver is not None:
+                if self._saver is not None and not self._idle():
                     self._saver.ask()
             case Freed(plan=plan, step=step):
                 if self._snapper is not None:

@@ -103,12 +103,16 @@ class Communicators(Protocol):
     def mesh(self, channel: Channel) -> Mesh:
         """Messages among all members."""
 
-    def first_sums(self, sums: Iterable[tuple[Channel, int, torch.dtype]]) -> None:
-        """Connects members, so that launches of such sums wait for nobody. All members call it together.
+    def first_launches(self, sums: Iterable[tuple[Channel, int, torch.dtype]]) -> None:
+        """Connects members, so that launches of messages between stages and of such sums wait for nobody. All
+        members of the plan call it together, while none of them trains under another one.
 
         Args:
-            sums: their channels, of the numbers of their elements and of their types, in an order that is the
-                same on all members.
+            sums: their channels, the numbers of their elements and their types, in an order that is the same on
+                all members.
+
+        Raises:
+            Cancelled, PeerLost: as launches do.
         """
 
     def received(self) -> None:
@@ -184,7 +188,7 @@ class GlooCommunicators:
         """Costs nothing until it is used."""
         return GlooMesh(self._everyone, channel.use)
 
-    def first_sums(self, sums: Iterable[tuple[Channel, int, torch.dtype]]) -> None:
+    def first_launches(self, sums: Iterable[tuple[Channel, int, torch.dtype]]) -> None:
         """Groups are connected when they are made."""
 
     def received(self) -> None:

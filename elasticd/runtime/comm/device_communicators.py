@@ -19,8 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +38,8 @@ LABELS: dict[Use, str] = {
     "state": "reduce",
     "context": "context",
 }
+#: Bytes of a first sum at most: larger ones go as one of this size does.
+_LARGE = 32 << 20
 
 
 class Work(Protocol):
@@ -108,7 +109,7 @@ class DeviceCommunicators:
         Raises:
             Cancelled: the groups were shut meanwhile.
         """
-        self.plan_groups, self._library = plan_groups, library
+        self.plan_groups, self._library, self._everyone = plan_groups, library, everyone
         self._lock, self._aborted = threading.Lock(), False
         self._made: dict[Channel, Communicator] = {}
         self._ended = threading.Event()
@@ -130,7 +131,6 @@ class DeviceCommunicators:
             with self.launching("the members' meeting"):
                 everyone.all_gather(torch.zeros(1))  # all are there: what is awaited now takes no peer's time
             self._await(channels)
-            self._first_messages(channels)
 
     def _await(self, channels: Sequence[Channel]) -> None:
         """Until all are connected: the first launch then waits for nobody who is not there yet."""
@@ -145,42 +145,33 @@ class DeviceCommunicators:
                     turns += 1
                     time.sleep(pause(turns, time.monotonic() - start))
 
-    def _first_messages(self, channels: Sequence[Channel]) -> None:
-        """Sends one along each pair, see `first_sums`."""
-        with self._apart():
-            for channel in channels:
-                if channel.use in ("activation", "gradient"):
-                    me = channel.members.index(self.plan_groups.me)
-                    message, made = [(1 - me, self._zeros(1, torch.uint8))], self._made[channel]
-                    sends, receives = ([], message) if me else (message, [])
-                    self._first(channel, partial(made.exchange, sends, receives))
-
-    def first_sums(self, sums: Iterable[tuple[Channel, int, torch.dtype]]) -> None:
+    def first_launches(self, sums: Iterable[tuple[Channel, int, torch.dtype]]) -> None:
         """See `Communicators`.
 
         A library may connect members when they first launch what needs it, as NCCL does for each two that send
         each other messages, and for each algorithm that sums of some size go by. The host of each waits in that
         launch until the others have come to theirs. Within a step they may never: each could be before a launch
-        that another waits in. So the first launches are made here, one after the other, in an order that is the
-        same on all members. What a TP group launches, and rounds, all their members launch at the same place in
-        what they do.
+        that another waits in. So the first launches between stages and of sums are made here, one after the
+        other, in an order that is the same on all members. What a TP group launches, and rounds, all their
+        members launch at the same place in what they do.
         """
-        with self._apart():
-            for channel, count, dtype in dict.fromkeys(sums):
-                self._first(channel, partial(self._made[channel].all_reduce, self._zeros(count, dtype)))
-
-    def _first(self, channel: Channel, launch: Callable[[], Work]) -> None:
-        with self.launching(str(channel)):
-            self.join(self.launched(launch()))
-
-    def _zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(count, dtype=dtype, device=self._library.device)
-
-    def _apart(self) -> AbstractContextManager[Any]:
-        """A stream of its own: under another plan this device trains meanwhile, and must not wait for what
-        waits for others' launches."""
-        device = self._library.device
-        return nullcontext() if device.type == "cpu" else torch.Stream(device)
+        if not self._made:
+            return
+        with self.launching("the members' meeting"):
+            self._everyone.all_gather(torch.zeros(1))
+        me = self.plan_groups.me
+        for channel in self._made:
+            if channel.use in ("activation", "gradient"):
+                rank = channel.members.index(me)
+                with self.launching(str(channel)):
+                    message = [(1 - rank, torch.zeros(1, dtype=torch.uint8, device=self._library.device))]
+                    sends, receives = ([], message) if rank else (message, [])
+                    self.join(self.launched(self._made[channel].exchange(sends, receives)))
+        for channel, count, dtype in dict.fromkeys(sums):
+            with self.launching(str(channel)):
+                count = min(count, _LARGE // dtype.itemsize)
+                numbers = torch.zeros(count, dtype=dtype, device=self._library.device)
+                self.join(self.launched(self._made[channel].all_reduce(numbers)))
 
     def team(self, channel: Channel) -> DeviceTeam:
         """Those that compute sums together."""

@@ -187,7 +187,7 @@ class Engine:
         self._carried: dict[str, str] = {}
         self._after: str | None = None
         self._delivered: Event | None = None  # after the last step's deliveries; None: they are over
-        self.after_recovery = self.torn = self.stale = self.spent = False
+        self.after_recovery = self.torn = self.stale = self.spent = self._met = False
         self._batches = BatchesAhead(recipe.feed, self.plan, self.linear, recipe.planning)
         self.reduced = self.last = self.lent = None
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
@@ -414,6 +414,7 @@ class Engine:
         where = self.plan_groups.stopwatch.where
         with during_step(where, step, self.plan.number):
             self.accelerator.use()  # whatever the user's code has made of it since
+            self.meet()
             batch, passed = self._passes(step)
             # The one wait for the device in a step: all its gradients are reduced then.
             loss, count, squares = self.accelerator.read(
@@ -461,6 +462,13 @@ class Engine:
                 longest_so_far=self._recipe.feed.longest,
             )
             return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
+
+    def meet(self) -> None:
+        """Before the first passes of the plan: connects its members on the device. All of them call it
+        together, and from the second time on nothing is done."""
+        if not self._met:
+            self.communicators.first_launches(self.reducer.sums)
+            self._met = True
 
     def _passes(self, step: int) -> tuple[BatchPlan, Passed]:
         """Begins a step and runs its forward and backward passes, if this device has any."""

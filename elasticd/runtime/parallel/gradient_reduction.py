@@ -81,12 +81,7 @@ class GradientReducer:
         self._device, self._parameters = device, parameters
         self._keep_all, self._stopwatch = keep_all, stopwatch or Stopwatch()
         self._alone, self._queue = tuple(alone), tuple(queue)
-        channels = [Channel("reduce", bucket.devices) for bucket in queue]
-        peers.communicators.first_sums(
-            (channel, bucket.size, getattr(torch, bucket.dtype))
-            for channel, bucket in zip(channels, queue, strict=True)
-        )
-        self._teams = [peers.communicators.team(channel) for channel in channels]
+        self._teams = [peers.communicators.team(Channel("reduce", bucket.devices)) for bucket in queue]
         self._passed_on = tuple(map(tuple, passed_on))
         everyone = Channel("state", peers.everyone.members)
         self._mesh = peers.communicators.mesh(everyone) if passed_on else None
@@ -102,6 +97,12 @@ class GradientReducer:
         self.squares = 0.0
         self.most_bytes = 0
         self._begin()
+
+    @property
+    def sums(self) -> Iterator[tuple[Channel, int, torch.dtype]]:
+        """All that it launches in a step: channels, numbers of elements, types."""
+        for bucket in self._queue:
+            yield Channel("reduce", bucket.devices), bucket.size, getattr(torch, bucket.dtype)
 
     def _begin(self) -> None:
         """Nothing of the step is sent yet."""

@@ -56,7 +56,9 @@ def refusal(job: JobState) -> str:
     if job.plan is None or job.phase not in TRAINING:
         return f"job {job.job} trains under no plan now (it is {job.phase.value}): ask once it does"
     members = [job.workers[device] for device in job.plan.members if device in job.workers]
-    if not members or not any(_hears(member) for member in members):
+    if len(members) < len(job.plan.members):
+        return f"not all workers of job {job.job} have come back to this coordinator yet: try again"
+    if _told(job) is None:
         return f"no worker of job {job.job} can be reached now: try again"
     if unable := sorted(member.device for member in members if not member.saves_now):
         return (
@@ -66,18 +68,18 @@ def refusal(job: JobState) -> str:
     return ""
 
 
-def _hears(worker: Worker) -> bool:
-    return not (worker.left or worker.frozen or worker.orphan)
+def _told(job: JobState) -> Worker | None:
+    """The first member of the plan that hears: the one that is told."""
+    members = (job.workers.get(device) for device in (job.plan.members if job.plan is not None else ()))
+    return next((each for each in members if each and not (each.left or each.frozen or each.orphan)), None)
 
 
 def asked(turn: Turn, event: CheckpointAsked) -> None:
-    """Tells the first member that hears: the others learn of it by the vote. Should it be lost with the word,
-    nothing is made; whoever asked sees no checkpoint, and asks again."""
-    job = turn.job
-    if refusal(job) or job.plan is None:
-        return
-    first = next(job.workers[device] for device in job.plan.members if _hears(job.workers[device]))
-    turn.send(first.node, first.client, SaveNow())
+    """Tells one member: the others learn of it by the vote. Should it be lost with the word, nothing is made;
+    whoever asked sees no checkpoint, and asks again."""
+    worker = _told(turn.job)
+    if worker is not None and not refusal(turn.job):
+        turn.send(worker.node, worker.client, SaveNow())
 
 
 def _publish(turn: Turn, body: Saved) -> None:
