@@ -48,18 +48,37 @@ def now(api: Api, wait: float, job: str) -> None:
     found = api.status().job(job)
     step = found.step if found is not None else 0
     api.checkpoint(job, by=asker())
-    deadline = time.monotonic() + wait
-    while wait and (made := _made(api, job, last, step)) is None:
-        if (found := api.status().job(job)) is None or found.phase in OVER:
+    click.echo(waited(api, job, last, step, wait) if wait else f"job {job} was asked for a checkpoint")
+
+
+def waited(api: Api, job: str, last: int, step: int, seconds: float) -> str:
+    """Waits for a checkpoint that a job was asked for; what its event says.
+
+    Args:
+        api: the coordinator's.
+        job: its name.
+        last: id of the last event before it was asked.
+        step: that the job was at then.
+        seconds: the longest time.
+
+    Raises:
+        CannotReach: there is none in time, or the job ended.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        found = api.status().job(job)  # before events are read: one of its last steps may tell of it
+        if found is not None:
+            step = min(step, found.step)  # it may roll back
+        if (made := _made(api, job, last, step)) is not None:
+            return made
+        if found is None or found.phase in OVER:
             raise CannotReach(f"job {job} has ended: 'elasticd checkpoint list FOLDER' says what it left")
-        step = min(step, found.step)  # it rolled back
         if time.monotonic() >= deadline:
             raise CannotReach(
-                f"job {job} has made no checkpoint within {wait:g} s of being asked: 'elasticd logs {job}' "
+                f"job {job} has made no checkpoint within {seconds:g} s of being asked: 'elasticd logs {job}' "
                 "says what it is at; ask again if it lost a worker meanwhile"
             )
         time.sleep(_POLL)
-    click.echo(made if wait else f"job {job} was asked for a checkpoint")
 
 
 def _made(api: Api, job: str, after: int, step: int) -> str | None:
