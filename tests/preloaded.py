@@ -11,6 +11,7 @@ import os
 
 import elasticd_planner.detection.stragglers
 import elasticd_planner.policy.policy  # noqa: F401
+import numpy.ma  # noqa: F401
 import torch
 import torch._dynamo  # an optimizer's first step imports it
 import torch.distributed.checkpoint
@@ -23,6 +24,9 @@ import elasticd.runtime.checking
 import elasticd.runtime.checkpoint.dcp_format
 import tests.accelerators.strict_process_group
 import tests.accelerators.vgpu  # noqa: F401
+from elasticd.runtime.comm import groups
+
+groups.LONGEST_PAUSE = 5e-3  # workers of many jobs wait at the same time, for devices that sleep
 
 assert torch.get_num_threads() == 1, "start the fork server with OMP_NUM_THREADS=1"
 assert elasticd.Job, "the runtime is imported when a name of it is first used"

@@ -9,7 +9,9 @@ from typing import TypeVar
 #: Seconds that a condition has: a busy machine takes half a minute to start a worker.
 PATIENCE = 400.0
 #: Seconds between two looks at most.
-_LONGEST_PAUSE = 1.0
+_LONGEST_PAUSE = 0.5
+#: Seconds between two looks at least, for each that a look takes.
+_RARELY = 15
 
 T = TypeVar("T")
 
@@ -19,7 +21,7 @@ def until(
     what: Callable[[], object] = str,
     *,
     seconds: float = PATIENCE,
-    pause: float = 0.02,
+    pause: float = 0.03,
 ) -> T:
     """Looks at a condition until it is true.
 
@@ -42,4 +44,4 @@ def until(
             return value
         now = time.monotonic()
         assert now < deadline, f"this never became true: {what()}"
-        time.sleep(max(pause, min(4 * (now - began), _LONGEST_PAUSE)))
+        time.sleep(max(pause, min(_RARELY * (now - began), _LONGEST_PAUSE)))

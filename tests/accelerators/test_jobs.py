@@ -43,6 +43,7 @@ def test_a_job_on_the_device_switches_and_survives_a_death_exactly(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_an_old_copy_that_does_not_fit_beside_the_new_one_waits_in_host_memory() -> None:
     """No snapshot is made: in place this switch would not be allowed."""
     vgpu.needed()

@@ -31,7 +31,7 @@ def texts(cluster: Cluster) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("holder", "zero"), sizes.beside([("replica", 0), ("stage", 1)], product(("replica", "stage"), (0, 1)))
+    ("holder", "zero"), sizes.beside([("stage", 1)], product(("replica", "stage"), (0, 1)))
 )
 def test_one_that_is_told_to_go_leaves_and_nothing_is_lost_or_done_twice(holder: str, zero: int) -> None:
     """One of two replicas, or the only holder of a stage."""

@@ -28,7 +28,7 @@ FOREVER = 1_000_000
 #: Steps that the job makes between two upgrades.
 STEPS = 3
 #: Seconds that a token takes in a block: the job goes on all the time, and is not to keep the cores busy.
-FORWARD = 3e-3
+FORWARD = 1.5e-3
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def job(shared_etcd: SharedEtcd) -> Iterator[Fleet]:
         for node in NODES:
             fleet.run(node, 1, str(len(NODES)), FOREVER, micro_batch=train.BATCH // len(NODES))
         until(lambda: len(binding(fleet)) == len(NODES), fleet.said, seconds=300)
-        fleet.advanced(10)
+        fleet.advanced(4)
         yield fleet
 
 
@@ -58,7 +58,7 @@ def worker(fleet: Fleet, device: str) -> psutil.Process:
 def goes_on_exactly(fleet: Fleet, *devices: str) -> None:
     """Those that are left train on; nobody was fenced off, and nobody joined again."""
     until(lambda: {*binding(fleet)} == {*devices}, fleet.said)
-    fleet.advanced(10)
+    fleet.advanced(4)
     assert not {"fenced", "joined"} & {*kinds(fleet)}, fleet.said()
     each_step_once_with_the_loss_of_one_process(fleet)
 

@@ -157,7 +157,7 @@ def test_an_agent_that_was_started_anew_keeps_nothing_any_more() -> None:
     assert "there is no snapshot or checkpoint to go back to" in world.job.reason
 
 
-@pytest.mark.parametrize("how", ["before", "between", "after"])
+@pytest.mark.parametrize("how", sizes.beside(["between"], ["before", "between", "after"]))
 @pytest.mark.parametrize("loss", ["one", "all"])
 def test_a_new_leader_at_any_event_of_a_recovery_from_snapshots(how: str, loss: str) -> None:
     def live(world: Vaulted) -> None:

@@ -143,6 +143,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.full
 def test_compiled_blocks_take_each_row_as_it_is(traced: None) -> None:
     config = DecoderConfig(vocabulary=41, width=32, layers=2, hidden=44, dtype=torch.float64)
     plain, compiled = started(config), started(config)

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from tests import sizes
 from tests.models import families
 
 KNOWN = families.rows()
@@ -15,7 +16,7 @@ TRIED = [
 ]
 
 
-@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.parametrize("name", sizes.beside(TRIED[::2], TRIED))
 def test_a_usual_family_trains_like_one_process(name: str) -> None:
     family = families.tried(families.found(name))
     assert family.outcome == "trains", family.why

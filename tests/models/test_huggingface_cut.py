@@ -17,6 +17,7 @@ from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.data.prefetch import SampleReader
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.parallel import context_parallel
+from tests import sizes
 from tests.models.layouts import Training, furthest, under
 from tests.models.test_huggingface import LAYERS, OTHERS, made
 from tests.models.texts import Text
@@ -70,7 +71,9 @@ class Cut(Training):
         return replace(recipe, source=source)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", sizes.beside(["Llama, one kv-head", "Mistral, windows", "Qwen3, some windows", "GPT2"], MODELS)
+)
 def test_cut_sequences_train_as_whole_ones(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().double()

@@ -136,7 +136,17 @@ EACH_PAIR = [
 ]
 
 
-@pytest.mark.parametrize(("model", "layout", "precision", "optimizer"), sizes.beside(EACH_PAIR, CASES))
+#: Each model, layout, precision and optimizer is in one of these at least.
+SOME = EACH_PAIR[::3]
+assert [len(set(each)) for each in zip(*SOME, strict=True)] == [
+    3,
+    len(LAYOUTS),
+    len(PRECISIONS),
+    len(OPTIMIZERS),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "precision", "optimizer"), sizes.beside(SOME, CASES))
 def test_trains_like_one_process(model: str, layout: str, precision: str, optimizer: str) -> None:
     made, expected = course(model, precision, optimizer)
     found = under(made, LAYOUTS[layout])

@@ -229,6 +229,7 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.full
 def test_a_compiled_block_takes_the_borders_and_positions_of_each_row(traced: None) -> None:
     """Rows of as many tokens and other borders, and padded samples between them."""
     torch.manual_seed(0)

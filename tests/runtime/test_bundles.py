@@ -21,6 +21,7 @@ from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.validation import ModelError
+from tests import sizes
 from tests.runtime import gang
 from tests.runtime.bundled import READS, SEED, Block, Named, Text, loss, make_recipe, reference
 from tests.runtime.test_parity import plan_of, stage
@@ -116,9 +117,9 @@ def test_recomputation_changes_nothing(plan: Plan) -> None:
 NOT_TRAINED = (("embed",), ("embed", "blocks.0", "blocks.1"), ("embed", *(f"blocks.{i}" for i in range(4))))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", sizes.beside([True], [False, True]))
 @pytest.mark.parametrize("frozen", NOT_TRAINED)
-@pytest.mark.parametrize("plan", [THREE, INTERLEAVED])
+@pytest.mark.parametrize("plan", sizes.beside([THREE], [THREE, INTERLEAVED]))
 def test_stages_without_a_trained_parameter_take_part(
     plan: Plan, frozen: tuple[str, ...], recompute: bool
 ) -> None:

@@ -342,10 +342,10 @@ def assert_same_bits(one: list[list[Found]], other: list[list[Found]]) -> None:
     [
         ("two lanes, evenly", "two lanes, unevenly"),
         pytest.param(("one device beside three heads and one",), marks=pytest.mark.slow),
-        pytest.param(("heads that do not divide",), marks=pytest.mark.slow),
+        pytest.param(("heads that do not divide",), marks=(pytest.mark.slow, pytest.mark.full)),
         pytest.param(
             ("sequences of all lanes, of two and of one", "a window that some lanes need nothing under"),
-            marks=pytest.mark.slow,
+            marks=(pytest.mark.slow, pytest.mark.full),
         ),
         pytest.param(("by heads that cut groups, beside others", "by heads"), marks=pytest.mark.slow),
         pytest.param(("keys that are passed on",), marks=pytest.mark.slow),
@@ -407,7 +407,7 @@ def noted(case: Case, recomputed: Mapping[str, Sequence[int]] = {}) -> dict[str,
     return {device: mesh for device, (mesh, _) in found.items()}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sizes.beside(tuple(CASES)[1::2], CASES))
 def test_launches_run_whatever_the_timing(name: str) -> None:
     logs = {device: mesh.log for device, mesh in noted(CASES[name]).items()}
     assert deadlock(logs) is None
@@ -446,7 +446,7 @@ def test_a_second_forward_pass_exchanges_nothing(name: str, who: tuple[str, ...]
     assert again == plain
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sizes.beside(tuple(CASES)[::2], CASES))
 def test_what_is_sent_is_what_is_lacking(name: str) -> None:
     """Keys and values once forward, and once more backward with their gradients, and numbers where keys go one
     way alone. By heads queries, keys and values with their gradients, and outputs with theirs."""

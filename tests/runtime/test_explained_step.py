@@ -23,6 +23,7 @@ from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.engine.mixed_precision import Precision
 from elasticd.runtime.engine.recipe import Recipe
+from tests import sizes
 from tests.runtime import test_cut_sequences, test_interleaved, test_lanes, test_parity
 from tests.runtime.test_engine import engine_on
 from tests.runtime.test_messages import recipe_of
@@ -133,7 +134,20 @@ CASES: dict[str, tuple[Plan, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    sizes.beside(
+        [
+            "interleaved lanes",
+            "micro-batches of two",
+            "bf16, zero 2",
+            "carriers",
+            "slices of tokens",
+            "recomputing",
+        ],
+        CASES,
+    ),
+)
 def test_the_listing_is_what_members_launch(name: str) -> None:
     plan, changes = CASES[name]
     launched, spec, gradients = trained(plan, changes)

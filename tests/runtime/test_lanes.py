@@ -72,7 +72,7 @@ STEPS = 3
 CASES = list(product(PLANS, POLICIES))
 #: Each layout without ZeRO, and each policy once.
 SOME = [
-    *((name, "zero 0") for name in PLANS),
+    *((name, "zero 0") for name in tuple(PLANS)[::2]),
     ("2 + 1, uneven, in two stages", "zero 1"),
     ("two pipelines of lanes, micro-batches of two", "zero 1, r = 2"),
     ("three lanes of unlike width beside a deeper pipeline", "zero 2"),

@@ -37,6 +37,7 @@ from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.tp_rules import Column, Row, Rule
 from elasticd.runtime.parallel.gradient_reduction import gradient_dtype
+from tests import sizes
 from tests.models.layouts import Training
 from tests.models.test_odd_modules import Whole
 from tests.models.test_odd_modules import training as of_odd_modules
@@ -146,7 +147,9 @@ def recipe_of(
     return replace(made, dataset=Torn(made.sampler.samples(1)[3])) if torn else made
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", sizes.beside(["frozen embedding and block", "no targets", "no update", "unread sample"], CASES)
+)
 def test_every_rank_launches_what_the_plan_says_with_an_evaluation_after_each_step(name: str) -> None:
     plan, changes = CASES[name]
     logs: dict[str, list[Launched]] = {device: [] for device in plan.members}

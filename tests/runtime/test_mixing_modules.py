@@ -13,6 +13,7 @@ from elasticd.annotations import Annotation, devices, redistribute
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import run_threads
 from elasticd.runtime.comm.running_group import HERE
+from tests import sizes
 from tests.runtime import test_parity
 
 #: The devices that ran each call, of the test at hand.
@@ -33,7 +34,9 @@ class Mixing(decoders.Block):
         return redistribute(mine, rows, whole, shape=tuple(x.shape))
 
 
-@pytest.mark.parametrize("name", ["tp3+tp1 beside tp2", "tp1 to tp3 and back"])
+@pytest.mark.parametrize(
+    "name", sizes.beside(["tp1 to tp3 and back"], ["tp3+tp1 beside tp2", "tp1 to tp3 and back"])
+)
 def test_they_train_like_one_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders, "Block", Mixing)
     plain = test_parity.reference.__wrapped__(test_parity.STEPS)

@@ -338,7 +338,11 @@ def dropping(make: Callable[[], Recipe]) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    "name", ["sequence parallel, interleaved, beside a group without", "2 + 1, uneven, in two stages"]
+    "name",
+    sizes.beside(
+        ["2 + 1, uneven, in two stages"],
+        ["sequence parallel, interleaved, beside a group without", "2 + 1, uneven, in two stages"],
+    ),
 )
 def test_dropouts_drop_of_a_packed_row_what_they_drop_of_padded_samples(name: str) -> None:
     padded = in_threads(PLANS["one device"], lambda: dropping(make_recipe))["a/0"]

@@ -37,7 +37,7 @@ def test_it_trains_like_one_process(name: str, most: int, monkeypatch: pytest.Mo
     test_parity.check(plan, found)
 
 
-@pytest.mark.parametrize("name", ["plain", "bf16", "no update"])
+@pytest.mark.parametrize("name", sizes.beside(["plain", "bf16"], ["plain", "bf16", "no update"]))
 def test_every_rank_launches_what_the_plan_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "MOST", 4)
     test_messages.test_every_rank_launches_what_the_plan_says_with_an_evaluation_after_each_step(name)

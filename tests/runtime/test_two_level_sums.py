@@ -211,7 +211,7 @@ FAULTS = [(phase, how) for phase in (1, 2, 3, 4) for how in ("dies", "stands")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("phase", "how"), FAULTS)
+@pytest.mark.parametrize(("phase", "how"), sizes.beside(FAULTS[::3], FAULTS))
 def test_a_fault_in_any_phase_ends_all_sums_and_leaves_nothing(phase: int, how: str) -> None:
     victim = FOUR[-1]
     results = gang.run(__file__, "faulty", FOUR, phase, how, dying=[victim], seconds=120)

@@ -223,7 +223,7 @@ ONE_OF_EACH = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "policy"), sizes.beside(ONE_OF_EACH, CASES))
+@pytest.mark.parametrize(("layout", "policy"), sizes.beside(ONE_OF_EACH[::2], CASES))
 def test_every_policy_trains_like_one_process(layout: str, policy: str) -> None:
     plan = LAYOUTS[layout].replace(state=POLICIES[policy])
     check(plan, in_threads(plan))

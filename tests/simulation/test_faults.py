@@ -261,7 +261,7 @@ def test_samples_that_do_not_fit_any_more_kill_workers_until_a_start_knows_their
     assert kinds(outcome)[-1] == "finished"
 
 
-@pytest.mark.parametrize("step", sizes.beside([0, 31, 34, 36], [0, 1, 5, 31, 33, 34, 35, 36]))
+@pytest.mark.parametrize("step", sizes.beside([31, 34], [0, 1, 5, 31, 33, 34, 35, 36]))
 def test_a_death_at_any_moment_of_a_switch_is_survived(step: int) -> None:
     faults = (
         Fault(kind="slow", device="n0/1", factor=3.0, step=30),

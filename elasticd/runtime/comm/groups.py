@@ -76,6 +76,9 @@ class BootstrapKeyValue(Protocol):
         """Whether all keys are there. It does not wait."""
 
 
+#: Seconds between two looks at what is waited for, at most. Tests of whole jobs, whose devices sleep most of the
+#: time, look less often.
+LONGEST_PAUSE = 5e-4
 #: The message of `Cancelled` where another thread shuts the plan's groups, or lets them go, while one is made.
 MEANWHILE = "shut while a group was being made"
 
@@ -152,7 +155,7 @@ class Group:
         )
 
     def wait(self, work: Any) -> None:
-        """Polls a collective until it is complete; the pause grows with the time waited, to at most 0.5 ms."""
+        """Polls a collective until it is complete; the pause grows with the time waited."""
         start = time.perf_counter()
         turns = 0
         while not work.is_completed():
@@ -564,8 +567,9 @@ def _end_one(plane: DataPlane, end: Callable[[list[Any]], None], communicators: 
 
 
 def pause(turns: int, waited: float) -> float:
-    """Seconds that a poll pauses: none at first, then longer with the seconds waited, to at most 0.5 ms."""
-    return 0 if turns < 20 else min(5e-4, max(5e-5, waited / 50))
+    """Seconds that a poll pauses: none at first, then longer with the seconds waited, to at most
+    `LONGEST_PAUSE`."""
+    return 0 if turns < 20 else min(LONGEST_PAUSE, max(5e-5, waited / 50))
 
 
 def _raw(tensor: Tensor) -> Tensor:

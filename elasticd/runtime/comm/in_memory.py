@@ -7,10 +7,11 @@ Where gloo would read a tensor as another type, or would end the process, an err
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +32,8 @@ class MemoryWorld:
     """Carries messages and collectives between threads. An operation waits at most `patience` seconds."""
 
     def __init__(self, patience: float = 300.0) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._news: dict[Hashable, threading.Condition] = {}  # of what is awaited
         self._patience, self._broken = patience, False
         self._given: dict[tuple[Members, int], dict[int, Tensor]] = {}
         self._mail: dict[_Box, dict[int, Tensor]] = defaultdict(dict)  # by the number of the message
@@ -40,16 +42,19 @@ class MemoryWorld:
 
     def break_off(self) -> None:
         """Makes all that wait raise PeerLost, because a member failed."""
-        with self._changed:
+        with self._lock:
             self._broken = True
-            self._changed.notify_all()
+            for news in self._news.values():
+                news.notify_all()
 
     def give(self, members: Members, number: int, rank: int, tensor: Tensor) -> None:
         """Hands in a copy of one rank's tensor for the collective `number` of these members."""
         copied = _copied(tensor)
-        with self._changed:
-            self._given.setdefault((members, number), {})[rank] = copied
-            self._changed.notify_all()
+        with self._lock:
+            given = self._given.setdefault((members, number), {})
+            given[rank] = copied
+            if len(given) == len(members):
+                self._came((members, number))
 
     def taken(self, members: Members, number: int) -> list[Tensor]:
         """Waits for every member's tensor of the collective `number`, and returns them by rank.
@@ -59,7 +64,7 @@ class MemoryWorld:
             PeerLost: another member failed, or did not come in time.
         """
         given = self._given[members, number]
-        self._wait(lambda: len(given) == len(members), members)
+        self._wait((members, number), lambda: len(given) == len(members), members)
         tensors = [given[rank] for rank in range(len(members))]
         kinds = {(tensor.dtype, tensor.shape) for tensor in tensors}
         if len(kinds) > 1:
@@ -71,15 +76,15 @@ class MemoryWorld:
     def post(self, members: Members, source: int, to: int, tag: int, tensor: Tensor) -> None:
         """Puts a copy of a message into the mail from rank `source` to rank `to`."""
         copied = _copied(tensor)
-        with self._changed:
+        with self._lock:
             box = members, source, to, tag
             self._mail[box][self._sent[box]] = copied
             self._sent[box] += 1
-            self._changed.notify_all()
+            self._came(box)
 
     def awaited(self, members: Members, source: int, to: int, tag: int) -> int:
         """The number of the next message with this tag from rank `source` to rank `to` that nobody awaits."""
-        with self._changed:
+        with self._lock:
             box = members, source, to, tag
             self._awaited[box] += 1
             return self._awaited[box] - 1
@@ -90,13 +95,22 @@ class MemoryWorld:
         Raises:
             PeerLost: another member failed, or nothing came in time.
         """
-        mail = self._mail[members, source, to, tag]
-        self._wait(lambda: number in mail, members)
+        box = members, source, to, tag
+        mail = self._mail[box]
+        self._wait(box, lambda: number in mail, members)
         return mail.pop(number)
 
-    def _wait(self, there: Callable[[], bool], members: Members) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._broken or there(), self._patience):
+    def _came(self, what: Hashable) -> None:
+        if what in self._news:
+            self._news[what].notify_all()
+
+    def _wait(self, what: Hashable, there: Callable[[], bool], members: Members) -> None:
+        with self._lock:
+            news = self._news.setdefault(what, threading.Condition(self._lock))
+            came = news.wait_for(lambda: self._broken or there(), self._patience)
+            if not news._waiters:
+                self._news.pop(what, None)
+            if not came:
                 raise PeerLost(f"nothing came among {', '.join(members)} for {self._patience:.0f} s")
             if not there():
                 raise PeerLost(f"another member of {', '.join(members)} failed")
@@ -198,8 +212,17 @@ class MemoryPlanGroups(PlanGroups):
         return self._numbers[members]
 
 
+def _core() -> int | None:
+    """The core for all threads of this process that share Python's lock all the time: to pass it from core to
+    core takes up to as long again as what they compute. None where a thread cannot be kept on a core."""
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[os.getpid() % len(cores)]
+
+
 def run_threads(names: Sequence[str], worker: Callable[[MemoryPlanGroups], T]) -> dict[str, T]:
-    """Calls `worker` in a thread for each device.
+    """Calls `worker` in a thread for each device, all on one core.
 
     Args:
         names: the devices.
@@ -213,8 +236,11 @@ def run_threads(names: Sequence[str], worker: Callable[[MemoryPlanGroups], T]) -
             worker's failure causes.
     """
     world, results, failures = MemoryWorld(), {}, list[BaseException]()
+    core = _core()
 
     def work(name: str) -> None:
+        if core is not None:
+            os.sched_setaffinity(0, {core})  # of this thread
         try:
             results[name] = worker(MemoryPlanGroups(world, name))
         except BaseException as error:
