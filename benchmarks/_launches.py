@@ -11,7 +11,7 @@ from _results import Row, row
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from elasticd_planner.layout.launch_order import deadlock
+from elasticd_planner.layout.launch_order import deadlock, in_one_queue
 
 from tests.accelerators import test_training, vgpu
 from tests.planner.drawn_plans import drawn_plan
@@ -25,8 +25,9 @@ DEVICES = tuple(f"n{node}/{local}" for node in range(2) for local in range(3))
 
 
 def free(seed: int) -> bool:
-    """Whether the launches of a drawn plan can be carried out whatever the timing."""
-    found = deadlock(logs_of(seed))
+    """Whether the launches of a drawn plan can be carried out whatever the timing, also in one queue."""
+    logs = logs_of(seed)
+    found = deadlock(logs) or deadlock(in_one_queue(logs))
     if found is not None:
         print(f"plan {seed}: {found}", file=sys.stderr)
     return found is None
@@ -50,7 +51,8 @@ def trains(seed: int) -> bool:
 
 
 def deadlock_rows() -> Iterator[Row]:
-    """Uneven TP, unlike pipelines, interleaved ones, ZeRO 0 to 2 with carriers, buckets of any size."""
+    """Uneven TP, unlike pipelines, interleaved ones, ZeRO 0 to 2 with carriers, buckets of any size; on
+    streams that run side by side, and in one queue."""
     with multiprocessing.get_context("spawn").Pool() as pool:
         count = sum(pool.imap_unordered(free, range(PLANS), chunksize=50))
     yield row("drawn plans without deadlock", count, "", goal=f"{PLANS:,}", met=count == PLANS)

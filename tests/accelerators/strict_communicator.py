@@ -3,12 +3,13 @@
 What NCCL refuses raises here, and what would hang it hangs here. `abort` frees the host at once, as NCCL's
 does: with no error, and with garbage in the tensors.
 
-Theory of operation. A communicator is one queue: an operation begins when the one before it is over. A member
-that begins an operation tells the others what it is and sends what it contributes; a message is over when its
-receiver has begun to receive it and has said so (larger messages of NCCL wait for their receiver; here all do).
-A thread reads what comes from the others, and a thread runs the queue. The host never waits but in `Work.wait`,
-where NCCL's would let the stream wait alone: the kernels of the devices used here run when they are launched,
-so values must be there by then.
+Theory of operation. Operations are in a queue: one begins when the one before it is over. A communicator has a
+queue of its own, or shares one with the other communicators of its rank, as a device may that does not run
+their streams side by side. A member that begins an operation tells the others what it is and sends what it
+contributes; a message is over when its receiver has begun to receive it and has said so (larger messages of
+NCCL wait for their receiver; here all do). A thread reads what comes from the others, and a thread runs each
+queue. The host never waits but in `Work.wait`, where NCCL's would let the stream wait alone: the kernels of the
+devices used here run when they are launched, so values must be there by then.
 
 Members that are in different operations at the same time, where NCCL would hang or mix up bytes, all raise
 `Mismatch`: so a test says what was wrong. Two members that both receive first, or both send first, hang.
@@ -25,6 +26,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -146,6 +148,27 @@ class _Mail:
     received: int = 0  # of our messages
 
 
+class Line:
+    """A queue of operations, and the thread that runs them."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"{name}: _run", daemon=True).start()
+
+    def put(self, operation: Callable[[], None]) -> None:
+        """The operation begins when those before it are over."""
+        self._queue.put(operation)
+
+    def end(self) -> None:
+        """No operation comes any more."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (operation := self._queue.get()) is not None:
+            operation()
+            del operation  # its tensors must not be kept until the next one
+
+
 class _Stopped(Exception):
     """The communicator was aborted while the operation ran, or a member is gone: what waits for it hangs."""
 
@@ -161,6 +184,7 @@ class Communicator:
         me: str,
         device: torch.device | str,
         log: LaunchLog | None = None,
+        line: Line | None = None,
     ) -> None:
         """
         Args:
@@ -170,6 +194,7 @@ class Communicator:
             me: this member's name.
             device: on which all tensors must lie.
             log: of all communicators of this rank; None: one of its own.
+            line: the queue of all communicators of this rank; None: one of its own.
         """
         self.name, self.members, self.rank, self.size = (
             name,
@@ -181,15 +206,14 @@ class Communicator:
         self.log = LaunchLog() if log is None else log
         self._gloo = gloo
         self._stream = None if self.device.type == "cpu" else torch.Stream(device=self.device)
-        self._launched: queue.SimpleQueue[tuple[Work, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._line, self._line_is_mine = Line(name) if line is None else line, line is None
         self._news = threading.Condition()  # guards the rest
         self._mail: dict[int, _Mail] = defaultdict(_Mail)
         self._open: list[Work] = []
         self._dead, self._mismatch = False, ""
         self._batch: list[_Message] | None = None
         self._collectives, self._messages = 0, Counter[tuple[int, int]]()
-        for run in (self._read, self._run):
-            threading.Thread(target=run, name=f"{name}: {run.__name__}", daemon=True).start()
+        threading.Thread(target=self._read, name=f"{name}: _read", daemon=True).start()
 
     # -- what a rank calls -----------------------------------------------------------------------------------
 
@@ -250,6 +274,12 @@ class Communicator:
         if messages:
             works.append(self._launch_messages(messages))
 
+    @property
+    def busy(self) -> bool:
+        """Whether an operation is under way."""
+        with self._news:
+            return any(not work.over.is_set() for work in self._open)
+
     def abort(self) -> None:
         """Frees whoever waits, here alone, from any thread: the other members must abort, too."""
         with self._news:
@@ -263,7 +293,8 @@ class Communicator:
                         _spoil(tensor)
                     work.over.set()
             self._open = []
-        self._launched.put(None)
+        if self._line_is_mine:
+            self._line.end()
 
     def joined(self, operation: str) -> None:
         """The current stream waits for an operation. `Work.wait` calls it."""
@@ -362,7 +393,7 @@ class Communicator:
                         _spoil(tensor)
                     work.over.set()
             self.log.entries.append(Launch(self.name, tuple(operations)))
-            self._launched.put((work, run))
+            self._line.put(partial(self._run, work, run))
         return work
 
     def _on_stream(self) -> AbstractContextManager[object]:
@@ -375,18 +406,20 @@ class Communicator:
     # -- in the thread that runs the queue -------------------------------------------------------------------
 
     @torch.no_grad()
-    def _run(self) -> None:
-        while (taken := self._launched.get()) is not None:
-            work, run = taken
-            try:
-                with self._on_stream():
-                    run()
-            except _Stopped:
-                return
-            except Exception as error:
-                work.error = error
-            work.over.set()
-            del work, run, taken  # tensors must not be kept until the next launch
+    def _run(self, work: Work, run: Callable[[], None]) -> None:
+        if self._dead:
+            return
+        try:
+            with self._on_stream():
+                run()
+        except _Stopped:
+            with self._news:
+                while not self._dead:  # a member is gone: all that comes after it hangs, too
+                    self._news.wait()
+            return
+        except Exception as error:
+            work.error = error
+        work.over.set()
 
     def _run_collective(
         self, text: str, tensor: Tensor, out: Tensor, result: Callable[[Sequence[Tensor]], Tensor]

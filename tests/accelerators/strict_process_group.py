@@ -1,5 +1,9 @@
 """A process group that is called as torch's ProcessGroupNCCL is, and has NCCL's rules: by strict communicators.
 
+As a device may, it runs the operations of all its communicators strictly one after the other, in the order of
+their launches: CUDA does not say which streams run side by side. And the host waits in the first launch of a
+kernel, in which the driver loads it, until the device has nothing under way.
+
 As NCCL does, it connects two members for messages when they first launch one, and all members for sums of about
 a size when they first launch such a sum: the host of each waits in that launch until the others are in theirs.
 
@@ -11,6 +15,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -27,10 +32,28 @@ from elasticd.runtime.comm.communicators import BY_DEVICE, Connect
 from elasticd.runtime.comm.device_communicators import DeviceCommunicators
 from elasticd.runtime.comm.groups import Group, PlanGroups
 from elasticd.runtime.comm.nccl import NcclLibrary
-from tests.accelerators.strict_communicator import Communicator, LaunchLog, Mismatch, Work
+from tests.accelerators import vgpu
+from tests.accelerators.strict_communicator import Communicator, LaunchLog, Line, Mismatch, Work
 
 #: What was wrong with launches, of all communicators of this process.
 wrong: list[str] = []
+_standing: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_lines: dict[torch.device, Line] = {}
+_lock = threading.Lock()
+
+
+def _line(device: torch.device) -> Line:
+    """The queue of a device of this process."""
+    with _lock:
+        if device not in _lines:
+            _lines[device] = Line(str(device))
+        return _lines[device]
+
+
+def _load(kernel: bytes) -> None:
+    """Returns when the device has nothing under way."""
+    while any(communicator.busy for communicator in list(_standing)):
+        time.sleep(0.0005)
 
 
 class Options:
@@ -39,6 +62,7 @@ class Options:
     def __init__(self) -> None:
         self.config = SimpleNamespace(blocking=1, max_ctas=None)
         self._timeout = timedelta(minutes=10)
+        self.is_high_priority_stream = False
         self.group_name = ""
 
 
@@ -91,13 +115,15 @@ class StrictProcessGroup:
         options: Options,
         log: LaunchLog,
         before: Callable[[str], None],
+        one_queue: bool,
     ) -> None:
         assert options.config.blocking == 0, "an abort would not find a communicator that connects"
+        assert options.is_high_priority_stream, "it would be queued behind computation"
         use, *members = options.group_name.split()
         assert len(members) == size
         assert (options.config.max_ctas is None) == (use not in ("activation", "gradient"))
         self._name, self._members, self._me = options.group_name, tuple(members), members[rank]
-        self._store, self._log, self._before = store, log, before
+        self._store, self._log, self._before, self._one_queue = store, log, before, one_queue
         self._made: Communicator | None = None
         self._groups: PlanGroups | None = None
         self._ready, self._aborted = threading.Event(), False
@@ -118,7 +144,9 @@ class StrictProcessGroup:
             gloo = self._groups.group(self._members, "strict").backend
         except RuntimeError:  # a peer did not come, or an abort
             return
-        self._made = Communicator(self._name, gloo, self._members, self._me, device, self._log)
+        line = _line(device) if self._one_queue else None
+        self._made = Communicator(self._name, gloo, self._members, self._me, device, self._log, line)
+        _standing.add(self._made)
         self._ready.set()
 
     def _comm_ptr(self) -> int:
@@ -228,14 +256,18 @@ class StrictGroups:
 
     Options = Options
 
-    def __init__(self, before: Callable[[str], None] = lambda what: None) -> None:
-        """`before` is called with each launch and each connection before it: "all_reduce tensor a/0 a/1"."""
-        self.log, self._before = LaunchLog(), before
+    def __init__(self, before: Callable[[str], None] = lambda what: None, *, one_queue: bool = True) -> None:
+        """
+        Args:
+            before: called with each launch and each connection before it: "all_reduce tensor a/0 a/1".
+            one_queue: a device's communicators run one operation at a time; otherwise all run side by side.
+        """
+        self.log, self._before, self._one_queue = LaunchLog(), before, one_queue
         self.made = 0
 
     def __call__(self, store: Store, rank: int, size: int, options: Options) -> StrictProcessGroup:
         self.made += 1
-        return StrictProcessGroup(store, rank, size, options, self.log, self._before)
+        return StrictProcessGroup(store, rank, size, options, self.log, self._before, self._one_queue)
 
 
 def connected(made: list[StrictGroups], before: Callable[[str], None] = lambda what: None) -> Connect:
@@ -244,6 +276,8 @@ def connected(made: list[StrictGroups], before: Callable[[str], None] = lambda w
     def connect(
         plan_groups: PlanGroups, channels: tuple[Channel, ...], everyone: Group, accelerator: Accelerator
     ) -> DeviceCommunicators:
+        if accelerator.device.type == vgpu.NAME:
+            vgpu.on_load(_load)
         made.append(StrictGroups(before))
         library = NcclLibrary(accelerator.device, made[-1])
         return Logged(plan_groups, channels, everyone, library)

@@ -17,6 +17,7 @@ from tests.accelerators.strict_communicator import (
     Aborted,
     Communicator,
     LaunchLog,
+    Line,
     Mismatch,
     Refused,
     Work,
@@ -41,9 +42,10 @@ def inside(name: str, store: Any, case: str, names: Sequence[str], device: str) 
         vgpu.load()
     log = LaunchLog()
 
-    def make(label: str = "all") -> Communicator:
+    def make(label: str = "all", line: Line | None = None) -> Communicator:
         groups = PlanGroups(label, name, "127.0.0.1", store)
-        return Communicator(label, groups.group(tuple(names), label).backend, names, name, device, log)
+        gloo = groups.group(tuple(names), label).backend
+        return Communicator(label, gloo, names, name, device, log, line)
 
     result = globals()[case](name, device, make)
     if device == vgpu.NAME:
@@ -250,6 +252,35 @@ def test_what_hangs_in_nccl_hangs_and_abort_frees_it_with_garbage_and_no_error(d
         for seconds, garbage in found.values():
             assert seconds < 30
             assert garbage
+
+
+def in_line(name: str, device: str, make: Make) -> dict[str, bool]:
+    """Whether what "a" sends comes to "b" although "a" receives first, on another communicator."""
+    came = {}
+    for label, line in (("apart", None), ("line", Line(name) if name == "a" else None)):
+        forth, back = make(f"{label}-forth", line), make(f"{label}-back", line)
+        mine, theirs = torch.ones(2, device=device), torch.zeros(2, device=device)
+        if name == "a":
+            for work in [back.recv(theirs, 1), forth.send(mine, 1)]:
+                done(work)
+            continue
+        first = forth.recv(theirs, 0)
+        assert first is not None
+        try:
+            first.wait(LONG if label == "apart" else BRIEF)
+            came[label] = True
+        except TimeoutError:
+            came[label] = False
+        done(back.send(mine, 0))
+        if not came[label]:
+            first.wait(LONG)
+    return came
+
+
+@pytest.mark.slow
+def test_in_one_line_an_operation_waits_for_those_before_it_on_other_communicators() -> None:
+    found = processes("in_line", ["a", "b"], "cpu")
+    assert found["b"] == {"apart": True, "line": False}
 
 
 # -- streams and the log -------------------------------------------------------------------------------------

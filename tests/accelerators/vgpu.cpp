@@ -20,6 +20,7 @@
 // - A device has a limit of bytes, beyond which torch.OutOfMemoryError is raised, and torch's memory
 //   statistics.
 // - The host's waits and the launches of kernels are counted.
+// - Somebody may be told before the first launch of each kernel, in which a driver loads it.
 //
 // What it does not show: time, overlap, the numerics of a GPU, the split of cached memory, CUDA graphs.
 //
@@ -55,6 +56,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <map>
@@ -1156,7 +1158,28 @@ class Call {
     std::vector<std::pair<Tensor, Tensor>> grown_;
 };
 
+// Called before the first launch of each kernel of the process.
+std::atomic<void (*)(const char*)> on_load = nullptr;
+
+void load(const c10::OperatorHandle& handle) {
+    auto* const told = on_load.load();
+    if (told == nullptr) {
+        return;
+    }
+    static std::mutex lock;
+    static std::set<std::string> loaded;
+    const auto name = c10::toString(handle.operator_name());
+    {
+        std::lock_guard locked(lock);
+        if (!loaded.insert(name).second) {
+            return;
+        }
+    }
+    told(name.c_str());
+}
+
 void fallback(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+    load(handle);
     Call(handle, stack).run();
 }
 
@@ -1631,3 +1654,5 @@ TORCH_LIBRARY(vgpu, library) {
 }
 
 }  // namespace
+
+extern "C" void vgpu_on_load(void (*callback)(const char*)) { on_load = callback; }

@@ -12,6 +12,7 @@ it in processes of their own. `alone` makes such a test; where no C++ compiler i
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import hashlib
@@ -43,6 +44,7 @@ OPTIONS = ("-O1", "-std=c++20", "-shared", "-fPIC", "-DAT_PER_OPERATOR_HEADERS")
 PATIENCE = 1800.0
 
 P = ParamSpec("P")
+_told: Any = None  # what the library calls must be kept
 
 
 class NoCompiler(RuntimeError):
@@ -172,6 +174,13 @@ def settled_errors() -> list[str]:
 def limit(size: int, device: int = 0) -> None:
     """The device has so many bytes from now on; 0: as many as at first (64 GiB)."""
     torch.ops.vgpu.limit(device, size)
+
+
+def on_load(told: Callable[[bytes], None]) -> None:
+    """From now on `told` is called before the first launch of each kernel of this process."""
+    global _told
+    _told = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(told)
+    ctypes.CDLL(str(library())).vgpu_on_load(_told)
 
 
 def register_host(memory: torch.Tensor) -> None:

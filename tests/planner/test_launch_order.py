@@ -72,6 +72,32 @@ def test_logs_that_cannot_be_are_refused() -> None:
         deadlock({"a": [Join("ab"), single("1", "ab")], "b": [single("1", "ab")]})
 
 
+def test_a_receipt_that_is_launched_too_early_hangs_in_one_queue_alone() -> None:
+    """Of two stages, the second one receives two activations before it sends the first gradient."""
+    first, second, back = "activation 0", "activation 1", "gradient 0"
+
+    def logs(of_a: list[str]) -> dict[str, list[Launch | Join]]:
+        on = {first: "forth", second: "forth", back: "back"}
+        return {
+            "a": [single(on[name], "ab", name) for name in of_a],
+            "b": [
+                single("forth", "ab", first),
+                Join(first),
+                single("forth", "ab", second),
+                Join(second),
+                single("back", "ab", back),
+            ],
+        }
+
+    early, later = logs([first, back, second]), logs([first, second, back])
+    assert deadlock(early) is None
+    assert deadlock(later) is None
+    found = deadlock(in_one_queue(early))
+    assert found is not None
+    assert set(found.operations) == {second, back}
+    assert deadlock(in_one_queue(later)) is None
+
+
 # -- against all interleavings -------------------------------------------------------------------------------
 
 
@@ -172,3 +198,34 @@ def test_what_never_runs_is_named(logs: dict[str, list[Launch | Join]]) -> None:
     after = deadlock(logs)
     assert after is None or not set(after.operations) & set(found.operations)
     assert ends(logs) == {after is None}
+
+
+def one_by_one(logs: Mapping[str, Log]) -> bool:
+    """Whether everything has run at the end if each rank is in one launch at a time, until that is over."""
+    left = {rank: [entry for entry in log if isinstance(entry, Launch)] for rank, log in logs.items()}
+    ran = set[str]()
+    while True:
+        here = {rank: log[0].operations for rank, log in left.items() if log}
+        runs = {
+            operation.name
+            for operation in (each for operations in here.values() for each in operations)
+            if operation.name not in ran and all(operation in here.get(rank, ()) for rank in operation.members)
+        }
+        ran |= runs
+        over = [rank for rank, operations in here.items() if all(each.name in ran for each in operations)]
+        for rank in over:
+            left[rank] = left[rank][1:]
+        if not runs and not over:
+            return not here
+
+
+@settings(max_examples=sizes.examples(400))
+@given(drawn())
+def test_in_one_queue_the_checker_says_what_comes_of_one_launch_after_the_other(
+    logs: dict[str, list[Launch | Join]],
+) -> None:
+    found = deadlock(in_one_queue(logs))
+    event("deadlock" if found else "runs")
+    assert one_by_one(logs) == (found is None)
+    if found is None:
+        assert deadlock(logs) is None, "streams that run side by side wait for less"

@@ -3,6 +3,7 @@ sizes at both ends, kept until they have been received, and few at a time."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -91,6 +92,8 @@ class Noted:
 
 class Notes:
     """`Communicators` that note what is launched on the plan's channels; others raise KeyError."""
+
+    one_queue = True  # so that the order is the plan's
 
     def __init__(
         self, log: list[Launched], groups: PlanGroups, listed: Sequence[Channel], all_: Group, on: Accelerator
@@ -235,7 +238,7 @@ class WatchedGroups(MemoryPlanGroups):
 
     def __init__(self, memory: MemoryPlanGroups, shared: dict[str, Any], slow: dict[str, float]) -> None:
         super().__init__(memory.world, memory.me)
-        self.mail, self.came, self.lock = shared["mail"], shared["came"], memory.world._changed
+        self.mail, self.came, self.lock = shared["mail"], shared["came"], shared["lock"]
         self.numbers, self.slow = count(1), slow
         self._made: dict[tuple[tuple[str, ...], str], MemoryGroup] = {}
 
@@ -245,7 +248,7 @@ class WatchedGroups(MemoryPlanGroups):
 
 def trains(recipe: Recipe, plan: Plan, slow: dict[str, float]) -> list[Any]:
     """Losses under a plan some of whose members are `slow` to receive, by so many seconds."""
-    shared: dict[str, Any] = {"mail": defaultdict(list), "came": set()}
+    shared: dict[str, Any] = {"mail": defaultdict(list), "came": set(), "lock": threading.RLock()}
 
     def member(memory: MemoryPlanGroups) -> list[Any]:
         engine = engine_on(WatchedGroups(memory, shared, slow), replace(recipe), plan)
@@ -298,7 +301,7 @@ def test_what_was_sent_backward_is_dropped_in_the_order_of_the_schedule() -> Non
 
 def test_an_empty_gradient_proves_nothing() -> None:
     """Nothing is sent of it: it may be there before the header that it answers has been received."""
-    shared: dict[str, Any] = {"mail": defaultdict(list), "came": set()}
+    shared: dict[str, Any] = {"mail": defaultdict(list), "came": set(), "lock": threading.RLock()}
 
     def member(memory: MemoryPlanGroups) -> None:
         groups = WatchedGroups(memory, shared, {})
@@ -319,13 +322,15 @@ def test_an_empty_gradient_proves_nothing() -> None:
         empty = torch.zeros(1, 0, 4)
         if isinstance(other, NextStage):
             other.begin_step()
-            other.send_activation(0, empty, (7,))
+            other.announce(0, empty, (7,))
+            other.send(0, [empty])
             other.post(0, empty)
             assert other.gradient(0).shape == empty.shape
         else:
             time.sleep(0.05)
             other.begin_step([Pass("forward", 0)])
-            came, ids = other.activation(0, 1)
+            other.receive(0, 1)
+            came, ids = other.activation(0)
             assert (came.shape, ids) == (empty.shape, (7,))
 
     run_threads(("a/0", "a/1"), member)

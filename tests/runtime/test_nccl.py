@@ -32,6 +32,7 @@ class Recorded:
         def __init__(self) -> None:
             self.config = SimpleNamespace(blocking=None, max_ctas=None)
             self._timeout: Any = None
+            self.is_high_priority_stream = False
             self.group_name = ""
 
     calls: list[tuple[Any, ...]]
@@ -58,6 +59,7 @@ def test_a_communicator_connects_beside_the_host_and_gives_up_an_abort_before_lo
     _, group = connected("reduce")
     assert group.calls == [("made", "store", 1, 3), ("eager_connect_single_device", torch.device("cuda:3"))]
     assert group.options.config.blocking == 0
+    assert group.options.is_high_priority_stream
     assert group.options._timeout.total_seconds() == nccl.ABORT_SECONDS
     assert group.options.config.max_ctas is None
     assert connected("gradient")[1].options.config.max_ctas == nccl.PAIR_BLOCKS

@@ -178,6 +178,7 @@ class NcclLibrary:
         options = self._make.Options()
         options._timeout = timedelta(seconds=ABORT_SECONDS)
         options.config.blocking = 0
+        options.is_high_priority_stream = True  # before computation, and not of the pool of other streams
         if channel.use in ("activation", "gradient"):
             options.config.max_ctas = PAIR_BLOCKS
         options.group_name = str(channel)

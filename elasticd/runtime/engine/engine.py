@@ -27,7 +27,7 @@ from elasticd_migration.local_state import (
 )
 from elasticd_migration.text_codec import from_text
 from elasticd_planner.layout.channels import Channel, channels
-from elasticd_planner.layout.gradient_buckets import buckets, passed_on
+from elasticd_planner.layout.gradient_buckets import buckets, last_users, passed_on
 from elasticd_planner.layout.gradient_reduction import reductions
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.batch import BatchPlan
@@ -223,6 +223,7 @@ class Engine:
             peers,
             parameters,
             self.local.modules,
+            gates=last_users(self.layouts.spec, list(self.local.modules)),
             keep_all=self.plan.state.zero < 2,
             stopwatch=self.plan_groups.stopwatch,
         )

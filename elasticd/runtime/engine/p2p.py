@@ -5,7 +5,7 @@ activation is a tensor or named tensors (`elasticd.runtime.model.bundle`). The r
 names, shapes and types. A header goes ahead of them, as a word of the host; its receipt is posted some passes
 early. The payload is received when its pass has come, a message for each tensor, into a tensor of its size.
 Gradients need no header: each is as its tensor was, and its receipt is posted early. Not all named tensors have
-one.
+one. When messages are launched, at both ends, is said by `elasticd_planner.layout.stage_order`.
 
 In an interleaved pipeline two stages have a boundary for each chunk of layers. Their messages follow each
 other in the order of passes, which is the same on both ends.
@@ -13,7 +13,7 @@ other in the order of passes, which is the same on both ends.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.communicators import Communicators
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.engine.activation_header import TensorHeader, empty_header, pack_header, unpack_header
-from elasticd.runtime.model.bundle import Bundle, Gradients, going_back, tensors
+from elasticd.runtime.model.bundle import Bundle, Gradients, going_back
 
 
 class _Neighbour:
@@ -72,13 +72,17 @@ class _Neighbour:
         """All messages of the step have arrived."""
         self._sent.clear()
 
-    def _send(self, index: int, messages: Iterable[Tensor]) -> None:
-        together = [tensor.contiguous() for tensor in messages]
-        self._sent[index] = [(pair, pair.send(tensor)) for pair in self._sends for tensor in together]
+    def send(self, index: int, messages: Iterable[Tensor]) -> None:
+        """Sends the activation of a micro-batch, or its gradients; returns at once.
 
-    def _receive(self, messages: Sequence[Tensor]) -> None:
-        for work in [self._receives.begin_receive(tensor) for tensor in messages]:
-            self._receives.finish(work)
+        Args:
+            index: of the micro-batch.
+            messages: a tensor each.
+        """
+        together = [tensor.contiguous() for tensor in messages]
+        self._sent.setdefault(index, []).extend(
+            (pair, pair.send(tensor)) for pair in self._sends for tensor in together
+        )
 
     def _arrived(self, index: int) -> None:
         """What was sent of a micro-batch need not be kept any more."""
@@ -98,6 +102,7 @@ class PrevStage(_Neighbour):
     _passed: dict[int, int]
     _proven: int
     _headers: dict[int, tuple[Tensor, Any]]
+    _begun: dict[int, tuple[TensorHeader | dict[str, TensorHeader], tuple[int, ...], list[tuple[Tensor, Any]]]]
 
     def begin_step(self, order: Iterable[Pass]) -> None:
         """Notes how many backward passes precede each forward pass of the previous stage.
@@ -107,7 +112,8 @@ class PrevStage(_Neighbour):
         Args:
             order: the passes of the previous stage in this step.
         """
-        self._backward, self._passed, self._headers, self._proven = [], {}, {}, 0
+        self._backward, self._passed, self._proven = [], {}, 0
+        self._headers, self._begun = {}, {}
         for kind, index, chunk in order:
             if chunk != self.chunk:
                 continue
@@ -122,43 +128,46 @@ class PrevStage(_Neighbour):
             header = empty_header(samples)
             self._headers[index] = header, self._everyone.post(header, self._source, self._tag(index))
 
-    def activation(self, index: int, samples: int) -> tuple[Bundle, tuple[int, ...]]:
-        """Waits for the activation of a micro-batch. Returns it with its sample ids.
-
-        Those tensors that need a gradient require it.
-        """
+    def receive(self, index: int, samples: int) -> None:
+        """Waits for the header of a micro-batch, and starts to receive its activation."""
         self.post(index, samples)
         header, work = self._headers.pop(index)
         self._everyone.take(work, source=self._source)
         parts, ids = unpack_header(header, samples, self._dtype)
-        x: Bundle
-        if isinstance(parts, TensorHeader):
-            (x,) = self._received([parts])
-        else:
-            x = dict(zip(parts, self._received(parts.values()), strict=True))
+        listed = [parts] if isinstance(parts, TensorHeader) else parts.values()
+        device = self._accelerator.device
+        came = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in listed]
+        self._begun[index] = parts, ids, [(x, self._receives.begin_receive(x)) for x in came]
+
+    def activation(self, index: int) -> tuple[Bundle, tuple[int, ...]]:
+        """Waits for the activation of a micro-batch that `receive` started to receive. Returns it with its
+        sample ids.
+
+        Those tensors that need a gradient require it.
+        """
+        parts, ids, begun = self._begun.pop(index)
+        for _, work in begun:
+            self._receives.finish(work)
+        listed = [parts] if isinstance(parts, TensorHeader) else parts.values()
+        came = [tensor.requires_grad_(part.needs) for (tensor, _), part in zip(begun, listed, strict=True)]
+        x: Bundle = came[0] if isinstance(parts, TensorHeader) else dict(zip(parts, came, strict=True))
         if self._implies_all_received:
             for earlier in self._backward[self._proven : self._passed[index]]:
                 self._arrived(earlier)
             self._proven = self._passed[index]
         return x, ids
 
-    def _received(self, parts: Collection[TensorHeader]) -> list[Tensor]:
-        device = self._accelerator.device
-        came = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in parts]
-        self._receive(came)
-        return [x.requires_grad_(part.needs) for x, part in zip(came, parts, strict=True)]
 
-    def send_gradient(self, index: int, x: Bundle, given: Gradients) -> None:
-        """Sends the gradients of a micro-batch's activation; returns at once.
+def gradient_messages(x: Bundle, given: Gradients) -> list[Tensor]:
+    """What goes back of the gradients of an activation; where there is none, zeros.
 
-        Args:
-            index: of the micro-batch.
-            x: the activation, as it came.
-            given: its gradients; where there is none, zeros are sent.
-        """
-        of = given if isinstance(given, Mapping) else {"": given}
-        grads = ((x, of[name]) for name, x in going_back(x).items())
-        self._send(index, [torch.zeros_like(x) if grad is None else grad for x, grad in grads])
+    Args:
+        x: the activation, as it came.
+        given: its gradients.
+    """
+    of = given if isinstance(given, Mapping) else {"": given}
+    grads = ((part, of[name]) for name, part in going_back(x).items())
+    return [torch.zeros_like(part) if grad is None else grad for part, grad in grads]
 
 
 class NextStage(_Neighbour):
@@ -167,16 +176,15 @@ class NextStage(_Neighbour):
     _uses = ("gradient", "activation")
     _gradients: dict[int, tuple[dict[str, Tensor | None], list[tuple[Any, bool]]]]
 
-    def send_activation(self, index: int, x: Bundle, ids: Sequence[int]) -> None:
-        """Sends the activation of a micro-batch with its sample ids; returns at once.
+    def announce(self, index: int, x: Bundle, ids: Sequence[int]) -> None:
+        """Sends the header of the activation of a micro-batch, with its sample ids; returns at once.
 
         Raises:
             ValueError: this activation cannot pass between stages.
         """
         header = pack_header(x, ids, self._dtype)
         numbers = [self._everyone.send(header, rank, self._tag(index)) for rank in self._destinations]
-        self._send(index, (tensor.detach() for tensor in tensors(x)))
-        self._sent[index] += [(self._everyone, number) for number in numbers]
+        self._sent.setdefault(index, []).extend((self._everyone, number) for number in numbers)
 
     def begin_step(self) -> None:
         """No gradient of the step is asked for yet."""

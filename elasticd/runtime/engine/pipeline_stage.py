@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from elasticd_planner.cost.schedule import Pass
 from elasticd_planner.layout.channels import Channel
-from elasticd_planner.layout.launches import AHEAD, gradient_receipts
+from elasticd_planner.layout.launches import sums_wait
 from elasticd_planner.layout.stage_boundary import Border, after, before
+from elasticd_planner.layout.stage_order import AHEAD, Act, acts_of_rows, at_once, stage_order
 from elasticd_planner.spec.batch import BatchRow, MicroBatch, ids_of, passes_of_rows
 from elasticd_planner.spec.plan import Pipeline, Place, Plan
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from elasticd.runtime.data.sample_ledger import entries, hash_samples
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
 from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks, warn_of_slices
 from elasticd.runtime.engine.mixed_precision import converted
-from elasticd.runtime.engine.p2p import NextStage, PrevStage
+from elasticd.runtime.engine.p2p import NextStage, PrevStage, gradient_messages
 from elasticd.runtime.engine.recipe import Loss, Recipe
 from elasticd.runtime.model.bundle import (
     Bundle,
@@ -202,6 +203,10 @@ class StageRunner:
         """
         self._slices = slices
         self._rows: list[PackedRow] = []  # of the micro-batches of the step; empty: they are padded
+        self._sums_wait = False  # until all passes of the step are over
+        self._one_queue = peers.communicators.one_queue
+        self._made: dict[Act, list[Tensor]] = {}  # by pass what it has made for an adjacent stage
+        self._batch: object = None  # of the pass that comes next, if it reads one
         self._own: tuple[Sequence[int], int] = ((), 0)  # which of how many rows of the pipeline they are
         self._drawing, self._loss, self._loader = (
             local.drawing,
@@ -251,6 +256,7 @@ class StageRunner:
             self.before_first_pass = None
         mine = [number for number, row in enumerate(rows) if row.lanes[self._lane]]
         self._rows, self._own = [self._row(rows[number].lanes) for number in mine], (mine, len(rows))
+        self._sums_wait = sums_wait(rows, self._lane, len(self._chunks))
         if self._context is not None:
             self._context.begin_step()
         with running(self._group):
@@ -270,13 +276,23 @@ class StageRunner:
         order = self._schedule(self._stages, stage, rows, len(self._chunks))
         return [Pass(*each) for each in passes_of_rows(order, mine)]
 
+    def _acts(self, count: int) -> list[Act]:
+        """What this stage does in a step, in its order."""
+        mine, rows = self._own if self._rows else (range(count), count)
+        acts = acts_of_rows(
+            stage_order(self._schedule, self._stages, self._stage, rows, len(self._chunks)), mine
+        )
+        return list(acts if self._one_queue else at_once(acts))
+
     def _run(
         self, expected: Sequence[Sequence[int]], micro_batches: Sequence[MicroBatch], scale: float
     ) -> Passed:
-        self._scale = scale
+        self._scale, self._batch = scale, None
+        self._made.clear()
         count = len(micro_batches)
-        order = self._order(self._stage, count)
-        last = {at.chunk: position for position, at in enumerate(order) if at.kind == "backward"}
+        acts = self._acts(count)
+        order = [act for act in acts if act.what == "pass"]
+        last = {act.chunk: act for act in order if act.kind == "backward" and not self._sums_wait}
         alive: dict[tuple[int, int], _MicroBatchState] = {}
         received: list[int] = []
         unexpected_ids: list[int] = []
@@ -289,33 +305,33 @@ class StageRunner:
                 chunk.before.begin_step(self._order((self._stage - 1) % self._stages, count))
             if chunk.after is not None:
                 chunk.after.begin_step()
-        receipts = gradient_receipts(order, lambda number: self._chunks[number].after is not None)
-        for position, (kind, index, number) in enumerate(order):
-            for ahead in order[position : position + 1 + AHEAD]:
-                self._post_header(ahead, expected)
-            for micro_batch, of_chunk in receipts[position]:
-                after_chunk = self._chunks[of_chunk].after
-                assert after_chunk is not None
-                waiting = alive[of_chunk, micro_batch]
-                after_chunk.post(micro_batch, self._like(waiting.output, waiting))
-            chunk = self._chunks[number]
-            if kind == "forward":
-                with self._passing(index, micro_batches[index]):
-                    state, counted = self._forward(index, micro_batches[index], expected[index], chunk)
-                if torch.is_grad_enabled():  # else there is no backward pass
-                    alive[number, index] = state
-                    self.most_alive = max(self.most_alive, len(alive))
-                if number == 0:
-                    received.extend(state.ids)
-                    tokens += state.tokens
-                elif state.ids != expected[index]:
-                    unexpected_ids.extend(state.ids)  # so that the vote reports them
-                if state.loss is not None and self._position == 0:
-                    losses.append(state.loss.detach())
-                    counts.append(counted)
-            else:
-                with self._passing(index, micro_batches[index]):
-                    self._backward(index, alive.pop((number, index)), chunk, last=position == last[number])
+        self._post_headers(order[: 1 + AHEAD], expected)
+        passed = 0
+        for act in acts:
+            index, number, chunk = act.micro_batch, act.chunk, self._chunks[act.chunk]
+            if act.what != "pass":
+                self._message(act, micro_batches[index], expected[index], alive)
+                continue
+            with self._passing(index, micro_batches[index]):
+                if act.kind == "backward":
+                    self._backward(act, alive.pop((number, index)), chunk, last=act is last.get(number))
+                else:
+                    state, counted = self._forward(act, micro_batches[index], expected[index], chunk)
+            passed += 1
+            self._post_headers(order[passed + AHEAD : passed + 1 + AHEAD], expected)
+            if act.kind == "backward":
+                continue
+            if torch.is_grad_enabled():  # else there is no backward pass
+                alive[number, index] = state
+                self.most_alive = max(self.most_alive, len(alive))
+            if number == 0:
+                received.extend(state.ids)
+                tokens += state.tokens
+            elif state.ids != expected[index]:
+                unexpected_ids.extend(state.ids)  # so that the vote reports them
+            if state.loss is not None and self._position == 0:
+                losses.append(state.loss.detach())
+                counts.append(counted)
         if not order and torch.is_grad_enabled():  # a lane without a sequence in this step adds nothing
             for section in [name for chunk in reversed(self._chunks) for name in reversed(chunk.modules)]:
                 self._on_section_done(section)
@@ -368,24 +384,48 @@ class StageRunner:
         with passing(row):
             yield
 
-    def _post_header(self, ahead: Pass, expected: Sequence[Sequence[int]]) -> None:
-        before = self._chunks[ahead.chunk].before
-        if ahead.kind == "forward" and before is not None:
-            before.post(ahead.micro_batch, len(expected[ahead.micro_batch]))
+    def _post_headers(self, passes: Iterable[Act], expected: Sequence[Sequence[int]]) -> None:
+        for ahead in passes:
+            before = self._chunks[ahead.chunk].before
+            if ahead.kind == "forward" and before is not None:
+                before.post(ahead.micro_batch, len(expected[ahead.micro_batch]))
+
+    def _message(
+        self, act: Act, micro: MicroBatch, ids: Sequence[int], alive: Mapping[tuple[int, int], _MicroBatchState]
+    ) -> None:
+        """Launches one end of a message."""
+        index, chunk = act.micro_batch, self._chunks[act.chunk]
+        forth = act.kind == "forward"
+        neighbour = chunk.after if forth == (act.what == "send") else chunk.before
+        assert neighbour is not None
+        if act.what == "send":
+            neighbour.send(index, self._made.pop(act._replace(what="pass")))
+        elif isinstance(neighbour, NextStage):
+            waiting = alive[act.chunk, index]
+            neighbour.post(index, self._like(waiting.output, waiting))
+        else:
+            if chunk.after is None:
+                self._read(micro, chunk)  # while the activation is on its way
+            neighbour.receive(index, len(ids))
+
+    def _read(self, micro: MicroBatch, chunk: _Chunk) -> None:
+        """Reads the batch of the next pass."""
+        with self._stopwatch.measure("input"):
+            batch = self._loader.batch(micro, packed=bool(self._rows))
+        if chunk.before is None:
+            self._telemetry.named(batch)
+        self._batch = converted(batch, self._accelerator.put)
 
     def _forward(
-        self, index: int, micro: MicroBatch, expected: Sequence[int], chunk: _Chunk
+        self, act: Act, micro: MicroBatch, expected: Sequence[int], chunk: _Chunk
     ) -> tuple[_MicroBatchState, float | Tensor]:
-        telemetry, ids = self._telemetry, expected
-        batch = None
-        if chunk.before is None or chunk.after is None:
-            with self._stopwatch.measure("input"):
-                batch = self._loader.batch(micro, packed=bool(self._rows))
-            if chunk.before is None:
-                telemetry.named(batch)
-            batch = converted(batch, self._accelerator.put)
+        telemetry, ids, index = self._telemetry, expected, act.micro_batch
+        if chunk.before is None:
+            self._read(micro, chunk)
+        batch: Any = self._batch
+        self._batch = None
         if chunk.before is not None:
-            x, ids = chunk.before.activation(index, len(expected))
+            x, ids = chunk.before.activation(index)
             telemetry.mark()
             x = self._cut(x)
         else:
@@ -422,7 +462,9 @@ class StageRunner:
                 state.loss = torch.zeros_like(state.loss)
             telemetry.passed("head")
         else:
-            chunk.after.send_activation(index, self._joined(x), ids)
+            x = self._joined(x)
+            chunk.after.announce(index, x, ids)
+            self._made[act] = [tensor.detach() for tensor in tensors(x)]
         return state, counted
 
     def _sequences(self, micro: MicroBatch, samples: int, length: int) -> list[SequenceHere]:
@@ -451,8 +493,8 @@ class StageRunner:
         state.segments.append((section, entered, out))
         return out
 
-    def _backward(self, index: int, state: _MicroBatchState, chunk: _Chunk, *, last: bool) -> None:
-        """One backward pass. `last`: no other one of the step goes through the chunk."""
+    def _backward(self, act: Act, state: _MicroBatchState, chunk: _Chunk, *, last: bool) -> None:
+        """One backward pass. `last`: no other one of the step goes through the chunk, and sums may begin."""
         telemetry, where = self._telemetry, self._stopwatch.where
         where.at(BACKWARD)
         if self._slices is not None:
@@ -474,7 +516,7 @@ class StageRunner:
                 telemetry.mark()
         else:
             assert chunk.after is not None
-            given = chunk.after.gradient(index)
+            given = chunk.after.gradient(act.micro_batch)
             telemetry.mark()
             if self._slices is not None:
                 given = self._slices.cut(single(given))
@@ -503,7 +545,7 @@ class StageRunner:
             if self._slices is not None:
                 grad = torch.zeros_like(single(out)) if given is None else single(given)
                 out, given = self._like(out, state), self._slices.join(grad)
-            chunk.before.send_gradient(index, out, given)
+            self._made[act] = gradient_messages(out, given)
             return
         if any(x.requires_grad for x in tensors(out)):  # it may be frozen
             self._drawing.forget(section)

@@ -62,6 +62,7 @@ class GradientReducer:
         parameters: Parameters,
         modules: Mapping[str, nn.Module],
         *,
+        gates: Mapping[str, str] | None = None,
         keep_all: bool = True,
         stopwatch: Stopwatch | None = None,
     ) -> None:
@@ -75,6 +76,7 @@ class GradientReducer:
             peers: this device, and the other members of the plan.
             parameters: the local ones by name, each with the box that it holds.
             modules: the local ones by section.
+            gates: for tied parameters a section that must be done before they are reduced; see `last_users`.
             keep_all: every gradient stays with its parameter; False under ZeRO 2.
             stopwatch: measures the seconds of flattening and of waits.
         """
@@ -87,7 +89,7 @@ class GradientReducer:
         self._mesh = peers.communicators.mesh(everyone) if passed_on else None
         late = [bucket for together in passed_on for bucket in together]
         self._firsts = [_firsts(bucket, parameters) for bucket in (*queue, *late)]
-        self._users = _users(parameters, modules)
+        self._users = _users(parameters, modules, gates or {})
         self._where: dict[str, list[int]] = {}
         for index, bucket in enumerate(queue):
             for name in {piece.name for piece in bucket.pieces}:
@@ -275,11 +277,14 @@ def no_terms(sums: Tensor) -> Tensor:
     return (sums == 0) & sums.signbit()
 
 
-def _users(parameters: Parameters, modules: Mapping[str, nn.Module]) -> dict[str, frozenset[str]]:
-    """The local sections that use each parameter."""
+def _users(
+    parameters: Parameters, modules: Mapping[str, nn.Module], gates: Mapping[str, str]
+) -> dict[str, frozenset[str]]:
+    """The local sections that use each parameter, and its gate."""
     inside = {section: {id(p) for p in module.parameters()} for section, module in modules.items()}
     return {
         name: frozenset(section for section, ids in inside.items() if id(parameter) in ids)
+        | ({gates[name]} if name in gates else frozenset())
         for name, (_, parameter) in parameters.items()
     }
 

@@ -3,22 +3,26 @@
 All devices of a holder set cut the same buckets. A device that is in several sets launches the buckets of all
 of them in one order, that in which backward passes compute gradients: the model's last parameters first. The
 order depends on the buckets alone, so that every device has the same: sets that overlap cannot wait for each
-other in a circle.
+other in a circle. No device launches a sum before the last backward passes have left the section where its
+gradients are computed last, which for a tied parameter may be on another device.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from elasticd_planner.layout.gradient_reduction import Piece, Reduction, rounds
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.spec.model import item_size
+from elasticd_planner.spec.model import ModelSpec, item_size
 from elasticd_planner.value import Value
 
 #: Bytes of one flat buffer; a piece that is larger has one to itself. Small enough that several are under way
 #: while a model of a few blocks runs backward.
 BUCKET = 4 * 1024 * 1024
+
+#: In the place of a section that no device has.
+NO_SECTION = ""
 
 #: The dtype that the gradients of a parameter are summed in, by the parameter's name.
 DtypeOf = Callable[[str], str]
@@ -83,6 +87,31 @@ def passed_on(
         if bucket.devices not in own:
             found[number[bucket.pieces[0].name]].append(bucket)
     return tuple(tuple(found[at]) for at in sorted(found))
+
+
+def last_users(spec: ModelSpec, sections: Sequence[str]) -> dict[str, str]:
+    """For each tied parameter the section of a device after whose last backward pass it launches sums with it:
+    no later one in the model uses the parameter. `NO_SECTION`: there is none here, and all passes come before.
+
+    Args:
+        spec: of the model.
+        sections: of the device.
+    """
+    number = {section: index for index, section in enumerate(spec.sections(0, len(spec.layers)))}
+    first: dict[str, int] = {}
+    for alias, owner in spec.ties:
+        users = _section(number, alias), _section(number, owner)
+        first[owner] = min(first.get(owner, len(number)), *users)
+    here = sorted((number[section], section) for section in sections)
+    return {
+        name: max(((at, section) for at, section in here if at <= least), default=(0, NO_SECTION))[1]
+        for name, least in first.items()
+    }
+
+
+def _section(number: Mapping[str, int], name: str) -> int:
+    """The number of the section that a parameter is named in."""
+    return next(at for section, at in number.items() if name.startswith(f"{section}."))
 
 
 def _of_set(reduction: Reduction, dtype_of: DtypeOf, most: int) -> Iterator[Bucket]:

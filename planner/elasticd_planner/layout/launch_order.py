@@ -8,9 +8,11 @@ side. "Begins", "runs" and "is over" are the nodes of a graph, and everything ru
 no cycle and each operation is launched by all its members. Timing plays no part in it, so one set of logs
 proves all runs that launch the same.
 
-Timing plays a part where the kernels of several communicators compete for a device: one that waits for its
-peers may keep out another one that a peer waits for. NCCL asks for one order of launches over all communicators
-of a device; `in_one_queue` makes logs to check that with.
+All this is true of a device that runs its streams side by side. It need not: kernels of several communicators
+compete for it, streams may share a queue of the hardware, and a driver may wait until the device has nothing
+under way, as when it loads a kernel. So an operation may have to wait for all that its rank launched before it,
+and NCCL asks for one order of launches over all communicators of a device. `in_one_queue` makes logs to check
+that with: what runs in one queue also runs where less waits.
 """
 
 from __future__ import annotations
@@ -90,8 +92,9 @@ def deadlock(logs: Mapping[str, Log]) -> Deadlock | None:
 
 
 def in_one_queue(logs: Mapping[str, Log]) -> dict[str, list[Launch | Join]]:
-    """The same launches as if each rank had one communicator: what holds for these holds on a device that runs
-    one communicator's kernels at a time, in the order of its host."""
+    """The same launches as if each rank had one communicator: what holds for these holds on a device that
+    carries out one launch at a time, in the order of its host. What it computes between two launches may wait
+    for the first one and hold up the second one, which come in this order anyway."""
     return {
         rank: [replace(entry, communicator="") if isinstance(entry, Launch) else entry for entry in log]
         for rank, log in logs.items()

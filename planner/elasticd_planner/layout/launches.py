@@ -9,17 +9,22 @@ its size. So all members of a communicator must launch the same
 operations in the same order. `launches` derives that order from the plan and the batch; the runtime launches in
 it, and `deadlock(launches(...))` says whether it can be carried out at all, whatever the timing.
 
+The order can also be carried out in one queue (`launch_order.in_one_queue`), where each rank's operations and
+passes run strictly one after the other. Each stage has its part of one order of the passes and messages of its
+pipeline (`stage_order`). Sums connect pipelines, and each pipeline comes to them in the order of buckets, which
+is that of the last backward passes.
+
 What the host tells others (votes, headers of activations, sample ids) is not data and goes elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
 from elasticd_planner.layout.channels import Channel, Use, own_sets
-from elasticd_planner.layout.gradient_buckets import BUCKET, Bucket, DtypeOf, buckets, passed_on
+from elasticd_planner.layout.gradient_buckets import BUCKET, Bucket, DtypeOf, buckets, last_users, passed_on
 from elasticd_planner.layout.gradient_reduction import (
     Delivery,
     buffers_away,
@@ -30,34 +35,25 @@ from elasticd_planner.layout.gradient_reduction import (
 from elasticd_planner.layout.launch_order import Join, Launch, Operation
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.stage_boundary import Border, after, before
-from elasticd_planner.spec.batch import BatchPlan, passes_of_rows
-
-#: (stages, stage, micro-batches, chunks) -> (kind, micro-batch, chunk) of each pass: `cost.schedule.passes`.
-Schedule = Callable[[int, int, int, int], Iterator[tuple[str, int, int]]]
-
-#: Receipts are launched this many passes before they are waited for, so that the sender need not wait for this
-#: device and what it sends travels while this device computes.
-AHEAD = 2
+from elasticd_planner.layout.stage_order import Act, Schedule, acts_of_rows, stage_order
+from elasticd_planner.spec.batch import BatchPlan, BatchRow
 
 
-def gradient_receipts(
-    order: Sequence[tuple[str, int, int]], receives: Callable[[int], bool]
-) -> list[list[tuple[int, int]]]:
-    """For each pass the gradients whose receipt is launched at its begin, as (micro-batch, chunk): those that
-    are waited for at most `AHEAD` passes later, once their activation is there, so that their size is known.
+def sums_wait(rows: Sequence[BatchRow], lane: int, chunks: int) -> bool:
+    """Whether a device launches the sums of its gradients after all its passes, and not during the last ones.
+
+    Lanes that share sequences wait for each other in passes, too. At the last stages of a lane whose rows end
+    before those of other lanes, sums would wait for the other lanes' last rows, and these for rows that the
+    earlier stages of the first lane have yet to pass.
 
     Args:
-        order: of a stage's passes.
-        receives: whether the stage receives the gradients of a chunk's output from another one.
+        rows: of its pipeline; empty where samples are padded.
+        lane: of the device.
+        chunks: of its stage. An interleaved one has passes of other chunks after the last one of a chunk.
     """
-    forward = {(index, chunk): at for at, (kind, index, chunk) in enumerate(order) if kind == "forward"}
-    found: list[list[tuple[int, int]]] = [[] for _ in order]
-    begun = 0  # messages come in the order of the passes that wait for them
-    for at, (kind, index, chunk) in enumerate(order):
-        if kind == "backward" and receives(chunk):
-            begun = max(begun, at - AHEAD, forward[index, chunk] + 1)
-            found[begun].append((index, chunk))
-    return found
+    if not rows or all(rows[-1].lanes) or (chunks == 1 and rows[-1].lanes[lane]):
+        return False
+    return any(row.connected(each) for row in rows for each in range(len(row.lanes)))
 
 
 def launches(
@@ -127,9 +123,12 @@ class _Rank:
             of_lanes = layouts.plan.modules[place.module].pipelines[place.pipeline].stages[place.stage]
             self._context, self._lanes = Channel("context", of_lanes.devices), of_lanes.by_lane
             count = len(batch.of(place))
-            order = schedule(len(pipeline.stages), place.stage, len(rows) or count, pipeline.chunks)
+            acts = stage_order(schedule, len(pipeline.stages), place.stage, len(rows) or count, pipeline.chunks)
             numbers = [number for number, _ in self._rows] if rows else range(count)
-            self._passes(list(passes_of_rows(order, numbers)))  # shared rows in one order on all lanes
+            here = [section for sections in self._sections for section in sections]
+            self._gates = last_users(layouts.spec, here)
+            waits = sums_wait(rows, place.lane, pipeline.chunks)
+            self._carry_out(list(acts_of_rows(acts, numbers)), sums_wait=waits)
         self._reduce(None)
         for together in passed_on(layouts, mine, own):
             self._pass_on(together)
@@ -143,33 +142,31 @@ class _Rank:
         if join:
             self.log.append(Join(operation))
 
-    def _passes(self, order: Sequence[tuple[str, int, int]]) -> None:
-        last = {chunk: at for at, (kind, _, chunk) in enumerate(order) if kind == "backward"}
-        receipts = gradient_receipts(order, lambda chunk: self._stage.chunks[chunk][1] < self._layers)
+    def _carry_out(self, acts: Iterable[Act], *, sums_wait: bool) -> None:
+        acts = list(acts)
+        last = {act.chunk: act for act in acts if (act.what, act.kind) == ("pass", "backward")}
         done: set[str] = set()
-        for at, (kind, index, chunk) in enumerate(order):
-            for receipt in receipts[at]:
-                self._receive("gradient", self._after, *receipt)
-            start, stop = self._stage.chunks[chunk]
-            sections = self._sections[chunk]
-            from_chunk = chunk - (self._place.stage == 0)  # of the stage before
-            if kind == "forward":
-                if start > 0:
-                    self._receive("activation", self._before, index, from_chunk)
-                    self._await("activation", self._before, index, from_chunk)
-                self._inside(kind, index, sections)
-                if stop < self._layers:
-                    self._send("activation", self._after, index, chunk)
+        for act in acts:
+            forth = act.kind == "forward"
+            use: Use = "activation" if forth else "gradient"
+            to_earlier = act.chunk - (self._place.stage == 0)  # messages name the chunk of the earlier stage
+            start, stop = self._stage.chunks[act.chunk]
+            if act.what == "send":
+                border, chunk = (self._after, act.chunk) if forth else (self._before, to_earlier)
+                self._send(use, border, act.micro_batch, chunk)
                 continue
-            if stop < self._layers:
-                self._await("gradient", self._after, index, chunk)
-            for section in reversed(sections):
-                self._inside(kind, index, [section])
-                if at == last[chunk]:
+            if start > 0 if forth else stop < self._layers:
+                border, chunk = (self._before, to_earlier) if forth else (self._after, act.chunk)
+                if act.what == "receive":
+                    self._receive(use, border, act.micro_batch, chunk)
+                    continue
+                self._await(use, border, act.micro_batch, chunk)
+            sections = self._sections[act.chunk]
+            for section in sections if forth else reversed(sections):
+                self._inside(act.kind, act.micro_batch, section)
+                if act is last.get(act.chunk) and not sums_wait:
                     done.add(section)
                     self._reduce(done)
-            if start > 0:
-                self._send("gradient", self._before, index, from_chunk)
 
     def _receive(self, use: Use, border: Border, index: int, chunk: int) -> None:
         """Launches the receipt of all tensors of a micro-batch."""
@@ -192,19 +189,18 @@ class _Rank:
         for tensor in range(self._tensors[channel.use]):
             yield f"{channel}: tensor {tensor} of micro-batch {index} of chunk {chunk}"
 
-    def _inside(self, kind: str, index: int, sections: Sequence[str]) -> None:
+    def _inside(self, kind: str, index: int, section: str) -> None:
         """The keys of other lanes, and the collectives of the TP group."""
         number, row = self._rows[index] if self._rows else (index, None)
         joined = row.connected(self._place.lane) if row is not None else ()
-        for section in sections:
-            if joined and section.startswith("blocks."):
-                operation = f"{self._context}: {kind} {number} {section} of lanes {joined}"
-                ends = tuple(device for lane in joined for device in self._lanes[lane].devices)
-                self.log += [Launch(str(self._context), (Operation(operation, ends),)), Join(operation)]
-            cut = any(parameter.cut is not None for parameter in self._layouts.spec.section(section))
-            if cut and len(self._stage.devices) > 1:
-                channel = Channel("tensor", self._stage.devices)
-                self._launch(channel, f"{channel}: {kind} {index} {section}", join=True)
+        if joined and section.startswith("blocks."):
+            operation = f"{self._context}: {kind} {number} {section} of lanes {joined}"
+            ends = tuple(device for lane in joined for device in self._lanes[lane].devices)
+            self.log += [Launch(str(self._context), (Operation(operation, ends),)), Join(operation)]
+        cut = any(parameter.cut is not None for parameter in self._layouts.spec.section(section))
+        if cut and len(self._stage.devices) > 1:
+            channel = Channel("tensor", self._stage.devices)
+            self._launch(channel, f"{channel}: {kind} {index} {section}", join=True)
 
     def _reduce(self, done: set[str] | None) -> None:
         """Launches the next buckets whose gradients are all there; None: all that are left."""
@@ -232,7 +228,9 @@ class _Rank:
             self.log += [Launch(str(channel), tuple(messages)), Join(messages[0].name)]
 
     def _users(self, name: str) -> Iterator[str]:
-        """The sections here that use a parameter; a tied one may have several."""
+        """The sections here after which its gradients are there; a tied one may have several."""
+        if name in self._gates:
+            yield self._gates[name]
         held = {section for sections in self._sections for section in sections}
         for used in (name, *(alias for alias, owner in self._layouts.spec.ties if owner == name)):
             yield from (section for section in held if used.startswith(f"{section}."))
