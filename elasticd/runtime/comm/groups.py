@@ -76,8 +76,8 @@ class BootstrapKeyValue(Protocol):
         """Whether all keys are there. It does not wait."""
 
 
-#: Seconds between two looks at what is waited for, at most. Tests of whole jobs, whose devices sleep most of the
-#: time, look less often.
+#: Seconds between two looks at what is waited for, at most. Tests of whole jobs, whose devices sleep most of
+#: the time, look less often.
 LONGEST_PAUSE = 5e-4
 #: The message of `Cancelled` where another thread shuts the plan's groups, or lets them go, while one is made.
 MEANWHILE = "shut while a group was being made"

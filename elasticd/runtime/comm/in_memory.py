@@ -108,8 +108,7 @@ class MemoryWorld:
         with self._lock:
             news = self._news.setdefault(what, threading.Condition(self._lock))
             came = news.wait_for(lambda: self._broken or there(), self._patience)
-            if not news._waiters:
-                self._news.pop(what, None)
+            self._news.pop(what, None)  # others that wait for it were told, too
             if not came:
                 raise PeerLost(f"nothing came among {', '.join(members)} for {self._patience:.0f} s")
             if not there():
