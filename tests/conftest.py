@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import secrets
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -139,3 +140,11 @@ def state_of_the_test(state_of_the_session: Iterator[Path], monkeypatch: pytest.
     folder = next(state_of_the_session)
     folder.mkdir()
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+
+
+@pytest.fixture(autouse=True)
+def sigterm_is_no_jobs() -> Iterator[None]:
+    """After SIGTERM a job ends its process within its grace: here that of other tests."""
+    yield
+    sigterm = sys.modules.get("elasticd.runtime.control.sigterm")
+    assert sigterm is None or sigterm._present is None, "a job of this test still waits for SIGTERM"

@@ -433,7 +433,7 @@ def test_a_long_refusal_on_many_devices_tries_few_numbers_of_lanes() -> None:
     assert set(counts) == {1, 2, 4, 8, 16, 27, 28, 32}, "27 copies of the state is what memory holds"
 
 
-@pytest.mark.parametrize("sizes", beside([(4, 4)], [(4, 4), (4, 4, 4, 4)]))
+@pytest.mark.parametrize("sizes", beside([((4, 4),)], [((4, 4),), ((4, 4, 4, 4),)]))
 def test_a_slow_device_costs_one_search_more_not_one_for_each_size_of_rows(sizes: tuple[int, ...]) -> None:
     slow: list[Problem] = []
 
