@@ -2,6 +2,7 @@
 
     python benchmarks/_on_a_gpu.py            # on the GPU at hand
     python benchmarks/_on_a_gpu.py cpu        # tries this program, on a tiny model; says nothing of speed
+    python benchmarks/_on_a_gpu.py cuda:0 mfu vote    # these figures alone
 
 Both sides train the same decoder in bf16 on the same batches, with a fused AdamW, in turns in one process, so
 that clocks and temperature are the same for both. A turn ends when the device has done all of it.
@@ -14,7 +15,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -224,24 +225,47 @@ def to_host(accelerator: Accelerator, size: int) -> float:
     return statistics.median(theirs / mine for theirs, mine in pairs)
 
 
-def beside_others(size: Size, accelerator: Accelerator) -> Iterator[tuple[str, Any]]:
-    """A step beside plain torch's, beside one without telemetry, and beside one with a snapshot."""
-    ours, plain, quiet = Ours(size, accelerator), Plain(size, accelerator), Ours(size, accelerator)
+def telemetry(size: Size, accelerator: Accelerator) -> tuple[float, float]:
+    """A step beside one without telemetry."""
+    ours, quiet = Ours(size, accelerator), Ours(size, accelerator)
 
     def unmeasured() -> None:
         with silent():
             quiet.step()
 
-    mine, theirs = in_turns(accelerator, size, ours.step, plain.step)
-    yield "step", statistics.median(mine)
-    yield "plain", ratio(mine, theirs)
-    yield "telemetry", ratio(*in_turns(accelerator, size, ours.step, unmeasured))
-    yield "snapshot", ratio(*in_turns(accelerator, size, snapshots(quiet, accelerator), ours.step))
-    yield "vote", dry(ours, accelerator)
+    return ratio(*in_turns(accelerator, size, ours.step, unmeasured))
 
 
-def measured(device: str) -> Iterator[tuple[str, Any]]:
-    """All figures, by their names in `accelerators`, as they come."""
+def snapshot(size: Size, accelerator: Accelerator) -> tuple[float, float]:
+    """A step with a snapshot beside one without."""
+    ours, copied = Ours(size, accelerator), Ours(size, accelerator)
+    return ratio(*in_turns(accelerator, size, snapshots(copied, accelerator), ours.step))
+
+
+def beside_plain(size: Size, accelerator: Accelerator, compiled: bool) -> Iterator[tuple[str, Any]]:
+    """A step beside plain torch's."""
+    pair = Ours(size, accelerator, compiled=compiled), Plain(size, accelerator, compiled=compiled)
+    mine, theirs = in_turns(accelerator, size, *(side.step for side in pair))
+    if not compiled:
+        yield "step", statistics.median(mine)
+    yield "compiled" if compiled else "plain", ratio(mine, theirs)
+
+
+def reached(size: Size, accelerator: Accelerator) -> Iterator[tuple[str, Any]]:
+    """Operations a second, and how much of the device's that is."""
+    ours, config = Ours(size, accelerator), size.config
+    (seconds,) = in_turns(accelerator, size, ours.step)
+    count = sum(parameter.numel() for _, parameter in ours.engine.local.parameters.values())
+    attention = 6 * config.layers * config.width * size.tokens  # causal: half of all pairs
+    flops = (6 * count + attention) * size.tokens * size.micro_batches / statistics.median(seconds)
+    peak = next((value for name, value in PEAKS.items() if name in accelerator.name), None)
+    yield "parameters", count
+    yield "flops", flops
+    yield "mfu", flops / peak if peak else None
+
+
+def measured(device: str, only: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """All figures or those of these names, by their names in `accelerators`, as they come."""
     accelerator = Accelerator(device)
     accelerator.use()
     tiny = accelerator.immediate
@@ -249,27 +273,25 @@ def measured(device: str) -> Iterator[tuple[str, Any]]:
     large = Size(TINY, 16, 1, steps=1, turns=2) if tiny else Size(LARGE, 4096, 2, steps=2, turns=8)
     yield "device", accelerator.text
     yield "torch", torch.__version__
-    yield "to_host", to_host(accelerator, (1 << 24) if tiny else (1 << 30))
-    yield from beside_others(small, accelerator)
-    big = Ours(large, accelerator)
-    (seconds,) = in_turns(accelerator, large, big.step)
-    count = sum(parameter.numel() for _, parameter in big.engine.local.parameters.values())
-    config, tokens = large.config, large.tokens * large.micro_batches
-    attention = 6 * config.layers * config.width * large.tokens  # causal: half of all pairs
-    reached = (6 * count + attention) * tokens / statistics.median(seconds)
-    peak = next((value for name, value in PEAKS.items() if name in accelerator.name), None)
-    yield "parameters", count
-    yield "flops", reached
-    yield "mfu", reached / peak if peak else None
-    del big
-    pair = Ours(small, accelerator, compiled=True), Plain(small, accelerator, compiled=True)
-    yield "compiled", ratio(*in_turns(accelerator, small, *(side.step for side in pair)))
+    figures: dict[str, Callable[[], Any]] = {
+        "to_host": lambda: to_host(accelerator, (1 << 24) if tiny else (1 << 30)),
+        "mfu": lambda: reached(large, accelerator),
+        "plain": lambda: beside_plain(small, accelerator, compiled=False),
+        "vote": lambda: dry(Ours(small, accelerator), accelerator),
+        "compiled": lambda: beside_plain(small, accelerator, compiled=True),
+        "telemetry": lambda: telemetry(small, accelerator),
+        "snapshot": lambda: snapshot(small, accelerator),
+    }
+    for name, figure in figures.items():
+        if not only or name in only:
+            found = figure()
+            yield from found if isinstance(found, Iterator) else ((name, found),)
 
 
 if __name__ == "__main__":
     found: dict[str, Any] = {}
     began = time.perf_counter()
-    for name, value in measured(sys.argv[1] if len(sys.argv) > 1 else "cuda:0"):
+    for name, value in measured(sys.argv[1] if len(sys.argv) > 1 else "cuda:0", sys.argv[2:]):
         found[name] = value
         print(f"{time.perf_counter() - began:6.1f} s: {name} {value}", file=sys.stderr, flush=True)
     print(json.dumps(found))
