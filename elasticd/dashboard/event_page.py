@@ -29,6 +29,8 @@ CAUSES = (
     "planning",
     "job_gathered",
 )
+#: Causes that come by themselves at about any time: another one that is there names the group.
+BESIDE = ("shifted", "planning", "job_gathered")
 PATIENCE = 300.0
 #: Kinds of events that belong to the plan whose number they have.
 OF_PLANS = (
@@ -76,7 +78,9 @@ def grouped(told: Sequence[EventRecord]) -> tuple[views.EventGroup, ...]:
 
 def _shown(group: _Group) -> views.EventGroup:
     events = group.events
-    cause = next((event for event in events if event.kind in CAUSES and event.kind != "planning"), events[0])
+    causes = [event for event in events if event.kind in CAUSES]
+    telling = [event for event in causes if event.kind not in BESIDE]
+    cause = (telling or [event for event in causes if event.kind != "planning"] or events)[0]
     kinds = {event.kind for event in events}
     what = " given up" if "aborted" in kinds else ""
     if "kept_plan" in kinds and "proposed" not in kinds:

@@ -410,6 +410,8 @@ class Communicator:
         if self._dead:
             return
         try:
+            if self._mismatch:  # what it said now, others would take for what they wait for
+                raise Mismatch(self._mismatch)
             with self._on_stream():
                 run()
         except _Stopped:

@@ -284,6 +284,25 @@ def test_groups_lead_from_the_cause_to_the_plan_and_take_each_event_once() -> No
     assert groups[1].durations["recorded"] == 2.0
 
 
+@pytest.mark.parametrize(
+    ("kinds", "named"),
+    [
+        (("shifted", "slow"), "event 2"),
+        (("slow", "shifted"), "event 1"),
+        (("planning", "shifted"), "event 2"),
+        (("shifted", "planning"), "event 1"),
+        (("worker_lost", "fenced"), "event 1"),
+        (("planning",), "event 1"),
+    ],
+)
+def test_a_group_is_named_by_what_happened_before_what_is_measured_at_any_time(
+    kinds: tuple[str, ...], named: str
+) -> None:
+    told = [event(at + 1, kind, job="j") for at, kind in enumerate(kinds)]
+    (group,) = grouped([*told, event(9, "proposed", job="j", number=5)])
+    assert group.title == f"plan 5: {named}"
+
+
 def test_a_devices_page_decodes_the_plans_alone_that_count_with_another_slowdown_of_it(
     writer: HistoryWriter, reader: HistoryReader
 ) -> None:

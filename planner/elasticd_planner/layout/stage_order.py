@@ -40,6 +40,7 @@ class Act(NamedTuple):
     chunk: int  #: that the pass goes through: of this stage, whichever stage the message goes to
 
 
+@lru_cache(maxsize=256)  # a packed job has other numbers of rows in each step
 def stage_order(
     schedule: Schedule, stages: int, stage: int, micro_batches: int, chunks: int = 1
 ) -> tuple[Act, ...]:
@@ -86,7 +87,7 @@ def at_once(acts: Iterable[Act]) -> Iterator[Act]:
             yield act
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)  # of all stages
 def _orders(schedule: Schedule, stages: int, micro_batches: int, chunks: int) -> tuple[tuple[Act, ...], ...]:
     passes = [list(schedule(stages, stage, micro_batches, chunks)) for stage in range(stages)]
     return _Run(passes, chunks).acts()
