@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -59,3 +61,17 @@ def test_a_collective_of_tensors_that_are_not_alike_is_refused(other: torch.Tens
 
     with pytest.raises(RuntimeError, match="has tensors of"):
         run_threads(BOTH, summed)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be kept on a core here")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_stay_on_one_core_where_torch_computes_on_one(threads: int) -> None:
+    here, before = os.sched_getaffinity(0), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = run_threads(["a/0", "a/1"], lambda memory: os.sched_getaffinity(0))
+    finally:
+        torch.set_num_threads(before)
+    assert found["a/0"] == found["a/1"]
+    assert len(found["a/0"]) == (1 if threads == 1 else len(here))
+    assert os.sched_getaffinity(0) == here, "the calling thread is left alone"

@@ -213,15 +213,16 @@ class MemoryPlanGroups(PlanGroups):
 
 def _core() -> int | None:
     """The core for all threads of this process that share Python's lock all the time: to pass it from core to
-    core takes up to as long again as what they compute. None where a thread cannot be kept on a core."""
-    if not hasattr(os, "sched_setaffinity"):
+    core takes up to as long again as what they compute. None where a thread cannot be kept on a core, and where
+    torch computes on several: threads of its own that it begins from these would be on that core, too."""
+    if not hasattr(os, "sched_setaffinity") or torch.get_num_threads() > 1:
         return None
     cores = sorted(os.sched_getaffinity(0))
     return cores[os.getpid() % len(cores)]
 
 
 def run_threads(names: Sequence[str], worker: Callable[[MemoryPlanGroups], T]) -> dict[str, T]:
-    """Calls `worker` in a thread for each device, all on one core.
+    """Calls `worker` in a thread for each device, all on one core where torch computes on one.
 
     Args:
         names: the devices.
