@@ -88,9 +88,33 @@ class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
     """Deals groups in the order that the processes of pytest-xdist found them in, which is `order`."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return group(nodeid, known())
+        return group(nodeid, known(), self.config.rootpath)
 
     def _assign_work_unit(self, node: Any) -> None:
         if self.nodes.index(node) > len(self.nodes) // 2:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
+
+    def _reschedule(self, node: Any) -> None:
+        """A process runs a test once it knows the next one, or that there is none: it is told of the end, too.
+
+        One that takes the place of a process that died is asked for its tests first.
+        """
+        if node not in self.registered_collections:
+            return
+        super()._reschedule(node)
+        if not self.workqueue and not node.shutting_down:
+            node.shutdown()
+
+    def remove_node(self, node: Any) -> str | None:
+        """Takes away a process that ended or died; the test that it died in has failed and is not run again."""
+        work = self.assigned_work.pop(node)
+        left = [(scope, name) for scope, tests in work.items() for name, done in tests.items() if not done]
+        if not left:
+            return None
+        scope, died = left[0]
+        work[scope][died] = True
+        self.workqueue.update({scope: tests for scope, tests in work.items() if not all(tests.values())})
+        for other in self.nodes:
+            self._reschedule(other)
+        return died

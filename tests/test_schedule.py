@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,12 @@ def test_too(request): request.getfixturevalue("copied")
 def test_alone(tmp_path): ...
 def test_quick(tmp_path): ...
 """
+DEALT = """
+from tests import schedule
+
+def pytest_xdist_make_scheduler(config, log): return schedule.LongestFirst(config, log)
+"""
+BODIES = {"dies": "os._exit(3)", "passes": "pass"}
 SECONDS = {
     "one.py::long": 9.0,
     "one.py::middle": 2.0,
@@ -63,6 +72,20 @@ def test_tests_that_share_a_fixture_of_their_file_are_dealt_together_and_long_on
         **dict.fromkeys(("two.py::test_uses", "two.py::test_too[x@y]"), "two.py::"),
         "two.py::test_quick": "two.py",
     }
+
+
+def test_a_process_that_dies_fails_one_test_and_the_others_run(tmp_path: Path) -> None:
+    """Where xdist deals by itself, what died is run again; and a single test that is left waits for ever."""
+    suite = {"test_one.py": ["passes", "dies", "passes"], "test_two.py": ["dies", "passes"]}
+    for file, tests in suite.items():
+        text = "".join(f"def test_{at}(): {BODIES[test]}\n" for at, test in enumerate(tests))
+        (tmp_path / file).write_text(f"import os\n{text}")
+    (tmp_path / "conftest.py").write_text(DEALT)
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", tmp_path, tmp_path]
+    command += ["-p", "no:cacheprovider", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder"]
+    environment = os.environ | {"PYTHONPATH": str(schedule.ROOT), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert "2 failed, 3 passed" in ran.stdout.splitlines()[-1], ran.stdout + ran.stderr
 
 
 def test_make_test_takes_representatives_and_make_test_all_everything(monkeypatch: pytest.MonkeyPatch) -> None:
