@@ -20,6 +20,7 @@ from elasticd.codec.message import Message, encode
 from elasticd.config.tree import AgentSection, ClusterSection, Config
 from elasticd.records import JobSpec, Keys
 from elasticd.store.leader import Leadership, campaign
+from elasticd.store.lease import LeaseKeeper
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Store
 from elasticd.store.state_file import StateFile
@@ -30,6 +31,7 @@ from elasticd.wire.snapshots import SnapshotInventory
 from elasticd.wire.worker import Closed, Hello, Ping, Pong, StoreAnswer, StoreCall, ToWorker, Welcome, to_worker
 
 DEADLINE = 120.0
+LEASE = 60
 CLUSTER = "test"
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -43,12 +45,12 @@ def spec(job: str) -> JobSpec:
 class Leader:
     """Elected in a real store; keeps what it hears, answers joins once `nodes` of them came, keeps keys."""
 
-    def __init__(self, store: Store, nodes: int = 1, ttl: int = 60) -> None:
+    def __init__(self, store: Store, nodes: int = 1) -> None:
         self.heard: list[ToLeader] = []
         self.keeps: list[tuple[str, SnapshotInventory]] = []
         self.connections: list[ServerConnection] = []
         self.over = ""
-        self._store, self._nodes, self._ttl = store, nodes, ttl
+        self._store, self._nodes = store, nodes
         self._joined: dict[str, tuple[ServerConnection, str]] = {}
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
@@ -57,10 +59,12 @@ class Leader:
         self._thread.start()
         self.url = f"http://127.0.0.1:{self._server.socket.getsockname()[1]}"
         self._leadership: Leadership | None = None
+        self._keeper: LeaseKeeper | None = None
 
     def lead(self) -> Leader:
         keys = Keys(cluster=CLUSTER)
-        self._leadership = campaign(self._store, keys.leader, "mini", self.url, self._ttl)
+        self._leadership = campaign(self._store, keys.leader, "mini", self.url, LEASE)
+        self._keeper = LeaseKeeper(self._store, self._leadership.lease, LEASE, str).start()
         return self
 
     @property
@@ -72,6 +76,8 @@ class Leader:
         self.hang_up()
         self._server.shutdown()
         self._thread.join(DEADLINE)
+        if self._keeper is not None:
+            self._keeper.stop()
         if self._leadership is not None:
             self._leadership.resign(self._store)
 
