@@ -205,6 +205,7 @@ def test_a_sample_that_cannot_be_read_is_named_on_every_member_and_the_weights_a
         engine = engine_on(plan_groups, recipe(), plan)
         for step in range(2):
             engine.step(step, lambda: 0)
+        engine.delivered()
         before = {n: p.detach().clone() for n, (_, p) in engine.local.parameters.items()}
         with pytest.raises(SampleError, match="sample 19 ") as caught:
             evaluate(engine, HeldOut(dataset=Torn(19)), "held", 2, next_token_loss, DataOptions(), weights)

@@ -102,6 +102,10 @@ def test_a_pass_of_an_evaluation_says_nothing_of_what_training_draws() -> None:
     assert torch.equal(first, module(torch.ones(2, 30)))
 
 
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape, device=CPU.device)
+
+
 def rowed(pieces: list[SequencePiece], x: torch.Tensor, cut: tuple[int, int] | None = None) -> torch.Tensor:
     """What a dropout makes of a packed row."""
     row = PackedRow(pieces, CPU.device)
@@ -116,19 +120,19 @@ def rowed(pieces: list[SequencePiece], x: torch.Tensor, cut: tuple[int, int] | N
 def test_a_packed_row_has_the_masks_of_its_samples_one_after_the_other() -> None:
     padded = Dropout(0.5, "a")
     padded.drawing.samples = [7, 3]
-    apart = padded(torch.ones(2, 9, 5))
-    row = rowed([SequencePiece.whole(7, 9), SequencePiece.whole(3, 4)], torch.ones(1, 13, 5))
+    apart = padded(ones(2, 9, 5))
+    row = rowed([SequencePiece.whole(7, 9), SequencePiece.whole(3, 4)], ones(1, 13, 5))
     assert torch.equal(row[0], torch.cat([apart[0], apart[1, :4]]))
-    cut = rowed([SequencePiece.whole(7, 9), SequencePiece.whole(3, 4)], torch.ones(1, 13, 2), cut=(-1, 3))
+    cut = rowed([SequencePiece.whole(7, 9), SequencePiece.whole(3, 4)], ones(1, 13, 2), cut=(-1, 3))
     assert torch.equal(cut, row[..., 3:])
 
 
 def test_a_piece_of_a_sequence_has_its_part_of_the_mask() -> None:
-    whole = rowed([SequencePiece.whole(7, 9)], torch.ones(1, 9, 5))
-    part = rowed([SequencePiece(3, 8, 0, 4), SequencePiece(7, 9, 1, 3)], torch.ones(1, 12, 5))
+    whole = rowed([SequencePiece.whole(7, 9)], ones(1, 9, 5))
+    part = rowed([SequencePiece(3, 8, 0, 4), SequencePiece(7, 9, 1, 3)], ones(1, 12, 5))
     assert torch.equal(part[0, 8:], whole[0, [1, 2, 6, 7]])
 
 
 def test_a_dropout_of_other_tokens_than_those_of_the_row_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a: a dropout's input must be \[1, tokens, ...\] of the 9 tokens"):
-        rowed([SequencePiece.whole(7, 9)], torch.ones(1, 4, 10, 10))
+        rowed([SequencePiece.whole(7, 9)], ones(1, 4, 10, 10))
