@@ -128,13 +128,60 @@ def test_after_a_burst_shares_are_back_within_ten_steps() -> None:
         assert found[now][0] == pytest.approx(64, rel=0.055)
 
 
-def test_a_device_that_oscillates_is_followed_and_left() -> None:
-    """Ten steps at 1.6 times, ten normal: each change is one of the device."""
-    found, changed = played(200, lambda now, lane: 1.6 if lane == 3 and now // 10 % 2 else 1.0)
-    assert changed <= 2 * 20
-    for now in range(13, 180, 20):
-        assert found[now][3] == pytest.approx(102, rel=0.1)
-        assert found[now + 10][3] == pytest.approx(64, rel=0.1)
+def share_of_lane_3(period: int, steps: int = 800) -> list[int]:
+    """Its slowdown while it is 1.6 times as slow for a period, then normal for one, and so on."""
+    found, _ = played(steps, lambda now, lane: 1.6 if lane == 3 and now // period % 2 else 1.0)
+    return [each[3] for each in found]
+
+
+def test_a_device_that_oscillates_slowly_is_followed_each_time() -> None:
+    """Its normal period is longer than what a wrong share costs: 3 steps x 1.6 x 7 other lanes = 33."""
+    found = share_of_lane_3(80)
+    for now in range(160, 800, 160):
+        assert found[now - 75] == pytest.approx(102, rel=0.1)
+        assert found[now + 2] == pytest.approx(64, rel=0.1), "it was normal for longer than counts"
+
+
+def test_a_device_that_oscillates_quickly_keeps_the_share_of_its_slow_state() -> None:
+    found = share_of_lane_3(10)
+    assert found[11] == pytest.approx(102, rel=0.1)
+    assert found[21] == pytest.approx(64, rel=0.1), "once it is taken at its word"
+    assert found[43] == pytest.approx(64, rel=0.1), "the second time after four steps"
+    assert found[100] == pytest.approx(102, rel=0.1)
+    assert {*found[100:]} == {found[100]}
+
+
+def test_a_device_that_oscillated_and_is_normal_for_good_gets_its_share_back() -> None:
+    found, _ = played(300, lambda now, lane: 1.6 if lane == 3 and now < 150 and now // 10 % 2 else 1.0)
+    assert found[149][3] == pytest.approx(102, rel=0.1)
+    assert found[150 + 33][3] == 64
+    assert {each[3] for each in found[183:]} == {64}
+
+
+@pytest.mark.parametrize(("lanes", "times"), [(2, 2.5), (4, 2.5), (8, 1.6)])
+@pytest.mark.parametrize("period", [3, 7, 20, 60, 100])
+def test_shares_of_a_device_that_oscillates_cost_less_than_twice_the_best(
+    lanes: int, times: float, period: int
+) -> None:
+    """Of steps played as they would be: over shares that always follow, and over shares that never do."""
+    work = [1000.0] * lanes
+    state, dealt = SlowdownState.begin((64,) * lanes), [(64,) * lanes] * 2
+    spent = followed = kept = known = 0.0
+    for now in range(2000):
+        slow = [times if lane == 0 and now // period % 2 else 1.0 for lane in range(lanes)]
+
+        def seconds(slowdown: tuple[float, ...], slow: list[float] = slow) -> float:
+            shares = [1 / each for each in slowdown]
+            return max(share / sum(shares) * each for share, each in zip(shares, slow, strict=True)) * lanes
+
+        spent += seconds(dealt[0])
+        late = times if (now - 3) // period % 2 else 1.0
+        followed += seconds((late, *(1.0,) * (lanes - 1)))
+        kept += seconds((times, *(1.0,) * (lanes - 1)))
+        known += seconds(tuple(slow))
+        state, _ = step(state, [0.001 * w * s for w, s in zip(work, slow, strict=True)], work)
+        dealt = [dealt[1], state.slowdown]
+    assert spent - known <= 2.2 * (min(followed, kept) - known) + 20
 
 
 def test_two_ranks_have_the_same_state() -> None:

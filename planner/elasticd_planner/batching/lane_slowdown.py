@@ -5,6 +5,11 @@ work that it had. Seconds over work, relative to the median lane, is how slow a 
 so that shares which follow it do not change it. Levels are logarithms (base 2, in 4096ths).
 
   jump    Two steps in a row beyond 30 % of what is agreed, on one side: their mean is agreed at once.
+  return  A jump towards faster takes more steps in a row where the lane has lately become slow again after one:
+          twice as many each time. Of n lanes, one that is x times as slow makes steps x times as long with a
+          full share; with that of its slowness, when it is normal, n x / ((n - 1) x + 1) times as long. The
+          first, for the steps that shares need to follow, loses as much as the second for (n - 1) x times as
+          many steps: so long a lane that oscillates is waited for at most, as in ski rental.
   drift   The mean of the last eight steps, without the largest and the least: agreed when it is out of the dead
           band around what is agreed for two steps in a row. The band is 5 %, or four deviations of such means
           where these are noisy, as when a lane's slowness wanders.
@@ -33,6 +38,10 @@ LEAST, MOST = 16, 1024
 _JUMP, _BAND = 1550, 288
 #: How many steps are averaged, and how many in a row have to agree.
 _KEPT, _STEPS = 8, 2
+#: Steps until shares follow a lane: two that show it, and the one that is dealt already.
+_LAG = 3
+#: A lane that is slow within so many steps of a jump towards faster has become so again.
+_AGAIN = 64
 #: The slow mean and the deviation from it: the weight of a step is one part in so many; both are in 256ths.
 _SLOW, _FINE = 64, 256
 #: The dead band of a noisy lane, in eighths of its mean deviation; and the most that one step adds to that (10
@@ -49,6 +58,9 @@ class LaneState(Value, frozen=True, kw_only=True):
     noise: int = 0  # mean distance of the mean of eight steps from what was agreed [256ths of a level]
     steps: int = 0  # that the noise is of, up to the most that count
     settling: int = 0  # for so many steps more its mean may still be under way to where it moves
+    wait: int = _STEPS  # so many steps in a row have to agree that it is far faster
+    faster: tuple[int, ...] = ()  # the levels of those that do, so far
+    since: int = _AGAIN  # steps since it jumped towards faster, up to the most that count
 
 
 class SlowdownState(Value, frozen=True, kw_only=True):
@@ -104,7 +116,7 @@ def step(
     lanes, changes = list(state.lanes), []
     for place, level in zip(known.tolist(), levels.tolist(), strict=True):
         before = lanes[place]
-        after, jumped = _after(before, level)
+        after, jumped = _after(before, level, len(known))
         lanes[place] = after
         old, new = _slowdown_of(before.agreed), _slowdown_of(after.agreed)
         if old != new:
@@ -112,13 +124,21 @@ def step(
     return SlowdownState(lanes=tuple(lanes)), tuple(changes)
 
 
-def _after(lane: LaneState, level: int) -> tuple[LaneState, bool]:
-    """A lane after a step of this level, and whether it has jumped."""
+def _after(lane: LaneState, level: int, lanes: int) -> tuple[LaneState, bool]:
+    """A lane, of so many, after a step of this level, and whether it has jumped."""
+    lane = structs.replace(lane, since=min(_AGAIN, lane.since + 1))
+    if level < lane.agreed - _JUMP:
+        faster = (*lane.faster, level)
+        if len(faster) < lane.wait:
+            return structs.replace(lane, faster=faster), False
+        return structs.replace(_jumped(lane, faster[-_STEPS:]), since=0), True
     levels = (*lane.levels, level)[-2 * _KEPT :]
-    last = levels[-_STEPS:]
-    far = [_side(each - lane.agreed, _JUMP) for each in last]
-    if len(far) == _STEPS and abs(sum(far)) == _STEPS:  # what came before says nothing of the lane any more
-        return structs.replace(lane, agreed=sum(last) // _STEPS, levels=last, out=0, settling=0), True
+    lane, last = structs.replace(lane, faster=()), levels[-_STEPS:]
+    if len(last) == _STEPS and min(last) > lane.agreed + _JUMP:
+        jumped = _jumped(lane, last)
+        most = _LAG * _slowdown_of(jumped.agreed) * (lanes - 1) // NORMAL
+        wait = min(2 * lane.wait, most, _AGAIN) if lane.since < _AGAIN else 0
+        return structs.replace(jumped, wait=max(_STEPS, wait)), True
     if len(levels) < _KEPT:
         return structs.replace(lane, levels=levels), False
     noise, steps = lane.noise, lane.steps
@@ -133,7 +153,8 @@ def _after(lane: LaneState, level: int) -> tuple[LaneState, bool]:
     side = _side(middle - lane.agreed, band)
     out = side + (lane.out if lane.out * side > 0 else 0)
     adopted = abs(out) == _STEPS
-    made = LaneState(
+    made = structs.replace(
+        lane,
         agreed=middle if adopted else lane.agreed,
         levels=levels,
         out=0 if adopted else out,
@@ -142,6 +163,11 @@ def _after(lane: LaneState, level: int) -> tuple[LaneState, bool]:
         settling=2 * _KEPT if adopted else max(0, lane.settling - 1),
     )
     return made, False
+
+
+def _jumped(lane: LaneState, last: Sequence[int]) -> LaneState:
+    """A lane that is as its last steps say: what came before says nothing of it any more."""
+    return structs.replace(lane, agreed=sum(last) // _STEPS, levels=tuple(last), faster=(), out=0, settling=0)
 
 
 def _mean(levels: Sequence[int]) -> int:
