@@ -160,10 +160,11 @@ def test_a_device_that_oscillated_and_is_normal_for_good_gets_its_share_back() -
 
 @pytest.mark.parametrize(("lanes", "times"), [(2, 2.5), (4, 2.5), (8, 1.6)])
 @pytest.mark.parametrize("period", [3, 7, 20, 60, 100])
-def test_shares_of_a_device_that_oscillates_cost_less_than_twice_the_best(
+def test_a_device_that_oscillates_costs_little_more_than_twice_what_the_better_of_two_rules_costs(
     lanes: int, times: float, period: int
 ) -> None:
-    """Of steps played as they would be: over shares that always follow, and over shares that never do."""
+    """Shares that always follow, and shares that are always those of its slow state: each loses so much over
+    shares that are right in every step. Waits that double lose some more before they are at their longest."""
     work = [1000.0] * lanes
     state, dealt = SlowdownState.begin((64,) * lanes), [(64,) * lanes] * 2
     spent = followed = kept = known = 0.0
