@@ -348,6 +348,22 @@ def test_a_lasting_shift_of_lengths_replans_lanes_where_that_pays_and_stays_when
     assert back.plan.strategies == joined_.strategies
 
 
+@pytest.mark.parametrize("dead", [("n1/1",), ("n1/0", "n1/1"), ("n0/1", "n1/0", "n1/1")])
+def test_where_devices_are_gone_there_is_a_plan_whatever_the_number_of_rows(dead: tuple[str, ...]) -> None:
+    apart = search(problem(long_tail(), 200_000_000)).plan
+    joined_ = search(problem(one_long(), 200_000_000)).plan
+    assert apart is not None
+    assert joined_ is not None
+    assert len(apart.by_lane) == len(joined_.by_lane) == 4
+    gone = {device: math.inf for device in dead}
+    for rows in range(1, 10):
+        lengths = np.full(rows, 16_384)
+        for running in (apart, joined_):
+            found = search(problem(lengths, 1 << 34, current=running, rates=gone))
+            assert found.plan is not None, (rows, found.refusal)
+            assert not set(found.plan.members) & set(dead)
+
+
 def test_a_slow_device_gets_a_lane_with_a_smaller_share_or_fewer_layers() -> None:
     lengths = long_tail()
     given = problem(lengths, 200_000_000, rates={"n1/0": 2.0})

@@ -219,10 +219,9 @@ class _PackedSearch:
         if current is None or len(current.by_lane) > count:
             return None
         weights = tuple(max(1, lane.micro_batches) for lane in current.by_lane)
-        spare = apportion(count - len(weights), weights) if count > len(weights) else (0,) * len(weights)
         pipelines = tuple(
-            msgspec.structs.replace(lane, micro_batches=1 + more, packed=())
-            for lane, more in zip(current.by_lane, spare, strict=True)
+            msgspec.structs.replace(lane, micro_batches=rows, packed=())
+            for lane, rows in zip(current.by_lane, apportion(count, weights), strict=True)
         )
         made = strategy(pipelines, current.modules[0].module)
         return current.replace(strategies=(made,), global_batch=count, micro_batch=1)
