@@ -82,8 +82,8 @@ def test_a_process_that_dies_fails_one_test_and_the_others_run(tmp_path: Path) -
         (tmp_path / file).write_text(f"import os\n{text}")
     (tmp_path / "conftest.py").write_text(DEALT)
     command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", tmp_path, tmp_path]
-    command += ["-p", "no:cacheprovider", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder"]
-    environment = os.environ | {"PYTHONPATH": str(schedule.ROOT), "OMP_NUM_THREADS": "1"}
+    command += ["-p", "xdist", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder"]
+    environment = os.environ | {"PYTHONPATH": str(schedule.ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert "2 failed, 3 passed" in ran.stdout.splitlines()[-1], ran.stdout + ran.stderr
 

@@ -157,34 +157,23 @@ def test_a_model_says_whether_its_sequences_can_be_packed() -> None:
 TAKES = "takes the sequences of a packed row for one"
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        (
-            "GraniteSWAForCausalLM",
-            r"blocks.0.layer.self_attn: \w+ attends with s_aux, which elasticd",
-        ),
-        (
-            "GPTJForCausalLM",
-            rf"blocks.0.layer.attn \(GPTJAttention\) {TAKES}",
-        ),
-        (
-            "BambaForCausalLM",
-            rf"blocks.0.layer.mamba \(BambaMixer\) {TAKES}",
-        ),
-        (
-            "Lfm3ForCausalLM",
-            rf"blocks.0.layer.conv \(Lfm3ShortConv\) {TAKES}",
-        ),
-        (
-            "Qwen3_5ForCausalLM",
-            rf"blocks.0.layer.linear_attn \(\w+\) {TAKES}",
-        ),
-        ("BloomForCausalLM", "the forward of BloomForCausalLM takes no position_ids"),
-        ("DogeForCausalLM", "DogeAttention attends with attention_mask"),
-        ("RwkvForCausalLM", "takes no position_ids"),
-    ],
-)
+#: What a model does that packed rows cannot have, and what is said of it.
+OTHERWISE = [
+    ("GraniteSWAForCausalLM", r"blocks.0.layer.self_attn: \w+ attends with s_aux, which elasticd"),
+    ("GPTJForCausalLM", rf"blocks.0.layer.attn \(GPTJAttention\) {TAKES}"),
+    ("BloomForCausalLM", "the forward of BloomForCausalLM takes no position_ids"),
+    ("DogeForCausalLM", "DogeAttention attends with attention_mask"),
+]
+#: The same of further models.
+ALIKE = [
+    ("BambaForCausalLM", rf"blocks.0.layer.mamba \(BambaMixer\) {TAKES}"),
+    ("Lfm3ForCausalLM", rf"blocks.0.layer.conv \(Lfm3ShortConv\) {TAKES}"),
+    ("Qwen3_5ForCausalLM", rf"blocks.0.layer.linear_attn \(\w+\) {TAKES}"),
+    ("RwkvForCausalLM", "takes no position_ids"),
+]
+
+
+@pytest.mark.parametrize(("kind", "said"), sizes.beside(OTHERWISE, [*OTHERWISE, *ALIKE]))
 def test_what_attends_otherwise_is_named(kind: str, said: str) -> None:
     if kind not in families.classes():
         pytest.skip(f"this transformers has no {kind}")

@@ -355,7 +355,7 @@ def test_where_devices_are_gone_there_is_a_plan_whatever_the_number_of_rows(dead
     assert apart is not None
     assert joined_ is not None
     assert len(apart.by_lane) == len(joined_.by_lane) == 4
-    gone = {device: math.inf for device in dead}
+    gone = dict.fromkeys(dead, math.inf)
     for rows in range(1, 10):
         lengths = np.full(rows, 16_384)
         for running in (apart, joined_):

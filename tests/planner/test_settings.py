@@ -122,7 +122,7 @@ def test_the_best_setting_is_what_brute_force_finds(seed: int) -> None:
     assert made.prediction.bound_seconds <= least * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", sizes.every(range(6), 2))
 def test_settings_that_are_too_many_to_enumerate_are_searched(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

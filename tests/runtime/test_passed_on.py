@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import cast
 
 import pytest
@@ -23,8 +24,10 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("most", [1, 5])
-@pytest.mark.parametrize("name", sizes.beside(["tp3+tp1 beside tp2", "lanes, zero 2"], PLANS))
+@pytest.mark.parametrize(
+    ("name", "most"),
+    sizes.beside([("tp3+tp1 beside tp2", 1), ("lanes, zero 2", 5)], list(product(PLANS, [1, 5]))),
+)
 def test_it_trains_like_one_process(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "MOST", most)
     plan = PLANS[name]

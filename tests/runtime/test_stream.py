@@ -24,6 +24,7 @@ from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.data.stream import Stream, Streamed, _Handed, _packed, _unpacked, first_samples
 from elasticd.runtime.engine.engine import DATA, Engine
 from elasticd.runtime.engine.recipe import Recipe
+from tests import sizes
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, engine_on
 from tests.runtime.test_lanes import PLANS as LANES
 from tests.runtime.test_parity import BATCH, SEED, Text, make_recipe
@@ -115,16 +116,12 @@ def alone() -> list[float]:
     return run_threads(one.members, worker)["a/0"]
 
 
-@pytest.mark.parametrize(
-    ("plan", "make"),
-    [
-        (TWO_STAGES, recipe),
-        (UNEQUAL, recipe),
-        (UNEQUAL.replace(state=StatePolicy(zero=2, replicas=1)), recipe),
-        (LANES["2 + 1, uneven, in two stages"], recipe),
-        (LANES["2 + 1, uneven, in two stages"], packed),
-    ],
-)
+MIXED = LANES["2 + 1, uneven, in two stages"]
+ZERO_2 = UNEQUAL.replace(state=StatePolicy(zero=2, replicas=1))
+SOME = [(TWO_STAGES, recipe), (ZERO_2, recipe), (MIXED, packed)]
+
+
+@pytest.mark.parametrize(("plan", "make"), sizes.beside(SOME, [*SOME, (UNEQUAL, recipe), (MIXED, recipe)]))
 def test_a_stream_trains_like_its_samples_in_order_and_one_rank_reads_each_once(
     plan: Plan, make: Callable[[str], Recipe], alone: list[float]
 ) -> None:
@@ -141,7 +138,7 @@ def test_a_stream_trains_like_its_samples_in_order_and_one_rank_reads_each_once(
 
 
 def test_a_packed_stream_hands_out_what_slowdowns_give_to_each_lane(alone: list[float]) -> None:
-    plan = LANES["2 + 1, uneven, in two stages"]
+    plan = MIXED
 
     def worker(plan_groups: MemoryPlanGroups) -> list[float]:
         engine = engine_on(plan_groups, packed(plan_groups.me), plan)
@@ -152,7 +149,7 @@ def test_a_packed_stream_hands_out_what_slowdowns_give_to_each_lane(alone: list[
 
 
 def test_a_sample_of_a_stream_that_goes_into_no_row_is_named_on_every_rank() -> None:
-    plan = LANES["2 + 1, uneven, in two stages"]
+    plan = MIXED
 
     def worker(plan_groups: MemoryPlanGroups) -> tuple[str, bool]:
         made = packed(plan_groups.me)
