@@ -23,7 +23,8 @@ from elasticd.codec.decoding import version_refusal
 #: Version of all messages; a peer one older or one newer is accepted, others are refused at hello.
 WIRE_VERSION = 1
 #: Version of what the ranks of a job exchange with each other (votes, sections of a migration, their headers),
-#: which all of them share, since these bytes carry no version.
+#: which all of them share, since these bytes carry no version. Raise it also for another way of computing what
+#: each rank computes for itself and all must find alike: batches, shares of lanes, launches.
 PEERS_VERSION = 2
 
 

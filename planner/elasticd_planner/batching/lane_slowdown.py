@@ -6,13 +6,15 @@ so that shares which follow it do not change it. Levels are logarithms (base 2, 
 
   jump    Two steps in a row beyond 30 % of what is agreed, on one side: their mean is agreed at once.
   return  A jump towards faster takes more steps in a row where the lane has lately become slow again after one:
-          twice as many each time. Of n lanes, one that is x times as slow makes steps x times as long with a
-          full share; with that of its slowness, when it is normal, n x / ((n - 1) x + 1) times as long. The
-          first, for the steps that shares need to follow, loses as much as the second for (n - 1) x times as
-          many steps: so long a lane that oscillates is waited for at most, as in ski rental.
+          twice as many each time, up to 64; a single slow step counts as one of them, two in a row begin anew.
+          Of n lanes, k that are x times as slow make steps x times as long with full shares; with those of
+          their slowness, when they are normal, n x / ((n - k) x + k) times as long. The first, for the steps
+          that shares need to follow, loses as much as the second for x (n - k) / k times as many steps: so long
+          lanes that oscillate are waited for at most, as in ski rental. k are the lanes that are waited for in
+          the same step: those of a node recover together.
   drift   The mean of the last eight steps, without the largest and the least: agreed when it is out of the dead
-          band around what is agreed for two steps in a row. The band is 5 %, or four deviations of such means
-          where these are noisy, as when a lane's slowness wanders.
+          band around what is agreed for two steps in a row. The band is 5 %, or nine times the mean distance of
+          such means where these are noisy, as when a lane's slowness wanders.
 
 All arithmetic is in integers after one division of floats, so that every rank has the same state, to the bit. A
 state begins anew with each plan, with what the planner knows of its lanes.
@@ -40,13 +42,13 @@ _JUMP, _BAND = 1550, 288
 _KEPT, _STEPS = 8, 2
 #: Steps until shares follow a lane: two that show it, and the one that is dealt already.
 _LAG = 3
-#: A lane that is slow within so many steps of a jump towards faster has become so again.
+#: A lane that is slow within so many steps of a jump towards faster has become so again; and the most that one
+#: is waited for.
 _AGAIN = 64
 #: The slow mean and the deviation from it: the weight of a step is one part in so many; both are in 256ths.
 _SLOW, _FINE = 64, 256
-#: The dead band of a noisy lane, in eighths of its mean deviation; and the most that one step adds to that (10
-#: %).
-_NOISY, _MOST_NOISE = 35, 563
+#: The dead band of a noisy lane, in mean distances of its means; and the most that one of them counts (10 %).
+_NOISY, _MOST_NOISE = 9, 563
 
 
 class LaneState(Value, frozen=True, kw_only=True):
@@ -58,9 +60,9 @@ class LaneState(Value, frozen=True, kw_only=True):
     noise: int = 0  # mean distance of the mean of eight steps from what was agreed [256ths of a level]
     steps: int = 0  # that the noise is of, up to the most that count
     settling: int = 0  # for so many steps more its mean may still be under way to where it moves
-    wait: int = _STEPS  # so many steps in a row have to agree that it is far faster
-    faster: tuple[int, ...] = ()  # the levels of those that do, so far
-    since: int = _AGAIN  # steps since it jumped towards faster, up to the most that count
+    wait: int = _STEPS  # so many steps in a row have to agree that it is far faster, if that is worth it
+    faster: tuple[int, ...] = ()  # the levels of those that do, so far, and of single ones that do not
+    since: int | None = None  # steps since it jumped towards faster; None: not since it last jumped to slower
 
 
 class SlowdownState(Value, frozen=True, kw_only=True):
@@ -108,15 +110,20 @@ def step(
     if not len(seconds) == len(work) == len(state.lanes):
         refuse(f"{len(seconds)} seconds and {len(work)} works for {len(state.lanes)} lanes")
     spent, had = np.array(seconds, dtype=np.float64), np.array(work, dtype=np.float64)
-    known = np.flatnonzero(np.isfinite(spent) & np.isfinite(had) & (spent > 0) & (had > 0))
+    with np.errstate(all="ignore"):  # what is no time of any work is left out
+        each = spent / had
+    known = np.flatnonzero((spent > 0) & (had > 0) & (each > 0) & np.isfinite(each) & np.isfinite(had))
     if not len(known):
         return state, ()
-    levels = log2(spent[known] / had[known])
+    levels = log2(each[known])
     levels -= np.sort(levels)[(len(levels) - 1) // 2]
     lanes, changes = list(state.lanes), []
+    waiting = sum(
+        _far_faster(lanes[place], level) for place, level in zip(known.tolist(), levels.tolist(), strict=True)
+    )
     for place, level in zip(known.tolist(), levels.tolist(), strict=True):
         before = lanes[place]
-        after, jumped = _after(before, level, len(known))
+        after, jumped = _after(before, level, len(known), waiting)
         lanes[place] = after
         old, new = _slowdown_of(before.agreed), _slowdown_of(after.agreed)
         if old != new:
@@ -124,21 +131,26 @@ def step(
     return SlowdownState(lanes=tuple(lanes)), tuple(changes)
 
 
-def _after(lane: LaneState, level: int, lanes: int) -> tuple[LaneState, bool]:
-    """A lane, of so many, after a step of this level, and whether it has jumped."""
-    lane = structs.replace(lane, since=min(_AGAIN, lane.since + 1))
-    if level < lane.agreed - _JUMP:
+def _after(lane: LaneState, level: int, lanes: int, waiting: int) -> tuple[LaneState, bool]:
+    """A lane, of so many, after a step of this level, and whether it has jumped. `waiting`: how many lanes are
+    far faster than agreed in this step."""
+    if lane.since is not None:
+        lane = structs.replace(lane, since=min(_AGAIN, lane.since + 1))
+    if _far_faster(lane, level):
         faster = (*lane.faster, level)
-        if len(faster) < lane.wait:
-            return structs.replace(lane, faster=faster), False
+        worth = _LAG * _slowdown_of(lane.agreed) * (lanes - waiting) // (waiting * NORMAL)
+        sure = len(faster) >= max(_STEPS, min(lane.wait, worth))
+        if not sure or not all(_far_faster(lane, each) for each in faster[-_STEPS:]):
+            return structs.replace(lane, faster=faster[-_AGAIN:]), False
         return structs.replace(_jumped(lane, faster[-_STEPS:]), since=0), True
     levels = (*lane.levels, level)[-2 * _KEPT :]
-    lane, last = structs.replace(lane, faster=()), levels[-_STEPS:]
+    single = lane.faster and _far_faster(lane, lane.faster[-1])
+    lane, last = structs.replace(lane, faster=(*lane.faster, level) if single else ()), levels[-_STEPS:]
     if len(last) == _STEPS and min(last) > lane.agreed + _JUMP:
-        jumped = _jumped(lane, last)
-        most = _LAG * _slowdown_of(jumped.agreed) * (lanes - 1) // NORMAL
-        wait = min(2 * lane.wait, most, _AGAIN) if lane.since < _AGAIN else 0
-        return structs.replace(jumped, wait=max(_STEPS, wait)), True
+        wait = lane.wait  # of a slowdown in several jumps the first counts
+        if lane.since is not None:
+            wait = min(2 * wait, _AGAIN) if lane.since < _AGAIN else _STEPS
+        return structs.replace(_jumped(lane, last), wait=wait, since=None), True
     if len(levels) < _KEPT:
         return structs.replace(lane, levels=levels), False
     noise, steps = lane.noise, lane.steps
@@ -163,6 +175,10 @@ def _after(lane: LaneState, level: int, lanes: int) -> tuple[LaneState, bool]:
         settling=2 * _KEPT if adopted else max(0, lane.settling - 1),
     )
     return made, False
+
+
+def _far_faster(lane: LaneState, level: int) -> bool:
+    return level < lane.agreed - _JUMP
 
 
 def _jumped(lane: LaneState, last: Sequence[int]) -> LaneState:
