@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from elasticd_planner.cost.schedule import most_alive
-from elasticd_planner.cost.schedule_timeline import one_f_one_b_curve, one_f_one_b_seconds
+from elasticd_planner.cost.schedule_timeline import _Rounds, one_f_one_b_curve, one_f_one_b_seconds
 from elasticd_planner.numeric import Floats
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
@@ -48,6 +48,36 @@ def test_the_recurrence_is_exact_on_500_random_pipelines() -> None:
         assert float(one_f_one_b_seconds(forward, backward, boundary, micro_batches)) == pytest.approx(
             expected, rel=1e-12
         ), seed
+
+
+@given(seed=st.integers(0, 10**6), micro_batches=st.integers(100, 400), scale=st.floats(0.3, 20))
+@settings(max_examples=examples(60))
+def test_it_is_exact_where_messages_limit_and_rounds_repeat_by_several(
+    seed: int, micro_batches: int, scale: float
+) -> None:
+    forward, backward, _, _ = drawn(seed)
+    forward, backward = forward[:5], backward[:5]
+    boundary = np.random.default_rng(seed).uniform(0.5, 1, len(forward) - 1) * scale
+    expected = played(forward, backward, boundary, micro_batches).seconds
+    found = one_f_one_b_seconds(forward, backward, boundary, micro_batches)
+    assert float(found) == pytest.approx(expected, rel=1e-11)
+    curve = one_f_one_b_curve(forward, backward, boundary, micro_batches)
+    assert float(curve[-1]) == pytest.approx(expected, rel=1e-11)
+
+
+@pytest.mark.parametrize("boundary", [0.01, 0.9, 7.0])
+def test_many_micro_batches_take_no_more_rounds(boundary: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, play = [0], _Rounds._forward
+
+    def counted(self: _Rounds) -> None:
+        rounds[0] += 1
+        play(self)
+
+    monkeypatch.setattr(_Rounds, "_forward", counted)
+    forward, between = [1.0, 0.7, 1.3, 0.9], [boundary, 0.8 * boundary, boundary]
+    one_f_one_b_seconds(forward, forward, between, 100_000)
+    one_f_one_b_curve(forward, forward, between, 10_000)
+    assert rounds[0] < 400
 
 
 @given(seed=st.integers(0, 10**6), most=st.integers(1, 30))

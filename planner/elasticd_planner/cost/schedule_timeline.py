@@ -10,8 +10,9 @@ the same rules with a heap of events, and says the same.
 The recurrence. Round r is the forward pass of micro-batch r on all stages and then, on stage s, the backward
 pass of micro-batch r - (p - s - 1): whatever these wait for lies in the same chain of stages or in an earlier
 round. So a round is one running maximum over stages, whatever the number of micro-batches. In (max, +) it is
-linear: once a round moves all times by one amount, so do all that follow (Baccelli et al., Synchronization
-and Linearity, 1992, section 3.7), and the rest is added at once.
+linear: once so many rounds move all times by one amount, so do any that follow (Baccelli et al.,
+Synchronization and Linearity, 1992, section 3.7), and the rest is added at once. It is several rounds where
+messages are what limits: a micro-batch goes there and back while the stages run others.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ Times = Sequence[float] | Sequence[Sequence[float]] | Floats
 
 #: Rounds count as alike if their times moved by amounts that differ less than this, relative to the time.
 ALIKE = 1e-13
+#: The longest period that is looked for, in rounds for each stage.
+_LONGEST = 4
 
 
 def checked_times(given: Sequence[float] | Floats, count: int, name: str) -> Floats:
@@ -188,34 +191,56 @@ class _Rounds:
 
     def fill(self, micro_batches: int) -> None:
         """All rounds with a forward pass; those that only repeat are added at once."""
-        last = self._state()
-        for done in range(1, micro_batches + 1):
+        states, done, steady = [self._state()], 0, False
+        while done < micro_batches:
             self._forward()
-            self._backward(done - 1, micro_batches)
-            state = self._state()
-            moved = state - last
-            # Before that not every stage has run backward in both rounds.
-            steady = done > self.stages
-            if steady and float(np.max(moved.max(-1) - moved.min(-1))) <= ALIKE * float(state.max()):
-                self._add(moved.mean(-1) * (micro_batches - done))
-                break
-            last = state
+            self._backward(done, micro_batches)
+            done += 1
+            if steady:
+                continue
+            states = [*states[-_LONGEST * self.stages :], self._state()]
+            if period := self._period(states, done):
+                steady = True
+                moved = (states[-1] - states[-1 - period]).mean(-1)
+                repeats = (micro_batches - done) // period
+                self._add(moved * repeats)
+                done += repeats * period
         self.round = micro_batches
 
     def every(self, most: int) -> _Rounds:
         """The states after 1 to `most` rounds, stacked in front."""
-        states: list[tuple[Floats, Floats, Floats]] = []
+        states = [self._state()]
         for index in range(most):
             self._forward()
             self._backward(index, most)
-            states.append((self.free, self.ahead, self.back))
+            states.append(self._state())
+            if period := self._period(states, index + 1):
+                moved = (states[-1] - states[-1 - period]).mean(-1)[..., None]
+                for _ in range(index + 1, most):
+                    states.append(states[-period] + moved)
+                break
         stacked = _Rounds(
             *(np.broadcast_to(t, (most, *t.shape)) for t in (self.forward, self.backward, self.boundary))
         )
-        stacked.free, stacked.ahead, stacked.back = (np.stack(parts) for parts in zip(*states, strict=True))
+        ends = np.cumsum((self.stages, self.stages - 1))
+        stacked.free, stacked.ahead, stacked.back = np.split(np.stack(states[1:]), ends, axis=-1)
         shape = (most,) + (1,) * self.forward.ndim
         stacked.round = np.arange(1, most + 1).reshape(shape)
         return stacked
+
+    def _period(self, states: Sequence[Floats], done: int) -> int:
+        """The least number of rounds that moved all times by one amount, 0 where there is none yet. Longer ones
+        than a round are looked for now and then. `states`: the last of so many rounds, and that before them."""
+        last, longest = states[-1], _LONGEST * self.stages
+        least = ALIKE * float(last.max())
+        # Before that not every stage has run backward in each of these rounds.
+        most = min(done - self.stages, longest if done % longest == 0 else 1)
+        if most < 1:
+            return 0
+        moved = last - np.stack(states[-1 - most : -1])  # [periods, ..., times], the longest first
+        differ = (moved.max(-1) - moved.min(-1)).reshape(most, -1).max(-1)
+        found = np.flatnonzero(differ[::-1] <= least)
+        return int(found[0]) + 1 if len(found) else 0
 
     def drained(self) -> Floats:
         """The end of the last pass, after the rounds that only run backward."""
