@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from elasticd.machines.job import machine
-from tests import forkserver, rewriting, schedule, sizes
+from tests import forkserver, rewriting, schedule, seeds, sizes
 from tests.etcds import shared_etcd  # noqa: F401
 
 COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -30,21 +29,17 @@ _durations: dict[str, float] = {}
 FAILED = machine.failed
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     group = parser.getgroup("elasticd")
     group.addoption("--full", action="store_true", help="all sizes, seeds and matrices: 'make test-all'")
-    group.addoption("--seed", type=int, help="of what tests draw under --full (default: another each time)")
     group.addoption("--write-durations", action="store_true", help=f"write {schedule.DURATIONS.name}")
+    pluginmanager.register(seeds)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     sizes.choose(config.getoption("--full"))
     settings.load_profile("full" if config.getoption("--full") else "quick")
-    if config.getoption("--full") and config.getoption("--seed") is None:
-        config.option.seed = secrets.randbelow(1_000_000)  # before xdist hands the options to its processes
-    if config.getoption("--full") and config.getoption("--hypothesis-seed") is None:
-        config.option.hypothesis_seed = str(config.option.seed)
 
 
 @pytest.hookimpl(tryfirst=True)
