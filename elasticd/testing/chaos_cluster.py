@@ -90,6 +90,10 @@ class ChaosCluster(Cluster):
         except CannotReach:
             return None
 
+    def unmet(self) -> set[str]:
+        """The nodes that the leader does not reach. Raises `CannotReach`."""
+        return set(self.nodes) - {node.node for node in self.api().status().nodes if node.connected}
+
     def end_codes(self, seconds: float) -> dict[str, int]:
         """The launchers' exit codes: all end by themselves when the job is over."""
         return {child.name: self._processes.wait(child, seconds) for child in self._launchers.values()}

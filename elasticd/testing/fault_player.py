@@ -213,7 +213,8 @@ class FaultPlayer:
             return f"{fault.device} has no worker"
         if fault.kind in _PLANTED and (busy := self._busy(fault.device)):
             return busy
-        if fault.kind == "raise" and (self._cut_now() or self._away or self._severed.nodes):
+        apart = self._cut_now() or self._away or self._severed.nodes
+        if fault.kind == "raise" and (apart or self._cluster.unmet()):
             return "a node is away, whose devices could not try the step"  # the job may end, as it should
         if fault.kind in ("raise", "unmet") and not self._met(job, fault.node) - {fault.device}:
             return "no other device could try a step that fails"
