@@ -231,15 +231,15 @@ class _Rounds:
     def _period(self, states: Sequence[Floats], done: int) -> int:
         """The least number of rounds that moved all times by one amount, 0 where there is none yet. Longer ones
         than a round are looked for now and then. `states`: the last of so many rounds, and that before them."""
-        last, longest = states[-1], _LONGEST * self.stages
-        least = ALIKE * float(last.max())
+        longest = _LONGEST * self.stages
         # Before that not every stage has run backward in each of these rounds.
         most = min(done - self.stages, longest if done % longest == 0 else 1)
         if most < 1:
             return 0
-        moved = last - np.stack(states[-1 - most : -1])  # [periods, ..., times], the longest first
+        last, earlier = states[-1], np.stack(states[-1 - most : -1]) if most > 1 else states[-2][None]
+        moved = last - earlier  # [periods, ..., times], the longest first
         differ = (moved.max(-1) - moved.min(-1)).reshape(most, -1).max(-1)
-        found = np.flatnonzero(differ[::-1] <= least)
+        found = np.flatnonzero(differ[::-1] <= ALIKE * float(last.max()))
         return int(found[0]) + 1 if len(found) else 0
 
     def drained(self) -> Floats:
