@@ -253,7 +253,7 @@ def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
         return
     if job.plan is None and not any(_copies(turn, worker) for worker in _owners(turn)):
         # The plan that was made meanwhile was to go on from a fence that is no more: another is asked for.
-        turn.enter(JobPhase.PLANNING, proposal=None, fence=None, remedy=None, decided=None)
+        turn.enter(JobPhase.PLANNING, proposal=None, fence=None, remedy=None, decided=None, unmet={})
         return
     assert job.fence is not None
     stop(

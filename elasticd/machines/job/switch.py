@@ -190,7 +190,7 @@ def _record(turn: Turn, proposal: Proposal, step: int) -> None:
         gathered={},
         first_step=None,
         deferred=None,
-        unmet={d: one for d, one in job.unmet.items() if proposal.plan.binding.get(d) == one},
+        unmet=job.unmet_of(proposal.plan),
         stability=answered_by(job.stability, rates, step, turn.settings.policy.horizon_steps),
     )
     text = f"plan {proposal.number} is recorded"
@@ -291,7 +291,15 @@ def all_kept(turn: Turn) -> None:
         hurry = preempted(turn)
         retry = turn.now + (AGAIN_SECONDS if hurry else turn.settings.retry_seconds)
         setback = _setback(turn) if not hurry else None
-        turn.enter(JobPhase.RUNNING, proposal=None, give_up="", decided=None, not_before=retry, setback=setback)
+        turn.enter(
+            JobPhase.RUNNING,
+            proposal=None,
+            give_up="",
+            decided=None,
+            not_before=retry,
+            setback=setback,
+            unmet=job.unmet_of(job.plan),
+        )
 
 
 def _setback(turn: Turn) -> Setback | None:

@@ -427,6 +427,11 @@ class JobState(Value, frozen=True, kw_only=True):
         known = {plan.number: plan for plan in plans if plan is not None}
         return tuple(known[number] for number in sorted(known, reverse=True))
 
+    def unmet_of(self, plan: Plan | None) -> dict[str, str]:
+        """The incarnations of this plan, by device, that this leader has not met."""
+        bound = plan.binding if plan is not None else {}
+        return {device: one for device, one in self.unmet.items() if bound.get(device) == one}
+
     @property
     def all_reported(self) -> bool:
         """Whether nobody is `unreported`; quick while thousands of workers come back one by one."""
