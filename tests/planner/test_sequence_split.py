@@ -15,7 +15,7 @@ from elasticd_planner.batching.sequence_split import divided
 from elasticd_planner.numeric import Ints
 from elasticd_planner.spec.batch import BatchRow, SequencePiece
 from elasticd_planner.value import Invalid
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.planner import played_rows
@@ -80,7 +80,16 @@ def test_each_pair_is_on_one_lane_in_one_row_within_memory_and_no_lane_has_a_gap
         assert filled == sorted(filled, reverse=True)
 
 
+#: Even rows cut a sequence over lanes that are no neighbours: a fast one and two slow ones.
+APART = (
+    np.array([1] * 10 + [27, 29, 31]),
+    LaneSet(nodes=(0,) * 6, capacity=(16,) * 6, slowdown=(64, 64, 64, 40, 96, 96)),
+    SplitCost(linear=1, fixed=0, least=4),
+)
+
+
 @settings(max_examples=examples(300))
+@example(APART)
 @given(problems())
 def test_the_time_is_what_playing_the_rows_by_events_says(problem: Problem) -> None:
     lengths, lanes, cost = problem

@@ -47,6 +47,24 @@ def bound(lengths: Ints, tree: LaneTree, cost: SplitCost) -> int:
     return int((lengths * (cost.linear + lengths)).sum()) * 2**40 // (NORMAL * speed) + rows * cost.fixed
 
 
+def _sharing(sequence: Ints, cell: Ints, cells: int) -> Ints:
+    """Of each cell (a lane in a row) the first of those that share a sequence with it, directly or through
+    others: itself where none do. Pieces of a sequence follow each other."""
+    first = np.flatnonzero(np.r_[True, sequence[1:] != sequence[:-1]])
+    width = np.diff(np.r_[first, len(sequence)])
+    shared = cell[np.repeat(width > 1, width)]
+    width = width[width > 1]
+    found = np.arange(cells)
+    if not len(shared):
+        return found
+    begin = np.cumsum(width) - width
+    while True:
+        least = np.repeat(np.minimum.reduceat(found[shared], begin), width)
+        if (found[shared] == least).all():
+            return found
+        np.minimum.at(found, shared, least)
+
+
 def seconds(division: SequenceDivision, lengths: Ints, tree: LaneTree, cost: SplitCost) -> int:
     """When the last lane ends, in units of one token's attention to one other on a normal lane: lanes that
     share a sequence begin its row together and go through it with the slowest of them. Exchanges are not
@@ -58,15 +76,11 @@ def seconds(division: SequenceDivision, lengths: Ints, tree: LaneTree, cost: Spl
     cell = row * count + place
     np.add.at(work, cell, products * np.array(tree.slowdown)[place])
     by_row = (work // NORMAL + (work > 0) * cost.fixed).reshape(rows, count)
-    first = np.flatnonzero(np.r_[True, sequence[1:] != sequence[:-1]])
-    last = np.r_[first[1:], len(sequence)] - 1
-    joined = np.zeros(rows * count + 1, dtype=np.int64)  # with the lane before in the tree
-    np.add.at(joined, cell[first] + 1, 1)
-    np.add.at(joined, cell[last] + 1, -1)
-    apart = (np.cumsum(joined[:-1]) == 0).reshape(rows, count)
+    groups = _sharing(sequence, cell, rows * count).reshape(rows, count) % count
     end = np.zeros(count, dtype=np.int64)
-    for each, alone in zip(by_row, apart, strict=True):
-        begin = np.flatnonzero(alone)
-        width = np.diff(np.r_[begin, count])
-        end = np.repeat(np.maximum.reduceat(end, begin) + np.maximum.reduceat(each, begin), width)
+    for each, group in zip(by_row, groups, strict=True):
+        begin, longest = np.zeros_like(end), np.zeros_like(end)
+        np.maximum.at(begin, group, end)
+        np.maximum.at(longest, group, each)
+        end = (begin + longest)[group]
     return int(end.max())
