@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.forkserver import ROOT
 
 CONFTEST = """
@@ -41,5 +43,6 @@ def test_all_processes_of_a_session_have_the_seed_that_it_prints(tmp_path: Path)
     assert found["other"] == found["main"] * 2
 
 
+@pytest.mark.full
 def test_a_seed_that_is_given_is_that_of_all(tmp_path: Path) -> None:
     assert printed(tmp_path, "--seed", "7") == {"main": ["7"], "other": ["7", "7"]}

@@ -108,7 +108,7 @@ def counted_in_a_plan(device: str, store: Any, plan: Plan) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sizes.beside(HERE, PLANS))
+@pytest.mark.parametrize("name", sizes.beside(HERE[:1], PLANS))
 def test_a_member_of_a_plan_waits_for_its_device_once(name: str) -> None:
     """It polls an event, which is no synchronization. A device that keeps state of parameters that it does not
     compute with asks which of them got a gradient."""

@@ -35,6 +35,7 @@ PLANS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_job_in_float16_that_recomputes_switches_in_place_and_learns_like_one_process() -> None:

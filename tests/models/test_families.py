@@ -16,7 +16,7 @@ TRIED = [
 ]
 
 
-@pytest.mark.parametrize("name", sizes.beside(TRIED[::2], TRIED))
+@pytest.mark.parametrize("name", sizes.beside(TRIED[::3], TRIED))
 def test_a_usual_family_trains_like_one_process(name: str) -> None:
     family = families.tried(families.found(name))
     assert family.outcome == "trains", family.why

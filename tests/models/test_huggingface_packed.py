@@ -80,7 +80,7 @@ WINDOWS = "Qwen3, some windows"
 @pytest.mark.parametrize(
     ("name", "row"),
     sizes.beside(
-        [*((name, "7 + 1 + 5") for name in PACKABLE), *((WINDOWS, row) for row in ROWS)],
+        [*((name, "7 + 1 + 5") for name in list(PACKABLE)[::2]), *((WINDOWS, row) for row in ROWS)],
         product(PACKABLE, ROWS),
     ),
 )

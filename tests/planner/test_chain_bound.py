@@ -104,7 +104,7 @@ def test_no_chain_within_the_time_is_cheaper(
             assert price >= found.least(count) - 1e-9
 
 
-@pytest.mark.parametrize("seed", sizes.every(range(24), 8))
+@pytest.mark.parametrize("seed", sizes.every(range(24), 12))
 @pytest.mark.parametrize("uneven", [False, True])
 def test_no_plan_is_below_it(seed: int, uneven: bool) -> None:
     """Divisions, shares, pins, memory by position and pipelines as deep as they have micro-batches."""

@@ -17,7 +17,7 @@ TINY = ((1,), (2,), (3,), (4,), (2, 2), (1, 3), (5,), (2, 3))
 OBJECTIVES: tuple[Objective, ...] = ("step", "steady")
 
 
-@pytest.mark.parametrize("seed", sizes.every(range(12), 3))
+@pytest.mark.parametrize("seed", sizes.every(range(12), 6))
 @pytest.mark.parametrize("uneven", [False, True])
 def test_no_plan_is_below_it(seed: int, uneven: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table_bound, "WHOLE", 0.0)  # whole pipelines have a test of their own

@@ -308,7 +308,7 @@ class Masked(Text):
         return sample | {"targets": targets}
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", sizes.beside([True], [False, True]))
 def test_pieces_without_targets_give_their_keys_gradients(recompute: bool) -> None:
     """Those of the queries of other lanes, and no lane waits for a backward pass that does not come."""
     options = {"dataset": Masked(), "parallelism": ParallelismOptions(recompute=recompute)}

@@ -213,7 +213,7 @@ def test_a_short_cut_costs_its_seconds_and_nothing_else() -> None:
     assert still == pytest.approx(2, abs=1e-6)
 
 
-@pytest.mark.parametrize("lasts", [30.0, PATIENCE + 200])
+@pytest.mark.parametrize("lasts", sizes.beside([PATIENCE + 200], [30.0, PATIENCE + 200]))
 def test_a_longer_cut_is_gone_on_from_without_the_node_whose_workers_come_again(lasts: float) -> None:
     calm = simulate(scene(steps=400))
     outcome = simulate(scene(Fault(kind="partition", node="n1", lasts=lasts, step=60), steps=400))
