@@ -112,7 +112,7 @@ def step(
     spent, had = np.array(seconds, dtype=np.float64), np.array(work, dtype=np.float64)
     with np.errstate(all="ignore"):  # what is no time of any work is left out
         each = spent / had
-    known = np.flatnonzero((spent > 0) & (had > 0) & (each > 0) & np.isfinite(each) & np.isfinite(had))
+    known = np.flatnonzero((spent > 0) & (had > 0) & (each > 0) & np.isfinite(each))
     if not len(known):
         return state, ()
     levels = log2(each[known])
