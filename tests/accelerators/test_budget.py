@@ -24,7 +24,7 @@ from tests.runtime.test_parity import CLIP, CONFIG, SEED, Text, make_recipe, pla
 
 #: Waits of the host in a step beyond those of the user's own code; launches as a multiple of the plain loop's.
 WAITS, LAUNCHES = 2, 1.03
-#: ZeRO 2 with pipelines of unlike depth, and lanes of unlike width.
+#: ZeRO 2 with pipelines of unlike depth; `make test-all` has all layouts.
 HERE = ("pipelines of 2 and 3 stages, zero 2",)
 #: In these layouts devices that keep such state.
 ASKING = ("c/0",)
