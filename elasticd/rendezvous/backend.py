@@ -18,8 +18,9 @@ from elasticd.wire.rendezvous import RoundAnswer, Torchrun
 
 class Backend(RendezvousBackend):
     """`patient` while this node's workers run: a torchrun whose agent is away is then waited for, `grace`
-    seconds long, since its workers may well train on. `settle`: seconds that a round waits for more nodes once
-    all torchruns that live have joined it."""
+    seconds long, since its workers may well train on. `closing` once this torchrun has ended: a round that it
+    finds closed is not begun anew. `settle`: seconds that a round waits for more nodes once all torchruns that
+    live have joined it."""
 
     def __init__(
         self,
@@ -32,6 +33,7 @@ class Backend(RendezvousBackend):
     ) -> None:
         self.me = ""
         self.patient = False
+        self.closing = False
         self.closed = False
         self.torchruns: dict[str, Torchrun] = {}
         self._asking, self._least, self._grace, self._settle = asking, least, grace, settle
@@ -94,7 +96,7 @@ class Backend(RendezvousBackend):
         now = self._clock()
         absent = roster.known - answer.torchruns.keys()
         self._absent = {name: self._absent.get(name, now) for name in absent}
-        if roster.closed and not any(map(self.lives, roster.known)):
+        if roster.closed and not self.closing and not any(map(self.lives, roster.known)):
             roster.anew()
         roster.judge(self.lives)
         if self._is_whole(roster, now):

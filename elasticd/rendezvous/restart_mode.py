@@ -147,6 +147,7 @@ class RestartHandler(DynamicRendezvousHandler):
         """Ends this torchrun's part; as with torch's own backends the job is over with it, if it had a part."""
         failed = sys.exc_info()[0] is not None
         self._asking.patience = _FAREWELL_SECONDS
+        self._backend.closing = True
         if self._partners:
             closed = super().shutdown()
         else:
@@ -166,6 +167,7 @@ class RestartHandler(DynamicRendezvousHandler):
         self._backend.get_state()
         if not self._backend.out:
             return
+        self._partners = frozenset()  # the round that the others are in is not this torchrun's to close
         print(f"elasticd: this node stands by: {self._backend.out}", file=sys.stderr, flush=True)
         while self._backend.out:
             time.sleep(_STANDBY_SECONDS)

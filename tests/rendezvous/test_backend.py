@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
@@ -16,8 +18,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
+from elasticd.rendezvous import restart_mode
 from elasticd.rendezvous.backend import Backend
+from elasticd.rendezvous.errors import RendezvousOver
+from elasticd.rendezvous.restart_mode import RestartHandler
 from elasticd.rendezvous.torch_state import Roster
+from elasticd.wire import unix_socket
 from elasticd.wire.rendezvous import RoundAnswer, Torchrun
 
 A, B, C = (_NodeDesc(f"host-{name}", 7, 0) for name in "abc")
@@ -29,15 +35,31 @@ class Agent:
     def __init__(self) -> None:
         self.value, self.token = b"", 0
         self.torchruns: dict[str, Torchrun] = {}
+        self.patience = 0.0
+        self.written = 0
+        self._after: list[Callable[[], None]] = []
+
+    def after(self, reads: int, then: Callable[[], None]) -> None:
+        """Calls `then` before the read that follows so many."""
+        self._after = [then, *[lambda: None] * reads]
+
+    def present(self, name: str, store: str, *, left: bool = False) -> None:
+        """As `Asking.present`; who is there is said by `be`."""
+
+    def close(self) -> None:
+        """As `Asking.close`."""
 
     def be(self, status: str, *nodes: _NodeDesc) -> None:
         for node in nodes:
-            self.torchruns[str(node)] = Torchrun(node="n", store="", status=status)  # type: ignore[arg-type]
+            self.torchruns[str(node)] = Torchrun(node="n", store="", status=status, reason="slow")  # type: ignore[arg-type]
 
     def read(self) -> RoundAnswer:
+        if self._after:
+            self._after.pop()()
         return RoundAnswer(id=1, value=self.value, token=self.token, torchruns=dict(self.torchruns))
 
     def write(self, value: bytes, token: int) -> RoundAnswer:
+        self.written += 1
         done = token == self.token
         if done:
             self.value, self.token = value, self.token + 5
@@ -200,3 +222,40 @@ def test_bytes_that_are_no_state_of_torchs_are_refused_and_nothing_of_them_runs(
     for data in (pickle.dumps(Evil()), b"garbage", pickle.dumps([1, 2])):
         with pytest.raises(RendezvousStateError, match="cannot be read"):
             Roster(data)
+
+
+@pytest.fixture
+def handler(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> RestartHandler:
+    """It had a part in the last round, with B."""
+    monkeypatch.setenv(unix_socket.TORCHRUN_VARIABLE, "")  # the handler sets it
+    monkeypatch.setattr(restart_mode, "_STANDBY_SECONDS", 0.0)
+    backend = Backend(agent, least=1, grace=5.0, settle=1.0)  # type: ignore[arg-type]
+    made: RestartHandler = RestartHandler.from_backend("job", HashStore(), backend, 1, 3, "127.0.0.1")
+    made.equip(agent, backend)  # type: ignore[arg-type]
+    made._partners = frozenset((backend.me, str(B)))
+    return made
+
+
+def test_one_that_stands_by_ends_with_the_job_and_closes_nothing(handler: RestartHandler, agent: Agent) -> None:
+    me = handler._this_node
+    agent.value, agent.token = pickle.dumps(state(B, complete=True)), 3
+    agent.be("out", me)
+    agent.be("here", B)
+
+    def the_other_is_done() -> None:
+        agent.be("left", B)
+        agent.value = pickle.dumps(state(B, complete=True, closed=True))
+
+    agent.after(3, the_other_is_done)
+    with pytest.raises(RendezvousOver, match="is over"):
+        handler.next_rendezvous()
+    assert handler.shutdown()
+    assert agent.written == 0
+
+
+def test_closing_a_round_that_nobody_is_left_of_takes_one_write(handler: RestartHandler, agent: Agent) -> None:
+    agent.value, agent.token = pickle.dumps(state(B, complete=True)), 3
+    agent.be("left", B)
+    assert handler.shutdown()
+    assert agent.written == 1
+    assert Roster(agent.value).closed
