@@ -38,6 +38,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = "test"
 PATIENCE = 120.0
 SCRIPT = Path(train_ledger.__file__)
+#: Operations of a token in a block of the tests' models, forward.
+BLOCK_FLOPS = 15e3
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,9 +60,10 @@ def job_by(api: Api) -> dict[str, Any]:
 
 class Fleet:
     """`etcd`: a `Trio` where the test disturbs etcd, else the one that all tests of this process share.
-    `folder` must be short: sockets live in it. `forward`: seconds a token takes in a block, emulated.
-    `host`: where coordinators serve; `places`: what a node's commands begin with, and its address, where it has
-    another than this machine's."""
+    `folder` must be short: sockets live in it. `forward`: seconds a token takes in a block, emulated; the
+    planner knows of it before it has measured, so that the first plan is of all devices. `host`: where
+    coordinators serve; `places`: what a node's commands begin with, and its address, where it has another than
+    this machine's."""
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class Fleet:
                     f'[agent]\nstate = "{folder}"',
                     f"[emulate]\nenabled = true\nforward = {forward!r}\nbackward = {2 * forward!r}",
                     f"memory = {memory}",
+                    f"[planner]\nflops = {BLOCK_FLOPS / forward!r}",
                     # Not for a release that does not know the key.
                     "[security]\ninsecure = true" if host != "127.0.0.1" else "",
                     "[chaos]\nenabled = true\n",
@@ -334,4 +338,4 @@ def exact(fleet: Fleet, plans: int, config: DecoderConfig = train.CONFIG) -> Non
     torch.set_num_threads(1)  # two that spin for each other take minutes where others use the cores
     losses, _ = train.reference(first, config)
     assert [steps[number].loss for number in range(first)] == pytest.approx(losses, rel=1e-6)
-    assert len({step.plan for step in steps.values()}) >= plans
+    assert len(made := {step.plan for step in steps.values()}) >= plans, made

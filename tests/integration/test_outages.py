@@ -293,7 +293,7 @@ def test_worker_joins_again_under_a_new_leader(job: Fleet) -> None:
 
 
 def test_after_all_this_the_job_is_that_of_one_process(job: Fleet) -> None:
-    exact(job, plans=4)
+    exact(job, plans=3)
 
 
 def test_etcd_that_is_restored_from_an_older_backup_is_refused_by_all(job: Fleet) -> None:
