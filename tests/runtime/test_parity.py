@@ -106,11 +106,17 @@ PLANS = {
 }
 
 
-def make_recipe(accelerator: Accelerator = CPU, connect: Connect = GlooCommunicators) -> Recipe:
+@cache
+def described() -> Model:
+    """Once for all ranks that are threads, and all tests: engines build their parts from it, and leave it as it
+    is."""
     with torch.device("meta"):
-        model = Decoder(CONFIG).describe()
+        return Decoder(CONFIG).describe()
+
+
+def make_recipe(accelerator: Accelerator = CPU, connect: Connect = GlooCommunicators) -> Recipe:
     return Recipe(
-        model=model,
+        model=described(),
         loss=next_token_loss,
         optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2, weight_decay=0.1),
         dataset=Text(),
