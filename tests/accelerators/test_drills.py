@@ -103,7 +103,7 @@ def test_survivors_of_a_step_go_on_exactly(moment: str, how: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "how"),
-    sizes.beside([("keys", "frozen")], [(moment, how) for moment in CUT_MOMENTS for how in HOW]),
+    sizes.beside([("gradients of keys", "frozen")], [(moment, how) for moment in CUT_MOMENTS for how in HOW]),
 )
 def test_survivors_of_cut_sequences_go_on_exactly(moment: str, how: str) -> None:
     survived(moment, how)

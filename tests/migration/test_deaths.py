@@ -20,7 +20,7 @@ def run(victim: str, every: int, folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "every"),
-    [("n0/0", sizes.number(full=1, quick=10)), ("n1/1", sizes.number(full=3, quick=14))],
+    [("n0/0", sizes.number(full=1, quick=16)), ("n1/1", sizes.number(full=3, quick=22))],
     ids=["a member", "a joiner"],
 )
 def test_whatever_step_a_rank_dies_at_the_others_agree_and_hold_all_that_they_need(
