@@ -22,6 +22,7 @@ from elasticd.runtime.comm.in_memory import unpaced as unpaced
 from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.model import Model
 from tests import sizes
 from tests.runtime import gang
 
