@@ -7,6 +7,7 @@ A fork copies one thread alone. So nothing here may start a thread, neither Open
 
 from __future__ import annotations
 
+import gc
 import os
 
 import elasticd_planner.detection.stragglers
@@ -33,3 +34,7 @@ assert elasticd.Job, "the runtime is imported when a name of it is first used"
 
 if (threads := len(os.listdir("/proc/self/task"))) != 1:
     raise AssertionError(f"importing torch and elasticd started {threads - 1} threads: a fork would lose them")
+
+# What a child's garbage collector looks at it also writes to, and so copies.
+gc.collect()
+gc.freeze()
