@@ -30,6 +30,18 @@ def fits(plan: Plan, problem: Problem) -> bool:
     return all(size <= problem.cluster.device(name).memory for name, size in needed.items())
 
 
+def looked_at(plan: Plan, problem: Problem) -> bool:
+    """Whether `every` has the plan: the shares of each of its groups are equal, or by the devices' rates."""
+    return all(
+        any(
+            dict(zip(names, shares, strict=True)) == dict(zip(stage.devices, stage.shares, strict=True))
+            for ((names, shares),) in shares_of((group,), problem)
+        )
+        for _, _, stage in plan.walk()
+        for group in [tuple(map(problem.cluster.device, stage.devices))]
+    )
+
+
 def every(problem: Problem) -> Iterator[Plan]:
     micro_batches = problem.global_batch // problem.micro_batch
     for pipelines in arrangements(problem.cluster.devices):
