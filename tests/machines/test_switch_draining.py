@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elasticd.machines.worker import switch as sw
@@ -125,6 +125,7 @@ def test_in_any_order_the_switch_ends_as_without_it_and_the_leaver_goes(seed: in
 
 
 @given(seed=st.integers(0, 10**9), at=st.integers(0, 150), deaths=st.lists(st.integers(0, 120), max_size=1))
+@example(seed=656, at=118, deaths=[100])  # it left with a verified copy that others went on from
 @settings(max_examples=examples(200))
 def test_nobody_departs_with_the_only_copy_also_where_others_die(seed: int, at: int, deaths: list[int]) -> None:
     rng = random.Random(seed)

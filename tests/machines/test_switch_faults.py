@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -292,6 +293,8 @@ def test_wherever_deaths_fall_the_survivors_go_on_under_one_plan(seed: int, deat
     made: dict[int, set[str]] = {}
     for name in world.living():
         rank = world.ranks[name]
+        in_force = {rank.state.number} if rank.state.trains else set()
+        assert rank.state.holds_old or rank.copies.keys() <= in_force, f"{name} will never drop {rank.copies}"
         if rank.state.phase is SwitchPhase.TRAINING:
             assert rank.state.number in rank.copies
             made.setdefault(rank.copies[rank.state.number], set()).add(name)
@@ -324,6 +327,31 @@ def test_a_verified_copy_outlives_the_doubt() -> None:
     assert state.side == 2, "no cancel: the others may have swapped"
     assert not any(isinstance(effect, sw.Cancel) for effect in effects)
     assert effects[-1] == sw.ReportState(fence=3)
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_verified_copy_that_others_go_on_from_is_dropped_as_an_old_one(joins: bool) -> None:
+    """By one that was to join: it trained under no plan before."""
+    state = SwitchState()
+    for event in (
+        sw.Proposed(number=2, joins=True),
+        Prepared(number=2),
+        sw.StateMoved(number=2),
+        sw.GatherFailed(number=2, reason="reset"),
+        Fenced(number=3, reason="death"),
+        sw.Proposed(number=4, joins=joins),
+        Prepared(number=4),
+        sw.StateMoved(number=4),
+        sw.Gathered(number=4, oks=(True, True)),
+    ):
+        state, effects = sw.step(state, event)
+        assert sw.DropOld() not in effects, "one that did not hear of the end may go on from it"
+    assert state.holds_old
+    ends: list[sw.SwitchEvent] = [sw.Voting(), sw.Voted(prepared=(0, 0))] if joins else [Recorded(number=4)]
+    for event in ends:
+        state, effects = sw.step(state, event)
+    assert sw.DropOld() in effects
+    assert not state.holds_old
 
 
 def test_an_evicted_rank_drops_its_state_only_at_rest() -> None:

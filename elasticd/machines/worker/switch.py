@@ -458,7 +458,7 @@ def move_failed(state: SwitchState, event: MoveFailed) -> _Step:
 def swap(state: SwitchState) -> _Step:
     """The proposed plan is in force from here on; the old copies stay beside it."""
     number, member = state.proposal, state.joins
-    held = state.trains or state.holds_old
+    held = state.trains or state.holds_old or state.side != 0
     state = to(state, number=number, trains=member, holds_old=held, fenced=False, side=0)
     return resume(state), (Swap(number=number, member=member),)
 
