@@ -333,7 +333,7 @@ def test_a_verified_copy_outlives_the_doubt() -> None:
 def test_a_verified_copy_that_others_go_on_from_is_dropped_as_an_old_one(joins: bool) -> None:
     """By one that was to join: it trained under no plan before."""
     state = SwitchState()
-    for event in (
+    life: list[sw.SwitchEvent] = [
         sw.Proposed(number=2, joins=True),
         Prepared(number=2),
         sw.StateMoved(number=2),
@@ -343,7 +343,8 @@ def test_a_verified_copy_that_others_go_on_from_is_dropped_as_an_old_one(joins: 
         Prepared(number=4),
         sw.StateMoved(number=4),
         sw.Gathered(number=4, oks=(True, True)),
-    ):
+    ]
+    for event in life:
         state, effects = sw.step(state, event)
         assert sw.DropOld() not in effects, "one that did not hear of the end may go on from it"
     assert state.holds_old
