@@ -32,14 +32,13 @@ def fits(plan: Plan, problem: Problem) -> bool:
 
 def looked_at(plan: Plan, problem: Problem) -> bool:
     """Whether `every` has the plan: the shares of each of its groups are equal, or by the devices' rates."""
-    return all(
-        any(
-            dict(zip(names, shares, strict=True)) == dict(zip(stage.devices, stage.shares, strict=True))
-            for ((names, shares),) in shares_of((group,), problem)
-        )
-        for _, _, stage in plan.walk()
-        for group in [tuple(map(problem.cluster.device, stage.devices))]
-    )
+
+    def has(stage: Stage) -> bool:
+        group = tuple(map(problem.cluster.device, stage.devices))
+        shares = dict(zip(stage.devices, stage.shares, strict=True))
+        return any(dict(zip(*members, strict=True)) == shares for (members,) in shares_of((group,), problem))
+
+    return all(has(stage) for _, _, stage in plan.walk())
 
 
 def every(problem: Problem) -> Iterator[Plan]:
