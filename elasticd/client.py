@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 import httpx2
 import msgspec
 
-from elasticd.codec.decoding import decoded_as, skip
+from elasticd.codec.decoding import MessageReader, decoded_as
 from elasticd.codec.safe_text import for_terminal, json_for_terminal
 from elasticd.config.credentials import Credentials, credentials
 from elasticd.config.security import SecuritySection
@@ -43,7 +43,7 @@ PATIENCE = 10.0
 #: Seconds without a word on the live feed, which has one each second, after which its leader is gone.
 SILENCE = 5.0
 T = TypeVar("T")
-_news: msgspec.json.Decoder[AnyNews] = msgspec.json.Decoder(AnyNews)
+_news = MessageReader[AnyNews](AnyNews, "the leader")
 
 
 class CannotReach(Exception):
@@ -136,10 +136,8 @@ class Api:
                     answer.read()
                     raise CannotReach(_said(answer))
                 for line in _lines(answer):
-                    try:
-                        yield _news.decode(line)
-                    except msgspec.ValidationError as error:
-                        skip("message", ("live", str(error)), f"a message of the live feed is skipped: {error}")
+                    if (news := _news.one(line)) is not None:
+                        yield news
         except (httpx2.HTTPError, msgspec.DecodeError) as error:
             raise CannotReach(
                 f"the coordinator at {self.url} is gone: {error or type(error).__name__}"

@@ -18,6 +18,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
 from elasticd.backoff import Backoff
+from elasticd.codec.decoding import shown, skip
 from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials
 from elasticd.config.tree import ConfigError
@@ -181,7 +182,8 @@ class Link:
             try:
                 message = to_agent(data.encode() if isinstance(data, str) else data)
             except msgspec.MsgspecError as error:
-                _log.warning("a message of the leader cannot be read and is skipped: %s", error)
+                why = f"a message of the leader cannot be read and is skipped: {shown(str(error))}"
+                skip("content", ("leader", why), why)
                 continue
             if message is None:
                 continue

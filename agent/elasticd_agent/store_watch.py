@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from elasticd.codec.decoding import count, skip
+from elasticd.codec.decoding import shown, skip
 from elasticd.codec.record_parts import Shelf
 from elasticd.machines.agent.state import (
     CheckpointsRead,
@@ -162,8 +162,8 @@ class Records:
             else:
                 self._emit(DoneRead(job=job, record=self._decoded(item, DoneRecord), revision=at))
         except ValueError as error:
-            count("record")
-            _log.error("the record %s in the store cannot be read: %s", key, error)
+            why = shown(str(error))
+            skip("record", ("record", key), f"the record {shown(key)} in the store cannot be read: {why}")
 
     def _went_back(self, item: KeyValue) -> bool:
         """Whether the store is an old copy, whose orders may have been withdrawn. First remembered, then

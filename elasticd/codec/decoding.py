@@ -7,7 +7,8 @@ Five things may be wrong with the bytes, and every receiver does the same about 
     a known tag with other content       the same, but the first message of a connection is refused, and whoever
                                          waits for an answer to it may be told (`MessageReader`: `instead`)
     a field that this release lacks      the field is skipped; one log line for each tag and field
-    a version that is too far away       `DecodeError` that names both versions and the remedy
+    a version that is too far away       `DecodeError` that names both versions and the remedy; so, too, that of
+                                         a stored value within a message: it is content that cannot be decoded
 
 Two processes that talk may be one version apart. A stored value is decoded for ever: its version may be any
 older one, or one newer. The log lines come once in a process, and all that is skipped is counted (`skipped`).
@@ -21,9 +22,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, Generic, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
+from elasticd_planner.value import StoredValue
 
 from elasticd.version import __version__
 
@@ -111,7 +114,8 @@ def _refusal(what: str, version: object, known: int, release: str, *, least: int
         return ""
     origin = f" (elasticd {shown(release)})" if release else ""
     return (
-        f"{what} has version {version}{origin}, and elasticd {__version__} here knows version {known}: "
+        f"{what} has version {shown(str(version))}{origin}, and elasticd {__version__} here knows version "
+        f"{known}: "
         "install the same release of elasticd everywhere, and upgrade over the releases in between one by one"
     )
 
@@ -127,7 +131,7 @@ def decode_stored(data: bytes, kind: type[S], *, partial: bool = False) -> S:
     """A stored value. Raises `msgspec.DecodeError` that names the field; or, where its version is more than one
     newer than that of `kind`, both versions. `partial`: `kind` lacks fields on purpose, and no line about them
     is logged."""
-    known = _default_version(kind)
+    known = _known_version(kind)
     head = decoded_as(_Head, data)
     release = head.release if isinstance(head.release, str) else ""
     version = known if head.version is None else head.version
@@ -145,8 +149,41 @@ def tag_of(kind: type[msgspec.Struct] | msgspec.Struct) -> str:
     return tag if isinstance(tag, str) else ""
 
 
-def _default_version(kind: type[msgspec.Struct]) -> int:
+@cache
+def _known_version(kind: type[msgspec.Struct]) -> int:
+    """The newest version that this release writes of values of this type: the one by default, unless the class
+    names a newer one that it writes only where a value needs it."""
+    newest: int | None = getattr(kind, "newest", None)
+    if newest is not None:
+        return newest
     return next(int(field.default) for field in msgspec.structs.fields(kind) if field.name == "version")
+
+
+@cache
+def _holding(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """The fields of a message that may hold a stored value, and the one that may hold another message."""
+    hints = get_type_hints(kind)
+    held = {name: get_args(hints[name]) or (hints[name],) for name in kind.__struct_fields__}
+    return tuple(
+        name
+        for name, kinds in held.items()
+        if name == "body" or any(isinstance(each, type) and issubclass(each, StoredValue) for each in kinds)
+    )
+
+
+def _held_refusal(value: Any, release: str = "") -> str:
+    """Why a stored value within a message is not decoded, or an empty string. Whoever takes one from a message
+    may write it, and the next leader has to read it."""
+    release = getattr(value, "release", release)
+    for name in _holding(value.__class__):
+        held = getattr(value, name)
+        if isinstance(held, StoredValue):
+            what = f"the value {tag_of(held)!r}"
+            if refusal := stored_refusal(what, held.version, _known_version(held.__class__), release):
+                return refusal
+        if isinstance(held, msgspec.Struct) and (refusal := _held_refusal(held, release)):
+            return refusal
+    return ""
 
 
 # -- messages --------------------------------------------------------------------------------------------------
@@ -183,6 +220,8 @@ class MessageReader(Generic[T]):
         and for the `first` message of a connection if its content cannot be decoded."""
         try:
             message: T = decoded(self._decode, data)
+            if refusal := _held_refusal(message):
+                raise VersionRefused(refusal)
         except msgspec.DecodeError as error:
             if self._skips(data, error, first=first):
                 return self._instead(data, str(error))
@@ -195,6 +234,8 @@ class MessageReader(Generic[T]):
         `one` does, and for more than `most` of them."""
         try:
             messages: list[T] = decoded(self._decode_list, data)
+            if any(map(_held_refusal, messages)):
+                raise VersionRefused("of one of them, which is named when each is decoded by itself")
         except msgspec.DecodeError:
             parts = decoded_as(list[msgspec.Raw], data)
             _check_count(parts, most)
@@ -305,9 +346,10 @@ def look(value: object, data: bytes) -> None:
     tag = tag_of(value) if isinstance(value, msgspec.Struct) else ""
     try:
         raw = decoded(msgspec.json.decode, data)
-    except msgspec.DecodeError:  # in what was skipped, where nothing is checked
+        fields = list(_unknown_fields(value, raw, ""))
+    except (msgspec.DecodeError, RecursionError):  # in what was skipped, where nothing is checked; or too deep
         return
-    for field in _unknown_fields(value, raw, ""):
+    for field in fields:
         name = shown(field)
         skip(
             "field",

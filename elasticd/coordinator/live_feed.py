@@ -57,7 +57,18 @@ MOST_NOTED = 20_000
 
 _log = logging.getLogger(__name__)
 _measured = attrgetter(*live.MEASURED)
-_packed = struct.Struct(f"<{len(live.MEASURED)}f").pack
+_pack = struct.Struct(f"<{len(live.MEASURED)}f").pack
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def _packed(*values: float) -> bytes:
+    """Values as float32, as far as that reaches."""
+    try:
+        return _pack(*values)
+    except (OverflowError, struct.error):
+        return _pack(*(max(-_LARGEST, min(value, _LARGEST)) for value in values))
+
+
 #: Of a member that measured nothing new.
 _NOTHING = _packed(*(math.nan,) * len(live.MEASURED))
 _encode = msgspec.json.Encoder().encode

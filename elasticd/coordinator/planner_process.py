@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import msgspec
 import psutil
 from elasticd_planner.problem import Answer, Problem
 
+from elasticd.codec.decoding import decoded_as, shown
 from elasticd.machines.job.state.events import Planned
 
 COMMAND = (sys.executable, "-m", "elasticd_planner")
@@ -33,6 +35,8 @@ LARGE = 512 << 20
 
 #: Bytes of an answer, or of what a child says on standard error, that are taken in.
 MOST = 1 << 30
+
+_log = logging.getLogger(__name__)
 
 
 class Planning:
@@ -99,6 +103,10 @@ class Planning:
             self._answer(Planned(job=job, token=token, error=error))
         except PlannerFailed as failure:
             self._answer(Planned(job=job, token=token, error=str(failure)))
+        except Exception as error:  # a defect: the job that asked is told, and does not wait for ever
+            _log.exception("elasticd failed on planning job %s, which keeps its plan; please report it", job)
+            said = f"{type(error).__name__}: {shown(str(error))}"
+            self._answer(Planned(job=job, token=token, error=said))
         finally:
             if self._spare is None:
                 if self._later is not None:
@@ -173,7 +181,7 @@ async def ask(problem: Problem, child: Process) -> Answer:
         if not (line := await child.stdout.readline()):
             said = (await child.stderr.read()).decode(errors="replace").strip().splitlines()
             raise PlannerFailed(f"the planner ended with {await child.wait()}: {(said or ['nothing'])[-1]}")
-        return await asyncio.to_thread(msgspec.json.decode, line, type=Answer)
+        return await asyncio.to_thread(decoded_as, Answer, line)
     except msgspec.DecodeError as error:
         await ended(child)
         raise PlannerFailed(f"the planner's answer cannot be read: {error}") from error

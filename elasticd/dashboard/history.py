@@ -25,16 +25,19 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import msgspec
 
+from elasticd.codec.decoding import decoded_as, shown, skip
 from elasticd.config.tree import ConfigError
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.live_types import RankNews
 from elasticd.records import HistoryRecord, encode
 from elasticd.wire.node_health import Health
+
+T = TypeVar("T")
 
 #: Version of the tables; a file with another one is put aside.
 SCHEMA_VERSION = 2
@@ -536,7 +539,7 @@ class HistoryReader:
             f"SELECT id, time, kind, job, body FROM events {where} ORDER BY id DESC LIMIT ?",
             (*values, asked.limit),
         )
-        return [_event(row) for row in rows]
+        return [event for row in rows if (event := _event(row)) is not None]
 
     def facets(self) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], float | None]:
         """Kinds, jobs and nodes of events, and the time of the oldest."""
@@ -623,13 +626,16 @@ class HistoryReader:
             (body,) = self._db.execute(
                 "SELECT body FROM plans WHERE run = ? AND number = ?", (run, number)
             ).fetchone()
-            self._plans[run, number] = msgspec.json.decode(zlib.decompress(body), type=HistoryRecord)
+            plan = _kept(HistoryRecord, body, packed=True)
+            if plan is None:
+                return None
+            self._plans[run, number] = plan
         return self._plans[run, number], row[0]
 
     def heads(self, job: str) -> list[tuple[PlanInBrief, float]]:
         """All plans of a job in brief, oldest first, and when they were heard of."""
         rows = self._db.execute("SELECT head, time FROM plans WHERE run = ? ORDER BY number", (self._run(job),))
-        return [(msgspec.json.decode(head, type=PlanInBrief), at) for head, at in rows]
+        return [(plan, at) for head, at in rows if (plan := _kept(PlanInBrief, head)) is not None]
 
     def counted(self, job: str, device: str, most: int) -> list[tuple[HistoryRecord, float]]:
         """The last plans of a job that count with another slowdown of a device than the one before, oldest
@@ -654,7 +660,7 @@ class HistoryReader:
         rows = self._db.execute(
             "SELECT body FROM ranks WHERE run = ? AND number = ? ORDER BY time", (self._run(job), number)
         )
-        return [msgspec.json.decode(body, type=RankNews) for (body,) in rows]
+        return [news for (body,) in rows if (news := _kept(RankNews, body)) is not None]
 
     def newest_switch(self, job: str) -> int:
         """The number of the newest switch that a rank said something of; 0: there is none."""
@@ -673,7 +679,7 @@ class HistoryReader:
         rows = self._db.execute(
             "SELECT time, body FROM health WHERE node = ? ORDER BY time DESC LIMIT ?", (node, most)
         ).fetchall()
-        return [(at, msgspec.json.decode(body, type=Health)) for at, body in reversed(rows)]
+        return [(at, seen) for at, body in reversed(rows) if (seen := _kept(Health, body)) is not None]
 
 
 def about(event: EventRecord) -> tuple[str, str]:
@@ -704,7 +710,22 @@ def _where(asked: EventQuery) -> tuple[str, Sequence[Any]]:
     return ("WHERE " + " AND ".join(parts) if parts else ""), values
 
 
-def _event(row: tuple[Any, ...]) -> EventRecord:
+def _kept(kind: type[T], body: bytes, *, packed: bool = False) -> T | None:
+    """What a row holds; None, with one log line, where it cannot be read: the disk has damaged it, or a newer
+    release wrote it."""
+    try:
+        return decoded_as(kind, zlib.decompress(body) if packed else body)
+    except (msgspec.DecodeError, zlib.error) as error:
+        what = getattr(kind, "__name__", str(kind))
+        text = f"a row of the dashboard's history is no {what}, and is skipped: {shown(str(error))}"
+        skip("record", ("history", what), text)
+        return None
+
+
+def _event(row: tuple[Any, ...]) -> EventRecord | None:
     number, at, kind, job, body = row
-    text, data = msgspec.json.decode(body)
+    kept = _kept(tuple[str, dict[str, Any]], body)
+    if kept is None:
+        return None
+    text, data = kept
     return EventRecord(id=number, time=at, kind=kind, job=job, text=text, data=data)

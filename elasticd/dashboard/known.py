@@ -22,6 +22,7 @@ from elasticd_planner.problem import ideal_ratio
 from elasticd_planner.spec.plan import Place, Plan
 from elasticd_planner.value import Value
 
+from elasticd.codec.decoding import decoded_as
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.api_types import (
     LeaderStatus,
@@ -273,7 +274,7 @@ class Knowledge:
 
     def restore_view(self, text: bytes) -> None:
         """The cluster as it was known before a restart. Raises msgspec.DecodeError."""
-        saved = msgspec.json.decode(text, type=SavedCluster)
+        saved = decoded_as(SavedCluster, text)
         self.cluster = ClusterNow(
             name=saved.name,
             leader=saved.leader,

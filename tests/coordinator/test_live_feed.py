@@ -14,7 +14,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from elasticd import client
 from elasticd.client import Api, CannotReach
+from elasticd.codec import decoding
 from elasticd.config.credentials import Credentials
 from elasticd.coordinator import live_feed
 from elasticd.coordinator import live_types as live
@@ -27,6 +29,7 @@ from tests.cli.support import call
 from tests.coordinator.agents import agent, coordinating, get, until
 from tests.machines.cast import node_record
 from tests.machines.world import World
+from tests.releases.samples import sample
 
 
 class Listening:
@@ -241,6 +244,57 @@ def test_a_defect_in_a_round_costs_a_hello_and_not_the_leader() -> None:
             assert not coordinator.ready()
 
     running(body)
+
+
+def test_what_float32_does_not_hold_is_shown_as_the_largest_that_it_does() -> None:
+    world = running_world()
+    plan = world.plan()
+    assert plan is not None
+    largest = float(np.finfo(np.float32).max)
+    for name, value, shown in (
+        ("step_seconds", 1e300, largest),
+        ("block_seconds", -1e39, -largest),
+        ("memory_bytes", 10**400, largest),
+    ):
+        found = {each: world.report(plan, each).measurement for each in plan.members}
+        found[plan.members[0]] = msgspec.structs.replace(found[plan.members[0]], **{name: value})
+        news = live_feed.measurements(world.job, plan, found, lambda: "1:1")
+        assert news is not None
+        table = np.frombuffer(news.numbers, "<f4").reshape(len(plan.members), len(news.columns))
+        assert table[0, news.columns.index(name)] == shown
+        other = getattr(found[plan.members[1]], name)
+        assert table[1, news.columns.index(name)] == pytest.approx(other)
+
+
+@pytest.mark.parametrize("noise", [b"\xff{", b"[" * 3000, b'{"type":"\xff"}'])
+def test_a_client_of_the_feed_skips_what_it_does_not_know_with_one_line(
+    noise: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From a newer leader; what is no message at all ends the feed, as a connection that breaks does."""
+    monkeypatch.setattr(decoding, "_logged", set())
+    monkeypatch.setattr(decoding, "_next_look", {})
+    pulse = msgspec.json.encode(sample(live.LeaderPulse))
+    newest = pulse[:-1] + b',"newest":1}'
+    unknown, malformed = b'{"type":"quota","share":%d}', b'{"type":"event","id":"%d"}'
+    lines = [unknown % 1, newest, malformed % 1, unknown % 2, malformed % 2, pulse, noise, pulse]
+    monkeypatch.setattr(client, "_lines", lambda answer: iter(lines))
+    heard: list[Any] = []
+
+    def hear(api: Api) -> None:
+        for news in api.live():
+            heard.append(news)
+
+    async def body() -> None:
+        async with coordinating() as coordinator:
+            api = Api(coordinator.url, Credentials())
+            with pytest.raises(CannotReach, match="is gone"):
+                await asyncio.to_thread(hear, api)
+            api.close()
+
+    running(body)
+    assert heard == [sample(live.LeaderPulse)] * 2
+    told = [record.getMessage() for record in caplog.records if record.name == "elasticd.codec.decoding"]
+    assert [sum(word in line for line in told) for word in ("'quota'", "'newest'", "'event'")] == [1, 1, 1]
 
 
 def test_what_members_measured_is_in_columns_in_rank_order() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from asyncio.subprocess import Process
 
 import psutil
 import pytest
@@ -69,6 +70,46 @@ def test_child_that_fails_is_told_with_its_last_words() -> None:
 def test_answer_that_cannot_be_read_is_told() -> None:
     with pytest.raises(PlannerFailed, match="cannot be read"):
         asyncio.run(asked((sys.executable, "-c", "print('{}x')")))
+
+
+@pytest.mark.parametrize("line", [b'{"refusal": "\xff"}', b'{"newer": ' + b"[" * 3000 + b"]" * 3000 + b"}"])
+def test_whatever_a_planner_answers_the_job_that_asked_is_told(line: bytes) -> None:
+    """Text that is no UTF-8, and values nested too deep."""
+
+    async def body() -> list[Planned]:
+        answers: list[Planned] = []
+        print_it = f"import sys; sys.stdin.readline(); sys.stdout.buffer.write({line!r} + b'\\n')"
+        planning = Planning(answers.append, command=(sys.executable, "-c", print_it))
+        planning.request("demo", 1, problem())
+        await until(lambda: bool(answers))
+        await planning.close()
+        return answers
+
+    (answer,) = asyncio.run(body())
+    assert answer.answer is None
+    assert "cannot be read" in answer.error
+
+
+def test_a_defect_while_a_job_is_planned_is_told_to_the_job(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fails(asked: Problem, child: Process) -> Answer:
+        await ended(child)
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(module, "ask", fails)
+
+    async def body() -> list[Planned]:
+        answers: list[Planned] = []
+        planning = Planning(answers.append, command=SLEEP)
+        planning.request("demo", 1, problem())
+        await until(lambda: bool(answers))
+        await planning.close()
+        return answers
+
+    (answer,) = asyncio.run(body())
+    assert answer.error == "ZeroDivisionError: of ours"
+    assert "failed on planning job demo" in caplog.text
 
 
 def test_planner_that_is_not_there_is_told() -> None:

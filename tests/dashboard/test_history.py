@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticd.codec import decoding
 from elasticd.config.tree import ConfigError
 from elasticd.coordinator.api_types import NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
@@ -47,6 +48,24 @@ def reader(writer: HistoryWriter) -> Iterator[HistoryReader]:
     found = HistoryReader(writer.path)
     yield found
     found.close()
+
+
+def test_rows_that_cannot_be_read_are_skipped_and_said_once(
+    writer: HistoryWriter,
+    reader: HistoryReader,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A newer release wrote them, or the disk has damaged them."""
+    monkeypatch.setattr(decoding, "_logged", set())
+    for number in (1, 2, 3, 4):
+        writer.put_event(event(number))
+    other = {1: b'["t",{},"newer"]', 2: b'["\xff",{}]', 3: b'["t",' + b"[" * 3000 + b"]" * 3000 + b"]"}
+    for number, body in other.items():
+        writer._db.execute("UPDATE events SET body = ? WHERE id = ?", (body, number))
+    for _ in range(2):
+        assert [found.id for found in reader.events(EventQuery())] == [4]
+    assert sum("a row of the dashboard's history is no" in one.getMessage() for one in caplog.records) == 1
 
 
 def test_an_event_that_comes_twice_is_kept_once(writer: HistoryWriter, reader: HistoryReader) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,22 @@ def test_a_start_that_fails_after_the_history_was_opened_says_why(
     with pytest.raises(ConfigError, match="what is wrong"):
         asyncio.run(Dashboard(configured(tmp_path), "http://127.0.0.1:1").start())
     opened(tmp_path / "history.db").close()
+
+
+@pytest.mark.parametrize("saved", [b'{"name":"\xff"}', b'{"newer":' + b"[" * 3000 + b"]" * 3000 + b"}", b"[]"])
+def test_a_view_of_before_that_cannot_be_read_is_said_and_the_dashboard_starts(
+    saved: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = opened(tmp_path / "history.db")
+    writer.put_meta("view", zlib.compress(saved))
+    writer.close()
+
+    async def body() -> None:
+        async with coordinating() as coordinator, serving(coordinator, tmp_path):
+            pass
+
+    running(body)
+    assert "what was known of the cluster before cannot be read" in caplog.text
 
 
 def test_a_history_with_damaged_pages_is_put_aside(tmp_path: Path) -> None:

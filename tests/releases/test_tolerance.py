@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +22,7 @@ from elasticd_agent.coordinator_link import Link
 from elasticd_agent.restart_rendezvous import _Job
 from elasticd_agent.snapshots import transfer
 from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.plan import PLAN_VERSION, Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +30,7 @@ from elasticd import records
 from elasticd.codec import decoding
 from elasticd.codec.decoding import decode_stored
 from elasticd.codec.message import Message, encode
+from elasticd.coordinator.events.event_log import Lines
 from elasticd.machines.agent.state import Event, Heard, LinkUp
 from elasticd.records import Keys
 from elasticd.rendezvous.agent_requests import Asking
@@ -36,8 +40,17 @@ from elasticd.store.protocol import KeyValue
 from elasticd.testing.waiting import until
 from elasticd.version import __version__
 from elasticd.wire import unix_socket
-from elasticd.wire.coordinator import AgentHello, AgentRejected, all_to_leader, to_agent, to_leader
+from elasticd.wire.coordinator import (
+    AgentHello,
+    AgentRejected,
+    FromClient,
+    Unread,
+    all_to_leader,
+    to_agent,
+    to_leader,
+)
 from elasticd.wire.rendezvous import Attend, Attending, Join, Joined, Leave, RoundAnswer, Torchrun, Watching
+from elasticd.wire.snapshots import Snapped
 from elasticd.wire.worker import (
     Closed,
     FromWorker,
@@ -57,6 +70,7 @@ from elasticd.wire.worker import (
 from tests.agent.support import CLUSTER, Node, closing_all, spec
 from tests.coordinator.agents import coordinating
 from tests.coordinator.agents import until as eventually
+from tests.releases.samples import sample
 
 KEYS = Keys(cluster=CLUSTER)
 NEWER = b'{"type": "quota-report", "version": 2, "share": 0.5}'
@@ -452,12 +466,66 @@ def test_a_stored_value_of_a_far_version_is_refused_naming_both(caplog: pytest.L
 
 def test_a_stored_value_of_every_older_version_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     fence = records.Fence(number=1, epoch=2, gone={}, reason="r")
-    monkeypatch.setattr(decoding, "_default_version", lambda kind: 7)
+    monkeypatch.setattr(decoding, "_known_version", lambda kind: 7)
     for version in range(1, 9):
         text = records.encode(msgspec.structs.replace(fence, version=version))
         assert decode_stored(text, records.Fence).version == version
     with pytest.raises(msgspec.DecodeError, match=r"'fence' has version 9.*elasticd .* version 7"):
         decode_stored(records.encode(msgspec.structs.replace(fence, version=9)), records.Fence)
+
+
+def test_a_far_version_within_a_message_is_refused_as_in_the_store(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A leader that took it would write what no leader of its release can read."""
+
+    def hello(version: int) -> Hello:
+        newer = msgspec.structs.replace(HELLO.spec, version=version)
+        return msgspec.structs.replace(HELLO, release="0.9.0", spec=newer)
+
+    both = rf"'job-spec' has version 3 \(elasticd 0.9.0\), and elasticd {__version__} here knows version 1"
+    assert from_worker(encode(hello(2)), first=True) == hello(2)
+    with pytest.raises(msgspec.DecodeError, match=both):
+        from_worker(encode(hello(3)), first=True)
+
+    far, near = (
+        FromClient(client="c", job="j", device="n0/0", incarnation="1", body=hello(version))
+        for version in (3, 2)
+    )
+    unread, heard = all_to_leader(b"[" + encode(far) + b"," + encode(near) + b"]")
+    assert isinstance(unread, Unread)
+    assert re.search(both, unread.reason)
+    assert heard == near
+    record = msgspec.structs.replace(node_record(), version=3)
+    with pytest.raises(msgspec.DecodeError, match="'node' has version 3"):
+        to_leader(encode(AgentHello(record=record)), first=True)
+
+    node.agent()
+    stranger = node.trainer()
+    stranger.say(hello(3))
+    refusal = stranger.hear()
+    assert isinstance(refusal, Rejected)
+    assert re.search(both, refusal.reason)
+
+
+def test_a_plan_of_the_newest_version_is_taken_from_a_message_and_from_the_store() -> None:
+    """Most plans are written with an older one."""
+    told = sample(Snapped)
+    assert told.plan is not None
+    assert told.plan.version == PLAN_VERSION == 3
+    assert from_worker(encode(told)) == told
+    assert decode_stored(records.encode(told.plan), Plan) == told.plan
+
+
+def test_values_too_deep_for_the_look_for_unknown_fields_are_decoded_or_refused() -> None:
+    """msgspec takes a few levels more than the look can walk, or a few fewer."""
+    for depth in range(900, 1010):
+        nested = b'{"a":' * depth + b"1" + b"}" * depth
+        one = b'{"id":1,"time":1.0,"kind":"k","job":"","text":"t","data":' + nested + b"}"
+        decoding._next_look.clear()
+        with suppress(msgspec.DecodeError):
+            lines = decode_stored(b'{"type":"journal-lines","events":[' + one + b'],"steps":{}}', Lines)
+            assert lines.events[0].id == 1
 
 
 def test_two_processes_that_talk_may_be_one_version_apart_on_either_side() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from elasticd.backoff import jittered
+from elasticd.codec.decoding import shown, skip
 from elasticd.codec.message import Message, encode
 from elasticd.runtime.control.outbox import Outbox
 from elasticd.system import process_mark
@@ -254,7 +255,8 @@ class Control:
         try:
             message = to_worker(data)
         except msgspec.DecodeError as error:
-            log.warning("a message of the agent cannot be read and is skipped: %s", error)
+            why = f"a message of the agent cannot be read and is skipped: {shown(str(error))}"
+            skip("content", ("agent", why), why)
             message = None
         if isinstance(message, Fetched):
             self._fetched(message, fd)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -375,6 +375,7 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     reason: str = ""
     sequence: int = 0
     version: int = 1
+    newest: ClassVar[int] = PLAN_VERSION  # plans have the oldest version that says all that is in them
 
     def __post_init__(self) -> None:
         if len(self.strategies) != 1:
