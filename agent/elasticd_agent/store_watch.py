@@ -20,6 +20,7 @@ import msgspec
 
 from elasticd.codec.decoding import shown, skip
 from elasticd.codec.record_parts import Shelf
+from elasticd.codec.safe_text import shortened
 from elasticd.machines.agent.state import (
     CheckpointsRead,
     DoneRead,
@@ -50,6 +51,8 @@ from elasticd_agent.internal_errors import outlived
 _PARTS = ("proposal", "plan", "fence", "checkpoints", "done")
 R = TypeVar("R", bound=msgspec.Struct)
 
+#: Characters that are logged of why a record cannot be read: it ends with the remedy.
+_MOST_WHY = 500
 _log = logging.getLogger(__name__)
 
 
@@ -162,7 +165,7 @@ class Records:
             else:
                 self._emit(DoneRead(job=job, record=self._decoded(item, DoneRecord), revision=at))
         except ValueError as error:
-            why = shown(str(error))
+            why = shortened(str(error), _MOST_WHY)
             skip("record", ("record", key), f"the record {shown(key)} in the store cannot be read: {why}")
 
     def _went_back(self, item: KeyValue) -> bool:

@@ -21,6 +21,7 @@ from elasticd_agent import coordinator_link
 from elasticd_agent.coordinator_link import Link
 from elasticd_agent.restart_rendezvous import _Job
 from elasticd_agent.snapshots import transfer
+from elasticd_agent.store_watch import Records
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import PLAN_VERSION, Plan
 from hypothesis import given, settings
@@ -36,6 +37,7 @@ from elasticd.records import Keys
 from elasticd.rendezvous.agent_requests import Asking
 from elasticd.rendezvous.live_mode import AgentCalls, RendezvousRefusal
 from elasticd.runtime.control.agent_client import Control, RejectedByAgent
+from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import KeyValue
 from elasticd.testing.waiting import until
 from elasticd.version import __version__
@@ -386,6 +388,28 @@ def test_a_torchrun_whose_record_cannot_be_read_counts_as_here(caplog: pytest.Lo
         assert found == {"a": "here", "b": "left", "c": "out"}
     assert said(caplog, "'/r/torchruns/a' in the store cannot be read: the value 'torchrun' has version 9") == 1
     assert said(caplog, "in the store cannot be read") == 3
+
+
+def test_a_record_that_an_agent_cannot_read_is_said_once_however_often_it_is_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    read = Records(MemoryStore(MemoryServer()), KEYS, *[lambda *told: None] * 4)._read
+    long = b'{"type": "node", "version": "%s"}' % (b"x" * 100_000)
+    for revision in range(1, 101):
+        for key, value in (
+            (KEYS.job("j", "checkpoints"), b'{"type": "checkpoints", "version": 3}'),
+            (KEYS.nodes + "n0", long),
+        ):
+            read(
+                key,
+                KeyValue(
+                    key=key, value=value, create_revision=1, mod_revision=revision, version=revision, lease=0
+                ),
+            )
+    assert said(caplog, "'checkpoints' has version 3, and elasticd") == 1
+    assert said(caplog, "'node' has version x") == 1
+    assert said(caplog, "upgrade over the releases in between one by one") == 2
+    assert max(len(record.getMessage()) for record in caplog.records) < 1000
 
 
 def test_a_key_that_somebody_invents_is_logged_quoted_and_shortened(caplog: pytest.LogCaptureFixture) -> None:
