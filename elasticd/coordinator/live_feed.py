@@ -66,7 +66,7 @@ def _packed(*values: float) -> bytes:
     try:
         return _pack(*values)
     except (OverflowError, struct.error):
-        return _pack(*(max(-_LARGEST, min(value, _LARGEST)) for value in values))
+        return _pack(*(max(min(value, _LARGEST), -_LARGEST) for value in values))
 
 
 #: Of a member that measured nothing new.

@@ -133,7 +133,7 @@ def test_a_worker_skips_what_it_does_not_know_and_hears_what_follows(
 ) -> None:
     """Also before it is welcomed, and with a descriptor; what cannot be read at all is skipped as well."""
     path = str(tmp_path / "s")
-    peer = Peer(path, NEWER, WELCOME, NEWER, MALFORMED, NOISE, encode(Recorded(number=3)))
+    peer = Peer(path, NEWER, WELCOME, NEWER, MALFORMED, NOISE, NOISE, encode(Recorded(number=3)))
     control = Control(path, Hello(job="j", local_rank=0, world_size=1, pid=1, spec=spec("j")))
     heard: list[object] = []
     came = threading.Event()
@@ -252,7 +252,7 @@ def test_an_agent_skips_what_its_leader_says(caplog: pytest.LogCaptureFixture) -
             await eventually(lambda: "n0" in coordinator.leading.state.nodes)
             connection = coordinator.leading.connections._live["n0"]
             inside = b'{"type": "to-client", "client": "c", "body": ' + NEWER + b"}"
-            for data in (NEWER, inside, b'{"type": "drain"}'):
+            for data in (NEWER, inside, b'{"type": "drain"}', NOISE, NOISE):
                 connection._waiting.put_nowait(data)
             connection.send(AgentRejected(reason="r"))
             await eventually(lambda: Heard(message=AgentRejected(reason="r")) in events)
@@ -262,6 +262,7 @@ def test_an_agent_skips_what_its_leader_says(caplog: pytest.LogCaptureFixture) -
     asyncio.run(body())
     assert said(caplog, "'quota-report', which elasticd") == 1
     assert said(caplog, "'quota-report' in a message 'to-client', which elasticd") == 1
+    assert said(caplog, "a message of the leader cannot be read and is skipped") == 1
 
 
 @pytest.mark.parametrize("kind", [Hello, Join])

@@ -360,7 +360,8 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
 
     `binding` ties each member device to one incarnation of a worker; `carriers` are members that compute
     nothing and hold replicas of state alone; `idle` devices are standby. `sequence`: tokens of the sequences
-    that the chaos of a 0.1 leader has samples read in (0: as the dataset has them); until 0.3.
+    that the chaos of a 0.1 leader has samples read in (0: as the dataset has them); until 0.3. `version` is the
+    oldest that says all that is in the plan.
     """
 
     number: int
@@ -375,7 +376,7 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     reason: str = ""
     sequence: int = 0
     version: int = 1
-    newest: ClassVar[int] = PLAN_VERSION  # plans have the oldest version that says all that is in them
+    newest: ClassVar[int] = PLAN_VERSION
 
     def __post_init__(self) -> None:
         if len(self.strategies) != 1:
