@@ -19,7 +19,7 @@ import msgspec
 import psutil
 from elasticd_planner.problem import Answer, Problem
 
-from elasticd.codec.decoding import decoded_as, shown
+from elasticd.codec.decoding import decode_stored, shown
 from elasticd.machines.job.state.events import Planned
 
 COMMAND = (sys.executable, "-m", "elasticd_planner")
@@ -181,7 +181,7 @@ async def ask(problem: Problem, child: Process) -> Answer:
         if not (line := await child.stdout.readline()):
             said = (await child.stderr.read()).decode(errors="replace").strip().splitlines()
             raise PlannerFailed(f"the planner ended with {await child.wait()}: {(said or ['nothing'])[-1]}")
-        return await asyncio.to_thread(decoded_as, Answer, line)
+        return await asyncio.to_thread(decode_stored, line, Answer)
     except msgspec.DecodeError as error:
         await ended(child)
         raise PlannerFailed(f"the planner's answer cannot be read: {error}") from error

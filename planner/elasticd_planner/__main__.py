@@ -3,8 +3,10 @@ standard output.
 
 The coordinator starts it ahead, so that nobody waits for Python and its imports, and asks it one problem after
 another: its own loop never waits for a search, and a search that takes too long can be killed. Exit status 2:
-a line is no problem; standard error says why. It ends when its input does. Parent and child are of one release,
-so that what they say to each other has no version.
+a line is no problem, or one of a newer version; standard error says why. It ends when its input does.
+
+Where another release is installed while the coordinator runs, the next child is of that release. It plans for
+a coordinator of an older one, back to 0.1, whose problems say no version.
 """
 
 from __future__ import annotations
@@ -16,6 +18,24 @@ import msgspec
 
 from elasticd_planner.problem import Problem
 from elasticd_planner.search.planner import plan
+from elasticd_planner.value import refuse
+
+
+class _Head(msgspec.Struct):
+    """What is read of a problem before the rest."""
+
+    version: int = 1
+
+
+def read(line: bytes) -> Problem:
+    """The problem in a line. Raises `msgspec.DecodeError`, and `Invalid` for one of a newer version."""
+    version = msgspec.json.decode(line, type=_Head).version
+    if version > Problem.newest:
+        refuse(
+            f"it has version {version}, and the planner that is installed here knows version {Problem.newest}: "
+            "an older elasticd was installed while its coordinator runs; restart the coordinator"
+        )
+    return msgspec.json.decode(line, type=Problem)
 
 
 def main() -> int:
@@ -23,8 +43,7 @@ def main() -> int:
     try:
         number = int(sys.argv[1]) if len(sys.argv) > 1 else 0
         for line in sys.stdin.buffer:
-            problem = msgspec.json.decode(line, type=Problem)
-            sys.stdout.buffer.write(msgspec.json.encode(plan(problem, number)) + b"\n")
+            sys.stdout.buffer.write(msgspec.json.encode(plan(read(line), number)) + b"\n")
             sys.stdout.flush()
     except ValueError as error:
         sys.stderr.write(f"elasticd planner: the problem on standard input is wrong: {error}\n")

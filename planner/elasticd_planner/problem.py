@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -11,7 +11,7 @@ from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.spec.cluster import Cluster, Node, check_rates
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan, StatePolicy
-from elasticd_planner.value import Value, refuse
+from elasticd_planner.value import StoredValue, Value, refuse
 
 
 class SearchSpace(Value, frozen=True, kw_only=True):
@@ -45,12 +45,17 @@ class SearchSpace(Value, frozen=True, kw_only=True):
             )
 
 
-class Problem(Value, frozen=True, kw_only=True):
+class Problem(StoredValue, frozen=True, kw_only=True, tag="planner-problem"):
     """Plan `profile`'s model on `cluster` at `rates` (device name to how many times slower than normal;
     a dead device is left out of the cluster). `current` is the running plan, which near-equal plans are
     compared with. The profile's bytes and units come from the model's spec. `given` is a plan to answer with in
     place of a search, and `only_given` says that no other will do. `packed`: the sequences of a step, where
-    they are packed in rows; the plan is made for them, and no pipeline is bound to a number of samples."""
+    they are packed in rows; the plan is made for them, and no pipeline is bound to a number of samples.
+
+    A planner refuses a problem of a newer version than its own, and skips fields that it does not know: a new
+    field without which a plan would be wrong comes with a new version (`newest`)."""
+
+    newest: ClassVar[int] = 1
 
     cluster: Cluster
     profile: ModelProfile
@@ -74,7 +79,7 @@ class Problem(Value, frozen=True, kw_only=True):
         check_rates(self.rates, self.cluster)
 
 
-class Answer(Value, frozen=True, kw_only=True):
+class Answer(StoredValue, frozen=True, kw_only=True, tag="planner-answer"):
     """The best plan (its prediction and reason inside), or why there is none: what does not fit, by how
     much, and what would help. `current_seconds` is the current plan's step time at the problem's rates, None
     where it cannot run: it is of another problem, or does not fit any more."""

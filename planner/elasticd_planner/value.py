@@ -27,9 +27,10 @@ def explicit_tag(name: str) -> str:
 
 
 class StoredValue(Value, frozen=True, kw_only=True, tag=explicit_tag):
-    """The base of every value that outlives the process that wrote it, in etcd or in a file: other releases
-    read it. Its JSON has its tag as "type", and its "version". Subclasses say `tag="..."`; one that writes a
-    newer version than its default, where a value needs it, names the newest in a class variable `newest`."""
+    """The base of every value that another release may read: one that outlives the process that wrote it, in
+    etcd or in a file, and what a coordinator and its planner say to each other. Its JSON has its tag as "type",
+    and its "version". Subclasses say `tag="..."`; one that writes a newer version than its default, where a
+    value needs it, names the newest in a class variable `newest`."""
 
     version: int = 1
 

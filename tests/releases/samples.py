@@ -255,8 +255,11 @@ class Golden(NamedTuple):
 
 def kinds() -> dict[str, type[msgspec.Struct]]:
     """Every message and stored value of this release, by tag."""
-    found = [*_below(Message), *_below(StoredValue)]
-    return {str(kind.__struct_config__.tag): kind for kind in found if kind.__module__.startswith("elasticd")}
+    found: dict[str, type[msgspec.Struct]] = {}
+    for kind in (*_below(Message), *_below(StoredValue)):
+        if kind.__module__.startswith("elasticd"):  # one below another with its tag is never encoded
+            found.setdefault(str(kind.__struct_config__.tag), kind)
+    return found
 
 
 def goldens() -> Iterator[Golden]:

@@ -1,0 +1,108 @@
+"""A coordinator and its planner are of two releases where another was installed while the coordinator runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.search.planner import plan
+from elasticd_planner.spec.cluster import Cluster, Node
+
+from elasticd.codec import decoding
+from elasticd.coordinator.planner_process import COMMAND, PlannerFailed, ask, ended, start
+from tests.machines.cast import model, node_record
+from tests.releases import kept
+
+NODES = tuple(Node(name=name, devices=node_record(name).devices) for name in ("alpha", "beta"))
+PROBLEM = Problem(cluster=Cluster(nodes=NODES), profile=derive(model(), 64.0, 1), global_batch=8, micro_batch=1)
+#: Reads one of the values that a release's coordinator and planner exchange, and writes it.
+AGAIN = (
+    "import msgspec, sys; from elasticd_planner import problem; "
+    "kind = getattr(problem, sys.argv[1]); value = msgspec.json.decode(sys.stdin.buffer.read(), type=kind); "
+    "sys.stdout.buffer.write(msgspec.json.encode(value))"
+)
+
+
+def run(command: tuple[str, ...], text: bytes) -> bytes:
+    return subprocess.run(command, input=text, capture_output=True, timeout=120, check=True).stdout
+
+
+def python(release: str) -> tuple[str, ...]:
+    """Starts Python with a release that was."""
+    return ("/usr/bin/env", f"PYTHONPATH={kept.wheel(release)}", sys.executable)
+
+
+def printing(answer: bytes) -> tuple[str, ...]:
+    """A planner with this answer."""
+    return (
+        sys.executable,
+        "-c",
+        f"import sys; sys.stdin.readline(); sys.stdout.buffer.write({answer!r} + b'\\n')",
+    )
+
+
+async def asked(command: tuple[str, ...], problem: Problem = PROBLEM) -> Answer:
+    child = await start(command)
+    try:
+        return await ask(problem, child)
+    finally:
+        await ended(child)
+
+
+@pytest.mark.parametrize("release", kept.RELEASED)
+def test_a_coordinator_of_an_earlier_release_has_its_job_planned_by_this_planner(release: str) -> None:
+    its_own = run((*python(release), "-c", AGAIN, "Problem"), msgspec.json.encode(PROBLEM))
+    assert b"planner-problem" not in its_own
+    answer = run(COMMAND, its_own)
+    read = msgspec.json.decode(run((*python(release), "-c", AGAIN, "Answer"), answer), type=Answer)
+    assert read.plan is not None
+    assert read == plan(PROBLEM)
+
+
+@pytest.mark.parametrize("release", kept.RELEASED)
+def test_this_coordinator_has_its_job_planned_by_a_planner_of_an_earlier_release(release: str) -> None:
+    answer = asyncio.run(asked((*python(release), "-m", "elasticd_planner")))
+    assert answer.plan is not None
+    assert {*answer.plan.members} == {device.name for device in PROBLEM.cluster.devices}
+
+
+def test_a_planner_refuses_a_problem_that_is_newer_than_it_and_says_what_to_do() -> None:
+    newer = msgspec.structs.replace(PROBLEM, version=Problem.newest + 1)
+    with pytest.raises(PlannerFailed, match=r"ended with 2: .* version 2, .* version 1: .* restart"):
+        asyncio.run(asked(COMMAND, newer))
+
+
+def test_a_newer_problem_is_refused_by_its_version_before_the_rest_is_read() -> None:
+    done = subprocess.run(COMMAND, input=b'{"version": 2, "cluster": 3}', capture_output=True, timeout=120)
+    assert done.returncode == 2
+    assert b"it has version 2" in done.stderr
+
+
+def test_a_field_more_of_a_problem_is_skipped() -> None:
+    raw = msgspec.json.decode(msgspec.json.encode(PROBLEM)) | {"sparkle": 1}
+    answer = msgspec.json.decode(run(COMMAND, msgspec.json.encode(raw)), type=Answer)
+    assert answer == plan(PROBLEM)
+
+
+def test_a_field_more_of_an_answer_is_skipped_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(decoding, "_logged", set())
+    monkeypatch.setattr(decoding, "_next_look", {})
+    told = plan(PROBLEM)
+    raw = msgspec.json.decode(msgspec.json.encode(told)) | {"glitter": 1}
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(asked(printing(msgspec.json.encode(raw)))) == told
+    assert "'planner-answer' has a field 'glitter'" in caplog.text
+
+
+def test_an_answer_that_is_too_new_is_told_with_both_versions() -> None:
+    raw = msgspec.json.decode(msgspec.json.encode(plan(PROBLEM))) | {"version": 9}
+    with pytest.raises(PlannerFailed, match=r"'planner-answer' has version 9, and .* version 1"):
+        asyncio.run(asked(printing(msgspec.json.encode(raw))))
