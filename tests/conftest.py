@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from elasticd.machines.job import machine
 from tests import forkserver, rewriting, schedule, seeds, sizes
+from tests.compiling import _graphs_are_of_one_test, compiler, traced  # noqa: F401
 from tests.etcds import shared_etcd  # noqa: F401
 
 COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.models.decoder import Attention, initial, rotary_angles, rotate
-from elasticd.runtime.engine import compiled_blocks
 from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests.models.layouts import SEED, Training, alone, furthest, layouts_of, under
@@ -133,14 +130,6 @@ def test_a_packed_row_gives_what_its_sequences_give(kv_heads: int, lengths: tupl
         gradients, torch.autograd.grad(total_apart, list(model.parameters())), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-12)
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.full

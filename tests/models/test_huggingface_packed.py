@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -23,7 +23,6 @@ from elasticd.models.huggingface.sections import Sections, sections_of
 from elasticd.runtime.checking import layouts
 from elasticd.runtime.checking.trial import tried
 from elasticd.runtime.checking.verdict import findings
-from elasticd.runtime.engine import compiled_blocks
 from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.validation import ModelError
@@ -212,14 +211,6 @@ def test_a_step_on_packed_rows_is_one_processs_on_padded_samples_under_every_lay
     for layout in (layouts.layouts, layouts.others, layouts.sliced):
         for said, variation in layout(spec, 3).items():
             assert list(findings(padded.model, one, tried(packing, variation), outputs=False)) == [], said
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 @pytest.mark.full  # test_attention.py and test_packed.py compile, too

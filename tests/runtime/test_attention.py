@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 
 import elasticd
 from elasticd.runtime.accelerator import CPU
-from elasticd.runtime.engine import compiled_blocks
 from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
+from tests.compiling import graphs
 
 
 def row_of(*lengths: int) -> PackedRow:
@@ -213,20 +212,6 @@ class Positioned(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, 3)).transpose(1, 2) for y in (q, k, v))
         y = elasticd.attention(q, k, v, window=4)
         return torch.tanh(self.out(y.transpose(1, 2).flatten(2))) + x
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-def graphs() -> int:
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
 
 
 @pytest.mark.full

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -28,28 +27,13 @@ from elasticd.runtime.model.rng import Dropout, dropped, fused, kept
 from elasticd.runtime.model.tp_rules import Column, Row, UnitsOf
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests import sizes
+from tests.compiling import breaks, graphs
 from tests.runtime.test_parity import plan_of, stage, unpaced
 
 CONFIG = DecoderConfig(vocabulary=40, width=16, layers=4, heads=8, kv_heads=2, hidden=22, dtype=torch.float64)
 needs_a_compiler = pytest.mark.skipif(
     shutil.which("g++") is None, reason="g++ is not installed: torch.compile cannot make code for CPUs"
 )
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs are traced, with their backward passes, and run by torch's own kernels: no C++ compiler is
-    needed."""
-    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
-    yield
-    torch.compiler.reset()
-
-
-def graphs() -> tuple[int, int]:
-    """Graphs that were made so far, and the places where one was broken."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 class Text:
@@ -102,14 +86,14 @@ def test_under_unequal_shares_and_with_recomputation_and_nothing_is_compiled_onc
     )
     norms, weights = trained(plan, compile=False)
     recipe = recipe_of(compile=True)
-    before = graphs()
+    before = graphs(), breaks()
     for device in plan.members:
         compile_ahead(recipe, plan, device)()
-    ahead = graphs()
+    ahead = graphs(), breaks()
     # One graph for each width, with and without an autograd graph where blocks recompute; none is broken.
     assert (ahead[0] - before[0], ahead[1] - before[1]) == (5, 0)
     compiled_norms, compiled = trained(plan, compile=True)
-    assert graphs() == ahead
+    assert (graphs(), breaks()) == ahead
     assert compiled_norms == pytest.approx(norms, abs=1e-12)
     for device, named in weights.items():
         for name, value in named.items():
@@ -137,10 +121,10 @@ def test_packed_rows_are_compiled_beforehand_as_padded_samples_are(traced: None)
     assert [call.packed for call in calls.seen] == [True, True]
     torch.compiler.reset()
     compile_now(recipe, plan, "a/0", calls.seen)
-    made = graphs()[0]
+    made = graphs()
     for lengths in ((7,), (3, 6), (1, 1, 9), (5, 5)):
         passed(*lengths)
-    assert graphs()[0] == made
+    assert graphs() == made
 
 
 class Block(nn.Module):
@@ -194,14 +178,14 @@ def test_dropouts_and_fused_parameters_are_those_of_eager_blocks(traced: None) -
 
     before = graphs()
     compiled, eager = passes(compile=True), passes(compile=False)
-    assert graphs()[0] > before[0]
+    assert graphs() > before
     assert len({float(y.sum()) for y in eager[:6:2]}) == 3, "each step drops others"
     for one, other in zip(compiled, eager, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def test_graphs_that_no_code_can_be_made_of_run_eagerly_and_one_line_has_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compiler: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import torch._dynamo
 
@@ -215,14 +199,13 @@ def test_graphs_that_no_code_can_be_made_of_run_eagerly_and_one_line_has_the_rem
     with caplog.at_level(logging.WARNING):
         for device in plan.members:
             compile_ahead(recipe_of(compile=True), plan, device)()
-        ahead = graphs()
+        ahead = graphs(), breaks()
         assert trained(plan, compile=True)[0] == pytest.approx(norms, abs=1e-12)
-    assert graphs() == ahead
+    assert (graphs(), breaks()) == ahead
     (line,) = [record.getMessage() for record in caplog.records if "torch.compile" in record.getMessage()]
     assert "no working C++ compiler" in line
     assert "install g++" in line
     assert "leave compile out" in line
-    torch.compiler.reset()
 
 
 def test_a_few_shapes_of_each_mode_are_remembered() -> None:
@@ -243,7 +226,7 @@ def test_what_is_no_choice_is_refused() -> None:
 
 
 @needs_a_compiler
-def test_a_dropouts_one_kernel_has_the_masks_of_the_many() -> None:
+def test_a_dropouts_one_kernel_has_the_masks_of_the_many(compiler: None) -> None:
     """By inductor's code for CPUs."""
     keys, p = [2**62 + 11, -(2**63), 77], 0.3
     x = torch.randn(3, 5, 17)
@@ -256,7 +239,7 @@ def test_a_dropouts_one_kernel_has_the_masks_of_the_many() -> None:
 @pytest.mark.slow
 @needs_a_compiler
 @pytest.mark.parametrize("layers", sizes.beside((), (4,)))
-def test_code_for_processors_trains_alike(layers: int) -> None:
+def test_code_for_processors_trains_alike(layers: int, compiler: None) -> None:
     """By inductor's code for CPUs, TP 2 over unequal shares."""
     plan = plan_of((8, [stage(0, layers, ("a/0", 5), ("a/1", 3))]))
     norms, weights = trained(plan, compile=False)

@@ -27,7 +27,6 @@ from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.data.prefetch import SampleReader
 from elasticd.runtime.data.step_samples import Mapped
-from elasticd.runtime.engine import compiled_blocks
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.parallel import context_parallel
@@ -209,15 +208,11 @@ def test_attention_under_torchs_checkpoint_trains_like_one_process(recompute: bo
 
 
 @pytest.mark.full
-def test_compiled_blocks_train_cut_sequences_like_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager")
-    torch.compiler.reset()
-
+def test_compiled_blocks_train_cut_sequences_like_one_process(traced: None) -> None:
     def make() -> Recipe:
         return cutting(parallelism=ParallelismOptions(compile=True))
 
     check(PLANS["1 + 1"], in_threads(PLANS["1 + 1"], make))
-    torch.compiler.reset()
 
 
 BY_HEADS = {

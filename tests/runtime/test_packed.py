@@ -387,7 +387,7 @@ def test_an_evaluation_packs_as_the_training_does_and_gives_the_same_mean(name: 
 
 
 @pytest.mark.full  # test_attention.py compiles attention and positions of rows
-def test_compiled_blocks_train_packed_rows_like_one_process() -> None:
+def test_compiled_blocks_train_packed_rows_like_one_process(compiler: None) -> None:
     plan = PLANS["one device"]
 
     def make() -> Recipe:
