@@ -36,7 +36,8 @@ Kind = Literal["measured", "emulated", "simulated"]
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One figure. `goal` is written as it reads, as ">= 0.92"; `met` is null where there is no goal. `commit`:
-    of the tree that was measured, with a "+" where files of the tree differed from it; null without git."""
+    of the tree that was measured, with a "+" where files of the tree differed from it; null without git. `date`:
+    the day (UTC) on which it was measured."""
 
     name: str
     value: float | int | str | None
@@ -46,6 +47,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     noise: float | None
     kind: Kind
     commit: str | None = None
+    date: str | None = None
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -104,6 +106,15 @@ def unmeasured(before: Iterable[Row], rows: Iterable[Row]) -> list[Row]:
     return lacking
 
 
+def same_row(before: Iterable[Row], now: Row) -> list[Row]:
+    """The rows of an earlier run without the first one that `now` takes the place of, by its words."""
+    rest = list(before)
+    for at, old in enumerate(rest):
+        if _words(old.name) == _words(now.name):
+            return rest[:at] + rest[at + 1 :]
+    return rest
+
+
 def _words(name: str) -> str:
     """The same for a run of all problems ("400 problems") and for one of a part ("192 of 400 problems")."""
     return re.sub(r"# of #", "#", re.sub(r"\d[\d.,]*", "#", name))
@@ -125,6 +136,18 @@ def commit(root: Path = ROOT) -> str | None:
     return head + ("+" if changed else "")
 
 
+def line(row: Row) -> str:
+    """One row as a line of text, as a benchmark prints it when it is measured."""
+    goal = "" if row.goal is None else f" (goal {row.goal}{'' if row.met else ': missed'})"
+    noise = "" if row.noise is None else f" ±{row.noise:.1%}"
+    return f"{row.name}: {_value(row)}{noise}{goal}"
+
+
+def _value(row: Row) -> str:
+    value = f"{row.value:,.4g}" if isinstance(row.value, float) else str(row.value)
+    return f"{value} {row.unit}".strip()
+
+
 def table(name: str, rows: Sequence[Row]) -> Table:
     """The rows for a terminal."""
     made = Table(title=name, title_justify="left", box=None)
@@ -133,10 +156,9 @@ def table(name: str, rows: Sequence[Row]) -> Table:
         made.add_column(column, justify="right")
     made.add_column("kind")
     for each in rows:
-        value = f"{each.value:,.4g}" if isinstance(each.value, float) else str(each.value)
         style = {True: "green", False: "red", None: ""}[each.met]
         noise = "" if each.noise is None else f"±{each.noise:.1%}"
-        cells = (each.name, f"{value} {each.unit}", each.goal or "", noise, each.kind)
+        cells = (each.name, _value(each), each.goal or "", noise, each.kind)
         made.add_row(*map(escape, cells), style=style)
     return made
 

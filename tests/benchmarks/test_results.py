@@ -58,6 +58,7 @@ def test_file_has_rows_machine_versions_and_the_commit(
             "noise": 0.02,
             "kind": "emulated",
             "commit": "0123456789ab",
+            "date": None,
         },
         {
             "name": "bytes",
@@ -68,6 +69,7 @@ def test_file_has_rows_machine_versions_and_the_commit(
             "noise": None,
             "kind": "measured",
             "commit": "0123456789ab",
+            "date": None,
         },
     ]
 
