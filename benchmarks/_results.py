@@ -35,8 +35,8 @@ Kind = Literal["measured", "emulated", "simulated"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure. `goal` is written as it reads, as ">= 0.92"; `met` is null where there is no goal. `commit`:
-    of the tree that was measured, with a "+" where files of the tree differed from it; null without git. `date`:
+    """One figure. `goal` is written as it reads (">= 0.92"); `met` is null where there is no goal. `commit`:
+    of the tree that was measured, with a "+" where files differed from it; null without git. `date`:
     the day (UTC) on which it was measured."""
 
     name: str
