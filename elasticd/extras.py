@@ -5,9 +5,14 @@ Standard library only: this runs where nothing else is installed.
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlparse
 
 #: By import name; tests/test_house.py compares the list with pyproject.toml.
 EXTRAS = {
@@ -36,9 +41,34 @@ def need(package: str, what: str) -> None:
 
 
 def remedy(package: str) -> str:
-    """How to install what has this import name."""
-    said = f"pip install 'elasticd[{EXTRAS[package]}]'"
-    return f"{said}, or the build of torch for your device" if package == "torch" else said
+    """The command that installs the package of this import name."""
+    command = install(EXTRAS[package])
+    return f"{command}, or the build of torch for your device" if package == "torch" else command
+
+
+def install(extra: str) -> str:
+    """The pip command that installs an extra beside this elasticd, which is in no package index.
+
+    pip keeps the folder that it installed from: the command names it, and can be given from anywhere. Where
+    that folder is gone, or elasticd came as a wheel, the command is to be given in a clone.
+    """
+    clone, options = _installed_from()
+    if clone is None:
+        return f"pip install '.[{extra}]' in your clone of elasticd"
+    return f"pip install {options}{shlex.quote(f'{clone}[{extra}]')}"
+
+
+def _installed_from() -> tuple[Path | None, str]:
+    """The clone that pip installed this elasticd from, and the option with which it did."""
+    try:
+        record = json.loads(metadata.distribution("elasticd").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        return None, ""
+    url = urlparse(record.get("url", ""))
+    folder = Path(unquote(url.path))
+    if url.scheme != "file" or "dir_info" not in record or not (folder / "pyproject.toml").is_file():
+        return None, ""
+    return folder, "-e " if record["dir_info"].get("editable") else ""
 
 
 def entered(program: str, start: Callable[[], None]) -> None:

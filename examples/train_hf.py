@@ -1,6 +1,6 @@
 """Trains a Hugging Face model, unchanged, on the source files of Python's standard library.
 
-    pip install 'elasticd[train,hf]'
+    pip install '.[train,hf]'
     torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=elasticd --rdzv-id=hf examples/train_hf.py
 
 Here it is a small one, made from a configuration (--model qwen3 for another). What

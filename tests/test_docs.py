@@ -48,6 +48,56 @@ def test_modules_that_pages_name_exist() -> None:
                 assert any(path.endswith("/" + name) for path in known), f"{page.name}: {name}"
 
 
+#: What docs/status.md alone says: what has run where, and what is missing.
+OF_STATUS = re.compile(
+    r"\b(not yet|exist yet|for now|(no|not an?) GPU (was|is) at hand|was at hand|do(es)? not exist"
+    r"|(was|were|has|have)( not|n't) (been )?(run|tried|tested)( \w+)? (on|under|by us)"
+    r"|never (run|been run|tried)|(have|has) (not|never) (run|been run) on|not implemented"
+    r"|on one (H100|GPU)\b(?! (each|per)))",
+    re.IGNORECASE,
+)
+
+
+def test_status_alone_says_what_has_run_where_and_what_is_missing() -> None:
+    """One page of truth: the others say what the program does, and link to it."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    sentences = [
+        f"{page.relative_to(ROOT)}: ... {match.string[max(match.start() - 60, 0) : match.end() + 60]} ..."
+        for page in pages
+        if page.name != "status.md"
+        for match in OF_STATUS.finditer(" ".join(page.read_text().split()))
+    ]
+    assert not sentences, "say it in docs/status.md, and link there:\n" + "\n".join(sentences)
+    assert OF_STATUS.search((ROOT / "docs/status.md").read_text())
+    for page in ("README.md", "docs/gpu.md", "docs/profile.md", "docs/operations.md", "docs/sensing.md"):
+        assert "status.md" in (ROOT / page).read_text(), page
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "No GPU was at hand.",
+        "Context and expert parallelism do not exist yet",
+        "the planner does not use the speed of single links: not yet",
+        "it was not run on a GPU",
+        "This was\nnot run under Slurm by us",
+        "that path has never run",
+        "For now each piece is a whole sample.",
+    ],
+)
+def test_a_sentence_of_status_is_found_on_another_page(sentence: str) -> None:
+    assert OF_STATUS.search(" ".join(sentence.split()))
+
+
+def test_seconds_that_pages_name_are_keys_metrics_or_fields_of_files() -> None:
+    """A name in backticks that ends in `_seconds` can be looked up."""
+    references = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    code = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for name in re.findall(r"`(?:\w+\.)?(\w+_seconds)`", page.read_text()):
+            assert f"`{name}`" in references or re.search(rf"\b(def )?{name}[:(]", code), f"{page.name}: {name}"
+
+
 def test_relative_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):

@@ -3,6 +3,7 @@
 `make lint` checks the tree itself; here are breaches that it must find.
 """
 
+import ast
 import itertools
 import os
 import re
@@ -29,6 +30,16 @@ from tests.house import (
     without_docstring,
 )
 
+#: The files that private parts of torch are behind (CONTRIBUTING, 8).
+PRIVATE_TORCH = {
+    "elasticd/rendezvous/torch_state.py",
+    "elasticd/runtime/checkpoint/dcp_format.py",
+    "elasticd/runtime/comm/device_communicators.py",
+    "elasticd/runtime/comm/groups.py",
+    "elasticd/runtime/comm/nccl.py",
+    "elasticd/runtime/engine/compiled_blocks.py",
+    "elasticd/runtime/parallel/attention_kernels.py",
+}
 MODULES = modules()
 TRAINER = [name for name in USES_TORCH if within(name, "elasticd")]
 # Import names of what the extra `daemon` brings, by distribution.
@@ -372,3 +383,29 @@ def test_tested_versions_lie_in_the_ranges_that_the_project_asks_for() -> None:
 
 def test_every_package_says_that_it_is_typed() -> None:
     assert [package for package, folder in PACKAGES.items() if not (folder / "py.typed").is_file()] == []
+
+
+def private_names_of_torch(source: str) -> set[str]:
+    """The private names of torch that a file imports or reaches, but for `_foreach_` functions."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names if alias.name.partition(".")[0] == "torch"}
+        elif isinstance(node, ast.Attribute) and (dotted := ast.unparse(node)).startswith("torch."):
+            names.add(dotted)
+    return {name for name in names if re.search(r"\._(?!_|foreach_)", name) and " " not in name}
+
+
+def test_private_names_of_torch_are_behind_the_files_that_contributing_names() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("elasticd", "agent", "planner", "migration")
+        for path in (ROOT / folder).rglob("*.py")
+        if private_names_of_torch(path.read_text())
+    }
+    assert users == PRIVATE_TORCH
+    assert all(path.removeprefix("elasticd/").rpartition("/")[2] in page for path in users)
+    assert private_names_of_torch("from torch._C import x\nimport torch._dynamo\ntorch._inductor.config.y")

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elasticd import extras
 from elasticd.cli.options import config_option, json_option, write_json
 from elasticd.client import Api, CannotReach, leader_url
 from elasticd.config.credentials import credentials
@@ -134,7 +135,7 @@ def _named(path: str | None) -> str:
 def _torch() -> str:
     if importlib.util.find_spec("torch") is None:
         raise Flaw(
-            "note", "not in this environment", "a node that trains needs it: pip install 'elasticd[train]'"
+            "note", "not in this environment", f"a node that trains needs it: {extras.install('train')}"
         )
     try:
         build = torch_build()

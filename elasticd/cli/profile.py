@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elasticd.cli.options import json_option, plain_table
-from elasticd.extras import need
+from elasticd.extras import install, need
 from elasticd.wire.profiler import Answer, Describe, Described, Done, Failed, Progress, Request
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _asked(request: Request | Describe, progress: Callable[[float], None]) -> Do
         code = process.wait()
         raise click.ClickException(
             f"the process that measures ended with {code} and no answer"
-            + (": is torch installed? (pip install 'elasticd[train]')" if code == 1 else "")
+            + (f": is torch installed? ({install('train')})" if code == 1 else "")
         )
     except BrokenPipeError:
         raise click.ClickException(f"the process that measures ended with {process.wait()}") from None

@@ -20,17 +20,22 @@ import types
 from pathlib import Path
 from typing import Any
 
+from elasticd import extras
+
 SUPPORTED_VERSION = "0.12.0"
 
 # In the order in which they import each other.
 _SCHEMA_FILES = ("kv", "auth", "rpc")
 _RPC_MODULE = "etcd3.etcdrpc"
-_REMEDY = f"install it with: pip install 'elasticd[daemon]' (it brings etcd3=={SUPPORTED_VERSION})"
 _lock = threading.Lock()
 
 
 class EtcdClientMissing(ImportError):
     """The `etcd3` package is absent, or is not the one that this module knows."""
+
+
+def _remedy() -> str:
+    return f"install it with: {extras.install('daemon')} (it brings etcd3=={SUPPORTED_VERSION})"
 
 
 def load() -> Any:
@@ -48,11 +53,11 @@ def _package_folder() -> Path:
         version = importlib.metadata.version("etcd3")
         spec = importlib.util.find_spec("etcd3")
     except importlib.metadata.PackageNotFoundError:
-        raise EtcdClientMissing(f"the package etcd3 is not installed; {_REMEDY}") from None
+        raise EtcdClientMissing(f"the package etcd3 is not installed; {_remedy()}") from None
     if version != SUPPORTED_VERSION:
-        raise EtcdClientMissing(f"etcd3 {version} is installed, {SUPPORTED_VERSION} is needed; {_REMEDY}")
+        raise EtcdClientMissing(f"etcd3 {version} is installed, {SUPPORTED_VERSION} is needed; {_remedy()}")
     if spec is None or not spec.submodule_search_locations:
-        raise EtcdClientMissing(f"the package etcd3 cannot be found by Python; {_REMEDY}")
+        raise EtcdClientMissing(f"the package etcd3 cannot be found by Python; {_remedy()}")
     return Path(spec.submodule_search_locations[0])
 
 
@@ -94,7 +99,7 @@ def _embedded_schema(path: Path) -> bytes:
             if isinstance(node.value, ast.Call):
                 return bytes(ast.literal_eval(node.value.args[0]).encode("latin1"))
             return bytes(ast.literal_eval(node.value))
-    raise EtcdClientMissing(f"{path} holds no descriptor: this is not etcd3 {SUPPORTED_VERSION}; {_REMEDY}")
+    raise EtcdClientMissing(f"{path} holds no descriptor: this is not etcd3 {SUPPORTED_VERSION}; {_remedy()}")
 
 
 def _stub_class(package: str, service: Any, message_class: Any) -> type:

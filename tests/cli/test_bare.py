@@ -15,6 +15,7 @@ from elasticd_agent.command import command as agent
 
 from elasticd.checkpoints.manifest import MANIFEST
 from elasticd.cli.app import elasticd
+from elasticd.extras import install
 from tests.cli.support import call, refused
 
 #: The arguments of each command that asks a coordinator.
@@ -226,7 +227,7 @@ def test_doctor_lists_what_a_wrong_secret_keeps_it_from_asking(
         (
             "uvicorn",
             "sys.argv[1:] = ['coordinator']; from elasticd.cli import main; main()",
-            "elasticd: the package 'uvicorn' is missing: pip install 'elasticd[daemon]'",
+            f"elasticd: the package 'uvicorn' is missing: {install('daemon')}",
         ),
     ],
 )
@@ -246,9 +247,9 @@ def test_without_torch_what_needs_it_names_the_extra(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
     for command in (("run", "--job", "j", "--devices", "1"), ("check",), ("profile",)):
         target = f"{script}:model" if command == ("profile",) else str(script)
-        assert "needs the package 'torch': pip install 'elasticd[train]'" in refused(*command, target)
+        assert f"needs the package 'torch': {install('train')}" in refused(*command, target)
     code = "import sys; sys.modules['torch'] = None; import elasticd; elasticd.Job"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
-    assert "elasticd.Job needs torch: pip install 'elasticd[train]'" in done.stderr.splitlines()[-1]
+    assert f"elasticd.Job needs torch: {install('train')}" in done.stderr.splitlines()[-1]

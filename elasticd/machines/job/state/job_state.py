@@ -98,8 +98,10 @@ ASKING = frozenset({JobPhase.PLANNING, JobPhase.RUNNING, JobPhase.RECOVERING})
 
 
 class JobSettings(Value, frozen=True, kw_only=True):
-    """What the leader's configuration says of jobs: times, detection, policy, and speeds until they are
-    measured."""
+    """Settings of the jobs' machine.
+
+    Detection, policy, how long jobs that are over are kept, and speeds until they are measured come from the
+    leader's configuration. The other times are constants, which tests and the simulator change."""
 
     gather_seconds: float = 1.0  # from enough nodes to the start, for more to come
     prepare_seconds: float = 30.0  # for members to prepare a proposal
