@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from elasticd.runtime.api.job import Job
 from elasticd.runtime.data.stream import Stream, first_samples
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.exits import JobStopped
+from elasticd.system.user_line import user_line
 
 #: Of a stream, what is tried.
 _SAMPLES = 8
@@ -63,10 +63,8 @@ def recipe_of(script: str, arguments: Sequence[str]) -> Recipe:
     except SystemExit as error:
         raise CannotCheck(f"{script} ended before it made a Job: {error}") from None
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
         raise CannotCheck(
-            f"{script} failed before it made a Job: {type(error).__name__}: {error} "
-            f"({place.filename}, line {place.lineno})"
+            f"{script} failed before it made a Job: {type(error).__name__}: {error} ({user_line(error)})"
         ) from error
     finally:
         Job._connect, Job._accelerator_of = connect, chosen  # type: ignore[method-assign]

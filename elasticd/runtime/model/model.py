@@ -21,6 +21,7 @@ from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
 from torch import Tensor, nn
 
 from elasticd.runtime.model.rng import STATES, Dropout
+from elasticd.runtime.model.tie_rules import rules_of_ties
 from elasticd.runtime.model.tp_plan import rules_of_plan
 from elasticd.runtime.model.tp_rules import (
     Column,
@@ -111,6 +112,8 @@ class Model:
         self.fused: dict[str, int] = {}
         self._owners: dict[str, dict[str, dict[str, Rule]]] = {section: {} for section in self.sections}
         self._check()
+        #: By full name, and before the user's patterns: the rules that tied parameters take from each other.
+        self.rules = {**rules_of_ties(self.ties, self.sections, self._named), **self.rules}
         self.spec = self._describe()
         if not any(parameter.cut for kind in self.spec.kinds for parameter in kind):
             warnings.warn(
@@ -160,6 +163,11 @@ class Model:
     def pattern(self, name: str) -> str | None:
         """The pattern of that rule."""
         return next((pattern for pattern in self.rules if fnmatchcase(name, pattern)), None)
+
+    def _named(self, name: str) -> tuple[str, Rule] | None:
+        """The pattern that names a parameter, and its rule."""
+        pattern = self.pattern(name)
+        return None if pattern is None else (pattern, self.rules[pattern])
 
     def owners(self, section: str) -> dict[str, dict[str, Rule]]:
         """The submodules of a section whose parameters have rules.

@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +17,7 @@ from torch import nn
 from elasticd.runtime.data.collate import Batch
 from elasticd.runtime.engine.recipe import Loss
 from elasticd.runtime.model.model import Model, ModelError
+from elasticd.system.user_line import user_line
 
 #: (samples, tokens of each) to a batch, as the model's embed takes it.
 MakeBatch = Callable[[int, int], Batch]
@@ -130,6 +130,5 @@ def _called(function: Callable[..., Any], name: str, where: str) -> Any:
 
 def told(what: str, error: BaseException) -> str:
     """A user's error in one line: what failed, how, and where."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{what} failed: {type(error).__name__}: {error}{place}"
+    place = user_line(error)
+    return f"{what} failed: {type(error).__name__}: {error}" + (f" ({place})" if place else "")

@@ -1,0 +1,41 @@
+"""The line of the user's own code at which an exception began: messages name it, and no line of a library."""
+
+from __future__ import annotations
+
+import site
+import sysconfig
+from pathlib import Path
+from traceback import FrameSummary, extract_tb
+
+#: Installed packages and the standard library; and elasticd's own packages, wherever they are installed.
+_LIBRARIES = tuple(
+    {
+        *(
+            str(Path(sysconfig.get_paths()[name])) + "/"
+            for name in ("stdlib", "platstdlib", "purelib", "platlib")
+        ),
+        *(f"{folder}/" for folder in (*site.getsitepackages(), site.getusersitepackages())),
+        f"{Path(__file__).resolve().parents[1]}/",
+    }
+)
+#: Files of elasticd's other packages, which a clone has in folders of its own.
+_PACKAGES = ("/elasticd_planner/", "/elasticd_migration/", "/elasticd_agent/")
+
+
+def user_line(error: BaseException) -> str:
+    """The place in the user's own code, as "train.py, line 12"; of a library where no other code ran.
+
+    The innermost call that is neither in an installed package nor in the standard library nor in elasticd.
+    """
+    frames = extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}, line {error.lineno}"
+    if not frames:
+        return ""
+    frame = next((frame for frame in reversed(frames) if _is_users(frame)), frames[-1])
+    return f"{frame.filename}, line {frame.lineno}"
+
+
+def _is_users(frame: FrameSummary) -> bool:
+    name = frame.filename
+    return not (name.startswith(("<", *_LIBRARIES)) or any(package in name for package in _PACKAGES))
