@@ -62,6 +62,7 @@ from elasticd_agent.hangs.heartbeat import BEAT, Pulses, look
 from elasticd_agent.hangs.main_thread_watch import Halt, Standing, told_of
 from elasticd_agent.hardware import devices
 from elasticd_agent.hardware.nvml import opened as nvml_opened
+from elasticd_agent.hardware.processes import WorkerProcesses
 from elasticd_agent.hardware.sensors import Sensors
 from elasticd_agent.internal_errors import outlived
 from elasticd_agent.link_probe import Crossings
@@ -389,7 +390,7 @@ class Agent:
         emulated = self._config.emulate.enabled
         names = [] if emulated else [device.name for device in self.record.devices]
         nvml = await asyncio.to_thread(nvml_opened, names) if names else None
-        sensors = Sensors(nvml.read if nvml is not None else tuple)
+        sensors = Sensors(nvml.read if nvml is not None else WorkerProcesses(self._pids).read)
         try:
             while True:
                 self._link.send(await asyncio.to_thread(sensors.read))
@@ -434,6 +435,11 @@ class Agent:
     def _pidfd(self, device: str) -> int | None:
         worker = self._state.worker_of(device)
         return self._workers.pidfd(worker.id) if worker is not None else None
+
+    def _pids(self) -> dict[str, int]:
+        """The process that drives each device that has one."""
+        clients = self._state.clients.values()
+        return {client.device: client.opening.pid for client in clients if client.device}
 
     def _end_workers(self, order: End) -> None:
         """Sends SIGTERM to the workers of a job that a user stops; once, as a second one ends them at once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import click
@@ -42,14 +43,35 @@ from elasticd.version import __version__
 _EXPECTED = (CannotReach, ConfigError, EtcdClientMissing, ExtraMissing, Invalid, StateError, StoreError)
 
 
+#: The commands by what they are for, in the order of the help.
+_GROUPS = {
+    "Run": (up, run, stop, forget, demo),
+    "Look": (status, jobs, top, why, history, logs, report, record, doctor),
+    "Operate": (coordinator, dashboard, drain, pause, resume, config, checkpoint, chaos),
+    "Offline tools": (check, profile, plan, simulate, completion),
+}
+
+
 class _Families(click.Group):
-    """Turns expected errors of any command into one message and exit code 1."""
+    """Turns expected errors of any command into one message and exit code 1, and lists commands in groups."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
         except _EXPECTED as error:
             raise click.ClickException(str(error)) from None
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes each group with its commands and the whole first sentence of each."""
+        for heading, commands in _GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(command.name or "", summary(command)) for command in commands])
+
+
+def summary(command: click.Command) -> str:
+    """The whole first sentence of a command's help, whatever its length, without its full stop."""
+    text = " ".join((command.help or "").partition("\n\n")[0].split())
+    return re.split(r"\.(?:\s|$)", text, maxsplit=1)[0]
 
 
 @click.group(cls=_Families, context_settings={"help_option_names": ["-h", "--help"]})
@@ -62,25 +84,6 @@ def elasticd() -> None:
     """
 
 
-for _command in (
-    *(
-        up,
-        run,
-        coordinator,
-        dashboard,
-        status,
-        jobs,
-        top,
-        why,
-        history,
-        logs,
-        record,
-        stop,
-        forget,
-        drain,
-        pause,
-        resume,
-    ),
-    *(config, report, doctor, chaos, demo, simulate, plan, profile, check, checkpoint, completion),
-):
-    elasticd.add_command(_command)
+for _commands in _GROUPS.values():
+    for _command in _commands:
+        elasticd.add_command(_command)

@@ -12,9 +12,10 @@ from elasticd.client import Api
 
 @click.group()
 def chaos() -> None:
-    """Harm the cluster on purpose. Off unless section [chaos] says enabled = true.
+    """Harm the cluster on purpose, where its configuration allows that.
 
-    Coordinator and agents read that section, each its own.
+    It is off unless section [chaos] says enabled = true; coordinator and agents read that section, each its
+    own. 'elasticd up --chaos' has it on.
     """
 
 

@@ -7,7 +7,6 @@ from datetime import datetime
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.text import Text
 
 from elasticd.checkpoints.checksums import Damaged
@@ -15,7 +14,7 @@ from elasticd.checkpoints.export import CannotExport
 from elasticd.checkpoints.export import export as write
 from elasticd.checkpoints.folder import Found, damages, is_name, look, scan
 from elasticd.checkpoints.manifest import MANIFEST
-from elasticd.cli.jobs import OVER
+from elasticd.cli.console import command_console
 from elasticd.cli.options import asking, json_option, plain_table, write_json
 from elasticd.client import Api, CannotReach, asker
 from elasticd.codec.safe_text import in_one_line
@@ -71,7 +70,7 @@ def waited(api: Api, job: str, last: int, step: int, seconds: float) -> str:
             step = min(step, found.step)  # it may roll back
         if (made := _made(api, job, last, step)) is not None:
             return made
-        if found is None or found.phase in OVER:
+        if found is None or found.over:
             raise CannotReach(f"job {job} has ended: 'elasticd checkpoint list FOLDER' says what it left")
         if time.monotonic() >= deadline:
             raise CannotReach(
@@ -101,7 +100,7 @@ def list_(folder: Path, as_json: bool) -> None:
     if as_json:
         write_json([_told(item) for item in found])
         return
-    console = Console(highlight=False)
+    console = command_console()
     if not found:
         console.print(f"no checkpoint in {folder}")
         return

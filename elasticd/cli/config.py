@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from elasticd.cli.console import command_console
 from elasticd.cli.options import asking, json_option, write_json
 from elasticd.client import Api, CannotReach, asker
 from elasticd.coordinator.live_config import key_now
@@ -39,7 +39,7 @@ def get(api: Api, as_json: bool, key: str | None) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in sorted(found.values.items()):
         table.add_row(name, _text(value), "changed while running" if name in found.changed else "")
-    Console(highlight=False, markup=False).print(table)
+    command_console().print(table)
 
 
 @config.command("set")

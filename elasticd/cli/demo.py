@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from elasticd.cli import INTERRUPTED
+from elasticd.cli.console import command_console
 
 
 @click.command()
@@ -29,7 +29,7 @@ def demo(out: str, steps: int | None) -> None:
     from elasticd.store.server import EtcdServerError
     from elasticd.system.child_processes import Interrupted, ProcessError
 
-    console = Console(highlight=False)
+    console = command_console(markup=True)
     scenario = DemoScenario() if steps is None else DemoScenario(steps=steps)
     folders = Folders(out=Path(out))
     try:

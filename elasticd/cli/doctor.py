@@ -19,11 +19,11 @@ from typing import Literal
 import click
 import httpx2
 import msgspec
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from elasticd import extras
+from elasticd.cli.console import command_console
 from elasticd.cli.options import config_option, json_option, write_json
 from elasticd.client import Api, CannotReach, leader_url
 from elasticd.config.credentials import credentials
@@ -86,7 +86,7 @@ def doctor(config: str | None, as_json: bool) -> None:
         table.add_row(Text(finding.verdict, style=styles[finding.verdict]), finding.what, Text(finding.found))
         if finding.remedy:
             table.add_row("", "", Text(finding.remedy, style="bold"))
-    Console(highlight=False).print(table)
+    command_console().print(table)
     sys.exit(failed)
 
 

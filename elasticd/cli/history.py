@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from elasticd.cli.console import command_console
+from elasticd.cli.job_argument import job_with_plans
 from elasticd.cli.options import asking, json_option, plain_table, write_json
-from elasticd.client import Api, CannotReach
+from elasticd.client import Api
 from elasticd.records import HistoryRecord
 
 
@@ -19,12 +20,12 @@ from elasticd.records import HistoryRecord
 @click.option("--last", type=click.IntRange(min=1), default=20, show_default=True, help="How many plans.")
 @click.argument("job", required=False)
 def history(api: Api, as_json: bool, last: int, job: str | None) -> None:
-    """Show the plans of JOB, the newest last. Without JOB that of the only job."""
-    found = api.history(job_named(api, job))[-last:]
+    """Show the plans of JOB (default: the one that runs), the newest last."""
+    found = api.history(job_with_plans(api.status(), job, quiet=as_json))[-last:]
     if as_json:
         write_json(found)
         return
-    Console(highlight=False, markup=False).print(listed(found))
+    command_console().print(listed(found))
 
 
 def listed(records: Sequence[HistoryRecord]) -> Table:
@@ -37,14 +38,3 @@ def listed(records: Sequence[HistoryRecord]) -> Table:
             str(record.number), seconds, str(len(plan.members)), str(len(plan.idle) or ""), record.reason
         )
     return table
-
-
-def job_named(api: Api, job: str | None) -> str:
-    """The job that is meant. Raises `CannotReach` where there is none, or several and none was named."""
-    names = [found.job for found in api.status().jobs]
-    if job is not None and job in names:
-        return job
-    if job is None and len(names) == 1:
-        return names[0]
-    said = f"there is no job {job!r}" if job is not None else "name a job"
-    raise CannotReach(f"{said}; there are: {', '.join(names) or 'none'}")

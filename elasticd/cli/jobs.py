@@ -6,16 +6,14 @@ import time
 from collections.abc import Mapping
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from elasticd.cli.console import command_console
 from elasticd.cli.options import asking, json_option, plain_table, write_json
 from elasticd.client import Api, CannotReach, asker
 from elasticd.codec.safe_text import in_one_line
 from elasticd.coordinator.api_types import ClusterStatus, JobStatus
 
-#: Phases after which nothing follows.
-OVER = ("done", "stopped")
 #: Seconds beyond those that the job has, until its end is known to whoever asks.
 _MARGIN = 10.0
 _POLL = 0.5
@@ -25,7 +23,7 @@ _POLL = 0.5
 @asking
 @json_option("The status of each job.")
 def jobs(api: Api, as_json: bool) -> None:
-    """Show each job in a line: its phase, step, loss, speed and plan."""
+    """Show each job in a line: its phase, step, loss, speed and plan; those that are over last."""
     found = api.status()
     if as_json:
         write_json({"jobs": found.jobs, "restarts": found.restarts})
@@ -33,21 +31,29 @@ def jobs(api: Api, as_json: bool) -> None:
     if not found.jobs and not found.restarts:
         click.echo("no job: start one with elasticd run --job NAME SCRIPT")
         return
-    Console(highlight=False, markup=False).print(listed(found))
+    command_console().print(listed(found))
 
 
 def listed(found: ClusterStatus) -> Table:
-    """One line for each job, those in restart mode last."""
+    """One line for each job: those that run, those in restart mode, and those that are over."""
     table = plain_table("job", "phase", ">step", ">loss", ">tokens/s", ">plan", ">devices", "", whole=2)
     for job in found.jobs:
-        loss = "-" if job.loss is None else f"{job.loss:.4f}"
-        speed = "-" if job.tokens_per_second is None else f"{job.tokens_per_second:,.0f}"
-        plan = ("-", "-") if job.plan is None else (str(job.plan.number), str(len(job.plan.members)))
-        table.add_row(job.job, job.phase, str(job.step), loss, speed, *plan, in_one_line(job.reason))
+        if not job.over:
+            table.add_row(*_row(job))
     for restarting in found.restarts:
         count = str(len(restarting.devices))
         table.add_row(restarting.job, "restart mode", str(restarting.step), "-", "-", "-", count, "")
+    for job in found.jobs:
+        if job.over:
+            table.add_row(*_row(job))
     return table
+
+
+def _row(job: JobStatus) -> tuple[str, ...]:
+    loss = "-" if job.loss is None else f"{job.loss:.4f}"
+    speed = "-" if job.tokens_per_second is None else f"{job.tokens_per_second:,.0f}"
+    plan = ("-", "-") if job.plan is None else (str(job.plan.number), str(len(job.plan.members)))
+    return job.job, job.phase, str(job.step), loss, speed, *plan, in_one_line(job.reason)
 
 
 @click.command()
@@ -105,7 +111,7 @@ def _ended(api: Api, job: str, seconds: float) -> JobStatus:
         found = api.status().job(job)
         if found is None:
             raise CannotReach(f"job {job} is gone: another coordinator leads, which does not know it")
-        if found.phase in OVER:
+        if found.over:
             return found
         if time.monotonic() >= deadline:
             raise CannotReach(

@@ -10,8 +10,10 @@ import click
 import msgspec
 
 from elasticd.backoff import Backoff
+from elasticd.cli.job_argument import named_job, running_jobs
 from elasticd.cli.options import cluster_options, json_option
 from elasticd.client import Api, CannotReach, reach
+from elasticd.coordinator.api_types import ClusterStatus
 from elasticd.coordinator.events.event_log import EVENTS_OF_A_TERM, EventRecord, line
 
 _POLL = 0.5
@@ -29,6 +31,7 @@ _AWAY = (0.2, 2.0)
 @click.option(
     "--kind", "kinds", multiple=True, metavar="KIND", help="Only events of this kind; may be repeated."
 )
+@click.option("--all", "everything", is_flag=True, help="Events of every job, those that are over included.")
 @click.argument("job", required=False)
 def logs(
     config: str | None,
@@ -37,17 +40,43 @@ def logs(
     follow: bool,
     last: int,
     kinds: tuple[str, ...],
+    everything: bool,
     job: str | None,
 ) -> None:
-    """Show what happened, the newest last: in the whole cluster, or to JOB."""
+    """Show what happened, the newest last: to JOB, or to the job that runs, and to the cluster meanwhile.
+
+    Where no job runs, or several do, and with --json, the events of all jobs are shown.
+    """
+    if everything and job is not None:
+        raise click.UsageError("--all is of every job: leave JOB out")
     with reach(config, coordinator) as api:
         told = api.events()
-        for event in _wanted(told, kinds, job)[-last:] if last else ():
+        status = api.status()
+        jobs = _jobs_meant(status, job, as_json=as_json) if not everything else None
+        if job is not None and not follow and not any(event.job == job for event in told):
+            named_job(status, job)
+        for event in _wanted(told, kinds, jobs)[-last:] if last else ():
             _write(event, as_json)
     if follow:
         for event in following(lambda: reach(config, coordinator), told[-1].id if told else 0):
-            if _wanted((event,), kinds, job):
+            if _wanted((event,), kinds, jobs):
                 _write(event, as_json)
+
+
+def _jobs_meant(status: ClusterStatus, job: str | None, *, as_json: bool) -> tuple[str, ...] | None:
+    """The jobs whose events are shown, "" for those of the cluster; None for all. A line on standard error
+    tells people where none was named; programs get all."""
+    if job is not None:
+        return (job,)
+    running = running_jobs(status)
+    if as_json or not running:
+        return None
+    if len(running) > 1:
+        named = ", ".join(running)
+        click.echo(f"{len(running)} jobs run: {named}; 'elasticd logs JOB' shows one of them", err=True)
+        return None
+    click.echo(f"job {running[0]}, the one that runs, and the cluster; --all shows every job", err=True)
+    return ("", *running)
 
 
 def following(connect: Callable[[], AbstractContextManager[Api]], after: int) -> Iterator[EventRecord]:
@@ -75,8 +104,12 @@ def following(connect: Callable[[], AbstractContextManager[Api]], after: int) ->
             time.sleep(pause.next())
 
 
-def _wanted(events: Iterable[EventRecord], kinds: tuple[str, ...], job: str | None) -> list[EventRecord]:
-    return [event for event in events if (not kinds or event.kind in kinds) and job in (None, event.job)]
+def _wanted(
+    events: Iterable[EventRecord], kinds: tuple[str, ...], jobs: tuple[str, ...] | None
+) -> list[EventRecord]:
+    return [
+        event for event in events if (not kinds or event.kind in kinds) and (jobs is None or event.job in jobs)
+    ]
 
 
 def _write(event: EventRecord, as_json: bool) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from elasticd.cli.batch import batch_lines, batch_of, dealt, step_lengths
+from elasticd.cli.console import command_console
 from elasticd.cli.moves import answered, moves_of, shown
 from elasticd.cli.options import cluster_options, json_option, write_json
 from elasticd.cli.picture import StageTimes, busy, lane_names, named, picture
@@ -84,7 +85,7 @@ def plan(
 
     Without a file: the plans of the running jobs.
     """
-    console = Console(highlight=False)
+    console = command_console()
     if model is not None and not explain:
         raise click.UsageError("--model goes with --explain: planning itself reads the problem alone")
     if diff is not None:
@@ -211,12 +212,12 @@ def _limit(plan: Plan, times: StageTimes, rates: Any) -> str:
 def _running(config: str | None, coordinator: str | None, as_json: bool, console: Console) -> None:
     with reach(config, coordinator) as api:
         found = api.status()
-    planned = [job for job in found.jobs if job.plan is not None]
+    planned = [job for job in found.jobs if job.plan is not None and not job.over]
     if as_json:
         write_json({job.job: job.plan for job in planned})
         return
     if not planned:
-        console.print("no job has a plan: name a file to plan a problem, or start a job")
+        console.print("no job that runs has a plan: name a file to plan a problem, or start a job")
     for job in planned:
         assert job.plan is not None
         console.print(Text.assemble(("job ", "dim"), (job.job, "bold"), f"   plan {job.plan.number}"))

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elasticd.cli.console import command_console
 from elasticd.cli.options import json_option, plain_table
 from elasticd.extras import install, need
 from elasticd.wire.profiler import Answer, Describe, Described, Done, Failed, Progress, Request
@@ -119,7 +120,7 @@ def profile(
         whole=not no_whole,
         **asked,  # the other options have the names of the request's fields
     )
-    with Console(stderr=True).status(f"measuring {target}") as status:  # silent where nobody looks
+    with command_console(stderr=True).status(f"measuring {target}") as status:  # silent where nobody looks
         samples = measure(request, lambda part: status.update(f"measuring {target}: {part:.0%}"))
     measured = measured_profile(samples)
     text = profile_text(samples, measured)
@@ -128,7 +129,7 @@ def profile(
     if as_json:
         sys.stdout.write(text)
     else:
-        show(samples, measured, Console(highlight=False))
+        show(samples, measured, command_console())
 
 
 def _write(out: str, text: str, mode: str = "w") -> None:

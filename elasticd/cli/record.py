@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import IO, cast
 
 import click
-from rich.console import Console
 
 from elasticd.backoff import jittered
+from elasticd.cli.console import command_console
 from elasticd.cli.options import cluster_options
 from elasticd.client import CannotReach, reach
 
@@ -32,7 +32,7 @@ def record(config: str | None, coordinator: str | None, seconds: float | None, f
     over.
     """
     ends = time.monotonic() + seconds if seconds is not None else None
-    console = Console(stderr=True, highlight=False)
+    console = command_console(stderr=True)
     try:
         kept = _opened(file)
     except OSError as error:

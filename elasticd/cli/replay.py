@@ -13,6 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from elasticd.cli.console import command_console
 from elasticd.cli.options import plain_table
 from elasticd.config.tree import load
 
@@ -44,7 +45,7 @@ def again(recorded: str, config: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(found), indent=1))
     else:
-        show(found, Console(highlight=False, markup=False))
+        show(found, command_console())
     if config is None and found.differs is not None:
         raise click.ClickException(
             "by the same settings something else was decided: the recording is of another release, or has a gap"

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elasticd.cli.console import command_console
 from elasticd.cli.options import json_option, plain_table
 from elasticd.cli.replay import again
 
@@ -72,12 +73,12 @@ def simulate(
     from elasticd.simulator.scenarios.scenario import load
 
     given = load(scenario, seed)
-    with Console(stderr=True).status(f"simulating {given.name}") as status:  # silent where nobody looks
+    with command_console(stderr=True).status(f"simulating {given.name}") as status:  # silent where nobody looks
         outcome = play(given, lambda part: status.update(f"simulating {given.name}: {part:.0%}"))
     if as_json:
         click.echo(outcome.to_json())
     else:
-        show(outcome, Console(highlight=False))
+        show(outcome, command_console())
     if plot_to is not None:
         plot(outcome, Path(plot_to))
     if outcome.stopped:

@@ -6,12 +6,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import click
+import msgspec
 from elasticd_planner.detection.slowness_history import SlownessKind
 from elasticd_planner.readable import readable
-from rich.console import Console, Group, RenderableType
+from elasticd_planner.value import Value
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from elasticd.cli.console import command_console
+from elasticd.cli.job_argument import named_job
 from elasticd.cli.options import asking, json_option, plain_table, write_json
 from elasticd.cli.picture import picture
 from elasticd.client import Api, CannotReach
@@ -28,35 +32,62 @@ from elasticd.coordinator.api_types import (
 
 #: Devices up to which each has a line of its own; of more, nodes have one where something is not normal.
 FEW_DEVICES = 32
-#: Without --all: lines of nodes, jobs, and pipelines and workers of a job that are shown.
-MOST_NODES, MOST_JOBS, MOST_PIPELINES, MOST_WORKERS = 20, 4, 6, 16
+#: Without --all: lines of nodes, jobs in full, jobs that are over, and pipelines and workers of a job.
+MOST_NODES, MOST_JOBS, MOST_OVER, MOST_PIPELINES, MOST_WORKERS = 20, 4, 10, 6, 16
 #: A device in a node's line: at normal speed, slower and slower, and one of a node that cannot be reached.
 _GLYPHS, _GONE = "▁▃▅▇█", "×"
 
 
 @click.command()
 @asking
-@click.option("--all", "everything", is_flag=True, help="Every device, pipeline and worker, however many.")
+@click.option("--all", "everything", is_flag=True, help="Every device, pipeline, worker and job, however many.")
 @click.option("--follow", "-f", is_flag=True, help="With --json: what changes too, until Ctrl-C.")
 @json_option("The coordinator's own answer; with --follow a line for each thing, and for each change of it.")
-def status(api: Api, as_json: bool, everything: bool, follow: bool) -> None:
-    """Show the leader, the nodes, and each job with its plan and why it has it.
+@click.argument("job", required=False)
+def status(api: Api, as_json: bool, everything: bool, follow: bool, job: str | None) -> None:
+    """Show the leader, the devices, and each job that runs with its plan and why it has it.
 
-    In a large cluster only what is not normal has a line: a node, with a glyph for each of its devices.
+    Jobs that are over follow, each in a line. With JOB: that job alone, in full, and its devices. In a large
+    cluster only what is not normal has a line: a node, with a glyph for each of its devices.
     """
     if follow and not as_json:
         raise click.UsageError("--follow is for --json: 'elasticd top' is the screen that follows")
+    if follow and job is not None:
+        raise click.UsageError("--follow is of the whole cluster: leave JOB out")
     if follow:
         for news in api.live(measured=False):
             write_json(news)
         raise CannotReach(f"the leader at {api.url} is gone: ask again for the next one")
-    if as_json:
+    if as_json and job is None:
         click.echo(api.status_json())
         return
-    found = api.status()
-    shown = found.jobs if everything else found.jobs[:MOST_JOBS]
-    reasons = {job.job: why(api, job) for job in shown}
-    Console(highlight=False, markup=False).print(screen(found, reasons, everything=everything))
+    cluster = api.status()
+    if job is not None:
+        cluster = status_of(cluster, named_job(cluster, job))
+    if as_json:
+        write_json((*cluster.jobs, *cluster.restarts)[0])
+        return
+    full = cluster.jobs if everything or job is not None else jobs_in_full(cluster.jobs)
+    reasons = {known.job: why(api, known) for known in full}
+    command_console().print(screen(cluster, reasons, everything=everything, one=job is not None))
+
+
+def status_of(cluster: ClusterStatus, job: str) -> ClusterStatus:
+    """The same of one job alone: that job, and the devices of its plan, its workers and its processes."""
+    jobs = tuple(known for known in cluster.jobs if known.job == job)
+    restarts = tuple(known for known in cluster.restarts if known.job == job)
+    alone = msgspec.structs.replace(cluster, jobs=jobs, restarts=restarts)
+    used = uses_of(alone, over=True)
+    nodes = tuple(
+        msgspec.structs.replace(node, devices=tuple(device for device in node.devices if device.name in used))
+        for node in cluster.nodes
+    )
+    return msgspec.structs.replace(alone, nodes=tuple(node for node in nodes if node.devices))
+
+
+def jobs_in_full(jobs: Sequence[JobStatus]) -> list[JobStatus]:
+    """The jobs that a screen shows in full: the first of those that run."""
+    return [job for job in jobs if not job.over][:MOST_JOBS]
 
 
 def why(api: Api, job: JobStatus) -> str:
@@ -68,37 +99,73 @@ def why(api: Api, job: JobStatus) -> str:
     return next(reasons, "")
 
 
-def screen(found: ClusterStatus, reasons: dict[str, str], *, everything: bool = False) -> RenderableType:
-    """The whole status, for a terminal; of a large cluster without `everything` what is not normal."""
-    leader = found.leader
+def screen(
+    cluster: ClusterStatus, reasons: Mapping[str, str], *, everything: bool = False, one: bool = False
+) -> RenderableType:
+    """The whole status, for a terminal: jobs that run in full, those that are over in a line each.
+
+    Args:
+        cluster: the status; of all jobs, or of `one` that is shown in full also where it is over.
+        reasons: why each job's plan was chosen, by job.
+        everything: every device, pipeline, worker and job in full; else of a large cluster what is not normal.
+        one: the status is of one job alone (`status_of`).
+    """
+    leader = cluster.leader
     title = Text.assemble(
         ("cluster ", "dim"),
-        (found.cluster, "bold"),
+        (cluster.cluster, "bold"),
         ("   leader ", "dim"),
         f"{leader.name} at {leader.url}",
         (f"   epoch {leader.epoch}", "dim"),
     )
-    head = Group(title, *paused(found))
-    if not found.nodes:
-        return Group(head, Text("no agent is connected: start one on each node with 'elasticd-agent'"))
-    everything = everything or sum(len(node.devices) for node in found.nodes) <= FEW_DEVICES
-    parts: list[RenderableType] = [head]
-    parts += [nodes(found.nodes)] if everything else [*abnormal_nodes(found.nodes)]
-    jobs = found.jobs if everything else sorted(found.jobs, key=_over)[:MOST_JOBS]
-    rates = rates_of(found)
-    for job in jobs:
-        parts += ["", *_job(job, reasons.get(job.job, ""), rates, everything=everything)]
-    if len(jobs) < len(found.jobs):
-        parts += ["", Text(f"and {len(found.jobs) - len(jobs)} more jobs: elasticd jobs", style="dim")]
-    for restarting in found.restarts if everything else found.restarts[:MOST_JOBS]:
-        parts += ["", *_restarting(restarting)]
-    if not found.jobs and not found.restarts:
-        parts.append(Text("no job: start one with torchrun --rdzv-backend=elasticd --rdzv-id=NAME ..."))
+    parts: list[RenderableType] = [title, *paused(cluster)]
+    if not cluster.nodes and not one:
+        parts.append(Text("no agent is connected: start one on each node with 'elasticd-agent'"))
+        return Group(*parts)
+    few = sum(len(node.devices) for node in cluster.nodes) <= FEW_DEVICES
+    if everything or few:
+        parts.append(device_table(cluster))
+    else:
+        parts += abnormal_nodes(cluster.nodes)
+    parts += _jobs(cluster, reasons, every_job=everything or one, every_part=everything or few)
+    if not cluster.jobs and not cluster.restarts:
+        parts.append(Text("no job: start one with elasticd run SCRIPT"))
     return Group(*parts)
 
 
-def _over(job: JobStatus) -> bool:
-    return job.phase in ("done", "stopped")
+def _jobs(
+    cluster: ClusterStatus, reasons: Mapping[str, str], *, every_job: bool, every_part: bool
+) -> Iterator[RenderableType]:
+    """The jobs. every_job: all in full. every_part: in those in full, all pipelines and workers."""
+    rates = rates_of(cluster)
+    running = [job for job in cluster.jobs if not job.over]
+    over = [job for job in cluster.jobs if job.over]
+    full = running + over if every_job else jobs_in_full(running)
+    for job in full:
+        yield ""
+        yield from _job(job, reasons.get(job.job, ""), rates, everything=every_part)
+    for restarting in cluster.restarts if every_job else cluster.restarts[:MOST_JOBS]:
+        yield ""
+        yield from _restarting(restarting)
+    if more := len(running) - len(full):
+        yield from ("", Text(f"and {more} more jobs that run: elasticd jobs", style="dim"))
+    if over and not every_job:
+        yield from ("", *jobs_over(over))
+
+
+def jobs_over(over: Sequence[JobStatus]) -> Iterator[RenderableType]:
+    """A line for each job that is over, at most `MOST_OVER` of them."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for _ in range(4):
+        table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for job in over[:MOST_OVER]:
+        loss = "-" if job.loss is None else f"{job.loss:.4f}"
+        table.add_row(job.job, job.phase, f"step {job.step}", f"loss {loss}", in_one_line(job.reason))
+    yield table
+    if len(over) > MOST_OVER:
+        yield Text(f"and {len(over) - MOST_OVER:,} more jobs that are over: elasticd jobs", style="dim")
+    yield Text("'elasticd status JOB' shows one of them in full, --all shows all", style="dim")
 
 
 def abnormal_nodes(listed: Sequence[NodeStatus]) -> Iterator[RenderableType]:
@@ -170,10 +237,35 @@ def paused(found: ClusterStatus) -> Iterator[Text]:
         yield Text("replanning is paused: 'elasticd resume' ends that", style="yellow")
 
 
-def nodes(listed: Sequence[NodeStatus]) -> Table:
-    """One line for each device."""
-    table = plain_table("device", "memory", "takes", "")
-    for node in listed:
+class Use(Value, frozen=True, kw_only=True):
+    """A job's use of a device."""
+
+    job: str  # the job's name
+    rank: int | None = None  # in its plan (None: it has none there)
+    standby: bool = False  # the plan leaves the device idle
+
+
+def uses_of(cluster: ClusterStatus, *, over: bool = False) -> dict[str, Use]:
+    """Which job uses each device, by the plans in force, or by the workers of jobs without one; `over`: jobs
+    that are over count too."""
+    uses: dict[str, Use] = {}
+    for restarting in cluster.restarts:
+        uses |= {device: Use(job=restarting.job) for device in restarting.devices}
+    for job in cluster.jobs:
+        if job.over and not over:
+            continue
+        uses |= {member.device: Use(job=job.job) for member in job.members}
+        if job.plan is not None:
+            uses |= {device: Use(job=job.job, standby=True) for device in job.plan.idle}
+            uses |= {device: Use(job=job.job, rank=rank) for rank, device in enumerate(job.plan.members)}
+    return uses
+
+
+def device_table(cluster: ClusterStatus) -> Table:
+    """One line for each device: the job and the rank that use it, memory, how busy it is, and its slowdown."""
+    table = plain_table("device", "job", ">rank", ">memory", ">busy", ">temp", ">takes", "", whole=7)
+    uses = uses_of(cluster)
+    for node in cluster.nodes:
         for device in node.devices:
             notes = [
                 "" if node.connected else "node unreachable",
@@ -184,11 +276,31 @@ def nodes(listed: Sequence[NodeStatus]) -> Table:
             ]
             table.add_row(
                 device.name,
-                readable(device.memory),
+                *_user(uses.get(device.name)),
+                *_readings(device, node),
                 Text(f"{device.rate:.2f}x", style="red" if device.rate > 1 else "green"),
                 Text(", ".join(note for note in notes if note), style="dim"),
             )
     return table
+
+
+def _user(use: Use | None) -> tuple[str, str]:
+    if use is None:
+        return "-", "-"
+    return use.job, "standby" if use.standby else "-" if use.rank is None else str(use.rank)
+
+
+def _readings(device: DeviceStatus, node: NodeStatus) -> tuple[str, str, str]:
+    """A device's memory, how busy it is and its temperature; "-" is what its agent does not tell."""
+    health = node.health.device(device.name) if node.health is not None and node.connected else None
+    used = health.memory_used if health is not None else None
+    busy = health.utilisation if health is not None else None
+    degrees = health.temperature if health is not None else None
+    return (
+        f"{readable(used)} / {readable(device.memory)}" if used is not None else readable(device.memory),
+        "-" if busy is None else f"{busy:.0%}",
+        "-" if degrees is None else f"{degrees:.0f} °C",
+    )
 
 
 def slowness(device: DeviceStatus) -> str:

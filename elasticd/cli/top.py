@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import click
 from elasticd_planner.spec.batch import BatchSummary
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from elasticd.cli.console import command_console
 from elasticd.cli.options import cluster_options, json_option, plain_table, write_json
 from elasticd.cli.picture import picture
-from elasticd.cli.status import paused, rates_of
+from elasticd.cli.status import jobs_over, paused, rates_of
 from elasticd.client import Api, CannotReach, reach
 from elasticd.coordinator.api_types import ClusterStatus, JobStatus, NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord, line
@@ -39,7 +40,7 @@ def top(config: str | None, coordinator: str | None, every: float, once: bool, a
             status, steps, events = _asked(api)
         write_json({"status": status, "steps": steps, "events": events})
         return
-    console = Console(highlight=False, markup=False)
+    console = command_console()
     if once or not sys.stdout.isatty():
         with reach(config, coordinator) as api:
             console.print(drawn(*_asked(api)))
@@ -65,7 +66,7 @@ Steps = dict[str, tuple[StepRecord, ...]]
 def _asked(api: Api) -> tuple[ClusterStatus, Steps, Sequence[EventRecord]]:
     """What a screen is drawn from: the status, the last steps of each job, the last events."""
     status = api.status()
-    steps = {job.job: api.steps(job.job, max(-1, job.step - 60)).steps for job in status.jobs}
+    steps = {job.job: api.steps(job.job, max(-1, job.step - 60)).steps for job in status.jobs if not job.over}
     return status, steps, api.events()[-EVENTS:]
 
 
@@ -77,7 +78,10 @@ def drawn(status: ClusterStatus, steps: Steps, events: Sequence[EventRecord]) ->
     )  # fmt: skip
     parts: list[RenderableType] = [head, *paused(status), "", devices(status.nodes)]
     for job in status.jobs:
-        parts += ["", *_job(job, steps.get(job.job, ()), rates_of(status))]
+        if not job.over:
+            parts += ["", *_job(job, steps.get(job.job, ()), rates_of(status))]
+    if over := [job for job in status.jobs if job.over]:
+        parts += ["", *jobs_over(over)]
     if events:
         parts += ["", *(Text(line(event), style="dim") for event in events)]
     return Group(*parts)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -38,7 +40,8 @@ _LOOK = 0.5
 @click.option("--devices", type=click.IntRange(min=1), help="How many devices (default: ask the machine).")
 @click.option("--memory", metavar="SIZE", help="Memory of each device, as '8 GiB' (default: ask).")
 @click.option("--folder", metavar="FOLDER", help="For etcd's data and the logs (default: with the state).")
-def up(config: str | None, devices: int | None, memory: str | None, folder: str | None) -> None:
+@click.option("--chaos", is_flag=True, help="Let 'elasticd chaos' harm this cluster, as [chaos] enabled does.")
+def up(config: str | None, devices: int | None, memory: str | None, folder: str | None, chaos: bool) -> None:
     """Run etcd, a coordinator, an agent and the dashboard on this machine, until Ctrl-C.
 
     For one machine. What a cluster needs is in docs/operations.md. What etcd remembers is kept for the next
@@ -55,7 +58,7 @@ def up(config: str | None, devices: int | None, memory: str | None, folder: str 
                     f"another 'elasticd up' runs in {place}: end that one, or give this one a name of its own "
                     "in section [cluster], or another --folder"
                 )
-            _run(place, config or os.environ.get(CONFIG_VARIABLE), devices, memory)
+            _run(place, config or os.environ.get(CONFIG_VARIABLE), devices, memory, chaos)
     except Interrupted:
         click.echo("ended")
     except (ProcessError, EtcdServerError) as error:
@@ -66,17 +69,25 @@ def up(config: str | None, devices: int | None, memory: str | None, folder: str 
         ) from None
 
 
-def _run(place: Path, named: str | None, devices: int | None, memory: str | None) -> None:
+def _run(place: Path, named: str | None, devices: int | None, memory: str | None, chaos: bool) -> None:
     """Until a process of ours ends, or the user asks to: raises ProcessError or Interrupted, always."""
+    started = time.monotonic()
+
+    def progress(text: str) -> None:
+        click.echo(f"{text} ({time.monotonic() - started:.1f} s)")
+
+    click.echo(f"starting etcd, a coordinator, an agent and the dashboard; their logs are in {place}")
     with EtcdServer(place) as etcd, Processes(place) as processes, processes.interruptible():
-        written = _configuration(place, named, etcd.endpoint)
+        progress("etcd answers")
+        written = _configuration(place, named, etcd.endpoint, chaos=chaos)
         settings = load(written)
         children = _start(processes, settings, written, devices, memory)
-        _wait(processes, children, settings)
+        _wait(processes, children, settings, progress)
         pages = _pages(processes, settings, written, place)
         with announced(written):
             devices = _devices(processes, settings, children)
-            click.echo(_advice(settings, written, devices, _served(processes, pages)))
+            served = _served(processes, pages)
+            click.echo(_advice(settings, written, devices, served))
             while True:
                 for child in children:
                     processes.alive(child)
@@ -113,17 +124,21 @@ def _served(processes: Processes, pages: Child | None) -> str:
     return f"dashboard at {url}"
 
 
-def _configuration(place: Path, named: str | None, endpoint: str) -> Path:
-    """The user's own file, with our etcd in it, so that every command finds all of it by one name."""
+def _configuration(place: Path, named: str | None, endpoint: str, *, chaos: bool) -> Path:
+    """The user's own file, with our etcd in it, so that every command finds all of it by one name; with `chaos`
+    its section [chaos] is on."""
+    own = {"etcd": f'endpoints = ["{endpoint}"]', **({"chaos": "enabled = true"} if chaos else {})}
     written = place / "elasticd.toml"
     text = Path(named).read_text() if named is not None else ""
-    lines, inside = [], False
+    lines, replaced = [], False
     for line in text.splitlines():
         if line.strip().startswith("["):
-            inside = line.strip().startswith("[etcd]")
-        if not inside:
+            replaced = line.strip().startswith(tuple(f"[{section}]" for section in own))
+        if not replaced:
             lines.append(line)
-    written.write_text("\n".join([*lines, "[etcd]", f'endpoints = ["{endpoint}"]', ""]))
+    for section, body in own.items():
+        lines += [f"[{section}]", body]
+    written.write_text("\n".join([*lines, ""]))
     return written
 
 
@@ -141,11 +156,15 @@ def _start(
     ]
 
 
-def _wait(processes: Processes, children: list[Child], settings: Config) -> None:
-    """Until a leader is there and the agent has its socket."""
+def _wait(
+    processes: Processes, children: list[Child], settings: Config, progress: Callable[[str], None]
+) -> None:
+    """Until a leader is there and the agent has its socket; tells `progress` of both."""
     processes.until(lambda: _url(settings), "the coordinator's election", START_SECONDS, needs=children)
+    progress("the coordinator leads")
     socket = Path(settings.agent.socket or default_path())
     processes.until(socket.is_socket, "the agent's start", START_SECONDS, needs=children)
+    progress("the agent serves")
 
 
 def _devices(processes: Processes, settings: Config, children: list[Child]) -> int:
@@ -178,6 +197,7 @@ def _advice(settings: Config, written: Path, devices: int, pages: str) -> str:
         *chosen,
         f"  elasticd run --job my-job{count} train.py",
         "  elasticd top",
+        *(("  elasticd chaos slow DEVICE 3    # chaos is on",) if settings.chaos.enabled else ()),
         "Ctrl-C ends all of these; training workers are left alone",
     )
     return "\n".join(lines)

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 import click
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from elasticd.cli.history import job_named
+from elasticd.cli.console import command_console
+from elasticd.cli.job_argument import job_with_plans, named_job
 from elasticd.cli.options import asking, json_option, write_json
 from elasticd.cli.picture import picture
 from elasticd.cli.status import exception
@@ -24,12 +25,17 @@ from elasticd.records import HistoryRecord
 @click.command()
 @asking
 @json_option("The plan or the device, what was measured, and the events about it.")
-@click.option("--job", metavar="JOB", help="The job (default: the only one).")
-@click.argument("what", required=False)
-def why(api: Api, as_json: bool, job: str | None, what: str | None) -> None:
-    """Explain a plan by its number, a device by its name, or, without either, the plan in force."""
-    name = job_named(api, job)
-    status, told, records = api.status(), api.events(), api.history(name)
+@click.option("--job", "option", metavar="JOB", hidden=True)  # release 0.1's way to say it
+@click.argument("words", nargs=-1, metavar="[JOB] [PLAN|DEVICE]")
+def why(api: Api, as_json: bool, option: str | None, words: tuple[str, ...]) -> None:
+    """Explain a plan by its number, a device by its name, or, without either, the plan in force.
+
+    Without JOB it is about the job that runs; of several, about the one that uses the device.
+    """
+    status = api.status()
+    job, what = _asked(status, words, option)
+    name = job_with_plans(status, job or _user_of(what, status), quiet=as_json)
+    told, records = api.events(), api.history(name)
     steps = api.steps(name).steps
     told = tuple(event for event in told if event.job in ("", name))
     answer: dict[str, object]
@@ -46,7 +52,28 @@ def why(api: Api, as_json: bool, job: str | None, what: str | None) -> None:
     if as_json:
         write_json({"job": name, **answer})
     else:
-        Console(highlight=False, markup=False).print(Group(*shown))
+        command_console().print(Group(*shown))
+
+
+def _asked(status: ClusterStatus, words: Sequence[str], option: str | None) -> tuple[str | None, str | None]:
+    """The job, and the plan or the device, that the words name; each None where none of them does. A word that
+    is a number is a plan's, one with a slash a device's, and any other a job's: no job's name has a slash, and
+    of two words the first is the job's whatever it is."""
+    words = (*((option,) if option is not None else ()), *words)
+    if len(words) > 2:
+        raise click.UsageError(f"too many names: {' '.join(words)}; give a job, and a plan or a device of it")
+    if option is not None or len(words) == 2:
+        return named_job(status, words[0]), words[1] if len(words) == 2 else None
+    if not words:
+        return None, None
+    (word,) = words
+    return (None, word) if word.isdigit() or "/" in word else (named_job(status, word), None)
+
+
+def _user_of(device: str | None, status: ClusterStatus) -> str | None:
+    """The job that runs on a device; None where none does."""
+    users = (job for job in status.jobs if not job.over and job.plan is not None)
+    return next((job.job for job in users if job.plan and device in (*job.plan.members, *job.plan.idle)), None)
 
 
 def _meant(

@@ -21,6 +21,14 @@ from elasticd.records import ConfigRecord, HistoryRecord
 from elasticd.wire.node_health import Health
 from elasticd.wire.worker import WorkerDevice
 
+#: Why an order to harm the cluster is not carried out.
+CHAOS_OFF = (
+    "chaos is off: set enabled = true in section [chaos] of the coordinator's configuration and the agents', "
+    "or start 'elasticd up --chaos'"
+)
+#: Values of `JobStatus.phase` after which nothing follows.
+OVER_PHASES = frozenset({"done", "stopped"})
+
 
 class DeviceStatus(Value, frozen=True, kw_only=True):
     """A device."""
@@ -82,6 +90,11 @@ class JobStatus(Value, frozen=True, kw_only=True):
     exception: ExceptionStatus | None = None
     batch: BatchSummary | None = None  # the newest packed batch (None: samples are padded)
     members: tuple[MemberStatus, ...]  # its workers, by device
+
+    @property
+    def over(self) -> bool:
+        """Nothing follows: the job is done, or was stopped."""
+        return self.phase in OVER_PHASES
 
 
 class Pace(Value, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import msgspec
 
 from elasticd.codec.decoding import shown, tag_of
 from elasticd.config.tree import ConfigError
-from elasticd.coordinator.api_types import ApiError, LeaderStatus, Settings, unknown
+from elasticd.coordinator.api_types import CHAOS_OFF, ApiError, LeaderStatus, Settings, unknown
 from elasticd.coordinator.bootstrap_store import BootstrapRoom, BootstrapStore
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.events.event_log import Journal
@@ -488,10 +488,7 @@ class Leading:
     def allow_chaos(self) -> None:
         """Raises `ApiError` where the configuration has it off."""
         if not self.chaos:
-            raise ApiError(
-                "forbidden",
-                "chaos is off: set enabled = true in section [chaos] of the coordinator's configuration",
-            )
+            raise ApiError("forbidden", CHAOS_OFF)
 
     async def change(self, asked: Mapping[str, Any], by: str) -> None:
         """Changes detection and policy: written first, then followed. Raises `ApiError`."""

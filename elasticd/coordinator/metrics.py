@@ -68,6 +68,17 @@ FAMILIES = {
     "elasticd_link_slowdown": Family(
         "gauge", ("link",), "How many times slower than its peers a link between two nodes is; 1 is normal."
     ),
+    "elasticd_device_memory_used_bytes": Family(
+        "gauge",
+        ("node", "device"),
+        "Memory in use in bytes: of an NVIDIA device, or the resident memory of a CPU device's worker.",
+    ),
+    "elasticd_device_utilisation": Family(
+        "gauge",
+        ("node", "device"),
+        "Part of the last seconds in which the device computed, 0 to 1; of a CPU device the processor time of "
+        "its worker, above 1 where that had several processors.",
+    ),
     "elasticd_device_temperature_celsius": Family("gauge", ("node", "device"), "Temperature of the device."),
     "elasticd_device_throttled": Family(
         "gauge", ("node", "device"), "1 while the device's clocks are held down, else 0."
@@ -263,7 +274,12 @@ def _family(name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metri
 def _of_health(nodes: Sequence[NodeState]) -> Iterator[Metric]:
     """What agents saw of nodes and devices, as far as the system offers it."""
     seen = [(node.record.node, node.health) for node in nodes if node.health is not None]
-    devices = [(node, device) for node, health in seen for device in health.devices]
+    known = [(node, device) for node, health in seen for device in health.devices]
+    used = [((n, d.name), d.memory_used) for n, d in known if d.memory_used is not None]
+    yield _family("elasticd_device_memory_used_bytes", used)
+    busy = [((n, d.name), d.utilisation) for n, d in known if d.utilisation is not None]
+    yield _family("elasticd_device_utilisation", busy)
+    devices = [(node, device) for node, device in known if device.pid is None]
     hot = [((n, d.name), d.temperature) for n, d in devices if d.temperature is not None]
     yield _family("elasticd_device_temperature_celsius", hot)
     yield _family("elasticd_device_throttled", [((n, d.name), bool(d.throttled)) for n, d in devices])

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import msgspec
 from elasticd_planner.value import Value
 
-from elasticd.coordinator.api_types import Settings
+from elasticd.coordinator.api_types import CHAOS_OFF, Settings
 from elasticd.dashboard import views
 from elasticd.dashboard.known import Knowledge
 
@@ -315,7 +315,7 @@ def refusal(known: Knowledge, viewer: views.Viewer, name: str) -> str:
     if not known.reachable:
         return "nobody leads now, or the dashboard cannot reach who does: wait, or start a coordinator"
     if act.chaos and not known.cluster.chaos:
-        return "chaos is off: set enabled = true in section [chaos] of the coordinator's configuration"
+        return CHAOS_OFF
     if name in ("pause", "resume") and known.cluster.paused == (name == "pause"):
         return "replanning is paused already" if name == "pause" else "replanning is not paused"
     if name in ("pause", "resume", "config") and known.cluster.store_away:

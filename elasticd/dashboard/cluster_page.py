@@ -164,11 +164,12 @@ def _nodes(known: Knowledge, rows: Iterable[views.NodeRow]) -> Iterator[views.Ab
         for device in row.devices:
             slow = device.slowdown > 1.0
             said = causes(health, device.name) if health is not None else ()
+            sensors = health.device(device.name) if health is not None else None
             if device.state == "hung":
                 halted = known.cluster.halts[device.job][device.name]
                 since = known.heard - halted.seconds
                 yield _row("device", device.name, "hung", halted.place, since, device)
-            elif slow or (said and health is not None and health.device(device.name) is not None):
+            elif slow or (said and sensors is not None and sensors.pid is None):
                 why = "; ".join((*_kind(known.cluster, device.name), *said))
                 if device.pace != 1.0:
                     why = "; ".join(filter(None, (f"chaos slows it {device.pace:g}x on purpose", why)))

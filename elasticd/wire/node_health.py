@@ -16,10 +16,13 @@ STOLEN, PRESSED = 0.05, 0.2
 
 
 class DeviceHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """An NVIDIA device. What the driver does not offer is None or empty."""
+    """A device: NVIDIA's by its driver, a CPU device by its worker's process. What is not offered is None."""
 
     name: str  # "node/local rank"
-    utilisation: float | None = None  # part of the time in which it computed, 0 to 1
+    #: of the worker's process whose memory and processor time these are (None: they are of the device itself)
+    pid: int | None = None
+    #: part of the time in which it computed, 0 to 1; above 1 where a process had more than one processor
+    utilisation: float | None = None
     memory_used: int | None = None  # bytes
     clock: float | None = None  # of its processors now, Hz
     most_clock: float | None = None  # of its processors at most, Hz
@@ -48,7 +51,7 @@ class Health(Message, frozen=True, kw_only=True, tag="node-health"):
     memory_available: int | None = None  # bytes
     disk: tuple[float, float] | None = None  # bytes a second read and written
     network: tuple[float, float] | None = None  # bytes a second received and sent
-    devices: tuple[DeviceHealth, ...] = ()  # those of NVIDIA
+    devices: tuple[DeviceHealth, ...] = ()  # those of NVIDIA, or those that a worker drives
 
     def device(self, name: str) -> DeviceHealth | None:
         """One of its devices; None where it is not known."""

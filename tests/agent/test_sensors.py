@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from ctypes import c_void_p
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pynvml
 import pytest
 from elasticd_agent.hardware.nvml import REASONS, Nvml, opened
+from elasticd_agent.hardware.processes import WorkerProcesses
 from elasticd_agent.hardware.sensors import Sensors, _allowed
 
+from elasticd.testing.waiting import until
 from elasticd.wire.node_health import DeviceHealth, Health, causes
 
 
@@ -142,6 +148,33 @@ def test_without_a_driver_there_is_nothing() -> None:
     else:
         pynvml.nvmlShutdown()
         pytest.skip("this machine has a driver")
+
+
+def test_a_device_without_sensors_is_read_by_its_workers_process() -> None:
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
+        for code in ("while True: pass", "input()")
+    ]
+    pids = {"a/0": started[0].pid, "a/1": started[1].pid, "a/2": 2**22 + 1}  # the last is no process
+    processes = WorkerProcesses(lambda: pids)
+    try:
+        first, second = processes.read()
+        assert [(first.name, first.pid), (second.name, second.pid)] == [*pids.items()][:2]
+        assert first.utilisation is None, "nothing to compare with"
+        assert first.memory_used == pytest.approx(psutil.Process(first.pid).memory_info().rss, rel=0.5)
+        until(lambda: sum(psutil.Process(first.pid).cpu_times()[:2]) > 0.2)
+        (busy, _) = processes.read()
+        assert busy.utilisation is not None
+        assert 0.0 < busy.utilisation <= 1.5
+        started[1].kill()
+        started[1].wait()
+        pids["a/1"] = os.getpid()  # another worker drives it now
+        (_, other) = processes.read()
+        assert (other.pid, other.utilisation) == (os.getpid(), None)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 def test_the_machine_is_read_and_rates_are_those_since_the_last_reading(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from elasticd.cli import checkpoint
 from elasticd.client import CannotReach
+from elasticd.coordinator.api_types import OVER_PHASES
 
 
 class Played:
@@ -20,7 +21,8 @@ class Played:
     def status(self) -> Any:
         phase, step, events = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
         self._events = events
-        return SimpleNamespace(job=lambda name: SimpleNamespace(phase=phase, step=step))
+        job = SimpleNamespace(phase=phase, step=step, over=phase in OVER_PHASES)
+        return SimpleNamespace(job=lambda name: job)
 
     def events(self, after: int) -> list[Any]:
         return [event for event in self._events if event.id > after]

@@ -41,7 +41,7 @@ def test_status_finds_the_leader_by_etcd_and_shows_nodes_and_devices(configured:
     assert "n0/0" in said
     assert "3 MiB" in said
     assert "emulated" in said
-    assert "no job: start one with torchrun" in said
+    assert "no job: start one with elasticd run" in said
 
 
 def test_status_for_programs_is_the_coordinators_own_answer(configured: str) -> None:

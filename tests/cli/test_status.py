@@ -9,7 +9,7 @@ import pytest
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Prediction, Stage, Strategy
 from rich.console import Console
 
-from elasticd.cli.status import screen
+from elasticd.cli.status import screen, status_of
 from elasticd.coordinator.api_types import (
     ClusterStatus,
     DeviceStatus,
@@ -18,6 +18,7 @@ from elasticd.coordinator.api_types import (
     MemberStatus,
     NodeStatus,
 )
+from elasticd.wire.node_health import DeviceHealth, Health
 from elasticd.wire.worker import WorkerDevice
 
 PLAN = Plan(
@@ -114,10 +115,79 @@ def test_screen_of_an_empty_cluster_says_what_to_start() -> None:
 
 
 def test_screen_of_a_job_without_a_plan_shows_its_phase_and_reason() -> None:
-    job = msgspec.structs.replace(STATUS.jobs[0], plan=None, phase="stopped", reason="a worker died", loss=None)
+    job = msgspec.structs.replace(STATUS.jobs[0], plan=None, phase="assembling", reason="a node", loss=None)
     said = shown(msgspec.structs.replace(STATUS, jobs=(job,)), {})
-    assert "job j  stopped  a worker died" in said
+    assert "job j  assembling  a node" in said
     assert "loss -" in said
+
+
+def test_jobs_that_run_come_first_and_in_full_and_those_that_are_over_in_a_line_each() -> None:
+    replace = msgspec.structs.replace
+    (runs,) = STATUS.jobs
+    ended = [replace(runs, job=f"a{n}", phase="stopped", reason=f"a worker died\n{n}", loss=None) for n in "01"]
+    status = replace(STATUS, jobs=(*ended, runs))
+    lines = shown(status, {}).splitlines()
+    (first,) = [number for number, line in enumerate(lines) if "job j  running" in line]
+    over = [number for number, line in enumerate(lines) if "stopped" in line]
+    assert first < over[0]
+    assert [lines[number].split() for number in over] == [
+        [f"a{n}", "stopped", "step", "41", "loss", "-", "a", "worker", f"died\\n{n}"] for n in "01"
+    ]
+    assert sum("workers" in line for line in lines) == 1, "only the job that runs is drawn"
+    everything = drawn(status, everything=True)
+    assert sum("workers" in line for line in everything) == 3
+    many = replace(STATUS, jobs=tuple(replace(ended[0], job=f"a{n}") for n in range(30)))
+    assert "and 20 more jobs that are over: elasticd jobs" in shown(many, {})
+
+
+def test_one_job_is_shown_in_full_also_when_it_is_over_with_the_devices_that_it_has_alone() -> None:
+    replace = msgspec.structs.replace
+    device = DeviceStatus(name="a/7", memory=3 << 20, rate=1.0, pace=1.0)
+    (node,), (job,) = STATUS.nodes, STATUS.jobs
+    spare = replace(node, node="c", devices=(replace(device, name="c/0"),))
+    over = replace(job, phase="stopped", reason="a worker died")
+    nodes = (replace(node, devices=(*node.devices, device)), spare)
+    status = replace(STATUS, jobs=(over, replace(job, job="other")), nodes=nodes)
+    alone = status_of(status, "j")
+    lines = drawn(alone, one=True)
+    assert any("job j  stopped  a worker died" in line for line in lines)
+    assert not any("other" in line for line in lines)
+    assert [node.node for node in alone.nodes] == ["a"]
+    assert [device.name for device in alone.nodes[0].devices] == ["a/1"]
+
+
+def test_each_device_has_its_job_rank_memory_load_and_temperature() -> None:
+    replace = msgspec.structs.replace
+    health = Health(
+        devices=(
+            DeviceHealth(name="a/0", memory_used=5 << 30, utilisation=0.971, temperature=61.4),
+            DeviceHealth(name="a/1", memory_used=300 << 20, utilisation=1.5),
+        )
+    )
+    device = DeviceStatus(name="a/0", memory=80 << 30, rate=1.0, pace=1.0)
+    nodes = tuple(
+        replace(
+            STATUS.nodes[0],
+            node=node,
+            connected=True,
+            emulated=False,
+            health=health if node == "a" else None,
+            devices=tuple(replace(device, name=f"{node}/{index}") for index in range(2)),
+        )
+        for node in "abc"
+    )
+    lines = [line.split() for line in shown(replace(STATUS, nodes=nodes), {}).splitlines()[1:8]]
+    assert lines == [
+        ["device", "job", "rank", "memory", "busy", "temp", "takes"],
+        ["a/0", "j", "0", "5", "GiB", "/", "80", "GiB", "97%", "61", "°C", "1.00x"],
+        ["a/1", "j", "1", "300", "MiB", "/", "80", "GiB", "150%", "-", "1.00x"],
+        ["b/0", "j", "2", "80", "GiB", "-", "-", "1.00x"],
+        ["b/1", "j", "standby", "80", "GiB", "-", "-", "1.00x"],
+        ["c/0", "-", "-", "80", "GiB", "-", "-", "1.00x"],
+        ["c/1", "-", "-", "80", "GiB", "-", "-", "1.00x"],
+    ]
+    away = replace(STATUS, nodes=tuple(replace(node, connected=False) for node in nodes))
+    assert "97%" not in shown(away, {}), "an old reading of a node that is away is no reading"
 
 
 def large() -> ClusterStatus:
@@ -188,7 +258,7 @@ def test_a_thousand_nodes_have_sixty_lines_that_say_what_is_not_normal() -> None
     assert not any(line.startswith("  n0001 ") for line in lines), "nothing is wrong with it"
     assert "more nodes that are not normal: --all" in text
     assert "100 pipelines of 10 stages on 8,000 devices" in text
-    assert "and 5 more jobs" in text
+    assert "and 5 more jobs that run: elasticd jobs" in text
 
 
 def test_all_shows_every_device_also_of_a_large_cluster() -> None:

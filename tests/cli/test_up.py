@@ -40,15 +40,16 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(
     (tmp_path / "train.py").touch()
     configuration = tmp_path / "mine.toml"
     configuration.write_text(
-        "[coordinator]\nport = 0\n[dashboard]\nport = 0\n"
+        "[coordinator]\nport = 0\n[dashboard]\nport = 0\n[chaos]\nenabled = false\n"
         f'[etcd]\nendpoints = ["nowhere:1"]\n[agent]\nsocket = "{tmp_path}/a.sock"\n'
     )
     options = ("--config", str(configuration), "--devices", "2", "--memory", "1 GiB")
     epochs: list[int] = []
     launched: list[Launch] = []
     while len(epochs) < 2:
+        chaos = ["--chaos"] if epochs else []
         process = subprocess.Popen(
-            [sys.executable, "-m", "elasticd", "up", *options],
+            [sys.executable, "-m", "elasticd", "up", *options, *chaos],
             env=environment(tmp_path),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -61,6 +62,10 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(
                 line = process.stdout.readline()
                 assert line, said
                 said += line
+            stages = ("starting etcd, ", "etcd answers (", "the coordinator leads (", "the agent serves (")
+            assert [line.startswith(stage) for line, stage in zip(said.splitlines(), stages, strict=False)] == (
+                [True] * len(stages)
+            )
             children = psutil.Process(process.pid).children(recursive=True)
             assert "elasticd run --job my-job --devices 2 train.py" in said
             pages = re.search(r"^dashboard at (http://127\.0\.0\.1:\d+)$", said, re.MULTILINE)
@@ -79,6 +84,12 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(
                 call("run", "--job", "j", "--devices", "2", str(tmp_path / "train.py"))
                 assert [what.socket for what in launched] == [f"{tmp_path}/a.sock"]
                 assert re.search(r"leads at .*; nodes: 1,\s+jobs: 0", checked.output)
+            device = json.loads(call("status", "--json").output)["nodes"][0]["devices"][0]["name"]
+            harmed = call("chaos", "slow", device, "2")
+            if chaos:
+                assert f"{device} now takes 2 times as long" in harmed.output
+            else:
+                assert "or start 'elasticd up --chaos'" in harmed.output
             epochs += [int(number) for number in re.findall(r"epoch (\d+)", shown)]
             process.send_signal(signal.SIGINT)
             assert process.wait(DEADLINE) == 0
