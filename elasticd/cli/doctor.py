@@ -134,9 +134,7 @@ def _named(path: str | None) -> str:
 
 def _torch() -> str:
     if importlib.util.find_spec("torch") is None:
-        raise Flaw(
-            "note", "not in this environment", f"a node that trains needs it: {extras.install('train')}"
-        )
+        raise Flaw("note", "not in this environment", f"a node that trains needs it: {extras.install('train')}")
     try:
         build = torch_build()
     except CannotTell as error:

@@ -237,7 +237,7 @@ def paused(found: ClusterStatus) -> Iterator[Text]:
         yield Text("replanning is paused: 'elasticd resume' ends that", style="yellow")
 
 
-class Use(Value, frozen=True, kw_only=True):
+class DeviceUse(Value, frozen=True, kw_only=True):
     """A job's use of a device."""
 
     job: str  # the job's name
@@ -245,19 +245,19 @@ class Use(Value, frozen=True, kw_only=True):
     standby: bool = False  # the plan leaves the device idle
 
 
-def uses_of(cluster: ClusterStatus, *, over: bool = False) -> dict[str, Use]:
+def uses_of(cluster: ClusterStatus, *, over: bool = False) -> dict[str, DeviceUse]:
     """Which job uses each device, by the plans in force, or by the workers of jobs without one; `over`: jobs
     that are over count too."""
-    uses: dict[str, Use] = {}
+    uses: dict[str, DeviceUse] = {}
     for restarting in cluster.restarts:
-        uses |= {device: Use(job=restarting.job) for device in restarting.devices}
+        uses |= {device: DeviceUse(job=restarting.job) for device in restarting.devices}
     for job in cluster.jobs:
         if job.over and not over:
             continue
-        uses |= {member.device: Use(job=job.job) for member in job.members}
+        uses |= {member.device: DeviceUse(job=job.job) for member in job.members}
         if job.plan is not None:
-            uses |= {device: Use(job=job.job, standby=True) for device in job.plan.idle}
-            uses |= {device: Use(job=job.job, rank=rank) for rank, device in enumerate(job.plan.members)}
+            uses |= {device: DeviceUse(job=job.job, standby=True) for device in job.plan.idle}
+            uses |= {device: DeviceUse(job=job.job, rank=rank) for rank, device in enumerate(job.plan.members)}
     return uses
 
 
@@ -284,7 +284,7 @@ def device_table(cluster: ClusterStatus) -> Table:
     return table
 
 
-def _user(use: Use | None) -> tuple[str, str]:
+def _user(use: DeviceUse | None) -> tuple[str, str]:
     if use is None:
         return "-", "-"
     return use.job, "standby" if use.standby else "-" if use.rank is None else str(use.rank)
