@@ -47,6 +47,8 @@ USUAL = (
     *("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Granite", "Cohere", "Cohere2", "Phi"),
     *("Phi3", "Olmo2", "StableLm", "Starcoder2", "GPTNeoX", "OPT", "Glm", "SmolLM3"),
 )
+#: Those with experts that it tries.
+USUAL_WITH_EXPERTS = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss", "DeepseekV3", "Glm4Moe", "Olmoe")
 #: What some default configurations leave open.
 LACKING = {
     "num_key_value_heads": 2,
@@ -167,8 +169,17 @@ def tried(kind: Any) -> Family:
     assert weight < (near, ""), f"{name}: {weight[1]} is {weight[0]:.1e} off"
     notes = ["to rounding"] * ("equal to the bit" not in described.proved)
     notes += ["with is_decoder=True"] * is_encoder(kind)
+    notes += ["experts whole"] * has_experts(model)
     found = packs(described)
     return Family(name=name, outcome="trains", why=", ".join(notes), cut=cut(described), packs=found)
+
+
+#: Classes of modules that send a token to some of several experts, by the last words of their names.
+EXPERTS = re.compile(r"Expert|Mo[eE](Block)?$|MoA$")
+
+
+def has_experts(model: nn.Module) -> bool:
+    return any(EXPERTS.search(type(module).__name__) for module in model.modules())
 
 
 def packs(described: elasticd.Model) -> str:

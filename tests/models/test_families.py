@@ -11,12 +11,12 @@ from tests.models import families
 
 KNOWN = families.rows()
 EVERY = sorted(families.classes())
-TRIED = [
-    name if name in families.OTHERS else f"{name}ForCausalLM" for name in (*families.USUAL, *families.OTHERS)
-]
+USUAL = [f"{name}ForCausalLM" for name in families.USUAL] + list(families.OTHERS)
+EXPERTS = [f"{name}ForCausalLM" for name in families.USUAL_WITH_EXPERTS]
+TRIED = [*USUAL, *EXPERTS]
 
 
-@pytest.mark.parametrize("name", sizes.beside(TRIED[::3], TRIED))
+@pytest.mark.parametrize("name", sizes.beside([*USUAL[::3], *EXPERTS[::3]], TRIED))
 def test_a_usual_family_trains_like_one_process(name: str) -> None:
     family = families.tried(families.found(name))
     assert family.outcome == "trains", family.why

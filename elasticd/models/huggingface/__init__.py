@@ -7,11 +7,11 @@ attention then never sees it.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from elasticd.models.huggingface.anatomy import REMEDY, text_of
@@ -26,8 +26,6 @@ __all__ = ["from_hf", "refuse_at_sight", "their_name"]
 
 #: Modules of layers that are called with samples and tokens in one dimension, by type of model.
 _FLATTENED = {"opt": "blocks.0.layer.fc1"}
-#: Classes of modules that send a token to some of several experts, by the last words of their names.
-_EXPERTS = re.compile(r"Expert|Mo[eE](Block)?$|MoA$")
 
 
 def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> Model:
@@ -90,12 +88,16 @@ def refuse_at_sight(model: Any) -> None:
         raise ModelError(f"{kind} is no model of transformers, a ...ForCausalLM say")
     if not isinstance(getattr(model.get_input_embeddings(), "weight", None), Tensor):
         raise ModelError(f"{kind} has no embedding that takes one stream of tokens: {REMEDY}")
-    for path, module in model.named_modules():
-        if _EXPERTS.search(type(module).__name__):
-            raise ModelError(
-                f"{path} of {kind} has experts ({type(module).__name__}). elasticd trains dense models of "
-                "transformers only: it cuts no experts, and the losses that balance them are no part of a stage"
-            )
+    if getattr(text_of(config), "output_router_logits", False):
+        raise ModelError(
+            f"output_router_logits = True of {kind} adds a loss of all layers' routers together, which no "
+            "stage has: set model.config.output_router_logits = False"
+        )
+    if getattr(config, "_experts_implementation", None) == "grouped_mm" and _has_double_experts(model):
+        raise ModelError(
+            f"the experts of {kind} are in double precision, which torch's grouped_mm does not have: call "
+            "model.set_experts_implementation('eager')"
+        )
     if "dynamic" in _rope_types(model):
         raise ModelError(
             f"rope_type = 'dynamic' of {kind} keeps the longest sequence that it has seen, so that what a "
@@ -106,6 +108,11 @@ def refuse_at_sight(model: Any) -> None:
             f"{kind} checkpoints its gradients: turn that off and give ParallelismOptions(recompute=True), "
             "which repeats its dropouts"
         )
+
+
+def _has_double_experts(model: Any) -> bool:
+    experts = (module for module in model.modules() if type(module).__name__.endswith("Experts"))
+    return any(p.dtype == torch.float64 for module in experts for p in module.parameters())
 
 
 def _warn_of_lengths(model: Any) -> None:

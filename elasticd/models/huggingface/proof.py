@@ -88,6 +88,7 @@ def prove(model: Any) -> Proof:
     kind, config = type(model), model.config
     with _on_the_side():
         copy = _small(model)
+        refuse_draws_and_state(copy)
         refuse_other_tokens(copy)
         anatomy, same_bits = compared(copy)
         exact, numbers = _with_changed_numbers(kind, copy.model.config)
@@ -250,6 +251,24 @@ def _why(name: str, section: str, given: Sequence[Mapping[str, Any]], watched: W
     if section == "head":
         return f"the logits of {name} are no function of its last layer's output"
     return f"{name} changes the activation between layers {index} and {index + 1}"
+
+
+def refuse_draws_and_state(copy: SmallModel) -> None:
+    """Raises ModelError where the same samples give something else in the next forward pass."""
+    model, before = copy.model, {name: buffer.clone() for name, buffer in copy.model.named_buffers()}
+    with torch.no_grad():
+        logits = logits_of(model(input_ids=copy.ids, **arguments(model)))
+    for name, buffer in model.named_buffers():
+        if not torch.equal(buffer, before[name]):
+            raise ModelError(
+                f"{name} of {copy.name} is a state that each forward pass in training changes, so that a "
+                f"layout would change it: {REMEDY}"
+            )
+    if not torch.equal(logits, copy.logits):
+        raise ModelError(
+            f"{copy.name} gives something else for the same samples each time in training, as one that draws "
+            f"random numbers does: set what makes it draw to 0, or {REMEDY}"
+        )
 
 
 def refuse_other_tokens(copy: SmallModel) -> None:

@@ -35,6 +35,10 @@ _OWN: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "codegen": (("mlp.fc_in",), ("mlp.fc_out",)),
     "gpt_neo": (("mlp.c_fc",), ("mlp.c_proj",)),
     "gpt_bigcode": (("mlp.c_fc",), ("mlp.c_proj",)),
+    "gpt_oss": (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.sinks"),
+        ("self_attn.o_proj",),
+    ),
 }
 #: Projections of queries, keys and values in one: three parts, or q, k and v of each head in turn.
 _FUSED_PARTS = {("gpt2", "attn.c_attn")}
@@ -88,7 +92,7 @@ def _plan(model: Any, anatomy: Anatomy) -> dict[str, str]:
         path: said
         for pattern, said in (getattr(text_of(model.config), "base_model_tp_plan", None) or {}).items()
         for where, dot, path in [pattern.partition(".*.")]
-        if dot and where == layers
+        if dot and where == layers and said != "local_params"  # of DTensors: says no cut
     }
     own = _OWN.get(model.config.model_type, ((), ()))
     return found or {path: said for said, paths in zip(_CUTS, own, strict=True) for path in paths}
@@ -136,7 +140,8 @@ class _Group:
 
     def _one(self, path: str, said: str) -> None:
         if path in self._parameters:
-            raise _Whole(f"{path} is a parameter by itself")
+            self._by_itself(path, said)
+            return
         module: Any = self._modules[path]
         if not any(True for _ in module.parameters()):
             return
@@ -164,6 +169,14 @@ class _Group:
             self._cut.rules[pattern] = rule(f"columns_{side}")
         else:
             self._cut.rules[pattern] = self._of_heads(path, said, outputs if said == "colwise" else inputs)
+
+    def _by_itself(self, path: str, said: str) -> None:
+        """The rule of a parameter of a module that is no projection: attention's sinks, one for each head."""
+        if "experts" in path.split("."):
+            raise _Whole("its experts are not spread over members")
+        if not (self._attention and said == "colwise" and self._parameters[path].shape == (self._heads,)):
+            raise _Whole(f"{path} is a parameter by itself")
+        self._cut.rules[f"blocks.*.layer.{path}"] = Sharded("heads")
 
     def _joined(self, path: str, said: str, outputs: int) -> int:
         """Of a projection that is gate and up in one, half its outputs: what the one after it takes."""
@@ -196,7 +209,7 @@ class _Group:
             return
         known = tuple(f"{path}." for path in self._said)
         for name, parameter in self._parameters.items():
-            if not self._name or not name.startswith(f"{self._name}.") or name.startswith(known):
+            if not self._name or not name.startswith(f"{self._name}.") or f"{name}.".startswith(known):
                 continue
             norm = self._attention and "norm" in name
             if norm and tuple(parameter.shape) == (self._size,):
