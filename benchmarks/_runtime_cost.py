@@ -26,7 +26,7 @@ from elasticd.codec.message import encode
 from elasticd.models import DecoderConfig
 from elasticd.records import JobSpec
 from elasticd.runtime.comm.groups import Group
-from elasticd.runtime.control.agent_client import Control
+from elasticd.runtime.control.agent_client import AgentClient
 from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.engine import engine as engines
 from elasticd.runtime.engine import pipeline_stage as stages
@@ -108,7 +108,7 @@ def listen(path: str, ready: Any) -> None:
 
 
 @contextmanager
-def control(folder: Path, rank: int) -> Iterator[Control]:
+def control(folder: Path, rank: int) -> Iterator[AgentClient]:
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
     path = str(folder / f"agent-{rank}")
@@ -124,7 +124,7 @@ def control(folder: Path, rank: int) -> Iterator[Control]:
         sample_tokens=float(TOKENS),
         seed=0,
     )
-    made = Control(path, Hello(job="bench", local_rank=rank, world_size=4, pid=os.getpid(), spec=spec))
+    made = AgentClient(path, Hello(job="bench", local_rank=rank, world_size=4, pid=os.getpid(), spec=spec))
     made.start(lambda message: None)
     try:
         yield made
@@ -133,7 +133,7 @@ def control(folder: Path, rank: int) -> Iterator[Control]:
         agent.join()
 
 
-def cpu_seconds(engine: engines.Engine, talk: Control) -> float:
+def cpu_seconds(engine: engines.Engine, talk: AgentClient) -> float:
     """Of a step, in the mean."""
     meter = Meter()
     for owner, name in (

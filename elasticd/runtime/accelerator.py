@@ -89,6 +89,8 @@ class Kind:
     free_bytes: Callable[[torch.device], int]
     #: Bytes of it that this process has: its tensors', and what its allocator keeps for others to come.
     used_bytes: Callable[[torch.device], int]
+    #: Bytes of it in all.
+    total_bytes: Callable[[torch.device], int]
 
 
 class Accelerator:
@@ -162,6 +164,10 @@ class Accelerator:
     def used_bytes(self) -> int:
         """Bytes of its memory that this process has: its tensors', and what its allocator keeps for others."""
         return self._kind.used_bytes(self.device)
+
+    def total_bytes(self) -> int:
+        """Bytes of memory of the device in all."""
+        return self._kind.total_bytes(self.device)
 
     def put(self, values: Tensor) -> Tensor:
         """The values on this device, see `put`."""
@@ -329,10 +335,25 @@ def _statm(pid: int) -> int:
     return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _driver_free(device: torch.device) -> int:
+def _host_total(device: torch.device) -> int:
+    return os.sysconf("SC_PHYS_PAGES") * _PAGE
+
+
+def _driver_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that are free, and bytes in all."""
     if hasattr(torch.accelerator, "get_memory_info"):
-        return int(torch.accelerator.get_memory_info(device)[0])
-    return int(torch.get_device_module(device).mem_get_info(device)[0])  # torch 2.9
+        free, total = torch.accelerator.get_memory_info(device)
+    else:
+        free, total = torch.get_device_module(device).mem_get_info(device)  # torch 2.9
+    return int(free), int(total)
+
+
+def _driver_free(device: torch.device) -> int:
+    return _driver_memory(device)[0]
+
+
+def _driver_total(device: torch.device) -> int:
+    return _driver_memory(device)[1]
 
 
 def _cuda_register(memory: Tensor) -> Callable[[], object]:
@@ -347,10 +368,17 @@ def _register_nothing(memory: Tensor) -> Callable[[], object]:
     raise RuntimeError("this type of device pins memory of its own alone")
 
 
-_OTHER = Kind(register=_register_nothing, free_bytes=_driver_free, used_bytes=torch.accelerator.memory_reserved)
+_OTHER = Kind(
+    register=_register_nothing,
+    free_bytes=_driver_free,
+    used_bytes=torch.accelerator.memory_reserved,
+    total_bytes=_driver_total,
+)
 #: By the type of the device, as in `torch.device.type`; any other type is as `_OTHER`.
 KINDS = {
-    "cpu": Kind(register=_register_nothing, free_bytes=_host_free, used_bytes=_host_used),
+    "cpu": Kind(
+        register=_register_nothing, free_bytes=_host_free, used_bytes=_host_used, total_bytes=_host_total
+    ),
     "cuda": replace(_OTHER, register=_cuda_register),
 }
 

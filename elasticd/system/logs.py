@@ -106,7 +106,7 @@ class JsonLines(logging.Formatter):
 def set_up(section: LogSection, always: Mapping[str, Any]) -> None:
     """All that this process logs goes to its standard error as `section` says. Once, at its start."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines(always) if _is_json(section.format) else TextLines(_TEXT))
+    handler.setFormatter(JsonLines(always) if is_json(section.format) else TextLines(_TEXT))
     logging.basicConfig(level=section.level.upper(), handlers=[handler])
     logging.getLogger("websockets").setLevel(logging.WARNING)
 
@@ -115,7 +115,7 @@ def for_worker(now: Callable[[], Mapping[str, Any]]) -> None:
     """What elasticd itself logs in a training script, as JSON lines where `$ELASTICD_LOG_FORMAT` asks for them;
     else it goes wherever the script's own logging sends it. The script's logging is left alone."""
     ours = logging.getLogger("elasticd")
-    if not _is_json(None) or any(isinstance(known.formatter, JsonLines) for known in ours.handlers):
+    if not is_json(None) or any(isinstance(known.formatter, JsonLines) for known in ours.handlers):
         return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines({}, now))
@@ -125,5 +125,6 @@ def for_worker(now: Callable[[], Mapping[str, Any]]) -> None:
         ours.setLevel(logging.INFO)
 
 
-def _is_json(chosen: Format | None) -> bool:
+def is_json(chosen: Format | None = None) -> bool:
+    """Whether log lines are JSON objects: `chosen`, else as `$ELASTICD_LOG_FORMAT` says."""
     return (chosen or os.environ.get(FORMAT_VARIABLE, "")) == "json"

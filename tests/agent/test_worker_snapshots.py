@@ -16,7 +16,7 @@ import pytest
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.codec.message import encode
-from elasticd.runtime.control.agent_client import Control
+from elasticd.runtime.control.agent_client import AgentClient
 from elasticd.testing.waiting import until
 from elasticd.wire import unix_socket
 from elasticd.wire.snapshots import Fetched, Freed, Held, Snapped, SnapshotSetComplete
@@ -40,7 +40,7 @@ class Worker:
     """A `Control` and what its handler heard."""
 
     def __init__(self, path: str) -> None:
-        self.control = Control(path, HELLO, connect_seconds=WAIT)
+        self.control = AgentClient(path, HELLO, connect_seconds=WAIT)
         self.heard: list[ToWorker] = []
         self.control.start(self.heard.append)
 

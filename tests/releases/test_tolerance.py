@@ -36,7 +36,7 @@ from elasticd.machines.agent.state import Event, Heard, LinkUp
 from elasticd.records import Keys
 from elasticd.rendezvous.agent_requests import Asking
 from elasticd.rendezvous.live_mode import AgentCalls, RendezvousRefusal
-from elasticd.runtime.control.agent_client import Control, RejectedByAgent
+from elasticd.runtime.control.agent_client import AgentClient, RejectedByAgent
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import KeyValue
 from elasticd.testing.waiting import until
@@ -134,7 +134,7 @@ def test_a_worker_skips_what_it_does_not_know_and_hears_what_follows(
     """Also before it is welcomed, and with a descriptor; what cannot be read at all is skipped as well."""
     path = str(tmp_path / "s")
     peer = Peer(path, NEWER, WELCOME, NEWER, MALFORMED, NOISE, NOISE, encode(Recorded(number=3)))
-    control = Control(path, Hello(job="j", local_rank=0, world_size=1, pid=1, spec=spec("j")))
+    control = AgentClient(path, Hello(job="j", local_rank=0, world_size=1, pid=1, spec=spec("j")))
     heard: list[object] = []
     came = threading.Event()
     control.start(lambda message: (heard.append(message), came.set()))
@@ -151,7 +151,7 @@ def test_a_worker_whose_agent_answers_with_what_is_no_message_is_told_the_remedy
     path = str(tmp_path / "s")
     peer = Peer(path, MALFORMED)
     with pytest.raises(RejectedByAgent, match="install the same release"):
-        Control(path, Hello(job="j", local_rank=0, world_size=1, pid=1, spec=spec("j")))
+        AgentClient(path, Hello(job="j", local_rank=0, world_size=1, pid=1, spec=spec("j")))
     peer.close()
 
 

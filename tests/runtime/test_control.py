@@ -14,7 +14,7 @@ from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.codec.message import Message, encode
 from elasticd.records import JobSpec
-from elasticd.runtime.control.agent_client import AgentKeyValue, Control, RejectedByAgent
+from elasticd.runtime.control.agent_client import AgentClient, AgentKeyValue, RejectedByAgent
 from elasticd.system import process_mark
 from elasticd.wire import unix_socket
 from elasticd.wire.main_thread import Whereabouts
@@ -99,9 +99,9 @@ WELCOME = Welcome(device="a/0", incarnation="1f", address="127.0.0.1")
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[tuple[Agent, Control]]:
+def pair(tmp_path: Path) -> Iterator[tuple[Agent, AgentClient]]:
     agent = Agent(str(tmp_path / "s"), WELCOME)
-    control = Control(str(tmp_path / "s"), hello())
+    control = AgentClient(str(tmp_path / "s"), hello())
     yield agent.ready(), control
     agent.socket.close()
 
@@ -111,7 +111,7 @@ def report(step: int) -> Report:
     return Report(measurement=measurement)
 
 
-def test_a_worker_says_hello_and_hears_what_is_sent(pair: tuple[Agent, Control]) -> None:
+def test_a_worker_says_hello_and_hears_what_is_sent(pair: tuple[Agent, AgentClient]) -> None:
     agent, control = pair
     assert agent.hello == hello()
     heard: list[object] = []
@@ -126,7 +126,7 @@ def test_a_worker_says_hello_and_hears_what_is_sent(pair: tuple[Agent, Control])
 
 
 def test_a_message_that_elasticd_fails_on_leaves_the_worker_hearing_the_next(
-    pair: tuple[Agent, Control], caplog: pytest.LogCaptureFixture
+    pair: tuple[Agent, AgentClient], caplog: pytest.LogCaptureFixture
 ) -> None:
     agent, control = pair
     heard: list[object] = []
@@ -148,7 +148,7 @@ def test_a_message_that_elasticd_fails_on_leaves_the_worker_hearing_the_next(
     control.close(Goodbye(reason="done"))
 
 
-def test_store_calls_are_answered_by_number(pair: tuple[Agent, Control]) -> None:
+def test_store_calls_are_answered_by_number(pair: tuple[Agent, AgentClient]) -> None:
     agent, control = pair
     control.start(lambda message: None)
     store = AgentKeyValue(control)
@@ -176,7 +176,7 @@ def test_store_calls_are_answered_by_number(pair: tuple[Agent, Control]) -> None
     server.join(10)
 
 
-def test_a_full_socket_drops_reports_and_keeps_outcomes(pair: tuple[Agent, Control]) -> None:
+def test_a_full_socket_drops_reports_and_keeps_outcomes(pair: tuple[Agent, AgentClient]) -> None:
     agent, control = pair
     control.start(lambda message: None)
     for step in range(5000):
@@ -189,7 +189,7 @@ def test_a_full_socket_drops_reports_and_keeps_outcomes(pair: tuple[Agent, Contr
     assert received[-1] == StayedOnPlan(number=4, step=5)
 
 
-def test_a_lost_agent_fails_calls_and_nothing_else(pair: tuple[Agent, Control]) -> None:
+def test_a_lost_agent_fails_calls_and_nothing_else(pair: tuple[Agent, AgentClient]) -> None:
     agent, control = pair
     control.start(lambda message: None)
 
@@ -207,19 +207,19 @@ def test_a_lost_agent_fails_calls_and_nothing_else(pair: tuple[Agent, Control]) 
 def test_a_rejection_carries_its_reason(tmp_path: Path) -> None:
     Agent(str(tmp_path / "s"), Rejected(reason="use --nproc-per-node=2 at most"))
     with pytest.raises(RejectedByAgent, match="--nproc-per-node=2"):
-        Control(str(tmp_path / "s"), hello())
+        AgentClient(str(tmp_path / "s"), hello())
 
 
 def test_an_agent_that_hangs_up_is_named(tmp_path: Path) -> None:
     Agent(str(tmp_path / "s"), None)
     with pytest.raises(RejectedByAgent, match="closed the connection"):
-        Control(str(tmp_path / "s"), hello(), connect_seconds=0.0)
+        AgentClient(str(tmp_path / "s"), hello(), connect_seconds=0.0)
 
 
 def test_a_worker_whose_agent_ends_at_its_hello_comes_to_the_next(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
-    first, made = Agent(path, None), list[Control]()
-    worker = threading.Thread(target=lambda: made.append(Control(path, hello())))
+    first, made = Agent(path, None), list[AgentClient]()
+    worker = threading.Thread(target=lambda: made.append(AgentClient(path, hello())))
     worker.start()
     first.ready().close()
     second = Agent(path, WELCOME).ready()
@@ -248,19 +248,19 @@ def test_a_worker_of_a_torchrun_waits_as_long_as_for_one_that_returns(
     if torchruns:
         monkeypatch.setenv(process_mark.VARIABLE, "1:2")
     with pytest.raises(unix_socket.NoAgent):
-        Control(str(tmp_path / "s"), hello())
+        AgentClient(str(tmp_path / "s"), hello())
     assert waited == [pytest.approx(120.0 if torchruns else 10.0, abs=1.0)]
 
 
 def test_no_agent_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(unix_socket.NoAgent, match="start one with elasticd-agent"):
-        Control(str(tmp_path / "none"), hello(), connect_seconds=0.0)
+        AgentClient(str(tmp_path / "none"), hello(), connect_seconds=0.0)
 
 
 def test_a_worker_comes_back_to_another_agent_as_itself_and_says_what_it_had_said(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     first = Agent(path, WELCOME)
-    control = Control(path, hello())
+    control = AgentClient(path, hello())
     first.ready()
     control.start(lambda message: None)
     control.send(StayedOnPlan(number=4, step=5))
@@ -279,7 +279,7 @@ def test_a_worker_comes_back_to_another_agent_as_itself_and_says_what_it_had_sai
 def test_a_worker_that_was_fenced_off_comes_as_another(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     first = Agent(path, WELCOME)
-    control = Control(path, hello())
+    control = AgentClient(path, hello())
     first.ready()
     control.start(lambda message: None)
     control.send(StayedOnPlan(number=4, step=5))
@@ -300,7 +300,7 @@ def test_a_worker_that_was_fenced_off_comes_as_another(tmp_path: Path) -> None:
 def test_a_loss_that_is_over_is_not_said_again(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     first = Agent(path, WELCOME)
-    control = Control(path, hello())
+    control = AgentClient(path, hello())
     first.ready()
     control.start(lambda message: None)
     said = [StateReport(fence=2, copies=()), PeersLost(step=5, reason="reset"), StateReport(fence=4, copies=())]
@@ -321,7 +321,7 @@ def test_a_renewal_that_comes_while_the_agent_is_away_is_a_renewal(tmp_path: Pat
     """The control thread is on its way back as the incarnation that it was: that connection is not taken."""
     path = str(tmp_path / "s")
     first = Agent(path, WELCOME)
-    control = Control(path, hello())
+    control = AgentClient(path, hello())
     first.ready()
     control.start(lambda message: None)
     control.send(StayedOnPlan(number=4, step=5))

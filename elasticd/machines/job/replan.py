@@ -281,7 +281,7 @@ def first_plan(turn: Turn, event: Planned) -> None:
         propose(turn, plan, asked.problem, plan.reason or "the first plan")
         return
     why = event.refusal
-    stop(turn, f"there is no plan for this job: {why}{_remedy(turn.job.spec, why)}")
+    stop(turn, f"there is no plan for this job: {why}{remedy(turn.job.spec, why)}")
 
 
 def next_plan(turn: Turn, event: Planned) -> None:
@@ -322,8 +322,8 @@ def _answered(turn: Turn, event: Planned) -> Asked | None:
     return asked
 
 
-def _remedy(spec: JobSpec | None, why: str) -> str:
-    """What a job may do beside, that does not fit."""
+def remedy(spec: JobSpec | None, why: str) -> str:
+    """The advice for a job that does not fit ("": there is none)."""
     if spec is None or spec.recompute or not why.startswith("does not fit"):
         return ""
     return ', or let blocks recompute their activations: ParallelismOptions(recompute="plan")'

@@ -236,6 +236,7 @@ def environment(name: str) -> str:
     value = os.environ.get(name)
     if value is None:
         raise ValueError(
-            f"{name} is not set: start the script with torchrun --rdzv-backend=elasticd --rdzv-id=JOB ..."
+            f"{name} is not set, though WORLD_SIZE is {os.environ.get('WORLD_SIZE')}: start the script with "
+            "'elasticd run --job NAME SCRIPT', or on one device with 'python SCRIPT' and without WORLD_SIZE"
         )
     return value

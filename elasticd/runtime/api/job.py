@@ -16,16 +16,10 @@ from torch import Tensor
 from elasticd.runtime.accelerator import Accelerator, placed
 from elasticd.runtime.api import full_state_dict
 from elasticd.runtime.api.between_steps import BetweenSteps, Run
+from elasticd.runtime.api.connection import NAME, connect
 from elasticd.runtime.api.deprecated import DEFAULTS, OldKeywords, OptionGroups, with_old_keywords
 from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evaluate
-from elasticd.runtime.api.hello import (
-    check_optimizer,
-    check_packing,
-    check_plan,
-    environment,
-    hello,
-    job_spec,
-)
+from elasticd.runtime.api.hello import check_optimizer, check_packing, check_plan
 from elasticd.runtime.api.rank_info import RankInfo
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.api.train_loop import Loop, Next
@@ -33,8 +27,7 @@ from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.saver import Saver
 from elasticd.runtime.comm.all_reduce_probe import Rehearser, plan_groups_of
 from elasticd.runtime.comm.communicators import settle
-from elasticd.runtime.control import parent_death
-from elasticd.runtime.control.agent_client import AgentKeyValue, Control
+from elasticd.runtime.control.one_process import EndSignals, OneProcess, ended
 from elasticd.runtime.control.sigterm import NOTICE, PreemptionNotice
 from elasticd.runtime.control.user_exceptions import Farewell, Uncaught
 from elasticd.runtime.data.options import DataOptions
@@ -58,15 +51,12 @@ from elasticd.runtime.telemetry.main_thread import during, shared
 from elasticd.system import logs
 from elasticd.wire.main_thread import CALLBACK, EVALUATION, Whereabouts
 from elasticd.wire.snapshots import Freed
-from elasticd.wire.unix_socket import default_path
 from elasticd.wire.worker import DrainNotice, Goodbye, Probe, Published, Rehearse, SaveNow, ToWorker, Welcome
 
 log = logging.getLogger(__name__)
 
 #: The weights that an evaluation may be of.
 WEIGHTS = ("value", "average")
-#: The variable with the job's name, which torchrun sets.
-_NAME = "TORCHELASTIC_RUN_ID"
 
 
 class Callback:
@@ -92,7 +82,8 @@ class Callback:
 class Job(RankInfo):
     """Trains a model under whatever plan the coordinator has in force, and switches between plans in place.
 
-    Start the script with `elasticd run`, or with `torchrun --rdzv-backend=elasticd`, and loop over `steps`.
+    Start the script with `elasticd run`, or with `torchrun --rdzv-backend=elasticd`, and loop over `steps`. As
+    `python SCRIPT` it trains in one process, without an agent.
     """
 
     def __init__(
@@ -115,7 +106,7 @@ class Job(RankInfo):
         grace: float = 25.0,
         **old: Unpack[OldKeywords],
     ) -> None:
-        """Connects to this node's agent and announces the job.
+        """Connects to this node's agent and announces the job; a process without a launcher trains alone.
 
         Args:
             model: the model, by its sections and rules.
@@ -167,9 +158,7 @@ class Job(RankInfo):
                 data=groups.data,
                 parallelism=groups.parallelism,
                 checkpointing=groups.checkpointing,
-                snapshots=Snapshots(
-                    job=os.environ.get(_NAME, ""), fetch=lambda held: self._control.fetch(held)
-                ),
+                snapshots=Snapshots(job=os.environ.get(NAME, ""), fetch=lambda held: self._control.fetch(held)),
                 accelerator=accelerator,
             )
             check_optimizer(self._recipe)
@@ -183,16 +172,11 @@ class Job(RankInfo):
         self._start(grace)
 
     def _connect(self) -> None:
-        name = environment(_NAME)
-        parent_death.end_with(os.getppid())
-        if remedy := parent_death.without_restarts(os.environ):
-            log.warning(remedy)
-        spec, options = job_spec(self._recipe, name, self._held_out), self._recipe.checkpointing
-        said = hello(spec, options.path, self._recipe.accelerator)
-        self._control = Control(default_path(), said)
+        self._control, spec, longest = connect(self._recipe, self._held_out)
+        options = self._recipe.checkpointing
         control, saves, snaps = self._control, options.path is not None, options.snapshot_every
         accelerator, feed = self._recipe.accelerator, self._recipe.feed
-        feed.longest = max(feed.longest, said.longest)  # so that the next checkpoints know of it, too
+        feed.longest = max(feed.longest, longest)  # so that the next checkpoints know of it, too
         self._saver = self._snapper = None
         if saves:
             self._saver = Saver(
@@ -204,10 +188,10 @@ class Job(RankInfo):
                 accelerator=accelerator,
                 longest=lambda: feed.longest,
             )
-        if snaps is not None:
+        if snaps is not None and not control.alone:  # else no agent is there to keep any
             self._snapper = Snapper(
                 snaps,
-                name,
+                spec.job,
                 lambda: control.welcome,
                 lambda message, fd: control.send(message, fd=fd),
                 accelerator,
@@ -222,7 +206,7 @@ class Job(RankInfo):
         recipe = self._recipe
         pacer = Pacer(self._control.welcome.pace)
         self._where = shared()
-        self._switcher = Switcher(recipe, self._control, AgentKeyValue(self._control), pacer, self._where)
+        self._switcher = Switcher(recipe, self._control, self._control.key_value(), pacer, self._where)
         tasks = list(self._known().values())
         self._between_steps = BetweenSteps(self._switcher, tasks, lambda *at: self._loop.close(*at))
         self._loop = Loop(
@@ -236,7 +220,7 @@ class Job(RankInfo):
         )
         self._prober = Prober(self._idle, pacer.product, self._control.send, recipe.accelerator)
         device, address = self._control.welcome.device, self._control.welcome.address
-        make_groups = plan_groups_of(device, address, AgentKeyValue(self._control))
+        make_groups = plan_groups_of(device, address, self._control.key_value())
         self._rehearser = Rehearser(
             device, make_groups, self._idle, pacer.product, self._control.send, recipe.accelerator
         )
@@ -246,10 +230,19 @@ class Job(RankInfo):
         self._show()
         self._failed = False
         self._uncaught = Uncaught(self._fail_later)
-        self._farewell = Farewell(lambda: self._part("the script left the loop before the last step"))
+        self._farewell = Farewell(
+            lambda: self._part("the script left the loop before the last step"), self._control.alone
+        )
         self._grace = grace
-        self._notice = PreemptionNotice(grace, self._drain)
-        self._notice.install()
+        self._notice = self._make_notice()
+        if not self._control.alone:
+            self._notice.install()
+
+    def _make_notice(self) -> PreemptionNotice | EndSignals:
+        """Hears the signals by which this process is asked to end."""
+        if isinstance(self._control, OneProcess):
+            return EndSignals(self._control)
+        return PreemptionNotice(self._grace, self._drain)
 
     def _accelerator_of(self, asked: str | None) -> Accelerator:
         return placed(asked, os.environ)
@@ -270,7 +263,7 @@ class Job(RankInfo):
         """The fields of a line of the log."""
         plan = self.plan
         return {
-            "job": os.environ.get(_NAME),
+            "job": os.environ.get(NAME),
             "plan": plan.number if plan is not None else None,
             "step": self._switcher.step,
             "device": self.device,
@@ -384,6 +377,8 @@ class Job(RankInfo):
             raise RuntimeError("a Job's steps are taken once: ask for all of them in one call of steps()")
         self._taken = True
         self._uncaught.install()
+        if self._control.alone and self._saver is not None:  # else a signal may end this process at once
+            self._notice.install()
         warm(self._recipe.model, self._recipe.accelerator)
         try:
             try:
@@ -404,6 +399,8 @@ class Job(RankInfo):
                 self._fail(error)
             self._end_threads()
             self._notice.restore()
+            if isinstance(error, JobStopped) and self._control.ending:
+                raise ended(self._control.ending, str(error)) from None
             raise
         self._leave("")
 
@@ -423,7 +420,7 @@ class Job(RankInfo):
         if self._left and not self._farewell.withdrawn():
             return
         if self._left:
-            self._notice = PreemptionNotice(self._grace, self._drain)
+            self._notice = self._make_notice()
             self._notice.install()
         self._fail(error)
 

@@ -6,7 +6,7 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Place, Plan
 from torch import Tensor
 
-from elasticd.runtime.control.agent_client import Control
+from elasticd.runtime.control.control import Control
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.switch.switcher import Switcher
 

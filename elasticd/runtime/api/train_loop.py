@@ -17,7 +17,7 @@ from elasticd.runtime.api.between_steps import BetweenSteps
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.checkpoint.saver import Saver
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
-from elasticd.runtime.control.agent_client import Control
+from elasticd.runtime.control.control import Control
 from elasticd.runtime.control.sigterm import NOTICE
 from elasticd.runtime.control.user_exceptions import lost_within, raised
 from elasticd.runtime.data.prefetch import SampleError
@@ -73,6 +73,8 @@ class Loop:
             if switcher.engine is None and self.saver is not None:
                 self.saver.left()
             engine = switcher.wait()
+            if self.control.ending and not switcher.draining:
+                switcher.begin_drain()
             yield from self.missed()
             made, done = switcher.step, None
             if made < total:
@@ -134,6 +136,9 @@ class Loop:
                 engine.rest()
         word = self._say(engine, error)
         if not word.holds:
+            return
+        if self.control.alone:
+            self.finish(engine, switcher.step)
             return
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             # The frames keep the activations of the step, whose memory the move of the state needs.

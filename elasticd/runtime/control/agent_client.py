@@ -49,11 +49,11 @@ class HungUp(RejectedByAgent):
     """It closed the connection without a word: it is ending, and the next agent may answer."""
 
 
-class Control:
-    """A connection that said hello and was welcomed. `start` hands every further message to `handler`, on
-    the control thread; `handler` must not block. It gets a `Welcome` whenever a new connection stands: to
-    another agent, or for another incarnation. connect_seconds: how long an agent is waited for that is not
-    there, or is just ending. Raises OSError or RejectedByAgent."""
+class AgentClient:
+    """The `Control` of a worker that has an agent: a connection that said hello and was welcomed. `start` hands
+    every further message to `handler`, on the control thread; `handler` must not block. It gets a `Welcome`
+    whenever a new connection stands: to another agent, or for another incarnation. connect_seconds: how long an
+    agent is waited for that is not there, or is just ending. Raises OSError or RejectedByAgent."""
 
     def __init__(self, path: str, hello: Hello, *, connect_seconds: float | None = None) -> None:
         self._path, self._hello = path, hello
@@ -74,6 +74,9 @@ class Control:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="elasticd-control", daemon=True)
         self._handler: Callable[[ToWorker], None] = lambda message: None
+
+    #: There may be other ranks, and signals come as a `PreemptionNotice`.
+    alone, ending = False, ""
 
     def start(self, handler: Callable[[ToWorker], None]) -> None:
         """Starts the control thread. From now on it calls `handler` with each message of the agent."""
@@ -116,6 +119,10 @@ class Control:
         if answer.error is not None:
             raise TimeoutError(answer.error)
         return answer
+
+    def key_value(self) -> AgentKeyValue:
+        """The job's bootstrap store, over this connection."""
+        return AgentKeyValue(self)
 
     def fetch(self, held: Held, seconds: float = 30.0) -> tuple[Held, int]:
         """A snapshot that this node's agent keeps, found by job, device, plan and step: what it is, and a
@@ -368,7 +375,7 @@ def _close(fd: int | None) -> None:
 class AgentKeyValue:
     """The job's bootstrap store, over the agent, kept by the leader: a `groups.BootstrapKeyValue`."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: AgentClient) -> None:
         self._control = control
 
     def set(self, key: str, value: bytes) -> None:

@@ -84,7 +84,7 @@ class Uncaught:
     shows it to the user."""
 
     def __init__(self, told: Callable[[Exception], None]) -> None:
-        self._told = told
+        self._told: Callable[[Exception], None] | None = told
         self._before = sys.excepthook
 
     def install(self) -> None:
@@ -93,7 +93,9 @@ class Uncaught:
             self._before, sys.excepthook = sys.excepthook, self._hook
 
     def restore(self) -> None:
-        """Puts the earlier `sys.excepthook` back, unless another one took this one's place."""
+        """Puts the earlier `sys.excepthook` back, unless another one took this one's place. Nobody is told any
+        more: the other one may keep this one, and with it all that `told` refers to, as long as the process."""
+        self._told = None
         if sys.excepthook == self._hook:
             sys.excepthook = self._before
 
@@ -102,16 +104,17 @@ class Uncaught:
             self._before(kind, error, trace)
             sys.stderr.flush()
         finally:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and self._told is not None:
                 self._told(error)
 
 
 class Farewell:
     """Calls `leave` once at most: at once (`now`); or `later`, on another thread, when the main thread has
-    ended or no exception was on its way for a while; or not at all, if it was `withdrawn` before."""
+    ended or no exception was on its way for a while; or not at all, if it was `withdrawn` before. alone: there
+    are no other ranks, of which a line would speak."""
 
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self._leave = leave
+    def __init__(self, leave: Callable[[], None], alone: bool = False) -> None:
+        self._leave, self._alone = leave, alone
         self._lock, self._taken = threading.Lock(), False
 
     def now(self) -> None:
@@ -143,7 +146,7 @@ class Farewell:
             if found is None:
                 continue
             quiet = time.monotonic()
-            if isinstance(found, Exception) and not told:
+            if isinstance(found, Exception) and not told and not self._alone:
                 told = True
                 log.warning(
                     "the loop's body raised %s: the other ranks wait for what becomes of it", kind_of(found)

@@ -22,7 +22,7 @@ from elasticd.records import Proposal, Vote
 from elasticd.runtime.accelerator import DeviceLost
 from elasticd.runtime.comm.groups import BootstrapKeyValue, Cancelled, PlanGroups
 from elasticd.runtime.comm.groups_by_plan import GroupsByPlan
-from elasticd.runtime.control.agent_client import Control
+from elasticd.runtime.control.control import Control
 from elasticd.runtime.engine.engine import DRAIN, Engine
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import NoHostMemory

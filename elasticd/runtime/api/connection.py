@@ -1,0 +1,68 @@
+"""The connection that a Job begins with: to this node's agent, or in a process without a launcher to nobody."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from elasticd.records import JobSpec
+from elasticd.runtime.api.evaluation import HeldOut
+from elasticd.runtime.api.hello import environment, hello, job_spec
+from elasticd.runtime.checkpoint.loader import longest_trained, offered
+from elasticd.runtime.control import parent_death
+from elasticd.runtime.control.agent_client import AgentClient
+from elasticd.runtime.control.control import Control
+from elasticd.runtime.control.one_process import OneProcess, plan_alone, runs_alone
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.wire.unix_socket import default_path
+
+log = logging.getLogger(__name__)
+
+#: The variable with the job's name, which torchrun sets.
+NAME = "TORCHELASTIC_RUN_ID"
+#: The name of a job that runs in one process.
+_ALONE = "one-process"
+
+
+class JobConnection(NamedTuple):
+    """A job that was announced."""
+
+    control: Control
+    spec: JobSpec  # the record of the job
+    longest: int  # [tokens] the longest sequence that its checkpoints know of (0: nothing is known)
+
+
+def connect(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> JobConnection:
+    """Announces the job to this node's agent. A process without a launcher trains alone.
+
+    Args:
+        recipe: the arguments of the Job.
+        held_out: its held-out sets, by name.
+
+    Raises:
+        ValueError: the job cannot start so; the message says what to change.
+        ConnectionError, RuntimeError: there is no agent, or it does not take this worker.
+    """
+    if runs_alone(os.environ):
+        return _alone(recipe, held_out)
+    name = environment(NAME)
+    parent_death.end_with(os.getppid())
+    if remedy := parent_death.without_restarts(os.environ):
+        log.warning(remedy)
+    spec = job_spec(recipe, name, held_out)
+    said = hello(spec, recipe.checkpointing.path, recipe.accelerator)
+    return JobConnection(AgentClient(default_path(), said), spec, said.longest)
+
+
+def _alone(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> JobConnection:
+    spec, folder, accelerator = (
+        job_spec(recipe, _ALONE, held_out),
+        recipe.checkpointing.path,
+        recipe.accelerator,
+    )
+    checkpoints = offered(folder, spec) if folder is not None else ()
+    longest = longest_trained(folder) if folder is not None and spec.packed is not None else 0
+    plan = plan_alone(spec, accelerator.total_bytes(), longest)
+    return JobConnection(OneProcess(plan, checkpoints, folder, accelerator.text), spec, longest)

@@ -1,0 +1,271 @@
+"""`python train.py`: a Job without agent and launcher trains in one process, as plain torch does."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import elasticd
+from elasticd.annotations import Annotation, plan_of
+from elasticd.checkpoints.folder import damages, scan
+from elasticd.models import Decoder, next_token_loss
+from elasticd.runtime.accelerator import CPU
+from tests import forkserver
+from tests.integration import train
+
+STEPS = 7
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A process that nobody launched, on a node without an agent."""
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ELASTICD_SOCKET", str(tmp_path / "none.sock"))
+    monkeypatch.setenv("ELASTICD_DEVICE", "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "signals are left as they were"
+
+
+def job(folder: Path | None = None, *, every: int = 100, **changes: Any) -> elasticd.Job:
+    with torch.device("meta"):
+        model = Decoder(replace(train.CONFIG, layers=changes.pop("layers", 3))).describe()
+    made = {
+        "loss": next_token_loss,
+        "optimizer": train.optimizer,
+        "dataset": train.Text(),
+        "micro_batch": train.MICRO,
+        "clip": train.CLIP,
+        "scheduler": train.scheduler,
+        "checkpointing": elasticd.CheckpointingOptions(folder=folder, every=every),
+    }
+    return elasticd.Job(model=model, global_batch=train.BATCH, seed=train.SEED, **made | changes)
+
+
+def losses(job: elasticd.Job, steps: int = STEPS) -> list[float]:
+    return [step.loss for step in job.steps(steps)]
+
+
+def test_it_trains_as_plain_torch_does_and_says_in_one_line_that_it_is_alone(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    reference, weights = train.reference(STEPS)
+    trained = job()
+    assert losses(trained) == pytest.approx(reference, abs=1e-10)
+    apart = [float((value - weights[name]).abs().max()) for name, (_, value) in trained.parameters().items()]
+    assert len(apart) == len(weights)
+    assert max(apart) <= 1e-10
+    out = capfd.readouterr()
+    assert out.err == "elasticd: one process on cpu, without an agent; begins at step 0\n"
+    assert out.out == ""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"micro_batch": 6},
+        {"parallelism": elasticd.ParallelismOptions(recompute="plan", sequence_parallel="plan")},
+        {"parallelism": elasticd.ParallelismOptions(recompute=True, zero=1)},
+        {"dataset": train.Known(), "data": elasticd.DataOptions(packing=elasticd.Packing())},
+        {"dataset": train.Known(), "data": elasticd.DataOptions(packing=elasticd.Packing(tokens=40, cut=True))},
+        {"layers": 1},
+    ],
+    ids=["one micro-batch", "what a plan may", "ZeRO", "packed", "cut", "one block"],
+)
+def test_whatever_a_job_asks_for_the_losses_are_the_same(changes: dict[str, Any]) -> None:
+    reference, _ = train.reference(STEPS, replace(train.CONFIG, layers=changes.get("layers", 3)))
+    assert losses(job(**changes)) == pytest.approx(reference, abs=1e-10)
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_in_the_same_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reference, _ = train.reference(STEPS)
+    assert losses(job(tmp_path / "c", every=2), 3) == pytest.approx(reference[:3], abs=1e-10)
+    assert [item.step for item in scan(tmp_path / "c")] == [3, 2]
+    assert all(damages(item.path) == () for item in scan(tmp_path / "c"))
+    capfd.readouterr()
+    assert losses(job(tmp_path / "c")) == pytest.approx(reference[3:], abs=1e-10)
+    assert f"continues from step 3 of {tmp_path / 'c'}\n" in capfd.readouterr().err
+    assert losses(job(tmp_path / "c")) == [], "all steps are made"
+
+
+def test_a_loop_of_ones_own_evaluation_and_a_full_state_dict(tmp_path: Path) -> None:
+    plain = train.Plain()
+    held_out = [train.Text()[i] for i in range(900, 910)]
+    trained = job(
+        evaluation=elasticd.EvaluationOptions(held_out=held_out), parallelism=elasticd.ParallelismOptions()
+    )
+    while (index := trained.next(2)) is not None:
+        samples = [(7 * index + i) % 1000 for i in range(train.BATCH)]
+        step = trained.step(samples)
+        assert step is not None
+        assert step.loss == pytest.approx(plain.step(samples), abs=1e-10)
+        if index == 0:
+            found = trained.evaluate()
+            assert found is not None
+            batch = train.pad(held_out)
+            total, count = next_token_loss(plain.model(batch), batch)
+            assert found.loss == pytest.approx(float(total.detach()) / count, abs=1e-10)
+            state = trained.state_dict()
+            assert state is not None
+            expected = dict(plain.model.named_parameters())
+            assert all(
+                torch.allclose(state[name], value.detach(), atol=1e-10) for name, value in expected.items()
+            )  # type: ignore[arg-type]
+
+
+def signalled(job: elasticd.Job, steps: list[int], at: int, *numbers: signal.Signals) -> None:
+    """Trains, and gets these signals in the loop's body after a step."""
+    for step in job.steps(100):
+        steps.append(step.index)
+        for number in numbers if step.index == at else ():
+            os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=str
+)
+def test_a_signal_ends_the_script_after_its_step_with_a_last_checkpoint(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], number: signal.Signals, code: int
+) -> None:
+    steps = list[int]()
+    with pytest.raises(SystemExit) as end:
+        signalled(job(tmp_path / "c"), steps, 2, number)
+    assert (end.value.code, steps) == (code, [0, 1, 2, 3])
+    (newest,) = scan(tmp_path / "c")
+    assert newest.step == 4
+    said = capfd.readouterr().err.splitlines()[1:]
+    assert said == [
+        f"elasticd: {'Ctrl-C' if number == signal.SIGINT else number.name}: "
+        "ends after this step, with a checkpoint; again: at once",
+        f"elasticd: ended by {number.name}; {tmp_path / 'c'} has {newest.name}",
+    ]
+    reference, _ = train.reference(STEPS)
+    assert losses(job(tmp_path / "c")) == pytest.approx(reference[4:], abs=1e-10)
+
+
+def test_in_an_interactive_session_ctrl_c_goes_back_to_the_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "ps1", "In [1]: ", raising=False)
+    with pytest.raises(KeyboardInterrupt, match="step-00000002"):
+        signalled(job(tmp_path / "c"), [], 0, signal.SIGINT)
+    assert len(losses(job(tmp_path / "c"), 5)) == 3, "and a new Job trains on"
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["twice", "without checkpoints"])
+def test_ctrl_c_twice_or_without_checkpoints_interrupts_at_once(tmp_path: Path, keeps: bool) -> None:
+    steps = list[int]()
+    with pytest.raises(KeyboardInterrupt):
+        signalled(job(tmp_path / "c" if keeps else None), steps, 1, *[signal.SIGINT] * (1 + keeps))
+    assert steps == [0, 1]
+    assert list(scan(tmp_path / "c")) == []
+    assert len(losses(job(), 2)) == 2
+
+
+def test_an_exception_in_a_step_leaves_a_checkpoint_of_the_step_before(tmp_path: Path) -> None:
+    calls = []
+
+    def loss(output: torch.Tensor, batch: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3 * 2 + 2:
+            raise ValueError("mine")
+        return next_token_loss(output, batch)
+
+    with pytest.raises(ValueError, match="mine"):
+        losses(job(tmp_path / "c", loss=loss))
+    reference, _ = train.reference(STEPS)
+    assert losses(job(tmp_path / "c")) == pytest.approx(reference[2:], abs=1e-10)
+
+
+def test_a_script_whose_body_raises_ends_with_its_traceback_and_a_last_checkpoint(tmp_path: Path) -> None:
+    environment = dict(os.environ)
+    options = {"out": str(tmp_path), "steps": 100, "job": {"checkpointing": {"folder": str(tmp_path / "c")}}}
+    samples = next(iter(train_samples(2)))
+    environment["OPTIONS"] = json.dumps(options | {"fail": ("body", samples, "")})
+    process = forkserver.start(Path(train.__file__), environment=environment, output=tmp_path / "log")
+    assert process.wait(120) == 1, (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert f"ValueError: sample {samples} is bad" in log.splitlines()[-1]
+    assert [item.step for item in scan(tmp_path / "c")] == [3], log
+
+
+def train_samples(step: int) -> tuple[int, ...]:
+    from elasticd_planner.spec.batch import Sampler
+
+    return Sampler(size=len(train.Text()), global_batch=train.BATCH, seed=train.SEED).samples(step)
+
+
+def test_a_job_that_has_ended_lets_its_model_and_state_go() -> None:
+    trained = job()
+    gone, engines = weakref.ref(trained), list[Any]()
+    for step in trained.steps(2):
+        if step.index == 0:
+            engines.append(weakref.ref(trained._switcher.engine))
+    del trained, step
+    gc.collect()
+    assert gone() is None
+    assert engines[0]() is None
+    assert len(losses(job(), 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2: start the script with 'elasticd run --job NAME SCRIPT'"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, "TORCHELASTIC_RUN_ID is not set"),
+        ({"WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}, "no agent listens at"),
+    ],
+)
+def test_a_process_that_was_launched_never_trains_alone(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], words: str
+) -> None:
+    monkeypatch.setattr("elasticd.runtime.control.parent_death.end_with", lambda parent: None)
+    monkeypatch.setattr("elasticd.runtime.control.agent_client._CONNECT_SECONDS", 0.0)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(elasticd.JobStopped, match=words):
+        job()
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(CPU), "total_bytes", lambda self: 1 << 16)
+    with pytest.raises(
+        elasticd.JobStopped, match=r"one process cannot train this job: does not fit.*elasticd run"
+    ):
+        job()
+
+
+def test_a_plan_of_several_devices_is_for_a_cluster(capfd: pytest.CaptureFixture[str]) -> None:
+    with torch.device("meta"):
+        model = Decoder(train.CONFIG).describe()
+    two = Annotation(groups=[("n0/0", "n0/1")], states=[{"tp": 2}])
+    given = plan_of(model, {"*": two}, micro_batches=[3], micro_batch=2)
+    reference, _ = train.reference(2)
+    trained = job(parallelism=elasticd.ParallelismOptions(plan=given, keep_plan=True))
+    assert losses(trained, 2) == pytest.approx(reference, abs=1e-10)
+
+
+def test_checkpoints_that_cannot_be_read_end_the_script(tmp_path: Path) -> None:
+    losses(job(tmp_path / "c"), 2)
+    (found,) = scan(tmp_path / "c")
+    for path in found.path.iterdir():
+        if path.suffix != ".json" and path.stat().st_size > 1000:
+            path.write_bytes(b"\0" * path.stat().st_size)
+    with pytest.raises(elasticd.JobStopped, match="checkpoints"):
+        losses(job(tmp_path / "c"))
