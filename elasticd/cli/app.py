@@ -26,6 +26,7 @@ from elasticd.cli.profile import profile
 from elasticd.cli.record import record
 from elasticd.cli.report import report
 from elasticd.cli.run import run
+from elasticd.cli.security import security
 from elasticd.cli.simulate import simulate
 from elasticd.cli.status import status
 from elasticd.cli.top import top
@@ -47,7 +48,7 @@ _EXPECTED = (CannotReach, ConfigError, EtcdClientMissing, ExtraMissing, Invalid,
 _GROUPS = {
     "Run": (up, run, stop, forget, demo),
     "Look": (status, jobs, top, why, history, logs, report, record, doctor),
-    "Operate": (coordinator, dashboard, drain, pause, resume, config, checkpoint, chaos),
+    "Operate": (coordinator, dashboard, drain, pause, resume, config, checkpoint, security, chaos),
     "Offline tools": (check, profile, plan, simulate, completion),
 }
 

@@ -64,6 +64,8 @@ OTHERS: dict[str, tuple[tuple[str, ...], str]] = {
     "checkpoint verify": (("{folder}",), "no checkpoint in"),
     "checkpoint export": (("{folder}/none", "{folder}/x"), "does not exist"),
     "completion": (("csh",), "is not one of"),
+    "security init": (("{folder}",), "is there and not empty, and nothing in it is overwritten"),
+    "security renew": (("{folder}",), "has no authority to sign with"),
 }
 #: The command that looks for what is missing tells of it in its table.
 DOCTOR = "doctor"
