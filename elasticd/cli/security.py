@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from elasticd.cli.options import F
-from elasticd.config.security import Role, SecuritySection
+from elasticd.config.security import Role
 
 #: The files of the authority; the key signs certificates, and no machine of the cluster needs it.
 _AUTHORITY, _AUTHORITY_KEY = "ca.pem", "ca.key"
@@ -158,10 +158,9 @@ def _certificates(folder: Path, hosts: Sequence[str]) -> None:
 
 
 def _section(name: str, place: Path) -> str:
-    """The section of a place in TOML; checked as a configuration is."""
+    """The section of a place, in TOML."""
     where, keys = _SECTIONS[name]
     paths = {key: str(place / file) for key, file in keys.items()}
-    SecuritySection(**paths)
     lines = [
         f"{key} = {json.dumps(path, ensure_ascii=False)}" for key, path in paths.items()
     ]  # a JSON string is a TOML string
