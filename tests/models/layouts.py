@@ -16,6 +16,7 @@ from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, run_threads, unpaced
 from elasticd.runtime.data.collate import pad
 from elasticd.runtime.data.options import DataOptions
+from elasticd.runtime.data.packing import Packing
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model
@@ -79,6 +80,7 @@ class Training:
     loss: Callable[[Any, Any], tuple[Tensor, int]]
     dataset: Any
     collate: Callable[[Sequence[Any]], Any] = pad
+    packing: Packing | None = None
     steps: int = 2
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -90,7 +92,7 @@ class Training:
             dataset=self.dataset,
             global_batch=BATCH,
             seed=SEED,
-            data=DataOptions(collate=self.collate),
+            data=DataOptions(collate=self.collate, packing=self.packing),
             **self.options,
         )
 

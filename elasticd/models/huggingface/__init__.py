@@ -7,6 +7,7 @@ attention then never sees it.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from elasticd.models.huggingface.anatomy import REMEDY, text_of
+from elasticd.models.huggingface.batches import FOR_LAYERS, HfBatches
 from elasticd.models.huggingface.init_weights import on_meta, own_init, with_buffers
+from elasticd.models.huggingface.loss import causal_lm_loss
 from elasticd.models.huggingface.proof import prove
 from elasticd.models.huggingface.sections import name_in_model, sections_of
 from elasticd.models.huggingface.tp_plans import cuts_of
@@ -61,6 +64,16 @@ def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> M
     )
     flat = _FLATTENED.get(model.config.model_type)
     described.unpackable = proof.unpackable
+    described.reads = HfBatches(
+        model=type(model).__name__,
+        takes=frozenset(inspect.signature(type(model).forward).parameters),
+        shifts=proof.shifts is not False,
+        layers=frozenset(FOR_LAYERS) - proof.lacks.keys(),
+        lacks=proof.lacks,
+        counts_from_zero=proof.counts_from_zero,
+    )
+    own_loss = proof.shifts is not None and not hasattr(model, "_loss_function")  # one that the user set
+    described.loss = causal_lm_loss if own_loss else None
     described.mixing = (flat, "has samples and tokens in one dimension") if flat else _mixing(described)
     return described
 

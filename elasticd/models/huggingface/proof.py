@@ -8,6 +8,8 @@ seen, too, where it is lost. What differs is looked for number by number and ref
 
 from __future__ import annotations
 
+import inspect
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +32,8 @@ from elasticd.models.huggingface.anatomy import (
     same,
     text_of,
 )
+from elasticd.models.huggingface.batches import FOR_LAYERS, LAYER_INPUTS, TARGETS, shifted
+from elasticd.models.huggingface.loss import causal_lm_loss
 from elasticd.models.huggingface.sections import Sections, sections_of
 from elasticd.runtime.model.validation import ModelError, replace_dropouts
 from elasticd.runtime.parallel.sequence_mixing import RowAndSequences, mixing
@@ -55,6 +59,10 @@ class Proof:
     exact: bool
     numbers: tuple[str, ...]  # of the configuration: those that were changed, and that change the logits
     unpackable: str  # why its sequences cannot be packed in one row; empty: they can
+    #: Whether the target of a token is the next one's label; None: the model's own loss is another.
+    shifts: bool | None
+    lacks: Mapping[str, str]  # of what batches may give every layer: why the stages do not take it
+    counts_from_zero: bool  # positions that are counted from 0 are those that the model takes by itself
 
     def __str__(self) -> str:
         said = f"the model's own forward: {self.model}, on a small copy "
@@ -94,14 +102,16 @@ def prove(model: Any) -> Proof:
         exact, numbers = _with_changed_numbers(kind, copy.model.config)
         numbers = [name for name in numbers if acts(copy, name)]
         _refuse_draws(kind, copy.model.config, tiny_config.dropouts(config))
-        unpackable = why_unpackable(copy, anatomy)
-    return Proof(
-        model=kind.__name__,
-        anatomy=anatomy,
-        exact=same_bits and exact,
-        numbers=tuple(numbers),
-        unpackable=unpackable,
-    )
+        return Proof(
+            model=kind.__name__,
+            anatomy=anatomy,
+            exact=same_bits and exact,
+            numbers=tuple(numbers),
+            unpackable=why_unpackable(copy, anatomy),
+            shifts=shifts_labels(copy),
+            lacks=lacking_layer_inputs(copy, anatomy),
+            counts_from_zero=counts_from_zero(copy),
+        )
 
 
 def _with_changed_numbers(kind: Any, base: Any) -> tuple[bool, list[str]]:
@@ -309,6 +319,70 @@ def why_unpackable(copy: SmallModel, anatomy: Anatomy) -> str:
     return ""
 
 
+def shifts_labels(copy: SmallModel) -> bool | None:
+    """Whether the copy's own loss is the cross entropy of each token's next label, or (False) of its own; None:
+    it is another, or it has none."""
+    labels = copy.ids.clone()
+    labels[0, :3] = -100
+    try:
+        with torch.no_grad():
+            own = copy.model(input_ids=copy.ids, labels=labels, **arguments(copy.model)).loss
+    except Exception:  # it takes no labels, or gives a tuple
+        return None
+    for shifts, targets in ((True, shifted(labels)), (False, labels)):
+        total, count = causal_lm_loss(copy.logits, {TARGETS: targets})
+        # The model's own is computed in single precision.
+        if isinstance(own, Tensor) and _apart((total / count).float(), own.float()) < NEAR[torch.float32]:
+            return shifts
+    return None
+
+
+def counts_from_zero(copy: SmallModel) -> bool:
+    """Whether the copy gives with positions 0, 1, 2, ... what it gives without positions."""
+    places = torch.arange(copy.ids.shape[1]).expand(copy.ids.shape)
+    if "position_ids" not in _takes(copy.model):
+        return True
+    try:
+        with torch.no_grad():
+            own = logits_of(copy.model(input_ids=copy.ids, position_ids=places, **arguments(copy.model)))
+    except Exception:
+        return False
+    return _apart(own, copy.logits) <= copy.near
+
+
+def lacking_layer_inputs(copy: SmallModel, anatomy: Anatomy) -> dict[str, str]:
+    """Why stages do not take what a batch may say to every layer: a mask with padding at the begin of a sample,
+    positions that are not counted from 0. Those that are taken are left out."""
+    mask = torch.ones_like(copy.ids)
+    mask[0, :2] = 0
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    return {name: why for name in FOR_LAYERS if (why := _why_not_taken(copy, anatomy, name, given))}
+
+
+def _why_not_taken(copy: SmallModel, anatomy: Anatomy, name: str, given: Mapping[str, Tensor]) -> str:
+    if name not in _takes(copy.model):
+        return f"the forward of {copy.name} takes no {name}"
+    # Positions come with the mask where the model takes both.
+    names = [each for each in FOR_LAYERS if each == name or each in _takes(copy.model)]
+    for beside in ({name: given[name]}, {each: given[each] for each in names}):
+        try:
+            with torch.no_grad():
+                own = logits_of(copy.model(input_ids=copy.ids, **beside, **arguments(copy.model)))
+                x: Any = {"inputs": copy.ids, LAYER_INPUTS: beside}
+                for _, section in sections_of(copy.model, anatomy):
+                    x = section(x)
+        except Exception as error:
+            return f"{copy.name} fails with it on a small copy ({type(error).__name__}: {_first_line(error)})"
+        seen = beside.get("attention_mask", torch.ones_like(copy.ids)).bool()
+        if not _apart(x[seen], own[seen]) <= copy.near:
+            return f"the stages of {copy.name} give something else with it"
+    return ""
+
+
+def _takes(model: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(type(model).forward).parameters)
+
+
 def _refuse_draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> None:
     """Raises ModelError for dropouts of functions, whose masks a layout would change."""
     if not dropouts or not _draws(kind, base, dropouts):
@@ -429,7 +503,13 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _on_the_side() -> Iterator[None]:
-    """On the CPU, whatever the default device is, and without a trace in the generator."""
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(0)
-        yield
+    """On the CPU, whatever the default device is, and without a trace in the generator or in the log."""
+    library = logging.getLogger("transformers")
+    level = library.level
+    library.setLevel(logging.ERROR)  # what it warns of is the small copy
+    try:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(0)
+            yield
+    finally:
+        library.setLevel(level)

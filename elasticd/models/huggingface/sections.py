@@ -15,6 +15,9 @@ layer give the activation, and goes on to the end.
 
 In a packed row the model is given the position of each token in its sequence, and attends by
 `packed_attention`.
+
+A batch whose mask or positions matter to the layers (`batches`) passes as named tensors: the activation, and
+beside it what the forward of every section is called with.
 """
 
 from __future__ import annotations
@@ -39,11 +42,14 @@ from elasticd.models.huggingface.anatomy import (
     parts,
     text_of,
 )
+from elasticd.models.huggingface.batches import IDS, LAYER_INPUTS
 from elasticd.models.huggingface.packed_attention import configurations, packed
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.attention import positions
 from elasticd.runtime.parallel.packed_row import current_row
 
+#: The name of the activation where other tensors pass beside it.
+HIDDEN = "hidden"
 #: Where nn.Module keeps its hooks.
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks"),
@@ -190,8 +196,14 @@ class Section(nn.Module):
                 made._modules[name] = standing[full]
         return made
 
-    def run(self, ids: Tensor | None, x: Tensor | None) -> Any:
-        """The model's forward in the shell, to where the section ends."""
+    def run(self, ids: Tensor | None, x: Tensor | None, beside: Mapping[str, Tensor]) -> Any:
+        """The model's forward in the shell, to where the section ends.
+
+        Args:
+            ids: of the tokens; None: any.
+            x: the activation; None: the section makes it.
+            beside: what else the forward is called with, by name.
+        """
         shell, zeros = self._hidden
         for there, name, here, mine in self._bound:  # a child may have been replaced
             there[name] = here[mine]
@@ -203,7 +215,7 @@ class Section(nn.Module):
             ids = torch.full((samples, tokens), self._id, dtype=torch.long, device=x.device)
             zeros.like = x.new_zeros((samples, tokens, *width))
         try:
-            output = self._called(shell, ids)
+            output = self._called(shell, ids, beside)
         except _Reached as reached:
             return reached.value
         else:
@@ -213,10 +225,10 @@ class Section(nn.Module):
         finally:
             zeros.like = None
 
-    def _called(self, shell: nn.Module, ids: Tensor | None) -> Any:
+    def _called(self, shell: nn.Module, ids: Tensor | None, beside: Mapping[str, Tensor]) -> Any:
         assert ids is not None
         if current_row(ids.device) is None:
-            return shell(input_ids=ids, **self._arguments)
+            return shell(input_ids=ids, **self._arguments, **beside)
         if not self._takes_positions:
             raise ModelError(f"the forward of {type(shell).__name__} takes no position_ids")
         with packed(self._configurations):
@@ -224,16 +236,22 @@ class Section(nn.Module):
 
 
 class HfEmbed(Section):
-    """batch["inputs"] [samples, tokens] to the first layer's input [samples, tokens, width]."""
+    """The tokens of a batch [samples, tokens] to the first layer's input [samples, tokens, width]."""
 
     def __init__(self, model: Any, anatomy: Anatomy, husks: Sequence[nn.Module]) -> None:
         first = _with_forward(husks[0], _End())
         held = {path: model.get_submodule(path) for path in anatomy.before}
         super().__init__(model, anatomy, held | _anywhere(model, anatomy), [first, *husks[1:]])
 
-    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Runs the model's forward on batch["inputs"] [samples, tokens] up to its first layer."""
-        return self.run(batch["inputs"], None)
+    def forward(self, batch: Mapping[str, Any]) -> Tensor | dict[str, Tensor]:
+        """Runs the model's forward on the tokens of a batch [samples, tokens] up to its first layer.
+
+        Returns:
+            The activation [samples, tokens, width]; of a batch with `LAYER_INPUTS` named tensors.
+        """
+        beside: Mapping[str, Tensor] = batch.get(LAYER_INPUTS, {})
+        ids = batch[next((name for name in IDS if name in batch), IDS[0])]
+        return _bundle(self.run(ids, None, beside), beside)
 
 
 class HfBlock(Section):
@@ -248,14 +266,16 @@ class HfBlock(Section):
         self.paths["layer"] = f"{anatomy.layers}.{index}"
         self._mine = mine
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Runs the model's forward up to the end of this layer, which takes `x` [samples, tokens, width]."""
-        self._mine.x = x
+    def forward(self, x: Tensor | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Runs the model's forward up to the end of this layer, which takes `x` [samples, tokens, width], alone
+        or as `HIDDEN` among named tensors."""
+        hidden, beside = _parted(x)
+        self._mine.x = hidden
         try:
-            output = self.run(None, x)
+            output = self.run(None, hidden, beside)
         finally:
             self._mine.x = None
-        return output[0] if isinstance(output, tuple) else output
+        return _bundle(output[0] if isinstance(output, tuple) else output, beside)
 
 
 class HfHead(Section):
@@ -271,13 +291,25 @@ class HfHead(Section):
         super().__init__(model, anatomy, _anywhere(model, anatomy) | held, [first, *husks[1:]])
         self._begin = begin
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Mapping[str, Tensor]) -> Tensor:
         """Runs the model's forward with `x` [samples, tokens, width] in place of the last layer's output."""
-        self._begin.x = x
+        hidden, beside = _parted(x)
+        self._begin.x = hidden
         try:
-            return logits_of(self.run(None, x))
+            return logits_of(self.run(None, hidden, beside))
         finally:
             self._begin.x = None
+
+
+def _bundle(hidden: Tensor, beside: Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    return {HIDDEN: hidden, **beside} if beside else hidden
+
+
+def _parted(x: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """The activation, and what passes beside it."""
+    if isinstance(x, Tensor):
+        return x, {}
+    return x[HIDDEN], {name: value for name, value in x.items() if name != HIDDEN}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from elasticd.runtime.data.packing import Packing, deal
 from elasticd.runtime.data.prefetch import Dataset, SampleError, SampleReader
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, LedgerError, expected_hashes
 from elasticd.runtime.engine.engine import Engine
-from elasticd.runtime.engine.recipe import Loss
+from elasticd.runtime.model.batch_format import BatchFormat
+from elasticd.runtime.model.model import Loss
 
 #: The measure that every evaluation has.
 LOSS = "loss"
@@ -138,7 +139,14 @@ def _now(number: Tensor | float) -> Tensor | float:
 
 
 def evaluate(
-    engine: Engine, held_out: HeldOut, name: str, step: int, loss: Loss, data: DataOptions, weights: str
+    engine: Engine,
+    held_out: HeldOut,
+    name: str,
+    step: int,
+    loss: Loss,
+    data: DataOptions,
+    weights: str,
+    reads: BatchFormat | None = None,
 ) -> Evaluation:
     """Evaluates a held-out set. All members of the plan call it together, between two steps.
 
@@ -150,6 +158,7 @@ def evaluate(
         loss: that of the training.
         data: how the training makes batches. A set with a collate of its own is padded.
         weights: "value" or "average".
+        reads: makes of samples and batches what the model reads; None: they are that.
 
     Raises:
         SampleError: a member could not read a sample; on all members.
@@ -157,7 +166,7 @@ def evaluate(
         ValueError: there is no average to evaluate, or a measure counted nothing.
     """
     measures = {LOSS: held_out.loss or loss, **held_out.measures}
-    loader = Loader(held_out.reader, held_out.collate or data.collate)
+    loader = Loader(held_out.reader, held_out.collate or data.collate, reads)
     packing = data.packing if held_out.collate is None else None
     rows: list[Tensor] = []
     with averaged(engine, weights), _evaluating(engine):

@@ -21,12 +21,14 @@ from elasticd.records import JobSpec
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.api.evaluation import HeldOut
 from elasticd.runtime.checkpoint.loader import longest_trained, offered
-from elasticd.runtime.data.loader import length_of
+from elasticd.runtime.data.collate import Unlike, text_parts
+from elasticd.runtime.data.loader import length_of, reading
 from elasticd.runtime.data.packing import KnownLengths, known_lengths
 from elasticd.runtime.data.prefetch import Dataset
 from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import refuse_others
 from elasticd.runtime.parallel.sequence_mixing import packable
 from elasticd.version import __version__
@@ -64,6 +66,53 @@ def check_plan(recipe: Recipe) -> None:
     if (given := recipe.parallelism.plan) is not None:
         check_model(given, recipe.model.spec)
         check_batch(given, recipe.global_batch, recipe.micro_batch)
+
+
+def loss_of(model: Model, loss: Loss | None) -> Loss:
+    """The loss of a job, or that of its model where the job gives none.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if (chosen := loss or model.loss) is None:
+        own = "" if model.reads is None else ": that of this model is no cross entropy of its logits and labels"
+        raise ValueError(
+            f"the job has no loss{own}. Give Job(loss=...) a function of (output, batch) that returns the sum "
+            "over the targets, and their count"
+        )
+    return chosen
+
+
+def check_batch_format(recipe: Recipe) -> None:
+    """Makes a batch of the first samples, for a model that reads batches of its own library.
+
+    Raises:
+        ValueError: they make none, or it has no targets for the model's own loss.
+    """
+    reads, dataset = recipe.reads, recipe.dataset
+    if reads is None or isinstance(dataset, Stream):
+        return
+    samples = [dataset[index] for index in range(min(2, len(dataset)))]
+    try:
+        if recipe.data.packing is not None:
+            batch = next(iter([reads.row(sample) for sample in samples]))
+        else:
+            batch = reading(reads, recipe.data.collate)(samples)
+    except Exception as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        text = text_parts(samples[0])
+        if text and not isinstance(error, Unlike):
+            raise ValueError(
+                f"the samples have text under {', '.join(text)}, of which the collate makes no batch "
+                f"({said}): leave it out, dataset.remove_columns({text!r})"
+            ) from error
+        raise ValueError(f"the first samples make no batch: {said}") from error
+    if recipe.loss is recipe.model.loss and not reads.has_targets(batch):
+        raise ValueError(
+            f"the model's own loss needs labels, and a batch has {', '.join(map(str, batch))}: "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False) makes them of the tokens; or give "
+            "Job(loss=...)"
+        )
 
 
 def check_packing(recipe: Recipe, held_out: Mapping[str, HeldOut] = MappingProxyType({})) -> None:

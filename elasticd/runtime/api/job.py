@@ -19,7 +19,13 @@ from elasticd.runtime.api.between_steps import BetweenSteps, Run
 from elasticd.runtime.api.connection import NAME, connect
 from elasticd.runtime.api.deprecated import DEFAULTS, OldKeywords, OptionGroups, with_old_keywords
 from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evaluate
-from elasticd.runtime.api.hello import check_optimizer, check_packing, check_plan
+from elasticd.runtime.api.hello import (
+    check_batch_format,
+    check_optimizer,
+    check_packing,
+    check_plan,
+    loss_of,
+)
 from elasticd.runtime.api.rank_info import RankInfo
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.api.train_loop import Loop, Next
@@ -37,10 +43,10 @@ from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.parallelism import ParallelismOptions
-from elasticd.runtime.engine.recipe import Loss, MakeScheduler, Recipe
+from elasticd.runtime.engine.recipe import MakeScheduler, Recipe
 from elasticd.runtime.engine.warmup import warm
 from elasticd.runtime.exits import Drained, JobOver, JobStopped
-from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import MakeOptimizer
 from elasticd.runtime.snapshot.restore import Snapshots
 from elasticd.runtime.snapshot.snapshotter import Snapper
@@ -90,7 +96,7 @@ class Job(RankInfo):
         self,
         *,
         model: Model,
-        loss: Loss,
+        loss: Loss | None = None,
         optimizer: MakeOptimizer,
         dataset: Dataset | Stream,
         global_batch: int,
@@ -111,7 +117,8 @@ class Job(RankInfo):
         Args:
             model: the model, by its sections and rules.
             loss: called as loss(output, batch) with the head's output for a micro-batch; returns the sum of the
-                losses and the count of targets. Sums are divided once, by the count of the global batch.
+                losses and the count of targets. Sums are divided once, by the count of the global batch. None:
+                the model's own, which a model of `from_hf` has.
             optimizer: makes a torch optimizer with element-wise state of (name, parameter) pairs. It is called
                 after every switch, on every rank, with all trained parameters: the slices that this device
                 steps on, which may be several of one parameter, and an empty tensor for a parameter that others
@@ -147,7 +154,7 @@ class Job(RankInfo):
             accelerator.use()
             self._recipe = Recipe(
                 model=model,
-                loss=loss,
+                loss=loss_of(model, loss),
                 optimizer=optimizer,
                 dataset=dataset,
                 global_batch=global_batch,
@@ -164,6 +171,7 @@ class Job(RankInfo):
             check_optimizer(self._recipe)
             check_plan(self._recipe)
             self._held_out = groups.evaluation.sets
+            check_batch_format(self._recipe)
             check_packing(self._recipe, self._held_out)
             self._callbacks = tuple(callbacks)
             self._connect()
@@ -561,7 +569,9 @@ class Job(RankInfo):
         recipe = self._recipe
         try:
             with during(self._where, EVALUATION):
-                return evaluate(engine, self._held_out[name], name, step, recipe.loss, recipe.data, weights)
+                return evaluate(
+                    engine, self._held_out[name], name, step, recipe.loss, recipe.data, weights, recipe.reads
+                )
         except SampleError as error:
             raise self._loop.unreadable(engine, step, error) from error
         except LedgerError as error:

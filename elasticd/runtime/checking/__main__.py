@@ -20,6 +20,7 @@ from elasticd.runtime.checking.layouts import Variation
 from elasticd.runtime.checking.script import CannotCheck, recipe_of
 from elasticd.runtime.checking.trial import Trial, tried
 from elasticd.runtime.checking.verdict import findings
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.sequence_mixing import packable
@@ -86,7 +87,12 @@ def _may_be_packed(recipe: Recipe, one: Trial, samples: int, say: Callable[[str]
     process with padded samples. True: nothing is wrong with what the job asks for."""
     dataset: Any = recipe.dataset
     asked, model = recipe.data.packing is not None, recipe.model
-    found = packable(model, recipe.loss, [dataset[index] for index in range(samples)])
+    collate = None if recipe.data.collate is pad else recipe.data.collate
+    untried: list[str] = []
+    found = packable(model, recipe.loss, [dataset[index] for index in range(samples)], collate, untried.append)
+    if untried and not asked:
+        say(f"note  not tried: packed rows ({untried[0]})")
+        return True
     if asked and not found:
         found = list(findings(model, one, tried(recipe, layouts.alone(model.spec, samples)), outputs=False))
     wrong = "WRONG" if asked else "note  not for this model:"

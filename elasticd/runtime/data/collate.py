@@ -123,6 +123,21 @@ def described(part: Any) -> str:
     return f"a {type(part).__name__}" + (f" of {len(part)}" if isinstance(part, tuple) else "")
 
 
+def is_text(part: Any) -> bool:
+    """Whether a part of a sample is text, or has text in it; or is None, as an empty column has."""
+    if isinstance(part, Mapping):
+        return any(map(is_text, part.values()))
+    if isinstance(part, list | tuple) and part:
+        return is_text(part[0])
+    return part is None or isinstance(part, str | bytes)
+
+
+def text_parts(sample: Any) -> list[str]:
+    """The names of a sample's parts that are text."""
+    named = sample.items() if isinstance(sample, Mapping) else ()
+    return [str(name) for name, part in named if is_text(part)]
+
+
 def summed(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     """The counts of all samples together, by name."""
     total: Counter[str] = Counter()

@@ -15,11 +15,12 @@ import torch
 from elasticd_planner.spec.batch import MicroBatch
 from torch import Tensor
 
-from elasticd.runtime.data.collate import Batch, Collate, Unlike
+from elasticd.runtime.data.collate import Batch, Collate, Unlike, pad
 from elasticd.runtime.data.packing import blank, pack
 from elasticd.runtime.data.prefetch import Dataset, SampleError
 from elasticd.runtime.data.sample_ledger import entries
 from elasticd.runtime.data.step_samples import Samples
+from elasticd.runtime.model.batch_format import BatchFormat
 
 #: The number of first samples that can stand in for a micro-batch of which none can be read.
 _STAND_INS = 16
@@ -31,25 +32,38 @@ def length_of(dataset: Dataset) -> Callable[[int], int] | None:
     return None if lengths is None else lambda index: int(lengths[index])
 
 
-def sample_tokens(dataset: Dataset, most: int = 64) -> float:
+def sample_tokens(
+    dataset: Dataset, collate: Collate = pad, reads: BatchFormat | None = None, most: int = 64
+) -> float:
     """The mean number of tokens of the first `most` samples, which the planner takes for all.
+
+    Args:
+        dataset: has samples whose first tensor has an entry for each token.
+        collate: of a model that reads its own samples: makes the tokens of those that have none.
+        reads: reads a model's samples; None: they are tensors.
+        most: samples that are looked at.
 
     Raises:
         ValueError: the dataset is empty.
-        TypeError: a sample has no tensor.
+        TypeError: a sample has no tokens.
     """
     count = min(len(dataset), most)
     if count == 0:
         raise ValueError("dataset is empty: it must hold at least one sample")
     total = 0
     for index in range(count):
-        first = next(_tensors(dataset[index]), None)
-        if first is None:
+        sample = dataset[index]
+        tokens = reads.tokens(sample) if reads is not None else 0
+        if not tokens:
+            whole = collate([sample]) if reads is not None and collate is not pad else sample
+            first = next(_tensors(whole), None)
+            tokens = 0 if first is None else first.numel()
+        if not tokens:
             raise TypeError(
-                f"sample {index} is {type(dataset[index]).__name__} without a tensor: a sample must hold its "
+                f"sample {index} is {type(sample).__name__} without a tensor: a sample must hold its "
                 'tokens first, as in {"inputs": ..., "targets": ...}'
             )
-        total += first.numel()
+        total += tokens
     return total / count
 
 
@@ -62,6 +76,15 @@ def _tensors(part: Any) -> Iterator[Tensor]:
             yield from _tensors(inner)
 
 
+def reading(reads: BatchFormat | None, collate: Collate) -> Collate:
+    """A collate whose batches are as the model reads them."""
+    if reads is None:
+        return collate
+    if collate is pad:
+        return lambda samples: reads.batch(pad([reads.sample(each) for each in samples]))
+    return lambda samples: reads.batch(collate(samples))
+
+
 class Loader:
     """Makes batches, and records what was asked for, for the ledger of samples.
 
@@ -70,8 +93,14 @@ class Loader:
     the vote drops the step on all ranks.
     """
 
-    def __init__(self, reader: Samples, collate: Collate) -> None:
-        self._reader, self._collate = reader, collate
+    def __init__(self, reader: Samples, collate: Collate, reads: BatchFormat | None = None) -> None:
+        """
+        Args:
+            reader: gives samples by their ids.
+            collate: makes a padded batch of samples.
+            reads: makes of samples and batches what the model reads; None: they are that.
+        """
+        self._reader, self._collate, self._reads = reader, reading(reads, collate), reads
         self.asked: list[int] = []
         self.failure: SampleError | None = None
 
@@ -109,17 +138,30 @@ class Loader:
     def _packed(self, found: dict[int, Any], micro_batch: MicroBatch) -> Batch:
         if len(found) == len(micro_batch):
             try:
-                return pack([*found.values()], micro_batch)
+                return pack(self._rows([*found.values()]), micro_batch)
             except Exception as error:
                 self._refuse(error, micro_batch)
 
         def zeros(like: Any) -> Batch:  # a row must have its length, with which other ranks count
-            return pack([blank(like, piece) for piece in micro_batch], micro_batch)
+            (row,) = self._rows([like])
+            return pack([blank(row, piece) for piece in micro_batch], micro_batch)
 
         for like in found.values():
             with suppress(Exception):
                 return zeros(like)
         return self._stand_in(lambda index: zeros(self._reader.take(index)))
+
+    def _rows(self, samples: Sequence[Any]) -> list[Any]:
+        """Samples as a packed row takes them."""
+        if self._reads is None:
+            return list(samples)
+        rows = []
+        for place, sample in enumerate(samples):
+            try:
+                rows.append(self._reads.row(sample))
+            except Unlike as error:
+                raise Unlike(place, str(error)) from error
+        return rows
 
     def _refuse(self, error: Exception, micro_batch: MicroBatch) -> None:
         """Notes that these samples make no batch, unless an earlier failure is noted."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.packing import Packing, deal, row_tokens
 from elasticd.runtime.data.prefetch import UNREAD, SampleError
+from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.threads import DaemonThreads
 
 #: Tags of messages beside those of stages and of ZeRO.
@@ -108,8 +109,9 @@ class Streamed:
         linear: int,
         readers: int = 1,
         packing: Packing | None = None,
+        reads: BatchFormat | None = None,
     ) -> None:
-        self._source = _Source(stream.dataset, global_batch, threaded=readers > 0)
+        self._source = _Source(stream.dataset, global_batch, threaded=readers > 0, reads=reads)
         self._batch, self._linear, self._packing = global_batch, linear, packing
         self._held: Mapping[int, Any] = {}
         self._tokens: tuple[int, ...] = ()
@@ -254,8 +256,10 @@ def _checked(sample: Any) -> Any:
 class _Source:
     """Reads a stream on the first rank, a step ahead in a thread of its own."""
 
-    def __init__(self, dataset: StatefulIterable, batch: int, *, threaded: bool) -> None:
-        self._dataset, self._batch = dataset, batch
+    def __init__(
+        self, dataset: StatefulIterable, batch: int, *, threaded: bool, reads: BatchFormat | None = None
+    ) -> None:
+        self._dataset, self._batch, self._reads = dataset, batch, reads
         self._submit: Callable[[Callable[[], _Read]], Future[_Read]] = (
             DaemonThreads("stream") if threaded else _at_once
         )
@@ -287,7 +291,8 @@ class _Source:
             if self._iterator is None or self._at != position:
                 self._go_to(position)
             while len(found) < self._batch:
-                found.append(_checked(self._one()))
+                sample = self._one()
+                found.append(_checked(sample if self._reads is None else self._reads.sample(sample)))
             state = to_text(self._dataset.state_dict(), "state_dict() of the dataset", _MOST_ELEMENTS)
         except Exception as error:
             self._iterator = None

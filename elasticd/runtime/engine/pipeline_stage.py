@@ -33,7 +33,7 @@ from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
 from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks, warn_of_slices
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.p2p import NextStage, PrevStage, gradient_messages
-from elasticd.runtime.engine.recipe import Loss, Recipe
+from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.bundle import (
     Bundle,
     Gradients,
@@ -45,6 +45,7 @@ from elasticd.runtime.model.bundle import (
     tensors,
 )
 from elasticd.runtime.model.local_model import LocalModel
+from elasticd.runtime.model.model import Loss
 from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
@@ -211,7 +212,7 @@ class StageRunner:
         self._drawing, self._loss, self._loader = (
             local.drawing,
             recipe.loss,
-            Loader(recipe.feed, recipe.data.collate),
+            Loader(recipe.feed, recipe.data.collate, recipe.reads),
         )
         self._telemetry, self._stopwatch, self._pace = (
             telemetry,

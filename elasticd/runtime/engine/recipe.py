@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,6 @@ from elasticd_planner.cost.schedule import Pass, passes
 from elasticd_planner.numeric import Ints
 from elasticd_planner.spec.batch import Sampler, TokenSampler
 from elasticd_planner.spec.sample_packing import linear_of
-from torch import Tensor
 
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
@@ -27,15 +25,13 @@ from elasticd.runtime.data.stream import Stream, Streamed
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.mixed_precision import Precision, lowered, precision_of
 from elasticd.runtime.engine.parallelism import ParallelismOptions
-from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.batch_format import BatchFormat
+from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import MakeOptimizer
 from elasticd.runtime.parallel.sequence_parallel import refuse_model
 from elasticd.runtime.snapshot.restore import Snapshots
 from elasticd.runtime.threads import DaemonThreads
 
-#: (output of the head, batch) -> (sum of the losses, count of targets). On an accelerator the host waits for no
-#: count that is a tensor there; the sum must then be 0, not NaN, where the count is 0.
-Loss = Callable[[Any, Any], tuple[Tensor, float | Tensor]]
 #: (stages, stage, micro-batches, chunks) -> the passes of that stage in order. Backward passes through one
 #: chunk go by ascending index of the micro-batch.
 Schedule = Callable[[int, int, int, int], Iterator[Pass]]
@@ -91,7 +87,11 @@ class Recipe:
     @cached_property
     def tokens(self) -> float:
         """Tokens of a sample, on average."""
-        return self.dataset.tokens if isinstance(self.dataset, Stream) else sample_tokens(self.dataset)
+        return (
+            self.dataset.tokens
+            if isinstance(self.dataset, Stream)
+            else sample_tokens(self.dataset, self.data.collate, self.model.reads)
+        )
 
     def step_samples(self, tokens: float) -> float:
         """Samples of a step, on average, if they have so many tokens on average."""
@@ -102,6 +102,12 @@ class Recipe:
         """The types that modules compute in; None: those that the user made them of."""
         given = self.parallelism.precision
         return precision_of(given, self.step_samples(self.tokens) * self.tokens if given == "fp16" else 1.0)
+
+    @cached_property
+    def reads(self) -> BatchFormat | None:
+        """Reads samples and batches for the model; None: its sections take them as they are."""
+        reads = self.model.reads
+        return reads.alone() if reads is not None and self.parallelism.sequence_parallel else reads
 
     @property
     def master(self) -> torch.dtype | None:
@@ -154,6 +160,6 @@ class Recipe:
             return self.source
         linear, packing = linear_of(self.model.spec), self.data.packing
         if isinstance(self.dataset, Stream):
-            return Streamed(self.dataset, self.global_batch, linear, self.data.readers, packing)
+            return Streamed(self.dataset, self.global_batch, linear, self.data.readers, packing, self.reads)
         reader = SampleReader(self.dataset, self.data.readers)
         return Mapped(self.sampler, reader, self.length, linear, packing)

@@ -20,6 +20,7 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
 from torch import Tensor, nn
 
+from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.rng import STATES, Dropout
 from elasticd.runtime.model.tie_rules import rules_of_ties
 from elasticd.runtime.model.tp_plan import rules_of_plan
@@ -39,6 +40,9 @@ from elasticd.runtime.model.validation import ModelError, buffers_of, refuse_mod
 __all__ = ["Init", "Model", "ModelError"]
 
 Init = Callable[[str, tuple[int, ...], torch.Generator], Tensor]
+#: (output of the head, batch) -> (sum of the losses, count of targets). On an accelerator the host waits for no
+#: count that is a tensor there; the sum must then be 0, not NaN, where the count is 0.
+Loss = Callable[[Any, Any], tuple[Tensor, float | Tensor]]
 
 
 class Model:
@@ -97,6 +101,10 @@ class Model:
         self.mixing: tuple[str, str] | None = None
         #: Why its sequences cannot be packed, as far as that is known without trying it; else empty.
         self.unpackable = ""
+        #: Reads the samples and batches of its library; None: the sections take batches as collate makes them.
+        self.reads: BatchFormat | None = None
+        #: The loss of a job that gives none; None: there is none.
+        self.loss: Loss | None = None
         self.rules, self.units = dict(rules or {}), dict(units or {})
         if tp_plan:
             planned, self.units = rules_of_plan(tp_plan, given, self.rules, self.units)

@@ -54,13 +54,26 @@ _REMEDY = (
 )
 
 
-def packable(model: Model, loss: Loss, samples: Sequence[Any]) -> list[str]:
+def _warn(why: str) -> None:
+    log.warning("whether sequences can be packed was not tried: %s", why)
+
+
+def packable(
+    model: Model,
+    loss: Loss,
+    samples: Sequence[Any],
+    collate: Callable[[Sequence[Any]], Any] | None = None,
+    untried: Callable[[str], None] = _warn,
+) -> list[str]:
     """What keeps the sequences of a model from being packed.
 
     Args:
         model: of the job.
         loss: of the job.
         samples: a few of its dataset, three say. Their last tokens are tried.
+        collate: makes batches of samples that are no tensors by themselves: what it makes of each sample alone
+            is tried. None: samples are tensors.
+        untried: called with the reason where that cannot be tried here.
 
     Returns:
         A line for each finding, with the name of the module and the remedy. Empty: sequences can be packed.
@@ -68,14 +81,17 @@ def packable(model: Model, loss: Loss, samples: Sequence[Any]) -> list[str]:
     if model.unpackable:
         return [model.unpackable]
     try:
-        pieces = [_last(samples[i % len(samples)], length) for i, length in enumerate(LENGTHS)]
+        wanted = [samples[i % len(samples)] for i in range(len(LENGTHS))]
+        wanted = wanted if collate is None else [_of_batch(collate([sample])) for sample in wanted]
+        wanted = wanted if model.reads is None else list(map(model.reads.row, wanted))
+        pieces = [_last(sample, length) for sample, length in zip(wanted, LENGTHS, strict=True)]
         given = RowAndSequences(
             tuple(map(_length, pieces)), _row_of(pieces), [_row_of([piece]) for piece in pieces]
         )
     except (_Unfit, KeyError, RuntimeError, TypeError, ValueError) as error:
         unfit = isinstance(error, _Unfit)
         return [str(error) if unfit else f"samples make no packed row: {type(error).__name__}: {error}"]
-    untried = ""
+    why_not = ""
     for wide in (True, False):  # some modules compute in the type that they were made in alone
         for training in (True, False):
             try:
@@ -83,9 +99,9 @@ def packable(model: Model, loss: Loss, samples: Sequence[Any]) -> list[str]:
             except _Drew:  # what drops elements draws other masks for other shapes
                 continue
             except _Untried as why:
-                untried = str(why)
+                why_not = str(why)
                 break
-    log.warning("whether sequences can be packed was not tried: %s", untried)
+    untried(why_not)
     return []
 
 
@@ -472,6 +488,11 @@ def _last(sample: Any, most: int) -> Any:
         return torch.as_tensor(part)[-most:]
 
     return cut(sample, "")
+
+
+def _of_batch(batch: Any) -> Any:
+    """The one sample of a batch: each tensor [1, ...] without its first dimension."""
+    return _each(batch, lambda x: x[0] if x.dim() and len(x) == 1 else x)
 
 
 def _length(sample: Any) -> int:

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from elasticd.runtime.data.collate import Batch
-from elasticd.runtime.engine.recipe import Loss
-from elasticd.runtime.model.model import Model, ModelError
+from elasticd.runtime.model.model import Loss, Model, ModelError
 from elasticd.system.user_line import user_line
 
 #: (samples, tokens of each) to a batch, as the model's embed takes it.

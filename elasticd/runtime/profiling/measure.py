@@ -22,9 +22,8 @@ from torch import Tensor
 
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.engine.mixed_precision import converted
-from elasticd.runtime.engine.recipe import Loss
 from elasticd.runtime.model.bundle import entering, going_back, sizes, tensors
-from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.profiling.loading import MakeBatch
 from elasticd.runtime.profiling.parts import (
     Passes,

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.comm.running_group import Alone
-from elasticd.runtime.engine.recipe import Loss
 from elasticd.runtime.model.bundle import (
     Bundle,
     Gradients,
@@ -31,7 +30,7 @@ from elasticd.runtime.model.bundle import (
     tensors,
 )
 from elasticd.runtime.model.local_model import LocalModel, local_model
-from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.parallel import tp_hooks
 
 T = TypeVar("T")

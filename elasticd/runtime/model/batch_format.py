@@ -1,0 +1,33 @@
+"""`BatchFormat`: how the samples and batches of a dataset become what the sections of a model read.
+
+A model that is called with batches of its own library (`elasticd.from_hf`) has one. It works on the host,
+before a batch is copied to the device, so that what depends on the values in a batch costs no wait for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class BatchFormat(Protocol):
+    """Reads the samples and the batches of a job for its model. Each method raises ValueError, with the remedy,
+    for what the model cannot be trained on."""
+
+    def tokens(self, sample: Any) -> int:
+        """The tokens of a sample; 0: it has none yet, the collate makes them."""
+
+    def sample(self, sample: Any) -> Any:
+        """A sample as elasticd's own collate, `pad`, takes it: tensors by name."""
+
+    def row(self, sample: Any) -> Any:
+        """A sample as a packed row takes it: each tensor has an entry for each token."""
+
+    def batch(self, batch: Any) -> Any:
+        """A collated batch as the sections and the loss take it."""
+
+    def has_targets(self, batch: Any) -> bool:
+        """Whether a batch, as `batch` gives it, has targets of the model's own loss."""
+
+    def alone(self) -> BatchFormat:
+        """The same for layers that are given the activation alone: batches that say more to the layers, by a
+        mask say, are refused."""
