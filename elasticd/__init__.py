@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from elasticd.runtime.engine.parallelism import ParallelismOptions
     from elasticd.runtime.exits import JobStopped
     from elasticd.runtime.model.model import Model
+    from elasticd.runtime.model.module_sections import from_module
     from elasticd.runtime.model.tp_rules import Column, PartialGrad, Row, Rule, Sharded, UnitsOf
     from elasticd.runtime.parallel.attention import attention, positions
 
@@ -58,6 +59,7 @@ __all__ = [
     "attention",
     "average",
     "from_hf",
+    "from_module",
     "positions",
     "watch",
 ]
@@ -79,6 +81,7 @@ _NAMES = {
     "elasticd.runtime.engine.parallelism": ("ParallelismOptions",),
     "elasticd.runtime.exits": ("JobStopped",),
     "elasticd.runtime.model.model": ("Model",),
+    "elasticd.runtime.model.module_sections": ("from_module",),
     "elasticd.runtime.model.tp_rules": ("Column", "PartialGrad", "Row", "Rule", "Sharded", "UnitsOf"),
     "elasticd.runtime.parallel.attention": ("attention", "positions"),
 }

@@ -89,6 +89,19 @@ def test_a_sentence_of_status_is_found_on_another_page(sentence: str) -> None:
     assert OF_STATUS.search(" ".join(sentence.split()))
 
 
+def test_idioms_that_change_for_rules_are_those_of_the_examples() -> None:
+    """Each line of training.md, before and after, stands in the example of that side."""
+    section = (ROOT / "docs/training.md").read_text().split("### Three idioms that must change for rules")[1]
+    block = section.split("### ")[0]
+    pairs = re.findall(r"^    ([qky]\b[^#\n]*\S) {4,}(\S[^\n]*)$", block, re.MULTILINE)
+    assert len(pairs) == 3
+    before, after = ((ROOT / f"examples/tutorial/{name}.py").read_text() for name in ("gpt", "gpt_tp"))
+    for old, new in pairs:
+        assert old in before, old
+        assert new in after, new
+        assert old not in after, old
+
+
 def test_seconds_that_pages_name_are_keys_metrics_or_fields_of_files() -> None:
     """A name in backticks that ends in `_seconds` can be looked up."""
     references = "".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
