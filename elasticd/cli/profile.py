@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from elasticd_planner.profiling.sample_profile import MeasuredProfile
     from elasticd_planner.spec.model import ModelSpec
 
-#: Token counts of the micro-batches where none are named, in samples.
-_SAMPLES = (1, 2, 4, 8)
+#: Tokens of a sample of FILE.py:NAME where none are named.
+_SAMPLE_TOKENS = 256
 
 #: Seconds that the process that measures may take to end.
 _PATIENCE = 10.0
@@ -61,7 +61,8 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
 
 
 @click.command()
-@click.argument("target", metavar="FILE.py:NAME")
+@click.argument("target", metavar="SCRIPT|FILE.py:NAME")
+@click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS...]")
 @click.option("--widths", type=_Counts(), default="1,2,4", show_default=True, help="Sizes of TP groups.")
 @click.option(
     "--tokens",
@@ -69,7 +70,9 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
     help="Tokens of micro-batches, multiples of --sample-tokens.  [default: 1, 2, 4 and 8 samples]",
 )
 @click.option(
-    "--sample-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of one sample."
+    "--sample-tokens",
+    type=click.IntRange(min=1),
+    help="Tokens of one sample.  [default: those of the script's samples; of FILE.py:NAME 256]",
 )
 @click.option(
     "--repeats", type=click.IntRange(min=3), default=20, show_default=True, help="Times of each case."
@@ -81,13 +84,16 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
     help="Of torch.  [default: $OMP_NUM_THREADS, else 1, as torchrun starts its workers]",
 )
 @click.option(
-    "--loss", default="", metavar="NAME", help="loss(output, batch) in the same file: part of the head."
+    "--loss",
+    default="",
+    metavar="NAME",
+    help="loss(output, batch) in FILE.py: part of the head.  [default: none; of a script its Job's]",
 )
 @click.option(
     "--batch",
     default="",
     metavar="NAME",
-    help="batch(samples, tokens) in the same file.  [default: random ids]",
+    help="batch(samples, tokens) in FILE.py.  [default: random ids; of a script its Job's samples]",
 )
 @click.option("--collectives", is_flag=True, help="All-reduces too, among gloo processes of this machine.")
 @click.option("--no-whole", is_flag=True, help="Do not compare with the whole model in one piece.")
@@ -95,8 +101,9 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
 @click.option("--out", metavar="PROFILE.json", help="Write the profile there.")
 def profile(
     target: str,
+    arguments: tuple[str, ...],
     tokens: tuple[int, ...] | None,
-    sample_tokens: int,
+    sample_tokens: int | None,
     threads: int | None,
     no_whole: bool,
     as_json: bool,
@@ -105,17 +112,21 @@ def profile(
 ) -> None:
     """Measure a model's sections on this device, fit, and print the error of the fit.
 
-    NAME is an elasticd.Model in FILE.py (or package.module), or a function without arguments that makes one.
-    The file is imported. The profile is what `elasticd plan` takes as `model`, and elasticd.Job as `profile`.
+    SCRIPT is run with its ARGUMENTS up to its elasticd.Job, whose model, loss and samples are measured. Or NAME
+    is an elasticd.Model in FILE.py (or package.module), or a function without arguments that makes one, and the
+    file is imported. The profile is what `elasticd plan` takes as `model`, and elasticd.Job as `profile`.
     """
     from elasticd_planner.profiling.sample_profile import measured_profile
 
+    is_script = ":" not in target
+    _check_target(target, is_script, arguments, asked)
     if out is not None:
         _write(out, "", "a")  # before the minutes that measuring takes
     request = Request(
         target=target,
-        tokens=tokens or tuple(sample_tokens * count for count in _SAMPLES),
-        sample_tokens=sample_tokens,
+        arguments=arguments if is_script else None,
+        tokens=tokens or (),
+        sample_tokens=sample_tokens or (0 if is_script else _SAMPLE_TOKENS),
         threads=threads or _threads(),
         whole=not no_whole,
         **asked,  # the other options have the names of the request's fields
@@ -130,6 +141,23 @@ def profile(
         sys.stdout.write(text)
     else:
         show(samples, measured, command_console())
+
+
+def _check_target(target: str, is_script: bool, arguments: tuple[str, ...], asked: dict[str, Any]) -> None:
+    """Raises ClickException where the target is not there, or what was asked for is not of its kind."""
+    if not is_script:
+        if arguments:
+            raise click.UsageError(f"{arguments[0]!r} is too much: only a SCRIPT has arguments")
+        return
+    if not os.path.exists(target):
+        raise click.ClickException(
+            f"{target} is not there: name a training script, or a model as FILE.py:NAME or package.module:NAME"
+        )
+    for option in ("loss", "batch"):
+        if asked[option]:
+            raise click.UsageError(
+                f"--{option} is for a model as FILE.py:NAME; the Job of a SCRIPT has its own loss and samples"
+            )
 
 
 def _write(out: str, text: str, mode: str = "w") -> None:

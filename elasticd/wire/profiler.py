@@ -8,9 +8,13 @@ other, so that none of this has a version.
 
 from __future__ import annotations
 
+import msgspec
 from elasticd_planner.profiling.samples import Samples
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import Value, refuse
+
+#: Samples of the micro-batches that are measured where their tokens are not named.
+SAMPLES = (1, 2, 4, 8)
 
 
 class Describe(Value, frozen=True, kw_only=True, tag="describe"):
@@ -22,12 +26,13 @@ class Describe(Value, frozen=True, kw_only=True, tag="describe"):
 class Request(Value, frozen=True, kw_only=True, tag="measure"):
     """What to measure."""
 
-    target: str  # FILE:NAME of the model, or of a function that makes it
+    target: str  # FILE:NAME of the model, or of a function that makes it; or the FILE of a training script
     widths: tuple[int, ...]  # of TP groups
-    tokens: tuple[int, ...]  # of micro-batches, each a multiple of `sample_tokens`
-    sample_tokens: int  # tokens of a sample
     repeats: int  # measurements of each section
     threads: int  # of torch on a CPU
+    tokens: tuple[int, ...] = ()  # of micro-batches, multiples of `sample_tokens` (empty: `SAMPLES` of them)
+    sample_tokens: int = 0  # tokens of a sample (0: as many as the script's samples have on average)
+    arguments: tuple[str, ...] | None = None  # of the script that `target` is; None: it is FILE:NAME
     device: str = "cpu"  # torch device, "cpu" or "cuda"
     loss: str = ""  # name of loss(output, batch) in the same file (empty: none)
     batch: str = ""  # name of batch(samples, tokens) in the same file (empty: random ids)
@@ -35,9 +40,15 @@ class Request(Value, frozen=True, kw_only=True, tag="measure"):
     whole: bool = True  # compare the sum of the blocks with the complete model
 
     def __post_init__(self) -> None:
-        numbers = (*self.widths, *self.tokens, self.sample_tokens, self.repeats, self.threads)
-        if not self.widths or any(number < 1 for number in numbers):
+        numbers = (*self.widths, *self.tokens, self.repeats, self.threads)
+        if not self.widths or any(number < 1 for number in numbers) or self.sample_tokens < 0:
             refuse("profile: widths, tokens, sample tokens, repeats and threads must be positive")
+        if not self.sample_tokens:
+            return  # the script says it
+        if not self.tokens:
+            msgspec.structs.force_setattr(
+                self, "tokens", tuple(self.sample_tokens * count for count in SAMPLES)
+            )
         if len(set(self.tokens)) < 2:
             refuse(f"profile: a fit needs two token counts at least, not {list(self.tokens)}")
         odd = [count for count in self.tokens if count % self.sample_tokens]

@@ -24,6 +24,7 @@ from tests.planner.measurements import samples
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = f"{ROOT}/examples/train_lm.py:model"
+SCRIPT = f"{ROOT}/examples/train_gpt2.py"
 QUICK = ("--widths", "1,2", "--tokens", "64,256,1024", "--sample-tokens", "64", "--repeats", "3")
 
 #: Measured over predicted of the whole model must come to lie here in one of so many tries: a busy machine may
@@ -72,6 +73,41 @@ def test_the_example_is_measured_its_whole_is_what_its_sections_say_and_plan_tak
     assert json.loads(planned.stdout)["plan"]["global_batch"] == 8
 
 
+@pytest.mark.slow
+def test_a_script_is_measured_up_to_its_job_with_the_jobs_own_loss_and_samples(tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    quick = ("--widths", "1", "--repeats", "3", "--no-whole", "--out", str(out))
+    done = call("profile", str(script), *quick, "--", "--samples", "5")
+    assert done.exit_code == 0, done.output
+    assert "samples of 12 tokens" in done.output, "the one that is nearest to the mean"
+    assert "the head is without its loss" not in done.output
+    with torch.device("meta"):
+        spec = Decoder(DecoderConfig(vocabulary=16, layers=2, width=32)).describe().spec
+    assert given_profile(out.read_bytes(), spec, 12.0, 1).block.seconds > 0, "a Job takes it as its profile"
+
+
+#: Its samples are no mapping of inputs and targets, and its embedding would fail on one.
+TRAIN = """
+import sys
+import torch
+import elasticd
+from elasticd.models import Decoder, DecoderConfig, next_token_loss
+
+assert sys.argv[1] == "--samples"
+model = Decoder(DecoderConfig(vocabulary=16, layers=2, width=32)).describe()
+rows = [(torch.arange(8 + i) % 16, torch.arange(1, 9 + i) % 16) for i in (0, 4, 8)] * int(sys.argv[2])
+
+def collate(samples):
+    return {"inputs": torch.stack([a for a, _ in samples]), "targets": torch.stack([b for _, b in samples])}
+
+job = elasticd.Job(model=model, loss=next_token_loss, optimizer=torch.optim.AdamW, dataset=rows, global_batch=4,
+                   data=elasticd.DataOptions(collate=collate))
+raise SystemExit("the script went on after its Job")
+"""
+
+
 def test_a_program_reads_on_the_screen_what_is_in_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -84,7 +120,12 @@ def test_a_program_reads_on_the_screen_what_is_in_the_file(
 
 
 WRONG: list[tuple[tuple[str, ...], str]] = [
-    (("train.py",), "'train.py' must be FILE.py:NAME"),
+    (("train.py",), "train.py is not there: name a training script, or a model as FILE.py:NAME"),
+    ((SCRIPT, "--loss", "loss"), "--loss is for a model as FILE.py:NAME"),
+    ((EXAMPLE, "--", "--steps", "3"), "'--steps' is too much: only a SCRIPT has arguments"),
+    ((SCRIPT, "--sample-tokens", "64", "--tokens", "100,200"), "100 tokens are no whole samples of 64"),
+    ((SCRIPT, "--sample-tokens", "1000"), "samples has 1000 tokens; they have"),
+    ((f"{ROOT}/tests/cli/support.py", "--repeats", "3"), "ended without making an elasticd.Job"),
     ((f"{ROOT}/examples/train_lm.py:modle",), "has no 'modle'"),
     ((f"{ROOT}/examples/train_lm.py:optimizer",), "must be a function without arguments"),
     ((EXAMPLE, "--widths", "1,x"), "must be positive whole numbers with commas"),
@@ -100,7 +141,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
 #: All that are found before torch is imported, and one that the process with torch finds: its others are tried
 #: in tests/runtime/test_profiling.py.
 @pytest.mark.parametrize(
-    ("arguments", "message"), sizes.beside([WRONG[at] for at in (1, 3, 5, 6, 8, 9)], WRONG)
+    ("arguments", "message"), sizes.beside([WRONG[at] for at in (0, 1, 2, 3, 6, 10, 11, 14)], WRONG)
 )
 def test_wrong_input_is_one_message(arguments: tuple[str, ...], message: str) -> None:
     assert message in refused("profile", *arguments)

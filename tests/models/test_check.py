@@ -16,8 +16,8 @@ import elasticd
 from elasticd import Column, PartialGrad, Row, Rule, Sharded, UnitsOf
 from elasticd.annotations import Annotation, devices, redistribute
 from elasticd.models import next_token_loss
+from elasticd.runtime.api.script import CannotRun, recipe_of
 from elasticd.runtime.checking.__main__ import compared
-from elasticd.runtime.checking.script import CannotCheck, recipe_of
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.engine.mixed_precision import LossScale, Precision
 from elasticd.runtime.engine.parallelism import ParallelismOptions
@@ -261,7 +261,7 @@ def test_layouts_are_compared_in_the_jobs_precision(name: str) -> None:
 
 def test_a_scale_of_the_loss_that_leaves_no_finite_gradient_is_named() -> None:
     much = Precision(compute=torch.float16, scale=LossScale(first=2.0**60))
-    with pytest.raises(CannotCheck, match=r"no finite gradients.* and at precision's scale"):
+    with pytest.raises(CannotRun, match=r"no finite gradients.* and at precision's scale"):
         said({}, precision=much)
 
 

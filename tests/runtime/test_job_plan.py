@@ -14,8 +14,8 @@ import elasticd
 from elasticd.annotations import Annotation, plan_of
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.api.hello import job_spec
+from elasticd.runtime.api.script import CannotRun, recipe_of
 from elasticd.runtime.checking.__main__ import compared
-from elasticd.runtime.checking.script import CannotCheck, recipe_of
 from elasticd.runtime.engine.recipe import Recipe
 
 CONFIG = DecoderConfig(vocabulary=16, width=16, layers=3, heads=4, kv_heads=2, hidden=12)
@@ -89,7 +89,7 @@ def test_check_says_what_is_wrong_with_it_and_checks_a_job_with_it(
     script = tmp_path / "script.py"
     made = "elasticd.Job(**arguments(plan=given(layers=2)))"
     script.write_text(f"from tests.runtime.test_job_plan import *\n{made}\n")
-    with pytest.raises(CannotCheck, match="the plan has 2 blocks in each pipeline"):
+    with pytest.raises(CannotRun, match="the plan has 2 blocks in each pipeline"):
         recipe_of(str(script), [])
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from elasticd.runtime.api.script import CannotRun, recipe_of
 from elasticd.runtime.checking import layouts
 from elasticd.runtime.checking.layouts import Variation
-from elasticd.runtime.checking.script import CannotCheck, recipe_of
 from elasticd.runtime.checking.trial import Trial, tried
 from elasticd.runtime.checking.verdict import findings
 from elasticd.runtime.data.collate import pad
@@ -109,11 +109,9 @@ def _one_process(recipe: Recipe, variation: Variation) -> Trial:
         where, error = one.failed
         if isinstance(error, ModelError):
             raise error
-        raise CannotCheck(
-            f"one process fails{' in ' + where if where else ''}: {type(error).__name__}: {error}"
-        )
+        raise CannotRun(f"one process fails{' in ' + where if where else ''}: {type(error).__name__}: {error}")
     if not one.applied:
-        raise CannotCheck(
+        raise CannotRun(
             "one process's step has no finite gradients, so that nothing can be compared: look at its samples "
             "and loss, and at precision's scale where there is one"
         )
@@ -133,7 +131,7 @@ def main() -> int:
     warnings.simplefilter("default", UserWarning)
     try:
         good = compared(recipe_of(script, arguments), lambda line: print(line, file=answer))
-    except (CannotCheck, ModelError) as error:
+    except (CannotRun, ModelError) as error:
         print(f"elasticd: {error}", file=sys.stderr)
         return 2
     return 0 if good else 1

@@ -13,12 +13,19 @@ import torch
 from elasticd_planner.value import Invalid
 
 from elasticd.runtime.accelerator import NoDevice, placed
-from elasticd.runtime.model.model import ModelError
+from elasticd.runtime.api.script import CannotRun
+from elasticd.runtime.model.model import Loss, Model, ModelError
 from elasticd.runtime.profiling import collectives
-from elasticd.runtime.profiling.loading import CannotLoad, batch_of, load, loss_of, told
+from elasticd.runtime.profiling.loading import CannotLoad, MakeBatch, batch_of, load, loss_of, of_script, told
 from elasticd.runtime.profiling.measure import measure
 from elasticd.runtime.profiling.parent_pipe import end_at_eof
 from elasticd.wire.profiler import Describe, Described, Done, Failed, Progress, Request
+
+#: The advice where a pass fails on batches that nobody named.
+_GUESSED = (
+    '; the batches were {"inputs": ids, "targets": ids}: name a function that makes yours with --batch, or '
+    "profile the training script, whose Job has them: elasticd profile SCRIPT"
+)
 
 _decoder = msgspec.json.Decoder(Request | Describe)
 
@@ -33,14 +40,22 @@ def run(request: Request, answer: BinaryIO) -> Done | Failed:
         torch.set_num_threads(request.threads)
         accelerator = placed(request.device, {})
         accelerator.use()
-        module, model = load(request.target)
-        make_batch, loss = batch_of(module, request.batch, model), loss_of(module, request.loss)
+        request, model, make_batch, loss = _loaded(request)
         among = collectives.measure(model, request) if request.collectives else ()
         return Done(samples=measure(model, request, accelerator, make_batch, loss, progress, among))
-    except (CannotLoad, Invalid, ModelError, NoDevice, collectives.CannotMeasure) as error:
+    except (CannotLoad, CannotRun, Invalid, ModelError, NoDevice, collectives.CannotMeasure) as error:
         return Failed(reason=str(error))
     except Exception as error:
-        return Failed(reason=told("measuring", error))
+        guessed = request.arguments is None and not request.batch
+        return Failed(reason=told("measuring", error) + (_GUESSED if guessed else ""))
+
+
+def _loaded(request: Request) -> tuple[Request, Model, MakeBatch, Loss | None]:
+    """The request with what its target says, the model, its batches and its loss."""
+    if request.arguments is not None:
+        return of_script(request)
+    module, model = load(request.target)
+    return request, model, batch_of(module, request.batch, model), loss_of(module, request.loss)
 
 
 def describe(request: Describe) -> Described | Failed:

@@ -1,4 +1,4 @@
-"""The user's model, loss and batches, found by name in the user's file."""
+"""The user's model, loss and batches: by name in the user's file, or those of a training script's Job."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
+from elasticd.runtime.api.script import recipe_of
 from elasticd.runtime.data.collate import Batch
+from elasticd.runtime.data.loader import reading, sample_tokens
 from elasticd.runtime.model.model import Loss, Model, ModelError
 from elasticd.system.user_line import user_line
+from elasticd.wire.profiler import Request
+
+#: Samples of a script's dataset among which one is taken.
+_LOOKED_AT = 64
 
 #: (samples, tokens of each) to a batch, as the model's embed takes it.
 MakeBatch = Callable[[int, int], Batch]
@@ -42,6 +49,41 @@ def load(target: str) -> tuple[ModuleType, Model]:
             "without arguments that makes one"
         )
     return module, found
+
+
+def of_script(request: Request) -> tuple[Request, Model, MakeBatch, Loss]:
+    """Runs a training script up to its Job.
+
+    The batches are made by the Job's `collate`, of one sample as often as it takes: so that all samples of a
+    batch have as many tokens as the request is told.
+
+    Args:
+        request: names the script and its arguments.
+
+    Returns:
+        The request with the tokens of a sample in it, the Job's model, its batches, and its loss.
+
+    Raises:
+        CannotLoad, CannotRun: the script gives no such Job, or has no sample of so many tokens.
+    """
+    assert request.arguments is not None
+    recipe = recipe_of(request.target, request.arguments)
+    dataset: Any = recipe.dataset
+    tokens = [
+        round(sample_tokens([dataset[index]], recipe.data.collate, recipe.model.reads))
+        for index in range(min(len(dataset), _LOOKED_AT))
+    ]
+    place = min(
+        range(len(tokens)), key=lambda index: abs(tokens[index] - (request.sample_tokens or recipe.tokens))
+    )
+    if request.sample_tokens not in (0, tokens[place]):
+        raise CannotLoad(
+            f"none of the first {len(tokens)} samples has {request.sample_tokens} tokens; they have "
+            f"{min(tokens)} to {max(tokens)}: name --sample-tokens {tokens[place]}, or leave it out"
+        )
+    sample, collate = dataset[place], reading(recipe.reads, recipe.data.collate)
+    request = msgspec.structs.replace(request, sample_tokens=tokens[place])
+    return request, recipe.model, lambda samples, _: collate([sample] * samples), recipe.loss
 
 
 def named(module: ModuleType, name: str) -> Any:

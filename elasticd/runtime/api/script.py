@@ -19,7 +19,7 @@ from elasticd.system.user_line import user_line
 _SAMPLES = 8
 
 
-class CannotCheck(ValueError):
+class CannotRun(ValueError):
     """The script cannot be run up to its Job: one message."""
 
 
@@ -38,10 +38,10 @@ def recipe_of(script: str, arguments: Sequence[str]) -> Recipe:
         The recipe of that Job; a stream is replaced by its first samples.
 
     Raises:
-        CannotCheck: the script made no Job.
+        CannotRun: the script made no Job.
     """
     if not Path(script).is_file():
-        raise CannotCheck(f"there is no file {script}")
+        raise CannotRun(f"there is no file {script}")
 
     def give(job: Job) -> None:
         raise _Given(job._recipe)
@@ -59,14 +59,14 @@ def recipe_of(script: str, arguments: Sequence[str]) -> Recipe:
             return replace(recipe, dataset=first_samples(recipe.dataset, _SAMPLES))
         return recipe
     except JobStopped as refused:
-        raise CannotCheck(str(refused.__cause__)) from refused
+        raise CannotRun(str(refused.__cause__)) from refused
     except SystemExit as error:
-        raise CannotCheck(f"{script} ended before it made a Job: {error}") from None
+        raise CannotRun(f"{script} ended before it made a Job: {error}") from None
     except Exception as error:
-        raise CannotCheck(
+        raise CannotRun(
             f"{script} failed before it made a Job: {type(error).__name__}: {error} ({user_line(error)})"
         ) from error
     finally:
         Job._connect, Job._accelerator_of = connect, chosen  # type: ignore[method-assign]
         sys.argv, sys.path[:] = argv, path
-    raise CannotCheck(f"{script} ended without making an elasticd.Job")
+    raise CannotRun(f"{script} ended without making an elasticd.Job")
