@@ -111,3 +111,14 @@ def test_a_workers_lines_are_json_where_asked_for_and_the_scripts_own_are_left_a
         assert (line["level"], line["plan"], line["step"], line["device"]) == ("warning", 2, 5, "alpha/0")
     else:
         assert first == "mine a checkpoint was not written"
+
+
+@pytest.mark.parametrize(("level", "shown"), [("info", False), ("warning", False), ("debug", True)])
+def test_a_line_for_each_http_request_is_for_debugging(level: str, shown: bool) -> None:
+    code = (
+        "import logging; from elasticd.system.logs import LogSection, set_up;"
+        f"set_up(LogSection(level={level!r}), dict());"
+        "import httpx2; logging.getLogger('httpx2').info('HTTP Request: GET')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert ("HTTP Request: GET" in done.stderr) == shown

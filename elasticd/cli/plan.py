@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -21,6 +24,12 @@ from elasticd.cli.options import cluster_options, json_option, write_json
 from elasticd.cli.picture import StageTimes, busy, lane_names, named, picture
 from elasticd.cli.status import rates_of
 from elasticd.client import reach
+
+if TYPE_CHECKING:
+    from elasticd_planner.search.options import SearchProgress
+
+#: Seconds of a search before standard error is told of it, and between two words: on a terminal, and off it.
+QUIET_SECONDS, TERMINAL_SECONDS, LINE_SECONDS = 2.0, 0.5, 10.0
 
 
 @click.command(name="plan")
@@ -142,9 +151,11 @@ def _solve(
     start = time.perf_counter()
     near = None
     running = answered(_text(current), current).plan if current is not None else None
-    if running is not None:
-        near = solve.solve_from_current(given, objective, running)
-    planned = near.planned if near is not None else solve.solve(given, objective)
+    unit = file_format.UNITS if given.model.times is None else "s"
+    with search_shown(unit, for_programs=as_json) as watch:
+        if running is not None:
+            near = solve.solve_from_current(given, objective, running, watch)
+        planned = near.planned if near is not None else solve.solve(given, objective, watch=watch)
     seconds = time.perf_counter() - start
     if planned.plan is None or planned.figures is None:
         raise click.ClickException(planned.refusal)
@@ -175,6 +186,46 @@ def _solve(
         console.print()
         for line in batch_lines(planned.plan, rows, lengths.linear):
             console.print(line, soft_wrap=True)
+
+
+@contextmanager
+def search_shown(unit: str, *, for_programs: bool) -> Iterator[Callable[[SearchProgress], None]]:
+    """Tells standard error how far a search is that takes longer than `QUIET_SECONDS`, in place on a terminal,
+    else, but not for programs, in a line now and then. Gives what hears of the search."""
+    console, started, over = command_console(stderr=True), time.monotonic(), threading.Event()
+    newest: list[SearchProgress] = []
+    if for_programs and not console.is_terminal:
+        yield newest.append
+        return
+
+    def told() -> None:
+        if over.wait(QUIET_SECONDS):
+            return
+        with console.status(_progress(started, newest, unit)) as status:  # silent off a terminal
+            while True:
+                if console.is_terminal:
+                    status.update(_progress(started, newest, unit))
+                else:
+                    console.print(_progress(started, newest, unit))
+                if over.wait(TERMINAL_SECONDS if console.is_terminal else LINE_SECONDS):
+                    return
+
+    teller = threading.Thread(target=told, name="search progress", daemon=True)
+    teller.start()
+    try:
+        yield newest.append
+    finally:
+        over.set()
+        teller.join()
+
+
+def _progress(started: float, newest: Sequence[SearchProgress], unit: str) -> str:
+    text = f"planning for {time.monotonic() - started:.0f} s"
+    if not newest:
+        return text
+    now = newest[-1]
+    best = "no plan fits so far" if math.isinf(now.best) else f"best so far {now.best:,.3f} {unit} a step"
+    return f"{text}: {best}, bound {now.bound:,.3f}; {now.tried} of at most {now.settings} settings searched"
 
 
 def _nearness(near: Any, unit: str) -> Text:

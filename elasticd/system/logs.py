@@ -109,6 +109,8 @@ def set_up(section: LogSection, always: Mapping[str, Any]) -> None:
     handler.setFormatter(JsonLines(always) if is_json(section.format) else TextLines(_TEXT))
     logging.basicConfig(level=section.level.upper(), handlers=[handler])
     logging.getLogger("websockets").setLevel(logging.WARNING)
+    if section.level != "debug":  # a line for each request, at info
+        logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
 def for_worker(now: Callable[[], Mapping[str, Any]]) -> None:

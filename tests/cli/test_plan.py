@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from elasticd.cli import plan
 from elasticd.cli.app import elasticd
 
+EXAMPLE = Path(__file__).parents[2] / "examples/problems/mixed.json"
 PROBLEM: dict[str, Any] = {
     "cluster": {"nodes": [{"name": f"n{i}", "devices": 4, "memory_mib": 80000} for i in range(3)]},
     "model": {"name": "m", "layers": 24, "tp_full": 4, "tp_slowdown": {"4": 1.0, "2": 1.9, "1": 3.7}},
@@ -215,3 +218,39 @@ def test_a_file_of_lengths_that_cannot_be_dealt_is_refused(tmp_path: Path, text:
     result = run(written(tmp_path / "p.json"), "--batch", str(tmp_path / "lengths.json"))
     assert result.exit_code == 1
     assert said in result.output.replace("\n", " ")
+
+
+def small() -> dict[str, Any]:
+    """The example of several kinds of devices with fewer of them: it has many settings to search."""
+    problem = json.loads(EXAMPLE.read_text())
+    nodes = problem["cluster"]["nodes"][::2]
+    problem["cluster"]["nodes"] = [{**node, "devices": 2, "island": 2} for node in nodes]
+    problem["model"]["layers"] = 4
+    problem["rates"] = {}
+    return problem
+
+
+def test_a_search_says_after_some_seconds_on_standard_error_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(plan, "LINE_SECONDS", 0.005)
+    (tmp_path / "p.json").write_text(json.dumps(small()))
+    result = run(str(tmp_path / "p.json"))
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.splitlines()
+    assert all(line.startswith("planning for ") for line in lines)
+    told = [
+        re.search(r"best so far (\S+) s a step, bound (\S+); (\d+) of at most (\d+)", line) for line in lines
+    ]
+    known = [[float(number) for number in found.groups()] for found in told if found]
+    assert known, lines
+    assert all(best >= bound and tried <= settings for best, bound, tried, settings in known)
+    assert [best for best, *_ in known] == sorted((best for best, *_ in known), reverse=True)
+    assert "planning for" not in result.stdout
+    assert run(str(tmp_path / "p.json"), "--json").stderr == "", "nothing for programs"
+
+
+def test_a_search_that_is_over_sooner_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "QUIET_SECONDS", 3600.0)
+    assert run(written(tmp_path / "p.json")).stderr == ""

@@ -18,7 +18,7 @@ from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.problem_files.file_format import load
 from elasticd_planner.problem_files.solve import solve
 from elasticd_planner.search import planner
-from elasticd_planner.search.options import Settings, listed
+from elasticd_planner.search.options import SearchProgress, Settings, listed
 from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 from elasticd_planner.spec.plan import Plan, StatePolicy
@@ -423,3 +423,18 @@ def test_bytes_to_move_count_the_part_of_the_state_that_zero_leaves_to_a_member(
     assert bytes_to_move(model, None, sharded) == 2 * whole * (1 + 2 / 2)
     assert bytes_to_move(model, plain, sharded) == 0
     assert bytes_to_move(model, sharded, plain) == 2 * whole * 2 / 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_who_watches_a_search_hears_of_plans_that_get_better_and_of_a_bound_that_holds(seed: int) -> None:
+    problem = small(random.Random(seed), recompute=True)
+    progress: list[SearchProgress] = []
+    watched, alone = plan(problem, watch=progress.append), plan(problem)
+    assert watched == alone, "watching changes nothing"
+    best = [state.best for state in progress]
+    assert best == sorted(best, reverse=True)
+    assert [state.tried for state in progress] == list(range(1, len(progress) + 1))
+    if watched.plan is not None and watched.plan.prediction is not None:
+        assert best[-1] == pytest.approx(watched.plan.prediction.step_seconds)
+        bounds = {state.bound for state in progress if math.isfinite(state.best)}
+        assert max(bounds) <= watched.plan.prediction.step_seconds * (1 + 1e-9)

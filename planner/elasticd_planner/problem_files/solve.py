@@ -15,7 +15,7 @@ from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.problem import Answer
 from elasticd_planner.problem_files.convert import problem_of, state_bytes, task_of
 from elasticd_planner.problem_files.file_format import SECONDS, UNITS, Figures, Objective, Planned, TableProblem
-from elasticd_planner.search.options import form
+from elasticd_planner.search.options import Watch, form
 from elasticd_planner.search.planner import plan as search
 from elasticd_planner.search.task import Task
 from elasticd_planner.spec.plan import Plan
@@ -36,6 +36,7 @@ def solve(
     *,
     ideal: bool = True,
     like: Plan | None = None,
+    watch: Watch | None = None,
 ) -> Planned:
     """The best plan found, or the reason why there is none.
 
@@ -45,18 +46,22 @@ def solve(
         ideal: whether the healthy problem is planned too, for the yardstick (NaN where it is not).
         like: the plan before a rate moved: plans with as many pipelines and TP groups of the same size are
             tried first, and no others where there is one.
+        watch: hears how far the search is, that of the healthy problem left out.
     """
-    return _solved(problem, objective, ideal=ideal, like=like)[0]
+    return _solved(problem, objective, ideal=ideal, like=like, watch=watch)[0]
 
 
-def solve_from_current(problem: TableProblem, objective: Objective, current: Plan) -> Near:
-    """The plan to change to from `current`: of near-equal plans the one that moves the fewest bytes.
+def solve_from_current(
+    problem: TableProblem, objective: Objective, current: Plan, watch: Watch | None = None
+) -> Near:
+    """The plan to change to from `current`: of near-equal plans the one that moves the fewest bytes. `watch`
+    hears how far the search is.
 
     Raises:
         Invalid: `current` is of another model or batch.
     """
     _check(problem, current)
-    planned, answer = _solved(problem, objective, current=current)
+    planned, answer = _solved(problem, objective, current=current, watch=watch)
     allowed = problem.batch.micro_batch in (None, current.micro_batch)
     moved, weights = None, state_bytes(problem)
     if weights is not None and planned.plan is not None:
@@ -71,9 +76,11 @@ def _solved(
     ideal: bool = True,
     current: Plan | None = None,
     like: Plan | None = None,
+    watch: Watch | None = None,
 ) -> tuple[Planned, Answer]:
     given = msgspec.structs.replace(problem_of(problem), current=current)
-    answer = search(given, steady=objective == "steady", like=form(like) if like is not None else None)
+    shape = form(like) if like is not None else None
+    answer = search(given, steady=objective == "steady", like=shape, watch=watch)
     plan, found = answer.plan, None
     if plan is not None and plan.prediction is not None:
         steady, step = figures(plan, task_of(problem, objective, plan))

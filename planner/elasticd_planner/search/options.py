@@ -32,6 +32,7 @@ from elasticd_planner.search.infeasible import explain_infeasible, shortage
 from elasticd_planner.search.large import DEEPEST, LargeSearch
 from elasticd_planner.search.task import Task, UnitProblem, alive
 from elasticd_planner.spec.plan import Plan, StatePolicy
+from elasticd_planner.value import Value
 
 #: Up to this many devices every number of pipelines is a setting; above, numbers that divide the devices about
 #: evenly.
@@ -260,6 +261,18 @@ def roomy(task: Task, pipelines: int) -> bool:
     return layer * task.layers * pipelines <= room * (1 + EQUAL)
 
 
+class SearchProgress(Value, frozen=True, kw_only=True):
+    """The state of a search that goes on."""
+
+    best: float  # seconds (or units) of a step under the best plan so far; inf: none was found yet
+    bound: float  # seconds that no plan can beat
+    tried: int  # settings that were searched
+    settings: int  # that there are; those that cannot beat the best plan are left out in the end
+
+
+#: Hears of a search, after each of its settings.
+Watch = Callable[[SearchProgress], None]
+
 #: Searches a setting (like a plan of this form, or thoroughly) and says its seconds, inf where there is no
 #: plan, and the form of its plan.
 Evaluate = Callable[[Setting, Form | None], tuple[float, Form | None]]
@@ -274,10 +287,12 @@ def form(plan: Plan) -> Form:
 
 class OptionOrder:
     """One search over settings. slack: how much worse than the best (as a fraction) a plan may be and still
-    count."""
+    count. watch: hears how far it is."""
 
-    def __init__(self, settings: Settings, evaluate: Evaluate, *, slack: float) -> None:
-        self.settings, self._evaluate, self.slack = settings, evaluate, slack
+    def __init__(
+        self, settings: Settings, evaluate: Evaluate, *, slack: float, watch: Watch | None = None
+    ) -> None:
+        self.settings, self._evaluate, self.slack, self._watch = settings, evaluate, slack, watch
         self._known: dict[Setting, float] = {}
         self.best: tuple[float, Setting] | None = None
         self.form: Form | None = None
@@ -362,4 +377,12 @@ class OptionOrder:
         self._known[setting] = seconds
         if math.isfinite(seconds) and (self.best is None or seconds < self.best[0] * (1 - EQUAL)):
             self.best, self.form = (seconds, setting), found
+        if self._watch is not None:
+            self._watch(self._progress())
         return seconds
+
+    def _progress(self) -> SearchProgress:
+        best = self.best[0] if self.best is not None else math.inf
+        listed = self.settings.listed
+        bound = min(best, *map(self.settings.bound, listed))
+        return SearchProgress(best=best, bound=bound, tried=len(self._known), settings=len(listed))

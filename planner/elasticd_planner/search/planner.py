@@ -31,6 +31,7 @@ from elasticd_planner.search.options import (
     OptionOrder,
     Setting,
     Settings,
+    Watch,
     current_setting,
     form,
     setting_of,
@@ -70,6 +71,7 @@ def plan(
     *,
     steady: bool = False,
     like: Form | None = None,
+    watch: Watch | None = None,
 ) -> Answer:
     """The plan with the least step time, under the best of the settings that the problem's search space allows.
 
@@ -85,6 +87,7 @@ def plan(
             one that moves the fewest bytes from the current plan is taken.
         steady: minimise the steady figure, the step without the pipelines' fill and drain.
         like: the form of a good plan: plans of this form are searched first, and no others if there is one.
+        watch: hears after each setting how far the search is, of a problem that is neither packed nor given.
 
     Returns:
         The plan with its prediction and reason, or a refusal that says what does not fit and what would help.
@@ -100,7 +103,8 @@ def plan(
     if problem.given is not None:
         return _given(problem, problem.given, number, tolerance, steady=steady)
     apart = lanes.apart_problem(problem)
-    found = [_plain(interleave.plain_problem(apart), number, tolerance, steady=steady, like=like)]
+    plain = interleave.plain_problem(apart)
+    found = [_plain(plain, number, tolerance, steady=steady, like=like, watch=watch)]
     if not steady:
         others = interleave.other_numbers(apart, found[0])
         found += [_plain(other, number, tolerance, steady=steady) for other in others]
@@ -135,6 +139,7 @@ def _plain(
     *,
     steady: bool,
     like: Form | None = None,
+    watch: Watch | None = None,
 ) -> Answer:
     """The plan of stages that are not interleaved."""
     if all(math.isinf(rate_of(problem.rates, device.name)) for device in problem.cluster.devices):
@@ -167,7 +172,7 @@ def _plain(
         made.append(_Made(answer=answer, seconds=seconds, moved=moved, place=listed))
         return seconds, form(answer.plan)
 
-    walk = OptionOrder(settings, evaluate, slack=slack)
+    walk = OptionOrder(settings, evaluate, slack=slack, watch=watch)
     if len(settings.listed) == 1:
         evaluate(settings.listed[0], like)
     elif len(alive(problem)) > EXACT_DEVICES or not walk.every(lambda: left[0] <= 0):
