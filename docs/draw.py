@@ -328,9 +328,13 @@ def _add_keys(found: dict[str, dict[str, None]], call: ast.Call, made: Mapping[s
     names = [name for name in given if name not in ("kind", "text", "job", "data")]
     if isinstance(data, ast.Dict):
         names += [key.value for key in data.keys if isinstance(key, ast.Constant)]
-    for word in ast.walk(kind) if kind is not None else ():
-        if isinstance(word, ast.Constant) and word.value in found:
-            found[word.value] |= dict.fromkeys(names)
+    words = [*ast.walk(kind)] if kind is not None else []
+    named = [word.value for word in words if isinstance(word, ast.Constant)]
+    if any(isinstance(word, ast.Name) and word.id == events.slowdown_kind.__name__ for word in words):
+        named += events.SLOWDOWN_KINDS
+    for name in named:
+        if name in found:
+            found[name] |= dict.fromkeys(names)
 
 
 # -- figures -------------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from elasticd.cli.console import command_console
 from elasticd.cli.job_argument import job_with_plans
 from elasticd.cli.options import asking, json_option, plain_table, write_json
 from elasticd.client import Api
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.dashboard.why import prediction_of
 from elasticd.records import HistoryRecord
 
 
@@ -20,20 +22,27 @@ from elasticd.records import HistoryRecord
 @click.option("--last", type=click.IntRange(min=1), default=20, show_default=True, help="How many plans.")
 @click.argument("job", required=False)
 def history(api: Api, as_json: bool, last: int, job: str | None) -> None:
-    """Show the plans of JOB (default: the one that runs), the newest last."""
-    found = api.history(job_with_plans(api.status(), job, quiet=as_json))[-last:]
+    """Show the plans of JOB (default: the one that runs), the newest last.
+
+    What a step takes is as the newest profile of the model predicts it. One with a "?" is a guess by the
+    model's shapes: no step had been measured.
+    """
+    name = job_with_plans(api.status(), job, quiet=as_json)
+    found = api.history(name)[-last:]
     if as_json:
         write_json(found)
         return
-    command_console().print(listed(found))
+    told = [event for event in api.events() if event.job == name]
+    command_console().print(listed(found, told))
 
 
-def listed(records: Sequence[HistoryRecord]) -> Table:
-    """One line for each plan."""
+def listed(records: Sequence[HistoryRecord], told: Sequence[EventRecord] = ()) -> Table:
+    """One line for each plan; `told` are the events of its job, by which a step may be predicted anew."""
     table = plain_table(">plan", ">step, predicted", ">devices", ">idle", "why")
     for record in records:
         plan = record.plan
-        seconds = f"{plan.prediction.step_seconds:.3f} s" if plan.prediction is not None else "-"
+        predicted = prediction_of(record, told)
+        seconds = "-" if predicted.seconds is None else f"{predicted.seconds:.3f} s{' ?' * predicted.guessed}"
         table.add_row(
             str(record.number), seconds, str(len(plan.members)), str(len(plan.idle) or ""), record.reason
         )

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from elasticd_planner.problem import ideal_ratio
 from elasticd_planner.spec.measurement import Measurement
-from elasticd_planner.spec.plan import Plan
 
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.api_types import LeaderStatus, Settings
 from elasticd.coordinator.events.event_log import Journal
+from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.live_feed import FeedSource, hello, measurements
 from elasticd.dashboard.history import HistoryWriter, Sample
+from elasticd.dashboard.known import balanced_seconds, table_of
 from elasticd.machines.coordinator import machine
 from elasticd.machines.coordinator.machine import CoordinatorState
-from elasticd.machines.job.state.events import CoordinatorNote, Effect, Event, Received, Write
+from elasticd.machines.job.state.events import SLOWDOWN_KINDS, CoordinatorNote, Effect, Event, Received, Write
 from elasticd.machines.job.state.job_state import JobState
 from elasticd.recording import Line
 from elasticd.records import HistoryRecord
@@ -48,7 +48,6 @@ class RecordedRun:
     def __init__(self, writer: HistoryWriter) -> None:
         self._writer = writer
         self._journal = Journal(events=MOST, steps=MOST)
-        self._plans: dict[str, Plan] = {}
         self._rates: dict[str, float] = {}
         self._measured: dict[str, dict[str, Measurement]] = {}  # the newest, by job and device
         self._sampled: dict[str, float] = {}  # when slowdowns were written last, by job
@@ -59,9 +58,6 @@ class RecordedRun:
             for line in lines:
                 if line.what == "began":
                     self.state = line.state()
-                    self._plans = {
-                        job.job: job.plan for job in self.state.jobs.values() if job.plan is not None
-                    }
                 elif line.what == "told":
                     self._told(line.note(), line.time)
                 else:
@@ -71,7 +67,7 @@ class RecordedRun:
     def _told(self, note: CoordinatorNote, time: float) -> None:
         self._writer.put_event(self._journal.tell(note, time))
         device, rate = note.data.get("device"), note.data.get("after")
-        if note.kind in ("slow", "recovered") and isinstance(device, str) and isinstance(rate, float):
+        if note.kind in SLOWDOWN_KINDS and isinstance(device, str) and isinstance(rate, float):
             self._rates[device] = rate
             step = note.data.get("step")
             at = step if isinstance(step, int) else 0
@@ -90,7 +86,7 @@ class RecordedRun:
             self._measured.setdefault(said.job, {})[said.device] = body.measurement
             self._journal.report(said.job, body, time)
             if (body.loss, body.tokens) != (None, None) and (step := self._journal.newest(said.job)):
-                self._writer.put_step(said.job, step, *self._expected(said.job, step.plan))
+                self._writer.put_step(said.job, step, *self._expected(known, step))
                 self._sample(known, time)
         elif isinstance(body, Prepared | Switched | StayedOnPlan):
             rank = live.RankNews(device=said.device, at=time, what=_SAID[type(body)])
@@ -130,20 +126,16 @@ class RecordedRun:
             for record in effect.records:
                 if isinstance(record, HistoryRecord):
                     self._writer.put_plan(effect.job, record, time)
-            job = self.state.jobs.get(effect.job)
-            if job is not None and job.plan is not None:
-                self._plans[effect.job] = job.plan
 
-    def _expected(self, job: str, number: int) -> tuple[float | None, float | None]:
+    def _expected(self, job: JobState, step: StepRecord) -> tuple[float | None, float | None]:
         """Seconds of a step: as predicted, and those that no plan can go below."""
-        plan = self._plans.get(job)
-        if plan is None or plan.number != number:
+        if job.plan is None or job.number != step.plan:
             return None, None
-        predicted = plan.prediction.step_seconds if plan.prediction is not None else None
-        time = self._journal.clocks[job].time if job in self._journal.clocks else None
-        devices = [*plan.members, *plan.idle]
-        ratio = ideal_ratio([self._rates.get(device, 1.0) for device in devices])
-        return predicted, time.healthy * ratio if time is not None and time.healthy is not None else None
+        news = self._of_devices(job)
+        bound = balanced_seconds(job.plan, table_of(news), self._rates) if news is not None else None
+        if bound is not None and step.seconds:
+            bound = min(bound, step.seconds)
+        return job.predicted_seconds, bound
 
     def at_its_end(self, name: str) -> list[live.AnyNews]:
         """All that the leader knew at the end of the recording, as it tells a listener."""
@@ -160,6 +152,7 @@ class RecordedRun:
             leader=LeaderStatus(name="recorded", url="", epoch=1),
             settings=Settings(values=values, changed={}, history=()),
             times={job: found for job, clock in self._journal.clocks.items() if (found := clock.time)},
+            speeds=self._journal.speeds,
             restarts=(),
             clock=0.0,
             newest_event=self._journal.newest_id,

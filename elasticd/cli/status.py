@@ -29,6 +29,7 @@ from elasticd.coordinator.api_types import (
     NodeStatus,
     RestartStatus,
 )
+from elasticd.dashboard.why import differs
 
 #: Devices up to which each has a line of its own; of more, nodes have one where something is not normal.
 FEW_DEVICES = 32
@@ -325,9 +326,13 @@ def _job(
         *(("  step ", "dim"), str(job.step), ("   loss ", "dim"), loss, ("   tokens/s ", "dim"), speed),
         *((("   snapshot in memory of step ", "dim"), kept) if kept else ()),
     )
+    if job.wall_seconds is not None and job.step_seconds is not None:
+        yield Text.assemble(
+            ("  wall time a step ", "dim"), f"{job.wall_seconds:.3f} s",
+            ("   the step itself ", "dim"), f"{job.step_seconds:.3f} s",
+        )  # fmt: skip
     if job.plan is not None:
-        predicted = job.plan.prediction
-        expected = f", {predicted.step_seconds:.3f} s a step expected" if predicted is not None else ""
+        expected = predicted(job)
         proposed = f", plan {job.proposal} is proposed" if job.proposal is not None else ""
         yield Text(f"  plan {job.plan.number}{expected}{proposed}")
         lanes = len(job.plan.by_lane)
@@ -345,6 +350,16 @@ def _job(
         yield Text.assemble(("  workers ", "dim"), ", ".join(map(worker, job.members)))
     elif job.members:
         yield Text.assemble(("  workers ", "dim"), f"{len(job.members):,} processes; --all lists them")
+
+
+def predicted(job: JobStatus) -> str:
+    """What a step takes under the plan in force, by the newest profile and as when it was made."""
+    own = job.plan.prediction if job.plan is not None else None
+    if own is None:
+        return ""
+    seconds = own.step_seconds if job.predicted_seconds is None else job.predicted_seconds
+    before = f" ({own.step_seconds:.3f} s when it was made)" if differs(own.step_seconds, seconds) else ""
+    return f", {seconds:.3f} s a step predicted{before}"
 
 
 def worker(member: MemberStatus) -> str:

@@ -120,8 +120,8 @@ def packed(batch: BatchSummary) -> str:
 
 def _job(job: JobStatus, steps: Sequence[StepRecord], rates: Mapping[str, float]) -> Iterator[RenderableType]:
     speed = "-" if job.tokens_per_second is None else f"{job.tokens_per_second:,.0f}"
-    seconds = [step.seconds for step in steps]
-    rate = f"{1 / seconds[-1]:.2f}" if seconds and seconds[-1] > 0 else "-"
+    seconds = [step.seconds for step in steps if step.seconds > 0]
+    rate = f"{1 / job.wall_seconds:.2f}" if job.wall_seconds else "-"
     loss = "-" if job.loss is None else f"{job.loss:.4f}"
     yield Text.assemble(
         (job.job, "bold"), f"  {job.phase}", ("   step ", "dim"), str(job.step), ("   loss ", "dim"), loss,
@@ -132,6 +132,6 @@ def _job(job: JobStatus, steps: Sequence[StepRecord], rates: Mapping[str, float]
     if job.batch is not None:
         yield Text(f"  {packed(job.batch)}")
     if seconds:
-        yield Text.assemble(("  seconds a step, the last 60  ", "dim"), spark(seconds))
+        yield Text.assemble(("  seconds of the steps themselves, the last 60  ", "dim"), spark(seconds))
     if job.plan is not None:
         yield picture(job.plan, rates)

@@ -18,7 +18,17 @@ from elasticd.client import Api, CannotReach
 from elasticd.coordinator.api_types import ClusterStatus, DeviceStatus, JobStatus, NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.dashboard.why import WhyLine, decided, did, event_lines, events_of, gained, seconds_under, use
+from elasticd.dashboard.why import (
+    WhyLine,
+    decided,
+    did,
+    event_lines,
+    events_of,
+    gained,
+    prediction_of,
+    seconds_under,
+    use,
+)
 from elasticd.records import HistoryRecord
 
 
@@ -108,6 +118,7 @@ def plan_told(
         "plan": record,
         "steps": len(seconds),
         "step_seconds": median(seconds) if seconds else None,
+        "predicted_seconds": prediction_of(record, told).seconds,
         "gain": gained(record.number, told, steps),
         "events": events_of(record.number, told),
     }

@@ -82,8 +82,13 @@ class JobStatus(Value, frozen=True, kw_only=True):
     plan: Plan | None  # in force
     proposal: int | None  # number of the open one
     step: int  # newest that was reported
-    loss: float | None  # of that step, mean per token
-    tokens_per_second: float | None  # of that step
+    loss: float | None  # of the newest step, mean per token
+    tokens_per_second: float | None  # tokens over wall time, of the newest ten steps
+    step_seconds: float | None = None  # of the newest step itself, from its begin to its end
+    #: of wall time a step, in the mean over the newest ten: the steps, and the script's own code between them
+    wall_seconds: float | None = None
+    #: of a step under the plan in force, by the newest profile and the slowdowns that the plan was made for
+    predicted_seconds: float | None = None
     #: newest step whose state is kept in the agents' memory, on two nodes where there are two
     snapshot: int | None = None
     #: the last that the script's own code raised, until the job has trained on beyond its step

@@ -315,6 +315,7 @@ class Coordinator:
             tuple(self.leading.restarts.values()),
             time.monotonic(),
             self.leading.now(),
+            self.leading.journal.speeds,
         )
 
     async def history(self, job: str, after: int) -> list[HistoryRecord]:

@@ -65,6 +65,7 @@ from elasticd.wire.coordinator import (
 )
 from elasticd.wire.rendezvous import Join, StepTime
 from elasticd.wire.worker import (
+    Finished,
     Hello,
     Prepared,
     Rejected,
@@ -241,6 +242,15 @@ class Leading:
             data = {"number": number, "before": gain.before, "after": gain.after, "pause": gain.pause}
             self.tell(CoordinatorNote(kind="gained", job=job, text=text, data=data))
 
+    def _finished(self, up: FromClient, said: Finished) -> None:
+        """The last step, where rank 0's report of it has not come."""
+        known = self.state.jobs.get(up.job)
+        if known is None or known.worker(up.device, up.incarnation) is None:
+            return
+        step = self.journal.finished(up.job, said, time.time())
+        if step is not None and self.feed:
+            self.feed.stepped(up.job, step)
+
     def tell(self, note: CoordinatorNote) -> None:
         """Into the journal, which is written to etcd, and the log."""
         event = self.journal.tell(note, time.time())
@@ -405,6 +415,8 @@ class Leading:
         if isinstance(message, MACHINES):
             if isinstance(message, FromClient) and isinstance(message.body, Report):
                 self._reported(message, message.body)
+            elif isinstance(message, FromClient) and isinstance(message.body, Finished):
+                self._finished(message, message.body)
             elif isinstance(message, CAUSES) and message.job in self.state.jobs:
                 self._causes[message.job] = connection.node
             if self.feed and isinstance(message, FromClient) and isinstance(message.body, FAR):
@@ -601,6 +613,7 @@ class Leading:
             leader=leader,
             settings=self._shown(),
             times={name: found for name, clock in self.journal.clocks.items() if (found := clock.time)},
+            speeds=self.journal.speeds,
             restarts=tuple(self.restarts.values()),
             clock=time.monotonic(),
             newest_event=self.journal.newest_id,
@@ -623,8 +636,8 @@ class Leading:
         return self.metrics.text(self.state, self.connections, away, clocks, time.time())
 
     def clocks(self) -> dict[str, ClockReading]:
-        """Where the time of each job went."""
-        return {name: clock.reading for name, clock in self.journal.clocks.items()}
+        """Where the time of each job went, and how fast it trains."""
+        return self.journal.readings
 
     def pace(self, device: str, factor: float) -> None:
         """Chaos on a device's speed; raises `ApiError`."""

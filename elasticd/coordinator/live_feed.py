@@ -37,6 +37,7 @@ from elasticd.coordinator.api_types import ApiError, LeaderStatus, Settings
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.job_times import JobTime
 from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.coordinator.events.training_speed import TrainingSpeed
 from elasticd.line_queue import LineQueue
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.coordinator.restart_jobs import RestartJob
@@ -87,6 +88,7 @@ class FeedSource(msgspec.Struct, frozen=True, kw_only=True):
     leader: LeaderStatus
     settings: Settings
     times: Mapping[str, JobTime]
+    speeds: Mapping[str, TrainingSpeed]
     restarts: tuple[RestartJob, ...]
     clock: float  # seconds of the clock that restarts have their times of
     newest_event: int
@@ -116,6 +118,7 @@ class _Told:
     rates: dict[str, float] = field(default_factory=dict)
     jobs: dict[str, JobState] = field(default_factory=dict)
     news: dict[str, live.JobNews] = field(default_factory=dict)
+    newest: dict[str, StepRecord | None] = field(default_factory=dict)
     halts: dict[str, dict[str, Any]] = field(default_factory=dict)
     links: object = None
     restarts: tuple[RestartJob, ...] = ()
@@ -444,6 +447,7 @@ def _changes(
     for name in told.jobs.keys() - state.jobs.keys():
         told.halts.pop(name, None)
         told.news.pop(name, None)
+        told.newest.pop(name, None)
         yield live.JobGone(id=next_id(), job=name)
     told.jobs = dict(state.jobs)
     if state.links is not told.links:
@@ -530,13 +534,16 @@ def _same_rates(job: JobState, before: JobState | None) -> bool:
 def _of_job(
     known: FeedSource, job: JobState, before: JobState | None, told: _Told, next_id: Callable[[], str]
 ) -> Iterator[live.News]:
-    time = known.times.get(job.job)
-    if before is job and (job.phase in OVER or not _due(job, known.at)):
+    time, speed = known.times.get(job.job), known.speeds.get(job.job)
+    newest = speed.newest if speed is not None else None
+    anew = before is not job or newest is not told.newest.get(job.job)
+    if not anew and (job.phase in OVER or not _due(job, known.at)):
         return
+    told.newest[job.job] = newest
     limit = known.state.settings.detect.outside_seconds
     news = live.JobNews(
         id="",
-        job=status.job_status(job, known.at, limit, waits=_due(job, known.at), brief=True),
+        job=status.job_status(job, known.at, limit, speed, waits=_due(job, known.at), brief=True),
         plan=job.number,
         over=job.phase in OVER,
         time=time,
@@ -579,12 +586,13 @@ def measurements(
     table = b"".join([_NOTHING if each is None else _packed(*_measured(each)) for each in taken])
     width = len(live.MEASURED)
     columns = np.frombuffer(table, "<f4").reshape(-1, width), _judged(job, plan.members)
-    firsts = {lane.stages[0].devices[0] for lane in plan.by_lane}
+    readers = [found.get(device) for device in {lane.stages[0].devices[0] for lane in plan.by_lane}]
+    told = [each for each in readers if each is not None and (each.plan, each.step) == (number, step)]
+    if len(told) < len(readers):  # of a part of the step's sequences nothing is said
+        told = []
     lengths: Counter[int] = Counter()
-    for device in firsts:
-        each = found.get(device)
-        if each is not None and each.plan == number and each.step == step:
-            lengths.update(each.lengths)
+    for each in told:
+        lengths.update(each.lengths)
     return live.MeasuredNews(
         id=next_id(),
         job=job.job,
@@ -593,6 +601,9 @@ def measurements(
         numbers=np.concatenate(columns, axis=1).astype("<f4").tobytes(),
         columns=live.COLUMNS,
         lengths=dict(sorted(lengths.items())),
+        sequence_tokens=sum(each.sequence_tokens for each in told),
+        shortest=min((each.shortest for each in told if each.shortest), default=0),
+        longest=max((each.longest for each in told), default=0),
     )
 
 

@@ -205,7 +205,11 @@ class MeasuredNews(News, frozen=True, kw_only=True, tag="measured"):
     #: little-endian 32-bit floats [members of the plan in rank order, `columns`]; NaN: nothing new
     numbers: bytes
     columns: tuple[str, ...]  # a later release may append some
-    lengths: dict[int, int]  # sequences of the step by bucket (`sequence_lengths.bucket`)
+    #: sequences of the step by bucket (`sequence_lengths.bucket`); empty: not all pipelines have told theirs
+    lengths: dict[int, int]
+    sequence_tokens: int = 0  # of all these sequences (0: not known)
+    shortest: int = 0  # tokens of the shortest sequence (0: not known)
+    longest: int = 0  # tokens of the longest sequence (0: not known)
 
 
 class RankNews(Value, frozen=True, kw_only=True):

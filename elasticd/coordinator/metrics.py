@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from elasticd.codec.decoding import skipped
 from elasticd.coordinator.connections import Connections
 from elasticd.coordinator.events.job_times import CAUSES, OTHER, REASONS, REPEATED, ClockReading
+from elasticd.coordinator.events.training_speed import TrainingSpeed
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.lifecycle import stop_request
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, NodeState
@@ -109,13 +110,26 @@ FAMILIES = {
         "gauge", ("job",), "1 where the job has stopped and nobody asked for it, else 0."
     ),
     "elasticd_job_step": Family("gauge", ("job",), "Optimizer steps that are done, as rank 0 last reported."),
-    "elasticd_job_step_seconds": Family("gauge", ("job",), "Wall time of the newest step in seconds."),
+    "elasticd_job_step_seconds": Family(
+        "gauge",
+        ("job",),
+        "Seconds of the newest step itself, from its begin to its end, without what the script does between "
+        "two steps.",
+    ),
+    "elasticd_job_wall_step_seconds": Family(
+        "gauge",
+        ("job",),
+        "Seconds of wall time a step, in the mean over the newest ten: from the end of one step to the end of "
+        "the next.",
+    ),
     "elasticd_job_predicted_step_seconds": Family(
-        "gauge", ("job",), "Time of a step in seconds that was predicted for the plan in force."
+        "gauge",
+        ("job",),
+        "Seconds of a step itself under the plan in force, as predicted by the newest profile of the model.",
     ),
     "elasticd_job_loss": Family("gauge", ("job",), "Mean loss of the newest step."),
     "elasticd_job_tokens_per_second": Family(
-        "gauge", ("job",), "Tokens a second in the newest step, over all ranks."
+        "gauge", ("job",), "Tokens of all ranks over wall time, of the newest ten steps."
     ),
     "elasticd_job_plan_number": Family("gauge", ("job",), "Number of the plan in force, 0 without one."),
     "elasticd_job_members": Family("gauge", ("job",), "Devices that the plan in force uses."),
@@ -256,8 +270,10 @@ class _Now(Collector):
             name: [] for name in FAMILIES if name.startswith("elasticd_job_")
         }
         for job in self._state.jobs.values():
-            timed = _times_of(job, self._clocks.get(job.job), self._at)
-            for name, labels, value in (*_gauges_of(job), *timed):
+            clock = self._clocks.get(job.job)
+            timed = _times_of(job, clock, self._at)
+            speed = _speed_of(clock.speed if clock is not None else None)
+            for name, labels, value in (*_gauges_of(job), *speed, *timed):
                 of_jobs[name].append(((job.job, *labels), value))
         yield from (_family(name, values) for name, values in of_jobs.items())
 
@@ -312,20 +328,29 @@ def _times_of(
         yield "elasticd_job_replans", (reason,), clock.replans.get(reason, 0)
 
 
+def _speed_of(speed: TrainingSpeed | None) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """The newest step, and how fast the job trains."""
+    if speed is None:
+        return
+    values = {
+        "elasticd_job_step_seconds": speed.newest.seconds or None,
+        "elasticd_job_wall_step_seconds": speed.wall_seconds,
+        "elasticd_job_loss": speed.newest.loss,
+        "elasticd_job_tokens_per_second": speed.tokens_per_second,
+    }
+    yield from ((name, (), value) for name, value in values.items() if value is not None)
+
+
 def _gauges_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """What is known of a job: the name of a gauge, its labels behind the job, its value."""
     for phase in JobPhase:
         yield "elasticd_job_phase", (phase.value,), float(job.phase is phase)
     failed = job.phase is JobPhase.STOPPED and not stop_request.on_request(job.reason)
     yield "elasticd_job_failed", (), float(failed)
-    plan, progress = job.plan, job.progress
-    prediction = plan.prediction if plan is not None else None
+    plan = job.plan
     values = {
-        "elasticd_job_step": progress.step,
-        "elasticd_job_step_seconds": progress.seconds or None,
-        "elasticd_job_predicted_step_seconds": prediction.step_seconds if prediction is not None else None,
-        "elasticd_job_loss": progress.loss,
-        "elasticd_job_tokens_per_second": progress.tokens_per_second,
+        "elasticd_job_step": job.progress.step,
+        "elasticd_job_predicted_step_seconds": job.predicted_seconds,
         "elasticd_job_plan_number": job.number,
         "elasticd_job_members": len(plan.members) if plan is not None else 0,
         "elasticd_job_standby": len(plan.idle) if plan is not None else 0,

@@ -20,6 +20,7 @@ from elasticd.coordinator.api_types import (
     Pace,
     RestartStatus,
 )
+from elasticd.coordinator.events.training_speed import TrainingSpeed
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.faults.hangs import awaited
@@ -33,16 +34,18 @@ def status(
     restarts: Iterable[RestartJob],
     now: float,
     at: float,
+    speeds: Mapping[str, TrainingSpeed],
 ) -> ClusterStatus:
     """The whole cluster; `restarts` are the jobs in restart mode that report laps, `now` the seconds of their
-    clock, `at` those of the machine's, which stands still while the store is away."""
+    clock, `at` those of the machine's, which stands still while the store is away; `speeds` are those of jobs,
+    with their newest steps."""
     found, slow, used = rates(state), slowness(state), members(state)
     limit = state.settings.detect.outside_seconds
     return ClusterStatus(
         cluster=cluster,
         leader=leader,
         nodes=tuple(node_status(node, found, slow, used[name]) for name, node in sorted(state.nodes.items())),
-        jobs=tuple(job_status(job, at, limit) for _, job in sorted(state.jobs.items())),
+        jobs=tuple(job_status(job, at, limit, speeds.get(name)) for name, job in sorted(state.jobs.items())),
         restarts=restarting(restarts, now),
         paused=state.settings.policy.paused,
         links=links(state),
@@ -126,8 +129,17 @@ def members(state: CoordinatorState) -> Counter[str]:
     return Counter(node_of(device) for device in used)
 
 
-def job_status(job: JobState, at: float, limit: float, *, waits: bool = True, brief: bool = False) -> JobStatus:
-    """One job. waits: whether to look whom it waits for. brief: without its plan and members."""
+def job_status(
+    job: JobState,
+    at: float,
+    limit: float,
+    speed: TrainingSpeed | None,
+    *,
+    waits: bool = True,
+    brief: bool = False,
+) -> JobStatus:
+    """One job. speed: of its newest steps. waits: whether to look whom it waits for. brief: without its plan
+    and members."""
     return JobStatus(
         job=job.job,
         phase=job.phase.value,
@@ -136,8 +148,11 @@ def job_status(job: JobState, at: float, limit: float, *, waits: bool = True, br
         proposal=job.proposal.number if job.proposal is not None else None,
         step=job.progress.step,
         snapshot=job.snapshots.whole.step if job.snapshots.whole is not None else None,
-        loss=job.progress.loss,
-        tokens_per_second=job.progress.tokens_per_second,
+        loss=speed.newest.loss if speed is not None else None,
+        tokens_per_second=speed.tokens_per_second if speed is not None else None,
+        step_seconds=(speed.newest.seconds or None) if speed is not None else None,
+        wall_seconds=speed.wall_seconds if speed is not None else None,
+        predicted_seconds=job.predicted_seconds,
         exception=_exception(job),
         batch=job.batch,
         members=() if brief else member_list(job),

@@ -31,13 +31,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elasticd.codec.decoding import decoded_as
 from elasticd.coordinator.events.event_log import EventRecord
-from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.coordinator.events.training_speed import SPEED_STEPS
 from elasticd.dashboard import act_page, views
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.device_page import device_view
 from elasticd.dashboard.event_page import event_page
-from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, in_brief
-from elasticd.dashboard.job_page import KEPT_KINDS, MARKS, forgotten_view, job_view, step_columns
+from elasticd.dashboard.history import EventQuery, HistoryReader, in_brief
+from elasticd.dashboard.job_page import KEPT_KINDS, MARKS, forgotten_view, job_view, record_of, step_columns
 from elasticd.dashboard.plan_page import plan_row, plan_view
 from elasticd.dashboard.session import Session
 from elasticd.dashboard.switch_page import KINDS, nothing, switch_view
@@ -268,11 +268,11 @@ class Answers:
     def _forgotten(self, history: HistoryReader, job: str) -> views.JobView:
         """A job that no leader knows any more. Raises Failure where the history does not either."""
         told = history.events(EventQuery(job=job, kinds=KEPT_KINDS, limit=64))
-        step, plans = history.newest_step(job), history.numbers(job)
-        if not told and step is None and not plans:
+        steps, plans = history.newest_steps(job, SPEED_STEPS + 1), history.numbers(job)
+        if not told and not steps and not plans:
             listed = ", ".join(sorted({*self._there(), *history.facets()[1]})[:20]) or "none"
             raise Failure(404, f"there is no job {job!r}, nor is one kept; there are: {listed}")
-        return forgotten_view(job, told, step, plans)
+        return forgotten_view(job, told, steps, plans)
 
     async def steps(self, request: Request, session: Session) -> views.StepColumns:
         """A job's steps."""
@@ -282,7 +282,8 @@ class Answers:
             rows, every = history.steps(job, since)
             begun = rows[0].time - rows[0].seconds if rows else None
             asked = EventQuery(job=job, kinds=tuple(MARKS), since=begun, limit=MOST_TOLD)
-            return step_columns(job, rows, every, history.events(asked))
+            before = history.step_before(job, rows[0].step) if rows else None
+            return step_columns(job, rows, before, every, history.events(asked))
 
         return await self._served.read(read)
 
@@ -350,7 +351,7 @@ class Answers:
                 *(history.steps_of_plan(job, before.number)[-64:] if before is not None else ()),
                 *history.steps_of_plan(job, record.number),
             ]
-            steps = [_record(step) for step in around]
+            steps = [record_of(step) for step in around]
             while len(self._plans) >= MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = plan_view(record, before, row, numbers, told, steps, spec)
@@ -524,12 +525,6 @@ def _before(history: HistoryReader, job: str, earlier: list[int]) -> int:
     """The plan that was in force before: the last one of these that steps were made under, else the last."""
     made = history.seconds_by_plan(job)
     return next((number for number in reversed(earlier) if number in made), earlier[-1])
-
-
-def _record(row: StepRow) -> StepRecord:
-    return StepRecord(
-        step=row.step, plan=row.plan, loss=row.loss, tokens=row.tokens, seconds=row.seconds, time=row.time
-    )
 
 
 async def _body(request: Request, kind: type[T], example: str) -> T:

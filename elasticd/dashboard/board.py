@@ -59,6 +59,7 @@ class Board:
         self.rows: dict[str, views.NodeRow] = {}
         self._steps: dict[str, StepRow] = {}
         self._told_step: dict[str, float] = {}
+        self._before: dict[str, StepRow] = {}  # by job: the step that was told last
         self._told_stages: dict[str, int] = {}
         self._told_rows: dict[str, views.JobRow] = {}
         self._told_restarts: dict[str, views.JobRow] = {}
@@ -116,7 +117,7 @@ class Board:
 
     def _step(self, news: live.StepNews) -> None:
         step = news.step
-        predicted, bound = expected(self.known.cluster, news.job, step.plan)
+        predicted, bound = expected(self.known.cluster, news.job, step.plan, step.seconds)
         self._steps[news.job] = StepRow(
             step=step.step,
             plan=step.plan,
@@ -212,7 +213,8 @@ class Board:
         for job, row in list(self._steps.items()):
             if now - self._told_step.get(job, 0.0) < SECOND:
                 continue
-            shown = live_step(self.known, job, row, self._told_stages.get(job), self.known.time(now))
+            before, self._before[job] = self._before.get(job), row
+            shown = live_step(self.known, job, row, before, self._told_stages.get(job), self.known.time(now))
             del self._steps[job]
             self._told_step[job] = now
             if shown is not None:
@@ -227,6 +229,7 @@ class Board:
         """A job's row, where more than its step changed."""
         news = self.known.cluster.jobs.get(job)
         if news is None:
+            self._before.pop(job, None)
             if (last := self._told_rows.pop(job, None)) is not None:
                 self.streams.tell("plan", views.LivePlan(row=last, over=True, gone=True))
                 self._switches.pop(job, None)

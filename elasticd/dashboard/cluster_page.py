@@ -256,7 +256,7 @@ def job_row(known: Knowledge, name: str, now: float) -> views.JobRow:
     cluster = known.cluster
     news = cluster.jobs[name]
     job, plan = news.job, cluster.plans.get(name)
-    predicted, bound = rates(cluster, name)
+    within_steps, predicted, bound = speeds(cluster, name)
     last = known.last_events.get(name)
     at = None if news.over else max(now, known.heard) if known.reachable else known.heard
     return views.JobRow(
@@ -266,6 +266,7 @@ def job_row(known: Knowledge, name: str, now: float) -> views.JobRow:
         step=job.step,
         loss=job.loss,
         tokens_per_second=job.tokens_per_second,
+        within_steps=within_steps,
         predicted=predicted,
         bound=bound,
         plan=plan.number if plan is not None else None,
@@ -278,13 +279,20 @@ def job_row(known: Knowledge, name: str, now: float) -> views.JobRow:
     )
 
 
-def rates(cluster: ClusterNow, name: str) -> tuple[float | None, float | None]:
-    """Tokens per second as predicted, and as N / sum(1 / slowdown) allows."""
-    plan, tokens = cluster.plans.get(name), cluster.tokens.get(name)
-    if plan is None or tokens is None:
-        return None, None
-    predicted, bound = expected(cluster, name, plan.number)
-    return (tokens / predicted if predicted else None), (tokens / bound if bound else None)
+def speeds(cluster: ClusterNow, name: str) -> tuple[float | None, float | None, float | None]:
+    """Tokens per second of the steps alone: as measured, as predicted, and as no plan can exceed."""
+    plan, job = cluster.plans.get(name), cluster.jobs[name].job
+    tokens: float | None = cluster.tokens.get(name)
+    if job.tokens_per_second is not None and job.wall_seconds is not None:
+        tokens = job.tokens_per_second * job.wall_seconds
+    if tokens is None:
+        return None, None, None
+    predicted, bound = expected(cluster, name, plan.number if plan is not None else 0, job.step_seconds)
+    return _over(tokens, job.step_seconds), _over(tokens, predicted), _over(tokens, bound)
+
+
+def _over(tokens: float, seconds: float | None) -> float | None:
+    return tokens / seconds if seconds else None
 
 
 def restart_row(known: Knowledge, job: RestartingJob, now: float) -> views.JobRow:
@@ -299,6 +307,7 @@ def restart_row(known: Knowledge, job: RestartingJob, now: float) -> views.JobRo
         step=job.step,
         loss=None,
         tokens_per_second=None,
+        within_steps=None,
         predicted=None,
         bound=None,
         plan=None,

@@ -11,6 +11,7 @@ from elasticd.dashboard.cluster_page import cell, event_row
 from elasticd.dashboard.history import Sample
 from elasticd.dashboard.job_page import parts_of
 from elasticd.dashboard.known import Knowledge
+from elasticd.machines.job.state.events import SLOWDOWN_KINDS
 from elasticd.records import HistoryRecord
 from elasticd.wire.node_health import DeviceHealth, Health, causes
 
@@ -98,7 +99,7 @@ def _episodes(told: Sequence[EventRecord]) -> tuple[views.SlowTime, ...]:
     found: list[views.SlowTime] = []
     for event in reversed(told):
         step, after = event.data.get("step"), event.data.get("after")
-        if event.kind not in ("slow", "recovered") or not isinstance(step, int):
+        if event.kind not in SLOWDOWN_KINDS or not isinstance(step, int):
             continue
         rate = float(after) if isinstance(after, int | float) else float(event.data.get("rate", 1.0))
         going = found[-1] if found and found[-1].stop is None else None

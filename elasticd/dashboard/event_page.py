@@ -9,11 +9,11 @@ from itertools import pairwise
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.dashboard import views
 from elasticd.dashboard.cluster_page import event_row
+from elasticd.machines.job.state.events import SLOWDOWN_KINDS
 
 #: Kinds of events that ask for a new plan, and seconds for which one waits to be answered.
 CAUSES = (
-    "slow",
-    "recovered",
+    *SLOWDOWN_KINDS,
     "fenced",
     "worker_lost",
     "raised",

@@ -134,6 +134,7 @@ class PlanInBrief(msgspec.Struct, frozen=True):
     reason: str  # why it was proposed
     predicted: float | None  # seconds of a step
     rates: dict[str, float] = {}  # slowdowns that it counts with, of devices that are slow
+    guessed: bool = False  # `predicted` is by the model's shapes: no step had been measured
 
 
 def in_brief(record: HistoryRecord) -> PlanInBrief:
@@ -144,6 +145,7 @@ def in_brief(record: HistoryRecord) -> PlanInBrief:
         record.reason,
         predicted.step_seconds if predicted is not None else None,
         {device: rate for device, rate in record.problem.rates.items() if rate != 1.0},
+        not record.problem.profile.fitted,
     )
 
 
@@ -590,6 +592,21 @@ class HistoryReader:
         ).fetchone()
         return StepRow(*row) if row is not None else None
 
+    def newest_steps(self, job: str, count: int) -> list[StepRow]:
+        """The newest steps of a job, oldest first."""
+        rows = self._db.execute(
+            f"SELECT {_STEP} FROM steps WHERE run = ? ORDER BY step DESC LIMIT ?", (self._run(job), count)
+        ).fetchall()
+        return [StepRow(*row) for row in reversed(rows)]
+
+    def step_before(self, job: str, step: int) -> StepRow | None:
+        """The last step of a job below this index."""
+        row = self._db.execute(
+            f"SELECT {_STEP} FROM steps WHERE run = ? AND step < ? ORDER BY step DESC LIMIT 1",
+            (self._run(job), step),
+        ).fetchone()
+        return StepRow(*row) if row is not None else None
+
     def steps_of_plan(self, job: str, plan: int, most: int = 2000) -> list[StepRow]:
         """The first steps under a plan."""
         run = self._run(job)
@@ -605,10 +622,13 @@ class HistoryReader:
     def seconds_by_plan(self, job: str) -> dict[int, tuple[int, float]]:
         """By plan: how many steps there are, and the seconds of the median one."""
         run, found = self._run(job), {}
-        counts = self._db.execute("SELECT plan, count(*) FROM steps WHERE run = ? GROUP BY plan", (run,))
+        counts = self._db.execute(
+            "SELECT plan, count(*) FROM steps WHERE run = ? AND seconds > 0 GROUP BY plan", (run,)
+        )
         for plan, count in counts.fetchall():
             (middle,) = self._db.execute(
-                "SELECT seconds FROM steps WHERE run = ? AND plan = ? ORDER BY seconds LIMIT 1 OFFSET ?",
+                "SELECT seconds FROM steps WHERE run = ? AND plan = ? AND seconds > 0 "
+                "ORDER BY seconds LIMIT 1 OFFSET ?",
                 (run, plan, count // 2),
             ).fetchone()
             found[plan] = (count, middle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,11 +13,14 @@ from elasticd_planner.spec.sequence_lengths import PER_DOUBLING
 
 from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.coordinator.events.training_speed import tokens_per_second, training_speed, wall_seconds
 from elasticd.coordinator.live_types import JobNews
 from elasticd.dashboard import views
 from elasticd.dashboard.cluster_page import event_row, hung, job_row, restart_row
 from elasticd.dashboard.history import StepRow
 from elasticd.dashboard.known import Knowledge, Table
+from elasticd.machines.job.state.events import SLOWDOWN_KINDS
 
 #: By part of a step the columns that are summed.
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -38,7 +42,7 @@ MOST_STAGES = 128
 _MARKS: Mapping[str, tuple[str, ...]] = {
     "plan": ("recorded",),
     "fault": ("fenced", "worker_lost", "raised", "halted", "node_down", "waiting"),
-    "slow": ("slow", "recovered", "link"),
+    "slow": (*SLOWDOWN_KINDS, "link"),
     "snapshot": ("snapshot",),
     "checkpoint": ("checkpoint",),
     "change": ("configured", "drained", "chaos", "stopping", "shifted", "asked"),
@@ -125,15 +129,25 @@ def lost(news: JobNews, now: float) -> tuple[views.LostTime, ...]:
 def lengths(known: Knowledge, job: str) -> views.LengthsView | None:
     """Sequence lengths of the newest step."""
     table = known.cluster.measured.get(job)
-    if table is None or not table.lengths:
+    if table is None or table.lengths is None:
         return None
-    count = sum(table.lengths.values())
-    middle = sum(n * 2 ** ((bucket + 0.5) / PER_DOUBLING) for bucket, n in table.lengths.items())
+    known_lengths = table.lengths
+    count = sum(known_lengths.counts.values())
+    least, most = known_lengths.shortest or 1, known_lengths.longest or sys.maxsize
     now = tuple(
-        (math.ceil(2 ** (bucket / PER_DOUBLING)), math.ceil(2 ** ((bucket + 1) / PER_DOUBLING)) - 1, n)
-        for bucket, n in sorted(table.lengths.items())
+        (
+            max(least, math.ceil(2 ** (bucket / PER_DOUBLING))),
+            min(most, math.ceil(2 ** ((bucket + 1) / PER_DOUBLING)) - 1),
+            n,
+        )
+        for bucket, n in sorted(known_lengths.counts.items())
     )
-    return views.LengthsView(mean=middle / count, longest=float(now[-1][1]), now=now)
+    return views.LengthsView(
+        mean=known_lengths.tokens / count if known_lengths.tokens else None,
+        shortest=float(known_lengths.shortest) or None,
+        longest=float(known_lengths.longest) or None,
+        now=now,
+    )
 
 
 def batch(plan: Plan | None, job: JobStatus) -> views.BatchView | None:
@@ -274,15 +288,16 @@ def _without_measurements(
 
 
 def forgotten_view(
-    name: str, told: Sequence[EventRecord], step: StepRow | None, plans: Sequence[int]
+    name: str, told: Sequence[EventRecord], steps: Sequence[StepRow], plans: Sequence[int]
 ) -> views.JobView:
     """The page of a job that no leader knows any more, from the history alone.
 
     Args:
         told: its events of `KEPT_KINDS`, newest first; those of an earlier job of this name are left out.
-        step: its newest one, where there is one.
+        steps: its newest ones, oldest first.
         plans: numbers of its plans, in order.
     """
+    step, speed = (steps[-1] if steps else None), training_speed([record_of(row) for row in steps])
     mine: list[EventRecord] = []
     for event in told:
         if event.kind == "forgotten" and mine:
@@ -297,7 +312,8 @@ def forgotten_view(
         sentence=f"{end.text if end is not None else 'its end is not kept'}; the cluster has forgotten it",
         step=step.step + 1 if step is not None else 0,
         loss=step.loss if step is not None else None,
-        tokens_per_second=step.tokens / step.seconds if step is not None and step.tokens else None,
+        tokens_per_second=speed.tokens_per_second if speed is not None else None,
+        within_steps=tokens_per_second(step, step.seconds) if step is not None else None,
         predicted=None,
         bound=None,
         plan=step.plan if step is not None else plans[-1] if plans else None,
@@ -315,14 +331,19 @@ def forgotten_view(
 _ENDS: Mapping[str, str] = {"finished": "done", "stopped": "stopped"}
 
 
+def record_of(row: StepRow) -> StepRecord:
+    """A step of the history as its leader told it."""
+    return StepRecord(
+        step=row.step, plan=row.plan, loss=row.loss, tokens=row.tokens, seconds=row.seconds, time=row.time
+    )
+
+
 def step_columns(
-    job: str, rows: Sequence[StepRow], every: int, told: Sequence[EventRecord]
+    job: str, rows: Sequence[StepRow], before: StepRow | None, every: int, told: Sequence[EventRecord]
 ) -> views.StepColumns:
-    """Steps in columns; `told` are the events of this time, in any order."""
-
-    def speed(row: StepRow, seconds: float | None) -> float | None:
-        return row.tokens / seconds if row.tokens is not None and seconds else None
-
+    """Steps in columns. before: the last step before the first of them, where there is one. told: the events of
+    this time, in any order."""
+    walls = [wall_seconds(last, row) for last, row in zip([before, *rows], rows, strict=False)]
     return views.StepColumns(
         job=job,
         every=every,
@@ -330,9 +351,10 @@ def step_columns(
         time=tuple(row.time for row in rows),
         plan=tuple(row.plan for row in rows),
         seconds=tuple(row.seconds for row in rows),
-        tokens_per_second=tuple(speed(row, row.seconds) for row in rows),
-        predicted=tuple(speed(row, row.predicted) for row in rows),
-        bound=tuple(speed(row, row.bound) for row in rows),
+        tokens_per_second=tuple(map(tokens_per_second, rows, walls)),
+        within_steps=tuple(tokens_per_second(row, row.seconds) for row in rows),
+        predicted=tuple(tokens_per_second(row, row.predicted) for row in rows),
+        bound=tuple(tokens_per_second(row, row.bound) for row in rows),
         loss=tuple(row.loss for row in rows),
         marks=tuple(mark(event) for event in sorted(told, key=lambda event: event.id) if event.kind in MARKS),
     )
@@ -350,27 +372,27 @@ def mark(event: EventRecord) -> views.TimeMark:
     )
 
 
-def live_step(known: Knowledge, job: str, row: StepRow, told: int | None, now: float) -> views.LiveStep | None:
-    """The newest step for the stream; `told`: the measured step whose stages were sent last."""
+def live_step(
+    known: Knowledge, job: str, row: StepRow, before: StepRow | None, told: int | None, now: float
+) -> views.LiveStep | None:
+    """The newest step for the stream; `before`: the one that was sent before it, `told`: the measured step
+    whose stages were sent last."""
     news = known.cluster.jobs.get(job)
     if news is None:
         return None
     table = known.cluster.measured.get(job)
     fresh = table is not None and table.step != told
     plan = known.cluster.plans.get(job)
-
-    def speed(seconds: float | None) -> float | None:
-        return row.tokens / seconds if row.tokens is not None and seconds else None
-
     return views.LiveStep(
         job=job,
         step=row.step,
         time=row.time,
         plan=row.plan,
         seconds=row.seconds,
-        tokens_per_second=speed(row.seconds),
-        predicted=speed(row.predicted),
-        bound=speed(row.bound),
+        tokens_per_second=tokens_per_second(row, wall_seconds(before, row)),
+        within_steps=tokens_per_second(row, row.seconds),
+        predicted=tokens_per_second(row, row.predicted),
+        bound=tokens_per_second(row, row.bound),
         loss=row.loss,
         ettr=news.time.ettr(now) if news.time is not None else None,
         goodput=news.time.goodput(now) if news.time is not None else None,

@@ -18,7 +18,6 @@ import numpy as np
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.detection.slowness_history import Slowness
 from elasticd_planner.numeric import Floats
-from elasticd_planner.problem import ideal_ratio
 from elasticd_planner.spec.plan import Place, Plan
 from elasticd_planner.value import Value
 
@@ -49,12 +48,21 @@ class Table:
     step: int
     columns: dict[str, int]  # place of each column
     numbers: Floats  # [members in rank order, columns]; NaN: not measured
-    lengths: Mapping[int, int]  # sequences by bucket
+    lengths: SequenceLengths | None  # of its sequences (None: not known)
 
     def of(self, rank: int, column: str) -> float:
         """A number; NaN where it is not known."""
         place = self.columns.get(column)
         return float(self.numbers[rank, place]) if place is not None else float("nan")
+
+
+class SequenceLengths(Value, frozen=True, kw_only=True):
+    """The lengths of a step's sequences, in tokens."""
+
+    counts: dict[int, int]  # sequences by bucket (`sequence_lengths.bucket`)
+    tokens: int  # of all of them (0: not known)
+    shortest: int  # 0: not known
+    longest: int  # 0: not known
 
 
 class Use(Value, frozen=True, kw_only=True):
@@ -383,32 +391,71 @@ def _set_rates(cluster: ClusterNow, rates: Mapping[str, float]) -> None:
 
 
 def _measured(cluster: ClusterNow, news: live.MeasuredNews) -> None:
-    """What is NaN in it stays as it was measured before, under the same plan."""
+    cluster.measured[news.job] = table_of(news, cluster.measured.get(news.job))
+
+
+def table_of(news: live.MeasuredNews, before: Table | None = None) -> Table:
+    """What members measured. What is not new in it stays as it was measured before, under the same plan."""
     width = len(news.columns)
     numbers = np.frombuffer(news.numbers, "<f4").reshape(-1, width) if width else np.zeros((0, 0))
-    before = cluster.measured.get(news.job)
     if before is not None and before.plan == news.plan and before.numbers.shape == numbers.shape:
         numbers = np.where(np.isnan(numbers), before.numbers, numbers)
     columns = {name: place for place, name in enumerate(news.columns)}
-    cluster.measured[news.job] = Table(
-        plan=news.plan, step=news.step, columns=columns, numbers=numbers, lengths=news.lengths
-    )
+    lengths = before.lengths if before is not None and before.plan == news.plan else None
+    if news.lengths:
+        lengths = SequenceLengths(
+            counts=news.lengths,
+            tokens=news.sequence_tokens,
+            shortest=news.shortest,
+            longest=news.longest,
+        )
+    return Table(plan=news.plan, step=news.step, columns=columns, numbers=numbers, lengths=lengths)
 
 
-def expected(cluster: ClusterNow, job: str, number: int) -> tuple[float | None, float | None]:
-    """Seconds of a step of a job under its plan of this number: as predicted, and as N / sum(1 / slowdown) of
-    the healthy speed would have it, if the work were divided perfectly; None where they are not known."""
-    plan, news = cluster.plans.get(job), cluster.jobs.get(job)
+def expected(
+    cluster: ClusterNow, job: str, number: int, seconds: float | None
+) -> tuple[float | None, float | None]:
+    """Seconds of a step of a job under its plan of this number: as predicted, and those that no plan can be
+    below.
+
+    Args:
+        seconds: of a step that was measured under it. The bound is never above them: a step that was as fast
+            shows that it can be.
+
+    Returns:
+        Each None where it is not known.
+    """
+    plan, news, table = cluster.plans.get(job), cluster.jobs.get(job), cluster.measured.get(job)
     predicted = bound = None
-    if plan is not None and plan.number == number and plan.prediction is not None:
-        predicted = plan.prediction.step_seconds
-    if plan is not None and news is not None and news.time is not None and news.time.healthy is not None:
-        bound = news.time.healthy * _ideal(cluster, plan)
+    if plan is not None and plan.number == number:
+        predicted = plan.prediction.step_seconds if plan.prediction is not None else None
+        if news is not None and news.plan == number and news.job.predicted_seconds is not None:
+            predicted = news.job.predicted_seconds
+    if plan is not None and table is not None and table.plan == plan.number == number:
+        bound = balanced_seconds(plan, table, cluster.rates)
+    if bound is not None and seconds:
+        bound = min(bound, seconds)
     return predicted, bound
 
 
-def _ideal(cluster: ClusterNow, plan: Plan) -> float:
-    """N / sum(1 / slowdown) over the devices that a plan has."""
-    count = len(plan.members) + len(plan.idle)
-    slow = [rate for device, rate in cluster.rates.items() if device in plan.places or device in plan.idle]
-    return ideal_ratio([*slow, *[1.0] * max(0, count - len(slow))])
+#: Columns of what a member computed in a step, whatever plan divides it: no communication, no recomputation.
+COMPUTED = ("block_seconds", "embed_seconds", "head_seconds")
+
+
+def balanced_seconds(plan: Plan, table: Table, slowdowns: Mapping[str, float]) -> float | None:
+    """Seconds of a step whose computation is divided over all devices of a job by their measured slowdowns,
+    standby devices included, and in which nothing else takes time; None where nothing was measured.
+
+    No step takes less than what its busiest device computed. This is the mean of what all computed, weighted
+    by 1/slowdown, and a mean is at most the largest: so a step that was measured is never faster than its own
+    bound.
+    """
+    places = [table.columns[name] for name in COMPUTED if name in table.columns]
+    computed = np.nansum(table.numbers[:, places], axis=1)
+    told = np.isfinite(table.numbers[:, places]).any(axis=1)
+    if not told.any():
+        return None
+    speeds = np.array([1 / slowdowns.get(device, 1.0) for device in plan.members])[told]
+    standby = sum(1 / slowdowns.get(device, 1.0) for device in plan.idle)
+    found = float((computed[told] * speeds).sum() / (speeds.sum() + standby))
+    return found if found > 0 else None

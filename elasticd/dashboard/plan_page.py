@@ -281,6 +281,7 @@ def plan_row(
     sent = [int(event.data["bytes_sent"]) for event in swapped if "bytes_sent" in event.data]
     kinds = {event.kind for event in mine}
     at = next((event.time for event in mine if event.kind == "proposed"), heard)
+    newest = why.newest_prediction(number, told)
     outcome = "unknown"
     if number == in_force:
         outcome = "in force"
@@ -295,7 +296,9 @@ def plan_row(
         time=at,
         reason=head.reason,
         outcome=outcome,  # type: ignore[arg-type]
-        predicted_seconds=head.predicted,
+        predicted_seconds=newest if newest is not None else head.predicted,
+        first_predicted_seconds=head.predicted if newest is not None else None,
+        guessed=newest is None and head.guessed,
         measured_seconds=median if steps >= why.LEAST_STEPS else None,
         steps=steps,
         pause_seconds=max(pauses) if pauses else None,

@@ -43,6 +43,15 @@ MOST_SAMPLES = 256
 BOUND_SECONDS = 300.0
 #: Seconds between two pieces of the work that keeps the history bounded.
 BOUND_PAUSE = 0.01
+#: Messages that rows of the history need to be known.
+NEEDED = (
+    live.NodeNews,
+    live.SlowdownNews,
+    live.JobNews,
+    live.JobGone,
+    live.PlanNews,
+    live.MeasuredNews,
+)
 #: Seconds between two complaints about a history that cannot be written, and until it is tried again.
 COMPLAIN_SECONDS, TRY_SECONDS = 60.0, 5.0
 
@@ -157,7 +166,7 @@ class Subscription:
             self._tell(Told(at=now, news=news))
             self._fetch_events(api, news.id)
             return
-        if isinstance(news, live.NodeNews | live.SlowdownNews | live.JobNews | live.JobGone | live.PlanNews):
+        if isinstance(news, NEEDED):
             take(self._cluster, news)
         if self._is_new(api, news, now):
             self._tell(Told(at=now, news=news))
@@ -311,7 +320,7 @@ class Subscription:
         self._sampled.pop(job, None)
 
     def _put_step(self, job: str, step: StepRecord) -> bool:
-        predicted, bound = expected(self._cluster, job, step.plan)
+        predicted, bound = expected(self._cluster, job, step.plan, step.seconds)
         return self._writer.put_step(job, step, predicted, bound)
 
     def _fetch_steps(self, api: Api, job: str) -> None:

@@ -173,9 +173,14 @@ class JobRow(Value, frozen=True, kw_only=True):
     sentence: str  # the phase in a sentence, with its reason
     step: int  # optimizer steps that are done
     loss: float | None  # of the newest step, mean per token
-    tokens_per_second: float | None  # of the newest step
-    predicted: float | None  # tokens per second, by the plan in force
-    bound: float | None  # tokens per second that N / sum(1 / slowdown) of the healthy speed allows
+    tokens_per_second: float | None  # tokens over wall time, of the newest ten steps
+    #: tokens per second of the newest step alone, without what the script does between two steps: this is what
+    #: `predicted` and `bound` speak of
+    within_steps: float | None
+    predicted: float | None  # tokens per second of a step alone, by the newest profile
+    #: tokens per second of a step alone, were its computation divided over all devices by the slowdowns that
+    #: were measured, and nothing else took time; never below `within_steps`
+    bound: float | None
     plan: int | None  # number of the plan in force
     proposal: int | None  # number of the open one
     devices: int  # that the plan in force uses
@@ -292,6 +297,7 @@ class LengthsView(Value, frozen=True, kw_only=True):
     """Sequence lengths of the newest step."""
 
     mean: float | None  # tokens
+    shortest: float | None  # tokens
     longest: float | None  # tokens
     now: tuple[tuple[int, int, int], ...]  # of the newest step: from and to so many tokens, how many sequences
 
@@ -327,7 +333,7 @@ class JobView(Value, frozen=True, kw_only=True):
     stages: tuple[StageParts, ...]  # at most 128: of more, those that compute longest
     wall_seconds: float  # since its first step
     productive_seconds: float  # of the steps of the surviving history
-    healthy_seconds: float | None  # of a step at the healthy speed: the fastest plan's median so far
+    healthy_seconds: float | None  # of a step at the healthy speed: the median step of the fastest plan so far
     lost: tuple[LostTime, ...]  # by cause, the most first
     slowness_seconds: float | None  # of the productive seconds, those beyond the healthy speed
     repeated_steps: int  # steps that were done again
@@ -349,10 +355,11 @@ class StepColumns(Value, frozen=True, kw_only=True):
     step: tuple[int, ...]
     time: tuple[float, ...]  # unix seconds of its end
     plan: tuple[int, ...]
-    seconds: tuple[float, ...]
-    tokens_per_second: tuple[float | None, ...]
-    predicted: tuple[float | None, ...]  # tokens per second, by the plan of the step
-    bound: tuple[float | None, ...]  # tokens per second that N / sum(1 / slowdown) allowed at that time
+    seconds: tuple[float, ...]  # of the step itself (0: not measured)
+    tokens_per_second: tuple[float | None, ...]  # tokens over wall time since the step before it that is here
+    within_steps: tuple[float | None, ...]  # tokens over the step's own seconds
+    predicted: tuple[float | None, ...]  # tokens per second of a step alone, as predicted at that time
+    bound: tuple[float | None, ...]  # tokens per second of a step alone that no plan could exceed then
     loss: tuple[float | None, ...]
     marks: tuple[TimeMark, ...]  # plans, faults, slow devices, snapshots and checkpoints of this time
 
@@ -367,8 +374,10 @@ class PlanRow(Value, frozen=True, kw_only=True):
     time: float | None  # when it was proposed, where known
     reason: str  # why it was proposed
     outcome: Literal["in force", "replaced", "proposed", "aborted", "unknown"]
-    predicted_seconds: float | None
-    measured_seconds: float | None  # median of its steps (None: fewer than three)
+    predicted_seconds: float | None  # of a step, by the newest profile
+    first_predicted_seconds: float | None  # when it was made, where that differs
+    guessed: bool  # the prediction is by the model's shapes alone: no step had been measured
+    measured_seconds: float | None  # median of its steps themselves (None: fewer than three)
     steps: int  # that were measured under it
     pause_seconds: float | None  # of the switch to it
     bytes_sent: int | None  # in the switch to it
@@ -710,8 +719,9 @@ class LiveStep(Value, frozen=True, kw_only=True):
     step: int
     time: float
     plan: int
-    seconds: float
-    tokens_per_second: float | None
+    seconds: float  # of the step itself (0: not measured)
+    tokens_per_second: float | None  # tokens over wall time since the step that was told before it
+    within_steps: float | None  # tokens over the step's own seconds
     predicted: float | None
     bound: float | None
     loss: float | None

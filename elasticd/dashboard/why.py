@@ -34,16 +34,65 @@ def decided(record: HistoryRecord) -> Iterator[WhyLine]:
 
 def did(record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]) -> Iterator[WhyLine]:
     """How a plan did; `steps` are those around the switch to it."""
-    if record.plan.prediction is not None:
-        seconds = seconds_under(record.plan, steps)
-        predicted = record.plan.prediction.step_seconds
-        text = f"{predicted:.3f} s a step"
-        if len(seconds) >= LEAST_STEPS:
-            real = median(seconds)
-            text += f"; measured {real:.3f} s over {len(seconds)} steps ({real / predicted:.2f} of it)"
-        yield WhyLine("predicted ", text)
+    seconds, predicted = seconds_under(record.plan, steps), prediction_of(record, told)
+    if predicted.seconds is not None:
+        yield WhyLine("predicted ", predicted.words)
+    if len(seconds) >= LEAST_STEPS:
+        real = median(seconds)
+        text = f"{real:.3f} s a step, the median of {len(seconds)} steps"
+        if predicted.seconds is not None and not predicted.guessed:
+            text += f"; {real / predicted.seconds:.2f} times the prediction"
+        yield WhyLine("took      ", text)
     if (gain := gained(record.number, told, steps)) is not None:
         yield WhyLine("gained    ", gain.words)
+
+
+class ShownPrediction(NamedTuple):
+    """What a step takes under a plan, as predicted by the newest profile that is known."""
+
+    seconds: float | None  # None: nothing was predicted
+    first_seconds: float | None  # as predicted when the plan was made, where that differs
+    guessed: bool  # by the model's shapes alone: no step had been measured
+
+    @property
+    def words(self) -> str:
+        """As people read it."""
+        if self.seconds is None:
+            return ""
+        text = f"{self.seconds:.3f} s a step"
+        if self.guessed:
+            return f"{text}, a guess before steps were measured"
+        return text if self.first_seconds is None else f"{text}; {self.first_seconds:.3f} s when it was made"
+
+
+def prediction_of(record: HistoryRecord, told: Sequence[EventRecord]) -> ShownPrediction:
+    """What a step takes under a plan: as its leader predicted it last, else as when it was made."""
+    made = record.plan.prediction.step_seconds if record.plan.prediction is not None else None
+    newest = newest_prediction(record.number, told)
+    if newest is None:
+        return ShownPrediction(made, None, not record.problem.profile.fitted)
+    return ShownPrediction(newest, made if made is not None and differs(made, newest) else None, guessed=False)
+
+
+def newest_prediction(number: int, told: Sequence[EventRecord]) -> float | None:
+    """Seconds of a step under a plan by the newest profile, from the events of its job; None where there was no
+    newer profile than the plan's own."""
+    found = [
+        (event.id, float(seconds))
+        for event in told
+        if event.data.get(PREDICTS.get(event.kind, "")) == number
+        and isinstance(seconds := event.data.get("step_seconds"), float | int)
+    ]
+    return max(found)[1] if found else None
+
+
+#: By the kinds of events that predict the plan in force anew: where they have its number.
+PREDICTS = {"fitted": "number", "shifted": "plan"}
+
+
+def differs(before: float, after: float) -> bool:
+    """Whether two predictions are not the same in what is shown of them."""
+    return f"{before:.3f}" != f"{after:.3f}"
 
 
 def events_of(number: int, told: Sequence[EventRecord]) -> list[EventRecord]:
@@ -70,7 +119,7 @@ def about_plan(
 
 def seconds_under(made: Plan, steps: Sequence[StepRecord]) -> list[float]:
     """Of each step under a plan."""
-    return [step.seconds for step in steps if step.plan == made.number]
+    return [step.seconds for step in steps if step.plan == made.number and step.seconds > 0]
 
 
 def gained(number: int, told: Sequence[EventRecord], steps: Sequence[StepRecord]) -> Gain | None:
@@ -78,7 +127,13 @@ def gained(number: int, told: Sequence[EventRecord], steps: Sequence[StepRecord]
     for event in told:
         if event.kind == "gained" and event.data.get("number") == number:
             return msgspec.convert({name: event.data.get(name) for name in Gain.__struct_fields__}, Gain)
-    return gain_of(number, steps)
+    return gain_of(number, steps, pause_of(number, told))
+
+
+def pause_of(number: int, told: Sequence[EventRecord]) -> float:
+    """Seconds for which the step loop stood still in the switch to a plan: the longest that a rank measured."""
+    swapped = [event for event in told if event.kind == "swapped" and event.data.get("number") == number]
+    return max((float(event.data.get("pause_seconds", 0.0)) for event in swapped), default=0.0)
 
 
 def use(made: Plan, name: str) -> str:

@@ -8,11 +8,14 @@ from pathlib import Path
 
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.record import DemoRecord
+from elasticd.machines.job.state.events import SLOWDOWN_KINDS
 
 _MARKS = {
     "chaos": "tab:red",
     "slow": "tab:orange",
+    "faster": "tab:orange",
     "recovered": "tab:orange",
+    "corrected": "tab:orange",
     "recorded": "tab:green",
 }
 
@@ -69,7 +72,7 @@ def marks(record: DemoRecord, start: float) -> Iterator[tuple[float, str, str]]:
         at = event.time - start
         if event.kind == "chaos":
             yield at, "chaos", next(interventions, "chaos")
-        elif event.kind in ("slow", "recovered"):
+        elif event.kind in SLOWDOWN_KINDS:
             yield at, event.kind, "detected"
         elif event.kind == "recorded" and at > 0:
             yield at, "recorded", f"plan {event.data['number']}"

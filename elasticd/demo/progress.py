@@ -12,9 +12,10 @@ from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.demo.scenario import DemoScenario
 from elasticd.demo.story import DemoPhase
+from elasticd.machines.job.state.events import SLOWDOWN_KINDS
 
 #: The events that a viewer wants to read of; the rest is in the record.
-_TOLD = frozenset({"slow", "recovered", "fitted", "proposed", "recorded", "kept_plan", "aborted", "stopped"})
+_TOLD = frozenset({*SLOWDOWN_KINDS, "fitted", "proposed", "recorded", "kept_plan", "aborted", "stopped"})
 
 
 class DemoProgress(Progress):

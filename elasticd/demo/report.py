@@ -31,6 +31,8 @@ LEAST_OF_PREDICTED = 0.92
 LOSS_TOLERANCE = 1e-3
 MOST_OVERRUNS = 0.01
 MOST_ON_THE_WIRE = 1.02
+#: Kinds of events that tell of the same by a step on the way.
+ALSO = {"recovered": ("faster",)}
 #: Steps of a plan that are left out of its throughput.
 LEFT_OUT = 2
 MEBI = 1 << 20
@@ -226,7 +228,7 @@ def _speed(record: DemoRecord, phase: str, number: int, steps: Sequence[StepReco
 
 
 def _events(record: DemoRecord, kind: str) -> list[EventRecord]:
-    return [event for event in record.events if event.kind == kind]
+    return [event for event in record.events if event.kind in (kind, *ALSO.get(kind, ()))]
 
 
 def _switch(record: DemoRecord, cause: str, since: float, base: int) -> Switch:

@@ -108,11 +108,11 @@ def _advance(state: Story, seen: Seen, job: JobStatus, scenario: DemoScenario) -
             return _enter(state, DemoPhase.HEALTHY, 0), None
         case DemoPhase.HEALTHY if settled(seen) and ran >= scenario.healthy_steps:
             return _enter(state, DemoPhase.SLOWED, number), Action.SLOW
-        case DemoPhase.SLOWED if newer and _told(seen, "slow", scenario.slow_device):
+        case DemoPhase.SLOWED if newer and _told(seen, ("slow",), scenario.slow_device):
             return _enter(state, DemoPhase.REPLANNED, number), None
         case DemoPhase.REPLANNED if settled(seen) and ran >= scenario.replanned_steps:
             return _enter(state, DemoPhase.RECOVERING, number), Action.RECOVER
-        case DemoPhase.RECOVERING if newer and _told(seen, "recovered", scenario.slow_device):
+        case DemoPhase.RECOVERING if newer and _told(seen, ("recovered", "faster"), scenario.slow_device):
             return _enter(state, DemoPhase.RECOVERED, number), None
         case DemoPhase.RECOVERED if ran >= scenario.recovered_steps and job.phase == "done":
             return _enter(state, DemoPhase.ENDED, number), None
@@ -127,8 +127,8 @@ def settled(seen: Seen) -> bool:
     return "fitted" in kinds and bool(decisions) and decisions[-1] in _CLOSES
 
 
-def _told(seen: Seen, kind: str, device: str) -> bool:
-    return any(event.kind == kind and event.data.get("device") == device for event in seen.events)
+def _told(seen: Seen, kinds: tuple[str, ...], device: str) -> bool:
+    return any(event.kind in kinds and event.data.get("device") == device for event in seen.events)
 
 
 def _enter(state: Story, phase: DemoPhase, base: int) -> Story:

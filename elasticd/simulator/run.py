@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elasticd.machines.job.state.events import CoordinatorNote
+from elasticd.machines.job.state.events import SLOWDOWN_KINDS, CoordinatorNote
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobSettings
 from elasticd.records import Keys
 from elasticd.simulator.cluster.fault_events import Script
@@ -42,8 +42,7 @@ _TOLD = {
     "aborted",
     "fenced",
     "waiting",
-    "slow",
-    "recovered",
+    *SLOWDOWN_KINDS,
     "kept_plan",
     "put_off",
     "refused",

@@ -166,9 +166,13 @@ class Saved(Message, frozen=True, kw_only=True, tag="checkpoint-saved"):
 
 
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):
-    """The last step's vote is complete."""
+    """The last step's vote is complete. It tells the last step as each rank knows it, for the case that rank
+    0's report of it does not come."""
 
     step: int  # updates in all
+    plan: int = 0  # number of the last step's plan
+    loss: float | None = None  # mean per token of the last step
+    tokens: int | None = None  # tokens of the last step, over all ranks
 
 
 class Raised(Message, frozen=True, kw_only=True, tag="user-exception"):

@@ -29,7 +29,14 @@ from tests.planner.test_search import problem
 
 EVENTS = (
     EventRecord(id=1, time=0.0, kind="slow", job="j", text="a/1 is slow", data={"device": "a/1"}),
-    EventRecord(id=2, time=1.0, kind="swapped", job="j", text="b/0 runs plan 7", data={"number": 7}),
+    EventRecord(
+        id=2,
+        time=1.0,
+        kind="swapped",
+        job="j",
+        text="b/0 runs plan 7",
+        data={"number": 7, "pause_seconds": 0.5},
+    ),
     EventRecord(id=3, time=2.0, kind="node_up", job="", text="node b is there", data={"node": "b"}),
 )
 
@@ -46,14 +53,15 @@ def steps(plan: int, first: int, seconds: Iterable[float], at: float = 0.0) -> t
 STEPS = (*steps(6, 30, [1.0] * 6 + [3.0] * 3), *steps(7, 39, [1.25] * 8, at=15.5))
 
 
-def record(number: int, rates: dict[str, float], plan: Plan = PLAN) -> HistoryRecord:
+def record(number: int, rates: dict[str, float], plan: Plan = PLAN, *, guessed: bool = False) -> HistoryRecord:
     found = problem()
     nodes = tuple(
         Node(name=node, devices=tuple(Device(name=f"{node}/{index}", memory=1 << 40) for index in range(2)))
         for node in "ab"
     )
     cluster = msgspec.structs.replace(found.cluster, nodes=nodes)
-    made: Problem = msgspec.structs.replace(found, cluster=cluster, rates=rates)
+    profile = msgspec.structs.replace(found.profile, fitted=not guessed)
+    made: Problem = msgspec.structs.replace(found, cluster=cluster, rates=rates, profile=profile)
     plan = msgspec.structs.replace(plan, number=number)
     return HistoryRecord(number=number, plan=plan, problem=made, reason=f"reason {number}")
 
@@ -69,7 +77,7 @@ def test_top_draws_devices_speed_plan_and_events() -> None:
     assert "3.00x" in text
     assert "█" * 18 in text
     assert "█" * 19 not in text
-    assert "steps/s 0.80" in text
+    assert "steps/s 1.25" in text, "steps over wall time"
     assert "node unreachable" in text
     assert "a/1 is slow" in text
 
@@ -85,17 +93,40 @@ def test_why_a_plan_tells_cause_prediction_and_gain() -> None:
     text = shown(*why.plan(record(7, {"a/1": 3.0}), EVENTS, STEPS))
     assert "plan 7  reason 7" in text
     assert "a/1 takes 3.00x" in text
-    assert "1.250 s a step; measured 1.250 s over 8 steps (1.00 of it)" in text
-    # 3 s a step before, 1.25 s after, a pause of 0.5 s: the first step under the plan ended 1.75 s after.
-    assert "3.000 s a step before, 1.250 s after (2.40x); the switch took 0.50 s, paid back in 0 steps" in text
+    assert "predicted 1.250 s a step" in text
+    assert "took      1.250 s a step, the median of 8 steps; 1.00 times the prediction" in text
+    assert (
+        "3.000 s a step before, 1.250 s after (2.40x); the switch took 0.500 s, paid back in 1 step\n" in text
+    )
     assert "b/0 runs plan 7" in text
     assert "a/1 is slow" not in text
+
+
+def test_what_a_step_takes_is_as_the_newest_profile_predicts_it() -> None:
+    """A guess by the shapes of the model is called one, and is no measure of what was measured."""
+    guess = record(7, {}, guessed=True)
+    text = shown(*why.plan(guess, EVENTS, STEPS), history.listed([guess]))
+    assert "predicted 1.250 s a step, a guess before steps were measured" in text
+    assert "the median of 8 steps\n" in text
+    assert "1.250 s ?" in text
+    data = {"number": 7, "step_seconds": 1.125}
+    fitted = EventRecord(id=4, time=3.0, kind="fitted", job="j", text="fitted", data=data)
+    text = shown(*why.plan(guess, (*EVENTS, fitted), STEPS), history.listed([guess], [fitted]))
+    assert "predicted 1.125 s a step; 1.250 s when it was made" in text
+    assert "the median of 8 steps; 1.11 times the prediction" in text
+    assert "1.125 s  " in text
+    shifted = EventRecord(
+        id=5, time=4.0, kind="shifted", job="j", text="", data={"plan": 7, "step_seconds": 1.5}
+    )
+    assert why.prediction_of(guess, (fitted, shifted)).seconds == 1.5
+    other = EventRecord(id=6, time=4.0, kind="fitted", job="j", text="", data={**data, "number": 8})
+    assert why.prediction_of(guess, (fitted, other)).seconds == 1.125
 
 
 def test_why_a_plan_whose_steps_are_few_claims_no_gain() -> None:
     text = shown(*why.plan(record(7, {}), (), STEPS[:11]))
     assert "every device at normal speed" in text
-    assert "measured 1" not in text
+    assert "took" not in text
     assert "gained" not in text
 
 

@@ -68,6 +68,9 @@ STATUS = ClusterStatus(
             step=41,
             loss=2.5,
             tokens_per_second=1234.5,
+            step_seconds=0.5,
+            wall_seconds=0.8,
+            predicted_seconds=0.45,
             members=(
                 MemberStatus(device="a/0", incarnation="x", pid=99),
                 MemberStatus(
@@ -96,7 +99,8 @@ def shown(status: ClusterStatus, reasons: dict[str, str]) -> str:
         "3.00x",
         "node unreachable, emulated, chaos: 3x slower",
         "step 41   loss 2.5000   tokens/s 1,234",
-        "plan 7, 1.250 s a step expected, plan 8 is proposed",
+        "wall time a step 0.800 s   the step itself 0.500 s",
+        "plan 7, 0.450 s a step predicted (1.250 s when it was made), plan 8 is proposed",
         "0-2 (3)",
         "a/0 75.0%",
         "a/1 3x 25.0%",

@@ -122,6 +122,7 @@ def known_of(world: World) -> live_feed.FeedSource:
         leader=LeaderStatus(name="c", url="http://c", epoch=1),
         settings=Settings(values={}, changed={}, history=()),
         times={},
+        speeds={},
         restarts=(),
         clock=0.0,
         newest_event=0,
@@ -313,7 +314,28 @@ def test_what_members_measured_is_in_columns_in_rank_order() -> None:
         assert others[:, news.columns.index(name)] == pytest.approx(expected)
     assert news.step == max(each.step for each in found.values())
     assert table[:, news.columns.index("slowdown")] == pytest.approx(1.0, abs=0.2)
-    assert sum(news.lengths.values()) > 0
+    assert not news.lengths, "the sequences that the silent one reads are not known yet"
+
+
+def test_lengths_are_those_of_all_pipelines_with_their_sum_and_their_extremes() -> None:
+    world = running_world()
+    job, plan = world.job, world.plan()
+    assert plan is not None
+    found = {
+        name: msgspec.structs.replace(
+            world.report(plan, name).measurement,
+            lengths={24: 2, 28: 1},
+            sequence_tokens=64 + 70 + 131,
+            shortest=64,
+            longest=131,
+        )
+        for name in plan.members
+    }
+    news = live_feed.measurements(job, plan, found, lambda: "1:1")
+    assert news is not None
+    readers = len(plan.by_lane)
+    assert news.lengths == {24: 2 * readers, 28: readers}
+    assert (news.sequence_tokens, news.shortest, news.longest) == (265 * readers, 64, 131)
 
 
 def test_rounds_tell_plans_members_and_slowdowns_of_a_job() -> None:

@@ -211,7 +211,7 @@ def test_what_a_switch_gained_is_told_once_after_as_many_steps_as_its_median_tak
     steps = seconds((1, 10, 3.0), (2, 40, 1.0), (3, 30, 2.0))
     ((first, gain), (second, _)) = gains(journal, steps)
     assert (first, second) == (10 + AFTER + 1, 50 + AFTER + 1)
-    assert gain == gain_of(2, journal.steps("demo")) == Gain(before=3.0, after=1.0, pause=0.0)
+    assert gain == gain_of(2, journal.steps("demo"), 0.0) == Gain(before=3.0, after=1.0, pause=0.0)
     assert gains(journal, [(80 - n, 3, 2.0) for n in (5, 4, 3, 2, 1, 0)]) == [], "steps that are made again"
 
 

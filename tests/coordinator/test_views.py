@@ -26,7 +26,13 @@ def devices(rates: RateState, persistent_steps: int = 200) -> dict[str, DeviceSt
     }
     settings = JobSettings(detect=DetectSettings(persistent_steps=persistent_steps))
     found = status(
-        CoordinatorState(epoch=1, nodes=nodes, jobs={"j": job}, settings=settings), "c", LEADER, (), 0.0, 0.0
+        CoordinatorState(epoch=1, nodes=nodes, jobs={"j": job}, settings=settings),
+        "c",
+        LEADER,
+        (),
+        0.0,
+        0.0,
+        {},
     )
     assert {node.node: node.members for node in found.nodes} == {"a": 2, "b": 1, "unused": 0}
     return {device.name: device for node in found.nodes for device in node.devices}
@@ -64,7 +70,7 @@ def test_chronic_is_what_the_settings_say() -> None:
 def reason(job: JobState, at: float, limit: float = 0.0) -> str:
     settings = JobSettings(detect=DetectSettings(outside_seconds=limit))
     (found,) = status(
-        CoordinatorState(epoch=1, jobs={"j": job}, settings=settings), "c", LEADER, (), 0.0, at
+        CoordinatorState(epoch=1, jobs={"j": job}, settings=settings), "c", LEADER, (), 0.0, at, {}
     ).jobs
     return found.reason
 

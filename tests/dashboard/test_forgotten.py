@@ -62,7 +62,8 @@ def test_its_page_says_how_it_ended_and_a_job_that_never_was_is_not_there(tmp_pa
             assert (head["job"], head["phase"], head["step"]) == ("night", "stopped", 8)
             assert "stopped by alice" in head["sentence"]
             assert "forgotten" in head["sentence"]
-            assert head["tokens_per_second"] == 200.0
+            assert head["tokens_per_second"] == 100.0, "of wall time"
+            assert head["within_steps"] == 200.0
             assert [kept["name"] for kept in found["kept"]] == ["step-7"], "not the earlier job's"
             assert len((await page.json("/api/jobs/night/steps"))["step"]) == 8
             none = await page.get("/api/jobs/never")

@@ -95,6 +95,15 @@ def test_slow_device_leads_to_a_plan_that_gives_it_less() -> None:
     assert before.data["after"] == pytest.approx(3.0, abs=0.1)
 
 
+def test_a_straggler_that_becomes_faster_and_is_one_still_has_not_recovered() -> None:
+    world = slowed()
+    world.rates = {"beta/1": 1.7}
+    world.train(12)
+    changes = {note.kind: note.data for note in world.notes if note.data.get("device") == "beta/1"}
+    assert "recovered" not in changes
+    assert changes["faster"]["before"] > changes["faster"]["after"] > 1.0
+
+
 def test_recovered_device_gets_its_work_back() -> None:
     world = slowed()
     world.rates = {}

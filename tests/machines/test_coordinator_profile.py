@@ -82,6 +82,25 @@ def test_the_first_report_of_a_step_has_the_profile_fitted_and_the_last_one_has_
     assert made.planning.problem.profile == made.job.profile
 
 
+def test_a_step_is_predicted_anew_by_the_fitted_profile() -> None:
+    """The guess that a first plan was made from is not shown for the plan's whole life."""
+    made = measured_enough()
+    plan = made.plan()
+    assert plan is not None
+    assert plan.prediction is not None
+    assert made.job.predicted_seconds == plan.prediction.step_seconds
+    sampled = made.job.sampled
+    made.planner_waits = True  # no other plan takes its place
+    made.train(2)
+    (fitted,) = [note for note in made.notes if note.kind == "fitted"]
+    longest = sorted(float(max(step.column("step_seconds"))) for step in sampled)
+    seconds = made.job.predicted_seconds
+    assert seconds is not None
+    assert longest[0] <= seconds <= longest[-1], "what was measured"
+    assert fitted.data["step_seconds"] == seconds
+    assert f"{plan.prediction.step_seconds:.3f} s" in fitted.text
+
+
 def test_steps_of_a_plan_that_was_replaced_meanwhile_teach_nothing() -> None:
     made = measured_enough()
     other = tuple(msgspec.structs.replace(step, plan=0) for step in made.job.sampled)

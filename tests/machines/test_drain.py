@@ -49,6 +49,8 @@ def test_a_drained_node_is_left_at_once_and_nobody_is_lost() -> None:
     world.train(3)
     text = next(note.text for note in world.notes if note.kind == "drained")
     assert text == "node beta is being drained: the next plans leave its devices"
+    told = [note.data["number"] for note in world.notes if note.kind == "prepared"]
+    assert told == sorted(set(told)), "once for each plan, though those that leave with it prepare it, too"
 
 
 def test_a_drained_node_that_all_the_state_needs_is_kept_and_it_is_said() -> None:

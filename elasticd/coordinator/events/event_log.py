@@ -18,10 +18,11 @@ import msgspec
 from elasticd_planner.value import StoredValue, Value
 
 from elasticd.codec.safe_text import in_one_line
-from elasticd.coordinator.events.job_times import JobClock
+from elasticd.coordinator.events.job_times import ClockReading, JobClock
 from elasticd.coordinator.events.switch_gain import AFTER, BEFORE, Gain, StepRecord, gain_of
+from elasticd.coordinator.events.training_speed import SPEED_STEPS, TrainingSpeed, training_speed
 from elasticd.machines.job.state.events import CoordinatorNote
-from elasticd.wire.worker import Report
+from elasticd.wire.worker import Finished, Report
 
 EVENTS = 10_000
 STEPS = 20_000
@@ -75,6 +76,7 @@ class Journal:
         self._most_steps = steps
         self._next = max(1, term * EVENTS_OF_A_TERM)
         self._gained: set[tuple[str, int]] = set()
+        self._pauses: dict[str, tuple[int, float]] = {}  # by job: its newest plan, and the longest pause for it
         self._clocks: dict[str, JobClock] = {}
         self._new_events: deque[EventRecord] = deque(maxlen=events)
         self._new_steps: dict[str, deque[StepRecord]] = {}
@@ -108,9 +110,18 @@ class Journal:
     def _count(self, event: EventRecord) -> None:
         if event.kind in BEGINS:
             self._clock(event.job)
+        if event.kind == "swapped":
+            self._paused(event)
         known = self._clocks.get(event.job)
         for clock in self._clocks.values() if not event.job else () if known is None else (known,):
             clock.event(event.kind, event.data)
+
+    def _paused(self, event: EventRecord) -> None:
+        """A rank's pause in a switch: the longest is the job's."""
+        number, pause = event.data.get("number"), event.data.get("pause_seconds")
+        if isinstance(number, int) and isinstance(pause, float | int):
+            known, longest = self._pauses.get(event.job, (number, 0.0))
+            self._pauses[event.job] = number, max(pause, longest if known == number else 0.0)
 
     def _clock(self, job: str) -> JobClock:
         if job not in self._clocks:
@@ -156,6 +167,18 @@ class Journal:
         self._new_steps.setdefault(job, deque(maxlen=self._most_steps)).append(step)
         return self._gain(job, step.plan)
 
+    def finished(self, job: str, said: Finished, time: float) -> StepRecord | None:
+        """Keeps the job's last step as the first rank that made it tells it, where rank 0's report of it has
+        not come: that one takes its place, should it come still. Returns the step, where it is kept."""
+        newest = self.newest(job)
+        last = said.step - 1
+        if (said.loss is None and said.tokens is None) or (newest is not None and newest.step >= last):
+            return None
+        step = StepRecord(step=last, plan=said.plan, loss=said.loss, tokens=said.tokens, seconds=0.0, time=time)
+        self._append(job, step)
+        self._new_steps.setdefault(job, deque(maxlen=self._most_steps)).append(step)
+        return step
+
     def _append(self, job: str, step: StepRecord) -> None:
         steps = self._steps.setdefault(job, deque(maxlen=self._most_steps))
         while steps and steps[-1].step >= step.step:
@@ -168,7 +191,10 @@ class Journal:
         last = [*islice(reversed(self._steps[job]), BEFORE + AFTER + 1)][::-1]
         if len(last) <= BEFORE + AFTER or any(step.plan != plan for step in last[BEFORE:]):
             return None
-        return gain_of(plan, last) if last[BEFORE - 1].plan != plan else None
+        number, pause = self._pauses.get(job, (plan, 0.0))
+        if last[BEFORE - 1].plan == plan or number != plan:
+            return None
+        return gain_of(plan, last, pause)
 
     def new(self, most_events: int, most_steps: int) -> Lines | None:
         """At most so many events, and steps of all jobs, that no call before returned; None where there are
@@ -194,7 +220,7 @@ class Journal:
         """Drops the steps of jobs that nobody asks for any more; what was told of them stays."""
         for job in jobs:
             kept_by_job: tuple[dict[str, Any], ...] = (self._steps, self._pacing, self._new_steps, self._clocks)
-            for kept in kept_by_job:
+            for kept in (*kept_by_job, self._pauses):
                 kept.pop(job, None)
         self._gained = {(job, number) for job, number in self._gained if job not in jobs}
 
@@ -203,10 +229,28 @@ class Journal:
         """Where the wall time of each job went, by its name."""
         return self._clocks
 
+    @property
+    def readings(self) -> dict[str, ClockReading]:
+        """Where the wall time of each job went, and how fast it trains."""
+        return {
+            job: msgspec.structs.replace(clock.reading, speed=self.speed(job))
+            for job, clock in self._clocks.items()
+        }
+
     def newest(self, job: str) -> StepRecord | None:
         """The newest step of a job, if one is kept."""
         steps = self._steps.get(job)
         return steps[-1] if steps else None
+
+    @property
+    def speeds(self) -> dict[str, TrainingSpeed]:
+        """The newest step of each job, and how fast it trains."""
+        found = {job: self.speed(job) for job in self._steps}
+        return {job: speed for job, speed in found.items() if speed is not None}
+
+    def speed(self, job: str) -> TrainingSpeed | None:
+        """The newest step of a job, and how fast it trains; None where no step is kept."""
+        return training_speed([*islice(reversed(self._steps.get(job, ())), SPEED_STEPS + 1)][::-1])
 
     @property
     def newest_id(self) -> int:

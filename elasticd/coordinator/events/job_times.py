@@ -11,6 +11,9 @@ one cause, by what happened since the step before:
     checkpoint     a checkpoint became complete meanwhile
     between steps  nothing of these: the script's own code between two steps, and reports that came late
 
+The script's own code runs between any two steps. So a cause has only what is beyond the usual time between two
+steps, which is the median of those without a cause.
+
 Goodput counts a step only for what it takes at the healthy speed: the fastest plan's median so far. A
 `JobClock` is fed with the steps and events of one job in the order of their times, by the leader as they come,
 and by whoever reads them later; the figures are the same.
@@ -21,12 +24,14 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
+from statistics import median
 from typing import Any
 
 import msgspec
 from elasticd_planner.value import Value
 
 from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.coordinator.events.training_speed import TrainingSpeed
 
 #: Kinds of events by the loss that they announce; of several since a step the first of this order counts.
 CAUSES: Mapping[str, tuple[str, ...]] = {
@@ -41,14 +46,16 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     "fault": ("fenced",),
     "drain": ("drained", "leaving"),
     "joined": ("joined", "node_up"),
-    "slow": ("slow",),
-    "recovered": ("recovered",),
+    "slow": ("slow", "corrected"),
+    "recovered": ("recovered", "faster"),
     "shifted": ("shifted",),
     "settings": ("configured",),
     "start": ("job_gathered",),
 }
 #: Steps of a plan until its median counts as a speed, and steps of it that the median is of.
 LEAST_STEPS, MOST_STEPS = 5, 101
+#: Newest times between two steps, without another cause, whose median is the usual one.
+USUAL_STEPS = 21
 
 
 class JobTime(Value, frozen=True, kw_only=True):
@@ -86,6 +93,7 @@ class ClockReading(Value, frozen=True, kw_only=True):
     time: JobTime | None  # None: no step was made yet
     replans: dict[str, int]  # proposals by reason
     moved_bytes: int  # sent in switches
+    speed: TrainingSpeed | None = None  # of its newest steps (None: not asked, or no step was made yet)
 
 
 class JobClock:
@@ -98,6 +106,7 @@ class JobClock:
         self._count = self._repeated = 0
         self._lost: dict[str, float] = defaultdict(float)
         self._times: Counter[str] = Counter()
+        self._between: deque[float] = deque(maxlen=USUAL_STEPS)  # seconds between two steps, without a cause
         self._since: set[str] = set()  # kinds of events since the last step
         self._plan, self._of_plan = -1, list[float]()  # the newest plan's seconds, sorted
         self._healthy: float | None = None
@@ -119,7 +128,9 @@ class JobClock:
     def step(self, record: StepRecord) -> None:
         """A step was reported. One of an index that was reported before takes the place of that one and of all
         after it: they were rolled back."""
-        seconds = max(0.0, record.seconds)
+        if record.seconds <= 0.0:  # not measured
+            return
+        seconds = record.seconds
         if self._began is None:
             self._began = record.time - seconds
         else:
@@ -141,6 +152,15 @@ class JobClock:
 
     def _lose(self, seconds: float) -> None:
         cause = self.pending
+        if cause == OTHER:
+            self._between.append(seconds)
+        else:
+            usual = min(seconds, median(self._between)) if self._between else 0.0
+            self._add_loss(OTHER, usual)
+            seconds -= usual
+        self._add_loss(cause, seconds)
+
+    def _add_loss(self, cause: str, seconds: float) -> None:
         if seconds > 0:
             self._lost[cause] += seconds
             self._times[cause] += 1
@@ -153,8 +173,8 @@ class JobClock:
         if record.seconds > 0 and len(self._of_plan) < MOST_STEPS:
             insort(self._of_plan, record.seconds)
             if len(self._of_plan) >= LEAST_STEPS:
-                median = self._of_plan[len(self._of_plan) // 2]
-                self._healthy = median if self._healthy is None else min(self._healthy, median)
+                middle = self._of_plan[len(self._of_plan) // 2]
+                self._healthy = middle if self._healthy is None else min(self._healthy, middle)
 
     @property
     def time(self) -> JobTime | None:

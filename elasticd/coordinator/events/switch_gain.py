@@ -1,7 +1,8 @@
-"""What a switch to a plan gained, from the seconds of the steps around it."""
+"""What a switch to a plan gained: the seconds of the steps around it, and the pause that its ranks measured."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 
@@ -19,7 +20,9 @@ class StepRecord(Value, frozen=True, kw_only=True):
     plan: int  # number of its plan
     loss: float | None  # mean per token
     tokens: int | None  # of all ranks
-    seconds: float  # of wall time
+    #: of the step itself, from its begin to its end; the script's own code between two steps is not in it
+    #: (0: not measured)
+    seconds: float
     time: float  # unix seconds at which the report came
 
 
@@ -28,23 +31,24 @@ class Gain(Value, frozen=True, kw_only=True):
 
     before: float  # seconds a step
     after: float  # seconds a step
-    pause: float  # seconds that the switch took
+    pause: float  # seconds for which the step loop stood still: the longest that a rank measured
 
     @property
     def words(self) -> str:
         """As people read it."""
         told = (
             f"{self.before:.3f} s a step before, {self.after:.3f} s after ({self.before / self.after:.2f}x); "
-            f"the switch took {self.pause:.2f} s, "
+            f"the switch took {self.pause:.3f} s, "
         )
         if self.before <= self.after:
             return told + "not paid back by speed"
-        return told + f"paid back in {self.pause / (self.before - self.after):.0f} steps"
+        steps = max(1, math.ceil(self.pause / (self.before - self.after)))
+        return told + f"paid back in {steps} step{'s' * (steps > 1)}"
 
 
-def gain_of(number: int, steps: Sequence[StepRecord]) -> Gain | None:
-    """The last steps before the switch beside the first after it; None where they are few, or steps between are
-    not known."""
+def gain_of(number: int, steps: Sequence[StepRecord], pause_seconds: float) -> Gain | None:
+    """The last steps before the switch beside the first after it, and the pause that its ranks measured; None
+    where the steps are few, or some between them are not known."""
     after = [step for step in steps if step.plan == number][: AFTER + 1]
     before = [step for step in steps if after and step.step < after[0].step][-BEFORE:]
     if len(after) < 4 or len(before) < BEFORE or before[-1].step + 1 != after[0].step:
@@ -52,4 +56,4 @@ def gain_of(number: int, steps: Sequence[StepRecord]) -> Gain | None:
     was, now = median(step.seconds for step in before), median(step.seconds for step in after[1:])
     if not now > 0.0:
         return None
-    return Gain(before=was, after=now, pause=max(0.0, after[0].time - before[-1].time - now))
+    return Gain(before=was, after=now, pause=pause_seconds)

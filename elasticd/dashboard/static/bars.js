@@ -143,9 +143,9 @@ export class Lengths extends Measured {
     const from = known.now[0][0];
     const to = known.now[known.now.length - 1][1];
     const mean = known.mean;
-    const at = mean === null ? -1 : known.now.findIndex(([low, high]) => mean >= low && mean < high);
+    const at = mean === null ? -1 : known.now.findIndex(([low, high]) => mean >= low && mean < high + 1);
     const label =
-      `Sequence lengths of the last step: ${all} sequences of ${from} to ${to} tokens` +
+      `Sequence lengths of the last step: ${all} sequences of ${from === to ? from : `${from} to ${to}`} tokens` +
       (mean === null ? "" : `; ${Math.round(mean)} in the mean`);
     const middle = at * (wide + 2) + wide / 2;
     const line =
@@ -153,17 +153,21 @@ export class Lengths extends Measured {
         ? nothing
         : svg`<line class="threshold" x1=${middle} x2=${middle} y1="14" y2=${16 + tall} />
             <text x=${Math.min(middle + 4, this.width - 90)} y="11">mean ${Math.round(mean ?? 0)}</text>`;
+    // Two labels where there is room for both; else one at the left, which is never in the way of another.
+    const drawn = known.now.length * (wide + 2);
+    const range = from === to ? `${from} tokens` : `${from} to ${to} tokens`;
+    const axis =
+      drawn < 160
+        ? svg`<text class="label" x="0" y=${tall + 30}>${range}</text>`
+        : svg`<text class="label" x="0" y=${tall + 30}>${from}</text>
+            <text class="label end" x=${Math.min(this.width, drawn)} y=${tall + 30}>${to} tokens</text>`;
     return html`<svg width=${this.width} height=${tall + 34} role="img" aria-label=${label}>
       ${known.now.map(([low, high, count], index) => {
         const bar = (tall * count) / most;
         return svg`<rect class="k1" x=${index * (wide + 2)} y=${16 + tall - bar} width=${wide} height=${bar}>
           <title>${low} to ${high} tokens: ${count}</title></rect>`;
       })}
-      ${line}
-      <text class="label" x="0" y=${tall + 30}>${from}</text>
-      <text class="label end" x=${Math.min(this.width, known.now.length * (wide + 2))} y=${tall + 30}>
-        ${to} tokens
-      </text>
+      ${line} ${axis}
     </svg>`;
   }
 }

@@ -11,6 +11,8 @@ import { clock, figure, number } from "./format.js";
  * @property {number} hue  1 to 8: the colour of the line
  * @property {number[]} [dash]  its pattern, so that colour is not needed to tell lines apart
  * @property {(number | null)[]} values  one for each x
+ * @property {boolean} [guess]  the axis is not drawn for it: it may be far from what is measured
+ * @property {boolean} [steps]  each value holds until the next: nothing lies between the two
  *
  * @typedef {object} Mark
  * @property {number} x  where it stands
@@ -228,6 +230,8 @@ export class Chart extends LitElement {
           dash: curve.dash,
           points: { show: false },
           spanGaps: false,
+          auto: !curve.guess,
+          ...(curve.steps ? { paths: uPlot.paths.stepped?.({ align: 1 }) } : {}),
         })),
       ],
       cursor: { y: false, drag: { x: true, y: false } },

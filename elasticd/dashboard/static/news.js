@@ -185,11 +185,12 @@ class News extends EventTarget {
   /** @param {LiveStep} value */
   step(value) {
     if (this.cluster) {
-      const { step, loss, tokens_per_second, predicted, bound, ettr, goodput } = value;
+      const { step, loss, tokens_per_second, within_steps, predicted, bound, ettr, goodput } = value;
       const newer = {
         step: step + 1,
         loss,
         tokens_per_second,
+        within_steps,
         predicted,
         bound,
         ettr,

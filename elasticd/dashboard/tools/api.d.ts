@@ -97,6 +97,7 @@ export interface JobRow {
   step: number;
   loss: number | null;
   tokens_per_second: number | null;
+  within_steps: number | null;
   predicted: number | null;
   bound: number | null;
   plan: number | null;
@@ -184,6 +185,7 @@ export interface LaneRow {
 /** Sequence lengths of the newest step. */
 export interface LengthsView {
   mean: number | null;
+  shortest: number | null;
   longest: number | null;
   now: [number, number, number][];
 }
@@ -238,6 +240,7 @@ export interface StepColumns {
   plan: number[];
   seconds: number[];
   tokens_per_second: (number | null)[];
+  within_steps: (number | null)[];
   predicted: (number | null)[];
   bound: (number | null)[];
   loss: (number | null)[];
@@ -251,6 +254,8 @@ export interface PlanRow {
   reason: string;
   outcome: "in force" | "replaced" | "proposed" | "aborted" | "unknown";
   predicted_seconds: number | null;
+  first_predicted_seconds: number | null;
+  guessed: boolean;
   measured_seconds: number | null;
   steps: number;
   pause_seconds: number | null;
@@ -547,6 +552,7 @@ export interface LiveStep {
   plan: number;
   seconds: number;
   tokens_per_second: number | null;
+  within_steps: number | null;
   predicted: number | null;
   bound: number | null;
   loss: number | null;

@@ -25,7 +25,7 @@ from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.spec.step_measurements import Step
 from elasticd_planner.value import Value
 
-from elasticd.machines.job.state.events import CoordinatorNote, Write
+from elasticd.machines.job.state.events import CoordinatorNote, Write, slowdown_kind
 from elasticd.records import OutRecord
 from elasticd.wire.rendezvous import Lap, StepTime
 
@@ -93,7 +93,7 @@ def lap(
     )
     notes = tuple(
         CoordinatorNote(
-            kind="slow" if change.after > change.before else "recovered",
+            kind=slowdown_kind(change),
             text=change.reason,
             job=job.job,
             data={"device": change.device, "rate": change.after, "step": number},

@@ -25,7 +25,13 @@ from elasticd.machines.job.faults import user_exceptions
 from elasticd.machines.job.faults.network_partition import stepped, unplanned, usable
 from elasticd.machines.job.lifecycle.drain import to_leave, words
 from elasticd.machines.job.lifecycle.job_end import stop
-from elasticd.machines.job.measurements import all_reduce_probes, data_lengths, idle_probes, lane_shares
+from elasticd.machines.job.measurements import (
+    all_reduce_probes,
+    data_lengths,
+    idle_probes,
+    lane_shares,
+    step_prediction,
+)
 from elasticd.machines.job.state.events import Planned, RequestPlan
 from elasticd.machines.job.state.job_state import (
     Asked,
@@ -56,17 +62,9 @@ def measured(turn: Turn, worker: Worker, report: Report) -> None:
     """One rank's step. What the members measured of a step counts once all have reported it."""
     job, measurement = turn.job, report.measurement
     if report.loss is not None or report.tokens is not None:  # rank 0's, which speaks for the step
-        seconds = measurement.step_seconds
-        speed = report.tokens / seconds if report.tokens is not None and seconds > 0 else None
         done = measurement.step + 1  # a step's index is the number of updates before it
-        progress = JobProgress(
-            step=done,
-            at=turn.now,
-            seconds=seconds,
-            slowest=max(seconds, FADING * job.progress.slowest),
-            loss=report.loss,
-            tokens_per_second=speed,
-        )
+        slowest = max(measurement.step_seconds, FADING * job.progress.slowest)
+        progress = JobProgress(step=done, at=turn.now, slowest=slowest)
         turn.set(progress=progress, batch=measurement.batch)
         if measurement.plan == job.number:
             stepped(turn)
@@ -121,18 +119,20 @@ def _fit(turn: Turn, plan: Plan) -> None:
     if profile is None or len(sampled) < turn.settings.fit_steps or sampled[-1].plan != plan.number:
         return
     turn.set(sampled=(), first_step=None)
-    # All that a fit asks of the cluster is its links.
-    settings = turn.settings
-    links = Cluster(nodes=(), inside=settings.inside, between=settings.between, levels=settings.levels)
     try:
         packed = data_lengths.packed(turn.job)
+        links = step_prediction.links_of(turn.settings)
         profile = fit(profile, plan, sampled, links, turn.job.rates.rates, packed)
     except Invalid as error:  # what the workers measured makes no sense
         turn.note("refused", f"the profile stays as it is: {error}", number=plan.number)
         return
     turn.set(profile=profile, taught_by=plan.number, rehearsed=turn.job.rehearsed - plan.tp_widths)
+    before, seconds = turn.job.predicted_seconds, step_prediction.predict_anew(turn, packed)
     text = f"profile fitted from {len(sampled)} steps of plan {plan.number}"
-    turn.note("fitted", text, number=plan.number, block_seconds=profile.block.seconds)
+    if before is not None and seconds is not None:
+        text += f": a step was guessed to take {before:.3f} s, and is now predicted to take {seconds:.3f} s"
+    block = profile.block.seconds
+    turn.note("fitted", text, number=plan.number, block_seconds=block, step_seconds=seconds)
 
 
 def _teaches(turn: Turn, plan: Plan, profile: ModelProfile) -> bool:

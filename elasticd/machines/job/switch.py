@@ -101,6 +101,8 @@ def prepared(turn: Turn, worker: Worker, body: Prepared) -> None:
     if proposal is None or proposal.number != body.number or worker.prepared >= body.number:
         return
     turn.worker(worker, prepared=body.number)
+    if worker.device not in proposal.plan.binding:  # it leaves with this plan, and has no part in it
+        return
     # Members answer in about the order of their ranks: from the end, the first look mostly tells.
     if all(
         (other := turn.job.workers.get(device)) is not None
@@ -209,9 +211,7 @@ def _go_back(turn: Turn, step: int) -> None:
     """The steps from `step` on are made again: they count once, as they will be."""
     job = turn.job
     turn.set(
-        progress=JobProgress(
-            step=step, at=turn.now, seconds=job.progress.seconds, slowest=job.progress.slowest
-        ),
+        progress=JobProgress(step=step, at=turn.now, slowest=job.progress.slowest),
         rates=msgspec.structs.replace(job.rates, step=step - 1),
     )
 

@@ -58,6 +58,8 @@ class Loop:
     snapper: Snapper | None  #: None: the job makes no snapshots
     #: All members are to leave, and the last checkpoint is made.
     _drained: bool = field(default=False, init=False)
+    #: The last step whose vote this rank knows of, with the number of its plan.
+    _last: tuple[int, Vote] | None = field(default=None, init=False)
 
     def run(self, total: int) -> Iterator[Next | Step]:
         """Trains until `total` updates are made.
@@ -86,6 +88,8 @@ class Loop:
                     self.between_steps.begin_step(engine)
                     done = self._train(engine, made, last=made + 1 >= total)
                     made += 1
+                    self._last = engine.plan.number, done.outcome.vote
+                    self._report(done, first=engine.rank == 0)  # before others can end the job
                 if made >= total:
                     self.finish(engine, made)
                 elif done is not None and done.outcome.last:
@@ -105,10 +109,8 @@ class Loop:
                     raise
                 switcher.peers_lost(lost)
                 continue
-            if done is not None:
-                self._report(done, first=engine.rank == 0)
             if made >= total:
-                self.control.send(Finished(step=made))
+                self.control.send(self._finished(made))
             elif done is not None and done.outcome.last:
                 self.control.send(DrainNotice(reason=NOTICE))
             if done is not None:
@@ -117,6 +119,13 @@ class Loop:
                 return
             if switcher.engine is engine:  # else a recovery came after this vote
                 switcher.voted(done.outcome.prepared)
+
+    def _finished(self, made: int) -> Finished:
+        """The end of the job, with its last step if this rank knows of it."""
+        if self._last is None or self._last[1].step != made - 1:
+            return Finished(step=made)
+        plan, vote = self._last
+        return Finished(step=made, plan=plan, loss=vote.loss, tokens=vote.tokens)
 
     def fail(self, error: Exception) -> None:
         """Reports an exception of the script's own code, and keeps this rank until its state is safe.
@@ -178,6 +187,7 @@ class Loop:
     def missed(self) -> Iterator[Step]:
         """Steps that were made without this rank hearing of their end."""
         for plan, vote in self.switcher.taken():
+            self._last = plan, vote
             yield self._step(plan, vote)
 
     def _step(self, plan: int, vote: Vote) -> Step:

@@ -129,7 +129,7 @@ class Telemetry:
             for kind, seconds in self._spans.take().items():
                 to = spent if kind in INSIDE else compute
                 to[kind] = to.get(kind, 0.0) + seconds
-        tokens = longest = 0
+        tokens = longest = shortest = sequence_tokens = 0
         work = squares = 0.0
         lengths: dict[int, int] = {}
         for each, blocks, sequences in self._worked:
@@ -137,7 +137,8 @@ class Telemetry:
             work += each * blocks
             for here, length, begins in sequences:
                 squares += here * length
-                longest = max(longest, length)
+                longest, shortest = max(longest, length), min(shortest or length, length)
+                sequence_tokens += here
                 if begins:
                     at = bucket(length)
                     lengths[at] = lengths.get(at, 0) + 1
@@ -167,6 +168,8 @@ class Telemetry:
             micro_batches=len(self._worked),
             squares=squares,
             longest=longest,
+            shortest=shortest,
+            sequence_tokens=sequence_tokens,
             lengths=lengths,
             modalities=self._modalities,
             memory_bytes=self._memory(),

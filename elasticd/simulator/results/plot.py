@@ -15,7 +15,9 @@ from elasticd.simulator.results.result import Happening, Outcome
 _MARKS = {
     "fault": ("tab:red", "the script"),
     "slow": ("tab:orange", "detected"),
+    "faster": ("tab:orange", "detected"),
     "recovered": ("tab:orange", "detected"),
+    "corrected": ("tab:orange", "detected"),
     "fenced": ("tab:purple", "a fault is known"),
     "recorded": ("tab:green", "a new plan runs"),
 }

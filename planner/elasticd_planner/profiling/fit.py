@@ -66,6 +66,23 @@ def fit(
     return _calibrated(fitted, plan, measured, cluster, rates, packed)
 
 
+def predicted_seconds(
+    profile: ModelProfile,
+    plan: Plan,
+    cluster: Cluster,
+    rates: Rates,
+    packed: PackedSequences | None = None,
+) -> float:
+    """Seconds of a step of `plan` by `profile`, at these slowdowns. Of `cluster` only the links count.
+    `packed`: the sequences of a step, where they are packed in rows; inf where the plan does not hold the
+    longest one."""
+    cost = ProfileCost(profile)
+    if packed is None or not plan.packed:
+        return step_seconds(plan, cluster, rates, cost)
+    rows = PackedCost(cost=cost, cluster=cluster, rates=rates, packed=packed, micro_batch=plan.micro_batch)
+    return rows.seconds(plan)
+
+
 def remeasured(
     profile: ModelProfile, plan: Plan, steps: Sequence[Step], rates: Rates | None = None
 ) -> ModelProfile:
@@ -229,16 +246,11 @@ def _calibrated(
     total = _median(measured.column("step_seconds").max(axis=1))
     if not total > 0:
         return fitted
-    without = ProfileCost(msgspec.structs.replace(fitted, reduction_scale=0.0))
-    if packed is None or not plan.packed:
-        pipelines = step_seconds(plan, cluster, rates, without)
-    else:
-        rows = PackedCost(
-            cost=without, cluster=cluster, rates=rates, packed=packed, micro_batch=plan.micro_batch
-        )
-        pipelines = rows.seconds(plan)
-        if not math.isfinite(pipelines):  # of longer sequences than it holds: it says nothing of these
-            return fitted
+    unreduced = msgspec.structs.replace(fitted, reduction_scale=0.0)
+    without = ProfileCost(unreduced)
+    pipelines = predicted_seconds(unreduced, plan, cluster, rates, packed)
+    if not math.isfinite(pipelines):  # of longer sequences than it holds: it says nothing of these
+        return fitted
     reduction = after_seconds(plan, cluster, ProfileCost(fitted)) - after_seconds(plan, cluster, without)
     scale = 1.0
     if reduction > 0:

@@ -22,9 +22,10 @@ class Measurement(Value, frozen=True, kw_only=True):
     was in use (0: not known).
 
     tokens counts the tokens of this rank's pipeline, as computed (padding included), in sequences of which
-    `squares` is the sum of squared lengths, `longest` the longest, and `lengths` a histogram: how many by
-    `sequence_lengths.bucket` (empty, and 0: not known). modalities counts what the batches name of them, on
-    devices that read the data (empty: nothing).
+    `squares` is the sum of squared lengths, `longest` the longest, `shortest` the shortest, and `lengths` a
+    histogram: how many by `sequence_lengths.bucket` (empty, and 0: not known). sequence_tokens counts the
+    tokens of these sequences, without what fills a packed row up (0: not known). modalities counts what the
+    batches name of them, on devices that read the data (empty: nothing).
     """
 
     device: str
@@ -48,6 +49,8 @@ class Measurement(Value, frozen=True, kw_only=True):
     micro_batches: int = 0
     squares: float = 0.0
     longest: int = 0
+    shortest: int = 0
+    sequence_tokens: int = 0
     lengths: dict[int, int] = msgspec.field(default_factory=dict)
     memory_bytes: int = 0
     modalities: dict[str, int] = msgspec.field(default_factory=dict)

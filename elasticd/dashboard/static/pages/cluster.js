@@ -279,7 +279,7 @@ class ClusterPage extends Page {
 function row(job) {
   const [tone, glyph] = toned(job.phase);
   const over = (/** @type {number | null} */ most) =>
-    job.tokens_per_second && most ? job.tokens_per_second / most : null;
+    job.within_steps && most ? job.within_steps / most : null;
   return html`<tr>
     <th scope="row"><a href=${jobHref(job.job)}>${job.job}</a></th>
     <td>${chip(tone, glyph, job.phase)}</td>

@@ -2,7 +2,7 @@
 /** `/jobs/JOB`: how fast does it train, how fast could it, and where did the rest go? */
 
 import { html, nothing } from "../vendor/lit.js";
-import { age, clock, counted, number, percent, seconds, slowdown } from "../format.js";
+import { NOTHING, age, clock, counted, number, percent, seconds, slowdown } from "../format.js";
 import { news } from "../news.js";
 import { Page, chip, facts, head } from "../page.js";
 import { deviceHref, part, planHref, to } from "../source.js";
@@ -129,6 +129,7 @@ class JobPage extends Page {
       plan: more(known.plan, step.plan),
       seconds: more(known.seconds, step.seconds),
       tokens_per_second: more(known.tokens_per_second, step.tokens_per_second),
+      within_steps: more(known.within_steps, step.within_steps),
       predicted: more(known.predicted, step.predicted),
       bound: more(known.bound, step.bound),
       loss: more(known.loss, step.loss),
@@ -158,7 +159,10 @@ class JobPage extends Page {
         <section class="panel" aria-labelledby="speed-title">
           <header>
             <h2 id="speed-title">Throughput</h2>
-            <p>bound: the healthy speed × Σ(1/slowdown) / N, which no plan can exceed</p>
+            <p>
+              over wall time, and within the steps alone, as predicted and bound are; bound: the computation of
+              the step divided over all devices by their slowdown, with no time for anything else
+            </p>
           </header>
           ${this.speed()}
         </section>
@@ -177,14 +181,16 @@ class JobPage extends Page {
 
   /** @param {JobRow} row @returns {[string, unknown][]} */
   known(row) {
-    const over = row.tokens_per_second && row.predicted ? row.tokens_per_second / row.predicted : null;
+    const of = (/** @type {number | null} */ most) =>
+      row.within_steps && most ? percent(row.within_steps / most, 0) : NOTHING;
     return [
       ["step", number(row.step)],
       ["loss", number(row.loss, 4)],
+      ["tokens/s", number(row.tokens_per_second)],
       [
-        "tokens/s",
-        html`${number(row.tokens_per_second)}
-          <small>${over === null ? "" : `${percent(over, 0)} of predicted`}</small>`,
+        "within steps",
+        html`${number(row.within_steps)}
+          <small>${of(row.predicted)} of predicted, ${of(row.bound)} of bound</small>`,
       ],
       ["ETTR", percent(row.ettr)],
       ["goodput", percent(row.goodput)],
@@ -203,8 +209,9 @@ class JobPage extends Page {
       .height=${240}
       .marks=${this.marks}
       .curves=${[
-        { label: "measured", hue: 1, values: columns.tokens_per_second },
-        { label: "predicted", hue: 2, dash: [8, 4], values: columns.predicted },
+        { label: "over wall time", hue: 1, values: columns.tokens_per_second },
+        { label: "within steps", hue: 5, dash: [12, 3], values: columns.within_steps },
+        { label: "predicted", hue: 2, dash: [8, 4], values: columns.predicted, guess: true },
         { label: "bound", hue: 3, dash: [2, 4], values: columns.bound },
       ]}
     ></ed-chart>`;

@@ -61,13 +61,19 @@ class PlanPage extends Page {
     const row = view.row;
     const [tone, glyph] = OUTCOMES[row.outcome];
     const real =
-      row.measured_seconds && row.predicted_seconds ? row.measured_seconds / row.predicted_seconds : null;
+      row.measured_seconds && row.predicted_seconds && !row.guessed
+        ? row.measured_seconds / row.predicted_seconds
+        : null;
+    const first = row.first_predicted_seconds;
+    const predicted = row.guessed
+      ? "guessed: no step had been measured"
+      : `a step${first === null ? "" : `; ${seconds(first)} when it was made`}`;
     return html`${head(
         title,
         question,
         html`${chip(tone, glyph, row.outcome)} ${row.reason}`,
         facts([
-          ["predicted", html`${seconds(row.predicted_seconds)} <small>a step</small>`],
+          ["predicted", html`${seconds(row.predicted_seconds)} <small>${predicted}</small>`],
           [
             "measured",
             html`${seconds(row.measured_seconds)}
@@ -294,7 +300,7 @@ const plans = (list, current) =>
                 <td>${chip(OUTCOMES[row.outcome][0], OUTCOMES[row.outcome][1], row.outcome)}</td>
                 <td class="nowrap">${moment(row.time)}</td>
                 <td class="words">${row.reason}</td>
-                <td class="num">${seconds(row.predicted_seconds)}</td>
+                <td class="num">${seconds(row.predicted_seconds)}${row.guessed ? " ?" : ""}</td>
                 <td class="num">${seconds(row.measured_seconds)}</td>
                 <td class="num">${number(row.steps)}</td>
                 <td class="num">${seconds(row.pause_seconds)}</td>

@@ -15,6 +15,7 @@ from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.sequence_lengths import Lengths, even
 from elasticd_planner.spec.step_measurements import Step
 
+from elasticd.machines.job.measurements import step_prediction
 from elasticd.machines.job.state.job_state import JobState
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import JobSpec
@@ -61,7 +62,16 @@ def measured(turn: Turn, step: Step) -> None:
         alike = [step for step in job.last_steps if _is_like(step, after)]
         profile = remeasured(profile, job.plan, alike, job.rates.rates)
     turn.set(profile=profile, sampled=(), first_step=None)
-    turn.note("shifted", reason, step=step.step, mean=after.mean, longest=after.longest)
+    seconds = step_prediction.predict_anew(turn, packed(turn.job))
+    turn.note(
+        "shifted",
+        reason,
+        step=step.step,
+        mean=after.mean,
+        longest=after.longest,
+        plan=turn.job.number,
+        step_seconds=seconds,
+    )
 
 
 def packed(job: JobState) -> PackedSequences | None:

@@ -9,6 +9,7 @@ from elasticd_planner.detection.stragglers import Change
 from elasticd_planner.policy.stability import changed, corrected
 from elasticd_planner.spec.cluster import node_of
 
+from elasticd.machines.job.state.events import slowdown_kind
 from elasticd.machines.job.state.job_state import Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.node_health import causes
@@ -59,7 +60,7 @@ def told(turn: Turn, changes: Iterable[Change]) -> None:
         node = turn.nodes.get(node_of(change.device))
         why = causes(node.health if node is not None else None, change.device) if slow else ()
         turn.note(
-            "slow" if slow else "recovered",
+            slowdown_kind(change),
             "; ".join((change.reason, *why)),
             device=change.device,
             before=change.before,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from elasticd_planner.detection.residual_test import Change
 from elasticd_planner.detection.stragglers import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.problem import Answer, Problem
@@ -43,7 +44,9 @@ EventKind = Literal[
     "waiting",  # The job waits: for devices, for a copy of the state, or for a rank that hangs.
     "joined",  # A node or a worker joined the running job.
     "slow",  # A device became a straggler, or slower still.
-    "recovered",  # A straggler became faster, or normal again.
+    "faster",  # A straggler became faster, and is one still.
+    "recovered",  # A straggler is as fast as the others again.
+    "corrected",  # More steps say better how slow a straggler is; the device did not change.
     "link",  # A link between nodes became slow, or normal again.
     "shares",  # A lane gets another share of the tokens, since it has become slower or faster. No state moves.
     "shifted",  # The sequence lengths of the data have changed.
@@ -67,6 +70,15 @@ EventKind = Literal[
     "stopped",  # The job ended without finishing; why.
     "forgotten",  # What the cluster kept of a job that is over was deleted.
 ]
+
+#: The kinds that say that a device's slowdown is another one.
+SLOWDOWN_KINDS: tuple[EventKind, ...] = ("slow", "faster", "recovered", "corrected")
+
+
+def slowdown_kind(change: Change) -> EventKind:
+    """The kind of the event that tells of a change of a device's slowdown."""
+    return "slow" if change.kind == "slower" else change.kind
+
 
 #: What a leader writes of a job.
 Record = JobSpec | PlanRecord | Proposal | Fence | HistoryRecord | CheckpointsRecord | DoneRecord | OutRecord

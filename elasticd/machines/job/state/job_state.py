@@ -275,10 +275,14 @@ class JobProgress(Value, frozen=True, kw_only=True):
 
     step: int = 0  # updates so far
     at: float = 0.0  # when the last step was reported
-    seconds: float = 0.0  # of the step
     slowest: float = 0.0  # seconds of the slowest of late; what is long past counts less
-    loss: float | None = None  # mean per token
-    tokens_per_second: float | None = None  # of the step, over all ranks
+
+
+class StepPrediction(Value, frozen=True, kw_only=True):
+    """What a step takes under a plan, by a profile that is newer than the plan."""
+
+    number: int  # of the plan
+    seconds: float  # of a step, at the slowdowns that the plan was made for
 
 
 class JobState(Value, frozen=True, kw_only=True):
@@ -326,6 +330,7 @@ class JobState(Value, frozen=True, kw_only=True):
     rehearsal: Rehearsal | None = None  # all-reduces before the first plan
     rehearsed: frozenset[int] = frozenset()  # widths whose all-reduce is known from the rehearsal alone
     taught_by: int = 0  # number of the plan that the profile was last fitted to
+    prediction: StepPrediction | None = None  # by the newest profile (None: that of the plan is)
     last_steps: tuple[Step, ...] = ()  # complete ones of the plan in force
     sampled: tuple[Step, ...] = ()  # steps for the fit of the profile
     shifts: ShiftState = msgspec.field(default_factory=ShiftState)  # what is known of the data's lengths
@@ -360,6 +365,14 @@ class JobState(Value, frozen=True, kw_only=True):
     def number(self) -> int:
         """The running plan's number, 0 without one."""
         return self.plan.number if self.plan is not None else 0
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """Of a step under the plan in force, by the newest profile; None without a plan."""
+        if self.prediction is not None and self.prediction.number == self.number:
+            return self.prediction.seconds
+        own = self.plan.prediction if self.plan is not None else None
+        return own.step_seconds if own is not None else None
 
     @property
     def plans(self) -> tuple[Plan, ...]:
