@@ -170,7 +170,7 @@ def _is_ours(command: tuple[str, ...], environment: Mapping[str, str]) -> bool:
     if command[:1] != (sys.executable,) or environment.get("PYTHONPATH") != str(ROOT):
         return False
     if command[1] == "-m":
-        modules = ("torch.distributed.run", "elasticd.runtime.checking")
+        modules = ("torch.distributed.run", "elasticd.rendezvous.torchrun", "elasticd.runtime.checking")
         return command[2] in modules or command[2:4] == ("elasticd", "run")
     return command[2 if command[1] == "-u" else 1].endswith(".py")
 

@@ -215,14 +215,14 @@ class Rounds:
                 f"process {pid} says that it is {body.pid}: agent and torchrun must share one PID namespace "
                 "(with containers, run the agent in the same one or share the host's)"
             )
-        if why := name_refusal("the job's name (--rdzv-id)", body.job):
+        if why := name_refusal("the job's name", body.job):
             if not harmless(body.job):
                 return why
             log_once(("job", body.job), f"{why}; a later release refuses it")
         if self._live(body.job):
             return (
-                f"job {body.job!r} runs in live mode: leave --rdzv-conf mode=restart out, or choose another "
-                "--rdzv-id"
+                f"job {body.job!r} runs in live mode: start this part of it without --mode restart "
+                "(--rdzv-conf=mode=restart), or give this job another name"
             )
         return ""
 

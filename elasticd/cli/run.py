@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Literal
 
 import click
 
@@ -43,6 +44,14 @@ MAX_RESTARTS = 10
     metavar="N",
     help="How often a device's worker is started again.",
 )
+@click.option(
+    "--mode",
+    type=click.Choice(["auto", "live", "restart"]),
+    default="auto",
+    show_default=True,
+    help="live: the script makes an elasticd.Job. restart: it makes none, and all workers start again when one "
+    "fails. auto: live, and restart once the script asks for torch's own process group.",
+)
 @click.argument("script", metavar="SCRIPT")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -51,6 +60,7 @@ def run(
     devices: int | None,
     socket: str | None,
     max_restarts: int,
+    mode: Literal["auto", "live", "restart"],
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
@@ -80,6 +90,7 @@ def run(
         gpus=gpus,
         socket=_agent(socket),
         max_restarts=max_restarts,
+        mode=mode,
         command=(script, *arguments),
     )
     if what.devices > 1 and THREADS_VARIABLE not in os.environ:

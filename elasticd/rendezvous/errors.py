@@ -21,3 +21,7 @@ class RendezvousOver(RendezvousClosedError, SystemExit):
     def __init__(self, reason: str) -> None:
         self.code = 0
         super().__init__(reason)
+
+
+class ModeSwitch(RendezvousRefusal):
+    """The script makes no `elasticd.Job`, and `elasticd run` may start it in restart mode: it does so next."""

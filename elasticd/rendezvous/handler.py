@@ -19,13 +19,13 @@ AGENT_SECONDS = 5.0
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """The handler for torchrun's options. Raises RendezvousRefusal for options that cannot work."""
     mode = str(parameters.get("mode", "live"))
-    if mode not in ("live", "restart"):
+    if mode not in ("live", "restart", "auto"):  # the last one is of `elasticd run`
         raise RendezvousRefusal(f"--rdzv-conf mode={mode} is unknown: leave it out (live), or say mode=restart")
     if parameters.run_id in ("", "none"):
         raise RendezvousRefusal(
             "name the job: torchrun --rdzv-id=NAME; torch's default 'none' would be shared by all"
         )
-    if why := name_refusal("--rdzv-id", parameters.run_id):
+    if why := name_refusal("the job's name", parameters.run_id):
         raise RendezvousRefusal(why)
     seconds = _number(parameters, "agent_timeout", AGENT_SECONDS)
     failure_message.install()
@@ -37,7 +37,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
         grace, settle = _number(parameters, "agent_grace", 5.0), _number(parameters, "settle", 1.0)
         return restart_handler(parameters, seconds, grace=grace, settle=settle)
-    return Handler(parameters, seconds)
+    return Handler(parameters, seconds, switches=mode == "auto")
 
 
 def _number(parameters: RendezvousParameters, key: str, default: float) -> float:

@@ -5,6 +5,10 @@ complete, and is left alone from then on: nodes that come or go never restart it
 exchange over a shared store (how many workers each starts, hence the ranks) goes through the leader's store,
 where a late node finds it without the others; each computes the ranks for itself. The rest, the exit barrier
 above all, stays in the process, so that a torchrun that ends waits for nobody.
+
+A script that makes no `elasticd.Job` calls torch's `init_process_group`, which connects to MASTER_PORT. A
+socket listens there for that alone: a worker that connects cannot train in this mode. One that is long in
+coming to its Job does not connect, however long it takes.
 """
 
 from __future__ import annotations
@@ -13,11 +17,13 @@ import contextlib
 import itertools
 import json
 import os
+import select
+import socket
 import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
@@ -29,11 +35,13 @@ from torch.distributed.elastic.rendezvous import (
 
 from elasticd.codec.message import encode
 from elasticd.rendezvous.agent_requests import heard
-from elasticd.rendezvous.errors import RendezvousOver, RendezvousRefusal
+from elasticd.rendezvous.errors import ModeSwitch, RendezvousOver, RendezvousRefusal
 from elasticd.rendezvous.sigterm_echo import ignore_echoes
+from elasticd.system.launch_age import FRESH_VARIABLE, age_seconds
+from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE
 from elasticd.version import __version__
 from elasticd.wire import unix_socket
-from elasticd.wire.rendezvous import Join, Joined, Leave
+from elasticd.wire.rendezvous import Join, Joined, Leave, WorkerFailure
 from elasticd.wire.worker import Closed, Rejected, Shutdown, StoreAnswer, StoreCall, ToWorker
 
 BACKEND = "elasticd"
@@ -51,9 +59,15 @@ _INFO_SECONDS = 10.0
 
 
 class Handler(RendezvousHandler):
-    """One torchrun's part in a job."""
+    """One torchrun's part in a job. switches: a script without a Job is not refused, but ends this torchrun by
+    `ModeSwitch`."""
 
-    def __init__(self, parameters: RendezvousParameters, agent_seconds: float) -> None:
+    #: The leader compares the failures of all workers.
+    ends_repeated = False
+
+    def __init__(
+        self, parameters: RendezvousParameters, agent_seconds: float, *, switches: bool = False
+    ) -> None:
         self._job = parameters.run_id
         self._nodes = (parameters.min_nodes, parameters.max_nodes)
         self._path = parameters.endpoint or unix_socket.default_path()
@@ -61,6 +75,10 @@ class Handler(RendezvousHandler):
         os.environ[unix_socket.SOCKET_VARIABLE] = self._path
         self._agent_seconds = agent_seconds
         self._agent: AgentCalls | None = None
+        self._switches = switches
+        self._failure: WorkerFailure | None = None
+        self._how: Literal["", "finished", "restart"] = ""
+        self._asked_for_group = _listener()
 
     def get_backend(self) -> str:
         """As `RendezvousHandler.get_backend`: the value of `--rdzv-backend`."""
@@ -81,7 +99,8 @@ class Handler(RendezvousHandler):
         joined = self._join()
         assert self._agent is not None
         store = RankStore(self._agent, joined)
-        return RendezvousInfo(store, joined.node_rank, joined.nodes, RendezvousStoreInfo("127.0.0.1", 0))
+        host, port = self._asked_for_group.getsockname()
+        return RendezvousInfo(store, joined.node_rank, joined.nodes, RendezvousStoreInfo(host, port))
 
     def is_closed(self) -> bool:
         """Always False: `next_rendezvous` raises RendezvousOver where the job is over."""
@@ -91,15 +110,44 @@ class Handler(RendezvousHandler):
         """A job ends by its last step, not by one of its torchruns."""
 
     def num_nodes_waiting(self) -> int:
-        """Always 0: nodes that come or go restart nobody. torchrun asks all the while its workers run."""
+        """Always 0: nodes that come or go restart nobody. torchrun asks all the while its workers run.
+
+        Raises ModeSwitch or RendezvousRefusal where a worker asks for torch's process group, and RendezvousOver
+        or RendezvousRefusal where the job ended before this worker made its Job.
+        """
         ignore_echoes()
+        if self._agent is not None and (news := self._agent.news()) is not None:
+            self._turned_away(news)
+        if select.select([self._asked_for_group], [], [], 0)[0]:
+            self._without_job()
         return 0
+
+    def _without_job(self) -> None:
+        """The worker called `init_process_group` before it made a Job: it waits in vain. (Once there is a Job
+        that call fails by itself: `elasticd.runtime.api.hello`.)"""
+        self._how = "restart"
+        if self._switches:
+            raise ModeSwitch("the script makes no elasticd.Job: it goes on in restart mode")
+        raise RendezvousRefusal(
+            "the script calls torch.distributed.init_process_group, and made no elasticd.Job before: such a "
+            "script runs in restart mode ('elasticd run' without --mode, or torchrun "
+            "--rdzv-conf=mode=restart); a script with a Job leaves that call out"
+        )
+
+    def worker_failed(self, failure: WorkerFailure, *, final: bool) -> None:
+        """The worker ended by this failure; the agent hears of it with what this torchrun says next."""
+        self._failure = failure
+
+    def workers_finished(self) -> None:
+        """The workers ended with exit code 0."""
+        self._failure, self._how = None, "finished"
 
     def shutdown(self) -> bool:
         """Tells the agent that this torchrun leaves the job, and hangs up. Always True; harmless when called
         again."""
+        self._asked_for_group.close()
         if self._agent is not None:
-            self._agent.leave(self._job)
+            self._agent.leave(Leave(job=self._job, failure=self._failure, how=self._how))
             self._agent = None
         return True
 
@@ -112,6 +160,9 @@ class Handler(RendezvousHandler):
             pid=os.getpid(),
             slot=int(slot) if slot else None,
             release=__version__,
+            failure=self._failure,
+            age=age_seconds(os.environ),
+            fresh=bool(os.environ.get(FRESH_VARIABLE)),
         )
         while True:
             if self._agent is None:
@@ -129,9 +180,17 @@ class Handler(RendezvousHandler):
     def _turned_away(self, answer: Closed | Rejected | Shutdown) -> None:
         self.shutdown()
         if isinstance(answer, Closed):
-            print(f"elasticd: nothing to do: {answer.reason}", file=sys.stderr, flush=True)
+            if not os.environ.get(OUTCOME_VARIABLE):  # else `elasticd run` says so, once
+                print(f"elasticd: nothing to do: {answer.reason}", file=sys.stderr, flush=True)
             raise RendezvousOver(answer.reason)
+        if isinstance(answer, Rejected) and answer.restart and self._switches:
+            raise ModeSwitch(answer.reason)
         raise RendezvousRefusal(answer.reason)
+
+
+def _listener() -> socket.socket:
+    """Where workers ask for torch's process group. Nobody answers there."""
+    return socket.create_server(("127.0.0.1", 0))
 
 
 class AgentCalls:
@@ -169,10 +228,21 @@ class AgentCalls:
                 raise RendezvousRefusal(answer.reason)
         raise RuntimeError(f"{op} {key} in the leader's store: no answer from the agent")
 
-    def leave(self, job: str) -> None:
+    def news(self) -> Closed | Rejected | Shutdown | None:
+        """What the agent said unasked, if anything: the job is over."""
+        while select.select([self._sock], [], [], 0)[0]:
+            data = unix_socket.receive(self._sock)
+            if data is None:
+                return None  # the agent ended: its successor is asked when there is a question
+            answer = heard(data)
+            if isinstance(answer, Closed | Rejected | Shutdown):
+                return answer
+        return None
+
+    def leave(self, body: Leave) -> None:
         """Say that this torchrun ends, if anybody still listens."""
         try:
-            unix_socket.send(self._sock, encode(Leave(job=job)))
+            unix_socket.send(self._sock, encode(body))
         except OSError:
             return
         finally:

@@ -35,6 +35,7 @@ from elasticd.rendezvous.errors import RendezvousOver, RendezvousRefusal
 from elasticd.rendezvous.sigterm_echo import ignore_echoes
 from elasticd.rendezvous.torch_state import first
 from elasticd.wire import unix_socket
+from elasticd.wire.rendezvous import WorkerFailure
 
 #: Seconds for a connection to the store of a round, and for torchruns to meet there.
 _STORE_SECONDS = timedelta(seconds=15)
@@ -87,6 +88,8 @@ def restart_handler(
 class RestartHandler(DynamicRendezvousHandler):
     """torch's handler with a store of each round's own, and with what agents know of who lives."""
 
+    #: No leader hears of each worker: a script that fails the same way twice ends here.
+    ends_repeated = True
     _asking: Asking
     _backend: Backend
 
@@ -142,6 +145,12 @@ class RestartHandler(DynamicRendezvousHandler):
         if self._this_node not in self._state_holder.state.participants:
             return 1  # the others took us for dead and have gone on
         return len(self._backend.lost(self._partners))
+
+    def worker_failed(self, failure: WorkerFailure, *, final: bool) -> None:
+        """A worker ended by this failure; `final`: no other is started."""
+
+    def workers_finished(self) -> None:
+        """The workers ended with exit code 0."""
 
     def shutdown(self) -> bool:
         """Ends this torchrun's part; as with torch's own backends the job is over with it, if it had a part."""

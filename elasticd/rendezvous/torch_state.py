@@ -51,7 +51,7 @@ class Roster:
         except Exception as error:
             raise RendezvousStateError(
                 f"elasticd: the rendezvous' state in the store cannot be read ({error}): "
-                "run the same release of torch everywhere, or choose another --rdzv-id"
+                "run the same release of torch everywhere, or give the job another name"
             ) from error
 
     @property

@@ -1,13 +1,18 @@
-"""Starts one torchrun for each device of this node, with its GPU and its threads, and waits for them all.
+"""Starts the torchruns of this node's part in a job, and waits for them all.
 
-No torchrun outlives this process. Each starts one worker. torchrun itself sets what several workers of one node
-need only where it starts several, so it is set here:
+In the live mode each device has a torchrun of its own, which starts one worker, so that one death costs one
+device. In the restart mode all workers start again together, so there is one torchrun, with all devices, as
+scripts for torchrun expect. A job begins in the live mode; when a worker asks for torch's own process group its
+script makes no `elasticd.Job`, and the job goes on in restart mode.
+
+No torchrun outlives this process. torchrun itself sets what several workers of one node need only where it
+starts several, so it is set here:
 
 - Threads: `OMP_NUM_THREADS=1` where there are several workers and the user chose nothing, as torchrun does.
   Otherwise each worker would take as many threads as there are cores, and they would wait for each other.
-- Devices: each worker sees its own GPU alone, as cuda:0, and its LOCAL_RANK is 0. That is what
-  `torchrun --virtual-local-rank` gives its workers. Of which device of the node it is `$ELASTICD_SLOT` tells
-  elasticd.
+- Devices, in the live mode: each worker sees its own GPU alone, as cuda:0, and its LOCAL_RANK is 0. That is
+  what `torchrun --virtual-local-rank` gives its workers. Of which device of the node it is `$ELASTICD_SLOT`
+  tells elasticd.
 """
 
 from __future__ import annotations
@@ -15,13 +20,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 from elasticd.system import torch_build
 from elasticd.system.end_signals import noted
+from elasticd.system.launch_age import FRESH_VARIABLE, LAUNCHED_VARIABLE, launched_now
 from elasticd.system.parent_death_signal import ending_with_us
+from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE, Outcome, read_outcome
 from elasticd.wire.unix_socket import SLOT_VARIABLE, default_path
 
 #: The number of threads that a worker's torch computes with, and the GPUs that it may use, by CUDA's names.
@@ -31,6 +41,12 @@ _ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 #: Seconds from the signal that ends torchruns to SIGKILL; torchrun itself gives its workers 30.
 GRACE = 40.0
 _POLL = 0.1
+#: Seconds for the other torchruns to end once one knows that its script makes no Job: no worker has trained.
+_SWITCH_SECONDS = 5.0
+
+
+#: auto: live, until the script is known to make no `elasticd.Job`; restart then.
+Mode = Literal["auto", "live", "restart"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,33 +62,86 @@ class Launch:
     socket: str | None
     max_restarts: int
     command: tuple[str, ...]
+    mode: Mode = "auto"
+    fresh: bool = False  # the job begins anew, whatever checkpoints there are
+    launched: str = field(default_factory=launched_now)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Torchrun:
+    """A torchrun, the file that it writes its outcome to, and the words for its devices."""
+
+    process: subprocess.Popen[bytes]
+    outcome: Path
+    words: str
+
+
+@dataclass(kw_only=True)
+class _Ended:
+    """Torchruns that have ended: the exit code and the outcome of each, by its index."""
+
+    codes: dict[int, int] = field(default_factory=dict)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+
+    @property
+    def restart_mode(self) -> bool:
+        return any(outcome.restart_mode for outcome in self.outcomes.values())
 
 
 def launch(what: Launch) -> int:
     """Runs until all torchruns have ended; the exit code. A signal that asks us to end goes on to them."""
-    children: dict[int, subprocess.Popen[bytes]] = {}
-    with noted() as told:
-        try:
-            for index, slot in enumerate(slots(what)):
-                children[slot] = _start(what, environment(what, index, os.environ))
-            return _wait(children, told)
-        finally:
-            _end(children)
+    with noted() as told, tempfile.TemporaryDirectory(prefix="elasticd-run-") as folder:
+        ended = _run(what, what.mode, Path(folder), told)
+        if ended.restart_mode and not told:
+            _say("the script makes no elasticd.Job: it goes on in restart mode (--mode restart starts so)")
+            ended = _run(what, "restart", Path(folder), told)
+        if told:
+            return 128 + told[0]
+        failed = [code for code in ended.codes.values() if code]
+        if len(failed) < len(ended.codes):
+            if all(outcome.reason for outcome in ended.outcomes.values()):
+                _say(f"nothing to do: {ended.outcomes[0].reason}")
+            return 0
+        if why := _why(list(ended.outcomes.values())):
+            _say(why)
+        return failed[0]
 
 
-def _start(what: Launch, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    torchrun = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        f"--nnodes={what.least * what.devices}:{what.most * what.devices}",
-        "--nproc-per-node=1",
+def _run(what: Launch, mode: Mode, folder: Path, told: list[int]) -> _Ended:
+    """Starts the torchruns of a mode, and waits for their end: of all, or of one whose job changes its mode."""
+    torchruns: list[_Torchrun] = []
+    try:
+        for index in range(1 if mode == "restart" else what.devices):
+            torchruns.append(_start(what, mode, index, folder))
+        return _wait(torchruns, told)
+    finally:
+        _end([torchrun.process for torchrun in torchruns], GRACE if mode != "auto" or told else _SWITCH_SECONDS)
+
+
+def _start(what: Launch, mode: Mode, index: int, folder: Path) -> _Torchrun:
+    outcome = folder / f"{mode}-{index}.json"
+    torchruns, workers = (1, what.devices) if mode == "restart" else (what.devices, 1)
+    command = [
+        *(sys.executable, "-m", "elasticd.rendezvous.torchrun"),
+        f"--nnodes={what.least * torchruns}:{what.most * torchruns}",
+        f"--nproc-per-node={workers}",
         f"--max-restarts={what.max_restarts}",
+        f"--log-dir={folder / 'logs'}",
         "--rdzv-backend=elasticd",
         f"--rdzv-endpoint={what.socket or default_path()}",
+        f"--rdzv-conf=mode={mode}",
         f"--rdzv-id={what.job}",
         *what.command,
     ]
+    if mode == "restart":
+        words, running = "this node", restart_environment(what, os.environ)
+    else:
+        words, running = f"device {slots(what)[index]}", environment(what, index, os.environ)
+    running[OUTCOME_VARIABLE], running[LAUNCHED_VARIABLE] = str(outcome), what.launched
+    running[FRESH_VARIABLE] = "1" if what.fresh else ""
     # A session of its own: the terminal's Ctrl-C is for us, who pass it on once.
-    return subprocess.Popen(ending_with_us(torchrun), env=dict(environment), start_new_session=True)
+    process = subprocess.Popen(ending_with_us(command), env=running, start_new_session=True)
+    return _Torchrun(process=process, outcome=outcome, words=words)
 
 
 def visible(ours: Mapping[str, str]) -> tuple[str, ...] | None:
@@ -102,40 +171,59 @@ def environment(what: Launch, index: int, ours: Mapping[str, str]) -> dict[str, 
     return found
 
 
-def _wait(children: Mapping[int, subprocess.Popen[bytes]], told: list[int]) -> int:
-    codes: dict[int, int] = {}
+def restart_environment(what: Launch, ours: Mapping[str, str]) -> dict[str, str]:
+    """Of the one torchrun of this node in restart mode."""
+    found = {name: value for name, value in ours.items() if name != SLOT_VARIABLE}
+    if what.gpus:
+        found = {_ORDER_VARIABLE: "PCI_BUS_ID", **found, GPUS_VARIABLE: ",".join(what.gpus)}
+    if what.devices > 1:
+        found = {THREADS_VARIABLE: "1", **found}
+    return found
+
+
+def _wait(torchruns: list[_Torchrun], told: list[int]) -> _Ended:
+    ended = _Ended()
     passed = 0
-    while len(codes) < len(children):
+    while len(ended.codes) < len(torchruns) and not ended.restart_mode:
         for number in told[passed:]:
             passed += 1
-            for slot, child in children.items():
-                if slot not in codes:
-                    child.send_signal(number)
-        for slot, child in children.items():
-            if slot not in codes and (code := child.poll()) is not None:
-                codes[slot] = code
-                if code and len(codes) < len(children) and not told:
-                    print(
-                        f"elasticd: device {slot} is out, torchrun ended with code {code}: the others go on",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+            for index, torchrun in enumerate(torchruns):
+                if index not in ended.codes:
+                    torchrun.process.send_signal(number)
+        for index, torchrun in enumerate(torchruns):
+            if index not in ended.codes and (code := torchrun.process.poll()) is not None:
+                ended.codes[index] = code
+                outcome = ended.outcomes[index] = read_outcome(torchrun.outcome)
+                of_job = outcome.restart_mode or outcome.final  # the others hear of it, too
+                if code and len(ended.codes) < len(torchruns) and not told and not of_job:
+                    _say(f"{torchrun.words} is out, torchrun ended with code {code}: the others go on")
         time.sleep(_POLL)
-    if told:
-        return 128 + told[0]
-    failed = [code for code in codes.values() if code]
-    return 0 if len(failed) < len(codes) else failed[0]
+    return ended
 
 
-def _end(children: Mapping[int, subprocess.Popen[bytes]]) -> None:
-    """For the case that something went wrong here: by the processes' own ids."""
-    left = [child for child in children.values() if child.poll() is None]
-    for child in left:
-        child.terminate()
-    deadline = time.monotonic() + GRACE
-    for child in left:
+def _why(outcomes: list[Outcome]) -> str:
+    """Why all torchruns of this node failed: by a script that fails each time rather than by what followed."""
+    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+    failures.sort(key=lambda failure: (not failure.refusal, failure.lost_peer, not failure.kind))
+    if failures and failures[0].refusal:
+        return failures[0].line
+    reason = next((outcome.reason for outcome in outcomes if outcome.reason), "")
+    return reason or (f"a worker failed: {failures[0].line}" if failures else "")
+
+
+def _say(text: str) -> None:
+    print(f"elasticd: {text}", file=sys.stderr, flush=True)
+
+
+def _end(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Ends those that are left, where something went wrong here or the mode changes: by their own ids."""
+    left = [process for process in processes if process.poll() is None]
+    for process in left:
+        process.terminate()
+    deadline = time.monotonic() + seconds
+    for process in left:
         try:
-            child.wait(max(0.0, deadline - time.monotonic()))
+            process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+            process.kill()
+            process.wait()

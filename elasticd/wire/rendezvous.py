@@ -1,4 +1,4 @@
-"""Wire messages of the restart mode: a torchrun, or a worker that is watched, and its agent.
+"""Wire messages of torchruns: of the live mode, and of the restart mode with the workers that it watches.
 
 The state of a rendezvous is torch's own, bytes that no agent reads. No leader hears of rounds, but of laps.
 """
@@ -8,11 +8,27 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-from elasticd_planner.value import StoredValue
+from elasticd_planner.value import StoredValue, Value
 
 from elasticd.codec.message import Message
 
 # -- to the agent --------------------------------------------------------------------------------------------
+
+
+class WorkerFailure(Value, frozen=True, kw_only=True):
+    """How a worker process failed, as its torchrun knows: by its exit code and what it wrote to stderr."""
+
+    kind: str = ""  # name of the exception's class (empty: no exception was printed)
+    text: str = ""  # the exception as a string; without one the last line, or the signal
+    traceback: str = ""  # the last one that Python printed
+    code: int = 1  # exit code; -N: ended by signal N
+    refusal: bool = False  # elasticd refused the script, and would refuse it again
+    lost_peer: bool = False  # another rank failed first: communication with it broke
+
+    @property
+    def line(self) -> str:
+        """The failure in one line."""
+        return f"{self.kind}: {self.text}" if self.kind and self.text else self.kind or self.text
 
 
 class Join(Message, frozen=True, kw_only=True, tag="join"):
@@ -24,12 +40,19 @@ class Join(Message, frozen=True, kw_only=True, tag="join"):
     pid: int  # process id
     slot: int | None = None  # index of its one device (None: all devices of its node)
     release: str = ""  # of the sender's elasticd
+    failure: WorkerFailure | None = None  # why it starts its worker again (None: it starts the first)
+    #: seconds since it was started, or `elasticd run` before it (None: an older release, which does not say)
+    age: float | None = None
+    fresh: bool = False  # the job is to begin anew, whatever checkpoints there are
 
 
 class Leave(Message, frozen=True, kw_only=True, tag="leave"):
     """That torchrun ends."""
 
     job: str  # the job's name
+    failure: WorkerFailure | None = None  # by which it ends (None: otherwise)
+    #: finished: its script ended with exit code 0. restart: the job goes on in restart mode
+    how: Literal["", "finished", "restart"] = ""
 
 
 class Attend(Message, frozen=True, kw_only=True, tag="rendezvous-hello"):

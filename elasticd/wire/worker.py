@@ -256,6 +256,7 @@ class Rejected(Message, frozen=True, kw_only=True, tag="rejected"):
     """The worker or torchrun cannot take part."""
 
     reason: str  # why, and what to do
+    restart: bool = False  # the job runs in restart mode, where the torchrun may take part
 
 
 class Propose(Message, frozen=True, kw_only=True, tag="propose"):

@@ -59,7 +59,7 @@ def test_member_that_leaves_while_others_stay_ends_the_job_with_its_reason() -> 
     world.settle()
     world.tick(0.6)
     assert world.phase is JobPhase.STOPPED
-    assert world.job.reason.startswith(f"worker beta/1 (pid 100) left before the last step: {WHY}; start")
+    assert world.job.reason.startswith(f"worker beta/1 (pid 100) left before the last step: {WHY}; the same")
     assert world.kinds().count("worker_lost") == 1
 
 

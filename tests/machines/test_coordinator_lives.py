@@ -262,7 +262,7 @@ def test_refused_first_plan_stops_the_job_and_says_what_to_do() -> None:
     done = world.done()
     assert done is not None
     assert "beta/0 cannot prepare it" in done.reason
-    assert "start the job again under another --rdzv-id" in done.reason
+    assert "the same command starts it again" in done.reason
 
 
 def test_job_that_fits_nowhere_stops_with_the_planners_reason() -> None:

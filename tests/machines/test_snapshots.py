@@ -92,7 +92,7 @@ def test_a_job_whose_workers_all_died_waits_for_them_and_says_what_it_waits_for(
     wait(world)
     assert world.phase is JobPhase.RECOVERING
     assert f"no worker is left; the state is safe in snapshots of step {step} in memory on" in world.job.reason
-    assert "start torchrun again with --rdzv-id=demo" in world.job.reason
+    assert "give the job's command again, under the name demo" in world.job.reason
     assert world.kinds().count("waiting") == 1
     come_again(world, "alpha")
     assert world.phase is JobPhase.RECOVERING, "beta's may come, too"

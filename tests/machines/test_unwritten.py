@@ -35,7 +35,7 @@ def test_a_job_whose_plan_is_not_taken_stops_with_the_reason_and_says_it_to_its_
     world = started()
     unwritten(world, "proposal", "plan-history")
     assert world.phase is JobPhase.STOPPED
-    assert done(world).reason.startswith(f"the store does not take its proposal and plan-history: {WHY}; start")
+    assert done(world).reason.startswith(f"the store does not take its proposal and plan-history: {WHY}; the same")
     world.join("alpha", pid=8)
     world.settle()
     assert any(isinstance(body, Rejected) for body in world.told["talpha"])
@@ -76,7 +76,7 @@ def test_a_reason_without_end_is_shortened() -> None:
     world = started()
     unwritten(world, "fence", why="x" * 3_000_000)
     assert MOST_REASON < len(done(world).reason) < MOST_REASON + 100
-    assert done(world).reason.endswith(f"{MARK}; start the job again under another --rdzv-id")
+    assert done(world).reason.endswith(f"{MARK}; the same command starts it again")
 
 
 def test_a_job_that_the_leader_does_not_know_loses_nothing() -> None:

@@ -240,7 +240,7 @@ def refusal(state: AgentState, event: Opened) -> str:
         )
     # A job that runs already, let in by release 0.1, may be called otherwise.
     runs = (isinstance(body, Hello) and body.incarnation) or body.job in state.plans
-    if not runs and (why := name_refusal("the job's name (--rdzv-id)", body.job)):
+    if not runs and (why := name_refusal("the job's name", body.job)):
         return why
     devices = len(state.record.devices)
     index = body.slot if isinstance(body, Join) else body.local_rank
@@ -572,7 +572,23 @@ def done_read(state: AgentState, event: DoneRead, now: float) -> Result:
     state = replace(state, epoch=epoch, done={**state.done, job: record}, departed=departed)
     if before is not None and (before.step, before.reason) == (record.step, record.reason):
         return state, ()  # a new leader said it again, for those that had refused the old one's word
-    return state, _end(record, _workers(state, job))
+    return state, (*_end(record, _workers(state, job)), *_end_of_starting(state, job, record))
+
+
+def _end_of_starting(state: AgentState, job: str, record: DoneRecord) -> tuple[Effect, ...]:
+    """The torchruns of a job that ended before its first plan, whose workers have not come to their Job: these
+    would not hear of it. A script of a job that trained may still have work of its own to do."""
+    if not record.reason or job in state.plans:
+        return ()
+    there = {worker.device for worker in _workers(state, job)}
+    body = Rejected(reason=f"job {job} is over: {record.reason}")
+    waiting = []
+    for client in state.clients.values():
+        if client.job == job and isinstance(client.opening, Join):
+            slot = client.opening.slot
+            its = there if slot is None else there & {f"{state.record.node}/{slot}"}
+            waiting += [] if its else [AgentSend(client=client.id, body=body)]
+    return tuple(waiting)
 
 
 def checkpoints_read(state: AgentState, event: CheckpointsRead, now: float) -> Result:

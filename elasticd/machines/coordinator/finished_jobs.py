@@ -13,8 +13,9 @@ from collections.abc import Mapping
 import msgspec
 from elasticd_planner.value import Value
 
-from elasticd.machines.job.state.events import CoordinatorNote, Effect, ForgetAsked, Write
+from elasticd.machines.job.state.events import CoordinatorNote, Effect, EventKind, ForgetAsked, Write
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobSettings, JobState, NodeState
+from elasticd.wire.rendezvous import Join
 
 #: Jobs that one look forgets: each is a write, and what is decided meanwhile waits behind them.
 AT_ONCE = 8
@@ -68,6 +69,26 @@ def refusal(job: JobState, nodes: Mapping[str, NodeState]) -> str:
     return ""
 
 
+def is_without_job(job: JobState) -> bool:
+    """Whether no worker of the job has come to its `elasticd.Job` so far."""
+    return job.plan is None and not job.workers and job.phase in (JobPhase.GATHERING, JobPhase.ASSEMBLING)
+
+
+def begins_again(job: JobState, nodes: Mapping[str, NodeState], body: Join, now: float) -> bool:
+    """Whether this torchrun was started after the job's end, to run it again. A job that finished has nothing
+    left to do, unless it is to begin anew. A torchrun of before the end is told how it ended; so is one that
+    comes while a worker lives still."""
+    if job.phase not in OVER or body.age is None or body.failure is not None:
+        return False
+    wanted = job.phase is JobPhase.STOPPED or body.fresh
+    return wanted and now - body.age > job.since and not living(job, nodes)
+
+
+def replaced(jobs: Mapping[str, JobState], name: str, text: str, kind: EventKind) -> Forgotten:
+    """Forgets a job whose name another life of it has from now on; `text` says why."""
+    return _without(jobs, {name: text}, kind)
+
+
 def living(job: JobState, nodes: Mapping[str, NodeState]) -> list[str]:
     """The devices of a job that is over whose workers have not ended, as far as their agents can tell."""
     found = []
@@ -78,16 +99,14 @@ def living(job: JobState, nodes: Mapping[str, NodeState]) -> list[str]:
     return found
 
 
-def _without(jobs: Mapping[str, JobState], gone: Mapping[str, str]) -> Forgotten:
+def _without(jobs: Mapping[str, JobState], gone: Mapping[str, str], kind: EventKind = "forgotten") -> Forgotten:
     """gone: why, by job."""
     effects = tuple(
         Write(
             job=name,
             records=(),
             forget=True,
-            notes=(
-                CoordinatorNote(kind="forgotten", job=name, text=text, data={"step": jobs[name].progress.step}),
-            ),
+            notes=(CoordinatorNote(kind=kind, job=name, text=text, data={"step": jobs[name].progress.step}),),
         )
         for name, text in gone.items()
     )

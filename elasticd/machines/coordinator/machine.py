@@ -41,7 +41,7 @@ from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import NodeRecord
 from elasticd.wire.coordinator import DEVICE_PREFIX, Crossed, Drain, FromClient, ToClient, Unread
 from elasticd.wire.node_health import Health
-from elasticd.wire.rendezvous import Join
+from elasticd.wire.rendezvous import Join, Leave
 from elasticd.wire.worker import EmulatedSpeed, Hello, Rejected, Switched
 
 #: Jobs that a leader knows at once, those that are over among them.
@@ -192,9 +192,29 @@ def _received(state: CoordinatorState, event: Received, now: float) -> Result:
             taken = taken or assembly.uninvited(known, event.node, message.device)
         if not taken:
             state = msgspec.structs.replace(state, jobs={**state.jobs, message.job: known})
+    elif isinstance(message, FromClient) and (begun := _begun_again(state, event.node, message, now)):
+        state, before = begun
+        state, effects = _received(state, event, now)
+        return state, (*before, *effects)
     if taken and isinstance(message, FromClient):
         return _turned_away(state, event, message, taken, now)
     return _jobs(state, event, now, (message.job,))
+
+
+def _begun_again(state: CoordinatorState, node: str, up: FromClient, now: float) -> Result | None:
+    """Forgets what is known under a job's name where another life of the job begins: its script makes no Job,
+    and goes on in restart mode; or a user starts a job again that is over. None where neither is so."""
+    job = state.jobs[up.job]
+    if isinstance(up.body, Leave) and up.body.how == "restart" and finished_jobs.is_without_job(job):
+        text = "no worker made an elasticd.Job: the job goes on in restart mode"
+        return _without(state, finished_jobs.replaced(state.jobs, up.job, text, "restart_mode"))
+    if not isinstance(up.body, Join) or not finished_jobs.begins_again(job, state.nodes, up.body, now):
+        return None
+    text = f"started again: it was {job.phase.value}" + (f" before ({job.reason})" if job.reason else "")
+    forgotten = finished_jobs.replaced(state.jobs, up.job, text, "started_again")
+    again = msgspec.structs.replace(fresh(up.job, JobPhase.GATHERING, now), highest=job.highest)
+    state, effects = _without(state, forgotten)
+    return msgspec.structs.replace(state, jobs={**state.jobs, up.job: again}), effects
 
 
 def _first_said(state: CoordinatorState, up: FromClient) -> bool:

@@ -77,7 +77,7 @@ def refusal(of: NodeRecord, message: ToLeader | Unread, jobs: Container[str]) ->
     if isinstance(message, OF_THE_NODE):
         return ""
     job = message.by.job if isinstance(message, StepTime) else message.job
-    if job not in jobs and (why := name_refusal("the job's name (--rdzv-id)", job)):
+    if job not in jobs and (why := name_refusal("the job's name", job)):
         return why
     if isinstance(message, FromClient | Unread | WorkerLost) and len(message.incarnation) > LONGEST_ID:
         return f"an incarnation has {LONGEST_ID} characters at most, not {len(message.incarnation)}"

@@ -9,14 +9,16 @@ import msgspec
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.codec.decoding import shown
-from elasticd.machines.job.lifecycle.job_end import AGAIN, affirm, stop
+from elasticd.machines.job.faults.user_exceptions import MOST_THROWN
+from elasticd.machines.job.faults.user_exceptions import same as _alike
+from elasticd.machines.job.lifecycle.job_end import AGAIN, ANEW, affirm, stop
 from elasticd.machines.job.lost_workers import lost
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Joiner, Worker, stranger
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.records import JobSpec
+from elasticd.records import JobSpec, Thrown
 from elasticd.version import __version__
 from elasticd.wire.coordinator import FromClient, Unread, WorkerLost
-from elasticd.wire.rendezvous import Join, Joined, Leave
+from elasticd.wire.rendezvous import Join, Joined, Leave, WorkerFailure
 from elasticd.wire.worker import Closed, Hello, Rejected
 
 
@@ -24,15 +26,18 @@ def join(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     """A torchrun asks to take part in a job whose nodes are still being counted."""
     if wrong := _disagreement(turn, _place(node, body), body):
         turn.send(node, up.client, Rejected(reason=wrong))
-    else:
+    elif not failed_to_start(turn, _place(node, body), body.failure, node, up):
         _remember(turn, node, up, body)
+        turn.set(fresh=turn.job.fresh or body.fresh)
 
 
 def join_assembling(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     """A torchrun asks while workers are starting: one of those that take part, whose answer was lost or which
     was started again, or one that comes late. A new leader counts the nodes again."""
     job, place = turn.job, _place(node, body)
-    known = job.joiners.get(place)
+    if job.joined and failed_to_start(turn, place, body.failure, node, up):
+        return
+    job, known = turn.job, turn.job.joiners.get(place)
     if place in job.joined and (known is None or known.answered):
         if not _has_workers(turn, place):
             _remember(turn, node, up, body)
@@ -49,7 +54,7 @@ def join_after_end(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     if job.reason:  # nothing was finished: whoever asks again has failed
         turn.send(node, up.client, Rejected(reason=f"job {job.job} is over: {job.reason}"))
         return
-    text = f"job {job.job} is over: it finished at step {job.progress.step}; {AGAIN}"
+    text = f"job {job.job} is over: it finished at step {job.progress.step}; {ANEW}"
     turn.send(node, up.client, Closed(reason=text))
 
 
@@ -111,7 +116,7 @@ def _full(turn: Turn) -> str:
     others = ", ".join(sorted({*turn.job.joined} or _places_of_members(turn, by_device=False)))
     return (
         f"job {turn.job.job} already has all the nodes that --nnodes lets it have ({others}): start all with "
-        "a larger most, or use another --rdzv-id"
+        "a larger most, or give this one another name"
     )
 
 
@@ -175,13 +180,43 @@ def leave(turn: Turn, node: str, up: FromClient, body: Leave) -> None:
     job = turn.job
     said = ((place, joiner) for place, joiner in job.joiners.items() if joiner.node == node)
     place = next((place for place, joiner in said if joiner.client == up.client), node)
+    if place in job.joined and failed_to_start(turn, place, body.failure, node, up):
+        return
     if _gathering(turn):
         forget(turn, node, up.client)
     elif place in job.joined:
-        _gone(turn, place)
+        _gone(turn, place, body)
 
 
-def _gone(turn: Turn, place: str) -> None:
+def failed_to_start(
+    turn: Turn, place: str, failure: WorkerFailure | None, node: str = "", up: FromClient | None = None
+) -> bool:
+    """The worker of a torchrun failed before the first plan. Whether the job ends by it: elasticd refused its
+    script, or the script failed before in the same way, there or on another device."""
+    job = turn.job
+    if failure is None or not (job.starting or _gathering(turn)):
+        return False
+    thrown = Thrown(
+        device=place,
+        step=job.progress.step,
+        kind=failure.kind,
+        text=failure.text,
+        traceback=failure.traceback,
+    )
+    before = next((other for other in job.thrown if _alike(other, thrown)), None)
+    turn.set(thrown=(*job.thrown, thrown)[-MOST_THROWN:])
+    what = f"the script failed on {place} before the first plan: {failure.line}"
+    turn.note("raised", what, device=place, exception=failure.kind, message=failure.text, code=failure.code)
+    if failure.refusal:
+        stop(turn, failure.text if not failure.kind else failure.line)
+    elif before is not None and failure.code > 0:
+        stop(turn, f"{what}, {'as before' if before.device == place else f'as on {before.device}'}")
+    if turn.over and up is not None:
+        turn.send(node, up.client, Rejected(reason=f"job {job.job} is over: {turn.job.reason}"))
+    return turn.over
+
+
+def _gone(turn: Turn, place: str, body: Leave) -> None:
     """A torchrun ended while the job lives: its place is free for another. Before the first plan the job waits
     for those that are left, if they are enough."""
     job = turn.job
@@ -192,8 +227,14 @@ def _gone(turn: Turn, place: str) -> None:
         turn.set(joined=joined, joiners=joiners)
         return
     least = joiner.min_nodes if joiner is not None else len(job.joined)
+    if body.how == "finished" and not job.workers:
+        turn.set(joined=joined, joiners=joiners)
+        if not joined:
+            stop(turn, "its script ended with exit code 0 and made no elasticd.Job: nothing was trained")
+        return
     if len(joined) < least:
-        stop(turn, f"torchrun on {_called(place)} ended before all workers were there")
+        how = f": {body.failure.line}" if body.failure is not None else ""
+        stop(turn, f"torchrun on {_called(place)} ended before all workers were there{how}")
         return
     each = job.world_size // len(job.joined) if job.world_size else None
     turn.set(joined=joined, joiners=joiners, world_size=each * len(joined) if each else None)
@@ -328,7 +369,7 @@ def uninvited(job: JobState, node: str, device: str) -> str:
         return ""
     return (
         f"worker {device} is none of those that job {job.job} waits for: no torchrun of node {node} takes part "
-        f"in it; start it with torchrun --rdzv-backend=elasticd --rdzv-id={job.job}"
+        f"in it; start it with 'elasticd run --job {job.job}'"
     )
 
 
@@ -372,7 +413,7 @@ def _unwelcome(turn: Turn, up: FromClient, body: Hello) -> str:
     """Why this worker cannot take part, or nothing."""
     job = turn.job
     if body.spec.job != job.job:
-        return f"worker {up.device} is of job {body.spec.job}, not {job.job}: start it with that --rdzv-id"
+        return f"worker {up.device} is of job {body.spec.job}, not {job.job}: start it under that name"
     theirs = body.spec
     if job.spec is not None and job.spec.peers != theirs.peers:
         return (

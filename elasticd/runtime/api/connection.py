@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from elasticd.records import JobSpec
 from elasticd.runtime.api.evaluation import HeldOut
-from elasticd.runtime.api.hello import environment, hello, job_spec
+from elasticd.runtime.api.hello import environment, hello, job_spec, leave_torch_groups
 from elasticd.runtime.checkpoint.loader import longest_trained, offered
 from elasticd.runtime.control import parent_death
 from elasticd.runtime.control.agent_client import AgentClient
@@ -48,6 +48,7 @@ def connect(recipe: Recipe, held_out: Mapping[str, HeldOut]) -> JobConnection:
     if runs_alone(os.environ):
         return _alone(recipe, held_out)
     name = environment(NAME)
+    leave_torch_groups(os.environ)
     parent_death.end_with(os.getppid())
     if remedy := parent_death.without_restarts(os.environ):
         log.warning(remedy)

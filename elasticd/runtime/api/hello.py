@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -32,7 +32,7 @@ from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import refuse_others
 from elasticd.runtime.parallel.sequence_mixing import packable
 from elasticd.version import __version__
-from elasticd.wire.unix_socket import SLOT_VARIABLE
+from elasticd.wire.unix_socket import ROUND_VARIABLE, SLOT_VARIABLE
 from elasticd.wire.worker import MOST_NAME, Hello, WorkerDevice
 
 log = logging.getLogger(__name__)
@@ -274,6 +274,23 @@ def hello(spec: JobSpec, folder: Path | None, accelerator: Accelerator) -> Hello
             shared=accelerator.shared,
         ),
     )
+
+
+def leave_torch_groups(environment: MutableMapping[str, str]) -> None:
+    """Has a later `torch.distributed.init_process_group` of the script fail at once, with the remedy in torch's
+    message: nobody would answer it, and it would wait for half an hour.
+
+    Raises:
+        ValueError: it was called before, and so the script was started in restart mode.
+    """
+    if ROUND_VARIABLE in environment:
+        raise ValueError(
+            "the script makes an elasticd.Job, and calls torch.distributed.init_process_group: leave that call "
+            "out, since the Job makes all process groups itself (elasticd took it for a script without a Job; "
+            "--mode restart and --rdzv-conf=mode=restart are for those)"
+        )
+    if "MASTER_PORT" in environment:
+        environment["MASTER_PORT"] = "none: elasticd.Job makes all process groups, leave init_process_group out"
 
 
 def environment(name: str) -> str:

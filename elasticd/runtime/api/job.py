@@ -33,6 +33,7 @@ from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.saver import Saver
 from elasticd.runtime.comm.all_reduce_probe import Rehearser, plan_groups_of
 from elasticd.runtime.comm.communicators import settle
+from elasticd.runtime.control.agent_client import RejectedByAgent
 from elasticd.runtime.control.one_process import EndSignals, OneProcess, ended
 from elasticd.runtime.control.sigterm import NOTICE, PreemptionNotice
 from elasticd.runtime.control.user_exceptions import Farewell, Uncaught
@@ -45,7 +46,7 @@ from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import MakeScheduler, Recipe
 from elasticd.runtime.engine.warmup import warm
-from elasticd.runtime.exits import Drained, JobOver, JobStopped
+from elasticd.runtime.exits import Drained, JobOver, JobStopped, refused
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import MakeOptimizer
 from elasticd.runtime.snapshot.restore import Snapshots
@@ -175,8 +176,10 @@ class Job(RankInfo):
             check_packing(self._recipe, self._held_out)
             self._callbacks = tuple(callbacks)
             self._connect()
-        except (ValueError, TypeError, RuntimeError, ConnectionError) as error:
+        except (ConnectionError, RejectedByAgent) as error:
             raise JobStopped(f"elasticd: {error}") from error
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise refused(str(error)) from error
         self._start(grace)
 
     def _connect(self) -> None:

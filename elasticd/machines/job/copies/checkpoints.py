@@ -32,7 +32,7 @@ def offered(job: JobState) -> tuple[str, ...]:
 
     Raises `NotShared` where some see checkpoints but none that all see: to start anew would lose them.
     """
-    if job.plan is not None or not job.workers:
+    if job.plan is not None or not job.workers or job.fresh:
         return ()
     seen = {worker.device: worker.checkpoints for worker in job.workers.values()}
     common = set.intersection(*(set(names) for names in seen.values()))

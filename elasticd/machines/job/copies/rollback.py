@@ -2,7 +2,7 @@
 
 It is taken as soon as the plan's members can read it. What is newer, and lacks only workers that are on their
 way, is waited for, but not for ever while there is something else. With no worker left at all the job waits for
-some to come: torchrun starts them again, or somebody starts torchrun again under the same --rdzv-id.
+some to come: torchrun starts them again, or somebody starts the job's command again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def older(turn: Turn, *, survivors: bool) -> Source | str | None:
         return None
     held = f"the state is safe in {options[0].words}"
     if not turn.job.workers:
-        return f"no worker is left; {held}: start torchrun again with --rdzv-id={turn.job.job}"
+        return f"no worker is left; {held}: give the job's command again, under the name {turn.job.job}"
     if not survivors and (coming := _coming(turn)):
         return f"{coming} may come yet; {held}"
     if turn.job.remedy is None:
@@ -127,7 +127,7 @@ def checkpoint_names(turn: Turn) -> tuple[str, ...]:
     published = sorted(turn.job.published, key=lambda one: (one.plan, one.step), reverse=True)
     names = [one.name for one in published if not turn.job.snapshots.dead(Moment(one.plan, one.step))]
     others = {one.name for one in turn.job.published}
-    for worker in turn.job.workers.values():
+    for worker in () if turn.job.fresh else turn.job.workers.values():
         names += [name for name in worker.checkpoints if name not in others]
         others |= {*worker.checkpoints}
     return tuple(names)

@@ -118,17 +118,17 @@ def unplanned(turn: Turn, why: str) -> bool:
 
 def alike(one: Thrown, other: Raised) -> bool:
     """Whether the same step failed with the same exception."""
-    return one.step == other.step and _same(one, other)
+    return one.step == other.step and same(one, other)
 
 
 def _in_turn(others: list[Thrown], body: Raised) -> Thrown | None:
     """The last of two other devices or more that had the same exception a few steps before."""
-    found = [thrown for thrown in others if _same(thrown, body) and abs(body.step - thrown.step) <= NEAR]
+    found = [thrown for thrown in others if same(thrown, body) and abs(body.step - thrown.step) <= NEAR]
     return found[-1] if len({thrown.device for thrown in found}) > 1 else None
 
 
-def _same(one: Thrown, other: Raised) -> bool:
-    """Numbers in the text may differ."""
+def same(one: Thrown, other: Raised | Thrown) -> bool:
+    """Whether it is the same exception. Numbers in the text may differ."""
     return (one.kind, _NUMBER.sub("", one.text)) == (other.kind, _NUMBER.sub("", other.text))
 
 

@@ -22,7 +22,7 @@ def finished(turn: Turn, body: Finished) -> None:
     progress = msgspec.structs.replace(job.progress, step=body.step)
     turn.enter(JobPhase.DONE, proposal=None, asked=None, progress=progress, done_epoch=turn.epoch)
     turn.effects.append(CancelPlan(job=job.job))
-    _answer_waiting(turn, Closed(reason=f"job {job.job} is over: it finished at step {body.step}; {AGAIN}"))
+    _answer_waiting(turn, Closed(reason=f"job {job.job} is over: it finished at step {body.step}; {ANEW}"))
     told = turn.told("finished", f"finished at step {body.step}", step=body.step)
     turn.write(DoneRecord(step=body.step, epoch=turn.epoch), notes=(told,))
 
@@ -30,7 +30,9 @@ def finished(turn: Turn, body: Finished) -> None:
 #: Characters of why a job ended, a proposal was given up or a fence made: many members' reasons may be in it.
 MOST_REASON = 2000
 
-AGAIN = "start the job again under another --rdzv-id"
+#: What a user does about a job that stopped, and about one that finished.
+AGAIN = "the same command starts it again"
+ANEW = "with --fresh 'elasticd run' trains it from the beginning"
 
 
 def stop(turn: Turn, why: str) -> None:

@@ -68,6 +68,8 @@ EventKind = Literal[
     "snapshot",  # A snapshot is complete.
     "finished",  # The job has trained all its steps.
     "stopped",  # The job ended without finishing; why.
+    "started_again",  # A job that was over was started again under its name.
+    "restart_mode",  # No worker made an elasticd.Job: the job goes on in restart mode.
     "forgotten",  # What the cluster kept of a job that is over was deleted.
 ]
 

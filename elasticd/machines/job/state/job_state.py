@@ -296,6 +296,7 @@ class JobState(Value, frozen=True, kw_only=True):
     joiners: dict[str, Joiner] = msgspec.field(default_factory=dict)  # torchruns by place: a node, or a device
     enough_since: float | None = None  # since when enough torchruns are there
     joined: tuple[str, ...] = ()  # places that take part, in rank order
+    fresh: bool = False  # it begins anew: checkpoints that it did not make itself are none of its own
     spec: JobSpec | None = None  # what all its workers train
     world_size: int | None = None  # workers that torchrun started
     workers: dict[str, Worker] = msgspec.field(default_factory=dict)  # processes that said hello, by device

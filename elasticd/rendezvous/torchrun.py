@@ -1,0 +1,121 @@
+"""The torchrun of `elasticd run`: torch's own, which ends a script that would only fail again.
+
+    python -m elasticd.rendezvous.torchrun [options of torchrun] SCRIPT ...
+
+Theory of operation. torch's agent starts workers that failed again, up to `--max-restarts`. That helps where a
+process was killed. A script that elasticd refuses, or that raises the same exception twice, fails each time. So
+the agent's look at its workers passes by here: it tells the rendezvous handler how they failed, and takes the
+restarts that are left away where another one is of no use. At the end the launcher reads why it came
+(`elasticd.system.torchrun_outcome`), and the exit code is the script's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from torch.distributed import run
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher import api
+
+from elasticd.rendezvous.errors import ModeSwitch, RendezvousOver, RendezvousRefusal
+from elasticd.rendezvous.worker_failure import alike, cause, failure_of
+from elasticd.rendezvous.worker_output import WorkerOutput
+from elasticd.system.torchrun_outcome import REFUSAL, Outcome, write_outcome
+from elasticd.wire.rendezvous import WorkerFailure
+
+#: Seconds after which a worker that fails as the one before it has been of use: it may be started again.
+USEFUL_SECONDS = 3600.0
+#: Seconds for workers to end that have done nothing yet.
+_SHORT_SECONDS = 3
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent. `failure`: of the last worker that failed; `final`: it would fail again."""
+
+    failure: WorkerFailure | None = None
+    final = False
+    #: The agent of this process, once torch has made it.
+    made: Agent | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        Agent.made = self
+        self._began = time.monotonic()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._began = time.monotonic()
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        handler: Any = worker_group.spec.rdzv_handler
+        if result.state is WorkerState.FAILED:
+            before, self.failure = self.failure, cause(map(self._failure_of, result.failures.values()))
+            short = time.monotonic() - self._began < USEFUL_SECONDS
+            repeated = handler.ends_repeated and short and alike(before, self.failure)
+            self.final = self.failure.refusal or repeated
+            if self.final:
+                self._remaining_restarts = 0
+            handler.worker_failed(self.failure, final=self._remaining_restarts == 0)
+        elif result.state is WorkerState.SUCCEEDED:
+            self.failure = None
+            handler.workers_finished()
+        return result
+
+    def _failure_of(self, failure: ProcessFailure) -> WorkerFailure:
+        assert isinstance(self._logs_specs, WorkerOutput)
+        said = failure.error_file_data
+        refusal = said.get(REFUSAL, "") if isinstance(said, dict) else ""
+        return failure_of(self._logs_specs.last_words(failure.local_rank), failure.exitcode, str(refusal))
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        if isinstance(sys.exception(), ModeSwitch):
+            timeout = _SHORT_SECONDS  # they wait inside torch, where no handler of theirs runs
+        super()._shutdown(death_sig, timeout)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs until the workers are through; the exit code, which is the script's where that failed."""
+    if "LOGLEVEL" not in os.environ:  # the launcher says in a line how it ended
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    options = run.parse_args(arguments)
+    config, command, script = run.config_from_args(options)
+    config.logs_specs = WorkerOutput(
+        log_dir=options.log_dir, redirects=Std.from_str(options.redirects), tee=Std.from_str(options.tee)
+    )
+    api.LocalElasticAgent = Agent  # torch has no other place for it
+    outcome, code = Outcome(), 0
+    try:
+        api.elastic_launch(config, command)(*script)
+    except ModeSwitch:
+        outcome, code = Outcome(restart_mode=True), 1
+    except RendezvousOver as over:
+        outcome = Outcome(reason=str(over))
+    except RendezvousRefusal as refusal:
+        outcome, code = Outcome(reason=str(refusal).removeprefix("elasticd: "), final=True), 1
+    except ChildFailedError:
+        code = 1
+    except SignalException as ended:
+        code = 128 + ended.sigval
+    agent = Agent.made
+    if code and agent is not None and agent.failure is not None and not outcome.restart_mode:
+        failure = agent.failure
+        final = agent.final or outcome.final
+        outcome = Outcome(reason=outcome.reason, failure=failure, final=final)
+        if code == 1:
+            code = failure.code if failure.code > 0 else 128 - failure.code
+    write_outcome(outcome)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""How a torchrun of `elasticd run` ended, as it tells the launcher: more than an exit code can say.
+
+The launcher names a file in the torchrun's environment; the torchrun writes it as it ends. A torchrun that is
+killed leaves none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+from elasticd_planner.value import Value
+
+from elasticd.wire.rendezvous import WorkerFailure
+
+#: Names the file. Its presence says to a worker, too, that `elasticd run` prints why the job ended.
+OUTCOME_VARIABLE = "ELASTICD_OUTCOME"
+#: In torch's error file of a worker: why elasticd refused its script.
+REFUSAL = "elasticd_refusal"
+
+
+class Outcome(Value, frozen=True, kw_only=True):
+    """How a torchrun ended."""
+
+    restart_mode: bool = False  # its job goes on in restart mode
+    reason: str = ""  # why it ended: its job is over, or it was turned away (empty: its worker ended)
+    failure: WorkerFailure | None = None  # of its last worker (None: that did not fail)
+    final: bool = False  # the script would fail again: it need not be started any more
+
+
+def write_outcome(outcome: Outcome) -> None:
+    """For the launcher, if there is one."""
+    if path := os.environ.get(OUTCOME_VARIABLE):
+        with contextlib.suppress(OSError):
+            Path(path).write_bytes(msgspec.json.encode(outcome))
+
+
+def read_outcome(path: Path) -> Outcome:
+    """What a torchrun that has ended wrote; an empty outcome where it wrote nothing."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Outcome)
+    except (OSError, msgspec.DecodeError):
+        return Outcome()

@@ -1,0 +1,116 @@
+"""`elasticd run` with scripts of users who never heard of it, and with scripts that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elasticd.testing.waiting import until
+from tests import nursery, sizes
+from tests.integration.launches import Launched, Launches, reaches, steps
+from tests.integration.torchruns import EXAMPLES
+from tests.liveness import living
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+TRAIN = Path(__file__).with_name("train.py")
+SCRIPTS = DDP, FSDP2 = EXAMPLES / "ddp.py", EXAMPLES / "fsdp2.py"
+
+
+@pytest.fixture(scope="module")
+def launches() -> Iterator[Launches]:
+    with Launches({"a": 2}) as launches:
+        yield launches
+
+
+def workers(run: Launched) -> list[psutil.Process]:
+    """The scripts' processes: children of the one torchrun of the node."""
+    torchruns = living(psutil.Process(run.process.pid).children(), unnamed=nursery.NAME)
+    return [worker for torchrun in torchruns for worker in living(torchrun.children(), unnamed=nursery.NAME)]
+
+
+@pytest.mark.parametrize("script", sizes.beside([DDP], SCRIPTS), ids=lambda script: script.stem)
+def test_script_without_a_job_goes_on_in_restart_mode_and_survives_a_killed_worker(
+    script: os.PathLike[str], launches: Launches
+) -> None:
+    name = f"plain-{os.path.basename(script)[:-3]}"
+    folder = launches.cluster.folder / name
+    folder.mkdir()
+    command = ("--job", name, str(script), "--steps=40", "--pause=0.05", "--save-every=5", f"--folder={folder}")
+    run = launches.run("a", *command)
+    reaches(run, 12)
+    assert run.ours[-1].startswith("elasticd: the script makes no elasticd.Job: it goes on in restart mode")
+    pids = workers(run)
+    assert len(pids) == 2, run.said
+    pids[0].send_signal(signal.SIGKILL)
+    assert run.wait() == 0, run.said
+    losses = steps(run.said)
+    assert sorted(losses) == list(range(40))
+    assert all(len(values) == 1 for values in losses.values()), "steps that were made again give the same"
+    assert launches.job(name) == {}, "the live mode knows nothing of it any more"
+
+
+def test_script_that_raises_the_same_exception_twice_ends_at_once_with_one_line_and_its_exit_code(
+    launches: Launches,
+) -> None:
+    script = launches.script("import sys\nprint('began', flush=True)\n{}['inputs']\n")
+    run = launches.run("a", "--job", "wrong", script)
+    assert run.wait() == 1
+    assert run.said.count("began") <= 3, "two workers, of which one may have been started again"
+    assert len(run.ours) == 1, run.ours
+    assert "KeyError: 'inputs'" in run.ours[0]
+    job = launches.job("wrong")
+    assert (job["phase"], job["exception"]["kind"]) == ("stopped", "KeyError")
+    assert "KeyError: 'inputs'" in job["reason"]
+    assert "{}['inputs']" in job["exception"]["traceback"]
+    texts = [event["text"] for event in launches.cluster.events("raised") if event["job"] == "wrong"]
+    assert any("KeyError: 'inputs'" in text for text in texts)
+
+
+def test_exit_code_of_a_script_that_fails_is_that_of_elasticd_run(launches: Launches) -> None:
+    script = launches.script("import sys\nsys.exit(7)\n")
+    for mode in ("live", "restart"):
+        run = launches.run("a", "--job", f"code-{mode}", "--mode", mode, script)
+        assert run.wait() == 7, run.said
+        assert len(run.ours) == 1, run.ours
+        assert "ended with exit code 7" in run.ours[0]
+
+
+#: A script whose Job is refused.
+REFUSED = f"""
+import runpy
+print("began", flush=True)
+runpy.run_path({str(TRAIN)!r}, run_name="__main__")
+"""
+ODD_BATCH = '{"out": "/", "steps": 1, "global_batch": 7, "micro_batch": 2}'
+
+
+def test_script_that_elasticd_refuses_ends_at_once_with_one_line(launches: Launches) -> None:
+    run = launches.run("a", "--job", "refused", launches.script(REFUSED), OPTIONS=ODD_BATCH)
+    assert run.wait() == 1
+    assert run.said.count("began") <= 2, "no worker was started again"
+    assert len(run.ours) == 1, run.ours
+    assert "Traceback" not in run.said
+    assert launches.job("refused")["phase"] == "stopped"
+    assert run.ours[0].removeprefix("elasticd: ") in launches.job("refused")["reason"]
+
+
+def test_job_that_failed_before_its_first_plan_is_started_again_under_its_name(launches: Launches) -> None:
+    run = launches.run("a", "--job", "again", launches.script("{}['inputs']\n"))
+    assert run.wait() == 1
+    run = launches.run("a", "--job", "again", launches.script("raise SystemExit(0)\n"))
+    assert run.wait() == 0, run.said
+    until(lambda: "made no elasticd.Job" in launches.job("again").get("reason", ""))
+
+
+def test_script_that_makes_a_job_and_torchs_group_is_told_which_one_to_leave_out(launches: Launches) -> None:
+    before = "import torch.distributed as dist\ndist.init_process_group('gloo')\n" + REFUSED
+    run = launches.run("a", "--job", "both", launches.script(before), OPTIONS=ODD_BATCH)
+    assert run.wait() == 1
+    assert "leave that call out" in run.ours[-1]
+    assert run.said.count("began") <= 2
