@@ -28,7 +28,7 @@ from torch.distributed.launcher import api
 from elasticd.rendezvous.errors import ModeSwitch, RendezvousOver, RendezvousRefusal
 from elasticd.rendezvous.worker_failure import alike, cause, failure_of
 from elasticd.rendezvous.worker_output import WorkerOutput
-from elasticd.system.torchrun_outcome import REFUSAL, Outcome, write_outcome
+from elasticd.system.torchrun_outcome import REFUSAL, TorchrunOutcome, write_outcome
 from elasticd.wire.rendezvous import WorkerFailure
 
 #: Seconds after which a worker that fails as the one before it has been of use: it may be started again.
@@ -56,7 +56,7 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = super()._monitor_workers(worker_group)
+        result: RunResult = super()._monitor_workers(worker_group)
         handler: Any = worker_group.spec.rdzv_handler
         if result.state is WorkerState.FAILED:
             before, self.failure = self.failure, cause(map(self._failure_of, result.failures.values()))
@@ -87,21 +87,21 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs until the workers are through; the exit code, which is the script's where that failed."""
     if "LOGLEVEL" not in os.environ:  # the launcher says in a line how it ended
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    options = run.parse_args(arguments)
+    options = run.parse_args(arguments)  # type: ignore[no-untyped-call]
     config, command, script = run.config_from_args(options)
     config.logs_specs = WorkerOutput(
         log_dir=options.log_dir, redirects=Std.from_str(options.redirects), tee=Std.from_str(options.tee)
     )
-    api.LocalElasticAgent = Agent  # torch has no other place for it
-    outcome, code = Outcome(), 0
+    api.LocalElasticAgent = Agent  # type: ignore[attr-defined]  # torch has no other place for it
+    outcome, code = TorchrunOutcome(), 0
     try:
         api.elastic_launch(config, command)(*script)
     except ModeSwitch:
-        outcome, code = Outcome(restart_mode=True), 1
+        outcome, code = TorchrunOutcome(restart_mode=True), 1
     except RendezvousOver as over:
-        outcome = Outcome(reason=str(over))
+        outcome = TorchrunOutcome(reason=str(over))
     except RendezvousRefusal as refusal:
-        outcome, code = Outcome(reason=str(refusal).removeprefix("elasticd: "), final=True), 1
+        outcome, code = TorchrunOutcome(reason=str(refusal).removeprefix("elasticd: "), final=True), 1
     except ChildFailedError:
         code = 1
     except SignalException as ended:
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     if code and agent is not None and agent.failure is not None and not outcome.restart_mode:
         failure = agent.failure
         final = agent.final or outcome.final
-        outcome = Outcome(reason=outcome.reason, failure=failure, final=final)
+        outcome = TorchrunOutcome(reason=outcome.reason, failure=failure, final=final)
         if code == 1:
             code = failure.code if failure.code > 0 else 128 - failure.code
     write_outcome(outcome)

@@ -31,7 +31,7 @@ from elasticd.system import torch_build
 from elasticd.system.end_signals import noted
 from elasticd.system.launch_age import FRESH_VARIABLE, LAUNCHED_VARIABLE, launched_now
 from elasticd.system.parent_death_signal import ending_with_us
-from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE, Outcome, read_outcome
+from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE, TorchrunOutcome, read_outcome
 from elasticd.wire.unix_socket import SLOT_VARIABLE, default_path
 
 #: The number of threads that a worker's torch computes with, and the GPUs that it may use, by CUDA's names.
@@ -81,7 +81,7 @@ class _Ended:
     """Torchruns that have ended: the exit code and the outcome of each, by its index."""
 
     codes: dict[int, int] = field(default_factory=dict)
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[int, TorchrunOutcome] = field(default_factory=dict)
 
     @property
     def restart_mode(self) -> bool:
@@ -201,7 +201,7 @@ def _wait(torchruns: list[_Torchrun], told: list[int]) -> _Ended:
     return ended
 
 
-def _why(outcomes: list[Outcome]) -> str:
+def _why(outcomes: list[TorchrunOutcome]) -> str:
     """Why all torchruns of this node failed: by a script that fails each time rather than by what followed."""
     failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
     failures.sort(key=lambda failure: (not failure.refusal, failure.lost_peer, not failure.kind))

@@ -21,7 +21,7 @@ OUTCOME_VARIABLE = "ELASTICD_OUTCOME"
 REFUSAL = "elasticd_refusal"
 
 
-class Outcome(Value, frozen=True, kw_only=True):
+class TorchrunOutcome(Value, frozen=True, kw_only=True):
     """How a torchrun ended."""
 
     restart_mode: bool = False  # its job goes on in restart mode
@@ -30,16 +30,16 @@ class Outcome(Value, frozen=True, kw_only=True):
     final: bool = False  # the script would fail again: it need not be started any more
 
 
-def write_outcome(outcome: Outcome) -> None:
+def write_outcome(outcome: TorchrunOutcome) -> None:
     """For the launcher, if there is one."""
     if path := os.environ.get(OUTCOME_VARIABLE):
         with contextlib.suppress(OSError):
             Path(path).write_bytes(msgspec.json.encode(outcome))
 
 
-def read_outcome(path: Path) -> Outcome:
+def read_outcome(path: Path) -> TorchrunOutcome:
     """What a torchrun that has ended wrote; an empty outcome where it wrote nothing."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Outcome)
+        return msgspec.json.decode(path.read_bytes(), type=TorchrunOutcome)
     except (OSError, msgspec.DecodeError):
-        return Outcome()
+        return TorchrunOutcome()

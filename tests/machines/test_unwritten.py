@@ -35,7 +35,7 @@ def test_a_job_whose_plan_is_not_taken_stops_with_the_reason_and_says_it_to_its_
     world = started()
     unwritten(world, "proposal", "plan-history")
     assert world.phase is JobPhase.STOPPED
-    assert done(world).reason.startswith(f"the store does not take its proposal and plan-history: {WHY}; the same")
+    assert done(world).reason.startswith(f"the store does not take its proposal and plan-history: {WHY}; ")
     world.join("alpha", pid=8)
     world.settle()
     assert any(isinstance(body, Rejected) for body in world.told["talpha"])
