@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elasticd.runtime.accelerator import CPU
-from elasticd.runtime.model.rng import Drawing, Dropout, kept
+from elasticd.runtime.model.rng import Drawing, Dropout, DropoutCut, kept
 from elasticd.runtime.parallel.packed_row import PackedRow
 
 
@@ -106,7 +106,7 @@ def ones(*shape: int) -> torch.Tensor:
     return torch.ones(*shape, device=CPU.device)
 
 
-def rowed(pieces: list[SequencePiece], x: torch.Tensor, cut: tuple[int, int] | None = None) -> torch.Tensor:
+def rowed(pieces: list[SequencePiece], x: torch.Tensor, cut: DropoutCut | None = None) -> torch.Tensor:
     """What a dropout makes of a packed row."""
     row = PackedRow(pieces, CPU.device)
     dropout = Dropout(0.5, "a")
@@ -123,8 +123,18 @@ def test_a_packed_row_has_the_masks_of_its_samples_one_after_the_other() -> None
     apart = padded(ones(2, 9, 5))
     row = rowed([SequencePiece.whole(7, 9), SequencePiece.whole(3, 4)], ones(1, 13, 5))
     assert torch.equal(row[0], torch.cat([apart[0], apart[1, :4]]))
-    cut = rowed([SequencePiece.whole(7, 9), SequencePiece.whole(3, 4)], ones(1, 13, 2), cut=(-1, 3))
+    pieces = [SequencePiece.whole(7, 9), SequencePiece.whole(3, 4)]
+    cut = rowed(pieces, ones(1, 13, 2), cut=DropoutCut(dim=-1, first=3, units=2))
     assert torch.equal(cut, row[..., 3:])
+
+
+def test_a_cut_of_units_of_several_elements_has_its_part_of_the_mask() -> None:
+    """Heads of four numbers: the second head's mask begins at the fifth number."""
+    whole, part = Dropout(0.5, "a"), Dropout(0.5, "a")
+    part.cut = DropoutCut(dim=-1, first=1, units=2)
+    for dropout in (whole, part):
+        dropout.drawing.samples = [7, 3]
+    assert torch.equal(part(ones(2, 9, 8)), whole(ones(2, 9, 16))[..., 4:12])
 
 
 def test_a_piece_of_a_sequence_has_its_part_of_the_mask() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elasticd.models.huggingface.adapters import adapters_of, base_model
 from elasticd.models.huggingface.anatomy import REMEDY, text_of
 from elasticd.models.huggingface.batches import FOR_LAYERS, HfBatches
 from elasticd.models.huggingface.init_weights import on_meta, own_init, with_buffers
@@ -33,15 +34,23 @@ _FLATTENED = {"opt": "blocks.0.layer.fc1"}
 
 def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> Model:
     """A `...ForCausalLM` as elasticd trains it: its own forward, cut by the `base_model_tp_plan` of its
-    configuration and the class's own `_tp_plan`. It is not changed.
+    configuration and the class's own `_tp_plan`. It is not changed. Of a model with LoRA adapters, PEFT's
+    get_peft_model gives one, the adapters are trained and the base stays as it is.
 
     A model with values, from_pretrained's say, starts from them (every rank must load the same); one that was
     made on the meta device from its own `_init_weights`, keyed by (seed, module). Raises ModelError for a model
     whose layers and what is around them cannot run on different stages, or not with the same result.
     """
+    model = base_model(model)
     refuse_at_sight(model)
+    adapters = adapters_of(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"all parameters of {type(model).__name__} are frozen: call requires_grad_(True) on those that are "
+            "to be trained"
+        )
     _warn_of_lengths(model)
-    proof, width = prove(model), text_of(model.config).hidden_size
+    proof, width = prove(model, adapters), text_of(model.config).hidden_size
     blank = on_meta(model)
     made = with_buffers(model) if blank else model
     sections = sections_of(made, proof.anatomy)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elasticd.models.huggingface import adapters
 from elasticd.runtime.model.model import Init
 from elasticd.runtime.model.validation import ModelError
 
@@ -47,9 +48,12 @@ def own_init(model: Any, theirs: Callable[[str], str]) -> Init:
 
     def init(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         path, _, leaf = theirs(name).rpartition(".")
-        owner = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(generator.initial_seed())
+            value = adapters.first_value(model, path, leaf)
+            if value is not None:
+                return value
+            owner = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
             model._init_weights(owner)
             _around(model, path, owner)
         return getattr(owner, leaf).detach()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticd.models.huggingface import tiny_config
+from elasticd.models.huggingface.adapters import Adapters, plain_modules
 from elasticd.models.huggingface.anatomy import (
     REMEDY,
     Anatomy,
@@ -91,16 +92,28 @@ class SmallModel:
         return NEAR.get(self.logits.dtype, 1e-3)
 
 
-def prove(model: Any) -> Proof:
+class Kind:
+    """Makes models of a class of a configuration, with adapters where there are any."""
+
+    def __init__(self, made: Any, adapters: Adapters | None) -> None:
+        self._made, self._adapters, self.__name__ = made, adapters, made.__name__
+
+    def __call__(self, config: Any) -> Any:
+        """A model with values."""
+        model = self._made(config)
+        return model if self._adapters is None else self._adapters.put_into(model)
+
+
+def prove(model: Any, adapters: Adapters | None = None) -> Proof:
     """Tries a model's sections on small copies. Raises ModelError where they are not the model."""
-    kind, config = type(model), model.config
+    kind, config = Kind(type(model), adapters), model.config
     with _on_the_side():
-        copy = _small(model)
+        copy = _small(model, kind)
         refuse_draws_and_state(copy)
         refuse_other_tokens(copy)
         anatomy, same_bits = compared(copy)
         exact, numbers = _with_changed_numbers(kind, copy.model.config)
-        numbers = [name for name in numbers if acts(copy, name)]
+        numbers = [name for name in numbers if acts(kind, copy, name)]
         _refuse_draws(kind, copy.model.config, tiny_config.dropouts(config))
         return Proof(
             model=kind.__name__,
@@ -145,13 +158,11 @@ def changed_alone(kind: Any, base: Any, name: str, value: Any) -> bool | None:
         ) from error
 
 
-def acts(copy: SmallModel, name: str) -> bool:
+def acts(kind: Any, copy: SmallModel, name: str) -> bool:
     """Whether the copy's logits are others with this number of its configuration changed."""
     config = copy.model.config
     try:
-        other = copy_of(
-            type(copy.model), tiny_config.with_numbers(config, {name: tiny_config.numbers(config)[name]})
-        )
+        other = copy_of(kind, tiny_config.with_numbers(config, {name: tiny_config.numbers(config)[name]}))
     except Exception:  # it cannot be changed alone
         return True
     return not torch.equal(other.logits, copy.logits)
@@ -413,16 +424,16 @@ def _draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> bool:
     return not torch.equal(before, torch.default_generator.get_state())
 
 
-def _small(model: Any) -> SmallModel:
+def _small(model: Any, kind: Any) -> SmallModel:
     """A small copy that has layers of every kind that the model has, and the same modules around them."""
-    kind, wanted = type(model), _kinds(model)
+    wanted = _kinds(model)
     try:
         base = tiny_config.small(model.config)
         with torch.device("meta"):
-            blank = kind(base)
+            blank = type(model)(base)
             if wanted - _kinds(blank):
                 base = tiny_config.small(model.config, tiny_config.MOST_LAYERS)
-                blank = kind(base)
+                blank = type(model)(base)
         if why := _another_model(model, blank):
             raise ModelError(f"a small copy of {kind.__name__} {why}, and cannot be compared: {REMEDY}")
         return copy_of(kind, base)
@@ -461,7 +472,7 @@ def _named(module: nn.Module, path: str = "") -> frozenset[tuple[str, type]]:
     """The modules in a module, by path and class; those of a list are alike."""
     return frozenset(
         (re.sub(r"\d+", "*", full), type(inner))
-        for full, inner in module.named_modules(prefix=path)
+        for full, inner in plain_modules(module, path)
         if not isinstance(inner, _NOTHING)
     )
 

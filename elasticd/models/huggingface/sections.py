@@ -176,7 +176,8 @@ class Section(nn.Module):
         standing: Mapping[str, nn.Module],
     ) -> nn.Module:
         made = done[id(module)] = bare(module)
-        made.__dict__.pop("generation_config", None)
+        for name in ("generation_config", "peft_config"):
+            made.__dict__.pop(name, None)
         self._outer.append(made)
         made._buffers = dict(module._buffers)
         for name, buffer in module._buffers.items():

@@ -8,14 +8,15 @@ is the same function.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
+from elasticd.models.huggingface.adapters import Forms, is_dora, plain_modules, plain_parameters, stand_in
 from elasticd.models.huggingface.anatomy import Anatomy, text_of
 from elasticd.models.huggingface.sections import Sections
-from elasticd.runtime.model.tp_rules import Column, PartialGrad, Row, Rule, Sharded, UnitsOf, sides_of
+from elasticd.runtime.model.tp_rules import Column, PartialGrad, Row, Rule, Sharded, UnitsOf, listed, sides_of
 
 _CUTS = ("colwise", "rowwise")
 #: Plans of models that carry none, by path in the layer: what is cut by columns, and what by rows.
@@ -68,7 +69,7 @@ def cuts_of(model: Any, sections: Sections, anatomy: Anatomy) -> Cuts:
     cuts = Cuts()
     layers = [block.layer for block in sections.blocks]
     for group, said in _groups(_plan(model, anatomy)).items():
-        holding = [layer for layer in layers if group in dict(layer.named_modules())]
+        holding = [layer for layer in layers if group in dict(plain_modules(layer))]
         try:
             found = [_Group(text_of(model.config), layer, group, said).cuts() for layer in holding]
             if any((f.rules, f.units) != (found[0].rules, found[0].units) for f in found):
@@ -81,7 +82,21 @@ def cuts_of(model: Any, sections: Sections, anatomy: Anatomy) -> Cuts:
             cuts.units |= f.units
     if cuts.rules:
         _vocabulary(model, sections, cuts)
-    return cuts
+    return _with_adapters(cuts, sections)
+
+
+def _with_adapters(cuts: Cuts, sections: Sections) -> Cuts:
+    """The cuts of a model by its names without adapters, as those of the model."""
+    forms = Forms(dict(sections))
+    units = {
+        kind: replace(
+            each,
+            attribute=forms.attributes(listed(each.attribute)),
+            ratio=forms.attributes(listed(each.ratio)),
+        )
+        for kind, each in cuts.units.items()
+    }
+    return Cuts(rules=forms.rules(cuts.rules), units=units, whole=cuts.whole)
 
 
 def _plan(model: Any, anatomy: Anatomy) -> dict[str, str]:
@@ -110,8 +125,9 @@ class _Group:
     """The modules of one group in one layer, and the plan's words for them."""
 
     def __init__(self, config: Any, layer: nn.Module, group: str, said: Mapping[str, str]) -> None:
-        self._modules = dict(layer.named_modules())
-        self._parameters = dict(layer.named_parameters())
+        self._modules = dict(plain_modules(layer))
+        self._parameters = dict(plain_parameters(layer))
+        self._dora = {path for path, module in plain_modules(layer, adapted=True) if is_dora(module)}
         self._name, self._kind = group, config.model_type
         self._said = {p: word for p, word in said.items() if p in self._modules or p in self._parameters}
         self._attention = "attn" in group or "attention" in group
@@ -145,6 +161,8 @@ class _Group:
         module: Any = self._modules[path]
         if not any(True for _ in module.parameters()):
             return
+        if path in self._dora:
+            raise _Whole(f"{path} has DoRA, which measures rows of the whole weight")
         pattern = f"blocks.*.layer.{path}.*"
         if said == "replicated_with_grad_allreduce":
             self._cut.rules[pattern] = PartialGrad()
@@ -251,15 +269,18 @@ def _number(config: Any, name: str) -> int:
 
 def _vocabulary(model: Any, sections: Sections, cuts: Cuts) -> None:
     """The projection to logits, and the embedding where they are tied."""
-    output = model.get_output_embeddings()
+    given, tokens = model.get_output_embeddings(), model.get_input_embeddings()
     plan = getattr(type(model), "_tp_plan", None) or {}
-    path = next((name for name, module in model.named_modules() if module is output), "")
+    path = next((name for name, module in model.named_modules() if module is given), "")
     said = plan.get(path, "" if plan else "colwise_gather_output")
-    name = sections.ours(path)
+    name, (output, _) = sections.ours(path), stand_in(given)
     if type(output) is not nn.Linear or said not in _GATHERS or not name.startswith("head."):
         return
+    table, _ = stand_in(tokens)
+    tied = isinstance(table, nn.Embedding) and output.weight is table.weight
+    if is_dora(given) or (tied and is_dora(tokens)):
+        return
     cuts.rules[f"{name}.*"] = Column("vocabulary", gather=True)
-    tokens = model.get_input_embeddings()
-    if isinstance(tokens, nn.Embedding) and output.weight is tokens.weight:  # tied: cut alike
+    if tied:  # cut alike
         path = next(name for name, module in model.named_modules() if module is tokens)
         cuts.rules[f"{sections.ours(path)}.weight"] = Row("vocabulary")

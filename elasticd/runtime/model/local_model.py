@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.model.bundle import unfit
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.model.rng import Drawing, Dropout
+from elasticd.runtime.model.rng import Drawing, Dropout, DropoutCut
 from elasticd.runtime.model.tp_rules import Sharded, attribute_holders, listed, sides_of
 from elasticd.runtime.model.validation import ModelError
 
@@ -171,7 +171,8 @@ def _prepare(
             submodule.drawing = drawing
             rule = model.rule(path)
             if isinstance(rule, Sharded):
-                submodule.cut = (rule.dim, unit_range(model.spec, rule.units, stage.shares, position).start)
+                units = unit_range(model.spec, rule.units, stage.shares, position)
+                submodule.cut = DropoutCut(dim=rule.dim, first=units.start, units=len(units))
     trains = any(parameter.kind == "trained" for parameter in model.spec.section(section))
     module.register_forward_hook(partial(_refuse_others, section, trains))
     drawing.watch(section, module)

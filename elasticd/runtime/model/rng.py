@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -248,20 +249,32 @@ def _dropped_on(kind: str) -> _Dropped:
     return call
 
 
+@dataclass(frozen=True, kw_only=True)
+class DropoutCut:
+    """Where the input of a dropout is cut in a TP group."""
+
+    dim: int  # the dimension of the input
+    first: int  # the first of this member's units
+    units: int  # its number of units; each has the same number of elements along `dim`
+
+    def start(self, size: int) -> int:
+        """The index in the full input of the first of `size` elements that this member has along `dim`."""
+        return self.first * (size // self.units) if self.units else 0
+
+
 class Dropout(nn.Module):
     """Drops elements of a tensor [samples, ...] with probability p, the same under every layout.
 
-    It takes the place of every nn.Dropout of a model. `site` names it; `cut` is the dimension along which its
-    input is cut in a TP group, if it is, and the global index of the first element there. Otherwise the input
-    may be a slice of the tokens: `first_token` says by their number which the first one is. `ready` has the
-    keys of the first draw in the pass of its section, [samples]; of a packed row [tokens], because each of its
-    tokens is dropped as in its sample."""
+    It takes the place of every nn.Dropout of a model. `site` names it; `cut` says where its input is cut in a
+    TP group, if it is. Otherwise the input may be a slice of the tokens: `first_token` says by their number
+    which the first one is. `ready` has the keys of the first draw in the pass of its section, [samples]; of a
+    packed row [tokens], because each of its tokens is dropped as in its sample."""
 
     def __init__(self, p: float, site: str = "") -> None:
         super().__init__()
         self.p, self.site = p, site
         self.drawing = Drawing()
-        self.cut: tuple[int, int] | None = None
+        self.cut: DropoutCut | None = None
         self.first_token: Callable[[int], int] | None = None
         self.ready: Tensor | None = None
 
@@ -278,8 +291,8 @@ class Dropout(nn.Module):
             return x
         start = [0] * (x.dim() - 1)
         if self.cut is not None:
-            dim, first = self.cut
-            start[dim % x.dim() - 1] = first
+            dim = self.cut.dim % x.dim()
+            start[dim - 1] = self.cut.start(x.shape[dim])
         elif self.first_token is not None and x.dim() > 1:
             start[0] = self.first_token(x.shape[1])
         keys, self.ready = self.ready, None
