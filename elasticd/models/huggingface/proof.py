@@ -92,7 +92,7 @@ class SmallModel:
         return NEAR.get(self.logits.dtype, 1e-3)
 
 
-class Kind:
+class ModelMaker:
     """Makes models of a class of a configuration, with adapters where there are any."""
 
     def __init__(self, made: Any, adapters: Adapters | None) -> None:
@@ -106,7 +106,7 @@ class Kind:
 
 def prove(model: Any, adapters: Adapters | None = None) -> Proof:
     """Tries a model's sections on small copies. Raises ModelError where they are not the model."""
-    kind, config = Kind(type(model), adapters), model.config
+    kind, config = ModelMaker(type(model), adapters), model.config
     with _on_the_side():
         copy = _small(model, kind)
         refuse_draws_and_state(copy)
