@@ -183,9 +183,9 @@ def plain_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield f"{path}.{leaf}" if path else leaf, parameter
 
 
-def is_dora(module: nn.Module) -> bool:
+def is_dora(module: Any) -> bool:
     """Whether a module's adapter also trains the length of each output's weights (DoRA)."""
-    return _is(module, _LORA_LAYER) and any(module.use_dora.values())  # type: ignore[operator,union-attr]
+    return _is(module, _LORA_LAYER) and any(module.use_dora.values())
 
 
 # -- rules -----------------------------------------------------------------------------------------------------
