@@ -394,6 +394,7 @@ class DoneRecord(StoredValue, frozen=True, kw_only=True, tag="job-done"):
     step: int  # updates in all
     epoch: int  # of the leader that wrote it
     reason: str = ""  # why it stopped (empty: it finished)
+    orderly: bool = False  # its workers were told to go, by a user who stopped it or by signals, and did
     at: float = 0.0  # unix seconds (0: release 0.1 did not say)
     version: int = RECORD_VERSION
 

@@ -142,5 +142,5 @@ def state_of_the_test(state_of_the_session: Iterator[Path], monkeypatch: pytest.
 def sigterm_is_no_jobs() -> Iterator[None]:
     """After SIGTERM a job ends its process within its grace: here that of other tests."""
     yield
-    sigterm = sys.modules.get("elasticd.runtime.control.sigterm")
+    sigterm = sys.modules.get("elasticd.runtime.control.preemption_notice")
     assert sigterm is None or sigterm._present is None, "a job of this test still waits for SIGTERM"

@@ -66,7 +66,7 @@ from elasticd_agent.hardware.processes import WorkerProcesses
 from elasticd_agent.hardware.sensors import Sensors
 from elasticd_agent.internal_errors import outlived
 from elasticd_agent.link_probe import Crossings
-from elasticd_agent.orphans import Torchruns
+from elasticd_agent.orphans import Torchruns, WorkerChildren
 from elasticd_agent.peer_reachability import Reaching
 from elasticd_agent.registration import Registrar
 from elasticd_agent.restart_rendezvous import Rounds
@@ -163,7 +163,7 @@ class Agent:
         def failed(reason: str) -> None:
             loop.call_soon_threadsafe(self._finish, reason)
 
-        self._torchruns = Torchruns(self._path)
+        self._torchruns, self._children = Torchruns(self._path), WorkerChildren()
         self._workers = Workers(self._path, self.record.node, self._config.agent.group)
         try:
             self._keeper = self._make_keeper()
@@ -241,6 +241,7 @@ class Agent:
                 task.cancel()
             rounds.close()
             self._torchruns.close()
+            self._children.close()
             await harms.close()
             records.close()
             await self._reaching.close()
@@ -295,7 +296,7 @@ class Agent:
             except Exception as error:
                 outlived("the memory of the highest epoch", error)
         self._state = state
-        for observe in (self._keeper.observe, self._torchruns.observe):
+        for observe in (self._keeper.observe, self._torchruns.observe, self._children.observe):
             try:
                 observe(event)
             except Exception as error:

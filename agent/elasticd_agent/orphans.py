@@ -1,8 +1,9 @@
-"""Workers of a torchrun that is gone: nobody would end them, and they would keep their devices.
+"""Orphans, which would keep their devices: workers of a torchrun that is gone, and children of dead workers.
 
 A torchrun marks its environment, which its workers inherit, and theirs after them: by itself as a process
 (`elasticd.system.process_mark`), and in restart mode by its name too. A worker that still imports torch is
-found by that, long before it could have asked the kernel to end with its parent.
+found by that, long before it could have asked the kernel to end with its parent. What a worker started is in
+its session (`elasticd.system.process_sessions`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 
 from elasticd.machines.agent.state import Event, Opened, Said
-from elasticd.system import process_mark
+from elasticd.system import process_mark, process_sessions
 from elasticd.wire.rendezvous import Join, Leave
 from elasticd.wire.unix_socket import SOCKET_VARIABLE, TORCHRUN_VARIABLE
+from elasticd.wire.worker import Goodbye, Hello
 
 #: Seconds until the second look: a torchrun may be killed in the moment in which it starts a worker.
 _AGAIN_SECONDS = 1.0
@@ -100,6 +102,61 @@ class Torchruns:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class WorkerChildren:
+    """The processes that this agent's workers start: those of one that dies, or drains, are ended after it. One
+    that ends its script in good order has settled its affairs. On the running loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._pidfds: dict[int, int] = {}
+        self._workers: dict[str, int] = {}
+        self._settled: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def observe(self, event: Event) -> None:
+        """Takes an event of the agent's machine. From a worker's `Hello` on its process is watched."""
+        if isinstance(event, Opened) and isinstance(event.body, Hello):
+            self._watch(event.client, event.pid)
+        elif isinstance(event, Said) and isinstance(event.body, Goodbye) and not event.body.drained:
+            self._settled.update(pid for client, pid in self._workers.items() if client == event.client)
+
+    def close(self) -> None:
+        """Ends all watching."""
+        for task in self._tasks:
+            task.cancel()
+        for pid in list(self._pidfds):
+            self._forget(pid)
+
+    def _watch(self, client: str, pid: int) -> None:
+        """Nothing for a worker that leads no session, as one that no torchrun started: it shares another's."""
+        if pid in self._pidfds or not process_sessions.is_led(pid):
+            return
+        with contextlib.suppress(OSError):
+            pidfd = os.pidfd_open(pid)
+            self._pidfds[pid], self._workers[client] = pidfd, pid
+            self._loop.add_reader(pidfd, self._gone, pid)
+
+    def _gone(self, pid: int) -> None:
+        self._forget(pid)
+        settled = pid in self._settled
+        self._settled.discard(pid)
+        if not settled:
+            task = self._loop.create_task(self._end(pid))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _end(self, pid: int) -> None:
+        if ended := await asyncio.to_thread(process_sessions.end, {pid}):
+            _log.warning("the processes %s are ended, which worker %d left", sorted(ended), pid)
+
+    def _forget(self, pid: int) -> None:
+        self._workers = {client: other for client, other in self._workers.items() if other != pid}
+        pidfd = self._pidfds.pop(pid, None)
+        if pidfd is not None:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
 
 
 def has_ended(pid: int) -> bool:

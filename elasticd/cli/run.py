@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.machinery import PathFinder
 from typing import Literal
 
 import click
@@ -52,6 +53,7 @@ MAX_RESTARTS = 10
     help="live: the script makes an elasticd.Job. restart: it makes none, and all workers start again when one "
     "fails. auto: live, and restart once the script asks for torch's own process group.",
 )
+@click.option("--module", "-m", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.argument("script", metavar="SCRIPT")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -61,6 +63,7 @@ def run(
     socket: str | None,
     max_restarts: int,
     mode: Literal["auto", "live", "restart"],
+    module: bool,
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
@@ -70,16 +73,16 @@ def run(
     so the others live on, and the dead one's device joins again with a new worker. The exit code is 0 if any
     worker saw the end of the job, else that of the first torchrun that failed.
 
+    Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 let the workers leave in good order: with a last checkpoint, if
+    the job keeps any. A second one ends them at once. The exit code is then 128 + the signal's number.
+
     Each worker sees one GPU, as cuda:0, and its LOCAL_RANK is 0. With several workers each computes with one
     thread, unless $OMP_NUM_THREADS says otherwise.
     """
     from elasticd.system.torchrun_launcher import THREADS_VARIABLE, Launch, launch
 
     least, most = _nodes(nnodes)
-    if not os.path.exists(script):
-        raise click.ClickException(
-            f"{script} is not there: name the training script, and its options behind it"
-        )
+    _find(script, module)
     need("torch", "elasticd run")
     gpus = _gpus(devices)
     what = Launch(
@@ -92,6 +95,7 @@ def run(
         max_restarts=max_restarts,
         mode=mode,
         command=(script, *arguments),
+        module=module,
     )
     if what.devices > 1 and THREADS_VARIABLE not in os.environ:
         click.echo(
@@ -100,6 +104,19 @@ def run(
             err=True,
         )
     sys.exit(launch(what))
+
+
+def _find(script: str, module: bool) -> None:
+    """Raises ClickException for a script that is not there, and a module that is in no package there."""
+    if not module and not os.path.exists(script):
+        raise click.ClickException(
+            f"{script} is not there: name the training script, and its options behind it (-m for a module)"
+        )
+    places = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    if module and PathFinder.find_spec(script.partition(".")[0], places) is None:
+        raise click.ClickException(
+            f"there is no module {script} here: name it as with python -m, in the folder that has its package"
+        )
 
 
 def _agent(socket: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""One line in place of torchrun's traceback where a worker failed: the worker has said why itself.
+"""One line in place of torchrun's traceback: a worker failed, which has said why itself, or a signal came.
 
 The handler lives in torchrun's process. What ends that process uncaught goes through `sys.excepthook`; ours
 speaks for failed workers alone and leaves everything else to the one before it.
@@ -10,6 +10,7 @@ import signal
 import sys
 from types import TracebackType
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
@@ -32,6 +33,9 @@ def install() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, ChildFailedError):
             print(said(error), file=sys.stderr, flush=True)
+        elif isinstance(error, SignalException):
+            text = f"elasticd: torchrun has ended its workers, as {_name(error.sigval)} told it to"
+            print(text, file=sys.stderr, flush=True)
         else:
             before(kind, error, trace)
 

@@ -10,6 +10,7 @@ from elasticd.names import name_refusal
 from elasticd.rendezvous import failure_message
 from elasticd.rendezvous.errors import RendezvousRefusal
 from elasticd.rendezvous.live_mode import Handler
+from elasticd.rendezvous.workers_end import listen_to_notices
 from elasticd.system import process_mark
 
 #: Seconds to wait for the agent's socket, so that agent and torchrun may be started side by side.
@@ -29,6 +30,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         raise RendezvousRefusal(why)
     seconds = _number(parameters, "agent_timeout", AGENT_SECONDS)
     failure_message.install()
+    listen_to_notices()
     # By it the agent knows the workers, if this process is killed and leaves them behind.
     os.environ[process_mark.VARIABLE] = process_mark.mark(os.getpid()) or ""
     if mode == "restart":

@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous import (
 from elasticd.codec.message import encode
 from elasticd.rendezvous.agent_requests import heard
 from elasticd.rendezvous.errors import ModeSwitch, RendezvousOver, RendezvousRefusal
-from elasticd.rendezvous.sigterm_echo import ignore_echoes
+from elasticd.rendezvous.workers_end import WorkersEnd
 from elasticd.system.launch_age import FRESH_VARIABLE, age_seconds
 from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE
 from elasticd.version import __version__
@@ -79,6 +79,7 @@ class Handler(RendezvousHandler):
         self._failure: WorkerFailure | None = None
         self._how: Literal["", "finished", "restart"] = ""
         self._asked_for_group = _listener()
+        self._workers = WorkersEnd()
 
     def get_backend(self) -> str:
         """As `RendezvousHandler.get_backend`: the value of `--rdzv-backend`."""
@@ -95,7 +96,10 @@ class Handler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Blocks until the job's nodes are complete. Raises RendezvousRefusal or RendezvousOver."""
+        """Blocks until the job's nodes are complete. Raises RendezvousRefusal or RendezvousOver, and SystemExit
+        where a signal has told this torchrun to end."""
+        self._workers.end_left()
+        self._workers.leave_if_told()
         joined = self._join()
         assert self._agent is not None
         store = RankStore(self._agent, joined)
@@ -115,7 +119,7 @@ class Handler(RendezvousHandler):
         Raises ModeSwitch or RendezvousRefusal where a worker asks for torch's process group, and RendezvousOver
         or RendezvousRefusal where the job ended before this worker made its Job.
         """
-        ignore_echoes()
+        self._workers.watch(leave=True)
         if self._agent is not None and (news := self._agent.news()) is not None:
             self._turned_away(news)
         if select.select([self._asked_for_group], [], [], 0)[0]:
@@ -143,12 +147,15 @@ class Handler(RendezvousHandler):
         self._failure, self._how = None, "finished"
 
     def shutdown(self) -> bool:
-        """Tells the agent that this torchrun leaves the job, and hangs up. Always True; harmless when called
-        again."""
+        """Tells the agent that this torchrun leaves the job, and hangs up. True; harmless when called again.
+        Raises SystemExit where a signal has told this torchrun to end."""
         self._asked_for_group.close()
+        if sys.exc_info()[0] is not None:  # a worker failed for good
+            self._workers.end_left()
         if self._agent is not None:
             self._agent.leave(Leave(job=self._job, failure=self._failure, how=self._how))
             self._agent = None
+        self._workers.leave_if_told()
         return True
 
     def _join(self) -> Joined:

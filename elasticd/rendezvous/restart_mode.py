@@ -34,6 +34,7 @@ from elasticd.rendezvous.backend import Backend
 from elasticd.rendezvous.errors import RendezvousOver, RendezvousRefusal
 from elasticd.rendezvous.sigterm_echo import ignore_echoes
 from elasticd.rendezvous.torch_state import first
+from elasticd.rendezvous.workers_end import WorkersEnd
 from elasticd.wire import unix_socket
 from elasticd.wire.rendezvous import WorkerFailure
 
@@ -101,10 +102,12 @@ class RestartHandler(DynamicRendezvousHandler):
         # By it the agent knows the workers, if this process is killed and leaves them behind.
         os.environ[unix_socket.TORCHRUN_VARIABLE] = self._backend.me
         self._partners: frozenset[str] = frozenset()
+        self._workers = WorkersEnd()
         self._server: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Blocks until a round is complete and its torchruns have met. Raises JobClosed or RendezvousOver."""
+        self._workers.end_left()
         self._backend.patient = False
         self._asking.patience = self._settings.timeout.join.total_seconds()
         while True:
@@ -136,6 +139,7 @@ class RestartHandler(DynamicRendezvousHandler):
         """Nodes that wait to join, or that were lost: for either the workers start again. An agent or a store
         that is away restarts nobody."""
         ignore_echoes()
+        self._workers.watch(leave=False)
         try:
             waiting = super().num_nodes_waiting()
         except RendezvousError:
@@ -155,6 +159,8 @@ class RestartHandler(DynamicRendezvousHandler):
     def shutdown(self) -> bool:
         """Ends this torchrun's part; as with torch's own backends the job is over with it, if it had a part."""
         failed = sys.exc_info()[0] is not None
+        if failed:
+            self._workers.end_left()
         self._asking.patience = _FAREWELL_SECONDS
         self._backend.closing = True
         if self._partners:

@@ -38,8 +38,13 @@ class JobOver(Exception):
 
 
 class Drained(SystemExit):
-    """This process has drained: the job goes on without it. As a SystemExit with code 0 it ends a script
-    in good order, before what follows the last step; and its torchrun starts no other in its place."""
+    """This process has drained: the job goes on without it, or was stopped. As a SystemExit with code 0 it ends
+    a script in good order, before what follows the last step; and its torchrun starts no other in its place.
 
-    def __init__(self) -> None:
+    Attributes:
+        reason: For the leader and people.
+    """
+
+    def __init__(self, reason: str = "it has drained, and the job goes on without it") -> None:
         super().__init__(0)
+        self.reason = reason

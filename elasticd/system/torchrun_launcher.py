@@ -18,6 +18,7 @@ starts several, so it is set here:
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,10 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from elasticd.system import torch_build
-from elasticd.system.end_signals import noted
+from elasticd.system import process_sessions, torch_build
+from elasticd.system.end_signals import NOTICES, noted
 from elasticd.system.launch_age import FRESH_VARIABLE, LAUNCHED_VARIABLE, launched_now
-from elasticd.system.parent_death_signal import ending_with_us
+from elasticd.system.parent_death_signal import ECHO_SECONDS, ending_with_us
 from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE, TorchrunOutcome, read_outcome
 from elasticd.wire.unix_socket import SLOT_VARIABLE, default_path
 
@@ -41,6 +42,8 @@ _ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 #: Seconds from the signal that ends torchruns to SIGKILL; torchrun itself gives its workers 30.
 GRACE = 40.0
 _POLL = 0.1
+#: Seconds in which a second Ctrl-C is the first one's echo: some programs pass on what a terminal sends to all.
+CTRL_C_SECONDS = 1.0
 #: Seconds for the other torchruns to end once one knows that its script makes no Job: no worker has trained.
 _SWITCH_SECONDS = 5.0
 
@@ -51,8 +54,9 @@ Mode = Literal["auto", "live", "restart"]
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What is to run: `command` is a script and its options; nodes from `least` to `most`, of as many
-    `devices` each. `gpus` names the GPU of each device, as CUDA does; it is empty on the CPU."""
+    """What is to run: `command` is a script, or where `module` is set a module's name, and its options; nodes
+    from `least` to `most`, of as many `devices` each. `gpus` names the GPU of each device, as CUDA does; it is
+    empty on the CPU."""
 
     job: str
     least: int
@@ -62,6 +66,7 @@ class Launch:
     socket: str | None
     max_restarts: int
     command: tuple[str, ...]
+    module: bool = False
     mode: Mode = "auto"
     fresh: bool = False  # the job begins anew, whatever checkpoints there are
     launched: str = field(default_factory=launched_now)
@@ -89,8 +94,9 @@ class _Ended:
 
 
 def launch(what: Launch) -> int:
-    """Runs until all torchruns have ended; the exit code. A signal that asks us to end goes on to them."""
-    with noted() as told, tempfile.TemporaryDirectory(prefix="elasticd-run-") as folder:
+    """Runs until all torchruns have ended; the exit code. A signal that asks us to end goes on to them as
+    SIGTERM, and their workers leave in good order; a second one ends all at once."""
+    with noted(NOTICES) as told, tempfile.TemporaryDirectory(prefix="elasticd-run-") as folder:
         ended = _run(what, what.mode, Path(folder), told)
         if ended.restart_mode and not told:
             _say("the script makes no elasticd.Job: it goes on in restart mode (--mode restart starts so)")
@@ -131,6 +137,7 @@ def _start(what: Launch, mode: Mode, index: int, folder: Path) -> _Torchrun:
         f"--rdzv-endpoint={what.socket or default_path()}",
         f"--rdzv-conf=mode={mode}",
         f"--rdzv-id={what.job}",
+        *(("-m",) if what.module else ()),
         *what.command,
     ]
     if mode == "restart":
@@ -182,14 +189,9 @@ def restart_environment(what: Launch, ours: Mapping[str, str]) -> dict[str, str]
 
 
 def _wait(torchruns: list[_Torchrun], told: list[int]) -> _Ended:
-    ended = _Ended()
-    passed = 0
+    ended, ending = _Ended(), _Ending(torchruns)
     while len(ended.codes) < len(torchruns) and not ended.restart_mode:
-        for number in told[passed:]:
-            passed += 1
-            for index, torchrun in enumerate(torchruns):
-                if index not in ended.codes:
-                    torchrun.process.send_signal(number)
+        ending.hear(told)
         for index, torchrun in enumerate(torchruns):
             if index not in ended.codes and (code := torchrun.process.poll()) is not None:
                 ended.codes[index] = code
@@ -209,6 +211,41 @@ def _why(outcomes: list[TorchrunOutcome]) -> str:
         return failures[0].line
     reason = next((outcome.reason for outcome in outcomes if outcome.reason), "")
     return reason or (f"a worker failed: {failures[0].line}" if failures else "")
+
+
+class _Ending:
+    """The end of all torchruns, as signals ask for it."""
+
+    def __init__(self, torchruns: list[_Torchrun]) -> None:
+        self._torchruns = torchruns
+        self._heard, self._heard_at = 0, 0.0
+
+    def hear(self, told: list[int]) -> None:
+        """Takes the signals that came since."""
+        for number in map(signal.Signals, told[self._heard :]):
+            now = time.monotonic()
+            if not self._heard:
+                self._heard_at = now
+                again = "Ctrl-C" if number is signal.SIGINT else "signal"
+                _say(
+                    f"{number.name}: the workers save and leave; a second {again} ends them at once"
+                )
+                for process in self._left():
+                    process.terminate()
+            elif now - self._heard_at > (CTRL_C_SECONDS if number is signal.SIGINT else ECHO_SECONDS):
+                _say(f"{number.name} again: all workers are ended at once")
+                self._at_once()
+            self._heard += 1
+
+    def _at_once(self) -> None:
+        left = self._left()
+        workers = {worker for process in left for worker in process_sessions.led_by_children(process.pid)}
+        for process in left:
+            process.kill()
+        process_sessions.end(workers, 0.0)
+
+    def _left(self) -> list[subprocess.Popen[bytes]]:
+        return [known.process for known in self._torchruns if known.process.poll() is None]
 
 
 def _say(text: str) -> None:

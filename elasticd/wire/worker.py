@@ -200,6 +200,7 @@ class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
     """A clean end follows. Silence before an exit is a death."""
 
     reason: str = ""  # why it ends, for people
+    drained: bool = False  # it was told to go: its script ends before what follows the last step
 
 
 class Pong(Message, frozen=True, kw_only=True, tag="pong"):
@@ -312,6 +313,7 @@ class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
     """The job cannot go on, as read from the store: say why and end."""
 
     reason: str  # for people
+    orderly: bool = False  # the workers were told to go: this is no failure
 
 
 class Closed(Message, frozen=True, kw_only=True, tag="job-closed"):

@@ -110,12 +110,21 @@ def test_more_workers_than_gpus_are_refused_unless_the_user_names_their_device(
         (("--nnodes", "3:2"), "the least must be between 1 and the most"),
         (("--nnodes", "x"), "must be a number or MIN:MAX"),
         ((), "is not there: name the training script"),
+        (("-m",), "there is no module missing.py here: name it as with python -m"),
     ],
 )
 def test_bad_options_are_refused_with_the_remedy(options: tuple[str, ...], said: str) -> None:
     result = CliRunner().invoke(elasticd, ["run", "--job", "j", "--devices", "2", *options, "missing.py"])
     assert result.exit_code
     assert said in result.output
+
+
+def test_a_module_goes_on_to_torchrun_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Launch] = []
+    monkeypatch.setattr("elasticd.system.torchrun_launcher.launch", launched.append)
+    command = ["run", "--job", "j", "--devices", "1", "-m", "tests.nothing", "--lr", "1", "-m"]
+    CliRunner(env={"ELASTICD_DEVICE": "cpu"}).invoke(elasticd, command)
+    assert [(what.module, what.command) for what in launched] == [(True, ("tests.nothing", "--lr", "1", "-m"))]
 
 
 def test_without_an_agent_all_torchruns_end_and_nothing_is_left(tmp_path: Path) -> None:

@@ -89,10 +89,10 @@ def test_a_node_that_is_told_to_go_leaves_and_the_others_go_on(job: Fleet) -> No
     tree = job.tree("run-b")
     for process in reversed(tree):
         process.send_signal(signal.SIGTERM)
-    until(lambda: "closing signal SIGTERM" in job.log("run-b"), job.said)
+    until(lambda: "SIGTERM: b/0 leaves the job" in job.log("run-b"), job.said)
     for process in tree:  # while torchrun waits for its worker
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGTERM)
     assert job.processes["run-b"].wait(300) == 128 + signal.SIGTERM
     goes_on_exactly(job, "a/0")
-    assert "Unable to shutdown process" not in job.log("run-b"), "torchrun had to kill"
+    assert not any(noise in job.log("run-b") for noise in ("Unable to shutdown", "Traceback", "failed (exit"))

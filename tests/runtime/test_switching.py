@@ -25,7 +25,7 @@ from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.records import Proposal, Recovery
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.comm.groups import PeerLost
-from elasticd.runtime.control import sigterm, user_exceptions
+from elasticd.runtime.control import preemption_notice, user_exceptions
 from elasticd.runtime.telemetry.main_thread import Where, shared
 from elasticd.wire.main_thread import WORDS, read
 from elasticd.wire.worker import (
@@ -127,8 +127,8 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    if sigterm._present is not None:  # of a job that this process does not end with
-        sigterm._present.restore()
+    if preemption_notice._present is not None:  # of a job that this process does not end with
+        preemption_notice._present.restore()
 
 
 def job(**changes: Any) -> elasticd.Job:

@@ -645,7 +645,7 @@ def _end(record: DoneRecord, workers: Iterable[Client]) -> tuple[Effect, ...]:
     last step; whoever stood by, or lost the others before it heard the last vote, learns of it from here."""
     body: ToWorker = Closed(reason=f"the job finished at step {record.step}")
     if record.reason:
-        body = Shutdown(reason=record.reason)
+        body = Shutdown(reason=record.reason, orderly=record.orderly)
     return tuple(AgentSend(client=worker.id, body=body) for worker in workers)
 
 

@@ -247,6 +247,7 @@ class StopTraining(SwitchEffect, frozen=True, kw_only=True):
     """End: the job is stopped from outside."""
 
     reason: str
+    orderly: bool = False  # the workers were told to go: this is no failure
 
 
 class LeaveJob(SwitchEffect, frozen=True, kw_only=True):
@@ -596,7 +597,8 @@ def drain(state: SwitchState, event: DrainRequested) -> _Step:
 
 def stop(state: SwitchState, event: Shutdown | Rejected) -> _Step:
     """The job is over for this rank, which ends."""
-    return to(state, phase=SwitchPhase.STOPPED), (StopTraining(reason=event.reason),)
+    orderly = isinstance(event, Shutdown) and event.orderly
+    return to(state, phase=SwitchPhase.STOPPED), (StopTraining(reason=event.reason, orderly=orderly),)
 
 
 P = SwitchPhase

@@ -35,7 +35,7 @@ from elasticd.runtime.comm.all_reduce_probe import Rehearser, plan_groups_of
 from elasticd.runtime.comm.communicators import settle
 from elasticd.runtime.control.agent_client import RejectedByAgent
 from elasticd.runtime.control.one_process import EndSignals, OneProcess, ended
-from elasticd.runtime.control.sigterm import NOTICE, PreemptionNotice
+from elasticd.runtime.control.preemption_notice import PreemptionNotice
 from elasticd.runtime.control.user_exceptions import Farewell, Uncaught
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import Dataset, SampleError
@@ -136,10 +136,10 @@ class Job(RankInfo):
             checkpointing: checkpoints on a shared disk, snapshots in memory. The default keeps neither.
             evaluation: held-out sets for `evaluate`.
             callbacks: called in order, on every rank of the plan; see `Callback`.
-            grace: seconds from SIGTERM until this process ends, whatever it is doing. Within them its state
-                moves to the other devices, and the script ends with exit code 0. If every worker gets the
-                signal, they make a last checkpoint, the job stops, and the exit code is 1. torchrun kills its
-                workers 30 s after it has passed the signal on.
+            grace: seconds from a signal until this process ends, whatever it is doing. Within them its state
+                moves to the other devices; if every worker gets the signal, they make a last checkpoint and
+                the job stops. The script ends with exit code 0. The signals are SIGTERM, SIGINT, SIGHUP, and
+                SIGUSR1 and SIGUSR2 unless the script has its own handlers for these two.
             old: keywords of release 0.1 that are fields of the groups now, with a DeprecationWarning.
 
         Raises:
@@ -280,10 +280,11 @@ class Job(RankInfo):
             "device": self.device,
         }
 
-    def _drain(self) -> None:
-        """Called after SIGTERM, on the thread of the notice."""
-        log.warning("SIGTERM: %s leaves the job once others, or a checkpoint, have its state", self.device)
-        self._control.send(DrainNotice(reason=NOTICE, saves=self._saver is not None))
+    def _drain(self, signal_name: str) -> None:
+        """Called after a signal that is notice, on the thread of the notice."""
+        text = "%s: %s leaves the job once others, or a checkpoint, have its state"
+        log.warning(text, signal_name, self.device)
+        self._control.send(DrainNotice(reason=signal_name, saves=self._saver is not None))
         self._switcher.begin_drain()
 
     def _hear(self, message: ToWorker) -> None:
@@ -396,8 +397,8 @@ class Job(RankInfo):
                 yield from self._with_callbacks(self._loop.run(total))
             except JobOver:
                 yield from self._with_callbacks(self._loop.missed())  # perhaps the last step
-        except Drained:
-            self._leave("it has drained, and the job goes on without it")
+        except Drained as drained:
+            self._leave(drained.reason, drained=True)
             raise
         except GeneratorExit as closed:
             if self._failed:
@@ -479,15 +480,15 @@ class Job(RankInfo):
                 maker.end()
         self._switcher.end()
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, *, drained: bool = False) -> None:
         self._notice.restore()
-        self._part(reason)
+        self._part(reason, drained=drained)
         self._notify(lambda each: each.on_end(self))
 
-    def _part(self, reason: str) -> None:
+    def _part(self, reason: str, *, drained: bool = False) -> None:
         self._end_threads()
         self._uncaught.restore()
-        self._control.close(Goodbye(reason=reason))
+        self._control.close(Goodbye(reason=reason, drained=drained))
 
     # -- between two steps -----------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ from elasticd.runtime.api.step import Step
 from elasticd.runtime.checkpoint.saver import Saver
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
 from elasticd.runtime.control.control import Control
-from elasticd.runtime.control.sigterm import NOTICE
 from elasticd.runtime.control.user_exceptions import lost_within, raised
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
@@ -112,7 +111,7 @@ class Loop:
             if made >= total:
                 self.control.send(self._finished(made))
             elif done is not None and done.outcome.last:
-                self.control.send(DrainNotice(reason=NOTICE))
+                self.control.send(DrainNotice(reason="it made its last checkpoint"))
             if done is not None:
                 yield self._step(engine.plan.number, done.outcome.vote)
             if done is None or made >= total:

@@ -332,9 +332,11 @@ class Switcher:
                 self._rejoin()
             case sw.LeaveJob():
                 raise Drained
-            case sw.StopTraining(reason=reason):
+            case sw.StopTraining(reason=reason, orderly=orderly):
                 if self._over is not None:
                     raise JobOver(self._over)
+                if orderly:
+                    raise Drained(reason)
                 raise self._stopped(reason)
 
     def _move(self, number: int) -> None:

@@ -22,7 +22,7 @@ def notice(turn: Turn, worker: Worker, body: DrainNotice) -> None:
     if worker.left or worker.raised is not None:
         return
     before = worker.draining
-    turn.worker(worker, draining=body.reason, saves=body.saves)
+    turn.worker(worker, draining=before or body.reason, saves=body.saves)
     if before:
         return
     turn.set(remedy=None, decided=None)
@@ -50,7 +50,7 @@ def all_drain(turn: Turn) -> None:
     if there and not _saving(job):
         reasons = ", ".join(dict.fromkeys(worker.draining for worker in there))
         why = job.stopping or f"all workers drain ({reasons})"
-        stop(turn, f"{why}, after step {job.progress.step}")
+        stop(turn, f"{why}, after step {job.progress.step}", orderly=True)
 
 
 def _saving(job: JobState) -> bool:

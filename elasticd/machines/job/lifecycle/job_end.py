@@ -35,18 +35,23 @@ AGAIN = "the same command starts it again"
 ANEW = "with --fresh 'elasticd run' trains it from the beginning"
 
 
-def stop(turn: Turn, why: str) -> None:
-    """The job cannot go on: it is recorded, with why and what to do."""
+def stop(turn: Turn, why: str, *, orderly: bool = False) -> None:
+    """The job cannot go on: it is recorded, with why and what to do. orderly: its workers were told to go, by a
+    user or by signals, so that nothing has failed."""
     job = turn.job
     if job.phase in OVER:
         return
     reason = f"{shortened(why, MOST_REASON)}; {AGAIN}"
-    records: list[Proposal | DoneRecord] = [DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=reason)]
+    done = DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=reason, orderly=orderly)
+    records: list[Proposal | DoneRecord] = [done]
     if job.proposal is not None and job.proposal.status == "open":
         records.insert(0, aborted(job.proposal, turn.epoch, why))
-    turn.enter(JobPhase.STOPPED, reason=reason, proposal=None, asked=None, done_epoch=turn.epoch)
+    turn.enter(
+        JobPhase.STOPPED, reason=reason, orderly=orderly, proposal=None, asked=None, done_epoch=turn.epoch
+    )
     turn.effects.append(CancelPlan(job=job.job))
-    _answer_waiting(turn, Rejected(reason=f"job {job.job} is over: {reason}"))
+    answer = Closed if orderly else Rejected
+    _answer_waiting(turn, answer(reason=f"job {job.job} is over: {reason}"))
     told = turn.told("stopped", f"stopped: {reason}", step=job.progress.step)
     turn.write(*records, notes=(told,))
 
@@ -60,9 +65,8 @@ def unwritten(turn: Turn, event: Unwritten) -> None:
 
 def end_unwritten(turn: Turn, event: Unwritten) -> None:
     """The store did not take the end of the job with what was written beside it: the end itself is small."""
-    job = turn.job
     if len(event.records) > 1 and tag_of(DoneRecord) in event.records:
-        turn.write(DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason))
+        turn.write(_done_again(turn))
 
 
 def _answer_waiting(turn: Turn, body: Rejected | Closed) -> None:
@@ -80,7 +84,12 @@ def affirm(turn: Turn) -> None:
     job = turn.job
     if job.done_epoch < turn.epoch:
         turn.set(done_epoch=turn.epoch)
-        turn.write(DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason))
+        turn.write(_done_again(turn))
+
+
+def _done_again(turn: Turn) -> DoneRecord:
+    job = turn.job
+    return DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason, orderly=job.orderly)
 
 
 def aborted(proposal: Proposal, epoch: int, why: str) -> Proposal:

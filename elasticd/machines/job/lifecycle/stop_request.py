@@ -48,7 +48,7 @@ def asked(turn: Turn, event: StopAsked) -> None:
 
 def at_once(turn: Turn, event: StopAsked) -> None:
     """Nothing trains that could be saved: the job ends now."""
-    stop(turn, f"{BY_REQUEST}{event.by}, after step {turn.job.progress.step}")
+    stop(turn, f"{BY_REQUEST}{event.by}, after step {turn.job.progress.step}", orderly=True)
 
 
 def remind(turn: Turn, node: str) -> None:
@@ -92,4 +92,4 @@ def due(turn: Turn) -> None:
         return
     deserted = job.settle_until is None and all(worker.left for worker in job.workers.values())
     if deserted or turn.now >= job.stop_at:
-        stop(turn, f"{job.stopping}, after step {job.progress.step}")
+        stop(turn, f"{job.stopping}, after step {job.progress.step}", orderly=True)

@@ -344,6 +344,7 @@ class JobState(Value, frozen=True, kw_only=True):
     batch: BatchSummary | None = None  # the newest packed batch
     progress: JobProgress = JobProgress()  # the newest step
     done_epoch: int = 0  # epoch of the job's end in the store
+    orderly: bool = False  # it ended since its workers were told to go, by a user who stopped it or by signals
     stopping: str = ""  # who stops the job (empty: nobody)
     stop_at: float = 0.0  # when it ends then, at the latest
     thrown: tuple[Thrown, ...] = ()  # exceptions of the script's own code, newest last

@@ -52,6 +52,7 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
         else None,
         progress=JobProgress(step=last.step if last is not None else 0, at=now, slowest=_step_seconds(plan)),
         done_epoch=stored.done.epoch if stored.done is not None else 0,
+        orderly=stored.done is not None and stored.done.orderly,
         snapshots=SnapshotSets(
             begun={plan.number: stored.plan.step} if plan is not None and stored.plan else {}
         ),

@@ -1,4 +1,4 @@
-"""SIGTERM as a notice: heard whatever the process is at, and an end when the grace is over."""
+"""Signals as a notice: heard whatever the process is at, and an end when the grace is over."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 #: Each runs in a process of its own, says what happened on stdout, and is told to go by us.
 HEAD = """
 import os, signal, sys, threading, time
-from elasticd.runtime.control.sigterm import PreemptionNotice
+from elasticd.runtime.control.preemption_notice import PreemptionNotice
 def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-notice = PreemptionNotice(float(sys.argv[1]), lambda: say("told"))
+notice = PreemptionNotice(float(sys.argv[1]), lambda name: say("told", name))
 """
 SLEEPS = "notice.install(); say('ready'); time.sleep(600)"
 #: The main thread is in C and gives nobody its turn but the interpreter's own threads.
@@ -34,6 +34,15 @@ RESTORED = """
 notice.install(); notice.restore()
 say(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, 'ready')
 time.sleep(600)
+"""
+#: As `nohup` and a script of the user's own leave a signal.
+TAKEN = """
+import faulthandler
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGUSR1, lambda number, frame: say('usr1'))
+faulthandler.register(signal.SIGUSR2, file=open('/dev/null', 'w'))
+notice.install(); say('ready')
+while True: time.sleep(0.01)
 """
 IGNORED = "signal.signal(signal.SIGTERM, signal.SIG_IGN); notice.install(); say('ready'); time.sleep(600)"
 FORKS = """
@@ -95,15 +104,34 @@ def test_it_is_heard_at_once_and_the_process_ends_in_good_order_when_the_grace_i
     child = start(body, 0.5)
     assert child.line() == "ready"
     child.tell()
-    assert child.line() == "told"
+    assert child.line() == "told SIGTERM"
     assert child.process.wait(60) == 0, "torchrun takes nothing else for an end that it need not mend"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_other_signals_that_say_that_the_process_will_end_are_notice_too(start, number) -> None:
+    child = start(SLEEPS, 0.5)
+    assert child.line() == "ready"
+    child.tell(number)
+    assert child.line() == f"told {number.name}"
+    assert child.process.wait(60) == 0, "SIGINT raises no KeyboardInterrupt"
+
+
+def test_signals_that_the_script_uses_or_ignores_are_left_to_it(start) -> None:
+    child = start(TAKEN)
+    assert child.line() == "ready"
+    for number in (signal.SIGHUP, signal.SIGUSR2, signal.SIGUSR1):
+        child.tell(number)
+    assert child.line() == "usr1"
+    child.tell(signal.SIGINT)
+    assert child.line() == "told SIGINT"
 
 
 def test_an_echo_is_none_and_a_second_signal_ends_the_process_at_once(start) -> None:
     child = start(SLEEPS)
     assert child.line() == "ready"
     child.tell()
-    assert child.line() == "told"
+    assert child.line() == "told SIGTERM"
     child.tell()
     deadline = time.monotonic() + 60
     while child.process.poll() is None:  # as somebody who loses patience
@@ -117,7 +145,7 @@ def test_the_handler_that_was_there_is_called_too(start) -> None:
     child = start(HANDLED)
     assert child.line() == "ready"
     child.tell()
-    assert {child.line(), child.line()} == {"told", f"theirs {signal.SIGTERM:d}"}
+    assert {child.line(), child.line()} == {"told SIGTERM", f"theirs {signal.SIGTERM:d}"}
 
 
 def test_restored_the_signal_is_what_it_was(start) -> None:
@@ -139,7 +167,7 @@ def test_a_child_by_fork_is_ended_by_it_and_its_parent_is_not_told(start) -> Non
     child = start(FORKS)
     assert child.line() == f"child {signal.SIGTERM:d}"
     child.tell()
-    assert child.line() == "told"
+    assert child.line() == "told SIGTERM"
 
 
 def test_other_signals_go_to_a_loop_that_came_later_and_sigterm_to_us(start) -> None:
@@ -148,16 +176,16 @@ def test_other_signals_go_to_a_loop_that_came_later_and_sigterm_to_us(start) -> 
     child.tell(signal.SIGUSR1)
     assert child.line() == "usr1"
     child.tell()
-    assert child.line() == "told"
+    assert child.line() == "told SIGTERM"
 
 
 def test_nothing_is_installed_from_another_thread() -> None:
     import threading
 
-    from elasticd.runtime.control.sigterm import PreemptionNotice
+    from elasticd.runtime.control.preemption_notice import PreemptionNotice
 
     before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=PreemptionNotice(1.0, lambda: None).install)
+    thread = threading.Thread(target=PreemptionNotice(1.0, lambda name: None).install)
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before
