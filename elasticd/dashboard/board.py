@@ -275,6 +275,7 @@ class Board:
         for job, row in steps.items():
             if row.tokens is not None:
                 self.known.cluster.tokens.setdefault(job, row.tokens)
+            self.known.cluster.remembered[job] = row
         self.redraw()
 
 

@@ -32,7 +32,7 @@ from elasticd.coordinator.api_types import (
 )
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.dashboard.history import about
+from elasticd.dashboard.history import StepRow, about
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
 
@@ -99,6 +99,8 @@ class ClusterNow:
     measured: dict[str, Table] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)  # of the newest step of each job
     steps: dict[str, StepRecord] = field(default_factory=dict)  # the newest of each job
+    #: the newest of each job that the history had at the start: what is not measured any more is as it was then
+    remembered: dict[str, StepRow] = field(default_factory=dict)
 
 
 class Knowledge:
@@ -197,6 +199,8 @@ class Knowledge:
                 self.cluster.steps.setdefault(name, before.steps[name])
             if name in before.tokens:
                 self.cluster.tokens.setdefault(name, before.tokens[name])
+            if name in before.remembered:
+                self.cluster.remembered.setdefault(name, before.remembered[name])
         if before.store_away != self.cluster.store_away:
             self.store_since = at
         self._place()
@@ -348,7 +352,7 @@ def take(cluster: ClusterNow, news: live.AnyNews) -> Iterable[str]:
     elif isinstance(news, live.JobGone):
         for held in (cluster.jobs, cluster.plans, cluster.proposed, cluster.members, cluster.halts):
             held.pop(news.job, None)
-        for kept in (cluster.measured, cluster.tokens, cluster.steps):
+        for kept in (cluster.measured, cluster.tokens, cluster.steps, cluster.remembered):
             kept.pop(news.job, None)
     elif isinstance(news, live.PlanNews):
         (cluster.proposed if news.proposed else cluster.plans)[news.job] = news.plan
@@ -433,6 +437,8 @@ def expected(
             predicted = news.job.predicted_seconds
     if plan is not None and table is not None and table.plan == plan.number == number:
         bound = balanced_seconds(plan, table, cluster.rates)
+    elif table is None and (row := cluster.remembered.get(job)) is not None and row.plan == number:
+        bound = row.bound
     if bound is not None and seconds:
         bound = min(bound, seconds)
     return predicted, bound

@@ -34,7 +34,7 @@ def answered(problem: Problem, plans: Mapping[str, Plan]) -> Answer:
     plan = plans.get(slow)
     if plan is None:
         return Answer(plan=None, refusal=f"no plan for {slow!r}")
-    prediction = Prediction(step_seconds=0.1, bound_seconds=0.1)
+    prediction = plan.prediction or Prediction(step_seconds=0.1, bound_seconds=0.1)
     return Answer(plan=plan.replace(prediction=prediction, reason=slow), current_seconds=10.0)
 
 

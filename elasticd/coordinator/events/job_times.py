@@ -109,7 +109,7 @@ class JobClock:
         self._between: deque[float] = deque(maxlen=USUAL_STEPS)  # seconds between two steps, without a cause
         self._since: set[str] = set()  # kinds of events since the last step
         self._plan, self._of_plan = -1, list[float]()  # the newest plan's seconds, sorted
-        self._healthy: float | None = None
+        self._fastest: float | None = None  # the least median of the plans before it
         self._told: set[str] = set()  # kinds of events since the last proposal
         self.replans: Counter[str] = Counter()  # proposals by their reason
         self.moved_bytes = 0  # sent in switches, checksums included
@@ -168,13 +168,18 @@ class JobClock:
     def _paced(self, record: StepRecord) -> None:
         """The first step of a plan pays for what is done once."""
         if record.plan != self._plan:
+            self._fastest = self._healthy
             self._plan, self._of_plan = record.plan, []
-            return
-        if record.seconds > 0 and len(self._of_plan) < MOST_STEPS:
+        elif len(self._of_plan) < MOST_STEPS:
             insort(self._of_plan, record.seconds)
-            if len(self._of_plan) >= LEAST_STEPS:
-                middle = self._of_plan[len(self._of_plan) // 2]
-                self._healthy = middle if self._healthy is None else min(self._healthy, middle)
+
+    @property
+    def _healthy(self) -> float | None:
+        """Seconds of a step at the healthy speed: the median of the fastest plan."""
+        medians = [] if self._fastest is None else [self._fastest]
+        if len(self._of_plan) >= LEAST_STEPS:
+            medians.append(self._of_plan[len(self._of_plan) // 2])
+        return min(medians, default=None)
 
     @property
     def time(self) -> JobTime | None:
