@@ -148,7 +148,7 @@ def _jobs(
     for restarting in cluster.restarts if every_job else cluster.restarts[:MOST_JOBS]:
         yield ""
         yield from _restarting(restarting)
-    if more := len(running) - len(full):
+    if not every_job and (more := len(running) - len(full)):
         yield from ("", Text(f"and {more} more jobs that run: elasticd jobs", style="dim"))
     if over and not every_job:
         yield from ("", *jobs_over(over))

@@ -205,6 +205,7 @@ def _trained(job: KnownJob, comparison: Comparison) -> None:
     cluster.pace(SLOW_DEVICE, SLOWDOWN)
     cluster.runs(2, SECOND_STEPS)
     until(lambda: cluster.events("gained"), cluster.events)
+    compare_top(job, comparison)
     steps = cluster.finish()
     assert set(cluster.wait(300).values()) == {0}
     until(
@@ -246,6 +247,16 @@ def compare_prediction(job: KnownJob, comparison: Comparison) -> None:
     comparison.holds("why: nothing is compared with the guess", "9." not in text, text, "a ratio near 1")
 
 
+def compare_top(job: KnownJob, comparison: Comparison) -> None:
+    """While the second plan runs: the screen that shows what runs."""
+    screen, truth = job.says("top", "--once"), job.truth
+    wall = wall_seconds(truth)
+    comparison.near("top: steps/s", _after(screen, "steps/s"), 1 / wall, 0.1, 0.03)
+    comparison.near("top: tokens/s", _after(screen, "tokens/s"), TOKENS / wall, 0.1)
+    losses = {f"{step.loss:.4f}" for step in truth[-3:]}
+    comparison.holds("top: loss", any(loss in screen for loss in losses), screen, f"one of {losses}")
+
+
 def compare_all(job: KnownJob, comparison: Comparison) -> None:
     """Every figure of a job that is over."""
     truth = job.truth
@@ -270,6 +281,11 @@ def wall_seconds(truth: Sequence[StepTruth]) -> float:
 def own_seconds(truth: Sequence[StepTruth], plan: int) -> float:
     """Of a step itself under a plan: the median, without the first one, which waits for the switch."""
     return median(step.seconds for step in [step for step in truth if step.plan == plan][1:])
+
+
+def _late(truth: Sequence[StepTruth]) -> float:
+    """By which part emulated times may be off: a machine that is too busy for them makes steps longer."""
+    return 0.1 + 2 * max(0.0, max(step.seconds for step in truth[-3:]) / PREDICTED - 1)
 
 
 def _status(job: KnownJob) -> Any:
@@ -372,7 +388,7 @@ def _compare_row(
     comparison.near(f"{where}: predicted tokens/s", row["predicted"], TOKENS / PREDICTED, 0.02)
     # All that the two devices compute, by 1/slowdown: 4 micro-batches of 3 blocks, and of 1 block at a third.
     bound = (4 * 3 * BLOCK + 4 * BLOCK) / (1 + 1 / SLOWDOWN)
-    comparison.near(f"{where}: bound", row["bound"], TOKENS / bound, 0.2)
+    comparison.near(f"{where}: bound", row["bound"], TOKENS / bound, _late(truth))
     of_bound = row["within_steps"] / (row["bound"] or 1.0)
     comparison.holds(f"{where}: of bound", of_bound <= 1 + 1e-9, f"{of_bound:.0%}", "at most 100 %")
     comparison.same(f"{where}: plan", row["plan"], last.plan)
@@ -408,7 +424,9 @@ def _compare_job_page(where: str, ask: Ask, truth: Sequence[StepTruth], comparis
         comparison.near(f"job {where}: parts of stage {stage['stage']}", spent, stage["total"], 0.02)
         computed = stage["seconds"]["forward"] + stage["seconds"]["backward"]
         name = f"job {where}: computation of stage {stage['stage']}"
-        comparison.near(name, computed, 4 * 3 * BLOCK, 0.15)  # three blocks, or one at a third of the speed
+        comparison.near(
+            name, computed, 4 * 3 * BLOCK, _late(truth)
+        )  # three blocks, or one at a third of the speed
 
 
 def _compare_steps(where: str, ask: Ask, truth: Sequence[StepTruth], comparison: Comparison) -> None:
@@ -482,10 +500,6 @@ def _compare_text(job: KnownJob, truth: Sequence[StepTruth], comparison: Compari
     comparison.same("jobs: step", line[2], str(last.step + 1))
     comparison.same("jobs: loss", line[3], f"{last.loss:.4f}")
     comparison.near("jobs: tokens/s", _number(line[4]), TOKENS / wall)
-    screen = job.says("top", "--once")
-    comparison.near("top: steps/s", _after(screen, "steps/s"), 1 / wall, 0.05, 0.03)
-    comparison.near("top: tokens/s", _after(screen, "tokens/s"), TOKENS / wall)
-    comparison.near("top: loss", _after(screen, "loss"), last.loss, 0.0, 1e-4)
     screen = job.says("status", "--all")
     comparison.near("status: tokens/s", _after(screen, "tokens/s"), TOKENS / wall)
     comparison.near("status: loss", _after(screen, "loss"), last.loss, 0.0, 1e-4)
