@@ -488,6 +488,7 @@ class Answers:
 #: Paths of the one page.
 PAGES = (
     "/",
+    "/jobs",
     "/jobs/{job}",
     "/jobs/{job}/plans",
     "/jobs/{job}/plans/{number}",

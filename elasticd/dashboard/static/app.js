@@ -10,25 +10,27 @@ import { patterns } from "./heat.js";
 import { news } from "./news.js";
 import { chip } from "./page.js";
 import "./pages/act.js";
-import "./pages/cluster.js";
+import { over } from "./pages/cluster.js";
 import "./pages/device.js";
 import "./pages/events.js";
 import "./pages/job.js";
+import "./pages/jobs.js";
 import "./pages/login.js";
 import "./pages/plan.js";
 import "./pages/switch.js";
 import "./schedule.js";
-import { asked, get, here, jobHref, recording, session, to } from "./source.js";
+import { asked, get, here, recording, session, to } from "./source.js";
 /** @import { Viewer } from "../tools/api.d.ts" */
 
 /** Milliseconds until a page that is hidden gives its stream back. */
 const HIDDEN = 60_000;
-/** Jobs that have a place in the bar. */
+/** Jobs that run and have a place in the bar; the others are behind "Jobs". */
 const JOBS = 5;
 
 /** @type {[RegExp, (match: RegExpMatchArray, query: string) => {title: string, page: unknown}][]} */
 const ROUTES = [
   [/^\/$/, () => ({ title: "Cluster", page: html`<ed-cluster></ed-cluster>` })],
+  [/^\/jobs$/, () => ({ title: "Jobs", page: html`<ed-jobs></ed-jobs>` })],
   [
     /^\/jobs\/([^/]+)\/?$/,
     ([, job]) => ({
@@ -245,7 +247,7 @@ class App extends Part {
   }
 
   links() {
-    const jobs = news.cluster?.jobs ?? [];
+    const jobs = (news.cluster?.jobs ?? []).filter((job) => recording || !over(job)).slice(0, JOBS);
     const [path] = this.address.split("?");
     /** @param {string} href  @param {unknown} words  @param {boolean} current */
     const link = (href, words, current) =>
@@ -253,14 +255,11 @@ class App extends Part {
         <a href=${to(href)} aria-current=${current ? "page" : nothing}>${words}</a>
       </li>`;
     const act = recording ? nothing : link("/act", "Act", path === "/act");
+    const shown = jobs.map((job) => `/jobs/${encodeURIComponent(job.job)}`);
+    const isOf = (/** @type {string} */ href) => path === href || path.startsWith(`${href}/`);
     return html`${link("/", "Cluster", path === "/" || path.startsWith("/devices/"))}
-    ${jobs.slice(0, JOBS).map((job) => {
-      const href = `/jobs/${encodeURIComponent(job.job)}`;
-      const current = path === href || path.startsWith(`${href}/`);
-      return html`<li>
-        <a href=${jobHref(job.job)} aria-current=${current ? "page" : nothing}>${job.job}</a>
-      </li>`;
-    })}
+    ${jobs.map((job, index) => link(shown[index], job.job, isOf(shown[index])))}
+    ${link("/jobs", "Jobs", isOf("/jobs") && !shown.some(isOf))}
     ${link("/events", "Events", path === "/events")}${act}`;
   }
 

@@ -266,6 +266,7 @@ export class Chart extends LitElement {
     ctx.font = `${11 * ratio}px ${colour("--sans")}`;
     ctx.lineWidth = ratio;
     ctx.textAlign = "center";
+    ctx.textBaseline = "bottom";
     let last = -Infinity; // where the last sign stands: signs that would cover each other are left out
     for (const mark of this.marks) {
       const x = Math.round(plot.valToPos(mark.x, "x", true));
@@ -278,7 +279,7 @@ export class Chart extends LitElement {
       ctx.stroke();
       ctx.fillStyle = colour("--ink");
       if (x - last < 9 * ratio) continue;
-      ctx.fillText(mark.glyph, x, bbox.top - 3 * ratio);
+      ctx.fillText(mark.glyph, x, bbox.top);
       last = x;
     }
     this.levels.forEach((level, index) => {
@@ -292,7 +293,8 @@ export class Chart extends LitElement {
       ctx.fillStyle = colour("--ink");
       // Two levels are often close: one has its name above its line, the other below.
       ctx.textAlign = "left";
-      ctx.fillText(level.label, bbox.left + 6 * ratio, index % 2 ? y + 13 * ratio : y - 4 * ratio);
+      ctx.textBaseline = index % 2 ? "top" : "bottom";
+      ctx.fillText(level.label, bbox.left + 6 * ratio, y + (index % 2 ? 3 : -2) * ratio);
     });
     ctx.restore();
   }

@@ -20,7 +20,10 @@ const writers = new Map();
 function written(digits) {
   let found = writers.get(digits);
   if (!found) {
-    found = new Intl.NumberFormat("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+    found = new Intl.NumberFormat("en-US", {
+      minimumFractionDigits: digits,
+      maximumFractionDigits: digits,
+    });
     writers.set(digits, found);
   }
   return found;

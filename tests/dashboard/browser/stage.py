@@ -201,6 +201,20 @@ class Stage:
         self._exits.callback(run.stop)
         return run
 
+    def start_job_that_is_over(self, name: str) -> None:
+        """Starts a job on the first node that waits for a node more than there are, and stops it."""
+        options = ("--job", name, "--nnodes", str(len(self.nodes) + 1), "--devices", "1")
+        script = (worker.__file__, str(self.folder), "--steps", "1")
+        run = Torchrun(
+            self.folder, "run", *options, "--socket", self.socket(self.nodes[0]), *script, program="elasticd"
+        )
+        try:
+            until(lambda: self.asked(lambda api: api.status().job(name)), lambda: run.said, seconds=PATIENCE)
+            self.asked(lambda api: (api.stop(name, 0.0, by="the stage"),))
+            until(lambda: self.asked(lambda api: api.status().job(name).over), seconds=PATIENCE)  # type: ignore[union-attr]
+        finally:
+            run.stop()
+
     # -- what the leader says ----------------------------------------------------------------------------------
 
     def reached(self, ask: Callable[[Api], T]) -> T | None:

@@ -23,8 +23,10 @@ from tests.dashboard.browser.stage import JOB, OPERATOR, VIEWER, Stage
 
 #: How many times slower a device is made: on a busy machine much of an emulated slowness is lost.
 SLOW = 8.0
+OVER = "old"
 PAGES = (
     "/",
+    "/jobs",
     f"/jobs/{JOB}",
     f"/jobs/{JOB}/plans/1",
     f"/jobs/{JOB}/switch",
@@ -37,6 +39,7 @@ PAGES = (
 @pytest.fixture(scope="module")
 def stage(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with Stage(tmp_path_factory.mktemp("stage"), coordinators=2) as made:
+        made.start_job_that_is_over(OVER)
         made.start_job()
         yield made
 
@@ -237,6 +240,9 @@ def test_viewer_sees_everything_and_can_do_nothing(browser: Browser, stage: Stag
 def test_wrong_token_is_said_and_a_right_one_becomes_a_cookie(browser: Browser, stage: Stage) -> None:
     with Person(browser, stage.url) as somebody:
         somebody.page.goto(f"/jobs/{JOB}")
+        expect(
+            somebody.page.get_by_text("The token stays in the memory of the dashboard's server")
+        ).to_be_visible()
         somebody.page.get_by_label("Token").fill("not-a-token-of-anybody")
         somebody.page.get_by_role("button", name="Sign in").click()
         expect(somebody.page.get_by_role("alert")).to_contain_text("token")
@@ -271,17 +277,41 @@ def test_no_page_has_a_violation_that_axe_knows(browser: Browser, stage: Stage, 
 
 
 @pytest.mark.slow
-@pytest.mark.full
-def test_pages_fit_at_twice_the_size(browser: Browser, stage: Stage) -> None:
-    """A window of 1,280 pixels at 200 % has 640: nothing is wider than that."""
+@pytest.mark.parametrize("width", [390, pytest.param(640, marks=pytest.mark.full)])
+def test_no_page_is_wider_than_a_narrow_window(browser: Browser, stage: Stage, width: int) -> None:
+    """A phone's window, and one of 1,280 pixels at 200 %."""
     settled(stage)
-    with Person(browser, stage.url, viewport={"width": 640, "height": 480}) as person:
+    until(lambda: stage.asked(lambda api: api.status().nodes[0].health))
+    with Person(browser, stage.url, viewport={"width": width, "height": 480}) as person:
         person.sign_in(OPERATOR)
         for path in PAGES:
             person.go(path)
             expect(person.page.locator("main .panel").first).to_be_visible()
             person.page.wait_for_timeout(300)
             assert person.overflow() <= 0, path
+        person.go("/devices/alpha/1")
+        charts = person.page.locator("section[aria-labelledby=health-title] ed-chart")
+        expect(charts.nth(1)).to_be_visible()
+        boxes = charts.evaluate_all("all => all.map(each => each.getBoundingClientRect().toJSON())")
+        columns = {round(box["left"]) for box in boxes}
+        assert len(columns) == (1 if width < 600 else 2)
+        assert all(box["width"] > 250 for box in boxes), "each can be read"
+
+
+@pytest.mark.slow
+def test_a_job_that_is_over_has_no_tab_and_no_row_among_those_that_run(alice: Person, stage: Stage) -> None:
+    tabs = alice.page.get_by_label("Pages").get_by_role("link")
+    expect(tabs).to_have_text(["Cluster", JOB, "Jobs", "Events", "Act"])
+    expect(alice.row(OVER)).to_have_count(0)
+    alice.page.get_by_role("link", name="1 job is over").click()
+    expect(alice.page.get_by_role("heading", level=1)).to_have_text("Jobs")
+    expect(alice.row(OVER)).to_contain_text("stopped")
+    expect(alice.row(JOB)).to_have_count(1)
+    alice.row(OVER).get_by_role("link", name=OVER).click()
+    expect(alice.page.get_by_role("heading", level=1)).to_have_text(OVER)
+    expect(alice.page.get_by_label("Pages").locator("[aria-current=page]")).to_have_text("Jobs")
+    assert not alice.page.get_by_role("button", name=f"by place in {OVER}").count()
+    assert not alice.reloaded
 
 
 @pytest.mark.slow

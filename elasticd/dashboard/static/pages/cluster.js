@@ -6,7 +6,7 @@ import { STATES, legend } from "../heat.js";
 import { counted, figure, listed, number, percent, slowdown, age as lasted } from "../format.js";
 import { news } from "../news.js";
 import { Page, chip, facts, head } from "../page.js";
-import { deviceHref, jobHref, planHref, to } from "../source.js";
+import { deviceHref, jobHref, planHref, recording, to } from "../source.js";
 /** @import { Abnormal, ClusterView, DeviceCell, JobRow, NodeRow } from "../../tools/api.d.ts" */
 /** @import { Band } from "../heat.js" */
 
@@ -35,6 +35,9 @@ const PHASES = {
 
 /** @param {string} phase @returns {[string, string]} */
 export const toned = (phase) => PHASES[phase] ?? ["info", "…"];
+
+/** Nothing follows: the job is done, or was stopped. @param {JobRow} job */
+export const over = (job) => job.phase === "done" || job.phase === "stopped";
 
 /** Phases in which steps are made. */
 const TRAINS = ["running", "restart mode", "proposed", "aborting"];
@@ -103,7 +106,7 @@ class ClusterPage extends Page {
 
   /** @param {ClusterView} known */
   map(known) {
-    const placed = known.jobs.filter((job) => job.plan !== null && job.devices > 0);
+    const placed = known.jobs.filter((job) => !over(job) && job.plan !== null && job.devices > 0);
     const job = placed.find((each) => each.job === this.place);
     const drawn = job ? byPlace(known, job) : null;
     const bands = drawn?.bands ?? this.hosts(known.nodes);
@@ -240,54 +243,67 @@ class ClusterPage extends Page {
       }`;
   }
 
-  /** @param {ClusterView} known */
+  /** Those that run; in a report all, for it is of a job that may be over. @param {ClusterView} known */
   jobs(known) {
-    return html`<header><h2 id="jobs-title">Jobs</h2></header>
+    const shown = recording ? known.jobs : known.jobs.filter((job) => !over(job));
+    const more = known.jobs.length - shown.length;
+    const others = more
+      ? html`<p>
+          <a href=${to("/jobs")}>${counted(more, "job")} ${more === 1 ? "is" : "are"} over</a>
+        </p>`
+      : nothing;
+    return html`<header>
+        <h2 id="jobs-title">Jobs</h2>
+        ${others}
+      </header>
       ${
-        known.jobs.length === 0
+        shown.length === 0
           ? html`<p class="empty">
-              No job: start one with
-              <code>elasticd run --job NAME SCRIPT</code>.
+              No job runs: start one with
+              <code>elasticd run SCRIPT</code>.
             </p>`
-          : html`<div class="scroll" tabindex="0" role="group" aria-label="Jobs">
-              <table class="data">
-                <thead>
-                  <tr>
-                    <th scope="col">job</th>
-                    <th scope="col">phase</th>
-                    <th scope="col" class="num">step</th>
-                    <th scope="col" class="num">loss</th>
-                    <th scope="col" class="num">tokens/s</th>
-                    <th scope="col" class="num">of predicted</th>
-                    <th scope="col" class="num">of bound</th>
-                    <th scope="col" class="num">ETTR</th>
-                    <th scope="col" class="num">plan</th>
-                    <th scope="col" class="num">devices</th>
-                    <th scope="col">last event</th>
-                  </tr>
-                </thead>
-                <tbody>
-                  ${known.jobs.map(row)}
-                </tbody>
-              </table>
-            </div>`
+          : jobTable(shown)
       }`;
   }
 }
 
+/** A row for each job. @param {JobRow[]} jobs */
+export const jobTable = (jobs) =>
+  html`<div class="scroll" tabindex="0" role="group" aria-label="Jobs">
+    <table class="data">
+      <thead>
+        <tr>
+          <th scope="col">job</th>
+          <th scope="col">phase</th>
+          <th scope="col" class="num">step</th>
+          <th scope="col" class="num">loss</th>
+          <th scope="col" class="num">tokens/s</th>
+          <th scope="col" class="num">of predicted</th>
+          <th scope="col" class="num">of bound</th>
+          <th scope="col" class="num">ETTR</th>
+          <th scope="col" class="num">plan</th>
+          <th scope="col" class="num">devices</th>
+          <th scope="col">last event</th>
+        </tr>
+      </thead>
+      <tbody>
+        ${jobs.map(row)}
+      </tbody>
+    </table>
+  </div>`;
+
 /** @param {JobRow} job */
 function row(job) {
   const [tone, glyph] = toned(job.phase);
-  const over = (/** @type {number | null} */ most) =>
-    job.within_steps && most ? job.within_steps / most : null;
+  const of = (/** @type {number | null} */ most) => (job.within_steps && most ? job.within_steps / most : null);
   return html`<tr>
     <th scope="row"><a href=${jobHref(job.job)}>${job.job}</a></th>
     <td>${chip(tone, glyph, job.phase)}</td>
     <td class="num">${number(job.step)}</td>
     <td class="num">${number(job.loss, 4)}</td>
     <td class="num">${number(job.tokens_per_second)}</td>
-    <td class="num">${percent(over(job.predicted), 0)}</td>
-    <td class="num">${percent(over(job.bound), 0)}</td>
+    <td class="num">${percent(of(job.predicted), 0)}</td>
+    <td class="num">${percent(of(job.bound), 0)}</td>
     <td class="num">${percent(job.ettr)}</td>
     <td class="num">
       ${job.plan === null ? "–" : html`<a href=${planHref(job.job, job.plan)}>${job.plan}</a>`}${
@@ -322,13 +338,14 @@ function answer(known) {
     .filter((each) => each.what === "link" || each.what === "job")
     .map((each) => `${each.what} ${each.name} ${each.state}`);
   const wrong = [...said, ...nodes.slice(0, 3)];
-  const running = known.jobs.filter((job) => TRAINS.includes(job.phase)).length;
-  const all = known.jobs.length;
+  const live = recording ? known.jobs : known.jobs.filter((job) => !over(job));
+  const running = live.filter((job) => TRAINS.includes(job.phase)).length;
+  const all = live.length;
   const jobs =
     all === 0
       ? "No job runs."
       : all === 1
-        ? `Job ${known.jobs[0].job} ${running ? "trains" : `does not train: it is ${known.jobs[0].phase}`}.`
+        ? `Job ${live[0].job} ${running ? "trains" : `does not train: it is ${live[0].phase}`}.`
         : `${running} of ${all} jobs ${running === 1 ? "trains" : "train"}.`;
   return wrong.length
     ? html`${chip("warn", "▲", listed(wrong))} ${jobs}`

@@ -133,7 +133,11 @@ function verdict(view, cell) {
 function slow(view, rate) {
   const { time, measured, decided } = view.slowdown;
   const now = Math.max(news.now(), time[time.length - 1] ?? 0);
-  const known = { time: [...time, now], measured: [...measured, null], decided: [...decided, rate] };
+  const known = {
+    time: [...time, now],
+    measured: [...measured, null],
+    decided: [...decided, rate],
+  };
   const limits = view.thresholds;
   if (!time.length) return html`<p class="empty">No step was measured on it yet.</p>`;
   return html`<ed-chart
@@ -258,7 +262,7 @@ function health(view) {
         values: scaled,
       },
     ];
-    return html`<div class="third">
+    return html`<div class="small-chart">
       <ed-chart
         label=${name}
         unit=${larger}

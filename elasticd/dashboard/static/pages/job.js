@@ -210,8 +210,19 @@ class JobPage extends Page {
       .marks=${this.marks}
       .curves=${[
         { label: "over wall time", hue: 1, values: columns.tokens_per_second },
-        { label: "within steps", hue: 5, dash: [12, 3], values: columns.within_steps },
-        { label: "predicted", hue: 2, dash: [8, 4], values: columns.predicted, guess: true },
+        {
+          label: "within steps",
+          hue: 5,
+          dash: [12, 3],
+          values: columns.within_steps,
+        },
+        {
+          label: "predicted",
+          hue: 2,
+          dash: [8, 4],
+          values: columns.predicted,
+          guess: true,
+        },
         { label: "bound", hue: 3, dash: [2, 4], values: columns.bound },
       ]}
     ></ed-chart>`;

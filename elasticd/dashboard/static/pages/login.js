@@ -1,5 +1,5 @@
 // @ts-check
-/** Who is at the browser: a token is exchanged for a cookie that scripts cannot read. */
+/** Who is at the browser: a token is exchanged for a random word in a cookie that scripts cannot read. */
 
 import { html, nothing } from "../vendor/lit.js";
 import { Part } from "../element.js";
@@ -79,7 +79,8 @@ class LoginPage extends Part {
           <button class="primary" ?disabled=${this.running}>Sign in</button>
         </div>
         <p class="small muted">
-          It is kept in a cookie that scripts cannot read, and in neither storage nor address.
+          The token stays in the memory of the dashboard's server. Your browser gets a random word for it, in a
+          cookie that scripts cannot read.
         </p>
       </form>
     </section>`;
