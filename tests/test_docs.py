@@ -15,6 +15,7 @@ import click
 import pytest
 
 from elasticd.cli.app import elasticd
+from tests.pages import commands
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("planner/elasticd_planner", "migration/elasticd_migration", "elasticd", "agent/elasticd_agent")
@@ -133,6 +134,47 @@ def test_commands_and_options_that_pages_show_exist() -> None:
                 assert named <= options, f"{page.name}: {line}"
             seen += 1
     assert seen > 40
+
+
+def test_each_command_of_a_page_is_run_by_a_test_or_says_why_not() -> None:
+    """The tables are in tests/pages/commands.py; each of their lines stands on a page."""
+    shown = commands.shown_commands()
+    run = {*commands.ALONE, *commands.OF_A_CLUSTER}
+    unknown = [f"{each.page}:{each.line}: {each.text}" for each in shown if not _classified(each.text, run)]
+    assert not unknown, "say in tests/pages/commands.py where it is run, or why not:\n" + "\n".join(unknown)
+    texts = {each.text for each in shown}
+    assert not (run - texts), "no page shows these any more"
+    idle = [regex for regex in commands.NOT_HERE if not any(re.fullmatch(regex, t, re.DOTALL) for t in texts)]
+    assert not idle, "no page shows these any more"
+
+
+def _classified(text: str, run: set[str]) -> bool:
+    return text in run or commands.reason(text) is not None
+
+
+def test_commands_within_sentences_exist() -> None:
+    """Code of a line that begins with `elasticd`; brackets and capitals stand for what the user gives."""
+    seen = 0
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for text in re.findall(r"`elasticd ([a-z][^`]*)`", " ".join(page.read_text().split())):
+            words = re.sub(r"[\[\]|\\]", " ", text).split()
+            command: click.Command = elasticd
+            while isinstance(command, click.Group) and words:
+                if words[0] not in command.commands:
+                    assert command is not elasticd, f"{page.name}: elasticd {text}"
+                    break
+                command = command.commands[words.pop(0)]
+            options = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+            named = {word.partition("=")[0] for word in words if word.startswith("-")}
+            assert command.name == "run" or named <= {*options, "--help"}, f"{page.name}: elasticd {text}"
+            seen += 1
+    assert seen > 100
+
+
+def test_elasticd_is_never_installed_from_an_index() -> None:
+    """It is in none, so that anybody may register its name there."""
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]:
+        assert not re.search(r"pip install[^`\n]* ['\"]?elasticd", page.read_text()), page.name
 
 
 def test_examples_that_pages_show_run_as_they_are() -> None:
