@@ -1,0 +1,1 @@
+"""Pages as tests: their commands are run, and what tutorials show is compared with what is printed."""
