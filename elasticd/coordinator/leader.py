@@ -633,7 +633,7 @@ class Leading:
         """The body of `GET /metrics`; `clocks` as read in the loop, where this is called beside it."""
         away = self.writer is not None and self.writer.away
         clocks = self.clocks() if clocks is None else clocks
-        return self.metrics.text(self.state, self.connections, away, clocks, time.time())
+        return self.metrics.text(self.state, self.connections, away, clocks, time.time(), len(self.feed))
 
     def clocks(self) -> dict[str, ClockReading]:
         """Where the time of each job went, and how fast it trains."""

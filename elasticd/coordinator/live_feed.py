@@ -153,8 +153,9 @@ class LiveFeed:
         self._devices_at = self._pulse_at = 0.0
         self._closed = False
 
-    def __bool__(self) -> bool:
-        return bool(self._listeners)
+    def __len__(self) -> int:
+        """The listeners there are."""
+        return len(self._listeners)
 
     # -- what the leader notes -----------------------------------------------------------------------------
 

@@ -56,6 +56,9 @@ FAMILIES = {
     ),
     "elasticd_leader_epoch": Family("gauge", (), "Epoch of this leader; it grows with each leader."),
     "elasticd_store_away": Family("gauge", (), "1 while etcd does not answer and decisions wait, else 0."),
+    "elasticd_live_listeners": Family(
+        "gauge", (), "Programs that listen to all that the leader tells: each dashboard is one."
+    ),
     "elasticd_agents_connected": Family("gauge", (), "Agents that are connected to the leader."),
     "elasticd_node_connected": Family("gauge", ("node",), "1 while the node's agent is connected, else 0."),
     "elasticd_node_draining": Family("gauge", ("node",), "1 while the node is drained, else 0."),
@@ -153,6 +156,17 @@ FAMILIES = {
     "elasticd_job_stalled_seconds": Family(
         "gauge", ("job",), "Seconds since the newest step was reported; 0 for a job that is over."
     ),
+    "elasticd_job_stopping_seconds": Family(
+        "gauge",
+        ("job",),
+        "Seconds since somebody asked for the job's end that has not come; 0 where nobody did.",
+    ),
+    "elasticd_job_checkpoint_age_seconds": Family(
+        "gauge",
+        ("job",),
+        "Seconds since the newest checkpoint of a job that runs, or since its first step where it has a folder "
+        "for checkpoints and has made none.",
+    ),
     "elasticd_job_lost_seconds": Family(
         "counter",
         ("job", "cause"),
@@ -225,11 +239,12 @@ class LeaderMetrics:
         store_away: bool,
         clocks: Mapping[str, ClockReading] | None = None,
         now: float = 0.0,
+        listeners: int = 0,
     ) -> bytes:
         """The exposition: counters, then the gauges of `state`; `clocks` say where the time of jobs went, and
-        `now` is the unix time that they are read at."""
+        `now` is the unix time that they are read at. `listeners` are those of the live feed."""
         registry = CollectorRegistry()
-        registry.register(_Now(state, connections, store_away, clocks or {}, now))
+        registry.register(_Now(state, connections, store_away, clocks or {}, now, listeners))
         return generate_latest(self._registry) + generate_latest(registry)
 
 
@@ -243,9 +258,10 @@ class _Now(Collector):
         store_away: bool,
         clocks: Mapping[str, ClockReading],
         now: float,
+        listeners: int,
     ) -> None:
         self._state, self._connections, self._away = state, connections, store_away
-        self._clocks, self._at = clocks, now
+        self._clocks, self._at, self._listeners = clocks, now, listeners
 
     def collect(self) -> Iterator[Metric]:
         nodes = sorted(self._state.nodes.values(), key=lambda node: node.record.node)
@@ -254,6 +270,7 @@ class _Now(Collector):
         slowdowns = [((node, device.name), slow.get(device.name, 1.0)) for node, device in devices]
         yield _family("elasticd_leader_epoch", [((), self._state.epoch)])
         yield _family("elasticd_store_away", [((), self._away)])
+        yield _family("elasticd_live_listeners", [((), self._listeners)])
         yield _family("elasticd_agents_connected", [((), len(self._connections))])
         yield _family("elasticd_node_connected", [((node.record.node,), node.connected) for node in nodes])
         yield _family("elasticd_node_draining", [((node.record.node,), node.record.draining) for node in nodes])
@@ -315,6 +332,10 @@ def _times_of(
     if clock is None:
         return
     over, time = job.phase in OVER, clock.time
+    asked = clock.stop_asked_at if job.stopping and not over else None
+    yield "elasticd_job_stopping_seconds", (), max(0.0, now - asked) if asked is not None else 0.0
+    if not over and (since := _checkpointed(job, clock)) is not None:
+        yield "elasticd_job_checkpoint_age_seconds", (), max(0.0, now - since)
     if time is not None:
         for name, value in (("ettr", time.ettr), ("goodput", time.goodput)):
             if (found := value(None if over else now)) is not None:
@@ -339,6 +360,14 @@ def _speed_of(speed: TrainingSpeed | None) -> Iterator[tuple[str, tuple[str, ...
         "elasticd_job_tokens_per_second": speed.tokens_per_second,
     }
     yield from ((name, (), value) for name, value in values.items() if value is not None)
+
+
+def _checkpointed(job: JobState, clock: ClockReading) -> float | None:
+    """When the newest checkpoint was made (unix seconds), or the first step of a job that could make one."""
+    if clock.checkpoint_at is not None:
+        return clock.checkpoint_at
+    able = any(worker.saves_now for worker in job.workers.values())
+    return clock.time.began if able and clock.time is not None else None
 
 
 def _gauges_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:

@@ -227,9 +227,7 @@ class _Ending:
             if not self._heard:
                 self._heard_at = now
                 again = "Ctrl-C" if number is signal.SIGINT else "signal"
-                _say(
-                    f"{number.name}: the workers save and leave; a second {again} ends them at once"
-                )
+                _say(f"{number.name}: the workers save and leave; a second {again} ends them at once")
                 for process in self._left():
                     process.terminate()
             elif now - self._heard_at > (CTRL_C_SECONDS if number is signal.SIGINT else ECHO_SECONDS):

@@ -22,7 +22,7 @@ from elasticd.coordinator.events.job_times import JobClock
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.metrics import FAMILIES, LeaderMetrics
 from elasticd.machines.coordinator.machine import CoordinatorState
-from elasticd.machines.job.state.job_state import JobPhase, fresh
+from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker, fresh
 from elasticd.records import Keys
 from elasticd.store.protocol import KeyValue
 from elasticd.wire.rendezvous import Leave
@@ -194,13 +194,13 @@ def test_alert_rules_ask_for_metrics_that_are_there_and_name_a_page() -> None:
 
 def test_the_time_of_a_job_is_in_the_metrics_as_on_its_page() -> None:
     clock = JobClock()
-    clock.event("job_gathered", {})
-    clock.event("proposed", {"number": 1})
+    clock.event("job_gathered", {}, 0.0)
+    clock.event("proposed", {"number": 1}, 0.0)
     for step in range(8):
         clock.step(StepRecord(step=step, plan=1, loss=1.0, tokens=10, seconds=1.0, time=100.0 + step))
-    clock.event("fenced", {})
-    clock.event("proposed", {"number": 2})
-    clock.event("swapped", {"bytes_sent": 7})
+    clock.event("fenced", {}, 0.0)
+    clock.event("proposed", {"number": 2}, 0.0)
+    clock.event("swapped", {"bytes_sent": 7}, 0.0)
     clock.step(StepRecord(step=6, plan=2, loss=1.0, tokens=10, seconds=1.0, time=113.0))
     reading = clock.reading
     job = fresh("j", JobPhase.RUNNING, 0.0)
@@ -216,3 +216,31 @@ def test_the_time_of_a_job_is_in_the_metrics_as_on_its_page() -> None:
     assert found["elasticd_job_lost_seconds_total", (("cause", "recovery"), ("job", "j"))] == 5.0
     assert found["elasticd_job_lost_seconds_total", (("cause", "repeated steps"), ("job", "j"))] == 2.0
     assert found["elasticd_job_ettr", labels] == pytest.approx(7 / 16)
+
+
+def test_the_age_of_the_newest_checkpoint_and_of_a_wish_to_stop_are_metrics_of_a_job_that_runs() -> None:
+    clock, labels = JobClock(), (("job", "j"),)
+    clock.step(StepRecord(step=0, plan=1, loss=1.0, tokens=10, seconds=1.0, time=101.0))
+    running, replace = fresh("j", JobPhase.RUNNING, 0.0), msgspec.structs.replace
+    worker = Worker(device="a/0", incarnation="i", node="a", client="c", pid=1, saves_now=True)
+
+    def scraped(job: JobState, now: float) -> Samples:
+        state = CoordinatorState(epoch=1, jobs={"j": job})
+        text = LeaderMetrics().text(state, Connections(), False, {"j": clock.reading}, now, 3)
+        return samples(text.decode())
+
+    found = scraped(running, 150.0)
+    assert ("elasticd_job_checkpoint_age_seconds", labels) not in found, "it has no folder for checkpoints"
+    assert found["elasticd_job_stopping_seconds", labels] == 0.0
+    assert found["elasticd_live_listeners", ()] == 3
+    able = replace(running, workers={worker.device: worker})
+    assert scraped(able, 150.0)["elasticd_job_checkpoint_age_seconds", labels] == 50.0, "since its first step"
+    clock.event("checkpoint", {"step": 1}, 140.0)
+    clock.event("checkpoint", {"step": 2}, 145.0)
+    clock.event("stopping", {"by": "alice"}, 147.0)
+    found = scraped(replace(able, stopping="stopped by alice"), 150.0)
+    assert found["elasticd_job_checkpoint_age_seconds", labels] == 5.0
+    assert found["elasticd_job_stopping_seconds", labels] == 3.0
+    found = scraped(replace(able, stopping="stopped by alice", phase=JobPhase.STOPPED), 150.0)
+    assert found["elasticd_job_stopping_seconds", labels] == 0.0
+    assert ("elasticd_job_checkpoint_age_seconds", labels) not in found, "an old job alarms nobody"

@@ -118,7 +118,7 @@ def lost(kind: str, gap: float) -> dict[str, float]:
     for step in steps(10):
         clock.step(step)
     last = steps(10)[-1]
-    clock.event(kind, {})
+    clock.event(kind, {}, 0.0)
     clock.step(StepRecord(step=10, plan=1, loss=2.0, tokens=40, seconds=0.1, time=last.time + gap + 0.1))
     assert clock.time is not None
     return clock.time.lost

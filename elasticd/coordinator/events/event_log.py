@@ -114,7 +114,7 @@ class Journal:
             self._paused(event)
         known = self._clocks.get(event.job)
         for clock in self._clocks.values() if not event.job else () if known is None else (known,):
-            clock.event(event.kind, event.data)
+            clock.event(event.kind, event.data, event.time)
 
     def _paused(self, event: EventRecord) -> None:
         """A rank's pause in a switch: the longest is the job's."""

@@ -93,6 +93,8 @@ class ClockReading(Value, frozen=True, kw_only=True):
     time: JobTime | None  # None: no step was made yet
     replans: dict[str, int]  # proposals by reason
     moved_bytes: int  # sent in switches
+    checkpoint_at: float | None = None  # unix seconds of the newest checkpoint
+    stop_asked_at: float | None = None  # unix seconds of the newest wish to stop the job
     speed: TrainingSpeed | None = None  # of its newest steps (None: not asked, or no step was made yet)
 
 
@@ -113,9 +115,12 @@ class JobClock:
         self._told: set[str] = set()  # kinds of events since the last proposal
         self.replans: Counter[str] = Counter()  # proposals by their reason
         self.moved_bytes = 0  # sent in switches, checksums included
+        self._at: dict[str, float] = {}  # unix seconds of the newest event, by the kinds that are read
 
-    def event(self, kind: str, data: Mapping[str, Any]) -> None:
-        """Something happened to the job, or to its cluster."""
+    def event(self, kind: str, data: Mapping[str, Any], time: float) -> None:
+        """Something happened to the job, or to its cluster, at this time in unix seconds."""
+        if kind in ("checkpoint", "stopping"):
+            self._at[kind] = time
         self._since.add(kind)
         if kind == "proposed":
             self.replans[_first(REASONS, self._told, "other")] += 1
@@ -200,7 +205,13 @@ class JobClock:
     @property
     def reading(self) -> ClockReading:
         """All that was counted so far."""
-        return ClockReading(time=self.time, replans=dict(self.replans), moved_bytes=self.moved_bytes)
+        return ClockReading(
+            time=self.time,
+            replans=dict(self.replans),
+            moved_bytes=self.moved_bytes,
+            checkpoint_at=self._at.get("checkpoint"),
+            stop_asked_at=self._at.get("stopping"),
+        )
 
     @property
     def pending(self) -> str:
