@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.machinery import PathFinder
+import time
+from pathlib import Path
 from typing import Literal
 
 import click
 
 from elasticd.extras import need
 from elasticd.local_cluster import settings
+from elasticd.names import name_refusal
 from elasticd.wire.unix_socket import SOCKET_VARIABLE
 
 #: How often torchrun starts a device's worker again.
@@ -18,7 +22,11 @@ MAX_RESTARTS = 10
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("--job", required=True, metavar="NAME", help="The job's name, the same on every node.")
+@click.option(
+    "--job",
+    metavar="NAME",
+    help="The job's name, the same on every node (default, on one node: the script's with the time).",
+)
 @click.option(
     "--nnodes",
     default="1",
@@ -54,16 +62,22 @@ MAX_RESTARTS = 10
     "fails. auto: live, and restart once the script asks for torch's own process group.",
 )
 @click.option("--module", "-m", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
+@click.option(
+    "--fresh",
+    is_flag=True,
+    help="Train from the beginning, whatever checkpoints there are; they stay until newer ones take their place.",
+)
 @click.argument("script", metavar="SCRIPT")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
-    job: str,
+    job: str | None,
     nnodes: str,
     devices: int | None,
     socket: str | None,
     max_restarts: int,
     mode: Literal["auto", "live", "restart"],
     module: bool,
+    fresh: bool,
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
@@ -78,15 +92,20 @@ def run(
 
     Each worker sees one GPU, as cuda:0, and its LOCAL_RANK is 0. With several workers each computes with one
     thread, unless $OMP_NUM_THREADS says otherwise.
+
+    A script that makes no elasticd.Job runs in restart mode: one torchrun for this node's devices, as scripts
+    for torchrun expect it. The same command starts a job again that failed or was stopped, from its newest
+    checkpoint.
     """
     from elasticd.system.torchrun_launcher import THREADS_VARIABLE, Launch, launch
 
     least, most = _nodes(nnodes)
     _find(script, module)
+    name = _name(job, script.rpartition(".")[2] if module else Path(script).stem, most)
     need("torch", "elasticd run")
     gpus = _gpus(devices)
     what = Launch(
-        job=job,
+        job=name,
         least=least,
         most=most,
         devices=devices or len(gpus),
@@ -94,6 +113,7 @@ def run(
         socket=_agent(socket),
         max_restarts=max_restarts,
         mode=mode,
+        fresh=fresh,
         command=(script, *arguments),
         module=module,
     )
@@ -103,6 +123,8 @@ def run(
             f"{THREADS_VARIABLE} for another number",
             err=True,
         )
+    if job is None:
+        click.echo(f"elasticd: job {name}", err=True)
     sys.exit(launch(what))
 
 
@@ -117,6 +139,22 @@ def _find(script: str, module: bool) -> None:
         raise click.ClickException(
             f"there is no module {script} here: name it as with python -m, in the folder that has its package"
         )
+
+
+def _name(job: str | None, script: str, most: int) -> str:
+    """The job's name: as the user says, or the script's with the time. Raises BadParameter."""
+    if job is None:
+        if most > 1:
+            raise click.BadParameter("a job on several nodes needs a name, the same on each: --job NAME")
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", script).strip("-._")[:64] or "job"
+        return f"{stem}-{time.strftime('%m%d-%H%M%S')}"
+    if not job.strip():
+        raise click.BadParameter("--job is empty: name the job, or leave the option out")
+    if why := name_refusal("--job", job):
+        raise click.BadParameter(why)
+    if job == "none":
+        raise click.BadParameter("--job none: that is torch's name for jobs without one, choose another")
+    return job
 
 
 def _agent(socket: str | None) -> str | None:

@@ -100,6 +100,8 @@ def launch(what: Launch) -> int:
         ended = _run(what, what.mode, Path(folder), told)
         if ended.restart_mode and not told:
             _say("the script makes no elasticd.Job: it goes on in restart mode (--mode restart starts so)")
+            if what.fresh:
+                _say("--fresh has no say in the checkpoints of a script without a Job: those are its own")
             ended = _run(what, "restart", Path(folder), told)
         if told:
             return 128 + told[0]

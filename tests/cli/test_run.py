@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,6 +112,7 @@ def test_more_workers_than_gpus_are_refused_unless_the_user_names_their_device(
         (("--nnodes", "x"), "must be a number or MIN:MAX"),
         ((), "is not there: name the training script"),
         (("-m",), "there is no module missing.py here: name it as with python -m"),
+        (("--mode", "other"), "'other' is not one of 'auto', 'live', 'restart'"),
     ],
 )
 def test_bad_options_are_refused_with_the_remedy(options: tuple[str, ...], said: str) -> None:
@@ -165,3 +167,38 @@ def test_no_torchrun_outlives_it(number: signal.Signals, tmp_path: Path) -> None
     finally:
         process.kill()
         process.wait()
+
+
+def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[str, str]:
+    """The name that a job has by these options, and what the command says."""
+    launched: list[Launch] = []
+    monkeypatch.setattr("elasticd.system.torchrun_launcher.launch", launched.append)
+    (script := tmp_path / "my train.py").write_text("")
+    result = CliRunner().invoke(elasticd, ["run", "--devices", "1", *options, str(script)])
+    return launched[0].job if launched else "", result.output
+
+
+def test_job_without_a_name_gets_one_of_its_script_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, said = named(tmp_path, monkeypatch)
+    assert re.fullmatch(r"my-train-\d{4}-\d{6}", name)
+    assert f"elasticd: job {name}" in said
+    assert named(tmp_path, monkeypatch, "--job", "j")[0] == "j"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--job", ""), "--job is empty: name the job, or leave the option out"),
+        (("--job", "a/b"), "--job = 'a/b' may hold letters, digits"),
+        (("--job", "none"), "choose another"),
+        (("--nnodes", "2"), "needs a name, the same on each: --job NAME"),
+    ],
+)
+def test_names_that_cannot_be_are_refused(
+    options: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, said = named(tmp_path, monkeypatch, *options)
+    assert name == ""
+    assert words in " ".join(said.split())

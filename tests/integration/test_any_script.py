@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -114,3 +115,65 @@ def test_script_that_makes_a_job_and_torchs_group_is_told_which_one_to_leave_out
     assert run.wait() == 1
     assert "leave that call out" in run.ours[-1]
     assert run.said.count("began") <= 2
+
+
+def test_job_that_was_stopped_goes_on_under_its_name_and_one_that_finished_begins_anew_by_fresh_alone(
+    launches: Launches,
+) -> None:
+    kept = launches.cluster.folder / "kept"
+    checkpointing = {"folder": str(kept), "every": 5}
+
+    def given(steps: int, *more: str) -> Launched:
+        options = {"out": str(launches.cluster.folder), "steps": steps, "job": {"checkpointing": checkpointing}}
+        return launches.run("a", "--job", "lives", *more, TRAIN, OPTIONS=json.dumps(options))
+
+    run = given(100_000)
+    until(lambda: launches.job("lives").get("step", 0) >= 12, said(run))
+    launches.cluster.call(stop(launches, "lives"))
+    run.wait()
+    stopped = launches.job("lives")
+    assert stopped["phase"] == "stopped", stopped
+    plan = stopped["plan"]["number"]
+
+    run = given(40)
+    first = until(lambda: launches.job("lives")["phase"] == "running" and launches.job("lives")["step"], said(run))
+    assert first > 10, "from its newest checkpoint"
+    assert launches.job("lives")["plan"]["number"] > plan, "numbers grow over the lives of a job"
+    assert run.wait() == 0, run.said
+    assert (launches.job("lives")["phase"], launches.job("lives")["step"]) == ("done", 40)
+    again = [event["text"] for event in launches.cluster.events("started_again") if event["job"] == "lives"]
+    assert len(again) == 1
+    assert "it was stopped" in again[0]
+
+    run = given(40)
+    assert run.wait() == 0
+    assert len(run.ours) == 1, run.ours
+    assert run.ours[0].startswith("elasticd: nothing to do: job lives is over: it finished at step 40; with --fresh")
+
+    run = given(7, "--fresh")
+    assert run.wait() == 0, run.said
+    assert (launches.job("lives")["phase"], launches.job("lives")["step"]) == ("done", 7)
+
+
+def said(run: Launched) -> Callable[[], str]:
+    return lambda: run.said
+
+
+async def stop(launches: Launches, job: str) -> None:
+    launches.cluster.coordinator.leading.stop(job, 60.0, "a test")
+
+
+def test_second_start_beside_a_job_that_runs_disturbs_nothing(launches: Launches) -> None:
+    options = {"out": str(launches.cluster.folder), "steps": 100_000}  # it is stopped at the end
+    command = ("--job", "busy", TRAIN)
+    run = launches.run("a", *command, OPTIONS=json.dumps(options))
+    until(lambda: launches.job("busy").get("step", 0) >= 3, said(run))
+    second = launches.run("a", *command, OPTIONS=json.dumps(options))
+    assert second.wait() == 1
+    assert "already has all the nodes" in second.said
+    assert "rdzv" not in second.said
+    step = launches.job("busy")["step"]
+    until(lambda: launches.job("busy")["step"] > step + 3)
+    assert launches.job("busy")["phase"] == "running"
+    launches.cluster.call(stop(launches, "busy"))
+    run.wait()
