@@ -65,7 +65,7 @@ MAX_RESTARTS = 10
 @click.option(
     "--fresh",
     is_flag=True,
-    help="Train from the beginning, whatever checkpoints there are; they stay until newer ones take their place.",
+    help="Train from the beginning, whatever checkpoints there are; they stay until newer ones replace them.",
 )
 @click.argument("script", metavar="SCRIPT")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

@@ -47,6 +47,8 @@ from elasticd.wire.worker import Closed, Rejected, Shutdown, StoreAnswer, StoreC
 BACKEND = "elasticd"
 #: Seconds to wait for an agent that is being started again. Its workers wait as long for it.
 RETURN_SECONDS = 120.0
+#: Seconds until the next question, while workers of the job's last start have not ended.
+_LATER_SECONDS = 0.5
 #: torch's own keys: what each agent says of itself, the ranks that follow, the end of the exit barrier.
 ROLE_INFO = "torchelastic/role_info/"
 ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
@@ -171,6 +173,7 @@ class Handler(RendezvousHandler):
             age=age_seconds(os.environ),
             fresh=bool(os.environ.get(FRESH_VARIABLE)),
         )
+        patient_until = time.monotonic() + RETURN_SECONDS
         while True:
             if self._agent is None:
                 self._agent = AgentCalls(self._path, self._agent_seconds)
@@ -181,6 +184,8 @@ class Handler(RendezvousHandler):
                 self._agent = None
             elif isinstance(answer, Joined):
                 return answer
+            elif isinstance(answer, Rejected) and answer.later and time.monotonic() < patient_until:
+                time.sleep(_LATER_SECONDS)
             else:
                 self._turned_away(answer)
 

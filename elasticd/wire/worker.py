@@ -258,6 +258,7 @@ class Rejected(Message, frozen=True, kw_only=True, tag="rejected"):
 
     reason: str  # why, and what to do
     restart: bool = False  # the job runs in restart mode, where the torchrun may take part
+    later: bool = False  # the torchrun may take part once workers of the job's last start have ended
 
 
 class Propose(Message, frozen=True, kw_only=True, tag="propose"):

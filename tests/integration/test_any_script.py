@@ -136,7 +136,8 @@ def test_job_that_was_stopped_goes_on_under_its_name_and_one_that_finished_begin
     plan = stopped["plan"]["number"]
 
     run = given(40)
-    first = until(lambda: launches.job("lives")["phase"] == "running" and launches.job("lives")["step"], said(run))
+    until(lambda: launches.job("lives")["phase"] == "running" and launches.job("lives")["step"], said(run))
+    first = launches.job("lives")["step"]
     assert first > 10, "from its newest checkpoint"
     assert launches.job("lives")["plan"]["number"] > plan, "numbers grow over the lives of a job"
     assert run.wait() == 0, run.said
@@ -148,7 +149,8 @@ def test_job_that_was_stopped_goes_on_under_its_name_and_one_that_finished_begin
     run = given(40)
     assert run.wait() == 0
     assert len(run.ours) == 1, run.ours
-    assert run.ours[0].startswith("elasticd: nothing to do: job lives is over: it finished at step 40; with --fresh")
+    nothing = "elasticd: nothing to do: job lives is over: it finished at step 40; with --fresh"
+    assert run.ours[0].startswith(nothing)
 
     run = given(7, "--fresh")
     assert run.wait() == 0, run.said

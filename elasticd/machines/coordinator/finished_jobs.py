@@ -74,14 +74,12 @@ def is_without_job(job: JobState) -> bool:
     return job.plan is None and not job.workers and job.phase in (JobPhase.GATHERING, JobPhase.ASSEMBLING)
 
 
-def begins_again(job: JobState, nodes: Mapping[str, NodeState], body: Join, now: float) -> bool:
+def begins_again(job: JobState, body: Join, now: float) -> bool:
     """Whether this torchrun was started after the job's end, to run it again. A job that finished has nothing
-    left to do, unless it is to begin anew. A torchrun of before the end is told how it ended; so is one that
-    comes while a worker lives still."""
+    left to do, unless it is to begin anew. A torchrun of before the end is told how the job ended."""
     if job.phase not in OVER or body.age is None or body.failure is not None:
         return False
-    wanted = job.phase is JobPhase.STOPPED or body.fresh
-    return wanted and now - body.age > job.since and not living(job, nodes)
+    return (job.phase is JobPhase.STOPPED or body.fresh) and now - body.age > job.since
 
 
 def replaced(jobs: Mapping[str, JobState], name: str, text: str, kind: EventKind) -> Forgotten:

@@ -194,6 +194,8 @@ def _received(state: CoordinatorState, event: Received, now: float) -> Result:
             state = msgspec.structs.replace(state, jobs={**state.jobs, message.job: known})
     elif isinstance(message, FromClient) and (begun := _begun_again(state, event.node, message, now)):
         state, before = begun
+        if message.job in state.jobs and state.jobs[message.job].phase in OVER:
+            return state, before
         state, effects = _received(state, event, now)
         return state, (*before, *effects)
     if taken and isinstance(message, FromClient):
@@ -208,8 +210,12 @@ def _begun_again(state: CoordinatorState, node: str, up: FromClient, now: float)
     if isinstance(up.body, Leave) and up.body.how == "restart" and finished_jobs.is_without_job(job):
         text = "no worker made an elasticd.Job: the job goes on in restart mode"
         return _without(state, finished_jobs.replaced(state.jobs, up.job, text, "restart_mode"))
-    if not isinstance(up.body, Join) or not finished_jobs.begins_again(job, state.nodes, up.body, now):
+    if not isinstance(up.body, Join) or not finished_jobs.begins_again(job, up.body, now):
         return None
+    if devices := finished_jobs.living(job, state.nodes):
+        why = f"the worker of job {up.job} on {', '.join(devices)} has not ended yet: end its process"
+        down = ToClient(client=up.client, body=Rejected(reason=why, later=True))
+        return state, (CoordinatorSend(node=node, message=down),)
     text = f"started again: it was {job.phase.value}" + (f" before ({job.reason})" if job.reason else "")
     forgotten = finished_jobs.replaced(state.jobs, up.job, text, "started_again")
     again = msgspec.structs.replace(fresh(up.job, JobPhase.GATHERING, now), highest=job.highest)
