@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from importlib.machinery import PathFinder
 import time
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
