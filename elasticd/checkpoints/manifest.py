@@ -127,7 +127,8 @@ class Part(StoredValue, frozen=True, kw_only=True, tag="checkpoint-part"):
 
 class Manifest(StoredValue, frozen=True, kw_only=True, tag="checkpoint-manifest"):
     """A whole checkpoint. `serial` grows by one from checkpoint to checkpoint of a folder: the newest is the
-    one that was written last, also where steps were gone back. groups and extras are a `Schema`'s."""
+    one that was written last, also where steps were gone back. groups and extras are a `Schema`'s. pretrained:
+    the model as its library describes it, for an export; empty: it is of none."""
 
     origin: Origin
     serial: int
@@ -135,6 +136,7 @@ class Manifest(StoredValue, frozen=True, kw_only=True, tag="checkpoint-manifest"
     files: tuple[FileSums, ...]
     groups: tuple[Group, ...] = ()
     extras: dict[str, str] = msgspec.field(default_factory=dict)
+    pretrained: str = ""
     version: int = VERSION
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from datetime import datetime
 from pathlib import Path
@@ -12,13 +14,16 @@ from rich.text import Text
 from elasticd.checkpoints.checksums import Damaged
 from elasticd.checkpoints.export import CannotExport
 from elasticd.checkpoints.export import export as write
-from elasticd.checkpoints.folder import Found, damages, is_name, look, scan
+from elasticd.checkpoints.folder import Found, damages, is_name, look, scan, sound
 from elasticd.checkpoints.manifest import MANIFEST
 from elasticd.cli.console import command_console
 from elasticd.cli.options import asking, json_option, plain_table, write_json
 from elasticd.client import Api, CannotReach, asker
 from elasticd.codec.safe_text import in_one_line
+from elasticd.extras import need
 
+#: Bytes of a file of weights, at most.
+_SHARD = "5GB"
 #: Seconds between two looks for a checkpoint that was asked for.
 _POLL = 0.5
 
@@ -169,15 +174,50 @@ def verify(path: Path, as_json: bool) -> None:
 
 @checkpoint.command()
 @click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("out", type=click.Path(dir_okay=False, path_type=Path), required=False)
 @click.option("--moments", is_flag=True, help="The optimizer's state too, as optimizer.state.NAME.PLANE.")
-def export(path: Path, out: Path, moments: bool) -> None:
-    """Write a checkpoint's parameters and buffers into one safetensors file, whole."""
-    found = look(path)
+@click.option(
+    "--hf",
+    "folder",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write a folder that from_pretrained of transformers loads, in place of OUT.",
+)
+@click.option(
+    "--base",
+    metavar="FOLDER",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="With --hf: the folder of the model that was trained, whose tokenizer is copied.",
+)
+@click.option("--max-shard-size", metavar="SIZE", default=_SHARD, help="With --hf: of a file of weights.")
+def export(
+    path: Path, out: Path | None, moments: bool, folder: Path | None, base: Path | None, max_shard_size: str
+) -> None:
+    """Write a checkpoint's parameters and buffers into one safetensors file, or a folder of transformers.
+
+    PATH is a checkpoint, or a folder of checkpoints, whose newest is taken.
+    """
+    found = _newest(path)
     if found.damage or found.manifest is None:
         raise click.ClickException(found.damage)
+    if folder is not None:
+        if out is not None or moments:
+            raise click.UsageError("--hf DIR writes a folder in place of OUT, without moments: leave these out")
+        need("transformers", "elasticd checkpoint export --hf")
+        command = [sys.executable, "-m", "elasticd.models.huggingface", str(found.path), str(folder)]
+        command += ["--base", str(base)] if base is not None else []
+        sys.exit(subprocess.run([*command, "--max-shard-size", max_shard_size], check=False).returncode)
+    if out is None:
+        raise click.UsageError("name the file, OUT, or with --hf DIR the folder to write")
     try:
         size = write(path, found.manifest, out, moments=moments)
     except (Damaged, CannotExport, OSError) as error:
         raise click.ClickException(str(error)) from None
     click.echo(f"{out}: {_size(size)}, step {found.step}")
+
+
+def _newest(path: Path) -> Found:
+    """The checkpoint at this path, or the newest sound one of a folder."""
+    if not (path / MANIFEST).exists() and not is_name(path.name) and (kept := sound(scan(path))):
+        return kept[0]
+    return look(path)

@@ -36,12 +36,15 @@ def tokenizer(padding_side: str = "right") -> Any:
     """A tokenizer of so many words, which pads as every one of transformers does."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
     words = {"<pad>": PAD, "<s>": BEGIN, "</s>": END} | {f"w{i}": i for i in range(3, VOCABULARY)}
     model: Any = WordLevel(words, unk_token="w3")
+    words_apart = Tokenizer(model)
+    words_apart.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(model),
+        tokenizer_object=words_apart,
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",

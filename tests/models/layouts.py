@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.comm.groups import PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, run_threads, unpaced
+from elasticd.runtime.comm.torch_store import TorchStore
 from elasticd.runtime.data.collate import pad
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing
@@ -102,16 +105,45 @@ def optimizer(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.05, momentum=0.9)
 
 
-def under(training: Training, plan: Plan, *, threads: bool = True) -> Run:
+def under(
+    training: Training,
+    plan: Plan,
+    *,
+    threads: bool = True,
+    gloo: bool = False,
+    after: Callable[[Engine], object] = lambda engine: None,
+) -> Run:
     """Losses, and weights put together from all members' boxes, which must agree where they overlap. A plan of
-    one member can run on this thread."""
-    layouts = Layouts(training.model.spec, plan)
+    one member can run on this thread. gloo: members talk over sockets, as in a job, else through memory. after:
+    called on every member, after the last step."""
+    layouts = Layouts(training.recipe().model.spec, plan)
+    ended = threading.Barrier(len(plan.members))
+    store = TorchStore(torch.distributed.HashStore())  # type: ignore[attr-defined]
 
     def worker(memory: MemoryPlanGroups) -> tuple[list[float], dict[str, tuple[Box, Tensor]]]:
-        plan_groups, recipe = cast(PlanGroups, memory), training.recipe()  # its reader is one rank's
+        recipe = training.recipe()  # its reader is one rank's
+        plan_groups = PlanGroups("under", memory.me, "127.0.0.1", store) if gloo else cast(PlanGroups, memory)
+        try:
+            return trained(memory.me, recipe, plan_groups)
+        except BaseException:
+            ended.abort()
+            raise
+        finally:
+            if gloo:
+                with suppress(threading.BrokenBarrierError):
+                    ended.wait()  # nobody shuts what another one still reads
+                plan_groups.shut()  # frees the others where this one failed
+                plan_groups.park().join()
+
+    def trained(
+        me: str, recipe: Recipe, plan_groups: PlanGroups
+    ) -> tuple[list[float], dict[str, tuple[Box, Tensor]]]:
         engine = Engine(recipe, layouts, plan_groups, unpaced)
-        engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+        engine.adopt(first_state(recipe.model, layouts, me, SEED, recipe.master))
         losses = [engine.step(i, lambda: 0, lambda: 0).outcome.vote.loss for i in range(training.steps)]
+        after(engine)
+        if gloo:
+            engine.settle()
         return losses, {name: (box, p.detach().cpu()) for name, (box, p) in engine.local.parameters.items()}
 
     if threads:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from torch import Tensor
 from elasticd.models.huggingface.adapters import adapters_of, base_model
 from elasticd.models.huggingface.anatomy import REMEDY, text_of
 from elasticd.models.huggingface.batches import FOR_LAYERS, HfBatches
+from elasticd.models.huggingface.export import HfPretrained
+from elasticd.models.huggingface.folder import FolderWeights, folder_of, model_on_meta
 from elasticd.models.huggingface.init_weights import on_meta, own_init, with_buffers
 from elasticd.models.huggingface.loss import causal_lm_loss
 from elasticd.models.huggingface.proof import prove
@@ -32,15 +36,37 @@ __all__ = ["from_hf", "refuse_at_sight", "their_name"]
 _FLATTENED = {"opt": "blocks.0.layer.fc1"}
 
 
-def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> Model:
+def from_hf(
+    model: Any,
+    *,
+    weights: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    init: Init | Mapping[str, Tensor] | None = None,
+) -> Model:
     """A `...ForCausalLM` as elasticd trains it: its own forward, cut by the `base_model_tp_plan` of its
     configuration and the class's own `_tp_plan`. It is not changed. Of a model with LoRA adapters, PEFT's
     get_peft_model gives one, the adapters are trained and the base stays as it is.
 
     A model with values, from_pretrained's say, starts from them (every rank must load the same); one that was
-    made on the meta device from its own `_init_weights`, keyed by (seed, module). Raises ModelError for a model
-    whose layers and what is around them cannot run on different stages, or not with the same result.
+    made on the meta device from its own `_init_weights`, keyed by (seed, module), or from `weights`.
+
+    Args:
+        model: a model; or a folder of transformers (or its name on the hub), from which each device reads the
+            parts that it holds, so that none holds the whole model; or a configuration.
+        weights: the folder to read the first values from, for a configuration or a model on the meta device.
+        dtype: of the parameters, for a folder or a configuration. None: as the configuration says.
+        init: first values as `elasticd.Model` takes them.
+
+    Raises:
+        ModelError: the layers of the model and what is around them cannot run on different stages, or not with
+            the same result; or the folder does not have its weights.
     """
+    if isinstance(model, str | Path):
+        weights = weights or (model := folder_of(model))
+    if not hasattr(model, "get_input_embeddings") and (isinstance(model, Path) or hasattr(model, "model_type")):
+        model = model_on_meta(model, dtype)
+    if weights is not None and not on_meta(model):
+        raise ModelError("weights= is for a model without values: make it with torch.device('meta')")
     model = base_model(model)
     refuse_at_sight(model)
     adapters = adapters_of(model)
@@ -55,6 +81,8 @@ def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> M
     made = with_buffers(model) if blank else model
     sections = sections_of(made, proof.anatomy)
     cuts = cuts_of(made, sections, proof.anatomy)
+    their = partial(name_in_model, list(sections))
+    first = init if weights is None else FolderWeights(folder_of(weights), model, their)
     name = f"{model.config.model_type}-{len(sections.blocks)}x{width}"
     if proof.anatomy.unused:
         idle = ", ".join(proof.anatomy.unused)
@@ -67,10 +95,12 @@ def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> M
         width=width,
         rules=cuts.rules,
         units=cuts.units,
-        init=own_init(made, lambda name: name_in_model(sections, name)) if init is None and blank else init,
+        init=own_init(made, their) if first is None and blank else first,
         proved=str(proof)
         + "".join(f"; whole in a TP group: {name} ({why})" for name, why in cuts.whole.items()),
     )
+    if isinstance(first, FolderWeights):
+        first.refuse_others(described)
     flat = _FLATTENED.get(model.config.model_type)
     described.unpackable = proof.unpackable
     described.reads = HfBatches(
@@ -81,6 +111,7 @@ def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> M
         lacks=proof.lacks,
         counts_from_zero=proof.counts_from_zero,
     )
+    described.pretrained = HfPretrained.of(model, sections, described.ties)
     own_loss = proof.shifts is not None and not hasattr(model, "_loss_function")  # one that the user set
     described.loss = causal_lm_loss if own_loss else None
     described.mixing = (flat, "has samples and tokens in one dimension") if flat else _mixing(described)

@@ -6,7 +6,7 @@ no case for any layout, and every piece is verified.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from elasticd_migration.local_state import LocalState, LocalTensor, Shard
@@ -64,15 +64,24 @@ def named(state: LocalState, contents: str) -> dict[str, list[tuple[Box, Tensor]
     return found
 
 
-def gathered(engine: Engine, contents: str) -> dict[str, Tensor]:
+def gathered(engine: Engine, contents: str, names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """The full state dict on the plan's first rank, in new tensors on the host; empty on the other ranks.
 
     All members call it together, between two steps.
+
+    Args:
+        engine: of the plan in force.
+        contents: one of `CONTENTS`.
+        names: full names of parameters and buffers; None: all.
     """
-    state = of(engine.delivered_state(), contents)
+    layouts, state = engine.layouts, of(engine.delivered_state(), contents)
+    if names is not None:
+        layouts = layouts.only(names)
+        kept = set(layouts.items)
+        state = LocalState(tensors={item: tensor for item, tensor in state.tensors.items() if item in kept})
     group = engine.everyone
     if group.size > 1:
-        state = _moved(engine, state, group)
+        state = _moved(engine, layouts, state, group)
     if group.rank:
         return {}
     state = as_modules(state, engine.layouts.spec.fused)
@@ -106,11 +115,11 @@ def as_modules(state: LocalState, fused: Mapping[str, int]) -> LocalState:
     return LocalState(tensors=tensors, groups=state.groups, extras=state.extras)
 
 
-def _moved(engine: Engine, state: LocalState, group: Group) -> LocalState:
+def _moved(engine: Engine, layouts: Layouts, state: LocalState, group: Group) -> LocalState:
     transport = ProcessGroupTransport(group.backend, group.members, group.me, group.all_gather)
-    target = Layouts(engine.layouts.spec, alone(engine.plan))
+    target = Layouts(layouts.spec, alone(engine.plan)).only(item.name for item in layouts.items)
     try:
-        moved = migrate(engine.layouts, target, state, transport)
+        moved = migrate(layouts, target, state, transport)
     except SOUND:
         raise
     except RuntimeError as error:

@@ -14,7 +14,7 @@ from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
 from elasticd.runtime.accelerator import Accelerator, placed
-from elasticd.runtime.api import full_state_dict
+from elasticd.runtime.api import full_state_dict, pretrained_folder
 from elasticd.runtime.api.between_steps import BetweenSteps, Run
 from elasticd.runtime.api.connection import NAME, connect
 from elasticd.runtime.api.deprecated import DEFAULTS, OldKeywords, OptionGroups, with_old_keywords
@@ -26,6 +26,7 @@ from elasticd.runtime.api.hello import (
     check_plan,
     loss_of,
 )
+from elasticd.runtime.api.pretrained_folder import Folder
 from elasticd.runtime.api.rank_info import RankInfo
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.api.train_loop import Loop, Next
@@ -49,6 +50,7 @@ from elasticd.runtime.engine.warmup import warm
 from elasticd.runtime.exits import Drained, JobOver, JobStopped, refused
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import MakeOptimizer
+from elasticd.runtime.model.pretrained import SHARD_SIZE
 from elasticd.runtime.snapshot.restore import Snapshots
 from elasticd.runtime.snapshot.snapshotter import Snapper
 from elasticd.runtime.switch.switcher import Switcher
@@ -198,6 +200,7 @@ class Job(RankInfo):
                 lambda: control.lost,
                 accelerator=accelerator,
                 longest=lambda: feed.longest,
+                pretrained=self._recipe.model.pretrained.describe() if self._recipe.model.pretrained else "",
             )
         if snaps is not None and not control.alone:  # else no agent is there to keep any
             self._snapper = Snapper(
@@ -213,6 +216,7 @@ class Job(RankInfo):
         self._taken = self._left = self._ended = False
         self._running: Generator[Next | Step, None, None] | None = None
         self._now: Next | None = None
+        self._folder: Folder | None = None  # that `save_pretrained` is writing
         self._announced: int | None = None  # the plan that callbacks were called with last
         recipe = self._recipe
         pacer = Pacer(self._control.welcome.pace)
@@ -554,6 +558,49 @@ class Job(RankInfo):
             return full_state_dict.named(full_state_dict.of(engine.delivered_state(), contents), contents)
         return self._together("state", contents)
 
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        weights: str = "value",
+        base: str | os.PathLike[str] | None = None,
+        max_shard_size: int | str = SHARD_SIZE,
+    ) -> None:
+        """Writes a model of `from_hf` as a folder of transformers, from which `from_pretrained` loads it.
+
+        Call it in the loop's body, at the same place on every rank: all members of the plan take part. The
+        plan's first rank writes, and holds a file's weights at a time. A device on standby does nothing.
+
+        Args:
+            folder: where the plan's first rank writes; it is made where it is not there.
+            weights: "value": the parameters; "average": their moving average, which `elasticd.average` keeps.
+            base: the folder of the model that was trained on, whose tokenizer is copied. None: that from which
+                `from_pretrained` loaded the model, if it is a folder.
+            max_shard_size: of a file of weights, in bytes or as "5GB".
+
+        Raises:
+            ValueError: the model is none of transformers, or there are no such weights.
+            OSError: the folder cannot be written; on every rank.
+            RuntimeError: called outside of the loop's body.
+        """
+        if self._recipe.model.pretrained is None:
+            raise ValueError(
+                f"save_pretrained: {self._recipe.model.name} is no model of transformers (elasticd.from_hf); "
+                "job.state_dict() gives its weights, and 'elasticd checkpoint export' a safetensors file"
+            )
+        if weights not in WEIGHTS:
+            raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+        self._folder = Folder(
+            path=os.path.abspath(folder),
+            base=None if base is None else os.path.abspath(base),
+            max_shard_size=max_shard_size,
+        )
+        try:
+            if failure := self._together("save_pretrained", weights):
+                raise OSError(f"save_pretrained: {failure}")
+        finally:
+            self._folder = None
+
     def _known(self) -> dict[tuple[str, ...], Run]:
         """The tasks between two steps, in the same order in every process."""
         known: dict[tuple[str, ...], Run] = {}
@@ -562,6 +609,9 @@ class Job(RankInfo):
                 known["evaluate", name, weights] = partial(self._evaluate, name, weights)
         for contents in full_state_dict.CONTENTS:
             known["state", contents] = partial(self._gathered, contents)
+        if self._recipe.model.pretrained is not None:
+            for weights in WEIGHTS:
+                known["save_pretrained", weights] = partial(self._save_pretrained, weights)
         return known
 
     def _together(self, *what: str) -> Any:
@@ -583,3 +633,7 @@ class Job(RankInfo):
 
     def _gathered(self, contents: str, engine: Engine, step: int) -> dict[str, Tensor]:
         return full_state_dict.gathered(engine, contents)
+
+    def _save_pretrained(self, weights: str, engine: Engine, step: int) -> str:
+        assert self._recipe.model.pretrained is not None
+        return pretrained_folder.save(engine, self._recipe.model.pretrained, weights, self._folder)

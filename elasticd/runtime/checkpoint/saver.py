@@ -45,7 +45,8 @@ class _Stopped(Exception):
 
 
 class Saver:
-    """Makes this rank's checkpoints. `tell` sends to the leader; `lost` says that nobody hears it any more.
+    """Makes this rank's checkpoints. `tell` sends to the leader; `lost` says that nobody hears it any more;
+    `pretrained` is the manifest's.
 
     The thread that trains calls `voted` after each vote, and `finish` after the last; `published` and `ask` are
     called by the control thread, `end` by whoever ends the process.
@@ -61,12 +62,13 @@ class Saver:
         disk: Disk | None = None,
         accelerator: Accelerator = CPU,
         longest: Callable[[], int] = lambda: 0,
+        pretrained: str = "",
     ) -> None:
         if options.path is None:
             raise ValueError("checkpointing: there is no folder to save to")
         self.options, self._folder = options, options.path
         self._spec, self._device, self._tell, self._lost = spec, device, tell, lost
-        self._longest = longest
+        self._longest, self._pretrained = longest, pretrained
         self._disk: Disk = disk or LocalDisk()
         self._state = checkpointing.CheckpointState(every=options.every)
         self._changed = threading.Condition()
@@ -168,6 +170,7 @@ class Saver:
             shapes={},
             fused=self._spec.model.fused,
             small=LocalState(),
+            pretrained=self._pretrained,
         )
         self._task, self._given_up = task, self._given_up - {step}
         try:

@@ -46,7 +46,7 @@ class Task:
     """One rank's part in a checkpoint that goes to `path`. `held` are its pieces on the host; `shapes` has
     the whole shape of every item that it writes something of, `fused` the dimension of the parts of fused
     parameters by name, `small` the rest of its state: scalars, groups and extras, which no step changes any
-    more."""
+    more. `pretrained` is the manifest's."""
 
     origin: Origin
     path: Path
@@ -56,6 +56,7 @@ class Task:
     shapes: dict[Item, tuple[int, ...]]
     fused: Mapping[str, int] = field(default_factory=dict)
     small: LocalState
+    pretrained: str = ""
 
     @property
     def step(self) -> int:
@@ -167,7 +168,7 @@ def write_whole(disk: Disk, task: Task, serial: int, check: Callable[[], None]) 
         records = dcp_format.write_small(summed, small, manifest)
         files = [*manifest.files, summed.finish(small)]
     files.append(_write_file(disk, task.path / METADATA, dcp_format.metadata(manifest, records), check))
-    manifest = msgspec.structs.replace(manifest, files=tuple(files))
+    manifest = msgspec.structs.replace(manifest, files=tuple(files), pretrained=task.pretrained)
     _write_file(disk, task.path / MANIFEST, seal(manifest), check)
     for name in names:
         disk.remove(task.path / name)

@@ -21,6 +21,8 @@ from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
 from torch import Tensor, nn
 
 from elasticd.runtime.model.batch_format import BatchFormat
+from elasticd.runtime.model.box_reader import BoxReader
+from elasticd.runtime.model.pretrained import Pretrained
 from elasticd.runtime.model.rng import STATES, Dropout
 from elasticd.runtime.model.tie_rules import rules_of_ties
 from elasticd.runtime.model.tp_plan import rules_of_plan
@@ -59,7 +61,7 @@ class Model:
         blocks: Sequence[nn.Module],
         head: nn.Module,
         width: int | None = None,
-        init: Init | Mapping[str, Tensor] | None = None,
+        init: Init | Mapping[str, Tensor] | BoxReader | None = None,
         name: str = "model",
         rules: Mapping[str, Rule] | None = None,
         units: Mapping[str, UnitsOf] | None = None,
@@ -74,7 +76,8 @@ class Model:
             head: makes the output of the last activation.
             width: elements of the activation for each token. None: that of an nn.Embedding in `embed`.
             init: first values. A function init(name, shape, generator) gives the full value of a parameter,
-                with a generator keyed by (seed, name). A mapping has full values by name. None: modules with
+                with a generator keyed by (seed, name). A mapping has full values by name. A `BoxReader` gives
+                the boxes that a device holds. None: modules with
                 storage start with their values, which all ranks must share; modules on the meta device call
                 their own reset_parameters, keyed by (seed, module).
             name: of the model, for people.
@@ -103,6 +106,8 @@ class Model:
         self.unpackable = ""
         #: Reads the samples and batches of its library; None: the sections take batches as collate makes them.
         self.reads: BatchFormat | None = None
+        #: Writes the model as its library does; None: it is of no library.
+        self.pretrained: Pretrained | None = None
         #: The loss of a job that gives none; None: there is none.
         self.loss: Loss | None = None
         self.rules, self.units = dict(rules or {}), dict(units or {})
@@ -155,10 +160,12 @@ class Model:
         return made
 
     def first(self) -> str:
-        """A digest of the values that the modules have by themselves; empty if they have none.
+        """A digest of the values that the modules have by themselves, or read; empty if they have none.
 
         The leader compares it between ranks.
         """
+        if isinstance(self._init, BoxReader):
+            return self._init.digest()
         digest = hashlib.blake2b(digest_size=16)
         for name, value in sorted(self._own.items()):
             digest.update(f"{name} {checksum(value.detach().contiguous())}\n".encode())
@@ -308,12 +315,31 @@ class Model:
             buffer = self.sections[split_name(name)[0]].get_buffer(rule.name)
             if not buffer.is_meta:
                 return buffer.detach().clone()
+        dtype = dtype or getattr(torch, rule.dtype)
+        if isinstance(self._init, BoxReader):
+            part = self._read(self._init, name, box)  # perhaps memory of the file
+            return part.to(dtype, copy=True, memory_format=torch.contiguous_format)
         value, shape = self._whole(name, rule, seed), rule.shape
         if name in self.fused:
             value = value.unflatten(self.fused[name], (shape[self.fused[name]], -1))
         part = value[box.slices(Box.whole(shape))]
-        dtype = dtype or getattr(torch, rule.dtype)
         return part.detach().to(dtype).clone(memory_format=torch.contiguous_format)
+
+    def _read(self, reader: BoxReader, name: str, box: Box) -> Tensor:
+        """A box of a value, of a fused one part by part: its parts lie one behind the other in the module's."""
+        dim = self.fused.get(name)
+        if dim is None:
+            return reader.read(name, box)
+        size = self.parameter(name).shape[dim + 1]
+        start, stop = list(box.start), list(box.stop)
+        parts = []
+        for part in range(start[dim], stop[dim]):
+            first, last = (part * size + edge[dim + 1] for edge in (start, stop))
+            own = Box(
+                start=(*start[:dim], first, *start[dim + 2 :]), stop=(*stop[:dim], last, *stop[dim + 2 :])
+            )
+            parts.append(reader.read(name, own))
+        return torch.stack(parts, dim)
 
     def module_shape(self, name: str) -> tuple[int, ...]:
         """The shape that the user's module gives a parameter: what is trained has another if it is fused."""

@@ -6,8 +6,9 @@ made once, on demand, from those of each stage.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Literal, NamedTuple
@@ -84,6 +85,13 @@ class Layouts:
     def items(self) -> tuple[Item, ...]:
         """All that is held, in the model's order."""
         return tuple(Item(name, role) for name, family in self._family.items() for role in family.roles)
+
+    def only(self, names: Iterable[str]) -> Layouts:
+        """The layouts of some parameters and buffers alone, by full name."""
+        made = copy.copy(self)
+        made.__dict__.pop("items", None)
+        made._family = {name: self._family[name] for name in names}
+        return made
 
     def rule(self, name: str) -> Parameter:
         """What the model says of a parameter or buffer."""
