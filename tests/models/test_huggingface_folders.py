@@ -268,7 +268,7 @@ def test_each_device_reads_the_boxes_that_it_holds(tmp_path: Path) -> None:
     largest = max(parameter.nbytes for parameter in loaded.parameters())
     described = elasticd.from_hf(base)
     plan = exported.layouts(described)["two stages"]
-    layouts, reader = Layouts(described.spec, plan), described._init
+    layouts, reader = Layouts(described.spec, plan), described._reader
     assert isinstance(reader, FolderWeights)
     read: dict[str, int] = {}
     for device in plan.members:

@@ -68,7 +68,7 @@ def model_on_meta(source: Any, dtype: torch.dtype | None = None) -> Any:
         names = getattr(config, "architectures", None) or [""]
         kind = getattr(transformers, names[0], None)
         if kind is None or not re.search("CausalLM|LMHead", names[0]):
-            kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+            kind = _class_of(config)
         chosen = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
         with torch.device("meta"):
             model: Any = kind._from_config(config, dtype=chosen)
@@ -79,6 +79,13 @@ def model_on_meta(source: Any, dtype: torch.dtype | None = None) -> Any:
     if folder is not None and (folder / "generation_config.json").exists():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _class_of(config: Any) -> Any:
+    import transformers
+
+    kinds: Any = transformers.AutoModelForCausalLM._model_mapping
+    return kinds[type(config)]
 
 
 def _keep_in_single(model: Any, dtype: torch.dtype) -> None:

@@ -119,7 +119,8 @@ class Model:
             section: replace_dropouts(section, _without_storage(module)) for section, module in given.items()
         }
         self.width = _width(embed) if width is None else width
-        self._init = init
+        self._reader = init if isinstance(init, BoxReader) else None
+        self._init = None if isinstance(init, BoxReader) else init
         self._own = _values(given) if init is None else {}
         #: Parameters of several fused parts, by full name: the dimension that is theirs in what is trained.
         self.fused: dict[str, int] = {}
@@ -164,8 +165,8 @@ class Model:
 
         The leader compares it between ranks.
         """
-        if isinstance(self._init, BoxReader):
-            return self._init.digest()
+        if self._reader is not None:
+            return self._reader.digest()
         digest = hashlib.blake2b(digest_size=16)
         for name, value in sorted(self._own.items()):
             digest.update(f"{name} {checksum(value.detach().contiguous())}\n".encode())
@@ -316,8 +317,8 @@ class Model:
             if not buffer.is_meta:
                 return buffer.detach().clone()
         dtype = dtype or getattr(torch, rule.dtype)
-        if isinstance(self._init, BoxReader):
-            part = self._read(self._init, name, box)  # perhaps memory of the file
+        if self._reader is not None:
+            part = self._read(self._reader, name, box)  # perhaps memory of the file
             return part.to(dtype, copy=True, memory_format=torch.contiguous_format)
         value, shape = self._whole(name, rule, seed), rule.shape
         if name in self.fused:
