@@ -111,7 +111,7 @@ def from_hf(
         lacks=proof.lacks,
         counts_from_zero=proof.counts_from_zero,
     )
-    described.pretrained = HfPretrained.of(model, sections, described.ties)
+    described.pretrained = HfPretrained.of(model, sections, described.ties) if adapters is None else None
     own_loss = proof.shifts is not None and not hasattr(model, "_loss_function")  # one that the user set
     described.loss = causal_lm_loss if own_loss else None
     described.mixing = (flat, "has samples and tokens in one dimension") if flat else _mixing(described)
