@@ -47,7 +47,7 @@ DTYPES = {
 
 
 class CannotExport(ValueError):
-    """The checkpoint has what a safetensors file cannot hold; the message names it."""
+    """The checkpoint has what a file cannot hold, or makes no folder of its library; the message says why."""
 
 
 def export(path: Path, manifest: Manifest, out: Path, *, moments: bool = False) -> int:

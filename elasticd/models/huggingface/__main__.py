@@ -23,16 +23,13 @@ from elasticd_planner.spec.box import Box
 from torch import Tensor
 
 from elasticd.checkpoints.checksums import Damaged
+from elasticd.checkpoints.export import CannotExport
 from elasticd.checkpoints.folder import look
 from elasticd.checkpoints.manifest import VALUES, Manifest, TensorEntry
 from elasticd.checkpoints.reader import CheckpointReader, Wanted
 from elasticd.models.huggingface.export import HfPretrained, from_description
 from elasticd.runtime.model.pretrained import SHARD_SIZE
 from elasticd.runtime.model.validation import ModelError
-
-
-class CannotExport(ValueError):
-    """The checkpoint makes no folder of transformers: one message."""
 
 
 def export(checkpoint: Path, folder: Path, base: Path | None, max_shard_size: int | str) -> int:
