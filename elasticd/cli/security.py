@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -83,8 +82,8 @@ def init(folder: Path, installed: str | None, hosts: tuple[str, ...]) -> None:
     """
     from elasticd.system.certificates import new_authority
 
-    names = _hosts(hosts)
-    place = Path(installed) if installed is not None else folder.absolute()
+    names, folder = _hosts(hosts), folder.absolute()
+    place = Path(installed) if installed is not None else folder
     with _new_folder(folder) as made:
         authority = new_authority(f"elasticd {secrets.token_hex(4)}")
         _write(made / _AUTHORITY, authority.certificate)
@@ -169,23 +168,32 @@ def _section(name: str, place: Path) -> str:
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` that takes its place at the end, or is gone. Raises click.ClickException."""
+    """A folder that becomes `folder` at the end; after an error nothing of it is left. Raises
+    click.ClickException."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise click.ClickException(
             f"{folder} is there and not empty, and nothing in it is overwritten: name a new folder; 'elasticd "
             f"security renew {folder}' makes new certificates by the authority in an old one"
         )
-    made: str | None = None
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)  # 0700
-        yield Path(made)
-        os.rename(made, folder)  # in the place of an empty folder too
+        if folder.exists():  # perhaps somebody works in it: it is filled, and not replaced
+            made = folder
+            folder.chmod(0o700)
+        else:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            made = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))  # 0700
+        try:
+            yield made
+            if made != folder:
+                made.rename(folder)
+        except BaseException:
+            for file in made.iterdir():
+                file.unlink()
+            if made != folder:
+                made.rmdir()
+            raise
     except OSError as error:
         raise click.ClickException(f"{folder} cannot be written: {error.strerror or error}") from None
-    finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
 
 
 def _write(path: Path, data: bytes) -> None:

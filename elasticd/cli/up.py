@@ -133,7 +133,7 @@ def _configuration(place: Path, named: str | None, endpoint: str, *, chaos: bool
     lines, replaced = [], False
     for line in text.splitlines():
         if line.strip().startswith("["):
-            replaced = line.strip().startswith(tuple(f"[{section}]" for section in own))
+            replaced = line.strip()[1:].partition("]")[0].strip() in own
         if not replaced:
             lines.append(line)
     for section, body in own.items():

@@ -50,7 +50,7 @@ def why(api: Api, as_json: bool, option: str | None, words: tuple[str, ...]) -> 
     told = tuple(event for event in told if event.job in ("", name))
     answer: dict[str, object]
     shown: Iterable[RenderableType]
-    if what is not None and not what.isdigit():
+    if what is not None and not _is_number(what):
         about = (what, name, status, told, records)
         answer, shown = device_told(*about), device(*about)
     else:
@@ -77,7 +77,12 @@ def _asked(status: ClusterStatus, words: Sequence[str], option: str | None) -> t
     if not words:
         return None, None
     (word,) = words
-    return (None, word) if word.isdigit() or "/" in word else (named_job(status, word), None)
+    return (None, word) if _is_number(word) or "/" in word else (named_job(status, word), None)
+
+
+def _is_number(word: str) -> bool:
+    """Whether a word can be a plan's number."""
+    return word.isascii() and word.isdigit() and len(word) < 19
 
 
 def _user_of(device: str | None, status: ClusterStatus) -> str | None:

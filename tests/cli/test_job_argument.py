@@ -117,6 +117,9 @@ def test_why_a_device_is_about_the_job_that_uses_it_also_where_several_run() -> 
         assert call("why", "a/1", *options).stderr == ""
         assert "plan 7 counted with" in call("why", "a/1", *options).stdout
         assert "too many names: a 7 8" in refused("why", "a", "7", "8", *options)
+        for word in ("²", "9" * 5000):  # digits, and no number of a plan
+            assert "there is no job" in refused("why", word, *options)
+            assert "there is no device" in refused("why", "r", word, *options)
 
 
 def test_status_has_every_job_or_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -14,6 +15,7 @@ import httpx2
 import pytest
 from cryptography import x509
 
+from elasticd.cli import security
 from elasticd.config.tree import load
 from elasticd.system.certificates import hosts_of, new_authority, signed
 from elasticd.testing.waiting import until
@@ -92,7 +94,9 @@ def vars_of(section: object) -> list[object]:
     return [getattr(section, name) for name in type(section).__struct_fields__]  # type: ignore[attr-defined]
 
 
-def test_nothing_is_overwritten_and_an_empty_folder_is_filled(tmp_path: Path) -> None:
+def test_nothing_is_overwritten_and_an_empty_folder_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("mine")
     assert "nothing in it is overwritten" in refused("security", "init", str(tmp_path))
     assert "nothing in it is overwritten" in refused("security", "init", str(tmp_path / "file"))
@@ -100,9 +104,30 @@ def test_nothing_is_overwritten_and_an_empty_folder_is_filled(tmp_path: Path) ->
     (tmp_path / "empty").mkdir()
     assert call("security", "init", str(tmp_path / "empty")).exit_code == 0
     before = {file: file.read_bytes() for file in (tmp_path / "empty").iterdir()}
+    assert stat.S_IMODE((tmp_path / "empty").stat().st_mode) == 0o700
     assert "nothing in it is overwritten" in refused("security", "init", str(tmp_path / "empty"))
     assert before == {file: file.read_bytes() for file in (tmp_path / "empty").iterdir()}
     assert {path.name for path in tmp_path.iterdir()} == {"file", "empty"}
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    inode = os.stat(".").st_ino
+    assert call("security", "init", ".").exit_code == 0
+    assert os.stat(tmp_path / "here").st_ino == inode, "the folder that a shell stands in stays"
+    assert f'ca = "{tmp_path}/here/ca.pem"' in Path("agent.toml").read_text()
+
+
+@pytest.mark.parametrize("name", ["new", "empty"])
+def test_a_start_that_fails_in_the_middle_leaves_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+
+    def fails(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(security, "_section", fails)
+    assert "cannot be written: No space left on device" in refused("security", "init", str(tmp_path / name))
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
 
 
 def test_renewed_certificates_are_by_the_same_authority_for_the_same_hosts_and_tokens_stay(

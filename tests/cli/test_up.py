@@ -40,7 +40,7 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(
     (tmp_path / "train.py").touch()
     configuration = tmp_path / "mine.toml"
     configuration.write_text(
-        "[coordinator]\nport = 0\n[dashboard]\nport = 0\n[chaos]\nenabled = false\n"
+        "[coordinator]\nport = 0\n[dashboard]\nport = 0\n[ chaos ]\nenabled = false\n"
         f'[etcd]\nendpoints = ["nowhere:1"]\n[agent]\nsocket = "{tmp_path}/a.sock"\n'
     )
     options = ("--config", str(configuration), "--devices", "2", "--memory", "1 GiB")
