@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.dashboard import views, why
@@ -11,10 +11,13 @@ from elasticd.dashboard.cluster_page import cell, event_row
 from elasticd.dashboard.history import Sample
 from elasticd.dashboard.job_page import parts_of
 from elasticd.dashboard.known import Knowledge
+from elasticd.dashboard.subscription import HEALTH_SECONDS
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS
 from elasticd.records import HistoryRecord
 from elasticd.wire.node_health import DeviceHealth, Health, causes
 
+#: Seconds between two rows of a node's health, above which nothing is known between them.
+MOST_APART = 4 * HEALTH_SECONDS
 #: Of a device's health what is drawn, with its unit.
 _DEVICE: Mapping[str, str] = {
     "clock": "Hz",
@@ -61,7 +64,7 @@ def device_view(
         kind_reason=slowness.reason if slowness is not None else "",
         causes=causes(now, name),
         thresholds=_thresholds(known),
-        slowdown=_slowdown(samples),
+        slowdown=_slowdown([*samples, *_measured_now(known, shown.job, name)]),
         episodes=_episodes(told),
         parts=_parts(known, shown.job, name),
         health=_health(name, health),
@@ -82,6 +85,16 @@ def _thresholds(known: Knowledge) -> views.Thresholds:
         false_alarms=detect.false_alarms,
         cusum=-math.log(detect.false_alarms),
     )
+
+
+def _measured_now(known: Knowledge, job: str, name: str) -> Iterator[Sample]:
+    """What is measured of a device at this moment: a line goes on to it."""
+    plan, table = known.cluster.plans.get(job), known.cluster.measured.get(job)
+    if plan is None or table is None or table.plan != plan.number or name not in plan.binding:
+        return
+    slowdown = table.of(plan.rank(name), "slowdown")
+    if not math.isnan(slowdown):
+        yield Sample(name, known.heard, table.step, slowdown, known.cluster.rates.get(name, 1.0), None)
 
 
 def _slowdown(samples: Sequence[Sample]) -> views.SlowdownColumns:
@@ -120,7 +133,8 @@ def _parts(known: Knowledge, job: str, name: str) -> dict[str, float]:
     return parts_of(table, plan.rank(name))
 
 
-def _health(name: str, seen: Sequence[tuple[float, Health]]) -> views.HealthColumns:
+def _health(name: str, told: Sequence[tuple[float, Health]]) -> views.HealthColumns:
+    seen = list(_with_breaks(told))
     devices = [health.device(name) for _, health in seen]
     values: dict[str, tuple[float | None, ...]] = {}
     units: dict[str, str] = {}
@@ -136,6 +150,14 @@ def _health(name: str, seen: Sequence[tuple[float, Health]]) -> views.HealthColu
         values[f"node waits for {what}"] = tuple(health.pressure.get(what) for _, health in seen)
         units[f"node waits for {what}"] = "part"
     return views.HealthColumns(time=tuple(at for at, _ in seen), values=values, units=units)
+
+
+def _with_breaks(told: Sequence[tuple[float, Health]]) -> Iterator[tuple[float, Health]]:
+    """With a time at which nothing is known behind each after which nothing was told for long."""
+    for (at, health), (later, _) in zip(told, [*told[1:], (0.0, None)], strict=True):
+        yield at, health
+        if later - at > MOST_APART:
+            yield at + HEALTH_SECONDS, Health()
 
 
 def _number(seen: DeviceHealth | Health | None, key: str) -> float | None:

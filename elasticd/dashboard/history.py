@@ -117,13 +117,14 @@ class StepRow(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A device's slowdown at a time: measured in a step, and decided; evidence of a change."""
+    """A device's slowdown at a time: measured in a step, and decided; evidence of a change. Without any of
+    them: nothing is measured from that time on."""
 
     device: str
     time: float
     step: int
     measured: float | None
-    decided: float
+    decided: float | None
     evidence: float | None
 
 

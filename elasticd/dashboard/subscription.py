@@ -39,6 +39,10 @@ HEALTH_SECONDS, SLOWDOWN_SECONDS, SLOWDOWN_CHANGE = 30.0, 5.0, 0.02
 STILL_SECONDS = 60.0
 #: Rows of slowdowns that are written at once: the largest changes.
 MOST_SAMPLES = 256
+#: Seconds from the last that was measured to the mark that nothing is any more.
+JUST_AFTER = 1e-3
+#: Seconds without a measurement, beyond twice the time from one to the next, after which nothing is measured.
+SILENT_SECONDS = 15.0
 #: Seconds between looks at the history's size.
 BOUND_SECONDS = 300.0
 #: Seconds between two pieces of the work that keeps the history bounded.
@@ -286,6 +290,10 @@ class Subscription:
             return self._put_step(news.job, news.step)
         if isinstance(news, live.JobNews):
             self._put_job(api, news)
+            if news.over:
+                self._unmeasured(news.job.job)
+        elif isinstance(news, live.SlowdownNews):
+            self._decided(news, now)
         elif isinstance(news, live.JobGone):
             self._ended(news.job)
         elif isinstance(news, live.Whole):
@@ -317,7 +325,7 @@ class Subscription:
     def _ended(self, job: str) -> None:
         self._writer.end_run(job)
         self._plans.pop(job, None)
-        self._sampled.pop(job, None)
+        self._unmeasured(job)
 
     def _put_step(self, job: str, step: StepRecord) -> bool:
         predicted, bound = expected(self._cluster, job, step.plan, step.seconds)
@@ -362,13 +370,14 @@ class Subscription:
 
     def _sample(self, news: live.MeasuredNews, now: float) -> None:
         """Writes slowdowns that changed."""
-        sampled = self._sampled.get(news.job)
-        if sampled is None or sampled.plan != news.plan:
-            sampled = self._sampled[news.job] = _Sampled(news.plan)
-        rows = sampled.rows(news, now)
         plan = self._cluster.plans.get(news.job)
         if plan is None or plan.number != news.plan:
             return
+        sampled = self._sampled.get(news.job)
+        if sampled is None or sampled.plan != news.plan or sampled.silent(now):
+            self._unmeasured(news.job)
+            sampled = self._sampled[news.job] = _Sampled(news.plan, plan.members)
+        rows = sampled.rows(news, now)
         members, rates = plan.members, self._cluster.rates
         with self._writer.together():
             self._writer.put_samples(
@@ -383,14 +392,60 @@ class Subscription:
                 for rank, measured, evidence in rows
             )
 
+    def _unmeasured(self, job: str) -> None:
+        """Writes of each device of a job's plan the last that was measured, and that nothing is any more: lines
+        end there."""
+        sampled = self._sampled.pop(job, None)
+        if sampled is None:
+            return
+        at, rates = sampled.heard + self._ahead, self._cluster.rates
+        with self._writer.together():
+            for device, (measured, evidence) in sampled.newest().items():
+                decided = rates.get(device, 1.0)
+                self._writer.put_samples(
+                    (
+                        Sample(device, at, sampled.step, measured, decided, evidence),
+                        Sample(device, at + JUST_AFTER, sampled.step, None, None, None),
+                    )
+                )
+
+    def _decided(self, news: live.SlowdownNews, now: float) -> None:
+        """Writes that slowdowns were decided anew, of devices that are measured."""
+        with self._writer.together():
+            for sampled in self._sampled.values():
+                newest = sampled.newest()
+                self._writer.put_samples(
+                    Sample(device, now + self._ahead, sampled.step, newest[device][0], rate, newest[device][1])
+                    for device, rate in news.rates.items()
+                    if device in newest
+                )
+
 
 class _Sampled:
-    """What was written last of the members of a plan."""
+    """What was measured and written last of the members of a plan."""
 
-    def __init__(self, plan: int) -> None:
-        self.plan = plan
+    def __init__(self, plan: int, members: tuple[str, ...]) -> None:
+        self.plan, self.members = plan, members
+        self.heard, self.step = 0.0, 0
+        self._apart = 0.0  # seconds between the last two measurements
+        self._newest: Any = None
+        self._evidence: Any = None
         self._at: Any = None
         self._last: Any = None
+
+    def silent(self, now: float) -> bool:
+        """Whether nothing was measured for so long that lines are to break."""
+        return bool(self.heard) and now - self.heard > SILENT_SECONDS + 2 * self._apart
+
+    def newest(self) -> dict[str, tuple[float, float | None]]:
+        """The slowdown and the evidence measured last, of each device that anything was written of."""
+        if self._newest is None:
+            return {}
+        written = np.flatnonzero((self._at > 0) & np.isfinite(self._newest))
+        return {
+            self.members[rank]: (float(self._newest[rank]), _known(float(self._evidence[rank])))
+            for rank in written
+        }
 
     def rows(self, news: live.MeasuredNews, now: float) -> list[tuple[int, float, float | None]]:
         """Rank, slowdown and evidence of those that changed enough, or were not written for long."""
@@ -405,17 +460,22 @@ class _Sampled:
         )
         if self._last is None or len(self._last) != len(measured):
             self._last, self._at = np.ones(len(measured)), np.zeros(len(measured))
+            self._newest = np.full(len(measured), np.nan)
+        self._newest = np.where(np.isfinite(measured), measured, self._newest)
+        self._evidence = evidence
+        self._apart, self.heard, self.step = now - (self.heard or now), now, news.step
         with np.errstate(divide="ignore", invalid="ignore"):
             moved = np.abs(np.log(measured / self._last))
         quiet = now - self._at
         odd = (np.abs(measured - 1.0) > SLOWDOWN_CHANGE) & (quiet >= STILL_SECONDS)
-        due = ((moved > SLOWDOWN_CHANGE) & (quiet >= SLOWDOWN_SECONDS)) | odd
+        due = ((moved > SLOWDOWN_CHANGE) & (quiet >= SLOWDOWN_SECONDS)) | odd | (self._at == 0)
         due &= np.isfinite(measured)
         found = np.flatnonzero(due)
         if len(found) > MOST_SAMPLES:
             found = found[np.argsort(-moved[found])[:MOST_SAMPLES]]
         self._last[found], self._at[found] = measured[found], now
-        return [
-            (int(rank), float(measured[rank]), float(evidence[rank]) if np.isfinite(evidence[rank]) else None)
-            for rank in found
-        ]
+        return [(int(rank), float(measured[rank]), _known(float(evidence[rank]))) for rank in found]
+
+
+def _known(number: float) -> float | None:
+    return number if np.isfinite(number) else None

@@ -550,12 +550,13 @@ class SlowTime(Value, frozen=True, kw_only=True):
 
 
 class SlowdownColumns(Value, frozen=True, kw_only=True):
-    """A device's slowdown over time, columns of the same length, oldest first."""
+    """A device's slowdown over time, columns of the same length, oldest first. Each value holds until the next
+    one; where all of a time are null nothing was measured until the next."""
 
     time: tuple[float, ...]
     step: tuple[int, ...]
     measured: tuple[float | None, ...]  # of a step, against the fleet
-    decided: tuple[float, ...]  # that plans are made with
+    decided: tuple[float | None, ...]  # that plans are made with
     cusum: tuple[float | None, ...]  # evidence of a change, in the units of `Thresholds.cusum`
 
 
@@ -570,8 +571,8 @@ class Thresholds(Value, frozen=True, kw_only=True):
 
 
 class HealthColumns(Value, frozen=True, kw_only=True):
-    """What the node's agent saw of the device, columns of the same length, oldest first. Columns that the
-    system does not offer are left out."""
+    """What the node's agent saw of the device, columns of the same length, oldest first; null at a time after
+    which nothing was seen until the next. Columns that the system does not offer are left out."""
 
     time: tuple[float, ...]
     values: dict[str, tuple[float | None, ...]]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from elasticd_planner.detection.settings import DetectSettings
 
@@ -18,6 +19,7 @@ from elasticd.coordinator.events.event_log import EventRecord, Pacing
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard.history import EventQuery, HistoryReader, opened
 from elasticd.dashboard.subscription import Subscription, Told
+from tests.cli.test_status import PLAN
 
 HELLO = live.LiveHello(
     id="1:1",
@@ -207,3 +209,91 @@ def test_the_history_is_bounded_beside_the_feed(leader: Leader) -> None:
     leader.say(PULSE)
     leader.subscription._bounds.shutdown()
     assert leader.written == []
+
+
+# -- lines over time -------------------------------------------------------------------------------------------
+
+MEMBERS = ("a/0", "a/1", "b/0")
+
+
+def planned(leader: Leader, number: int = 1) -> None:
+    leader.made.setdefault("j", [])
+    binding = dict.fromkeys(MEMBERS, "i")
+    plan = PLAN.replace(number=number, binding=binding)
+    leader.say(job("j", plan=number), live.PlanNews(id="1:2", job="j", plan=plan, proposed=False))
+
+
+def measured(leader: Leader, *slowdowns: float, number: int = 1, step: int = 3) -> None:
+    """Of the first two devices; nothing is known of the third."""
+    table = np.array([[slowdown, 0.5] for slowdown in (*slowdowns, np.nan)], dtype="<f4")
+    leader.say(
+        live.MeasuredNews(
+            id="1:3",
+            job="j",
+            plan=number,
+            step=step,
+            numbers=table.tobytes(),
+            columns=live.JUDGED,
+            lengths={},
+        )
+    )
+
+
+def line(leader: Leader, device: str) -> list[tuple[float | None, float | None]]:
+    """What is measured and what is decided."""
+    return [
+        (round(found.measured, 2) if found.measured is not None else None, found.decided)
+        for found in leader.reader.samples(device)
+    ]
+
+
+class Passing:
+    """Time that passes when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("elasticd.dashboard.subscription.time.time", lambda: self.now)
+
+    def __call__(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("how", ["over", "gone", "silent"])
+def test_a_line_ends_where_nothing_is_measured_any_more_and_begins_anew(
+    leader: Leader, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of a device that was normal all the time, of which nothing changed."""
+    passing = Passing(monkeypatch)
+    leader.hello()
+    planned(leader)
+    measured(leader, 1.0, 2.0)
+    passing(1.0)
+    measured(leader, 1.01, 2.01)
+    passing(1.0)
+    leader.say(live.SlowdownNews(id="1:4", rates={"a/1": 2.0}, slowness={}))
+    passing(1.0)
+    if how == "over":
+        leader.say(msgspec.structs.replace(job("j"), over=True))
+    elif how == "gone":
+        leader.say(live.JobGone(id="1:4", job="j"))
+    passing(100.0)
+    planned(leader)
+    measured(leader, 1.0, 1.5)
+    assert line(leader, "a/0") == [(1.0, 1.0), (1.01, 1.0), (None, None), (1.0, 1.0)]
+    decided_at_once = [(2.0, 1.0), (2.01, 2.0), (None, None), (2.01, 2.0), (1.5, 2.0)]
+    assert sorted(line(leader, "a/1"), key=str) == sorted(decided_at_once, key=str)
+    times = [found.time for found in leader.reader.samples("a/0")]
+    assert times == sorted(times)
+    assert times[-1] - times[-2] > 100.0, "nothing is drawn across the gap"
+
+
+def test_a_line_of_long_steps_does_not_break_between_two(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passing = Passing(monkeypatch)
+    leader.hello()
+    planned(leader)
+    for slowdown in (2.0, 3.0, 4.0, 5.0):
+        measured(leader, 1.0, slowdown)
+        passing(14.0 if slowdown == 2.0 else 40.0)
+    assert (None, None) not in line(leader, "a/1")

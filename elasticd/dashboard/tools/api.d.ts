@@ -408,12 +408,12 @@ export interface SlowTime {
   slowdown: number;
 }
 
-/** A device's slowdown over time, columns of the same length, oldest first. */
+/** A device's slowdown over time, columns of the same length, oldest first. Each value holds until the next */
 export interface SlowdownColumns {
   time: number[];
   step: number[];
   measured: (number | null)[];
-  decided: number[];
+  decided: (number | null)[];
   cusum: (number | null)[];
 }
 
@@ -426,7 +426,7 @@ export interface Thresholds {
   cusum: number | null;
 }
 
-/** What the node's agent saw of the device, columns of the same length, oldest first. Columns that the */
+/** What the node's agent saw of the device, columns of the same length, oldest first; null at a time after */
 export interface HealthColumns {
   time: number[];
   values: Record<string, (number | null)[]>;

@@ -86,7 +86,7 @@ class DevicePage extends Page {
             <h2 id="slow-title">Slowdown over time</h2>
             <p>1 is a normal device; plans are made with the decided value</p>
           </header>
-          ${slow(view, cell.slowdown)}
+          ${slow(view)}
         </section>
         <section class="panel third" aria-labelledby="cause-title">${causes(view)}</section>
         <section class="panel half" aria-labelledby="cusum-title">${evidence(view)}</section>
@@ -128,23 +128,16 @@ function verdict(view, cell) {
   return said.join(" ") || "It runs at normal speed.";
 }
 
-/** The curve is sampled where it changed; it ends with what counts now.
- * @param {DeviceView} view  @param {number} rate */
-function slow(view, rate) {
+/** The curves are sampled where they changed, and broken where nothing was measured. @param {DeviceView} view */
+function slow(view) {
   const { time, measured, decided } = view.slowdown;
-  const now = Math.max(news.now(), time[time.length - 1] ?? 0);
-  const known = {
-    time: [...time, now],
-    measured: [...measured, null],
-    decided: [...decided, rate],
-  };
   const limits = view.thresholds;
   if (!time.length) return html`<p class="empty">No step was measured on it yet.</p>`;
   return html`<ed-chart
     label="Slowdown"
     unit="times the normal"
     time
-    .x=${known.time}
+    .x=${time}
     .height=${220}
     .levels=${
       limits
@@ -158,8 +151,8 @@ function slow(view, rate) {
         : []
     }
     .curves=${[
-      { label: "measured", hue: 1, values: known.measured },
-      { label: "decided", hue: 4, dash: [8, 3], values: known.decided },
+      { label: "measured", hue: 1, values: measured, steps: true },
+      { label: "decided", hue: 4, dash: [8, 3], values: decided, steps: true },
     ]}
   ></ed-chart>`;
 }
