@@ -18,6 +18,7 @@ from playwright.sync_api import Browser, expect
 from elasticd.cli.app import elasticd
 from elasticd.client import Api
 from elasticd.testing.waiting import until
+from elasticd.wire.node_health import DeviceHealth
 from tests.dashboard.browser.pages import Person, figure
 from tests.dashboard.browser.stage import JOB, OPERATOR, VIEWER, Stage
 
@@ -296,6 +297,31 @@ def test_no_page_is_wider_than_a_narrow_window(browser: Browser, stage: Stage, w
         columns = {round(box["left"]) for box in boxes}
         assert len(columns) == (1 if width < 600 else 2)
         assert all(box["width"] > 250 for box in boxes), "each can be read"
+
+
+@pytest.mark.slow
+def test_each_device_has_the_memory_and_the_load_of_its_workers_process(alice: Person, stage: Stage) -> None:
+    """As the agents of a real job tell it, in the status, in its table and on the device's page."""
+
+    def told() -> dict[str, DeviceHealth]:
+        nodes = stage.asked(lambda api: api.status().nodes)
+        known = {device.name: device for node in nodes if node.health for device in node.health.devices}
+        ready = len(known) == 4 and all(device.utilisation is not None for device in known.values())
+        return known if ready else {}
+
+    known, job = until(told), stage.job()
+    assert job is not None
+    assert {name: device.pid for name, device in known.items()} == {
+        member.device: member.pid for member in job.members
+    }
+    assert all((device.memory_used or 0) > 50 << 20 for device in known.values()), "torch alone takes more"
+    table = call("status", "--config", str(stage.configuration("operator")))
+    (line,) = [line for line in table.splitlines() if line.startswith("alpha/0 ")]
+    assert re.match(rf"alpha/0 +{JOB} +\d+ +[\d.]+ MiB / 1 GiB +\d+% +- +\d\.\d\dx +emulated", line), line
+    alice.go("/devices/alpha/0")
+    health = alice.page.locator("section[aria-labelledby=health-title]")
+    expect(health).to_contain_text("utilisation")
+    expect(health).to_contain_text("memory used")
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ class PlanPage extends Page {
         <section class="panel half" aria-labelledby="why-title">
           <header>
             <h2 id="why-title">Why</h2>
-            <p><code>elasticd why --job ${this.job} ${this.number}</code></p>
+            <p><code>elasticd why ${this.job} ${this.number}</code></p>
           </header>
           <div class="scroll" tabindex="0" role="group" aria-label="Why">
             <pre class="why">${view.why}</pre>
