@@ -16,6 +16,7 @@ from elasticd.models import next_token_loss
 from elasticd.models.huggingface import their_name
 from elasticd.models.huggingface.batches import LAYER_INPUTS, HfBatches
 from elasticd.runtime.api.hello import check_batch_format, loss_of
+from elasticd.runtime.checking import __main__ as trial
 from elasticd.runtime.data.collate import Unlike, pad
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing
@@ -369,3 +370,35 @@ def test_columns_of_a_dataset_of_datasets_train(
     dataset = datasets.Dataset.from_list(list(Chats(prompt="hello"))).remove_columns(["prompt"])
     training = Training(model=described, loss=loss_of(described, None), dataset=dataset, collate=seq2seq())
     compared(qwen2(), training, PLANS["replicas"])
+
+
+def words_to_batch(texts: Sequence[str]) -> Any:
+    ids = [[int(word[1:]) for word in text.split()] for text in texts]
+    return tokenizer().pad({"input_ids": ids, "labels": ids}, return_tensors="pt")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate"), [(Chats(), seq2seq()), (["w3 w4 w5 w6 w7 w8 w9"] * 16, words_to_batch)]
+)
+def test_check_tries_packed_rows_with_the_jobs_collate(
+    described: elasticd.Model, dataset: Any, collate: Any
+) -> None:
+    lines: list[str] = []
+    assert trial.compared(recipe(described, dataset, collate=collate), lines.append)
+    assert "ok    packed rows: each sequence by itself" in lines
+    assert not any("not tried" in line for line in lines)
+
+
+def test_check_says_once_that_packed_rows_were_not_tried(
+    described: elasticd.Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("of another device")
+
+    lines: list[str] = []
+    made = recipe(described, Chats(), collate=seq2seq())
+    monkeypatch.setattr("elasticd.runtime.parallel.sequence_mixing._watched", fails)
+    assert trial.compared(made, lines.append)
+    (said,) = [line for line in lines if "packed rows" in line]
+    assert said == "note  not tried: packed rows (embed: RuntimeError: of another device)"
+    assert "packed" not in caplog.text

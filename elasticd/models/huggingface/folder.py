@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib
 import json
 import re
 import threading
@@ -66,9 +67,7 @@ def model_on_meta(source: Any, dtype: torch.dtype | None = None) -> Any:
             copy.deepcopy(source) if folder is None else transformers.AutoConfig.from_pretrained(folder)
         )
         names = getattr(config, "architectures", None) or [""]
-        kind = getattr(transformers, names[0], None)
-        if kind is None or not re.search("CausalLM|LMHead", names[0]):
-            kind = _class_of(config)
+        kind = _class_of(config, names[0])
         chosen = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
         with torch.device("meta"):
             model: Any = kind._from_config(config, dtype=chosen)
@@ -81,9 +80,15 @@ def model_on_meta(source: Any, dtype: torch.dtype | None = None) -> Any:
     return model
 
 
-def _class_of(config: Any) -> Any:
+def _class_of(config: Any, name: str) -> Any:
+    """The class of this name, or the causal language model of a configuration."""
     import transformers
 
+    if re.search("CausalLM|LMHead", name):
+        own = type(config).__module__.replace("configuration_", "modeling_")
+        for module in (transformers, importlib.import_module(own)):
+            if (kind := getattr(module, name, None)) is not None:
+                return kind
     kinds: Any = transformers.AutoModelForCausalLM._model_mapping
     return kinds[type(config)]
 
