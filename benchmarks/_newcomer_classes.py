@@ -1,7 +1,7 @@
 """How many classes of transformers go in, train a step in two layouts, and come back from their folder.
 
 Each class that docs/huggingface.md takes is made small with random weights, trained for a step on one device
-and in two stages with TP groups, written as `save_pretrained` writes it, and loaded by `from_pretrained`. It counts
+and in two stages with TP groups, written as `save_pretrained` writes it, and loaded again. It counts
 if transformers finds each name in the files and nothing else, if weights and logits are those of the job's
 model to the bit, and if devices that read the folder box by box get the same.
 """
