@@ -59,5 +59,5 @@ def _apart(name: str) -> list[str]:
             job = exported.with_weights(
                 model, exported.trained(model, described, plan, out, max_shard_size="40KB")
             )
-            found += [*exported.apart(job, out), *exported.apart_in_boxes(described, job, out)]
+            found += [*exported.apart_in_boxes(described, job, out), *exported.apart(job, out)]
     return found

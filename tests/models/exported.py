@@ -68,7 +68,9 @@ def with_weights(model: Any, weights: Mapping[str, Tensor]) -> Any:
 
 
 def apart(job: Any, folder: Path) -> Iterator[str]:
-    """What of the folder's model is not the job's, to the bit; and what transformers says of its files."""
+    """What of the folder's model is not the job's, to the bit; and what transformers says of its files.
+
+    A forward pass may change the job's model: RWKV scales its weights when it is evaluated."""
     kernels = {
         name: value
         for name in ("attn_implementation", "experts_implementation")

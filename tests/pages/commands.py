@@ -118,7 +118,7 @@ NOT_HERE = {
     r"torchrun --nnodes=2:8 .*": "two nodes of eight devices; tests/integration/test_restart_mode.py has fewer",
     r"srun .*": "needs Slurm",
     r"elasticd security init /etc/.*": "writes to /etc; tests/cli/test_security.py writes to a folder",
-    r"elasticd checkpoint export --hf .*": "tests/models/test_huggingface_folders.py: of a model of transformers",
+    r"elasticd checkpoint export --hf .*": "needs a job of transformers: tests/models/test_huggingface_folders",
     r"etcdctl .*": "needs etcd's own client and a secured etcd; tests/store has the same calls",
 }
 
