@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
@@ -209,6 +210,18 @@ def train_samples(step: int) -> tuple[int, ...]:
     from elasticd_planner.spec.batch import Sampler
 
     return Sampler(size=len(train.Text()), global_batch=train.BATCH, seed=train.SEED).samples(step)
+
+
+def test_a_script_that_does_not_finish_its_loop_ends(tmp_path: Path) -> None:
+    """Not by the fork server, whose processes end without what the interpreter does last."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from tests.runtime.test_one_process import job\nsteps = iter(job().steps(9))\nprint(next(steps).index)"
+    )
+    environment = dict(os.environ, PYTHONPATH=str(Path(__file__).resolve().parents[2]), OMP_NUM_THREADS="1")
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 
 def test_a_job_that_has_ended_lets_its_model_and_state_go() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, Unpack
@@ -66,6 +68,12 @@ log = logging.getLogger(__name__)
 
 #: The weights that an evaluation may be of.
 WEIGHTS = ("value", "average")
+
+
+def _leave_unfinished(running: weakref.ref[Generator[Any, None, None]]) -> None:
+    """Closes a loop, unless it is finished or gone."""
+    if (unfinished := running()) is not None:
+        unfinished.close()
 
 
 class Callback:
@@ -331,7 +339,7 @@ class Job(RankInfo):
             RuntimeError: the steps of this job were asked for before.
             SystemExit: the job cannot continue, or continues without this process, which got SIGTERM.
         """
-        for each in self._begun(total):
+        for each in self._begin(total):
             if isinstance(each, Step):
                 yield each
 
@@ -347,7 +355,7 @@ class Job(RankInfo):
             The index; None once `total` updates are made.
         """
         if self._running is None:
-            self._running = self._begun(total)
+            self._running = self._begin(total)
         while self._now is None:
             each = next(self._running, None)
             if each is None:
@@ -387,6 +395,13 @@ class Job(RankInfo):
             self._running.close()
             if self._left:
                 self._farewell.now()
+
+    def _begin(self, total: int) -> Generator[Next | Step, None, None]:
+        """The loop. One that the script does not finish is left at the end of the script, while threads can
+        still be started: not at that of the interpreter, which drops its objects last."""
+        running = self._begun(total)
+        atexit.register(_leave_unfinished, weakref.ref(running))
+        return running
 
     def _begun(self, total: int) -> Generator[Next | Step, None, None]:
         if self._taken:
