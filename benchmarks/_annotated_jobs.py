@@ -33,12 +33,14 @@ SOURCES: dict[str, dict[str, Any]] = {
 }
 
 
-def job_rows() -> Iterator[Row]:
-    """HSPMD's unlike pipelines on seven ranks."""
+def job_rows(only_given: bool = False) -> Iterator[Row]:
+    """HSPMD's unlike pipelines on seven ranks. only_given: but for those that switch or lose state."""
     title = "7 ranks, [TP2 x 5, TP2 x 3] beside [TP2 x 6, TP1 x 2] as annotations"
     whole, killed = given()
     yield _exact(f"{title}: furthest from one process", whole)
     yield _exact(f"{title}, then one rank killed: furthest from one process", killed)
+    if only_given:
+        return
     name = "7 ranks, the first of these to the second, in place: furthest from one process"
     yield _exact(name, switched())
     found = [what for what, job in SOURCES.items() if _from(what, job)]

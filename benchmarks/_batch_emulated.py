@@ -184,11 +184,11 @@ def ran(
     return Ran(seconds, work, late / paced)
 
 
-def emulated_rows() -> Iterator[Row]:
+def emulated_rows(steps: int = STEPS, slow_steps: int = SLOW_STEPS) -> Iterator[Row]:
     """Throughput over the padded plan's and over the bound, and what a device at half speed costs."""
-    padded = ran(PIPELINES, DataOptions(), STEPS)
-    packed = ran(LANES, DataOptions(packing=Packing(least=8)), STEPS + SLOW_STEPS, slow_from=STEPS)
-    counted = slice(WARM, STEPS)
+    padded = ran(PIPELINES, DataOptions(), steps)
+    packed = ran(LANES, DataOptions(packing=Packing(least=8)), steps + slow_steps, slow_from=steps)
+    counted = slice(WARM, steps)
     yield _ratio(
         "throughput of 8 emulated devices on the standard library's files, over the padded plan's",
         [statistics.fmean(padded.seconds[counted]) / statistics.fmean(packed.seconds[counted])],
@@ -200,8 +200,8 @@ def emulated_rows() -> Iterator[Row]:
     yield _ratio(title, speed[counted], (packed,), least=0.90)
     place = NAMES.index(SLOW)
     share = 1 / FACTOR / (DEVICES - 1 + 1 / FACTOR)
-    parts = [work[place] / sum(work) for work in packed.work[STEPS:]]
-    follows = next((step for step, part in enumerate(parts) if abs(part / share - 1) <= 0.1), SLOW_STEPS)
+    parts = [work[place] / sum(work) for work in packed.work[steps:]]
+    follows = next((step for step, part in enumerate(parts) if abs(part / share - 1) <= 0.1), slow_steps)
     yield row(
         "one of 8 devices 2 x slow: steps until its share of tokens is within 10 % of its speed's",
         follows,
@@ -212,9 +212,9 @@ def emulated_rows() -> Iterator[Row]:
     )
     scale = DEVICES / (DEVICES - 1 + 1 / FACTOR)
     title = "the same: throughput over the bound of these devices, before any switch"
-    yield _ratio(title, [each * scale for each in speed[STEPS + 4 :]], (packed,), least=0.88)
-    whole = ran(FOUR, DataOptions(packing=Packing(cut=False)), STEPS, texts=Alike())
-    cut = ran(FOUR, DataOptions(packing=Packing(tokens=EVEN // 2, least=8)), STEPS, texts=Alike())
+    yield _ratio(title, [each * scale for each in speed[steps + 4 :]], (packed,), least=0.88)
+    whole = ran(FOUR, DataOptions(packing=Packing(cut=False)), steps, texts=Alike())
+    cut = ran(FOUR, DataOptions(packing=Packing(tokens=EVEN // 2, least=8)), steps, texts=Alike())
     ratios = [a / b for a, b in zip(cut.seconds[counted], whole.seconds[counted], strict=True)]
     yield _ratio("step of sequences cut over 4 lanes over the same work uncut", ratios, (whole, cut), most=1.15)
 

@@ -44,10 +44,10 @@ PUBLISHED = (1.32, 2.66)
 GOALS = {"wikipedia": 1.00, "long tail": 0.90}
 
 
-def pool_rows() -> Iterator[Row]:
+def pool_rows(steps: int = STEPS) -> Iterator[Row]:
     """Hydraulis' best case is 1."""
     for name, draw in (("wikipedia", wikipedia), ("long tail", long_tail)):
-        wide, fluid, filled, cut = np.mean([_step(_lengths(draw, step)) for step in range(STEPS)], 0).tolist()
+        wide, fluid, filled, cut = np.mean([_step(_lengths(draw, step)) for step in range(steps)], 0).tolist()
         here = f"Hydraulis' 32B pool, {name}, its best free choice = 1"
         most = GOALS[name]
         yield row(

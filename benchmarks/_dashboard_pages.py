@@ -35,7 +35,6 @@ from elasticd.dashboard.history import opened
 from elasticd.dashboard.subscription import Told
 
 NODES, DEVICES, CHANGES, SLOW = 1000, 8, 80, 160
-DRAWS = 5
 #: In the page, before its own scripts: when the snapshot and changes arrive, when cells are painted, and how
 #: long the work is that follows from a change.
 WATCH = """
@@ -71,13 +70,13 @@ requestAnimationFrame(wait);
 """
 
 
-def rows(minutes: float) -> list[Row]:
-    """The figures; `minutes` of news before the heap is measured."""
+def rows(minutes: float, draws: int) -> list[Row]:
+    """The figures; `minutes` of news before the heap is measured, and the page is drawn so often."""
     with tempfile.TemporaryDirectory(prefix="elasticd-bench-") as folder:
-        return asyncio.run(_measured(Path(folder), minutes))
+        return asyncio.run(_measured(Path(folder), minutes, draws))
 
 
-async def _measured(folder: Path, minutes: float) -> list[Row]:
+async def _measured(folder: Path, minutes: float, draws: int) -> list[Row]:
     config = with_overrides(
         Config(), {"dashboard.port": 0, "dashboard.history": str(folder / "history.db"), "coordinator.port": 0}
     )
@@ -91,7 +90,7 @@ async def _measured(folder: Path, minutes: float) -> list[Row]:
     fleet = _Fleet(dashboard)
     fleet.all()
     telling = asyncio.create_task(fleet.tell())
-    command = [sys.executable, __file__, dashboard.url, str(minutes)]
+    command = [sys.executable, __file__, dashboard.url, str(minutes), str(draws)]
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     said, _ = await process.communicate()
     telling.cancel()
@@ -180,7 +179,7 @@ class _Fleet:
 # -- the browser, a process of its own -----------------------------------------------------------------------
 
 
-def _look(url: str, minutes: float) -> dict[str, Any]:
+def _look(url: str, minutes: float, count: int) -> dict[str, Any]:
     from playwright.sync_api import sync_playwright
 
     from tests.dashboard.browser.conftest import chromium
@@ -193,8 +192,8 @@ def _look(url: str, minutes: float) -> dict[str, Any]:
         browser = playwright.chromium.launch(executable_path=program, args=options)
         context = browser.new_context(viewport={"width": 1600, "height": 1000})
         context.add_init_script(WATCH.replace("COUNT", str(NODES)))
-        draws, complete = [], []
-        for _ in range(DRAWS):
+        draws, complete = list[float](), list[float]()
+        for _ in range(count):
             page = context.new_page()
             page.goto(url)
             page.locator(".heat svg[data-band]").nth(NODES - 1).wait_for(state="attached", timeout=120_000)
@@ -216,8 +215,8 @@ def _look(url: str, minutes: float) -> dict[str, Any]:
         page.wait_for_timeout(1000)
         load, first = spent() - before, page.evaluate("window.seen.updates.length")
         page.wait_for_timeout(max(30_000, 60_000 * minutes))
-        count = page.evaluate("window.seen.updates.length") - first
-        second = (spent() - before - load) / max(1, count)
+        news = page.evaluate("window.seen.updates.length") - first
+        second = (spent() - before - load) / max(1, news)
         updates = page.evaluate("window.seen.updates")
         page.evaluate("window.gc()")
         heap = page.evaluate("performance.memory.usedJSHeapSize")
@@ -234,4 +233,4 @@ def _look(url: str, minutes: float) -> dict[str, Any]:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    sys.stdout.buffer.write(msgspec.json.encode(_look(sys.argv[1], float(sys.argv[2]))))
+    sys.stdout.buffer.write(msgspec.json.encode(_look(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))))

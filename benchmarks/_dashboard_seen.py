@@ -19,7 +19,7 @@ from _results import Row, row
 from elasticd.chaos.client import Chaos
 from elasticd.client import Api
 
-ROUNDS, FACTOR, DEVICE = 5, 6.0, "alpha/1"
+FACTOR, DEVICE = 6.0, "alpha/1"
 #: Seconds for detection on a busy machine.
 PATIENCE = 120.0
 #: In the page: unix seconds at which the device's cell is no longer (or again) one of normal speed.
@@ -35,9 +35,9 @@ SEEN = """
 """
 
 
-def rows() -> list[Row]:
+def rows(rounds: int = 5) -> list[Row]:
     """The figure."""
-    delays = _delays()
+    delays = _delays(rounds)
     middle = statistics.median(delays)
     low, _, high = statistics.quantiles(delays, n=4)
     return [
@@ -53,7 +53,7 @@ def rows() -> list[Row]:
     ]
 
 
-def _delays() -> list[float]:
+def _delays(rounds: int) -> list[float]:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from playwright.sync_api import sync_playwright
 
@@ -76,7 +76,7 @@ def _delays() -> list[float]:
             browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
             person = Person(browser, stage.url)
             person.sign_in(OPERATOR)
-            for _ in range(ROUNDS):
+            for _ in range(rounds):
                 newest = stage.asked(_newest)
                 stage.chaos(lambda chaos: chaos.slow(DEVICE, FACTOR))
                 seen = float(person.page.evaluate(SEEN.replace("DEVICE", DEVICE), True))

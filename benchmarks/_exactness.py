@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -29,20 +29,22 @@ from tests.planner.timeline import simulate
 PLANS, PROBLEMS = 500, 330
 
 
-def exactness_rows() -> list[Row]:
+def exactness_rows(plans: int = PLANS, problems: int = PROBLEMS) -> Iterator[Row]:
     """The schedule, small problems, their bounds, and the time that a job of the demo's size takes to plan."""
-    return [*schedule_rows(), *small_job_rows(), *quick_rows()]
+    yield from schedule_rows(plans)
+    yield from small_job_rows(problems)
+    yield from quick_rows()
 
 
-def schedule_rows() -> list[Row]:
+def schedule_rows(plans: int) -> list[Row]:
     """What the planner predicts of random plans beside the schedule played event by event."""
     rng = np.random.default_rng(11)
     apart = []
-    for _ in range(PLANS):
+    for _ in range(plans):
         cluster, rates, profile, made = _plan(rng)
         predicted = step_seconds(made, cluster, rates, ProfileCost(profile))
         apart.append(abs(predicted / _played(made, cluster, rates, profile) - 1))
-    name = f"prediction beside the schedule's events, {PLANS} random plans"
+    name = f"prediction beside the schedule's events, {plans} random plans"
     worst = max(apart)
     return [
         row(f"{name}: worst", worst, "", kind="simulated", goal="<= 0.02", met=worst <= 0.02),
@@ -134,12 +136,12 @@ def _plan(rng: np.random.Generator) -> tuple[Cluster, dict[str, float], ModelPro
     return cluster, rates, profile, Plan(number=1, strategies=(strategy,), micro_batch=1, global_batch=total)
 
 
-def small_job_rows() -> list[Row]:
+def small_job_rows(problems: int) -> list[Row]:
     """Plans and bounds of small problems beside brute force under exact time."""
     rng = random.Random(12)
     gaps: list[float] = []
     wrong = broken = 0
-    for _ in range(PROBLEMS):
+    for _ in range(problems):
         problem = jobs.small(rng)
         least, answer = schedule_brute.best(problem), plan(problem)
         if answer.plan is None or math.isinf(least):
@@ -148,7 +150,7 @@ def small_job_rows() -> list[Row]:
         assert answer.plan.prediction is not None
         gaps.append(max(0.0, answer.plan.prediction.step_seconds / least - 1))
         broken += answer.plan.prediction.bound_seconds > least * (1 + 1e-9)
-    words = f"{PROBLEMS} small job problems, exact time"
+    words = f"{problems} small job problems, exact time"
     mean, worst = statistics.fmean(gaps), max(gaps)
     return [
         row(f"{words}: mean gap to brute force", mean, "", goal="<= 0.0005", met=mean <= 5e-4),

@@ -1,15 +1,16 @@
 """The frame of every benchmark: parts, the options of its command, and a results file that grows row by row.
 
-    PARTS = {"pages": Part(page_rows, measures=("elasticd/dashboard",)), ...}
+    PARTS = {"pages": Part(page_rows, ("elasticd/dashboard",), smallest={"minutes": 0.1}), ...}
 
     if __name__ == "__main__":
         sys.exit(run("dashboard", __doc__, PARTS))
 
-A part is a function `rows(smallest: bool) -> Iterator[Row]`. Each row is printed and written as soon as the
-part yields it, in the place of the row of that name that an earlier run left; a part that is cut off has lost
-nothing, and the rows that it did not reach are still there, with the commit and the date at which they were
-measured. When a part ends, a goal that it has no row for any more stays in the file without a value, and counts
-as missed.
+A part is a function that yields rows; its arguments are sizes, whose defaults are those that the results are
+measured with. `--smallest` calls it with those of the table instead, to try whether it runs. Each row is
+printed and written as soon as the part yields it, in the place of the row of that name of an earlier run. A
+part that is cut off has lost nothing, and the rows that it did not reach are still there, with the commit and
+the date at which they were measured. When a part ends, a goal that it has no row for any more stays in the
+file without a value, and counts as missed.
 
 `measures` are the paths of the tree whose changes make the part's rows old: a row is *stale* where one of these
 paths has changed since the row's commit. `--stale` lists such rows and measures nothing.
@@ -21,37 +22,47 @@ import argparse
 import datetime
 import importlib
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 from _results import RESULTS, Row, commit, line, machine, row, same_row, table, unmeasured, versions
 from _stale import Changes
 from rich.console import Console
 
-Rows = Callable[[bool], Iterable[Row]]
+Rows = Callable[..., Iterable[Row]]
+
+#: Paths that parts measure: the planner, whatever trains, and the whole product.
+PLANNER = ("planner",)
+TRAINING = ("elasticd/models", "elasticd/runtime", "migration", "planner")
+PRODUCT = ("agent", "elasticd", "migration", "planner")
 
 
 class Part(msgspec.Struct, frozen=True):
     """One part of a benchmark.
 
     Attributes:
-        rows: yields the part's rows, as each is measured; the argument asks for the smallest size.
+        rows: yields the part's rows, as each is measured.
         measures: paths from the root of the tree, whose changes make the rows stale.
+        smallest: the arguments of `rows` for its smallest size, in seconds rather than minutes.
     """
 
     rows: Rows
     measures: tuple[str, ...]
+    smallest: Mapping[str, Any] = MappingProxyType({})
 
 
 def module_rows(module: str) -> Rows:
     """The function `rows` of a module beside the benchmark, imported when the part begins and not before."""
 
-    def rows(smallest: bool) -> Iterator[Row]:
+    def rows(smallest: bool = False) -> Iterator[Row]:
         yield from importlib.import_module(module).rows(smallest)
 
     return rows
@@ -114,7 +125,8 @@ class Results:
             return each
 
         try:
-            for each in self._parts[part].rows(smallest):
+            asked = self._parts[part]
+            for each in asked.rows(**asked.smallest if smallest else {}):
                 yield written(each)
         except (Exception, SystemExit) as error:  # the other parts are measured all the same
             traceback.print_exc()
@@ -148,12 +160,15 @@ class Results:
         beside.write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n")
         beside.replace(self.path)
 
-    def stale(self, changes: Changes) -> Iterator[tuple[str, Row, str]]:
-        """The rows that are older than the last change to what they measure: part, row, and the reason."""
+    def stale(self, changes: Changes) -> Iterator[tuple[str, list[Row], str]]:
+        """The rows that are older than the last change to what they measure: the part, its rows, the reason."""
         for name, part in self._parts.items():
+            by_reason: dict[str, list[Row]] = {}
             for each in self.rows(name):
                 if each.value is not None and (reason := changes.since(each.commit, part.measures)):
-                    yield name, each, reason
+                    by_reason.setdefault(reason, []).append(each)
+            for reason, rows in by_reason.items():
+                yield name, rows, reason
 
 
 def parser(purpose: str | None, parts: Iterable[str]) -> argparse.ArgumentParser:
@@ -192,6 +207,7 @@ def run(
         1 where a goal is missed or a part broke off, else 0. With `--smallest` goals do not count.
     """
     options = options or parser(purpose, parts).parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a part ends what it started
     default = Path(tempfile.gettempdir()) / "elasticd-benchmarks" if options.smallest else RESULTS
     results = Results(options.out or default / f"{name}.json", parts)
     if options.stale:
@@ -204,19 +220,21 @@ def run(
                 missed.append(each.name)
     Console().print(table(name, results.all_rows))
     print(f"-> {results.path}")
-    _print_stale(name, results)
+    _print_stale(name, results, fresh=options.only or parts)
     if missed:
         print(f"goals missed: {', '.join(missed)}")
     return 1 if missed else 0
 
 
-def _print_stale(name: str, results: Results) -> int:
+def _print_stale(name: str, results: Results, fresh: Collection[str] = ()) -> int:
+    """Prints a line for each part with rows that are stale, but for those of `fresh`."""
     changes = Changes()
     if not changes.known:
         print(f"{name}: no git history here: it is not known which rows are stale", file=sys.stderr)
         return 0
-    for part, each, reason in results.stale(changes):
-        print(f"{name} {part}: stale: {each.name}: {reason}")
+    for part, rows, reason in results.stale(changes):
+        if part not in fresh:
+            print(f"{name} {part}: {'1 row is' if len(rows) == 1 else f'{len(rows)} rows are'} stale: {reason}")
     return 0
 
 

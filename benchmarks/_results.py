@@ -1,7 +1,6 @@
-"""What every benchmark ends with: its rows as a table, and as `benchmarks/results/NAME.json`.
+"""Rows of benchmarks, as `_frame` writes them to `benchmarks/results/NAME.json`, and as a table for a terminal.
 
-    rows = [row("throughput after the replan", 958.0, "tokens/s", kind="emulated"), ...]
-    sys.exit(finish("demo", rows))
+    row("throughput after the replan", 958.0, "tokens/s", kind="emulated", goal=">= 900", met=True)
 
 A row with a goal says whether it is met; `noise` is the spread of the value as a fraction of it, where known.
 `commit` is the one that the row was measured on. A goal that the file has stays in it: where a run has no row
@@ -10,7 +9,6 @@ for it, the row is kept, without a value and missed, until it is measured again 
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
 import os
 import platform
@@ -22,7 +20,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -50,10 +47,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     date: str | None = None
 
 
-class _File(msgspec.Struct, frozen=True):
-    rows: list[Row] = msgspec.field(default_factory=list)
-
-
 def row(
     name: str,
     value: float | int | str | None,
@@ -68,27 +61,6 @@ def row(
     if (goal is None) != (met is None):
         raise ValueError(f"{name}: a goal needs met, and met a goal")
     return Row(name=name, value=value, unit=unit, goal=goal, met=met, noise=noise, kind=kind)
-
-
-def finish(name: str, rows: Sequence[Row], folder: Path = RESULTS) -> int:
-    """Prints the table and writes the file; 1 when a goal is missed, else 0."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    before = msgspec.json.decode(path.read_bytes(), type=_File).rows if path.exists() else []
-    rows = [*stamped(rows), *unmeasured(before, rows)]
-    Console().print(table(name, rows))
-    body = {"name": name, "date": _today(), "machine": machine(), "versions": versions(), "rows": list(rows)}
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n")
-    missed = [each.name for each in rows if each.met is False]
-    if missed:
-        print(f"goals missed: {', '.join(missed)}")
-    return 1 if missed else 0
-
-
-def stamped(rows: Iterable[Row]) -> list[Row]:
-    """The rows with the commit that they were measured on."""
-    on = commit()
-    return [msgspec.structs.replace(each, commit=on) for each in rows]
 
 
 def unmeasured(before: Iterable[Row], rows: Iterable[Row]) -> list[Row]:
@@ -189,7 +161,3 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _today() -> str:
-    return datetime.datetime.now(tz=datetime.UTC).date().isoformat()

@@ -1,6 +1,6 @@
 """One rank of four: what the vote takes beside a bare all-gather, and what telling of a step takes of the CPU.
 
-    python benchmarks/_runtime_cost.py FOLDER RANK ADDRESS PAIRS
+    python benchmarks/_runtime_cost.py FOLDER RANK ADDRESS PAIRS STEPS
 
 CPU seconds are the training thread's own, counted in real steps around the functions that plan the batch, vote,
 keep clocks and report, less what is spent inside the collective. The agent's place is taken by a listener in a
@@ -27,9 +27,9 @@ from elasticd.models import DecoderConfig
 from elasticd.records import JobSpec
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.control.agent_client import AgentClient
-from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.engine import engine as engines
 from elasticd.runtime.engine import pipeline_stage as stages
+from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.engine.vote import RankRecord, StepVote, fold
 from elasticd.runtime.telemetry.step_times import Telemetry
 from elasticd.wire import unix_socket
@@ -42,7 +42,7 @@ PLAN = plan_of(
     (4, [stage(0, 2, b0=1), stage(2, 4, b1=1)]),
     micro_batch=1,
 )
-STEPS, WARM = 60, 10
+WARM, BARE = 10, 50
 
 
 class Meter:
@@ -133,11 +133,13 @@ def control(folder: Path, rank: int) -> Iterator[AgentClient]:
         agent.join()
 
 
-def cpu_seconds(engine: engines.Engine, talk: AgentClient) -> float:
+def cpu_seconds(engine: engines.Engine, talk: AgentClient, steps: int) -> float:
     """Of a step, in the mean."""
     meter = Meter()
     for owner, name in (
-        (Mapped, "batch"),
+        (BatchesAhead, "of"),
+        (BatchesAhead, "next"),
+        (BatchesAhead, "voted"),
         (stages, "hash_samples"),
         (engines, "expected_hashes"),
         (StepVote, "vote"),
@@ -147,13 +149,13 @@ def cpu_seconds(engine: engines.Engine, talk: AgentClient) -> float:
         meter.around(Telemetry, name)
     meter.not_around(Group, "all_gather")
     meter.around(talk, "send")
-    for index in range(WARM + STEPS):
+    for index in range(WARM + steps):
         if index == WARM:
             meter.seconds = 0.0
         done = engine.step(index, lambda: 0)
         vote = done.outcome.vote
         talk.send(Report(measurement=done.measurement, loss=vote.loss, tokens=vote.tokens))
-    return meter.seconds / STEPS
+    return meter.seconds / steps
 
 
 def paired(group: Group, pairs: int) -> dict[str, list[float]]:
@@ -182,27 +184,27 @@ def paired(group: Group, pairs: int) -> dict[str, list[float]]:
         ("bare", bare),
     ]
     found: dict[str, list[float]] = {"vote": [], "bare": []}
-    for index in range(50 + pairs):
+    for index in range(BARE + pairs):
         for name, work in sides if index % 2 else sides[::-1]:
             group.backend.barrier().wait()
             start = time.perf_counter()
             work()
-            if index >= 50:
+            if index >= BARE:
                 found[name].append(time.perf_counter() - start)
     fold([record] * group.size, [7] * group.size)
     return found
 
 
-def main(folder: Path, rank: int, address: str, pairs: int) -> dict[str, object]:
+def main(folder: Path, rank: int, address: str, pairs: int, steps: int) -> dict[str, object]:
     torch.set_num_threads(1)
     with control(folder, rank) as talk:
         engine = engine_of(folder, rank, address, PLAN, CONFIG, Text.of(CONFIG.vocabulary, TOKENS))
         found: dict[str, object] = dict(paired(engine.plan_groups.group(PLAN.members, "vote"), pairs))
-        found["cpu"] = cpu_seconds(engine, talk)
+        found["cpu"] = cpu_seconds(engine, talk, steps)
         return found
 
 
 if __name__ == "__main__":
-    folder, rank, address, pairs = sys.argv[1:]
-    print(json.dumps(main(Path(folder), int(rank), address, int(pairs))), flush=True)
+    folder, rank, address, pairs, steps = sys.argv[1:]
+    print(json.dumps(main(Path(folder), int(rank), address, int(pairs), int(steps))), flush=True)
     os._exit(0)

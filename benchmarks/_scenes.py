@@ -6,14 +6,19 @@ of them 400 KiB or 1.1 MiB large, as they are on a rank of a larger job.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.simulator.scenarios.model_shapes import Shapes, model_spec
 
-SPEC = model_spec("gib", Shapes(layers=74, width=320, heads=10, hidden=864, vocabulary=320, dtype="float32"))
-LAYERS = len(SPEC.layers)
+#: Names the layers of a smaller state; for the ranks, which inherit it.
+LAYERS_VARIABLE = "BENCHMARK_LAYERS"
+LAYERS = int(os.environ.get(LAYERS_VARIABLE, "74"))
+SPEC = model_spec(
+    "gib", Shapes(layers=LAYERS, width=320, heads=10, hidden=864, vocabulary=320, dtype="float32")
+)
 
 #: Stages: number of layers, devices, shares.
 Line = Sequence[tuple[int, Sequence[str], Sequence[int]]]

@@ -42,12 +42,12 @@ def configured(etcd: str, state: str) -> str:
     )
 
 
-def measured() -> tuple[list[dict[str, Any]], list[str]]:
+def measured(steps: int) -> tuple[list[dict[str, Any]], list[str]]:
     """What the workers wrote, and what the coordinator told of whole sets of snapshots."""
     with tempfile.TemporaryDirectory(prefix="elasticd-bench-") as name, Processes(Path(name)) as processes:
         folder, script = Path(name), str(HERE / "_snapping.py")
         with Cluster(NODES, processes, folder, folder, configured) as cluster:
-            torchruns = [cluster.start_torchrun(node, "bench", 1, script, name, str(STEPS)) for node in NODES]
+            torchruns = [cluster.start_torchrun(node, "bench", 1, script, name, str(steps)) for node in NODES]
             cluster.until(lambda: all(child.code is not None for child in torchruns), "the job's end", 600.0)
             if failed := [child for child in torchruns if child.code]:
                 raise ProcessError(f"{failed[0].name} ended with {failed[0].code}:\n{failed[0].said(30)}")
@@ -55,8 +55,9 @@ def measured() -> tuple[list[dict[str, Any]], list[str]]:
             return [json.loads(path.read_text()) for path in sorted(folder.glob("n*.json"))], told
 
 
-def snapshot_rows() -> Iterator[Row]:
-    found, told = measured()
+def snapshot_rows(steps: int = STEPS) -> Iterator[Row]:
+    """What a snapshot costs a step, in a real job of two nodes."""
+    found, told = measured(steps)
     counted = [
         (one, two)
         for one, two in zip(*(each["steps"] for each in found), strict=True)

@@ -16,15 +16,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-from _results import RESULTS, Row, row
+from _results import RESULTS, ROOT, Row, row
+from _stale import Changes
 
 from tests.soak.soak import Report
 
-ROOT = RESULTS.parent.parent
 #: What a soak measures.
 MEASURED = ("elasticd", "agent", "migration", "planner", "tests/soak")
 #: Faults of all runs together, and how far a loss may be from that of the undisturbed run.
 FAULTS, APART = 1000, 1e-9
+#: The runs so far.
+RUNS = RESULTS / "soaks.jsonl"
 #: The row of those faults.
 RANDOM = "soak: faults at random, of all kinds"
 #: Faults of one run, and the seconds that it may take: rounding grows with the steps, so that runs are short.
@@ -39,11 +41,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     report: Report
 
 
-def rows(count: int, path: Path = RESULTS / "soaks.jsonl") -> Iterator[Row]:
+def rows(count: int, path: Path = RUNS) -> Iterator[Row]:
     """`count` faults more, and what all runs that count found."""
     while count > 0:
         run = _run(min(EACH, count), ("--nodes", "2", "--devices", "2"))
         count -= max(1, run.report.faults)
+        path.parent.mkdir(exist_ok=True)
         with path.open("ab") as file:
             file.write(msgspec.json.encode(run) + b"\n")
     yield from figures(kept(path))
@@ -53,8 +56,8 @@ def kept(path: Path) -> list[Run]:
     """The runs that still count."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     runs = [msgspec.json.decode(line, type=Run) for line in lines]
-    same = {commit: commit != "" and _unchanged(commit) for commit in {run.commit for run in runs}}
-    return [run for run in runs if same[run.commit]]
+    changes = Changes()
+    return [run for run in runs if run.commit and changes.known and not changes.since(run.commit, MEASURED)]
 
 
 def figures(runs: Sequence[Run]) -> Iterator[Row]:
@@ -103,22 +106,5 @@ def _run(faults: int, shape: Sequence[str]) -> Run:
 
 
 def commit() -> str:
-    """Of the tree at hand; nothing where what is measured differs from it."""
-    return "" if _changed() else _git("rev-parse", "--short=12", "HEAD")
-
-
-def _unchanged(since: str) -> bool:
-    """Whether what is measured is as it was at that commit."""
-    try:
-        return not _changed() and not _git("diff", "--name-only", since, "--", *MEASURED)
-    except subprocess.CalledProcessError:  # a commit that nobody knows here
-        return False
-
-
-def _changed() -> bool:
-    return _git("status", "--porcelain", "--", *MEASURED) != ""
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    """Of the tree at hand; nothing where what is measured differs from it, or git does not know."""
+    return Changes().head(MEASURED)

@@ -42,6 +42,12 @@ class Changes:
             return f"measured at {commit}, files changed since"
         return ""
 
+    def head(self, paths: tuple[str, ...]) -> str:
+        """The commit of the tree; "" where files of `paths` differ from it, or git does not know."""
+        if not self.known or self._git("status", "--porcelain", "--", *paths):
+            return ""
+        return self._git("rev-parse", "--short=12", "HEAD") or ""
+
     def _git(self, *arguments: str) -> str | None:
         """The output of a git command; None where it fails or git is not there."""
         command = ["git", "-C", str(self._root), *arguments]

@@ -24,11 +24,12 @@ ALONE, CUT = ("alone", 1, "a step on the CPU"), ("cut", 4, "a step of four ranks
 Sort = tuple[str, int, str]
 
 
-def step_rows(before: str, *sorts: Sort) -> Iterator[Row]:
-    """In turns, in processes that stay for a while, for each sort of step; `before` is the earlier commit."""
+def step_rows(before: str, *sorts: Sort, pairs: int | None = None) -> Iterator[Row]:
+    """In turns, in processes that stay for a while, for each sort of step; `before` is the earlier commit.
+    pairs: so many, however wide the interval is then."""
     with tree_of(before) as tree:
         for sort in sorts:
-            found = paired(tree, sort)
+            found = paired(tree, sort, pairs)
             name = f"{sort[2]} over that of {before}"
             yield row(name, found.value, "x", noise=found.noise)
             top = f"{name}: upper end of the 95 % interval ({found.pairs} pairs)"
@@ -44,14 +45,15 @@ def tree_of(commit: str) -> Iterator[Path]:
         yield Path(folder)
 
 
-def paired(tree: Path, sort: Sort) -> Ratio:
-    """This tree's step over that of `tree`, until the interval is narrow."""
+def paired(tree: Path, sort: Sort, pairs: int | None = None) -> Ratio:
+    """This tree's step over that of `tree`, until the interval is narrow, or for so many pairs."""
     ours, theirs = list[float](), list[float]()
-    while len(ours) < MOST_PAIRS and (len(ours) < LEAST_PAIRS or ratio(ours, theirs).noise > NARROW):
+    most, of_a_start = pairs or MOST_PAIRS, pairs or PAIRS_OF_A_START
+    while len(ours) < most and (len(ours) < LEAST_PAIRS or ratio(ours, theirs).noise > NARROW):
         with _Side(ROOT, sort) as our, _Side(tree, sort) as their:
             for side in (our, their):
                 side.seconds(3 * STEPS_OF_A_PAIR)
-            for number in range(PAIRS_OF_A_START):
+            for number in range(of_a_start):
                 for side, spent in ((our, ours), (their, theirs))[:: -1 if number % 2 else 1]:
                     spent.append(side.seconds(STEPS_OF_A_PAIR))
     return ratio(ours, theirs)

@@ -43,14 +43,15 @@ SIZES = {
 PREDICTED = 1.0 / (2 * (len(MEMBERS) - 1) / len(MEMBERS))
 
 
-def two_level_link_rows() -> Iterator[Row]:
-    """Seconds in two levels over those of one ring, of each size; and bytes on the link."""
+def two_level_link_rows(pairs: int | None = None) -> Iterator[Row]:
+    """Seconds in two levels over those of one ring, of each size; and bytes on the link. pairs: of the smallest
+    size alone."""
     where = f"two-level over flat, measured over an emulated link of {MEGABITS} Mbit/s, 2 nodes x {NEAR}"
     try:
         with link(MEGABITS, BURST) as ends:
             within = [end for end in ends for _ in range(NEAR)]
             addresses = [address for address in ADDRESSES for _ in range(NEAR)]
-            found = gang("_two_level_links.py", addresses, [], within=within)[0]
+            found = gang("_two_level_links.py", addresses, [str(pairs or 0)], within=within)[0]
     except NotPermitted as why:
         yield row(f"{where}: not run: {why}", None, "", kind="emulated")
         return
@@ -60,8 +61,8 @@ def two_level_link_rows() -> Iterator[Row]:
         yield row(f"{where}: bytes on the link, {name}", on_link, "x", kind="emulated")
 
 
-def main(folder: str, rank: int, address: str) -> dict[str, tuple[list[float], list[float], float]]:
-    """Sums buckets both ways, in turns.
+def main(folder: str, rank: int, address: str, few: int) -> dict[str, tuple[list[float], list[float], float]]:
+    """Sums buckets both ways, in turns; `few` pairs of one bucket (0: all sizes).
 
     Returns:
         By size the seconds in one ring and in two levels, pair by pair, and the ratio of the bytes on the link.
@@ -73,7 +74,8 @@ def main(folder: str, rank: int, address: str) -> dict[str, tuple[list[float], l
     levels = GlooCommunicators(groups, (channel,), flat).team(channel)
     assert isinstance(levels, TwoLevelTeam)
     found = {}
-    for name, (size, count, pairs) in SIZES.items():
+    sizes = {"a bucket of 4 MiB": (4 << 20, 1, few)} if few else SIZES
+    for name, (size, count, pairs) in sizes.items():
         tensors = [torch.empty(size // 4) for _ in range(count)]
         seconds: dict[Team, list[float]] = {flat: [], levels: []}
         sent = {flat: 0, levels: 0}
@@ -104,5 +106,5 @@ def _sent() -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), sys.argv[3])), flush=True)
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))), flush=True)
     os._exit(0)

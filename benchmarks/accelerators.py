@@ -13,13 +13,14 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from _parts import measured
+from _frame import PRODUCT, TRAINING, Part, run
 from _results import Row, row
 from _step_before import ALONE, step_rows
 
@@ -41,11 +42,12 @@ DRAWN = 1_000
 APART, WAITS, LAUNCHES = 1e-10, 2, 1.03
 
 
-def layout_rows() -> Iterator[Row]:
-    """Each layout of the suite in processes of its own, over gloo."""
+def layout_rows(most: int | None = None) -> Iterator[Row]:
+    """Each layout of the suite, or the first ones, in processes of its own, over gloo."""
+    vgpu.library()
     _, _, weights = test_parity.reference()
     noted = 0
-    for name, plan in test_training.PLANS.items():
+    for name, plan in islice(test_training.PLANS.items(), most):
         results = gang.run(str(Path(test_training.__file__)), "worker", plan.members, plan, seconds=600)
         noted += sum(len(result["noted"]) for result in results.values())
         held = [each for result in results.values() for each in result["weights"].items()]
@@ -56,10 +58,11 @@ def layout_rows() -> Iterator[Row]:
     yield row(title, noted, "", goal="0", met=noted == 0)
 
 
-def suite_rows() -> Iterator[Row]:
+def suite_rows(names: Sequence[str] = tuple(suites.SUITES)) -> Iterator[Row]:
     """The suites, all sizes and seeds: their tests compare with one process to 1e-10, and note every fault of
     order and memory."""
-    for name in suites.SUITES:
+    vgpu.library()
+    for name in names:
         ran = suites.run(name)
         if ran.failed:
             print(ran.said, file=sys.stderr)
@@ -67,12 +70,13 @@ def suite_rows() -> Iterator[Row]:
         yield row(f"tests on the device that fail: {name}", ran.failed, "", goal="0", met=ran.failed == 0)
 
 
-def communicator_rows() -> Iterator[Row]:
+def communicator_rows(drawn: int = DRAWN, most_plans: int | None = None) -> Iterator[Row]:
     """Communicators of a device: predicted for drawn plans, on 16 devices and on 64; made by processes."""
-    most = [fullest(seed) for seed in range(DRAWN)]
-    worst, title = max(most), f"communicators of a device, worst of {DRAWN:,} drawn plans"
+    vgpu.library()
+    most = [fullest(seed) for seed in range(drawn)]
+    worst, title = max(most), f"communicators of a device, worst of {drawn:,} drawn plans"
     yield row(title, worst, "", goal=f"<= {MOST}", met=worst <= MOST)
-    plans = {name: test_training.PLANS[name] for name in test_budget.HERE}
+    plans = {name: test_training.PLANS[name] for name in islice(test_budget.HERE, most_plans)}
     made = exact = 0
     for plan in plans.values():
         predicted = channels_by_device(Layouts(test_parity.make_recipe().model.spec, plan))
@@ -91,11 +95,12 @@ def fullest(seed: int) -> int:
     return max(map(len, channels_by_device(Layouts(SPEC, plan)).values()))
 
 
-def drill_rows() -> Iterator[Row]:
+def drill_rows(most: int | None = None) -> Iterator[Row]:
     """A kill and a freeze in each phase of a step, in whole jobs whose communicators have NCCL's rules."""
     kept, rests, standing = 0, list[float](), list[float]()
     moments = [*test_drills.MOMENTS, *test_drills.CUT_MOMENTS]
-    drills = [(moment, how) for moment in moments for how in test_drills.HOW]
+    drills = [(moment, how) for moment in moments for how in test_drills.HOW][:most]
+    vgpu.library()
     for moment, how in drills:
         try:
             found = test_drills.survived(moment, how)
@@ -116,10 +121,11 @@ def drill_rows() -> Iterator[Row]:
             yield row(f"{title}, longest", max(seconds), "s", kind="emulated")
 
 
-def wait_rows() -> Iterator[Row]:
+def wait_rows(most: int | None = None) -> Iterator[Row]:
     """Members of plans whose communicators have NCCL's rules."""
+    vgpu.library()
     worst = 0
-    for name in test_budget.HERE:
+    for name in islice(test_budget.HERE, most):
         plan = test_training.PLANS[name]
         found = gang.run(str(Path(test_budget.__file__)), "counted_in_a_plan", plan.members, plan, seconds=600)
         worst = max(worst, *(waits for waits, _ in found.values()))
@@ -176,6 +182,7 @@ def gpu_rows() -> Iterator[Row]:
 
 def cost_rows() -> Iterator[Row]:
     """A step of one device, beside a plain loop of the same micro-batches."""
+    vgpu.library()
     (found,) = gang.run(str(ROOT / "tests/accelerators/test_budget.py"), "counted", ["alone"]).values()
     (plain_waits, plain), (waits, launches) = found
     yield row("waits of the host in a step: plain loop", plain_waits, "")
@@ -187,19 +194,18 @@ def cost_rows() -> Iterator[Row]:
     yield row("launches over the plain loop's", over, "x", goal=f"<= {LAUNCHES}", met=over <= LAUNCHES)
 
 
-#: By the name that `--only` takes.
-PARTS: dict[str, Callable[[], Iterator[Row]]] = {
-    "layouts": layout_rows,
-    "communicators": communicator_rows,
-    "waits": wait_rows,
-    "drills": drill_rows,
-    "cost": cost_rows,
-    "step": partial(step_rows, BASE, ALONE),
-    "suites": suite_rows,
-    "gpu": gpu_rows,
+_VGPU = (*TRAINING, "tests/accelerators")
+PARTS = {
+    "layouts": Part(layout_rows, _VGPU, {"most": 1}),
+    "communicators": Part(communicator_rows, _VGPU, {"drawn": 10, "most_plans": 1}),
+    "waits": Part(wait_rows, _VGPU, {"most": 1}),
+    "drills": Part(drill_rows, PRODUCT, {"most": 1}),
+    "cost": Part(cost_rows, _VGPU),
+    "step": Part(partial(step_rows, BASE, ALONE), TRAINING, {"pairs": 6}),
+    "suites": Part(suite_rows, _VGPU, {"names": ("streams",)}),
+    "gpu": Part(gpu_rows, TRAINING),
 }
 
 
 if __name__ == "__main__":
-    vgpu.library()
-    sys.exit(measured("accelerators", __doc__, PARTS))
+    sys.exit(run("accelerators", __doc__, PARTS))

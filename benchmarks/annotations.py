@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from _annotated_jobs import job_rows
+from _frame import PLANNER, PRODUCT, TRAINING, Part, run
 from _hspmd_switch import Load, ours, theirs
-from _parts import measured
 from _results import Row, row
 from _three_d import parity_rows, topology_rows
 from elasticd_planner.layout.explain import explain
@@ -88,13 +88,14 @@ def tried(part: int) -> tuple[int, int]:
     return values, gradients
 
 
-def pair_rows() -> Iterator[Row]:
+def pair_rows(parts: int = PARTS_OF_PAIRS) -> Iterator[Row]:
     """Uneven, nested, of terms and copies, in one to three groups of other devices."""
     with multiprocessing.get_context("spawn").Pool() as pool:
-        found = pool.map(tried, range(PARTS_OF_PAIRS), chunksize=1)
+        found = pool.map(tried, range(parts), chunksize=1)
+    pairs = parts * PAIRS // PARTS_OF_PAIRS
     for what, count in zip(("values", "gradients"), map(sum, zip(*found, strict=True)), strict=True):
         title = f"random pairs of annotations whose {what} are exact"
-        yield row(title, count, "", goal=f"{PAIRS:,}", met=count == PAIRS)
+        yield row(title, count, "", goal=f"{pairs:,}", met=count == pairs)
 
 
 #: Other switches between published strategies: names of cases, what they are.
@@ -154,16 +155,15 @@ def _holds(check: Callable[[], None]) -> bool:
     return True
 
 
-#: By the name that `--only` takes; a line here adds a part.
-PARTS: dict[str, Callable[[], Iterator[Row]]] = {
-    "operators": operator_rows,
-    "strategies": strategy_rows,
-    "switch": switch_rows,
-    "pairs": pair_rows,
-    "jobs": job_rows,
-    "three-d": parity_rows,
-    "topology": topology_rows,
+PARTS = {
+    "operators": Part(operator_rows, PLANNER),
+    "strategies": Part(strategy_rows, (*PLANNER, "elasticd/annotations.py")),
+    "switch": Part(switch_rows, PLANNER),
+    "pairs": Part(pair_rows, PLANNER, {"parts": 1}),
+    "jobs": Part(job_rows, PRODUCT, {"only_given": True}),
+    "three-d": Part(parity_rows, TRAINING, {"most": 1}),
+    "topology": Part(topology_rows, PLANNER, {"clusters": 8}),
 }
 
 if __name__ == "__main__":
-    sys.exit(measured("annotations", __doc__, PARTS))
+    sys.exit(run("annotations", __doc__, PARTS))

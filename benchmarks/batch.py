@@ -15,7 +15,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import fmean
 
@@ -23,7 +23,7 @@ import numpy as np
 from _batch_emulated import emulated_rows
 from _batch_pool import pool_rows
 from _batch_runtime import exchange_rows, form_rows, heads_rows, parity_rows, uncut_rows
-from _parts import measured
+from _frame import PLANNER, TRAINING, Part, run
 from _results import Kind, Row, row
 from _step_before import ALONE, step_rows
 from elasticd_planner.batching.lane_slowdown import SlowdownState, step
@@ -71,17 +71,17 @@ def gang(part: int, lanes: int = LANES, slow: int = 0) -> Gang:
     return with_stragglers(np.random.default_rng((SEED + 1, part)), lanes, slow)
 
 
-def planning_rows() -> Iterator[Row]:
+def planning_rows(batches: int = BATCHES, large_batches: int = LARGE_BATCHES) -> Iterator[Row]:
     """Processor time of one step's dealing, its pieces made, in a process that collects garbage as ever."""
     plan = plan_of(normal(LANES))
     first = _spent(drawn("files", BATCHES, BATCH), gang(0), plan)
     yield row(f"planning {LANES} lanes x {BATCH} sequences, the first step of a plan", first, "ms")
     for corpus in CORPORA:
-        spent = [_spent(drawn(corpus, part, BATCH), gang(0), plan) for part in range(BATCHES)]
+        spent = [_spent(drawn(corpus, part, BATCH), gang(0), plan) for part in range(batches)]
         middle, high = statistics.median(spent), sorted(spent)[math.ceil(0.99 * len(spent)) - 1]
         title = f"planning {LANES} lanes x {BATCH} sequences of {corpus}"
         yield _at_most(f"{title}, median", middle, 5, "ms", noise=(high - min(spent)) / middle)
-        yield _at_most(f"{title}, 99 % of {BATCHES} steps", high, 10, "ms")
+        yield _at_most(f"{title}, 99 % of {batches} steps", high, 10, "ms")
     staged = normal(16, stages=4)
     plan = plan_of(staged)
     spent = [_spent(drawn("files", part, BATCH), staged, plan) for part in range(8)]
@@ -91,7 +91,7 @@ def planning_rows() -> Iterator[Row]:
     first = _spent(drawn("files", BATCHES, LARGE_BATCH), lanes, plan)
     yield row(f"planning {LARGE:,} lanes x {LARGE_BATCH:,} sequences, the first step of a plan", first, "ms")
     for corpus in CORPORA:
-        spent = [_spent(drawn(corpus, part, LARGE_BATCH), lanes, plan) for part in range(LARGE_BATCHES)]
+        spent = [_spent(drawn(corpus, part, LARGE_BATCH), lanes, plan) for part in range(large_batches)]
         middle = statistics.median(spent)
         title = f"planning {LARGE:,} lanes x {LARGE_BATCH:,} sequences of {corpus}, {LARGE_SLOW} slow, median"
         yield _at_most(title, middle, 50, "ms", noise=(max(spent) - min(spent)) / middle)
@@ -103,23 +103,23 @@ def _spent(lengths: Lengths, lanes: Gang, plan: Plan) -> float:
     return 1e3 * (time.process_time() - start)
 
 
-def gap_rows() -> Iterator[Row]:
+def gap_rows(batches: int = BATCHES, large_batches: int = 3) -> Iterator[Row]:
     """A step over its bound: all work over all speed, and the fewest rows that memory allows."""
     for slow, most in ((0, 1.06), (SLOW, 1.08)):
         means = []
         for corpus in CORPORA:
-            gaps, cuts = _gaps(corpus, LANES, BATCH, slow, BATCHES)
+            gaps, cuts = _gaps(corpus, LANES, BATCH, slow, batches)
             means.append(fmean(gaps))
             title = f"step over its bound, {LANES} lanes, {slow} slow, {corpus} ({fmean(cuts):.0%} cut)"
-            yield _at_most(f"{title}: mean of {BATCHES}", means[-1], most, "x", kind="simulated")
+            yield _at_most(f"{title}: mean of {batches}", means[-1], most, "x", kind="simulated")
             if slow:
-                yield row(f"{title}: worst of {BATCHES}", max(gaps), "x", kind="simulated")
+                yield row(f"{title}: worst of {batches}", max(gaps), "x", kind="simulated")
             else:
-                yield _at_most(f"{title}: worst of {BATCHES}", max(gaps), 1.12, "x", kind="simulated")
+                yield _at_most(f"{title}: worst of {batches}", max(gaps), 1.12, "x", kind="simulated")
     for corpus in CORPORA:
-        gaps, cuts = _gaps(corpus, LARGE, LARGE_BATCH, LARGE_SLOW, 3)
+        gaps, cuts = _gaps(corpus, LARGE, LARGE_BATCH, LARGE_SLOW, large_batches)
         title = f"step over its bound, {LARGE:,} lanes, {LARGE_SLOW} slow, {corpus} ({fmean(cuts):.0%} cut)"
-        yield _at_most(f"{title}: mean of 3", fmean(gaps), 1.08, "x", kind="simulated")
+        yield _at_most(f"{title}: mean of {large_batches}", fmean(gaps), 1.08, "x", kind="simulated")
 
 
 def _gaps(corpus: str, lanes: int, count: int, slow: int, batches: int) -> tuple[list[float], list[float]]:
@@ -132,13 +132,13 @@ def _gaps(corpus: str, lanes: int, count: int, slow: int, batches: int) -> tuple
     return gaps, cuts
 
 
-def stage_rows() -> Iterator[Row]:
+def stage_rows(batches: int = 10) -> Iterator[Row]:
     """Pipelines of several stages: over rows of equal cost, as many, and their fill."""
     lanes, stages = 16, 4
     plan, found = plan_of(normal(lanes, stages=stages)), []
     for corpus in CORPORA:
         over = []
-        for part in range(10):
+        for part in range(batches):
             here = normal(lanes, stages=stages)
             lengths = drawn(corpus, part, BATCH)
             times = [row_times(each, here)[0].max() for each in dealt(lengths, here, plan)]
@@ -146,8 +146,8 @@ def stage_rows() -> Iterator[Row]:
             played = pipeline_time([round(float(each)) for each in times], stages)
             over.append(played / (even * (len(times) + stages - 1) / stages))
         found.append(fmean(over))
-        title = f"{lanes} lanes x {stages} stages over rows of equal cost and their fill, {corpus}: mean of 10"
-        yield row(title, found[-1], "x", kind="simulated")
+        title = f"{lanes} lanes x {stages} stages over rows of equal cost and their fill, {corpus}"
+        yield row(f"{title}: mean of {batches}", found[-1], "x", kind="simulated")
     title = f"{lanes} lanes x {stages} stages over rows of equal cost and their fill: mean of four corpora"
     yield _at_most(title, fmean(found), 1.06, "x", kind="simulated")
 
@@ -155,10 +155,11 @@ def stage_rows() -> Iterator[Row]:
 Planner = Callable[[Lengths, Gang], float]
 
 
-def compared_rows() -> Iterator[Row]:
+def compared_rows(batches: int = COMPARED) -> Iterator[Row]:
     """A step over those of other planners, on the same lengths and lanes."""
     yield from _compared(
         0,
+        batches,
         (
             ("DHP", dhp, 0.90, True),
             ("DHP by length", dhp_by_length, 0.88, True),
@@ -169,6 +170,7 @@ def compared_rows() -> Iterator[Row]:
     )
     yield from _compared(
         SLOW,
+        batches,
         (
             ("DHP", dhp, 0.50, False),
             ("DHP without the slow lanes", without_stragglers(dhp), 0.92, False),
@@ -176,11 +178,11 @@ def compared_rows() -> Iterator[Row]:
     )
 
 
-def _compared(slow: int, planners: Sequence[tuple[str, Planner, float, bool]]) -> Iterator[Row]:
+def _compared(slow: int, batches: int, planners: Sequence[tuple[str, Planner, float, bool]]) -> Iterator[Row]:
     plan = plan_of(normal(LANES))
     ratios: dict[str, dict[str, list[float]]] = {name: {} for name, *_ in planners}
     for corpus in CORPORA:
-        for part in range(COMPARED):
+        for part in range(batches):
             lengths, lanes = drawn(corpus, part, BATCH), gang(part, slow=slow)
             ours = seconds(dealt(lengths, lanes, plan), lanes)
             for name, planner, *_ in planners:
@@ -195,10 +197,10 @@ def _compared(slow: int, planners: Sequence[tuple[str, Planner, float, bool]]) -
             yield _at_most(title, max(means.values()), 1.00, "x", kind="simulated")
 
 
-def published_rows() -> Iterator[Row]:
+def published_rows(batches: int = COMPARED) -> Iterator[Row]:
     """The other planners on the set-ups of their papers, as far as lengths and links are known. (What is
     published of Hydraulis is in `_batch_pool`.)"""
-    drawings = [drawn("video", part, BATCH) for part in range(COMPARED)]
+    drawings = [drawn("video", part, BATCH) for part in range(batches)]
     title = "DHP over the best static degree, 32 groups of two, batch 512, clips of log-normal lengths"
     # Its published degrees sum to 32 on 64 devices, 8 a node. Its clips' lengths are not public.
     lanes = normal(32, node=4)
@@ -208,7 +210,7 @@ def published_rows() -> Iterator[Row]:
     found = fmean(static_in_order(each, lanes) / dhp(each, lanes) for each in drawings)
     yield row(f"{title}, links of 100 Gb/s between nodes, as it had", found, "x", kind="simulated")
     lanes = normal(64)
-    drawings = [drawn("wikipedia", part, BATCH) for part in range(COMPARED)]
+    drawings = [drawn("wikipedia", part, BATCH) for part in range(batches)]
     found = fmean(static_in_order(each, lanes) / flexsp(each, lanes) for each in drawings)
     title = (
         "FlexSP over the best static degree, 64 GPUs, batch 512, its Wikipedia lengths: published up to 1.98"
@@ -216,9 +218,9 @@ def published_rows() -> Iterator[Row]:
     yield _within(title, found, 1.0, 1.98)
 
 
-def slowdown_rows() -> Iterator[Row]:
+def slowdown_rows(steps: int = 10_000) -> Iterator[Row]:
     """Agreed slowdowns of eight lanes under noise, and of one that becomes slow."""
-    draw, steps = random.Random(SEED), 10_000
+    draw = random.Random(SEED)
 
     def gaussian(_now: int, _lane: int) -> float:
         return math.exp(draw.gauss(0, 0.03))
@@ -280,23 +282,23 @@ def _within(name: str, value: float, least: float, most: float) -> Row:
     return row(name, value, "x", kind="simulated", goal=f"{least:.2f} to {most:.2f}", met=met)
 
 
-#: By the name that `--only` takes; a line here adds a part.
-PARTS: dict[str, Callable[[], Iterable[Row]]] = {
-    "planning": planning_rows,
-    "gap": gap_rows,
-    "stages": stage_rows,
-    "compared": compared_rows,
-    "published": published_rows,
-    "pool": pool_rows,
-    "slowdown": slowdown_rows,
-    "emulated": emulated_rows,
-    "parity": parity_rows,
-    "heads": heads_rows,
-    "forms": form_rows,
-    "exchange": exchange_rows,
-    "uncut": uncut_rows,
-    "step": partial(step_rows, BASE, ALONE),
+_PLAYED = (*PLANNER, "elasticd/simulator")
+PARTS = {
+    "planning": Part(planning_rows, PLANNER, {"batches": 2, "large_batches": 1}),
+    "gap": Part(gap_rows, _PLAYED, {"batches": 1, "large_batches": 1}),
+    "stages": Part(stage_rows, _PLAYED, {"batches": 1}),
+    "compared": Part(compared_rows, _PLAYED, {"batches": 1}),
+    "published": Part(published_rows, _PLAYED, {"batches": 1}),
+    "pool": Part(pool_rows, _PLAYED, {"steps": 1}),
+    "slowdown": Part(slowdown_rows, PLANNER, {"steps": 200}),
+    "emulated": Part(emulated_rows, TRAINING, {"steps": 3, "slow_steps": 5}),
+    "parity": Part(parity_rows, TRAINING, {"most": 1}),
+    "heads": Part(heads_rows, TRAINING, {"most": 1}),
+    "forms": Part(form_rows, PLANNER),
+    "exchange": Part(exchange_rows, TRAINING),
+    "uncut": Part(uncut_rows, TRAINING, {"rounds": 40}),
+    "step": Part(partial(step_rows, BASE, ALONE), TRAINING, {"pairs": 6}),
 }
 
 if __name__ == "__main__":
-    sys.exit(measured("batch", __doc__, PARTS))
+    sys.exit(run("batch", __doc__, PARTS))

@@ -1,7 +1,6 @@
 """Checkpoints on disk: what a step waits for, what training feels of the writing, and torch's own beside it.
 
 make bench NAME=checkpoints              # 370 MiB in about 2,000 tensors
-make bench NAME=checkpoints ARGS=32      # layers; each has about 5 MiB of state
 
 One process, one rank: values and two moments of AdamW. torch.distributed.checkpoint writes and reads the same
 tensors in the same folder, in turns with elasticd. The steps are matrix products that take a fifth of a second.
@@ -20,12 +19,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from _results import Row, finish, row
+from _frame import Part, run
+from _results import Row, row
 from elasticd_migration.local_state import LocalState, LocalTensor, Shard
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.box import Box
@@ -78,14 +78,13 @@ def scene(layers: int) -> tuple[JobSpec, Layouts, LocalState]:
     return spec, layouts, LocalState(tensors=tensors)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Writes the checkpoints that are measured, and the rows. `arguments`: the number of layers, or nothing."""
+def disk_rows(layers: int = LAYERS, rounds: int = ROUNDS) -> Iterator[Row]:
+    """Writes and reads the checkpoints that are measured; each layer has about 5 MiB of state."""
     torch.set_num_threads(1)
-    layers = int(arguments[0]) if arguments else LAYERS
     spec, layouts, state = scene(layers)
     folder = Path(tempfile.mkdtemp(prefix="elasticd-bench-", dir=os.environ.get("BENCH_FOLDER", ".")))
     try:
-        return finish("checkpoints", [*measured(folder, spec, layouts, state)])
+        yield from measured(folder, spec, layouts, state, rounds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -115,7 +114,7 @@ class Gang:
             time.sleep(0.002)
 
 
-def measured(folder: Path, spec: JobSpec, layouts: Layouts, state: LocalState) -> list[Row]:
+def measured(folder: Path, spec: JobSpec, layouts: Layouts, state: LocalState, rounds: int) -> list[Row]:
     """Rows of saving and loading `state` by elasticd and by DCP, in turns."""
     ours, theirs = folder / "ours", folder / "theirs"
     gang = Gang(ours, spec, layouts, state)
@@ -129,7 +128,7 @@ def measured(folder: Path, spec: JobSpec, layouts: Layouts, state: LocalState) -
     first = gang.begin()
     gang.settle()
     copies, memcpys, writes, reads, saves, loads = [], [], [], [], [], []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         memcpys.append(seconds(lambda: to.copy_(flat)))
         os.sync()
         start = time.perf_counter()
@@ -166,7 +165,7 @@ def measured(folder: Path, spec: JobSpec, layouts: Layouts, state: LocalState) -
             noise=spread(times),
         ),
         row("the first, which allocates the buffer", first / statistics.median(memcpys), "x"),
-        *steps(gang),
+        *steps(gang, rounds),
         row("to disk, synced and published", mib / write, "MiB/s", noise=spread(writes)),
         row("the same, to torch's save", statistics.median(to_save), "x as fast", noise=spread(to_save)),
         row("held up, to torch's save", statistics.median(shorter), "x shorter", noise=spread(shorter)),
@@ -176,7 +175,7 @@ def measured(folder: Path, spec: JobSpec, layouts: Layouts, state: LocalState) -
     ]
 
 
-def steps(gang: Gang) -> list[Row]:
+def steps(gang: Gang, rounds: int) -> list[Row]:
     """A training thread's steps while the writing goes on, beside a thread that only hashes (what the processor
     cannot do at once, no Python), and alone, in turns."""
     matrix, block = torch.randn(512, 512), bytes(1 << 20)
@@ -189,7 +188,7 @@ def steps(gang: Gang) -> list[Row]:
             hashlib.sha256(block).digest()
 
     alone, hashed, busy = [], [], []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         alone.append(statistics.median(step() for _ in range(6)))
         stop = threading.Event()
         thread = threading.Thread(target=hashing)
@@ -245,5 +244,9 @@ def spread(values: Sequence[float]) -> float:
     return (high - low) / 2 / middle
 
 
+PARTS = {
+    "disk": Part(disk_rows, ("elasticd/checkpoints", "elasticd/runtime/checkpoint"), {"layers": 4, "rounds": 2})
+}
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run("checkpoints", __doc__, PARTS))

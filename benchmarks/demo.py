@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
-from _results import Row, finish, row
+from _frame import PRODUCT, Part, run
+from _results import Row, row
 
 from elasticd.demo.report import (
     LEAST_OF_PREDICTED,
@@ -28,13 +29,13 @@ from elasticd.demo.report import (
 LEAST_OF_YARDSTICK = 0.95
 
 
-def run() -> DemoReport:
-    """One demo in a process of its own. Ends this program with the demo's words where it made no report."""
+def played() -> DemoReport:
+    """One demo in a process of its own. Raises RuntimeError where it made no report."""
     with tempfile.TemporaryDirectory(prefix="elasticd-bench-") as out:
         done = subprocess.run([sys.executable, "-m", "elasticd", "demo", "--out", out], check=False)
         path = Path(out) / "report.json"
         if not path.exists():
-            sys.exit(done.returncode or 1)
+            raise RuntimeError(f"elasticd demo ended with {done.returncode} and made no report")
         return msgspec.json.decode(path.read_bytes(), type=DemoReport)
 
 
@@ -155,5 +156,7 @@ def _yes(name: str, met: bool) -> Row:
     return row(name, "yes" if met else "no", "", goal="yes", met=met)
 
 
+PARTS = {"demo": Part(lambda: rows(played()), PRODUCT)}
+
 if __name__ == "__main__":
-    sys.exit(finish("demo", list(rows(run()))))
+    sys.exit(run("demo", __doc__, PARTS))

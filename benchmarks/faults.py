@@ -3,8 +3,7 @@ torchft through the same.
 
 make bench NAME=faults                                   # all but the evictions, 60 injections each
 make bench NAME=faults ARGS='--only evictions'           # half an hour on a machine twice oversubscribed
-make bench NAME=faults ARGS='--only workers peers'       # some parts; the results keep the others as they are
-make bench NAME=faults ARGS='--injections 3'             # a short look: the results stay as they are
+make bench NAME=faults ARGS='--only workers torchrun'    # some parts; the results keep the others as they are
 
 All is real: processes, gloo, an etcd of three members, kills by SIGKILL. Only the length of a step is emulated,
 so that two cores can carry the job. Deaths of one kind fall on one job, whose workers come back each time. A
@@ -13,14 +12,11 @@ stall is the time between two steps of a survivor, less one normal step.
 
 from __future__ import annotations
 
-import argparse
 import math
-import signal
 import statistics
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -32,7 +28,8 @@ import _loaded  # noqa: E402
 import _peers  # noqa: E402
 import _planted  # noqa: E402
 import _soaks  # noqa: E402
-from _injected import injected  # noqa: E402
+from _frame import PRODUCT, Part, Results, run  # noqa: E402
+from _injected import INJECTED, KINDS, injected  # noqa: E402
 from _injections import (  # noqa: E402
     Lost,
     Seen,
@@ -44,9 +41,7 @@ from _injections import (  # noqa: E402
     separated,
     training,
 )
-from _parts import Parts  # noqa: E402
-from _results import RESULTS, Row, row, table  # noqa: E402
-from rich.console import Console  # noqa: E402
+from _results import RESULTS, Row, row  # noqa: E402
 
 from elasticd.testing.network_namespaces import refusal  # noqa: E402
 from tests.runtime import gang, test_regroups  # noqa: E402
@@ -181,9 +176,9 @@ def raises(count: int) -> Iterator[Row]:
         yield from _lost("exception in the user's code on one device", job.lost())
 
 
-def soaks(count: int) -> Iterator[Row]:
+def soaks(count: int, path: Path = _soaks.RUNS) -> Iterator[Row]:
     """Faults of all kinds at random (`make soak`); those of earlier runs count while the code is the same."""
-    yield from _soaks.rows(count)
+    yield from _soaks.rows(count, path)
 
 
 def outages(count: int) -> Iterator[Row]:
@@ -236,7 +231,7 @@ def regroups(count: int) -> Iterator[Row]:
     """What a process holds after many regroups, every second of which breaks collectives of megabytes off, in
     units of what it held after a tenth of them: the least of three looks, for a look may find tensors of 8 MiB
     that are being freed. The test that many regroups leak nothing does the same."""
-    many = 500 * count // FULL
+    many = 500 * count // COUNT
     early, late = max(4, many // 10), max(8, many)
     around, after = range(early - 2, early + 1), range(late - 2, late + 1)
     given = gang.run(
@@ -269,13 +264,18 @@ def _unit(what: str) -> str:
     return "" if what == "descriptors" else "MiB"
 
 
-def evictions(minutes: float) -> Iterator[Row]:
+def evictions(minutes: float = 30.0) -> Iterator[Row]:
     """Rows of a machine under load on which nobody may be fenced off."""
     yield from _loaded.rows(minutes, NODES)
 
 
-#: The parts and the faults of each kind, of what is asked for.
-PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
+def injected_rows() -> Iterator[Row]:
+    """The faults of all parts together, as the results have them."""
+    yield from injected(Results(RESULTS / "faults.json", PARTS).all_rows)
+
+
+#: The parts, by the faults of each kind that they inject.
+_INJECTING: dict[str, Callable[[int], Iterator[Row]]] = {
     "workers": workers,
     "layouts": layouts,
     "nodes": nodes,
@@ -285,55 +285,36 @@ PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "between": between,
     "raises": raises,
     "outages": outages,
-    "soaks": soaks,
     "regroups": regroups,
     "torchrun": _peers.torchrun_rows,
     "torchft": _peers.torchft_rows,
 }
-FULL, FULL_OF_PEERS, FULL_MINUTES = 60, 20, 30.0
+COUNT, COUNT_OF_PEERS = 60, 20
 
 
-def main() -> int:
-    """Plays the parts that were asked for; 1 where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--injections", type=int, default=FULL, metavar="N", help="of each kind")
-    parser.add_argument("--minutes", type=float, default=FULL_MINUTES, help="of the evictions")
-    parser.add_argument("--only", nargs="+", choices=[*PARTS, "evictions"], metavar="PART")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the results")
-    options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on that way, too
-    whole = options.injections >= FULL and options.minutes >= FULL_MINUTES
-    path = options.out or (RESULTS if whole else Path(gettempdir())) / "faults.json"
-    parts = Parts(path, (*PARTS, "evictions", "all"))
-    measured: list[Row] = []
-    for name in options.only or PARTS:
-        measured += _measure(parts, name, options.injections, options.minutes)
-    measured += parts.put("all", list(injected(parts)), 0.0)
-    Console().print(table("faults", parts.rows))
-    print("; ".join(f"{name} {seconds:.0f} s" for name, seconds in parts.seconds.items()), f"-> {path}")
-    missed = [each.name for each in measured if each.met is False]
-    if missed:
-        print(f"goals missed: {', '.join(missed)}")
-    return 1 if missed else 0
+def _noting(name: str, count: int) -> Iterator[Row]:
+    """The rows of a part, and the number of its faults."""
+    yield from _INJECTING[name](count)
+    if name in KINDS:
+        yield row(f"{INJECTED}: {name}", KINDS[name] * count, "")
 
 
-def _measure(parts: Parts, name: str, injections: int, minutes: float) -> list[Row]:
-    """The rows of a part, written at once; one that breaks off is a goal missed, and others are measured."""
-    begin, made = time.monotonic(), list[Row]()
-    if name in ("torchrun", "torchft"):
-        injections = min(injections, FULL_OF_PEERS)
-    try:
-        for each in evictions(minutes) if name == "evictions" else PARTS[name](injections):
-            made.append(each)
-    except Exception as error:  # whatever it is: it is said, and the figures before it stay
-        traceback.print_exc()
-        said = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        made.append(row(f"{name}: broke off", said, "", goal="to the end", met=False))
-    seconds = time.monotonic() - begin
-    made = parts.put(name, made, seconds, injections)
-    Console().print(table(f"{name}: {seconds:.0f} s", made))
-    return made
+def _part(name: str) -> Part:
+    peer = name in ("torchrun", "torchft")
+    rows = partial(_noting, name, count=COUNT_OF_PEERS if peer else COUNT)
+    return Part(rows, ("benchmarks/_peers.py",) if peer else (*PRODUCT, "tests/soak"), {"count": 1})
 
+
+PARTS = {
+    **{name: _part(name) for name in _INJECTING},
+    "soaks": Part(
+        partial(soaks, count=COUNT),
+        _soaks.MEASURED,
+        {"count": 1, "path": Path(gettempdir()) / "elasticd-benchmarks" / "soaks.jsonl"},
+    ),
+    "evictions": Part(evictions, PRODUCT, {"minutes": 0.2}),
+    "all": Part(injected_rows, PRODUCT),
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("faults", __doc__, PARTS))

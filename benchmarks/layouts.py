@@ -11,14 +11,14 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from _frame import PLANNER, PRODUCT, TRAINING, Part, run
 from _lanes_parity import lane_rows
 from _launches import deadlock_rows, strict_rows
 from _lines import line_rows
-from _parts import measured
 from _planned import SPEC, grid
 from _results import Row, row
 from _sequence_side import sequence_rows
@@ -55,13 +55,14 @@ RANK, MOST_SECONDS = "n3/5", 2.0
 STATE = StatePolicy(zero=1, replicas=2)
 
 
-def pair_rows() -> Iterator[Row]:
+def pair_rows(parts: int = PARTS_OF_PAIRS) -> Iterator[Row]:
     """Uneven, partial, replicated, on other devices; of up to three dimensions and twelve devices."""
     with multiprocessing.get_context("spawn").Pool() as pool:
-        found = pool.map(tried, range(PARTS_OF_PAIRS), chunksize=1)
+        found = pool.map(tried, range(parts), chunksize=1)
+    pairs = parts * PAIRS // PARTS_OF_PAIRS
     for what, count in zip(("values", "gradients"), map(sum, zip(*found, strict=True)), strict=True):
         title = f"random pairs of layouts whose {what} are exact"
-        yield row(title, count, "", goal=f"{PAIRS:,}", met=count == PAIRS)
+        yield row(title, count, "", goal=f"{pairs:,}", met=count == pairs)
 
 
 def tried(part: int) -> tuple[int, int]:
@@ -86,15 +87,15 @@ def _holds(check: Callable[[], None]) -> bool:
     return True
 
 
-def large_rows() -> Iterator[Row]:
+def large_rows(times: int = 5) -> Iterator[Row]:
     """70B on 1,024 devices: all that a rank derives from a plan, and the planner's own plan with it."""
-    yield _timed("plan, layouts and all resolutions of a rank", lambda: resolved(planned()))
+    yield _timed("plan, layouts and all resolutions of a rank", lambda: resolved(planned()), times)
     for name, plan in (
         ("16 pipelines of 8 stages, TP 8", grid(1, 16, 8)),
         ("128 replicas of TP 8", grid(1, 128, 8)),
         ("32 pipelines of 8 stages, TP 4", grid(1, 32, 4, skip=8)),
     ):
-        yield _timed(f"{name}: layouts and all resolutions of a rank", partial(resolved, plan))
+        yield _timed(f"{name}: layouts and all resolutions of a rank", partial(resolved, plan), times)
 
 
 def planned() -> Plan:
@@ -128,10 +129,10 @@ def resolved(plan: Plan) -> None:
         derived(layouts, RANK)
 
 
-def _timed(name: str, work: Callable[[], None]) -> Row:
+def _timed(name: str, work: Callable[[], None], times: int) -> Row:
     """Seconds of the processor, which are the clock's where the machine has nothing else to do."""
     spent = []
-    for _ in range(5):
+    for _ in range(times):
         start = time.process_time()
         work()
         spent.append(time.process_time() - start)
@@ -146,19 +147,18 @@ def _timed(name: str, work: Callable[[], None]) -> Row:
     )
 
 
-#: By the name that `--only` takes; a line here adds a part.
-PARTS: dict[str, Callable[[], Iterable[Row]]] = {
-    "deadlocks": deadlock_rows,
-    "lanes": lane_rows,
-    "large": large_rows,
-    "lines": partial(line_rows, BEFORE, OTHERS),
-    "pairs": pair_rows,
-    "sequence": sequence_rows,
-    "step": partial(step_rows, BEFORE, ALONE, CUT),
-    "strict": strict_rows,
-    "two-level": two_level_rows,
-    "two-level-links": two_level_link_rows,
+PARTS = {
+    "deadlocks": Part(deadlock_rows, PLANNER, {"plans": 100}),
+    "lanes": Part(lane_rows, TRAINING, {"most": 1}),
+    "large": Part(large_rows, PLANNER, {"times": 1}),
+    "lines": Part(partial(line_rows, BEFORE, OTHERS), PRODUCT),
+    "pairs": Part(pair_rows, PLANNER, {"parts": 1}),
+    "sequence": Part(sequence_rows, TRAINING),
+    "step": Part(partial(step_rows, BEFORE, ALONE, CUT), TRAINING, {"pairs": 6}),
+    "strict": Part(strict_rows, TRAINING, {"plans": 1}),
+    "two-level": Part(two_level_rows, PLANNER),
+    "two-level-links": Part(two_level_link_rows, ("elasticd/runtime/comm",), {"pairs": 6}),
 }
 
 if __name__ == "__main__":
-    sys.exit(measured("layouts", __doc__, PARTS))
+    sys.exit(run("layouts", __doc__, PARTS))

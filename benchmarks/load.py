@@ -4,7 +4,6 @@ And one job of all these devices, or of 16,384, on a real etcd (`_stored.py`).
     make bench NAME=load
     make bench NAME=load ARGS='--only etcd large'                      # the jobs on etcd alone, minutes
     make bench NAME=load ARGS='--only hour'                            # the results keep the others as they are
-    make bench NAME=load ARGS='--agents 200 --seconds 10 --minutes 25' # a look: the results stay as they are
 
 Of the load: real connections on this machine. The coordinator, its gate and server are the real ones in a
 process of their own, over the memory store with planning paused, or (part "stored") over a real etcd with its
@@ -17,7 +16,6 @@ delays may not.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import os
@@ -27,20 +25,20 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import psutil
+from _frame import PLANNER, Part, run
 from _load_job import MODEL, TOKENS, Job, write
 from _load_leader import Figures
-from _parts import Parts
-from _results import RESULTS, Row, row, table
+from _results import Row, row
 from elasticd_planner.cost.model_profile import derive
 from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.profiling.fit import STEPS, fit
 from elasticd_planner.spec.cluster import Cluster
 from elasticd_planner.spec.step_measurements import NONE_REPORTED
-from rich.console import Console
 
 from elasticd.coordinator.leader import Leading
 from elasticd.coordinator.store_writer import stored
@@ -57,7 +55,6 @@ HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
 #: What is asked for: agents, devices of each, seconds of load; agents and minutes on a virtual clock.
 AGENTS, DEVICES, SECONDS, HOUR_AGENTS, HOUR = 1000, 8, 30, 100, 60
-PARTS = ("open", "secured", "stored", "fit", "hour", "etcd", "large")
 #: Milliseconds that the loop may be held up, and that a report may take from its sending until it is handled.
 MOST_HELD_UP, MOST_DELAYED = 50, 100
 #: Nodes of the part "large": of 16,384 devices.
@@ -174,7 +171,7 @@ def secured(folder: Path) -> Path:
     return folder
 
 
-def one_fit(agents: int, devices: int) -> Row:
+def one_fit(agents: int = AGENTS, devices: int = DEVICES) -> Iterator[Row]:
     """What the leader's loop does at once when a job has its first ten steps: the profile's fit."""
     job, steps = Job(agents, devices), range(1, STEPS + 1)
     profile = derive(MODEL, float(TOKENS), 1)
@@ -190,10 +187,10 @@ def one_fit(agents: int, devices: int) -> Row:
     began = time.process_time()
     fit(profile, job.plan, measured, Cluster(nodes=job.nodes), {})
     spent = time.process_time() - began
-    return at_most(f"{agents * devices} devices: the profile's fit, once", spent * 1e3, MOST_HELD_UP)
+    yield at_most(f"{agents * devices} devices: the profile's fit, once", spent * 1e3, MOST_HELD_UP)
 
 
-def an_hour(agents: int, devices: int, minutes: int) -> Iterator[Row]:
+def an_hour(agents: int = HOUR_AGENTS, devices: int = DEVICES, minutes: int = HOUR) -> Iterator[Row]:
     """Every device's report of each second of so many minutes, on a clock of its own: its memory."""
     job, keys, store, virtual = Job(agents, devices), Keys(cluster="load"), MemoryStore(), [0.0]
     write(store, keys, job.records())
@@ -243,7 +240,7 @@ async def _reported(leading: Leading, job: Job, seconds: int, virtual: list[floa
             taken.append(psutil.Process().memory_info().rss)
 
 
-def on_etcd(agents: int, devices: int) -> list[Row]:
+def on_etcd(agents: int = AGENTS, devices: int = DEVICES) -> list[Row]:
     """A job of all devices is started, planned anew, taken over and ended on a real etcd."""
     with running("_stored.py", agents, devices) as process:
         assert process.stdout is not None
@@ -254,56 +251,34 @@ def on_etcd(agents: int, devices: int) -> list[Row]:
     return msgspec.json.decode(last, type=list[Row])
 
 
-def measured(part: str, given: argparse.Namespace, place: Path) -> Iterator[Row]:
-    """The rows of a part."""
-    if part == "fit":
-        yield one_fit(given.agents, given.devices)
-    elif part in ("etcd", "large"):
-        yield from on_etcd(given.agents if part == "etcd" else given.large_agents, given.devices)
-    elif part == "hour":
-        yield from an_hour(given.hour_agents, given.devices, given.minutes)
-    else:
-        folder = secured(place) if part == "secured" else None
+def connected_rows(
+    part: str, agents: int = AGENTS, devices: int = DEVICES, seconds: int = SECONDS
+) -> Iterator[Row]:
+    """The load of so many agents: over the memory store ("open"), with token and TLS, or over a real etcd."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = secured(Path(place)) if part == "secured" else None
         for how in ("spread", "together"):
-            words = f"{given.agents} agents x {given.devices}, {how}{', token and TLS' if folder else ''}"
+            words = f"{agents} agents x {devices}, {how}{', token and TLS' if folder else ''}"
             if part != "stored":
-                found, _ = loaded(given.agents, given.devices, given.seconds, how, folder, None)
-                yield from rows_of(words, found, given.agents * given.devices)
+                found, _ = loaded(agents, devices, seconds, how, folder, None)
+                yield from rows_of(words, found, agents * devices)
                 continue
             with EtcdServer() as etcd:
-                found, _ = loaded(given.agents, given.devices, given.seconds, how, folder, etcd.endpoint)
+                found, _ = loaded(agents, devices, seconds, how, folder, etcd.endpoint)
             words = f"{words}, etcd and planner"
-            yield from rows_of(words, found, given.agents * given.devices)
+            yield from rows_of(words, found, agents * devices)
             yield row(f"{words}: plans asked for", found.planned, "", goal=">= 1", met=found.planned >= 1)
 
 
-def main() -> int:
-    """Plays the loads that were asked for; 1 where a goal is missed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--agents", type=int, default=AGENTS)
-    parser.add_argument("--devices", type=int, default=DEVICES)
-    parser.add_argument("--seconds", type=int, default=SECONDS)
-    parser.add_argument("--minutes", type=int, default=HOUR)
-    parser.add_argument("--hour-agents", type=int, default=HOUR_AGENTS, help="1,000 take 45 minutes")
-    parser.add_argument("--large-agents", type=int, default=LARGE_NODES, help="those of the part 'large'")
-    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", default=PARTS)
-    given = parser.parse_args()
-    whole = (given.agents, given.devices) == (AGENTS, DEVICES)
-    whole = whole and given.large_agents == LARGE_NODES
-    whole = whole and given.seconds >= SECONDS and given.minutes >= HOUR and given.hour_agents >= HOUR_AGENTS
-    parts = Parts((RESULTS if whole else Path(tempfile.gettempdir())) / "load.json", PARTS)
-    missed: list[str] = []
-    with tempfile.TemporaryDirectory() as place:
-        for part in given.only:
-            began = time.monotonic()
-            rows = list(measured(part, given, Path(place)))
-            rows = parts.put(part, rows, time.monotonic() - began)
-            missed += [each.name for each in rows if each.met is False]
-    Console().print(table("load", parts.rows))
-    if missed:
-        print(f"goals missed: {', '.join(missed)}")
-    return 1 if missed else 0
-
+_LEADER = ("elasticd/codec", "elasticd/coordinator", "elasticd/machines", "elasticd/store", "elasticd/wire")
+_FEW = {"agents": 8, "seconds": 3}
+PARTS = {
+    **{part: Part(partial(connected_rows, part), _LEADER, _FEW) for part in ("open", "secured", "stored")},
+    "fit": Part(one_fit, PLANNER, {"agents": 8}),
+    "hour": Part(an_hour, _LEADER, {"agents": 4, "minutes": 1}),
+    "etcd": Part(on_etcd, (*_LEADER, *PLANNER), {"agents": 8}),
+    "large": Part(partial(on_etcd, agents=LARGE_NODES), (*_LEADER, *PLANNER), {"agents": 16}),
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("load", __doc__, PARTS))

@@ -10,6 +10,7 @@ link needs root, for network namespaces; without, it says why there is none.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -17,16 +18,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from _frame import PLANNER, PRODUCT, Part, run  # noqa: E402
 from _link import ADDRESSES, NotPermitted, link  # noqa: E402
 from _movers import environment, gang  # noqa: E402
 from _planned import schedule_rows, straggler_rows  # noqa: E402
-from _results import Row, finish, row  # noqa: E402
+from _results import Row, row  # noqa: E402
+from _scenes import LAYERS_VARIABLE  # noqa: E402
 from _snapshots import snapshot_rows  # noqa: E402
 
 REPEATS = 7
@@ -47,9 +51,11 @@ def ratio_row(name: str, ratios: Sequence[float], goal: float | None) -> Row:
     return row(name, middle, "", goal=f">= {goal:g}", met=middle >= goal, noise=spread)
 
 
-def loopback_rows(scene: str, ranks: int) -> Iterator[Row]:
-    """A scene between processes of this machine: speed, preparation, bytes."""
-    found = gang("_mover.py", ["127.0.0.1"] * ranks, [scene, str(REPEATS)])
+def loopback_rows(scene: str, ranks: int, repeats: int = REPEATS, layers: int | None = None) -> Iterator[Row]:
+    """A scene between processes of this machine: speed, preparation, bytes. layers: of a smaller state."""
+    if layers is not None:
+        os.environ[LAYERS_VARIABLE] = str(layers)
+    found = gang("_mover.py", ["127.0.0.1"] * ranks, [scene, str(repeats)])
     seconds = found[0]["seconds"]
     ratios = [plain / move for plain, move in seconds]
     # The goal is for a state as it lies; cutting anew also copies what stays here, and slices columns.
@@ -86,12 +92,14 @@ def byte_rows(name: str, found: Sequence[dict[str, Any]]) -> Iterator[Row]:
         )
 
 
-def link_rows() -> Iterator[Row]:
+def link_rows(repeats: int = 3, layers: int | None = None) -> Iterator[Row]:
     """The share of a link's bits that are state."""
+    if layers is not None:
+        os.environ[LAYERS_VARIABLE] = str(layers)
     name = f"{MEGABITS} Mbit/s link, {WORDS['join']}: speed over the link's"
     try:
         with link(MEGABITS) as ends:
-            found = gang("_mover.py", ADDRESSES, ["join", "3"], within=ends)
+            found = gang("_mover.py", ADDRESSES, ["join", str(repeats)], within=ends)
     except NotPermitted as why:
         yield row(name, f"not run: {why}", "")
         return
@@ -153,15 +161,15 @@ def restart(folder: Path) -> float:
     return max(ended) - (time.time() - (time.perf_counter() - start))
 
 
-def rows() -> Iterator[Row]:
-    """All rows, one scene after the other."""
-    yield from loopback_rows("join", 2)
-    yield from loopback_rows("recut", 4)
-    yield from link_rows()
-    yield from schedule_rows()
-    yield from straggler_rows()
-    yield from snapshot_rows()
-
+_MOVES = ("migration", "planner/elasticd_planner/layout")
+PARTS = {
+    "join": Part(partial(loopback_rows, "join", 2), _MOVES, {"repeats": 2, "layers": 2}),
+    "recut": Part(partial(loopback_rows, "recut", 4), _MOVES, {"repeats": 2, "layers": 2}),
+    "link": Part(link_rows, _MOVES, {"repeats": 2, "layers": 2}),
+    "schedule": Part(schedule_rows, _MOVES),
+    "straggler": Part(straggler_rows, PLANNER),
+    "snapshots": Part(snapshot_rows, PRODUCT, {"steps": 20}),
+}
 
 if __name__ == "__main__":
-    sys.exit(finish("migration", list(rows())))
+    sys.exit(run("migration", __doc__, PARTS))

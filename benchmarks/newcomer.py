@@ -12,23 +12,21 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from _frame import Part, module_rows, run
+from _frame import PRODUCT, TRAINING, Part, module_rows, run
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-_PRODUCT = ("elasticd", "agent", "migration", "planner")
-_TRAINING = ("elasticd/runtime", "elasticd/models", "migration", "planner")
 #: What each part measures; those whose file is not there are not listed.
 _MEASURES: dict[str, tuple[str, ...]] = {
-    "scripts": _PRODUCT,
-    "refusal": _PRODUCT,
-    "classes": _TRAINING,
-    "lora": _TRAINING,
-    "tutorial": ("docs/tutorial.md", *_PRODUCT),
+    "scripts": PRODUCT,
+    "refusal": PRODUCT,
+    "classes": TRAINING,
+    "lora": TRAINING,
+    "tutorial": ("docs/tutorial.md", *PRODUCT),
     "lines": ("examples", "docs/training.md"),
-    "one-process": _TRAINING,
-    "figures": _PRODUCT,
+    "one-process": TRAINING,
+    "figures": PRODUCT,
 }
 
 
@@ -37,7 +35,7 @@ def _module(part: str) -> str:
 
 
 PARTS = {
-    part: Part(module_rows(_module(part)), paths)
+    part: Part(module_rows(_module(part)), paths, {"smallest": True})
     for part, paths in _MEASURES.items()
     if (ROOT / "benchmarks" / f"{_module(part)}.py").exists()
 }

@@ -2,7 +2,7 @@
 clusters as they are (`drawn`, by _drawn.py).
 
 make bench NAME=planner                       # all parts
-make bench NAME=planner ARGS="time straggler" # some of them; the results keep the others as they are
+make bench NAME=planner ARGS="--only time straggler"  # some; the results keep the others as they are
 
 Random problems come from fixed seeds, those of `drawn` from a fresh one. Times are medians in this process,
 without the interpreter's start. The oracles (tests/planner/table_brute.py and table_exact.py, and the
@@ -11,7 +11,6 @@ enumerations here) share nothing with the search but the formulas.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -21,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,18 +28,17 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from _drawn import COUNT, LARGE, drawn_rows  # noqa: E402
+from _drawn import drawn_rows  # noqa: E402
 from _engines import engine_rows  # noqa: E402
 from _exactness import exactness_rows  # noqa: E402
-from _parts import Parts  # noqa: E402
-from _results import RESULTS, Row, row, table  # noqa: E402
+from _frame import PLANNER, Part, run  # noqa: E402
+from _results import Row, row  # noqa: E402
 from elasticd_planner.problem_files.convert import task_of  # noqa: E402
 from elasticd_planner.problem_files.file_format import Objective, Planned, TableProblem  # noqa: E402
 from elasticd_planner.problem_files.solve import solve  # noqa: E402
 from elasticd_planner.search.balance.layer_split import Terms, curve  # noqa: E402
 from elasticd_planner.search.balance.micro_batch_split import Line, split_by_lines  # noqa: E402
 from elasticd_planner.search.large import LargeSearch  # noqa: E402
-from rich.console import Console  # noqa: E402
 
 from tests.planner import table_brute  # noqa: E402
 from tests.planner.brute import compositions  # noqa: E402
@@ -83,10 +81,10 @@ def at_most(name: str, found: float, limit: float, unit: str, noise: float | Non
     return row(name, found, unit, goal=f"<= {limit:g}", met=found <= limit * (1 + 1e-9), noise=noise)
 
 
-def reference_rows() -> list[Row]:
+def reference_rows(most: int | None = None) -> Iterator[Row]:
     """Golden rows, steady: the planner over the reference; time; rows that are strictly better."""
-    rows, better, could, slowest = [], 0, 0, 0.0
-    for entry in REFERENCE["rows"]:
+    better, could, slowest = 0, 0, 0.0
+    for entry in REFERENCE["rows"][:most]:
         problem = golden(entry["problem"], entry["rates"])
         planned, seconds, _ = timed(lambda p=problem: solve(p, "steady", ideal=False), 3)  # type: ignore[misc]
         ratio = value(planned) / entry["reference_objective"]
@@ -95,20 +93,19 @@ def reference_rows() -> list[Row]:
         slowest = max(slowest, seconds)
         slow = " ".join(f"{rate:g}" for rate in entry["rates"].values()) or "healthy"
         words = f"golden {entry['problem']} {slow}"
-        rows.append(at_most(f"{words}: steady over reference", ratio, 1 + 1e-5, ""))
-        rows.append(proved(words, problem, planned))
+        yield at_most(f"{words}: steady over reference", ratio, 1 + 1e-5, "")
+        yield proved(words, problem, planned)
         could += can_be_below(problem, entry["reference_objective"] * (1 - 1e-5), "steady")
         if "reference_step" in entry:
             stepped = value(solve(problem, "step", ideal=False))
             name = f"{words}: step over the reference's plan"
-            rows.append(at_most(name, stepped / entry["reference_step"], 1.0, ""))
+            yield at_most(name, stepped / entry["reference_step"], 1.0, "")
     # The goal was set before it was proved that most of the references are the best that there is.
     half = (len(REFERENCE["rows"]) + 1) // 2
     words = f"golden rows strictly better, of {len(REFERENCE['rows'])}"
-    rows.append(row(words, better, "rows", goal=f">= {half}", met=better >= half))
-    rows.append(row(f"golden rows strictly better, of the {could} where a better plan exists", better, "rows"))
-    rows.append(at_most("golden rows: slowest", slowest, 0.5, "s"))
-    return rows
+    yield row(words, better, "rows", goal=f">= {half}", met=better >= half)
+    yield row(f"golden rows strictly better, of the {could} where a better plan exists", better, "rows")
+    yield at_most("golden rows: slowest", slowest, 0.5, "s")
 
 
 def proved(words: str, problem: TableProblem, planned: Planned) -> Row:
@@ -164,12 +161,13 @@ def uneven_rows(count: int = 100) -> list[Row]:
     ]
 
 
-def small_rows() -> list[Row]:
+def small_rows(few: int = 400, eight: int = 100, bounded: int = 1500) -> list[Row]:
     """Optimality against brute force, and the bound of every small problem."""
     rows = []
     gaps: list[float] = []
+    words = f"{few + eight} small problems"
     wrong = broken = bounds = 0
-    for seed, count, nodes in ((1, 400, FEW), (2, 100, EIGHT)):
+    for seed, count, nodes in ((1, few, FEW), (2, eight, EIGHT)):
         rng = random.Random(seed)
         for _ in range(count):
             problem = small(rng, nodes)
@@ -184,18 +182,14 @@ def small_rows() -> list[Row]:
                 elif math.isfinite(gap):
                     gaps.append(gap)
     rng = random.Random(3)
-    for _ in range(1500):
+    for _ in range(bounded):
         problem = small(rng, FEW)
         least = table_brute.best(problem, "step")
         bounds += 1
         broken += LargeSearch(task_of(problem, "step")).lower() > least * (1 + 1e-9)
-    rows.append(
-        at_most(
-            "500 small problems, both objectives: mean gap to brute force", statistics.fmean(gaps), 5e-4, ""
-        )
-    )
-    rows.append(at_most("500 small problems, both objectives: worst gap", max(gaps), 5e-3, ""))
-    rows.append(at_most("500 small problems: wrongly refused or wrongly accepted", wrong, 0, "problems"))
+    rows.append(at_most(f"{words}, both objectives: mean gap to brute force", statistics.fmean(gaps), 5e-4, ""))
+    rows.append(at_most(f"{words}, both objectives: worst gap", max(gaps), 5e-3, ""))
+    rows.append(at_most(f"{words}: wrongly refused or wrongly accepted", wrong, 0, "problems"))
     rows.append(at_most(f"bound above brute force, of {bounds} problems", broken, 0, "problems"))
     return rows
 
@@ -269,11 +263,10 @@ def deals_as_enumerated(rng: random.Random) -> bool:
     return sum(given) == total and slowest(given) <= min(map(slowest, options)) * (1 + 1e-9)
 
 
-def straggler_rows() -> list[Row]:
+def straggler_rows(names: Sequence[str] = ("70b", "110b", "32b")) -> Iterator[Row]:
     """Step time above N / sum(1 / x) relative to the healthy plan; gaps; free against pinned."""
-    rows = []
     equal = {1: 0.045, 2: 0.065, 3: 0.105}
-    for name in ("70b", "110b", "32b"):
+    for name in names:
         healthy = value(solve(golden(name), ideal=False))
         for count in (1, 2, 3):
             rates = dict(list(STRAGGLERS.items())[:count])
@@ -284,27 +277,23 @@ def straggler_rows() -> list[Row]:
                 above = value(planned) / healthy / yardstick - 1
                 words = f"{name}, {COUNTS[count - 1]}, {'uneven' if uneven else 'equal'} shares"
                 if uneven:
-                    rows.append(
-                        at_most(f"{words}: above N/sum(1/x)", above, 0.035 if name == "32b" else 0.03, "")
-                    )
+                    yield at_most(f"{words}: above N/sum(1/x)", above, 0.035 if name == "32b" else 0.03, "")
                 elif name != "32b":
-                    rows.append(at_most(f"{words}: above N/sum(1/x)", above, equal[count], ""))
+                    yield at_most(f"{words}: above N/sum(1/x)", above, equal[count], "")
                 if above > 0.03 and uneven and name != "32b":
-                    rows.append(proved(words, golden(name, rates, uneven=True), planned))
+                    yield proved(words, golden(name, rates, uneven=True), planned)
                 if name != "32b":
                     assert planned.figures is not None
-                    rows.append(at_most(f"{words}: proved gap", planned.figures.gap, MOST_GAP, ""))
+                    yield at_most(f"{words}: proved gap", planned.figures.gap, MOST_GAP, "")
                 free = value(solve(golden(name, rates, uneven=uneven, pins=None), ideal=False))
                 ratio = free / value(planned)
-                rows.append(at_most(f"{words}: everything free over pinned", ratio, 1.0, ""))
-    return rows
+                yield at_most(f"{words}: everything free over pinned", ratio, 1.0, "")
 
 
-def time_rows() -> list[Row]:
+def time_rows(most: int | None = None) -> Iterator[Row]:
     """Seconds by number of devices, pinned and free, and of a warm replan; memory; determinism."""
-    rows = []
     limits = {(64, 3): (0.2, 1.0), (256, 10): (0.5, 2.0), (1024, 10): (1.0, 3.0), (16384, 100): (8.0, 15.0)}
-    for (devices, slow), (pinned_limit, free_limit) in limits.items():
+    for (devices, slow), (pinned_limit, free_limit) in itertools.islice(limits.items(), most):
         for pinned, limit in ((True, pinned_limit), (False, free_limit)):
             problem = large(devices, slow, pinned=pinned)
             planned, seconds, noise = timed(
@@ -312,12 +301,12 @@ def time_rows() -> list[Row]:
                 5 if devices < 10000 else 3,
             )
             words = f"{devices:,} devices, {slow} stragglers, {'pinned' if pinned else 'everything searched'}"
-            rows.append(at_most(words, seconds, limit, "s", noise))
+            yield at_most(words, seconds, limit, "s", noise)
             assert planned.figures is not None
             if devices == 64:
-                rows.append(at_most(f"{words}: proved gap", planned.figures.gap, MOST_GAP, ""))
+                yield at_most(f"{words}: proved gap", planned.figures.gap, MOST_GAP, "")
             else:
-                rows.append(row(f"{words}: proved gap", planned.figures.gap, ""))
+                yield row(f"{words}: proved gap", planned.figures.gap, "")
     for pinned in (True, False):
         problem = golden("70b", STRAGGLERS, **({} if pinned else {"pins": None}))
         before = solve(problem, ideal=False).plan
@@ -325,23 +314,20 @@ def time_rows() -> list[Row]:
         warm, seconds, noise = timed(lambda p=moved, b=before: solve(p, ideal=False, like=b))  # type: ignore[misc]
         words = f"64 devices, warm, one rate changed, {'pinned' if pinned else 'everything searched'}"
         if pinned:
-            rows.append(at_most(words, seconds, 0.05, "s", noise))
+            yield at_most(words, seconds, 0.05, "s", noise)
         else:
-            rows.append(row(words, seconds, "s", noise=noise))
+            yield row(words, seconds, "s", noise=noise)
         cold = value(solve(moved, ideal=False))
-        rows.append(row(f"{words}: objective over a cold plan's", value(warm) / cold, ""))
+        yield row(f"{words}: objective over a cold plan's", value(warm) / cold, "")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    rows.append(at_most("memory of this process at its peak", peak, 256, "MiB"))
-    rows.append(
-        row(
-            "digests of one problem in two processes",
-            same_digest(),
-            "",
-            goal="equal",
-            met=same_digest() == "equal",
-        )
+    yield at_most("memory of this process at its peak", peak, 256, "MiB")
+    yield row(
+        "digests of one problem in two processes",
+        same_digest(),
+        "",
+        goal="equal",
+        met=same_digest() == "equal",
     )
-    return rows
 
 
 def same_digest() -> str:
@@ -363,44 +349,18 @@ def same_digest() -> str:
 
 
 #: Time and memory first: what brute force leaves behind is not the planner's.
-PARTS: dict[str, Callable[[], list[Row]]] = {
-    "time": time_rows,
-    "reference": reference_rows,
-    "straggler": straggler_rows,
-    "drawn": drawn_rows,
-    "subproblem": subproblem_rows,
-    "small": small_rows,
-    "beyond": beyond_rows,
-    "uneven": uneven_rows,
-    "exactness": exactness_rows,
-    "engines": lambda: list(engine_rows()),
+PARTS = {
+    "time": Part(time_rows, PLANNER, {"most": 1}),
+    "reference": Part(reference_rows, PLANNER, {"most": 1}),
+    "straggler": Part(straggler_rows, PLANNER, {"names": ("32b",)}),
+    "drawn": Part(drawn_rows, PLANNER, {"count": 8, "large_count": 2}),
+    "subproblem": Part(subproblem_rows, PLANNER, {"count": 20}),
+    "small": Part(small_rows, PLANNER, {"few": 10, "eight": 1, "bounded": 10}),
+    "beyond": Part(beyond_rows, PLANNER, {"count": 1}),
+    "uneven": Part(uneven_rows, PLANNER, {"count": 2}),
+    "exactness": Part(exactness_rows, PLANNER, {"plans": 10, "problems": 3}),
+    "engines": Part(engine_rows, PLANNER, {"count": 3}),
 }
 
-
-def main() -> int:
-    """Makes the parts that were asked for; 1 where a goal is missed."""
-    parser = argparse.ArgumentParser(description="The planner's figures.")
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all without any")
-    parser.add_argument("--seed", type=int, help="that draws the problems of 'drawn' (default: a fresh one)")
-    parser.add_argument("--count", type=int, default=COUNT, help="of them with 32 and 64 devices")
-    parser.add_argument("--large", type=int, default=LARGE, help="of them with 256 and 1,024 devices")
-    given = parser.parse_args()
-    if wrong := set(given.parts) - PARTS.keys():
-        parser.error(f"no part is called {min(wrong)}; there are: {', '.join(PARTS)}")
-    made = {**PARTS, "drawn": lambda: drawn_rows(given.seed, given.count, given.large)}
-    parts = Parts(RESULTS / "planner.json", tuple(made))
-    missed: list[str] = []
-    for name in (each for each in made if not given.parts or each in given.parts):
-        start = time.perf_counter()
-        rows = made[name]()
-        seconds = time.perf_counter() - start
-        missed += [each.name for each in parts.put(name, rows, seconds) if each.met is False]
-        print(f"{name}: {seconds:.0f} s", flush=True)
-    Console().print(table("planner", parts.rows))
-    if missed:
-        print(f"goals missed: {', '.join(missed)}")
-    return 1 if missed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("planner", __doc__, PARTS))

@@ -11,22 +11,24 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
+from _frame import TRAINING, Part, run  # noqa: E402
 from _movers import gang  # noqa: E402
 from _pairs import ratio, ratio_rows  # noqa: E402
-from _results import Row, finish, row  # noqa: E402
+from _results import Row, row  # noqa: E402
 from _runtime_emulated import PLANS, simulated  # noqa: E402
 from _runtime_lengths import PLAN as TWO_PIPELINES  # noqa: E402
 from _runtime_lengths import Windows, files  # noqa: E402
 from _runtime_sides import CLOSE  # noqa: E402
 
 PAIRS = 40
-VOTES = 400
+VOTES, COST_STEPS = 400, 60
 EMULATED_STEPS = 10
 LENGTH_STEPS = 3
 STEP = 0.05  # seconds, of which telling may take a part
@@ -46,13 +48,13 @@ def slowest(found: list[dict[str, Any]], key: str) -> list[float]:
     return [max(each) for each in zip(*(rank[key] for rank in found), strict=True)]
 
 
-def peer_rows(scene: str) -> Iterator[Row]:
+def peer_rows(scene: str, pairs: int = PAIRS) -> Iterator[Row]:
     """A scene trained by elasticd and by plain torch in turns, and the ratio of their step times."""
     name, most = PEERS[scene]
-    found = gang("_runtime_sides.py", ["127.0.0.1"] * 2, [scene, str(PAIRS)], seconds=900)
+    found = gang("_runtime_sides.py", ["127.0.0.1"] * 2, [scene, str(pairs)], seconds=900)
     apart = agreement(found)
     if apart > CLOSE:
-        raise SystemExit(f"{scene}: losses differ by {apart}: the two sides do not train the same")
+        raise RuntimeError(f"{scene}: losses differ by {apart}: the two sides do not train the same")
     seconds = {
         side: slowest([{side: [s for s, _ in rank[side]]} for rank in found], side)
         for side in ("ours", "theirs")
@@ -71,10 +73,10 @@ def agreement(found: list[dict[str, Any]]) -> float:
     return apart
 
 
-def emulated_rows(scene: str) -> Iterator[Row]:
+def emulated_rows(scene: str, steps: int = EMULATED_STEPS) -> Iterator[Row]:
     """Of one of the emulated plans."""
     ranks = len(PLANS[scene].members)
-    found = gang("_runtime_emulated.py", ["127.0.0.1"] * ranks, [str(EMULATED_STEPS), scene], seconds=900)
+    found = gang("_runtime_emulated.py", ["127.0.0.1"] * ranks, [str(steps), scene], seconds=900)
     seconds = slowest(found, "seconds")
     middle, expected = statistics.median(seconds), simulated(PLANS[scene])
     off = abs(middle / expected - 1)
@@ -102,14 +104,14 @@ def emulated_rows(scene: str) -> Iterator[Row]:
     )
 
 
-def length_rows() -> Iterator[Row]:
+def length_rows(steps: int = LENGTH_STEPS) -> Iterator[Row]:
     """Files as they are beside the same tokens in equal windows, which the emulation alone paces."""
     rate, noise, late = {}, 0.0, 0.0
     for side in ("files", "windows"):
         found = gang(
             "_runtime_lengths.py",
             ["127.0.0.1"] * len(TWO_PIPELINES.members),
-            [side, str(LENGTH_STEPS)],
+            [side, str(steps)],
             seconds=900,
         )
         seconds, tokens = slowest(found, "seconds"), found[0]["tokens"]
@@ -141,12 +143,12 @@ def length_rows() -> Iterator[Row]:
     )
 
 
-def cost_rows() -> Iterator[Row]:
+def cost_rows(votes: int = VOTES, steps: int = COST_STEPS) -> Iterator[Row]:
     """What a vote and the telemetry of a step cost."""
-    found = gang("_runtime_cost.py", ["127.0.0.1"] * 4, [str(VOTES)], seconds=900)
-    votes, bare = slowest(found, "vote"), slowest(found, "bare")
-    yield from ratio_rows("four ranks: the vote over a bare all-gather of its size", ratio(votes, bare), 1.3)
-    yield row("four ranks: the vote", statistics.median(votes) * 1e3, "ms")
+    found = gang("_runtime_cost.py", ["127.0.0.1"] * 4, [str(votes), str(steps)], seconds=900)
+    seconds, bare = slowest(found, "vote"), slowest(found, "bare")
+    yield from ratio_rows("four ranks: the vote over a bare all-gather of its size", ratio(seconds, bare), 1.3)
+    yield row("four ranks: the vote", statistics.median(seconds) * 1e3, "ms")
     yield row("four ranks: a bare all-gather of its size", statistics.median(bare) * 1e3, "ms")
     cpu = max(rank["cpu"] for rank in found)
     part = cpu / STEP
@@ -160,15 +162,12 @@ def cost_rows() -> Iterator[Row]:
     yield row("vote, telemetry and control: CPU time outside the collective", cpu * 1e6, "us")
 
 
-def rows() -> Iterator[Row]:
-    """All rows, those of elasticd beside plain torch first."""
-    for scene in PEERS:
-        yield from peer_rows(scene)
-    for scene in PLANS:
-        yield from emulated_rows(scene)
-    yield from length_rows()
-    yield from cost_rows()
-
+PARTS = {
+    **{scene: Part(partial(peer_rows, scene), TRAINING, {"pairs": 6}) for scene in PEERS},
+    **{scene: Part(partial(emulated_rows, scene), TRAINING, {"steps": 2}) for scene in PLANS},
+    "lengths": Part(length_rows, TRAINING, {"steps": 2}),
+    "cost": Part(cost_rows, (*TRAINING, "elasticd/wire"), {"votes": 10, "steps": 4}),
+}
 
 if __name__ == "__main__":
-    sys.exit(finish("runtime", list(rows())))
+    sys.exit(run("runtime", __doc__, PARTS))

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from _results import Row, finish, row
+from _frame import PRODUCT, Part, run
+from _results import Row, row
 from elasticd_planner.detection.data_shift import Shift, ShiftState, watch
 from elasticd_planner.detection.links import LinkState, observe_links
 from elasticd_planner.detection.settings import DetectSettings
@@ -101,8 +102,8 @@ def slowed(factor: float, seeds: int, together: int) -> Found:
         begins = {device: BEGINS + int(rng.integers(0, 12)) for device in chosen}
         troubles = tuple(Trouble(device=d, factor=factor, start=s) for d, s in begins.items())
         trace = Trace(seed=SEEDS + 100 * int(100 * factor) + seed, troubles=troubles)
-        run = Run(trace, BEGINS + LASTS, found.watching(trace, begins)).play()
-        found.delays += [run.first(device, begin) for device, begin in begins.items()]
+        played = Run(trace, BEGINS + LASTS, found.watching(trace, begins)).play()
+        found.delays += [played.first(device, begin) for device, begin in begins.items()]
     return found
 
 
@@ -116,14 +117,14 @@ def at_most(name: str, value: float, most: float, unit: str) -> Row:
     return row(name, value, unit, kind="simulated", goal=f"<= {most:g}", met=value <= most)
 
 
-def slow_devices() -> Iterator[Row]:
+def slow_devices(seeds: int = 24, factors: Sequence[float] = FACTORS) -> Iterator[Row]:
     """How soon devices of several slowdowns are found, and how exactly."""
-    tenth = slowed(1.1, 24, 2)
+    tenth = slowed(1.1, seeds, 2)
     yield at_most("1.10x slow: found, median", part(tenth.delays, 0.5), 10, "steps")
     yield at_most("1.10x slow: found, p95", part(tenth.delays, 0.95), 20, "steps")
     peers = tenth.peers
-    for factor in FACTORS:
-        found = slowed(factor, 8, 6)
+    for factor in factors:
+        found = slowed(factor, max(1, seeds // 3), 6)
         peers = max(peers, found.peers)
         if factor >= 1.5:
             yield at_most(f"{factor:g}x slow: found, p95", part(found.delays, 0.95), 3, "steps")
@@ -134,13 +135,13 @@ def slow_devices() -> Iterator[Row]:
     yield at_most("highest rate of a peer of a slow device", peers, 1.05, "x")
 
 
-def quiet() -> Iterator[Row]:
+def quiet(seeds: int = QUIET_SEEDS) -> Iterator[Row]:
     """Alarms in traces in which nothing happens."""
-    runs = [Run(Trace(seed=SEEDS + seed), QUIET_STEPS) for seed in range(QUIET_SEEDS)]
+    runs = [Run(Trace(seed=SEEDS + seed), QUIET_STEPS) for seed in range(seeds)]
     began = time.process_time()
     alarms = [change for run in runs for change in run.play().changes if change.kind == "slow"]
     spent = time.process_time() - began
-    count = QUIET_SEEDS * QUIET_STEPS * len(Grid().devices)
+    count = seeds * QUIET_STEPS * len(Grid().devices)
     for alarm in alarms:
         print(f"false alarm in step {alarm.step}: {alarm.reason}")
     yield at_most(f"false alarms in {count:,} device-steps, of each 100,000", len(alarms) / count * 1e5, 1, "")
@@ -149,19 +150,19 @@ def quiet() -> Iterator[Row]:
     yield row("detection and trace, of each device and step", spent / count * 1e6, "µs of processor")
 
 
-def shifted() -> Iterator[Row]:
+def shifted(seeds: int = 8) -> Iterator[Row]:
     """Traces whose lengths double: how soon that is found, and whether a device is blamed for it."""
     delays, slow = [], 0
-    for seed in range(8):
+    for seed in range(seeds):
         run = Run(Trace(seed=SEEDS + seed, data=Data(shifted=60)), 110).play()
         delays.append(run.shifts[0].step - 59 if run.shifts else math.inf)
         slow += len(run.changes)
-    yield at_most("lengths double in a step: told, worst of 8", max(delays), 20, "steps")
+    yield at_most(f"lengths double in a step: told, worst of {seeds}", max(delays), 20, "steps")
     yield at_most("lengths double in a step: devices called slow", slow, 0, "")
 
 
 def other_troubles() -> Iterator[Row]:
-    """A recovery, a device slow from the start, a slow drift, a flapping device, and slow links."""
+    """A recovery, a device slow from the start, a slow drift, a flapping device."""
     device = "n3/5"
     recovering = Run(
         Trace(seed=SEEDS, troubles=(Trouble(device=device, factor=3, start=20, stop=50),)), 80
@@ -183,7 +184,6 @@ def other_troubles() -> Iterator[Row]:
     yield row(
         "flapping, 12 of 30 steps: called", kind, "", kind="simulated", goal="periodic", met=kind == "periodic"
     )
-    yield from links()
 
 
 def links() -> Iterator[Row]:
@@ -200,10 +200,15 @@ def links() -> Iterator[Row]:
     yield at_most("a link 3x slow: devices called slow", len(devices), 0, "")
 
 
-def main() -> int:
-    """Makes all rows; 1 where a goal is missed."""
-    return finish("sensing", [*slow_devices(), *quiet(), *shifted(), *other_troubles(), *shifting()])
-
+_DETECTION = ("planner/elasticd_planner/detection",)
+PARTS = {
+    "slow": Part(slow_devices, _DETECTION, {"seeds": 1, "factors": (2.0,)}),
+    "quiet": Part(quiet, _DETECTION, {"seeds": 1}),
+    "shifted": Part(shifted, _DETECTION, {"seeds": 1}),
+    "troubles": Part(other_troubles, _DETECTION),
+    "links": Part(links, _DETECTION),
+    "shifting": Part(shifting, PRODUCT, {"back": False}),
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("sensing", __doc__, PARTS))

@@ -1,7 +1,7 @@
 """The simulator's figures: shipped scenarios beside baselines, the recurrence, speed.
 
 make bench NAME=simulator                       # all of examples/scenarios
-make bench NAME=simulator ARGS="small walk-70b" # some of them; the results keep the others as they are
+make bench NAME=simulator ARGS="--only small walk-70b" # some; the results keep the others as they are
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
-from _parts import Parts
-from _results import RESULTS, Row, row, table
+from _frame import PLANNER, Part, run
+from _results import Row, row
 from elasticd_planner.cost.schedule_timeline import one_f_one_b_seconds
 from elasticd_planner.problem import Answer, Problem
-from rich.console import Console
 
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.results.result import Outcome, Totals
@@ -35,24 +36,6 @@ PIPELINES = 500
 WALL_SECONDS = {"day-1024": 120.0}
 
 
-def main(names: Sequence[str]) -> int:
-    """Plays the scenarios of these names, or all; 1 where a goal is missed."""
-    found = {path.stem: path for path in sorted(SCENARIOS.glob("*.toml"))}
-    if wrong := set(names) - found.keys():
-        raise SystemExit(f"no scenario is called {min(wrong)}; there are: {', '.join(found)}")
-    parts = Parts(RESULTS / "simulator.json", ("schedule", *found))
-    missed: list[str] = []
-    for name in ("schedule", *(each for each in found if not names or each in names)):
-        began = time.perf_counter()
-        made = list(schedule() if name == "schedule" else scenario(found[name]))
-        rows = parts.put(name, made, time.perf_counter() - began)
-        missed += [each.name for each in rows if each.met is False]
-    Console().print(table("simulator", parts.rows))
-    if missed:
-        print(f"goals missed: {', '.join(missed)}")
-    return 1 if missed else 0
-
-
 class Timed(Planner):
     """The planner that the simulation asks, with a stopwatch beside it: processor seconds of each call."""
 
@@ -68,10 +51,13 @@ class Timed(Planner):
         return answer
 
 
-def scenario(path: Path) -> Iterator[Row]:
-    """Totals beside the baselines and the bound; and how long it took to find out, and what of that planned."""
+def scenario(path: Path, steps: int | None = None) -> Iterator[Row]:
+    """Totals beside the baselines and the bound; and how long it took to find out, and what of that planned.
+    steps: for which it is played, without its faults."""
     began, busy = time.perf_counter(), time.process_time()
     given = load(path)
+    if steps is not None:
+        given = msgspec.structs.replace(given, steps=steps, hours=None, faults=())
     planner = Timed(given.times)
     simulation = Simulation(given, planner=planner)
     outcome = simulation.play()
@@ -81,8 +67,8 @@ def scenario(path: Path) -> Iterator[Row]:
         yield row(f"{name}: {outcome.stopped}", None, "", kind="simulated")
         return
     ours, *others = outcome.totals
-    for run in outcome.totals:
-        yield row(f"{name}: {run.name}", run.tokens_per_second, "tokens/s", kind="simulated")
+    for total in outcome.totals:
+        yield row(f"{name}: {total.name}", total.tokens_per_second, "tokens/s", kind="simulated")
     for other in others:
         ratio = ours.tokens_per_second / other.tokens_per_second
         bound = other.name == "bound"
@@ -130,12 +116,12 @@ def _pause(ours: Totals) -> float:
     return ours.pause_seconds / ours.switches if ours.switches else 0.0
 
 
-def schedule() -> Iterator[Row]:
+def schedule(pipelines: int = PIPELINES) -> Iterator[Row]:
     """The recurrence that the planner's seconds come from, beside the schedule played event by event, and its
     speed. (What the planner predicts of whole plans is beside the events in `make bench NAME=planner`.)"""
     rng = np.random.default_rng(0)
-    worst = max(_error(rng) for _ in range(PIPELINES))
-    name = f"recurrence beside the schedule, worst of {PIPELINES} random pipelines"
+    worst = max(_error(rng) for _ in range(pipelines))
+    name = f"recurrence beside the schedule, worst of {pipelines} random pipelines"
     yield row(name, worst, "fraction", kind="simulated", goal="<= 1e-9", met=worst <= 1e-9)
     times = rng.uniform(0.5, 1.5, (1000, 8))
     began = time.perf_counter()
@@ -157,5 +143,14 @@ def _error(rng: np.random.Generator) -> float:
     return abs(float(one_f_one_b_seconds(forward, backward, boundary, micro_batches)) / played - 1)
 
 
+_PLAYED = (*PLANNER, "elasticd/machines", "elasticd/simulator")
+PARTS = {
+    "schedule": Part(schedule, PLANNER, {"pipelines": 10}),
+    **{
+        path.stem: Part(partial(scenario, path), (*_PLAYED, f"examples/scenarios/{path.name}"), {"steps": 30})
+        for path in sorted(SCENARIOS.glob("*.toml"))
+    },
+}
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run("simulator", __doc__, PARTS))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import subprocess
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from rich.console import Console
 
 from elasticd.coordinator.events.event_log import Pacing
 from elasticd.demo.report import report
@@ -29,72 +31,20 @@ def demo(results: ModuleType) -> ModuleType:
     return importlib.import_module("demo")
 
 
-def test_what_looks_like_markup_is_printed_as_it_is(
-    results: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results.finish("x", [results.row("peer", "no: [/a/b.cc:1] refused [bold]", "")], tmp_path)
-    assert "no: [/a/b.cc:1] refused [bold]" in " ".join(capsys.readouterr().out.split())
+def test_what_looks_like_markup_is_printed_as_it_is(results: ModuleType) -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(results.table("x", [results.row("peer", "no: [/a/b.cc:1] refused [bold]", "")]))
+    assert "no: [/a/b.cc:1] refused [bold]" in console.export_text()
 
 
-def test_file_has_rows_machine_versions_and_the_commit(
-    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(results, "commit", lambda: "0123456789ab")
+def test_a_row_is_one_line(results: ModuleType) -> None:
     rows = [
-        results.row("speed", 2.5, "tokens/s", kind="emulated", goal=">= 2", met=True, noise=0.02),
+        results.row("speed", 1234.5678, "tokens/s", goal=">= 2,000", met=False, noise=0.02),
         results.row("bytes", 7, "bytes"),
     ]
-    assert results.finish("x", rows, tmp_path) == 0
-    written = json.loads((tmp_path / "x.json").read_text())
-    assert written["machine"]["cores"] >= 1
-    assert "msgspec" in written["versions"]
-    assert written["rows"] == [
-        {
-            "name": "speed",
-            "value": 2.5,
-            "unit": "tokens/s",
-            "goal": ">= 2",
-            "met": True,
-            "noise": 0.02,
-            "kind": "emulated",
-            "commit": "0123456789ab",
-            "date": None,
-        },
-        {
-            "name": "bytes",
-            "value": 7,
-            "unit": "bytes",
-            "goal": None,
-            "met": None,
-            "noise": None,
-            "kind": "measured",
-            "commit": "0123456789ab",
-            "date": None,
-        },
-    ]
-
-
-def test_missed_goal_fails_the_benchmark(results: ModuleType, tmp_path: Path) -> None:
-    assert results.finish("x", [results.row("a", 1, "", goal="2", met=False)], tmp_path) == 1
-
-
-def test_a_goal_that_a_run_has_no_row_for_stays_and_is_missed(results: ModuleType, tmp_path: Path) -> None:
-    first = [
-        results.row("wall time of 3 runs", 467.8, "s", goal="<= 120", met=False),
-        results.row("pause, p95 of 60", 1, "s", goal="<= 2", met=True),
-        results.row("speed", 2, "x"),
-    ]
-    results.finish("x", first, tmp_path)
-    again = [
-        results.row("wall time of 3 runs", 500.0, "s"),
-        results.row("pause, p95 of 59", 1, "s", goal="<= 2", met=True),
-    ]
-    assert results.finish("x", again, tmp_path) == 1
-    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert [(row["name"], row["value"], row["goal"], row["met"]) for row in rows] == [
-        ("wall time of 3 runs", 500.0, None, None),
-        ("pause, p95 of 59", 1, "<= 2", True),
-        ("wall time of 3 runs", None, "<= 120", False),
+    assert [results.line(each) for each in rows] == [
+        "speed: 1,235 tokens/s ±2.0% (goal >= 2,000: missed)",
+        "bytes: 7 bytes",
     ]
 
 
