@@ -113,7 +113,7 @@ NOT_HERE = {
     r"make (venv|lint|test|test-all)": "they run this test",
     r"make demo": "tests/integration/test_demo.py runs elasticd demo",
     r"make soak|python -m tests\.soak\.(soak|simulated) .*": "hours; tests/soak runs them at a smaller size",
-    r"make bench NAME=\w+.*": "every benchmark starts at its smallest size in tests/benchmarks",
+    r"make bench (NAME=\w+|ARGS=).*": "every benchmark starts at its smallest size in tests/benchmarks",
     r"(\.venv/bin/)?python -m pytest -m (gpu|nccl)": "needs GPUs; elsewhere these tests are skipped",
     r"torchrun --nnodes=2:8 .*": "two nodes of eight devices; tests/integration/test_restart_mode.py has fewer",
     r"srun .*": "needs Slurm",
