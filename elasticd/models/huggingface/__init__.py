@@ -24,6 +24,7 @@ from elasticd.models.huggingface.export import HfPretrained
 from elasticd.models.huggingface.folder import FolderWeights, folder_of, model_on_meta
 from elasticd.models.huggingface.init_weights import on_meta, own_init, with_buffers
 from elasticd.models.huggingface.loss import causal_lm_loss
+from elasticd.models.huggingface.peft_export import PeftPretrained
 from elasticd.models.huggingface.proof import prove
 from elasticd.models.huggingface.sections import name_in_model, sections_of
 from elasticd.models.huggingface.tp_plans import cuts_of
@@ -111,7 +112,10 @@ def from_hf(
         lacks=proof.lacks,
         counts_from_zero=proof.counts_from_zero,
     )
-    described.pretrained = HfPretrained.of(model, sections, described.ties) if adapters is None else None
+    if adapters is None:
+        described.pretrained = HfPretrained.of(model, sections, described.ties)
+    else:
+        described.pretrained = PeftPretrained.of(model, adapters, sections, described.ties)
     own_loss = proof.shifts is not None and not hasattr(model, "_loss_function")  # one that the user set
     described.loss = causal_lm_loss if own_loss else None
     described.mixing = (flat, "has samples and tokens in one dimension") if flat else _mixing(described)

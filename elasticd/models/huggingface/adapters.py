@@ -12,9 +12,11 @@ rank, are summed. Where the base's outputs are gathered or its inputs are whole,
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,6 +55,7 @@ class Adapters:
     name: str
     config: Any
     adapted: frozenset[str]  # names of modules, layers' indices as "*": "model.layers.*.self_attn.q_proj"
+    saves_embeddings: bool  # the adapter's file has the embedding and the head, because they are not the base's
 
     def put_into(self, model: nn.Module) -> Any:
         """Gives a small copy of the base model adapters where the model has them, of rank 2 and without
@@ -111,8 +114,23 @@ def adapters_of(model: Any) -> Adapters | None:
         raise ModelError(
             f"the adapter of {kind} is frozen: load it with PeftModel.from_pretrained(..., is_trainable=True)"
         )
-    adapted = frozenset(_starred(path) for path, layer in layers if _is(layer, _LORA_LAYER))
-    return Adapters(name=name, config=config, adapted=adapted)
+    return Adapters(
+        name=name,
+        config=config,
+        adapted=frozenset(_starred(path) for path, layer in layers if is_lora(layer)),
+        saves_embeddings=_saves_embeddings(model, config),
+    )
+
+
+def _saves_embeddings(model: Any, config: Any) -> bool:
+    """As PEFT does it: where they are adapted, or the vocabulary is not that of the base's folder."""
+    if any(map(is_lora, (model.get_input_embeddings(), model.get_output_embeddings()))):
+        return True
+    described = Path(config.base_model_name_or_path or "") / "config.json"
+    if not described.is_file():
+        return False
+    size = json.loads(described.read_text()).get("vocab_size")
+    return size is not None and size != getattr(model.config, "vocab_size", size)
 
 
 _TUNER = "peft.tuners.tuners_utils.BaseTunerLayer"
@@ -183,9 +201,24 @@ def plain_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield f"{path}.{leaf}" if path else leaf, parameter
 
 
+def named_forms(module: nn.Module, path: str = "", actual: str = "") -> Iterator[tuple[str, str, nn.Module]]:
+    """The modules in a module by their names without adapters and with them, "q_proj" and "q_proj.base_layer":
+    of an adapted module what adapts it is given."""
+    within, form = stand_in(module)
+    actual = ".".join(filter(None, (actual, form)))
+    yield path, actual, module
+    for name, child in within.named_children():
+        yield from named_forms(child, *(f"{at}.{name}" if at else name for at in (path, actual)))
+
+
+def is_lora(module: object) -> bool:
+    """Whether a module is a base with its adapter."""
+    return _is(module, _LORA_LAYER)
+
+
 def is_dora(module: Any) -> bool:
     """Whether a module's adapter also trains the length of each output's weights (DoRA)."""
-    return _is(module, _LORA_LAYER) and any(module.use_dora.values())
+    return is_lora(module) and any(module.use_dora.values())
 
 
 # -- rules -----------------------------------------------------------------------------------------------------
@@ -205,7 +238,7 @@ class Forms:
         self._forms: dict[str, dict[str, nn.Module]] = {}
         for section, module in sections.items():
             start = re.sub(r"^blocks\.\d+", "blocks.*", section)
-            for path, actual, layer in _named(module, start, start):
+            for path, actual, layer in named_forms(module, start, start):
                 self._forms.setdefault(path, {}).setdefault(actual, layer)
 
     def rules(self, rules: Mapping[str, Rule]) -> dict[str, Rule]:
@@ -227,14 +260,6 @@ class Forms:
         """Patterns of modules' attributes, likewise."""
         split = [pattern.rpartition(".") for pattern in patterns]
         return tuple(f"{actual}.{name}" for path, _, name in split for actual in self._forms.get(path, (path,)))
-
-
-def _named(module: nn.Module, path: str, actual: str) -> Iterator[tuple[str, str, nn.Module]]:
-    within, form = stand_in(module)
-    actual = f"{actual}.{form}" if form else actual
-    yield path, actual, module
-    for name, child in within.named_children():
-        yield from _named(child, f"{path}.{name}", f"{actual}.{name}")
 
 
 def _of_adapter(path: str, rule: Rule, layer: Any) -> dict[str, Rule]:

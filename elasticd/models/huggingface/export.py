@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from elasticd.models.huggingface.sections import Sections
-from elasticd.runtime.model.pretrained import ReadValues
+from elasticd.runtime.model.pretrained import Pretrained, ReadValues
 from elasticd.runtime.model.validation import ModelError
 
 log = logging.getLogger(__name__)
 
 #: What is not copied of a base's folder: weights in all formats, what is written anew, what tells of the base.
-_WEIGHTS = re.compile(
+NOT_COPIED = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|part)|.*\.index\.json|config\.json"
     r"|generation_config\.json|README\.md|\..*"
 )
@@ -124,7 +124,7 @@ class HfPretrained:
                 for group in shard.groups:
                     left |= self._converted({name: self._value(name, values) for name in group})
                 values.clear()
-                _write(folder / shard.file, {key: left.pop(key).contiguous() for key in shard.keys})
+                write_shard(folder / shard.file, {key: left.pop(key).contiguous() for key in shard.keys})
             except OSError as error:
                 failure = f"{error.strerror or error} ({folder / shard.file})"
                 left.clear()
@@ -241,7 +241,7 @@ class HfPretrained:
             listed.unlink(missing_ok=True)
         base = base or Path(self.skeleton.name_or_path or "/dev/null")
         for path in sorted(base.iterdir()) if base.is_dir() and not base.samefile(folder) else ():
-            if path.is_file() and not _WEIGHTS.fullmatch(path.name):
+            if path.is_file() and not NOT_COPIED.fullmatch(path.name):
                 shutil.copyfile(path, folder / path.name)
         config = copy.deepcopy(self.skeleton.config)
         config.dtype = str(self._dtype(dtypes)).removeprefix("torch.")
@@ -266,7 +266,7 @@ def _covers(parts: Any, whole: Sequence[str]) -> bool:
     return len(names) == len(whole) and set(names) == set(whole)
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> None:
+def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
     """A file of weights, which has its name when it is whole."""
     from safetensors.torch import save_file
 
@@ -287,8 +287,8 @@ def without_storage(model: Any) -> Any:
     return copy.deepcopy(model, memo)
 
 
-def from_description(text: str) -> HfPretrained:
-    """The model that `HfPretrained.describe` described.
+def from_description(text: str) -> Pretrained:
+    """The model that `describe` described.
 
     Raises:
         ModelError: transformers does not have its class.
@@ -305,4 +305,10 @@ def from_description(text: str) -> HfPretrained:
         model = kind(config)
     if said["generation_config"] is not None:
         model.generation_config = type(model.generation_config).from_dict(said["generation_config"])
-    return HfPretrained.with_paths(model, said["paths"], said["ties"])
+    if "adapter" not in said:
+        return HfPretrained.with_paths(model, said["paths"], said["ties"])
+    from elasticd.models.huggingface import peft_export
+
+    model, adapters = peft_export.with_adapter(model, said["adapter"])
+    whole = HfPretrained.with_paths(model, said["paths"], said["ties"])
+    return peft_export.PeftPretrained(skeleton=whole.skeleton, adapters=adapters, whole=whole)
