@@ -128,7 +128,8 @@ class Part(StoredValue, frozen=True, kw_only=True, tag="checkpoint-part"):
 class Manifest(StoredValue, frozen=True, kw_only=True, tag="checkpoint-manifest"):
     """A whole checkpoint. `serial` grows by one from checkpoint to checkpoint of a folder: the newest is the
     one that was written last, also where steps were gone back. groups and extras are a `Schema`'s. pretrained:
-    the model as its library describes it, for an export; empty: it is of none."""
+    the model as its library describes it, for an export; empty: it is of none. frozen: a digest of the frozen
+    parameters, which are left out because the script makes them again; empty: none are left out."""
 
     origin: Origin
     serial: int
@@ -137,6 +138,7 @@ class Manifest(StoredValue, frozen=True, kw_only=True, tag="checkpoint-manifest"
     groups: tuple[Group, ...] = ()
     extras: dict[str, str] = msgspec.field(default_factory=dict)
     pretrained: str = ""
+    frozen: str = ""
     version: int = VERSION
 
     @property
@@ -234,6 +236,8 @@ def differences(manifest: Manifest, spec: ModelSpec, master: str | None = None) 
         for parameter in spec.section(section)
         if spec.owner(f"{section}.{parameter.name}") == f"{section}.{parameter.name}"
     }
+    if manifest.frozen:
+        model = {name: each for name, each in model.items() if each.kind != "frozen" or name in saved}
     missing = [name for name in model if name not in saved]
     extra = [name for name in saved if name not in model]
     if missing or extra:

@@ -115,6 +115,7 @@ def from_hf(
     if adapters is None:
         described.pretrained = HfPretrained.of(model, sections, described.ties)
     else:
+        described.leaves_out_frozen = True
         described.pretrained = PeftPretrained.of(model, adapters, sections, described.ties)
     own_loss = proof.shifts is not None and not hasattr(model, "_loss_function")  # one that the user set
     described.loss = causal_lm_loss if own_loss else None

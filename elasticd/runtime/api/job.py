@@ -209,6 +209,7 @@ class Job(RankInfo):
                 accelerator=accelerator,
                 longest=lambda: feed.longest,
                 pretrained=self._recipe.model.pretrained.describe() if self._recipe.model.pretrained else "",
+                frozen=self._recipe.model.frozen_digest,
             )
         if snaps is not None and not control.alone:  # else no agent is there to keep any
             self._snapper = Snapper(

@@ -8,7 +8,7 @@ optimizer stepped on is then what is gone on from, as master weights or as the p
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from elasticd_migration.local_state import LocalState, LocalTensor, Shard, resto
 from elasticd_migration.schema import MASTER, VALUE
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.box import Box
+from torch import Tensor
 
 from elasticd.checkpoints import folder as folders
 from elasticd.checkpoints.checksums import Damaged
@@ -53,6 +54,14 @@ class Types:
     def value(self, item: Item) -> torch.dtype:
         """The type of an item's values under the layouts."""
         return torch_dtype(self.layouts.layout(item).dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenValues:
+    """The frozen parameters as the job's script makes them, for checkpoints that leave them out."""
+
+    digest: str  # empty: the job's checkpoints have them
+    value: Callable[[str, Box], Tensor]  # a box of a parameter, by its full name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +120,15 @@ def start_from(
     types: Types,
     group: Group,
     accelerator: Accelerator = CPU,
+    frozen: FrozenValues | None = None,
 ) -> Loaded:
     """The first of the named checkpoints that all members of `group` can read; each calls this, and gets what
-    it is to hold under the layouts of `types`, on its accelerator. Raises `NoCheckpoint` on all alike, or what
-    the group raises.
+    it is to hold under the layouts of `types`, on its accelerator; of a checkpoint without the frozen
+    parameters these come from `frozen`. Raises `NoCheckpoint` on all alike, or what the group raises.
     """
     told: list[str] = []
     for name in names:
-        loaded, why = _tried(folder, name, types.layouts.held(group.me), types, accelerator)
+        loaded, why = _tried(folder, name, types.layouts.held(group.me), types, accelerator, frozen)
         oks = group.all_gather(torch.tensor([int(loaded is not None)]))
         if loaded is not None and all(int(ok) for ok in oks):
             if group.rank == 0:
@@ -141,13 +151,24 @@ def clear(folder: Path) -> None:
 
 
 def _tried(
-    folder: Path, name: str, held: Mapping[Item, Sequence[Box]], types: Types, accelerator: Accelerator
+    folder: Path,
+    name: str,
+    held: Mapping[Item, Sequence[Box]],
+    types: Types,
+    accelerator: Accelerator,
+    frozen: FrozenValues | None,
 ) -> tuple[Loaded | None, str]:
     found = folders.look(folder / name)
     if found.damage or found.manifest is None:
         return None, found.damage
+    left_out = found.manifest.frozen
+    if left_out and left_out != (frozen.digest if frozen is not None else ""):
+        return None, (
+            f"{name}: it leaves out the frozen parameters, and this script's are not those that it was trained "
+            "with: load the same base model"
+        )
     try:
-        state = load(found.path, found.manifest, held, types, accelerator.device)
+        state = load(found.path, found.manifest, held, types, accelerator.device, frozen)
     except (Damaged, OSError, ValueError) as error:
         return None, str(error)
     return Loaded(name=name, step=found.manifest.origin.step, state=state), ""
@@ -168,9 +189,11 @@ def load(
     held: Mapping[Item, Sequence[Box]],
     types: Types | None = None,
     place: torch.device = CPU.device,
+    frozen: FrozenValues | None = None,
 ) -> LocalState:
     """The boxes that one rank is to hold, on the device `place`, in the types of its job (None: as they were
-    saved). State that no step had made when it was written is left out.
+    saved). State that no step had made when it was written is left out. Parameters that the checkpoint leaves
+    out come from `frozen`.
 
     Raises `Damaged`, which names the file.
     """
@@ -179,6 +202,11 @@ def load(
     tensors: dict[Item, LocalTensor] = {}
     read: list[tuple[dict[str, torch.Tensor], _Source]] = []
     for item, boxes in held.items():
+        if manifest.frozen and frozen is not None and item.role == "value" and _entry(manifest, item) is None:
+            planes_of = ({VALUE: frozen.value(item.name, box).to(place)} for box in boxes)
+            shards_of = (Shard(box=box, planes=each) for box, each in zip(boxes, planes_of, strict=True))
+            tensors[item] = LocalTensor(shards=tuple(shards_of))
+            continue
         sources = _sources(manifest, item, types)
         entry = _entry(manifest, item) if item.role == "state" else reader.entry(item)
         if entry is None and not sources:

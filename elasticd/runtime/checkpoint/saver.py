@@ -46,7 +46,7 @@ class _Stopped(Exception):
 
 class Saver:
     """Makes this rank's checkpoints. `tell` sends to the leader; `lost` says that nobody hears it any more;
-    `pretrained` is the manifest's.
+    `pretrained` and `frozen` are the manifest's.
 
     The thread that trains calls `voted` after each vote, and `finish` after the last; `published` and `ask` are
     called by the control thread, `end` by whoever ends the process.
@@ -63,12 +63,14 @@ class Saver:
         accelerator: Accelerator = CPU,
         longest: Callable[[], int] = lambda: 0,
         pretrained: str = "",
+        frozen: str = "",
     ) -> None:
         if options.path is None:
             raise ValueError("checkpointing: there is no folder to save to")
         self.options, self._folder = options, options.path
         self._spec, self._device, self._tell, self._lost = spec, device, tell, lost
-        self._longest, self._pretrained = longest, pretrained
+        self._longest, self._pretrained, self._frozen = longest, pretrained, frozen
+        self._left_out = frozenset(spec.model.frozen) if frozen else frozenset[str]()
         self._disk: Disk = disk or LocalDisk()
         self._state = checkpointing.CheckpointState(every=options.every)
         self._changed = threading.Condition()
@@ -161,7 +163,7 @@ class Saver:
     def _begin(self, step: int, layouts: Layouts, state: Callable[[], LocalState]) -> None:
         plan = layouts.plan
         if self._share is None or self._share[0] != plan.number:
-            self._share = plan.number, shares(layouts)[self._device]
+            self._share = plan.number, shares(layouts, self._left_out)[self._device]
         task = Task(
             origin=origin_of(self._spec, plan, step, self._longest()),
             path=path_of(self._folder, plan, step),
@@ -171,6 +173,7 @@ class Saver:
             fused=self._spec.model.fused,
             small=LocalState(),
             pretrained=self._pretrained,
+            frozen=self._frozen,
         )
         self._task, self._given_up = task, self._given_up - {step}
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,11 +28,12 @@ class Piece(NamedTuple):
     values: Tensor
 
 
-def shares(layouts: Layouts) -> dict[str, dict[Item, tuple[Box, ...]]]:
-    """The boxes that each of the plan's members writes: disjoint, and together all that they hold."""
+def shares(layouts: Layouts, left_out: Container[str] = ()) -> dict[str, dict[Item, tuple[Box, ...]]]:
+    """The boxes that each of the plan's members writes: disjoint, and together all that they hold of everything
+    but the parameters of these full names."""
     found: dict[str, dict[Item, tuple[Box, ...]]] = {member: {} for member in layouts.plan.members}
     for role in ("value", "buffer", "state"):
-        items = {item.name: item for item in layouts.items if item.role == role}
+        items = {i.name: i for i in layouts.items if i.role == role and i.name not in left_out}
         dealt = writers((layouts.layout(item) for item in items.values()), layouts.plan.members)
         for member, boxes in found.items():
             boxes |= {items[name]: mine for name, mine in dealt[member].items()}

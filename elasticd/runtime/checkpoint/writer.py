@@ -46,7 +46,7 @@ class Task:
     """One rank's part in a checkpoint that goes to `path`. `held` are its pieces on the host; `shapes` has
     the whole shape of every item that it writes something of, `fused` the dimension of the parts of fused
     parameters by name, `small` the rest of its state: scalars, groups and extras, which no step changes any
-    more. `pretrained` is the manifest's."""
+    more. `pretrained` and `frozen` are the manifest's."""
 
     origin: Origin
     path: Path
@@ -57,6 +57,7 @@ class Task:
     fused: Mapping[str, int] = field(default_factory=dict)
     small: LocalState
     pretrained: str = ""
+    frozen: str = ""
 
     @property
     def step(self) -> int:
@@ -168,7 +169,9 @@ def write_whole(disk: Disk, task: Task, serial: int, check: Callable[[], None]) 
         records = dcp_format.write_small(summed, small, manifest)
         files = [*manifest.files, summed.finish(small)]
     files.append(_write_file(disk, task.path / METADATA, dcp_format.metadata(manifest, records), check))
-    manifest = msgspec.structs.replace(manifest, files=tuple(files), pretrained=task.pretrained)
+    manifest = msgspec.structs.replace(
+        manifest, files=tuple(files), pretrained=task.pretrained, frozen=task.frozen
+    )
     _write_file(disk, task.path / MANIFEST, seal(manifest), check)
     for name in names:
         disk.remove(task.path / name)

@@ -12,6 +12,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -110,6 +111,8 @@ class Model:
         self.pretrained: Pretrained | None = None
         #: The loss of a job that gives none; None: there is none.
         self.loss: Loss | None = None
+        #: Checkpoints leave the frozen parameters out, because the script makes the same ones again.
+        self.leaves_out_frozen = False
         self.rules, self.units = dict(rules or {}), dict(units or {})
         if tp_plan:
             planned, self.units = rules_of_plan(tp_plan, given, self.rules, self.units)
@@ -171,6 +174,20 @@ class Model:
         for name, value in sorted(self._own.items()):
             digest.update(f"{name} {checksum(value.detach().contiguous())}\n".encode())
         return digest.hexdigest() if self._own else ""
+
+    @cached_property
+    def frozen_digest(self) -> str:
+        """A digest of the frozen parameters where checkpoints leave them out; else empty."""
+        if isinstance(self._init, BoxReader):
+            return self._init.digest() if self.leaves_out_frozen else ""
+        if not self.leaves_out_frozen or self._init is not None:
+            return ""
+        digest = hashlib.blake2b(digest_size=16)
+        for name in self.spec.frozen:
+            if name not in self._own:
+                return ""  # made of the job's seed
+            digest.update(f"{name} {checksum(self._own[name].contiguous())}\n".encode())
+        return digest.hexdigest()
 
     def rule(self, name: str) -> Rule | None:
         """The rule of a parameter (or of a dropout) by full name: the first whose pattern matches."""

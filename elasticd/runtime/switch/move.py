@@ -25,7 +25,7 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.records import Proposal, Recovery
 from elasticd.runtime.accelerator import Accelerator
-from elasticd.runtime.checkpoint.loader import NoCheckpoint, Types, clear, start_from
+from elasticd.runtime.checkpoint.loader import FrozenValues, NoCheckpoint, Types, clear, start_from
 from elasticd.runtime.comm.communicators import Communicators, agreed
 from elasticd.runtime.comm.device_communicators import DeviceCommunicators
 from elasticd.runtime.comm.groups import Group, PlanGroups
@@ -224,7 +224,9 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
         if proposal.checkpoints and folder is not None:
             types = Types(layouts=prepared.new, master=recipe.master)
             with during(where, READING):
-                found = start_from(folder, proposal.checkpoints, types, group, recipe.accelerator)
+                found = start_from(
+                    folder, proposal.checkpoints, types, group, recipe.accelerator, _frozen(recipe)
+                )
             new.adopt(found.state)
             return MoveResult(step=found.step, checkpoint=found.name, began=began)
         if recovery is not None:
@@ -254,6 +256,12 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
         began=began,
         flows=moved.flows,
     )
+
+
+def _frozen(recipe: Recipe) -> FrozenValues:
+    """The frozen parameters of checkpoints that leave them out."""
+    model, seed = recipe.model, recipe.seed
+    return FrozenValues(digest=model.frozen_digest, value=lambda name, box: model.first_value(name, box, seed))
 
 
 def _migrated(

@@ -146,6 +146,17 @@ class ModelSpec(Value, frozen=True, kw_only=True):
             if parameter.fused is not None
         }
 
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The full names of the parameters that are not trained; of tied ones the first name."""
+        names = (
+            f"{section}.{parameter.name}"
+            for section in self.sections(0, len(self.layers))
+            for parameter in self.section(section)
+            if parameter.kind == "frozen"
+        )
+        return tuple(name for name in names if self.owner(name) == name)
+
     def owner(self, name: str) -> str:
         """The parameter that a full name stands for, ties resolved."""
         return dict(self.ties).get(name, name)

@@ -1,0 +1,117 @@
+"""Checkpoints of a job with adapters have what is trained; the base is the script's, and must be the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.box import Box
+from torch import Tensor
+
+import elasticd
+from elasticd.checkpoints import folder as folders
+from elasticd.checkpoints.disk import LocalDisk
+from elasticd.checkpoints.manifest import differences
+from elasticd.records import JobSpec
+from elasticd.runtime.checkpoint.loader import FrozenValues, NoCheckpoint, Types, start_from
+from elasticd.runtime.checkpoint.staging import Staging, pieces, shares, without_planes
+from elasticd.runtime.checkpoint.writer import Task, origin_of, path_of
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
+from elasticd.runtime.engine.engine import first_state
+from elasticd.runtime.model.model import Model
+from tests.checkpoints.support import write
+from tests.models.layouts import SEED, plan_of, stage
+
+pytest.importorskip("peft")
+
+from tests.models.test_lora import LAYERS, PLANS, TP3, adapted, base
+
+ONE = plan_of((8, [stage(0, LAYERS, ("a/0", 1))]))
+
+
+def saved(folder: Path, model: Model) -> Path:
+    """A checkpoint of the first state, written by the members of a plan."""
+    layouts = Layouts(model.spec, PLANS[TP3])
+    spec = JobSpec(
+        job="job", model=model.spec, global_batch=8, micro_batch=1, samples=100, sample_tokens=7.0, seed=SEED
+    )
+    tasks = []
+    for device in layouts.plan.members:
+        state = first_state(model, layouts, device, SEED)
+        mine = shares(layouts, frozenset(model.spec.frozen))[device]
+        tasks.append(
+            Task(
+                origin=origin_of(spec, layouts.plan, 1),
+                path=path_of(folder, layouts.plan, 1),
+                device=device,
+                members=layouts.plan.members,
+                held=Staging().copy(pieces(state, mine)),
+                shapes={item: layouts.layout(item).shape for item in mine if item in state.tensors},
+                fused=spec.model.fused,
+                small=without_planes(state, mine),
+                frozen=model.frozen_digest,
+            )
+        )
+    return write(folder, tasks, LocalDisk())
+
+
+def loaded(path: Path, model: Model) -> dict[str, Tensor]:
+    """The values that one device goes on from."""
+    layouts = Layouts(model.spec, ONE)
+    group = MemoryPlanGroups(MemoryWorld(), "a/0").group(("a/0",), "everyone")
+    frozen = FrozenValues(
+        digest=model.frozen_digest, value=lambda name, box: model.first_value(name, box, SEED)
+    )
+    state = start_from(
+        path.parent, [path.name], Types(layouts=layouts, master=None), group, frozen=frozen
+    ).state
+    return {item.name: tensor.shards[0].planes["value"] for item, tensor in state.tensors.items()}
+
+
+def test_a_checkpoint_has_the_adapters_alone_and_is_gone_on_from_with_the_scripts_base(tmp_path: Path) -> None:
+    model = elasticd.from_hf(adapted(base()))
+    path = saved(tmp_path, model)
+    manifest = folders.look(path).manifest
+    assert manifest is not None
+    assert set(manifest.tensors["value"]) == {
+        f"{section}.{p.name}"
+        for section in model.sections
+        for p in model.spec.section(section)
+        if p.kind == "trained"
+    }
+    assert differences(manifest, model.spec) == ""
+    values = loaded(path, model)
+    for name, value in values.items():
+        assert torch.equal(value, model.first_value(name, Box.whole(value.shape), SEED)), name
+    assert set(values) == {item.name for item in Layouts(model.spec, ONE).items}
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path, elasticd.from_hf(adapted(base())))
+    other = base()
+    other.model.norm.weight.data += 1.0
+    with pytest.raises(NoCheckpoint, match=r"leaves out the frozen parameters.*load the same base model"):
+        loaded(path, elasticd.from_hf(adapted(other)))
+
+
+def test_other_first_adapters_over_the_same_base_go_on(tmp_path: Path) -> None:
+    """The script that resumes may draw its adapters otherwise: they are in the checkpoint."""
+    model = elasticd.from_hf(adapted(base()))
+    path = saved(tmp_path, model)
+    again = adapted(base())
+    for name, parameter in again.named_parameters():
+        if "lora_" in name:
+            parameter.data.zero_()
+    values = loaded(path, elasticd.from_hf(again))
+    name = "blocks.0.layer.self_attn.q_proj.lora_B.default.weight"
+    assert torch.equal(values[name], model.first_value(name, Box.whole(values[name].shape), SEED))
+
+
+def test_a_model_without_adapters_leaves_nothing_out() -> None:
+    model = base()
+    model.model.embed_tokens.requires_grad_(False)
+    described = elasticd.from_hf(model)
+    assert described.spec.frozen == ("embed.embed_tokens.weight",)
+    assert described.frozen_digest == ""
