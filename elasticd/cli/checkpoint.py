@@ -189,9 +189,16 @@ def verify(path: Path, as_json: bool) -> None:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="With --hf: the folder of the model that was trained, whose tokenizer is copied.",
 )
+@click.option("--merge", is_flag=True, help="With --hf: LoRA adapters are merged into the base model.")
 @click.option("--max-shard-size", metavar="SIZE", default=_SHARD, help="With --hf: of a file of weights.")
 def export(
-    path: Path, out: Path | None, moments: bool, folder: Path | None, base: Path | None, max_shard_size: str
+    path: Path,
+    out: Path | None,
+    moments: bool,
+    folder: Path | None,
+    base: Path | None,
+    merge: bool,
+    max_shard_size: str,
 ) -> None:
     """Write a checkpoint's parameters and buffers into one safetensors file, or a folder of transformers.
 
@@ -206,11 +213,12 @@ def export(
         need("transformers", "elasticd checkpoint export --hf")
         command = [sys.executable, "-m", "elasticd.models.huggingface", str(found.path), str(folder)]
         command += ["--base", str(base)] if base is not None else []
+        command += ["--merge"] if merge else []
         sys.exit(subprocess.run([*command, "--max-shard-size", max_shard_size], check=False).returncode)
     if out is None:
         raise click.UsageError("name the file, OUT, or with --hf DIR the folder to write")
     try:
-        size = write(path, found.manifest, out, moments=moments)
+        size = write(found.path, found.manifest, out, moments=moments)
     except (Damaged, CannotExport, OSError) as error:
         raise click.ClickException(str(error)) from None
     click.echo(f"{out}: {_size(size)}, step {found.step}")

@@ -51,6 +51,7 @@ def saved(folder: Path, model: Model) -> Path:
                 shapes={item: layouts.layout(item).shape for item in mine if item in state.tensors},
                 fused=spec.model.fused,
                 small=without_planes(state, mine),
+                pretrained=model.pretrained.describe() if model.pretrained is not None else "",
                 frozen=model.frozen_digest,
             )
         )

@@ -1,6 +1,6 @@
 """The process behind `elasticd checkpoint export --hf`: writes a checkpoint as a folder of transformers.
 
-    python -m elasticd.models.huggingface CHECKPOINT FOLDER [--base FOLDER] [--max-shard-size SIZE]
+    python -m elasticd.models.huggingface CHECKPOINT FOLDER [--base FOLDER] [--max-shard-size SIZE] [--merge]
 
 Exit code 0: the folder is written; 1: it is not, for the reason on standard error.
 """
@@ -11,7 +11,8 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,17 @@ from elasticd.checkpoints.folder import look
 from elasticd.checkpoints.manifest import VALUES, Manifest, TensorEntry
 from elasticd.checkpoints.reader import CheckpointReader, Wanted
 from elasticd.models.huggingface.export import HfPretrained, from_description
-from elasticd.runtime.model.pretrained import SHARD_SIZE
+from elasticd.models.huggingface.folder import FolderWeights, model_on_meta
+from elasticd.models.huggingface.peft_export import PeftPretrained
+from elasticd.runtime.model.pretrained import SHARD_SIZE, Pretrained
 from elasticd.runtime.model.validation import ModelError
 
 
-def export(checkpoint: Path, folder: Path, base: Path | None, max_shard_size: int | str) -> int:
-    """Writes a checkpoint's model as a folder of transformers, a file of weights after the other.
+def export(
+    checkpoint: Path, folder: Path, base: Path | None, max_shard_size: int | str, merge: bool = False
+) -> int:
+    """Writes a checkpoint's model as a folder of transformers, a file of weights after the other; an adapter
+    as PEFT does, or merged.
 
     Returns:
         The step of the checkpoint.
@@ -46,7 +52,10 @@ def export(checkpoint: Path, folder: Path, base: Path | None, max_shard_size: in
         raise CannotExport(found.damage)
     manifest = found.manifest
     pretrained, entries = _pretrained(manifest, base), _entries(manifest)
-    lacking = [name for name in pretrained.owners.values() if name not in entries]
+    if merge and not pretrained.adapted:
+        raise CannotExport(f"{checkpoint} has no adapters to merge: leave --merge out")
+    outside = _left_out(manifest, pretrained, base) if merge else {}
+    lacking = [name for name in pretrained.wanted(merge) if name not in entries and name not in outside]
     if lacking:
         raise CannotExport(
             f"{checkpoint} has no {lacking[0]}, as {base or 'the model that it describes'} has: is it of this "
@@ -55,22 +64,26 @@ def export(checkpoint: Path, folder: Path, base: Path | None, max_shard_size: in
     reader = CheckpointReader(checkpoint, manifest)
 
     def read(names: Sequence[str]) -> Mapping[str, Tensor]:
-        return {name: _value(reader, entries, name) for name in names}
+        return {
+            name: outside[name][1]() if name in outside else _value(reader, entries, name) for name in names
+        }
 
+    dtypes = {name: _dtype(entry) for name, (_, entry) in entries.items()}
     failure = pretrained.save(
         folder,
         read,
-        dtypes={name: _dtype(entry) for name, (_, entry) in entries.items()},
+        dtypes=dtypes | {name: dtype for name, (dtype, _) in outside.items()},
         writes=True,
         base=base,
         max_shard_size=max_shard_size,
+        merge=merge,
     )
     if failure:
         raise CannotExport(failure)
     return found.step
 
 
-def _pretrained(manifest: Manifest, base: Path | None) -> HfPretrained:
+def _pretrained(manifest: Manifest, base: Path | None) -> Pretrained:
     """The model as the checkpoint describes it, or the base's where it does not; with values of the base's of
     modules that were not trained."""
     if manifest.pretrained:
@@ -87,10 +100,31 @@ def _pretrained(manifest: Manifest, base: Path | None) -> HfPretrained:
 
 def _of_base(base: Path) -> HfPretrained:
     from elasticd.models.huggingface import from_hf
-    from elasticd.models.huggingface.folder import model_on_meta
 
     made = from_hf(model_on_meta(base)).pretrained
     assert isinstance(made, HfPretrained)
+    return made
+
+
+def _left_out(
+    manifest: Manifest, pretrained: Pretrained, base: Path | None
+) -> dict[str, tuple[torch.dtype, Callable[[], Tensor]]]:
+    """The type and the value, from the base's folder, of the frozen values that the checkpoint leaves out, by
+    full name."""
+    if not manifest.frozen or not isinstance(pretrained, PeftPretrained):
+        return {}
+    if base is None:
+        raise CannotExport(
+            "the checkpoint has the adapters alone: name the folder of the base model, --base FOLDER"
+        )
+    entries, model = _entries(manifest), model_on_meta(base)
+    names = {full: name for full, name in pretrained.names_of_base.items() if full not in entries}
+    weights = FolderWeights(base, model, names.__getitem__)
+    made: dict[str, tuple[torch.dtype, Callable[[], Tensor]]] = {}
+    for full, name in names.items():
+        shape = tuple(model.get_parameter(name).shape)
+        first = Box(start=(0,) * len(shape), stop=(1,) * len(shape))
+        made[full] = weights.read(full, first).dtype, partial(weights.read, full, Box.whole(shape))
     return made
 
 
@@ -126,16 +160,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--base", type=Path)
     parser.add_argument("--max-shard-size", default=SHARD_SIZE)
+    parser.add_argument("--merge", action="store_true")
     asked = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
-        step = export(asked.checkpoint, asked.folder, asked.base, asked.max_shard_size)
+        step = export(asked.checkpoint, asked.folder, asked.base, asked.max_shard_size, asked.merge)
     except (CannotExport, Damaged, ModelError, OSError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
-    print(f"{asked.folder}: step {step}; from_pretrained({str(asked.folder)!r}) loads it")
+    whole = (asked.folder / "config.json").exists()
+    loader = "from_pretrained(" if whole else "PeftModel.from_pretrained(base, "
+    print(f"{asked.folder}: step {step}; {loader}{str(asked.folder)!r}) loads it")
     return 0
 
 

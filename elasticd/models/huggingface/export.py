@@ -85,6 +85,15 @@ class HfPretrained:
         skeleton = without_storage(model)
         return cls(skeleton=skeleton, paths=dict(paths), ties=dict(ties), owners=owners, values=values)
 
+    @property
+    def adapted(self) -> bool:
+        """It has no adapters."""
+        return False
+
+    def wanted(self, merge: bool) -> Sequence[str]:
+        """The full names of the values that are written."""
+        return tuple(self.owners.values())
+
     def describe(self) -> str:
         """The class, the configurations and the paths, as JSON."""
         kind = type(self.skeleton)
@@ -110,8 +119,9 @@ class HfPretrained:
         writes: bool,
         base: Path | None,
         max_shard_size: int | str,
+        merge: bool = False,
     ) -> str:
-        """Writes the folder: see `Pretrained.save`."""
+        """Writes the folder: see `Pretrained.save`. There is nothing to merge."""
         shards, index = self.plan(dtypes, max_shard_size)
         failure, left = "", dict[str, Tensor]()
         for shard in shards:

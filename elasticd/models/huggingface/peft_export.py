@@ -43,6 +43,23 @@ class PeftPretrained:
         whole = HfPretrained.of(model, sections, ties)
         return cls(skeleton=whole.skeleton, adapters=adapters, whole=whole)
 
+    @property
+    def adapted(self) -> bool:
+        """It has an adapter."""
+        return True
+
+    def wanted(self, merge: bool) -> Sequence[str]:
+        """The full names of the values that are written: those of the adapter, or all in force."""
+        if merge:
+            return Merged.of(self).wanted
+        return tuple(self.whole.owners[name] for name in self.kept.values())
+
+    @property
+    def names_of_base(self) -> dict[str, str]:
+        """By full name of a value in force that is no adapter's: its name in the base model."""
+        owners, places = self.whole.owners, Merged.of(self).places
+        return {owners[f"{path}.{leaf}"]: plain for plain, (path, leaf) in places.items()}
+
     def describe(self) -> str:
         """The model and the adapter's configuration, as JSON."""
         said = json.loads(self.whole.describe())
@@ -157,6 +174,18 @@ class Merged:
         owners = self.adapted.whole.owners
         named = {name: owners.get(f"{path}.{leaf}", "") for name, (path, leaf) in self.places.items()}
         return {name: dtypes[full] for name, full in named.items() if full in dtypes}
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """The full names of all values that are merged or taken as they are."""
+        owners, needed = self.adapted.whole.owners, dict[str, None]()
+        for path, leaf in self.places.values():
+            outer = path.removesuffix(".base_layer")
+            layer = self.adapted.skeleton.get_submodule(outer)
+            inside = layer.state_dict() if is_lora(layer) else ()
+            names = [f"{outer}.{key}" for key in inside] or [f"{path}.{leaf}"]
+            needed |= dict.fromkeys(owners[name] for name in names if name in owners)
+        return tuple(needed)
 
     def values(self, names: Sequence[str], read: ReadValues, writes: bool) -> Mapping[str, Tensor]:
         """Merged values by their names in the plain model, a module after the other."""

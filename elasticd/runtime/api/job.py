@@ -581,6 +581,7 @@ class Job(RankInfo):
         weights: str = "value",
         base: str | os.PathLike[str] | None = None,
         max_shard_size: int | str = SHARD_SIZE,
+        merge: bool = False,
     ) -> None:
         """Writes a model of `from_hf` as a folder of transformers, from which `from_pretrained` loads it.
 
@@ -593,9 +594,11 @@ class Job(RankInfo):
             base: the folder of the model that was trained on, whose tokenizer is copied. None: that from which
                 `from_pretrained` loaded the model, if it is a folder.
             max_shard_size: of a file of weights, in bytes or as "5GB".
+            merge: of a model with LoRA adapters: write the whole model, the adapters merged into it. False:
+                write the adapter alone, as PEFT does, which `PeftModel.from_pretrained` loads.
 
         Raises:
-            ValueError: the model is none of transformers, or there are no such weights.
+            ValueError: the model is none of transformers, there are no such weights, or no adapters to merge.
             OSError: the folder cannot be written; on every rank.
             RuntimeError: called outside of the loop's body.
         """
@@ -606,10 +609,13 @@ class Job(RankInfo):
             )
         if weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+        if merge and not self._recipe.model.pretrained.adapted:
+            raise ValueError(f"save_pretrained: {self._recipe.model.name} has no adapters: leave merge out")
         self._folder = Folder(
             path=os.path.abspath(folder),
             base=None if base is None else os.path.abspath(base),
             max_shard_size=max_shard_size,
+            merge=merge,
         )
         try:
             if failure := self._together("save_pretrained", weights):

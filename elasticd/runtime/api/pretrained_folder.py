@@ -22,6 +22,7 @@ class Folder(msgspec.Struct, frozen=True, kw_only=True):
     path: str  # of the folder
     base: str | None  # of the folder whose tokenizer is copied
     max_shard_size: int | str  # of a file of weights, in bytes or as "5GB"
+    merge: bool = False  # adapters are merged into the model
 
 
 _folder_of = msgspec.json.Decoder(Folder)
@@ -55,6 +56,7 @@ def save(engine: Engine, pretrained: Pretrained, contents: str, folder: Folder |
         writes=not group.rank,
         base=Path(wanted.base) if wanted.base is not None else None,
         max_shard_size=wanted.max_shard_size,
+        merge=wanted.merge,
     )
     return _told(group, failure.encode())[0].decode()
 

@@ -20,6 +20,13 @@ ReadValues = Callable[[Sequence[str]], Mapping[str, Tensor]]
 class Pretrained(Protocol):
     """Writes the model as its library does, a file of weights after the other."""
 
+    @property
+    def adapted(self) -> bool:
+        """Whether it is a model with adapters, which are written alone unless they are merged into it."""
+
+    def wanted(self, merge: bool) -> Sequence[str]:
+        """The full names of the values that are written."""
+
     def describe(self) -> str:
         """All but the values, as text that a checkpoint keeps."""
 
@@ -32,6 +39,7 @@ class Pretrained(Protocol):
         writes: bool,
         base: Path | None,
         max_shard_size: int | str,
+        merge: bool = False,
     ) -> str:
         """Writes the model's folder.
 
@@ -42,6 +50,7 @@ class Pretrained(Protocol):
             writes: whether this rank writes. Every rank reads the same values.
             base: the folder of the model that this one was made of, whose tokenizer is copied; None: none is.
             max_shard_size: of a file of weights, in bytes or as "5GB".
+            merge: write the whole model, with its adapters merged into it.
 
         Returns:
             Why the folder could not be written; empty: it was. All values were read in both cases.
