@@ -19,7 +19,8 @@ import elasticd
 from elasticd.checkpoints.folder import scan
 from elasticd.models.huggingface import __main__ as exporting
 from elasticd.models.huggingface import their_name
-from elasticd.models.huggingface.export import HfPretrained, from_description
+from elasticd.models.huggingface.described import from_description
+from elasticd.models.huggingface.export import HfPretrained
 from elasticd.models.huggingface.folder import FolderWeights
 from elasticd.runtime.engine.engine import first_state
 from elasticd.runtime.model.validation import ModelError

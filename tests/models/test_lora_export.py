@@ -17,7 +17,7 @@ from elasticd.models import next_token_loss
 from elasticd.models.huggingface import __main__ as exporting
 from elasticd.models.huggingface import their_name
 from elasticd.models.huggingface.anatomy import logits_of
-from elasticd.models.huggingface.export import from_description
+from elasticd.models.huggingface.described import from_description
 from elasticd.runtime.api import pretrained_folder
 from elasticd.runtime.api.pretrained_folder import Folder
 from elasticd.runtime.engine.engine import Engine

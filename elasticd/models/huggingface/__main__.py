@@ -28,7 +28,8 @@ from elasticd.checkpoints.export import CannotExport
 from elasticd.checkpoints.folder import look
 from elasticd.checkpoints.manifest import VALUES, Manifest, TensorEntry
 from elasticd.checkpoints.reader import CheckpointReader, Wanted
-from elasticd.models.huggingface.export import HfPretrained, from_description
+from elasticd.models.huggingface.described import from_description
+from elasticd.models.huggingface.export import HfPretrained
 from elasticd.models.huggingface.folder import FolderWeights, model_on_meta
 from elasticd.models.huggingface.peft_export import PeftPretrained
 from elasticd.runtime.model.pretrained import SHARD_SIZE, Pretrained

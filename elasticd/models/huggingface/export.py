@@ -9,7 +9,6 @@ that the model came with.
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import logging
 import re
@@ -24,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticd.models.huggingface.sections import Sections
-from elasticd.runtime.model.pretrained import Pretrained, ReadValues
-from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.model.pretrained import ReadValues
 
 log = logging.getLogger(__name__)
 
@@ -295,30 +293,3 @@ def without_storage(model: Any) -> Any:
         for parameter in model.parameters()
     }
     return copy.deepcopy(model, memo)
-
-
-def from_description(text: str) -> Pretrained:
-    """The model that `describe` described.
-
-    Raises:
-        ModelError: transformers does not have its class.
-    """
-    said = json.loads(text)
-    if not said["module"].startswith("transformers."):
-        raise ModelError(
-            f"{said['class']} of {said['module']} is no class of transformers: let the job write the folder, "
-            "job.save_pretrained(...)"
-        )
-    kind = getattr(importlib.import_module(said["module"]), said["class"])
-    config = kind.config_class.from_dict(said["config"])
-    with torch.device("meta"):
-        model = kind(config)
-    if said["generation_config"] is not None:
-        model.generation_config = type(model.generation_config).from_dict(said["generation_config"])
-    if "adapter" not in said:
-        return HfPretrained.with_paths(model, said["paths"], said["ties"])
-    from elasticd.models.huggingface import peft_export
-
-    model, adapters = peft_export.with_adapter(model, said["adapter"])
-    whole = HfPretrained.with_paths(model, said["paths"], said["ties"])
-    return peft_export.PeftPretrained(skeleton=whole.skeleton, adapters=adapters, whole=whole)

@@ -1,0 +1,38 @@
+"""A model of transformers as a checkpoint describes it, without storage, for an export."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import torch
+
+from elasticd.models.huggingface.export import HfPretrained
+from elasticd.models.huggingface.peft_export import PeftPretrained, with_adapter
+from elasticd.runtime.model.pretrained import Pretrained
+from elasticd.runtime.model.validation import ModelError
+
+
+def from_description(text: str) -> Pretrained:
+    """The model that `describe` described.
+
+    Raises:
+        ModelError: transformers does not have its class.
+    """
+    said = json.loads(text)
+    if not said["module"].startswith("transformers."):
+        raise ModelError(
+            f"{said['class']} of {said['module']} is no class of transformers: let the job write the folder, "
+            "job.save_pretrained(...)"
+        )
+    kind = getattr(importlib.import_module(said["module"]), said["class"])
+    config = kind.config_class.from_dict(said["config"])
+    with torch.device("meta"):
+        model = kind(config)
+    if said["generation_config"] is not None:
+        model.generation_config = type(model.generation_config).from_dict(said["generation_config"])
+    if "adapter" not in said:
+        return HfPretrained.with_paths(model, said["paths"], said["ties"])
+    model, adapters = with_adapter(model, said["adapter"])
+    whole = HfPretrained.with_paths(model, said["paths"], said["ties"])
+    return PeftPretrained(skeleton=whole.skeleton, adapters=adapters, whole=whole)
