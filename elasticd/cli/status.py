@@ -155,15 +155,15 @@ def _jobs(
 
 
 def jobs_over(over: Sequence[JobStatus]) -> Iterator[RenderableType]:
-    """A line for each job that is over, at most `MOST_OVER` of them."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for _ in range(4):
-        table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ellipsis")
-    for job in over[:MOST_OVER]:
-        loss = "-" if job.loss is None else f"{job.loss:.4f}"
-        table.add_row(job.job, job.phase, f"step {job.step}", f"loss {loss}", in_one_line(job.reason))
-    yield table
+    """A line for each job that is over, at most `MOST_OVER` of them; on a terminal its end is cut."""
+    rows = [
+        (job.job, job.phase, f"step {job.step}", "loss -" if job.loss is None else f"loss {job.loss:.4f}")
+        for job in over[:MOST_OVER]
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for job, row in zip(over, rows, strict=False):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield Text("  ".join((*cells, in_one_line(job.reason))), no_wrap=True, overflow="ellipsis")
     if len(over) > MOST_OVER:
         yield Text(f"and {len(over) - MOST_OVER:,} more jobs that are over: elasticd jobs", style="dim")
     yield Text("'elasticd status JOB' shows one of them in full, --all shows all", style="dim")

@@ -140,6 +140,10 @@ def test_jobs_that_run_come_first_and_in_full_and_those_that_are_over_in_a_line_
     assert sum("workers" in line for line in lines) == 1, "only the job that runs is drawn"
     everything = drawn(status, everything=True)
     assert sum("workers" in line for line in everything) == 3
+    narrow = io.StringIO()
+    Console(width=40, file=narrow).print(screen(status, {}))
+    cut = [line.rstrip() for line in narrow.getvalue().splitlines() if "stopped" in line]
+    assert cut == [f"a{n}  stopped  step 41  loss -  a worker …" for n in "01"], "the reason is cut, no more"
     many = replace(STATUS, jobs=tuple(replace(ended[0], job=f"a{n}") for n in range(30)))
     assert "and 20 more jobs that are over: elasticd jobs" in shown(many, {})
 
