@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import click
+import msgspec
 from rich.table import Table
 
 from elasticd.cli.console import command_console
@@ -18,7 +20,7 @@ from elasticd.records import HistoryRecord
 
 @click.command()
 @asking
-@json_option("The whole records, each with the problem that it answers.")
+@json_option("The whole records, each with the problem that it answers and what a step is predicted to take.")
 @click.option("--last", type=click.IntRange(min=1), default=20, show_default=True, help="How many plans.")
 @click.argument("job", required=False)
 def history(api: Api, as_json: bool, last: int, job: str | None) -> None:
@@ -29,11 +31,18 @@ def history(api: Api, as_json: bool, last: int, job: str | None) -> None:
     """
     name = job_with_plans(api.status(), job, quiet=as_json)
     found = api.history(name)[-last:]
-    if as_json:
-        write_json(found)
-        return
     told = [event for event in api.events() if event.job == name]
+    if as_json:
+        write_json([told_of(record, told) for record in found])
+        return
     command_console().print(listed(found, told))
+
+
+def told_of(record: HistoryRecord, told: Sequence[EventRecord]) -> dict[str, Any]:
+    """A plan for programs."""
+    predicted = prediction_of(record, told)
+    about = {"predicted_seconds": predicted.seconds, "guessed": predicted.guessed}
+    return {**msgspec.to_builtins(record), **about}
 
 
 def listed(records: Sequence[HistoryRecord], told: Sequence[EventRecord] = ()) -> Table:

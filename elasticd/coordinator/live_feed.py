@@ -484,7 +484,7 @@ def _of_nodes(state: CoordinatorState, told: _Told, next_id: Callable[[], str]) 
         if _said_anew(told.nodes.get(name), node) or members[name] != told.members[name]
     ]
     devices = {device.name for node in anew for device in node.record.devices}
-    rates, slow = (status.rates(state), status.slowness(state, devices)) if anew else ({}, {})
+    rates, slow = (state.slowdowns, status.slowness(state, devices)) if anew else ({}, {})
     for node in anew:
         shown = status.node_status(node, rates, slow, members[node.record.node])
         yield live.NodeNews(id=next_id(), node=msgspec.structs.replace(shown, health=None))
@@ -516,7 +516,7 @@ def _of_rates(state: CoordinatorState, told: _Told, next_id: Callable[[], str]) 
     one of them changes."""
     if all(_same_rates(job, told.jobs.get(name)) for name, job in state.jobs.items()):
         return
-    rates = status.rates(state)
+    rates = state.slowdowns
     changed = {device for device in {*rates, *told.rates} if rates.get(device) != told.rates.get(device)}
     told.rates = rates
     if changed:
@@ -529,7 +529,8 @@ def _of_rates(state: CoordinatorState, told: _Told, next_id: Callable[[], str]) 
 
 
 def _same_rates(job: JobState, before: JobState | None) -> bool:
-    return before is not None and before.rates is job.rates
+    over = job.phase in OVER
+    return before is not None and before.rates is job.rates and (before.phase in OVER) == over
 
 
 def _of_job(

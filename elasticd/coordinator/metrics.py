@@ -266,7 +266,7 @@ class _Now(Collector):
     def collect(self) -> Iterator[Metric]:
         nodes = sorted(self._state.nodes.values(), key=lambda node: node.record.node)
         devices = [(node.record.node, device) for node in nodes for device in node.record.devices]
-        slow = {device: rate for job in self._state.jobs.values() for device, rate in job.rates.rates.items()}
+        slow = self._state.slowdowns
         slowdowns = [((node, device.name), slow.get(device.name, 1.0)) for node, device in devices]
         yield _family("elasticd_leader_epoch", [((), self._state.epoch)])
         yield _family("elasticd_store_away", [((), self._away)])

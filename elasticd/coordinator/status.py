@@ -39,7 +39,7 @@ def status(
     """The whole cluster; `restarts` are the jobs in restart mode that report laps, `now` the seconds of their
     clock, `at` those of the machine's, which stands still while the store is away; `speeds` are those of jobs,
     with their newest steps."""
-    found, slow, used = rates(state), slowness(state), members(state)
+    found, slow, used = state.slowdowns, slowness(state), members(state)
     limit = state.settings.detect.outside_seconds
     return ClusterStatus(
         cluster=cluster,
@@ -50,11 +50,6 @@ def status(
         paused=state.settings.policy.paused,
         links=links(state),
     )
-
-
-def rates(state: CoordinatorState) -> dict[str, float]:
-    """The measured slowdown of each device that is slow."""
-    return {device: rate for job in state.jobs.values() for device, rate in job.rates.rates.items()}
 
 
 def links(state: CoordinatorState) -> tuple[LinkStatus, ...]:
@@ -86,11 +81,12 @@ def _restarting(job: RestartJob, now: float) -> RestartStatus:
 
 
 def slowness(state: CoordinatorState, devices: Collection[str] | None = None) -> dict[str, Slowness]:
-    """What kind of slowness devices have that were slow at some time in their job: all, or some of these."""
+    """What kind of slowness devices have that were slow at some time in their job: all, or some of these. Those
+    of jobs that are over are not among them."""
     persistent_steps = state.settings.detect.persistent_steps
     return {
         device: job.rates.slowness(device, persistent_steps)
-        for job in state.jobs.values()
+        for job in state.measuring
         for device in job.rates.troubled
         if devices is None or device in devices
     }

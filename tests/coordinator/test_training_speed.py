@@ -109,6 +109,17 @@ def test_a_release_that_does_not_say_the_loss_adds_no_step() -> None:
     assert [step.step for step in journal.steps("j")] == [0]
 
 
+def test_a_later_leader_knows_the_last_step_and_the_speed_of_those_before_it() -> None:
+    journal = Journal()
+    for index in range(12):
+        journal.report("j", report(index), time=100.0 + 0.4 * index)
+    lines = journal.new(100, 100)
+    assert lines is not None
+    later = Journal(term=2)
+    later.restore(lines)
+    assert later.speed("j") == journal.speed("j")
+
+
 # -- where the time went ---------------------------------------------------------------------------------------
 
 

@@ -95,3 +95,15 @@ def test_a_job_that_waits_for_a_worker_outside_of_a_step_says_so() -> None:
     job = msgspec.structs.replace(job, workers=workers)
     assert "most of the job's stand still" not in reason(job, 160.0, limit=90.0)
     assert "most of the job's stand still" in reason(job, 160.0, limit=50.0)
+
+
+def test_a_device_is_as_slow_as_the_job_measures_that_runs() -> None:
+    """A job that is over measures nothing any more, whatever it measured at its end."""
+    slow = RateState(devices={"a/0": DeviceRate(rate=4.6)})
+    over = msgspec.structs.replace(fresh("before", JobPhase.DONE, 0.0), rates=slow)
+    runs = fresh("now", JobPhase.RUNNING, 0.0)
+    state = CoordinatorState(epoch=1, jobs={"before": over, "now": runs})
+    assert state.slowdowns == {}
+    runs = msgspec.structs.replace(runs, rates=slow)
+    state = CoordinatorState(epoch=1, jobs={"before": over, "now": runs})
+    assert state.slowdowns == {"a/0": 4.6}

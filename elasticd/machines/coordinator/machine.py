@@ -59,6 +59,16 @@ class CoordinatorState(Value, frozen=True, kw_only=True):
     jobs: dict[str, JobState] = msgspec.field(default_factory=dict)  # by name, those that are over among them
     links: node_links.Links = msgspec.field(default_factory=node_links.Links)  # measured links between nodes
 
+    @property
+    def measuring(self) -> list[JobState]:
+        """The jobs that are not over: those that are measure nothing any more."""
+        return [job for job in self.jobs.values() if job.phase not in OVER]
+
+    @property
+    def slowdowns(self) -> dict[str, float]:
+        """The measured slowdown of each device that is slow, by its name."""
+        return {device: rate for job in self.measuring for device, rate in job.rates.rates.items()}
+
 
 Result = tuple[CoordinatorState, tuple[Effect, ...]]
 
