@@ -231,6 +231,22 @@ def test_a_checkpoint_that_describes_no_model_needs_its_base(
         exporting.export(checkpoint, tmp_path / "out", other, "5GB")
 
 
+def test_a_checkpoint_takes_of_its_base_what_no_section_holds(tmp_path: Path) -> None:
+    """The vision part of Fuyu, which its forward does not call with text."""
+    model = small("FuyuForCausalLM")
+    described = elasticd.from_hf(model)
+    assert isinstance(described.pretrained, HfPretrained)
+    own = described.pretrained.values
+    assert own
+    model.save_pretrained(tmp_path)
+    plain = from_description(described.pretrained.describe())
+    assert not plain.values
+    found = exporting.with_values_of(tmp_path, plain).values
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[name], own[name]) for name in own)
+    assert exporting.with_values_of(None, plain) is plain
+
+
 def test_a_class_that_transformers_does_not_have_is_named() -> None:
     pretrained = described_of("Qwen2").pretrained
     assert pretrained is not None

@@ -12,6 +12,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,8 @@ def export(
 
 
 def _pretrained(manifest: Manifest, base: Path | None) -> Pretrained:
-    """The model as the checkpoint describes it, or the base's where it does not; with values of the base's of
-    modules that were not trained."""
+    """The model as the checkpoint describes it, or the base's where it does not; with the base's values of what
+    no section holds."""
     if manifest.pretrained:
         pretrained = from_description(manifest.pretrained)
     elif base is not None:
@@ -96,7 +97,18 @@ def _pretrained(manifest: Manifest, base: Path | None) -> Pretrained:
             "the checkpoint does not describe its model, because an earlier elasticd wrote it or it is none of "
             "transformers: name the folder of the model that was trained, --base FOLDER"
         )
-    return pretrained
+    return with_values_of(base, pretrained) if isinstance(pretrained, HfPretrained) else pretrained
+
+
+def with_values_of(base: Path | None, pretrained: HfPretrained) -> HfPretrained:
+    """The model with the base's values of what no section holds, as modules that forward does not call."""
+    shapes = {name: tuple(value.shape) for name, value in pretrained.skeleton.state_dict().items()}
+    lacking = [name for name in shapes if name not in pretrained.owners and name not in pretrained.values]
+    if base is None or not lacking:
+        return pretrained
+    reader = FolderWeights(base, pretrained.skeleton, str)
+    values = {name: reader.read(name, Box.whole(shapes[name])) for name in lacking if reader.has(name)}
+    return replace(pretrained, values={**pretrained.values, **values})
 
 
 def _of_base(base: Path) -> HfPretrained:

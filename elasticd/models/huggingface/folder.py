@@ -173,6 +173,10 @@ class FolderWeights:
                     f"{list(wanted)}: is it the folder of this model?"
                 )
 
+    def has(self, name: str) -> bool:
+        """Whether the files have a value."""
+        return self._source(self._their_name(name)) is not None
+
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a parameter or buffer, in the type that the file has.
 
