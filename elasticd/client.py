@@ -27,6 +27,7 @@ from elasticd.coordinator.api_types import (
     Settings,
     Steps,
     Stopping,
+    WorkerOutput,
 )
 from elasticd.coordinator.auth import USER_HEADER
 from elasticd.coordinator.events.event_log import EventRecord
@@ -124,12 +125,24 @@ class Api:
                 f"the coordinator at {self.url} is gone: {error or type(error).__name__}"
             ) from error
 
-    def live(self, after: str = "", *, measured: bool = True) -> Iterator[AnyNews]:
+    def output(self, device: str, job: str, after: int, most: int = 1 << 16) -> WorkerOutput:
+        """What the worker of a device wrote: `most` bytes behind the first `after`, or from the newest `-after`
+        on. job: "" for the one whose output is the newest. With control characters, whoever reads it."""
+        node, _, index = device.rpartition("/")
+        where = f"/v1/nodes/{_quoted(node)}/devices/{_quoted(index)}/output"
+        content = self._ask("GET", f"{where}?job={quote(job, safe='')}&after={after}&most={most}")
+        try:
+            return decoded_as(WorkerOutput, content)
+        except msgspec.DecodeError as error:
+            raise CannotReach(f"the answer of {self.url} is not that of this release ({error})") from error
+
+    def live(self, after: str = "", *, measured: bool = True, page: str = "") -> Iterator[AnyNews]:
         """All that the leader knows, then what changes, until the leader ends; `after`: the id of the last
-        message that is known already; `measured`: also what devices measure each step. Messages of newer
-        releases are skipped."""
+        message that is known already; `measured`: also what devices measure each step; `page`: the URL of the
+        pages that are made of it, for people. Messages of newer releases are skipped."""
         timeout = httpx2.Timeout(self._patience, read=SILENCE)
         path = f"/v1/live?after={quote(after, safe='')}" + ("" if measured else "&measured=false")
+        path += f"&page={quote(page, safe='')}" if page else ""
         try:
             with self._client.stream("GET", path, timeout=timeout) as answer:
                 if not answer.is_success:

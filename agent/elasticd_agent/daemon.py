@@ -50,6 +50,7 @@ from elasticd.system import network_addresses
 from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
 from elasticd.wire.coordinator import End, Harm, ToLeader, TryReach
+from elasticd.wire.launch import Happened, ReadOutput
 from elasticd.wire.main_thread import Whereabouts
 from elasticd.wire.snapshots import SnapshotSetComplete
 from elasticd.wire.unix_socket import default_path
@@ -65,6 +66,7 @@ from elasticd_agent.hardware.nvml import opened as nvml_opened
 from elasticd_agent.hardware.processes import WorkerProcesses
 from elasticd_agent.hardware.sensors import Sensors
 from elasticd_agent.internal_errors import outlived
+from elasticd_agent.launches import Launches
 from elasticd_agent.link_probe import Crossings
 from elasticd_agent.orphans import Torchruns, WorkerChildren
 from elasticd_agent.peer_reachability import Reaching
@@ -165,6 +167,12 @@ class Agent:
 
         self._torchruns, self._children = Torchruns(self._path), WorkerChildren()
         self._workers = Workers(self._path, self.record.node, self._config.agent.group)
+        self._launches = Launches(
+            lambda: self.record,
+            lambda: machine.used_devices(self._state),
+            self._workers.send,
+            lambda message: self._link.send(message),
+        )
         try:
             self._keeper = self._make_keeper()
             self._reaching = self._make_reaching()
@@ -209,6 +217,8 @@ class Agent:
             Harm: harms.take,
             End: self._end_workers,
             TryReach: self._reaching.take,
+            Happened: self._launches.happened,
+            ReadOutput: self._launches.read,
         }
         self._link = Link(self._emit, orders, lambda: credentials(self._security))
         records = Records(
@@ -229,6 +239,8 @@ class Agent:
                     pongs=self._answered,
                     rounds=rounds.take,
                     whereabouts=self._hear_whereabouts,
+                    launches=self._launches.hear,
+                    gone=self._launches.gone,
                 )
             )
             text = f"agent of node {self.record.node} serves {len(self.record.devices)} devices at {self._path}"
@@ -242,6 +254,7 @@ class Agent:
             rounds.close()
             self._torchruns.close()
             self._children.close()
+            self._launches.close()
             await harms.close()
             records.close()
             await self._reaching.close()
@@ -296,7 +309,12 @@ class Agent:
             except Exception as error:
                 outlived("the memory of the highest epoch", error)
         self._state = state
-        for observe in (self._keeper.observe, self._torchruns.observe, self._children.observe):
+        for observe in (
+            self._keeper.observe,
+            self._torchruns.observe,
+            self._children.observe,
+            self._launches.observe,
+        ):
             try:
                 observe(event)
             except Exception as error:

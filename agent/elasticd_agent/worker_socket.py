@@ -35,6 +35,7 @@ from elasticd.system import process_mark
 from elasticd.system.logs import Seldom
 from elasticd.version import __version__
 from elasticd.wire import unix_socket
+from elasticd.wire.launch import OfLaunch
 from elasticd.wire.main_thread import Whereabouts
 from elasticd.wire.rendezvous import Join, OfRounds
 from elasticd.wire.snapshots import Fetch, OfSnapshots, Snapped
@@ -157,6 +158,10 @@ class Ears:
     rounds: Callable[[str, int, Message | None], bool]
     #: a worker's client name, and the memory that says where its main thread is
     whereabouts: Callable[[str, Whereabouts, int | None], None]
+    #: a client's name, what it says of its launch, and the descriptor that came with it, which is the hearer's
+    launches: Callable[[str, OfLaunch, int | None], None]
+    #: the name of a client that is gone
+    gone: Callable[[str], None]
 
 
 class Workers:
@@ -384,6 +389,12 @@ class _Connection:
         if isinstance(body, Whereabouts) and isinstance(self._opening, Hello):
             self._ears.whereabouts(self._name, body, fd)
             return
+        if isinstance(body, OfLaunch):
+            if self._opening is None:
+                self._opening = body
+                self._note_release(body)
+            self._ears.launches(self._name, body, fd)
+            return
         _close(fd)
         if isinstance(body, msgspec.Raw):
             self._ears.events(Said(client=self._name, body=body))
@@ -445,6 +456,7 @@ class _Connection:
 
     def _gone(self, how: str) -> None:
         self.close()
+        self._ears.gone(self._name)
         try:
             of_rounds = self._ears.rounds(self._name, self._pid, None)
         except Exception as error:

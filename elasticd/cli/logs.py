@@ -12,6 +12,7 @@ import msgspec
 from elasticd.backoff import Backoff
 from elasticd.cli.job_argument import named_job, running_jobs
 from elasticd.cli.options import cluster_options, json_option
+from elasticd.cli.worker_output import show_output
 from elasticd.client import Api, CannotReach, reach
 from elasticd.coordinator.api_types import ClusterStatus
 from elasticd.coordinator.events.event_log import EVENTS_OF_A_TERM, EventRecord, line
@@ -32,6 +33,11 @@ _AWAY = (0.2, 2.0)
     "--kind", "kinds", multiple=True, metavar="KIND", help="Only events of this kind; may be repeated."
 )
 @click.option("--all", "everything", is_flag=True, help="Events of every job, those that are over included.")
+@click.option(
+    "--worker",
+    metavar="NODE/I",
+    help="What the worker of this device wrote, in place of events: as far as its agent keeps it.",
+)
 @click.argument("job", required=False)
 def logs(
     config: str | None,
@@ -41,12 +47,18 @@ def logs(
     last: int,
     kinds: tuple[str, ...],
     everything: bool,
+    worker: str | None,
     job: str | None,
 ) -> None:
     """Show what happened, the newest last: to JOB, or to the job that runs, and to the cluster meanwhile.
 
     Where no job runs, or several do, and with --json, the events of all jobs are shown.
     """
+    if worker is not None:
+        if kinds or everything or as_json:
+            raise click.UsageError("--worker shows what a worker wrote: leave --kind, --all and --json out")
+        show_output(lambda: reach(config, coordinator), worker, job or "", last, follow=follow)
+        return
     if everything and job is not None:
         raise click.UsageError("--all is of every job: leave JOB out")
     with reach(config, coordinator) as api:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 import click
+import msgspec
 
 from elasticd.extras import need
 from elasticd.local_cluster import settings
 from elasticd.names import name_refusal
+from elasticd.system.output_options import BOTH, OutputOptions
 from elasticd.wire.unix_socket import SOCKET_VARIABLE
 
 #: How often torchrun starts a device's worker again.
@@ -61,6 +63,30 @@ MAX_RESTARTS = 10
     help="live: the script makes an elasticd.Job. restart: it makes none, and all workers start again when one "
     "fails. auto: live, and restart once the script asks for torch's own process group.",
 )
+@click.option(
+    "--device-ids",
+    metavar="I,J,...",
+    help="The devices by their numbers on the node, as in 'elasticd status' (default: free ones).",
+)
+@click.option(
+    "--log-dir",
+    metavar="DIR",
+    help="Write the output of each worker to a file there as well, a new one for each start of a worker.",
+)
+@click.option(
+    "--redirects",
+    "-r",
+    metavar="STREAMS",
+    help="Streams that go to the files alone: 0 none, 1 stdout, 2 stderr, 3 both.",
+)
+@click.option(
+    "--tee", "-t", metavar="STREAMS", help="Streams that go to files and the terminal (with --log-dir: 3)."
+)
+@click.option(
+    "--label/--no-label",
+    default=None,
+    help="Begin each line with the worker's device, as [node/0] (default: where there are several workers).",
+)
 @click.option("--module", "-m", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.option(
     "--fresh",
@@ -76,6 +102,11 @@ def run(
     socket: str | None,
     max_restarts: int,
     mode: Literal["auto", "live", "restart"],
+    device_ids: str | None,
+    log_dir: str | None,
+    redirects: str | None,
+    tee: str | None,
+    label: bool | None,
     module: bool,
     fresh: bool,
     script: str,
@@ -103,12 +134,15 @@ def run(
     _find(script, module)
     name = _name(job, script.rpartition(".")[2] if module else Path(script).stem, most)
     need("torch", "elasticd run")
-    gpus = _gpus(devices)
+    output = _output(log_dir, redirects, tee)
+    ids = _device_ids(device_ids, devices)
+    gpus, spare = _chosen_gpus(devices, ids)
+    count = devices or len(ids or gpus)
     what = Launch(
         job=name,
         least=least,
         most=most,
-        devices=devices or len(gpus),
+        devices=count,
         gpus=gpus,
         socket=_agent(socket),
         max_restarts=max_restarts,
@@ -116,6 +150,9 @@ def run(
         fresh=fresh,
         command=(script, *arguments),
         module=module,
+        slots=ids if not gpus else None,
+        spare=spare,
+        output=msgspec.structs.replace(output, label=(count > 1) if label is None else label),
     )
     if what.devices > 1 and THREADS_VARIABLE not in os.environ:
         click.echo(
@@ -157,6 +194,52 @@ def _name(job: str | None, script: str, most: int) -> str:
     return job
 
 
+def _device_ids(text: str | None, devices: int | None) -> tuple[int, ...] | None:
+    """The numbers in --device-ids. Raises BadParameter."""
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or not all(name.isdecimal() for name in names) or len({*map(int, names)}) < len(names):
+        raise click.BadParameter(f"--device-ids {text} must be numbers of different devices, as 2,3")
+    if devices is not None and devices != len(names):
+        raise click.BadParameter(
+            f"--device-ids names {len(names)} devices, and --devices {devices}: leave one out"
+        )
+    return tuple(map(int, names))
+
+
+def _chosen_gpus(devices: int | None, ids: tuple[int, ...] | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The GPUs of the workers, and those that may be used in their place where another job has them. Raises
+    BadParameter for an id of which this process sees no GPU, and as `_gpus`."""
+    gpus = _gpus(devices or (len(ids) if ids is not None else None))
+    seen = _seen_gpus() if gpus else ()
+    if ids is None or not gpus:
+        return gpus, tuple(name for name in seen if name not in gpus)
+    if lacking := [str(index) for index in ids if str(index) not in seen]:
+        raise click.BadParameter(
+            f"--device-ids: there is no GPU {', '.join(lacking)}; there are {', '.join(seen)}"
+        )
+    return tuple(map(str, ids)), ()
+
+
+def _output(log_dir: str | None, redirects: str | None, tee: str | None) -> OutputOptions:
+    """Where the workers' output goes, as torchrun's options of the same names say. Raises BadParameter."""
+    away = _streams("--redirects", redirects or "0")
+    both = _streams("--tee", tee or ("0" if redirects else "3"))
+    if log_dir is None:
+        if redirects or tee:
+            raise click.BadParameter("--redirects and --tee write files: say where by --log-dir DIR")
+        return OutputOptions()
+    shown = BOTH & ~away | both
+    return OutputOptions(shown=shown, folder=os.path.abspath(log_dir), filed=away | both)
+
+
+def _streams(option: str, text: str) -> int:
+    if text not in ("0", "1", "2", "3"):
+        raise click.BadParameter(f"{option} {text} must be 0 (none), 1 (stdout), 2 (stderr) or 3 (both)")
+    return int(text)
+
+
 def _agent(socket: str | None) -> str | None:
     """Where the agent listens, if that is not the default: by the option, by the environment, or by the
     configuration, as other commands find it."""
@@ -189,7 +272,7 @@ def _gpus(devices: int | None) -> tuple[str, ...]:
     if devices is not None and (asked == "cpu" or ":" in asked):
         return ()
     named = visible(os.environ)
-    found = named if named is not None else tuple(map(str, range(_counted())))
+    found = _seen_gpus()
     if devices is None and not found:
         raise click.ClickException("torch sees no GPU on this node: say how many workers by --devices N")
     if devices is None or devices <= len(found) or not found:
@@ -203,6 +286,14 @@ def _gpus(devices: int | None) -> tuple[str, ...]:
         f"--devices {devices} needs as many GPUs, and this node has {len(found)}: ask for {len(found)} at "
         f"most, or set {DEVICE_VARIABLE}=cpu to train on the CPU"
     )
+
+
+def _seen_gpus() -> tuple[str, ...]:
+    """The GPUs that this process may use, by CUDA's names."""
+    from elasticd.system.torchrun_launcher import visible
+
+    named = visible(os.environ)
+    return named if named is not None else tuple(map(str, range(_counted())))
 
 
 def _counted() -> int:

@@ -181,6 +181,16 @@ class History(Value, frozen=True, kw_only=True):
     history: tuple[HistoryRecord, ...]  # oldest first
 
 
+class WorkerOutput(Value, frozen=True, kw_only=True):
+    """A part of what a worker wrote."""
+
+    device: str  # "node/index"
+    job: str  # whose output it is
+    begin: int  # [bytes] where the part begins in all that the worker wrote
+    end: int  # [bytes] where the part ends: the next request's `after`
+    text: str  # with what the worker wrote to move a terminal's cursor
+
+
 class Stopping(Value, frozen=True, kw_only=True):
     """A job is being stopped."""
 

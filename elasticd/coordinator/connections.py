@@ -9,6 +9,7 @@ from elasticd.codec.message import encode, protocol_refusal
 from elasticd.records import NodeRecord
 from elasticd.system.network_addresses import is_loopback
 from elasticd.wire.coordinator import AgentHello, FromMachine, ToAgent
+from elasticd.wire.launch import Happened, ReadOutput
 
 #: Messages that may wait for a slow agent before its connection is given up; it then starts afresh.
 MOST_WAITING = 10_000
@@ -19,6 +20,7 @@ class Connection:
 
     def __init__(self, record: NodeRecord) -> None:
         self.record = record
+        self.follows: set[str] = set()  # jobs whose events launchers of this node hear
         self.closed = asyncio.Event()
         self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MOST_WAITING)
 
@@ -104,6 +106,23 @@ class Connections:
         connection = self._live.get(node)
         if connection is not None:
             connection.send(message)
+
+    def record(self, node: str) -> NodeRecord | None:
+        """Of a node whose agent is connected."""
+        connection = self._live.get(node)
+        return connection.record if connection is not None else None
+
+    def ask(self, node: str, message: ReadOutput) -> None:
+        """To the node's agent, which answers; nothing where none is connected."""
+        connection = self._live.get(node)
+        if connection is not None:
+            connection.send(message)
+
+    def happened(self, message: Happened) -> None:
+        """To the agents of all nodes with launchers that follow this job."""
+        for connection in self._live.values():
+            if message.job in connection.follows:
+                connection.send(message)
 
     def close(self) -> None:
         """Ends all connections."""

@@ -23,10 +23,12 @@ from elasticd.coordinator.fair_queue import Turns
 from elasticd.coordinator.live_config import Changes, Scalar
 from elasticd.coordinator.live_feed import FeedSource, LiveFeed
 from elasticd.coordinator.metrics import LeaderMetrics
+from elasticd.coordinator.pages_shown import PagesShown
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
 from elasticd.coordinator.store_transactions import Asked, Rank, Rounds
 from elasticd.coordinator.store_writer import Writer
+from elasticd.coordinator.worker_output import WorkerOutputs
 from elasticd.machines.coordinator import finished_jobs, machine, message_checks, restart_jobs
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.copies import checkpoints
@@ -63,6 +65,7 @@ from elasticd.wire.coordinator import (
     ToMachine,
     Unread,
 )
+from elasticd.wire.launch import FOLLOWED, MOST_FOLLOWED, FollowJob, Happened, OutputPart
 from elasticd.wire.rendezvous import Join, StepTime
 from elasticd.wire.worker import (
     Finished,
@@ -131,6 +134,8 @@ class Leading:
         self.journal = Journal(term=state.epoch)
         self.metrics = LeaderMetrics()
         self.connections = Connections()
+        self.outputs = WorkerOutputs(self.connections)
+        self.pages_shown = PagesShown()
         self.turns = Turns()
         self.recorders = Recorders()
         self.feed = LiveFeed(state.epoch)
@@ -254,6 +259,9 @@ class Leading:
     def tell(self, note: CoordinatorNote) -> None:
         """Into the journal, which is written to etcd, and the log."""
         event = self.journal.tell(note, time.time())
+        if note.job and note.kind in FOLLOWED:
+            data = {**note.data, "page": self.pages_shown.of(note.job)}
+            self.connections.happened(Happened(job=note.job, kind=note.kind, text=note.text, data=data))
         if self.feed:
             self.feed.told(event)
         size = len(note.text) + sum(len(value) for value in note.data.values() if isinstance(value, str))
@@ -399,6 +407,9 @@ class Leading:
             self.metrics.message(tag_of(said), time.monotonic() - began)
 
     async def _heard(self, connection: Connection, message: ToLeader | Unread) -> None:
+        if isinstance(message, OutputPart):
+            self.outputs.heard(connection.node, message)
+            return
         if why := message_checks.refusal(connection.record, message, self.state.jobs):
             self._turn_away(connection, message, why)
             return
@@ -424,6 +435,8 @@ class Leading:
             self.apply(Received(node=connection.node, message=message))
         elif isinstance(message, StepTime):
             self._lap(connection.node, message)
+        elif isinstance(message, FollowJob) and len(connection.follows) < MOST_FOLLOWED:
+            connection.follows.add(message.job)
         elif isinstance(message, AgentHello):  # its record has changed
             self.apply(_up(message))
 

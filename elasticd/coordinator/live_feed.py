@@ -20,7 +20,7 @@ import math
 import struct
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -195,7 +195,7 @@ class LiveFeed:
 
     def listen(
         self, after: str, known: Callable[[], FeedSource], beside: Beside, *, measured: bool = True
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """Lines, until the leader ends or the listener goes.
 
         Args:
@@ -230,7 +230,7 @@ class LiveFeed:
 
     async def _lines(
         self, after: str, known: Callable[[], FeedSource], beside: Beside, measured: bool
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         listener = self._enter(
             after, known, measured
         )  # here: who is gone before the first line was never there

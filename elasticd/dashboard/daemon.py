@@ -148,6 +148,7 @@ class Dashboard:
         self.cookie = f"{'__Host-' if self.secure else ''}elasticd-{port}"
         named = host if host not in ("0.0.0.0", "::") else socket.gethostname()
         self.url = f"{'https' if self.secure else 'http'}://{f'[{named}]' if ':' in named else named}:{port}"
+        self.subscription.page = self.url
         await self._serve(listener)
         self._run(self.board.looks(), "looks")
         self._run(self._keep(), "keep")

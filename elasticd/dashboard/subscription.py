@@ -88,6 +88,7 @@ class Subscription:
         tell: Callable[[Told], None],
     ) -> None:
         self._connect, self._writer, self._section, self._tell = connect, writer, section, tell
+        self.page = ""  # URL of the pages, which the leader is told
         self._cluster = ClusterNow()  # as far as rows of the history need it
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="subscription", daemon=True)
@@ -139,7 +140,7 @@ class Subscription:
                     self._api = api
                     if self._stopped.is_set():
                         return
-                    for news in api.live(self._last_id):
+                    for news in api.live(self._last_id, page=self.page):
                         if self._stopped.is_set():
                             return
                         self._heard(api, news)

@@ -26,10 +26,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher import api
 
 from elasticd.rendezvous.errors import ModeSwitch, RendezvousOver, RendezvousRefusal
+from elasticd.rendezvous.output_link import OutputLink
 from elasticd.rendezvous.worker_failure import alike, cause, failure_of
 from elasticd.rendezvous.worker_output import WorkerOutput
+from elasticd.system.output_options import options_of
 from elasticd.system.torchrun_outcome import REFUSAL, TorchrunOutcome, write_outcome
 from elasticd.wire.rendezvous import WorkerFailure
+from elasticd.wire.unix_socket import SLOT_VARIABLE, default_path
 
 #: Seconds after which a worker that fails as the one before it has been of use: it may be started again.
 USEFUL_SECONDS = 3600.0
@@ -90,7 +93,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = run.parse_args(arguments)  # type: ignore[no-untyped-call]
     config, command, script = run.config_from_args(options)
     config.logs_specs = WorkerOutput(
-        log_dir=options.log_dir, redirects=Std.from_str(options.redirects), tee=Std.from_str(options.tee)
+        OutputLink(options.rdzv_endpoint or default_path(), options.rdzv_id),
+        options.rdzv_id,
+        int(os.environ.get(SLOT_VARIABLE) or 0),
+        options_of(os.environ),
+        log_dir=options.log_dir,
+        redirects=Std.from_str(options.redirects),
+        tee=Std.from_str(options.tee),
     )
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]  # torch has no other place for it
     outcome, code = TorchrunOutcome(), 0

@@ -113,11 +113,28 @@ def set_up(section: LogSection, always: Mapping[str, Any]) -> None:
         logging.getLogger("httpx2").setLevel(logging.WARNING)
 
 
+class _Unhandled(logging.Handler):
+    """Prints warnings, with elasticd's name before them, where the script has set no logging up: else Python's
+    own last resort would print them among the script's lines without a name."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Nothing where a handler of the script's gets the record."""
+        if not logging.getLogger().handlers:
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
 def for_worker(now: Callable[[], Mapping[str, Any]]) -> None:
     """What elasticd itself logs in a training script, as JSON lines where `$ELASTICD_LOG_FORMAT` asks for them;
-    else it goes wherever the script's own logging sends it. The script's logging is left alone."""
+    else it goes wherever the script's own logging sends it, and warnings to stderr where there is none. The
+    script's logging is left alone."""
     ours = logging.getLogger("elasticd")
-    if not is_json(None) or any(isinstance(known.formatter, JsonLines) for known in ours.handlers):
+    kind = JsonLines if is_json() else TextLines
+    if any(isinstance(known.formatter, kind) for known in ours.handlers):
+        return
+    if not is_json():
+        unhandled = _Unhandled(logging.WARNING)
+        unhandled.setFormatter(TextLines("elasticd: %(message)s"))
+        ours.addHandler(unhandled)
         return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines({}, now))
@@ -125,6 +142,19 @@ def for_worker(now: Callable[[], Mapping[str, Any]]) -> None:
     ours.propagate = False
     if ours.level == logging.NOTSET:
         ours.setLevel(logging.INFO)
+
+
+def is_first_worker() -> bool:
+    """Whether this is the first of a job's workers, or no worker: what all would say alike, one says."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Prints one line for people, with elasticd's name, or logs it where the log is for programs."""
+    if is_json():
+        logging.getLogger("elasticd").info("%s", text)
+    else:
+        print(f"elasticd: {text}", file=sys.stderr, flush=True)
 
 
 def is_json(chosen: Format | None = None) -> bool:

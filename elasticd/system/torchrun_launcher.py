@@ -22,17 +22,23 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from elasticd.system import process_sessions, torch_build
 from elasticd.system.end_signals import NOTICES, noted
 from elasticd.system.launch_age import FRESH_VARIABLE, LAUNCHED_VARIABLE, launched_now
+from elasticd.system.launch_events import LaunchLines, LaunchLink
+from elasticd.system.output_options import OUTPUT_VARIABLE, OutputOptions
 from elasticd.system.parent_death_signal import ECHO_SECONDS, ending_with_us
 from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE, TorchrunOutcome, read_outcome
+from elasticd.wire.launch import Following, Happened
 from elasticd.wire.unix_socket import SLOT_VARIABLE, default_path
 
 #: The number of threads that a worker's torch computes with, and the GPUs that it may use, by CUDA's names.
@@ -42,6 +48,8 @@ _ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 #: Seconds from the signal that ends torchruns to SIGKILL; torchrun itself gives its workers 30.
 GRACE = 40.0
 _POLL = 0.1
+#: Seconds for the leader's word that the job is over, after its workers have ended.
+END_SECONDS = 1.0
 #: Seconds in which a second Ctrl-C is the first one's echo: some programs pass on what a terminal sends to all.
 CTRL_C_SECONDS = 1.0
 #: Seconds for the other torchruns to end once one knows that its script makes no Job: no worker has trained.
@@ -67,6 +75,11 @@ class Launch:
     max_restarts: int
     command: tuple[str, ...]
     module: bool = False
+    slots: tuple[int, ...] | None = None  # of the node's devices, where the user names them
+    spare: tuple[
+        str, ...
+    ] = ()  # further GPUs of this node, which may be used in place of those that others use
+    output: OutputOptions = field(default_factory=OutputOptions)
     mode: Mode = "auto"
     fresh: bool = False  # the job begins anew, whatever checkpoints there are
     launched: str = field(default_factory=launched_now)
@@ -96,6 +109,39 @@ class _Ended:
 def launch(what: Launch) -> int:
     """Runs until all torchruns have ended; the exit code. A signal that asks us to end goes on to them as
     SIGTERM, and their workers leave in good order; a second one ends all at once."""
+    news = _News(what)
+    try:
+        what = placed(what, news.link.following())
+    except CannotPlace as error:
+        _say(str(error))
+        return 1
+    code = _launched(what)
+    news.close()
+    return code
+
+
+class _News:
+    """Tells the user, in a line each, what the leader says of the job."""
+
+    def __init__(self, what: Launch) -> None:
+        self._lines = LaunchLines()
+        self._over = threading.Event()
+        self.link = LaunchLink(what.socket or default_path(), what.job, self._take)
+
+    def _take(self, event: Happened) -> None:
+        if line := self._lines.line(event):
+            _say(line)
+        if event.kind in ("finished", "stopped"):
+            self._over.set()
+
+    def close(self) -> None:
+        """Ends the telling, once the job's end is told: the workers may have ended a moment before."""
+        if self._lines.begun:
+            self._over.wait(END_SECONDS)
+        self.link.close()
+
+
+def _launched(what: Launch) -> int:
     with noted(NOTICES) as told, tempfile.TemporaryDirectory(prefix="elasticd-run-") as folder:
         ended = _run(what, what.mode, Path(folder), told)
         if ended.restart_mode and not told:
@@ -147,10 +193,39 @@ def _start(what: Launch, mode: Mode, index: int, folder: Path) -> _Torchrun:
     else:
         words, running = f"device {slots(what)[index]}", environment(what, index, os.environ)
     running[OUTCOME_VARIABLE], running[LAUNCHED_VARIABLE] = str(outcome), what.launched
+    running[OUTPUT_VARIABLE] = msgspec.json.encode(what.output).decode()
     running[FRESH_VARIABLE] = "1" if what.fresh else ""
     # A session of its own: the terminal's Ctrl-C is for us, who pass it on once.
     process = subprocess.Popen(ending_with_us(command), env=running, start_new_session=True)
     return _Torchrun(process=process, outcome=outcome, words=words)
+
+
+class CannotPlace(Exception):
+    """There are not enough free devices; the message says what to do."""
+
+
+def placed(what: Launch, following: Following | None) -> Launch:
+    """The launch on devices that no other job uses, in place of the node's first ones. Raises CannotPlace."""
+    if following is None or what.slots is not None:
+        return what
+    others = {int(name.rpartition("/")[2]): job for name, job in following.used.items() if job != what.job}
+    if not others.keys() & set(slots(what)):
+        return what
+    if what.gpus:
+        names = [name for name in (*what.gpus, *what.spare) if not (name.isdigit() and int(name) in others)]
+        free = len(names)
+        changed = replace(what, gpus=tuple(names[: what.devices]))
+    else:
+        indices = [index for index in range(len(following.devices)) if index not in others]
+        free = len(indices)
+        changed = replace(what, slots=tuple(indices[: what.devices]))
+    if free >= what.devices:
+        return changed
+    used = ", ".join(f"{name} by job {job}" for name, job in sorted(following.used.items()) if job != what.job)
+    remedy = (
+        f"ask for --devices {free}, or end a job" if free else "end a job (elasticd stop), or use another node"
+    )
+    raise CannotPlace(f"{what.devices} devices are asked for, and {free} are free: used are {used}: {remedy}")
 
 
 def visible(ours: Mapping[str, str]) -> tuple[str, ...] | None:
@@ -163,6 +238,8 @@ def slots(what: Launch) -> tuple[int, ...]:
     """Which of the node's devices each worker is, by the agent's numbers. The agent counts the GPUs of the
     whole node, so GPU 4 is device 4, even where it is the first that this job may use. GPUs with names of
     another kind are counted from 0."""
+    if what.slots is not None:
+        return what.slots
     if what.gpus and all(name.isdigit() for name in what.gpus):
         return tuple(int(name) for name in what.gpus)
     return tuple(range(what.devices))

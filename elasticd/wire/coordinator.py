@@ -15,6 +15,7 @@ from elasticd_planner.value import Value
 from elasticd.codec.decoding import MessageReader, decoded_as, tag_of
 from elasticd.codec.message import WIRE_VERSION, Message
 from elasticd.records import NodeRecord
+from elasticd.wire.launch import FollowJob, Happened, OutputPart, ReadOutput
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
 from elasticd.wire.rendezvous import Join, StepTime
@@ -173,12 +174,12 @@ OfNode = Crossed | Health
 OfJob = FromClient | WorkerLost | Frozen | Unreached | Halted
 #: What the coordinator's machine hears.
 ToMachine = OfJob | OfNode | SnapshotInventory
-ToLeader = AgentHello | StepTime | ToMachine
+ToLeader = AgentHello | StepTime | ToMachine | FollowJob | OutputPart
 #: What an agent sends to a leader.
 FromAgent = ToLeader | PassedReport
 #: What the coordinator's machine says to agents.
 FromMachine = ToClient | SnapshotSetComplete | Harm | Drain | End | TryReach
-ToAgent = AgentRejected | FromMachine
+ToAgent = AgentRejected | FromMachine | Happened | ReadOutput
 
 _to_leader: MessageReader[ToLeader | Unread] = MessageReader(
     ToLeader, "an agent", lambda data, why: _unread(data, why)

@@ -16,6 +16,7 @@ from elasticd_planner.value import Value, refuse
 from elasticd.codec.decoding import MessageReader, decoder_of, tag_of
 from elasticd.codec.message import WIRE_VERSION, Message
 from elasticd.records import JobSpec, Proposal, Vote
+from elasticd.wire.launch import Following, Happened, OfLaunch, OutputKept
 from elasticd.wire.main_thread import Whereabouts
 from elasticd.wire.rendezvous import (
     Attending,
@@ -363,7 +364,7 @@ Statement = (
 )
 FromWorker = Hello | Report | Statement | Goodbye | Probed | Rehearsed | StoreCall | Join | Leave
 #: All that an agent's machine does not hear.
-ToAgentAlone = Pong | OfSnapshots | OfRounds | Whereabouts
+ToAgentAlone = Pong | OfSnapshots | OfRounds | Whereabouts | OfLaunch
 ToWorker = (
     Welcome
     | Ping
@@ -384,6 +385,9 @@ ToWorker = (
     | Joined
     | Attending
     | RoundAnswer
+    | OutputKept
+    | Following
+    | Happened
     | Closed
 )
 #: What an agent encodes for a worker or torchrun.

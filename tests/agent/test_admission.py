@@ -38,6 +38,8 @@ def _ears(heard: list[Event]) -> Ears:
         pongs=lambda _: None,
         rounds=lambda *_: False,
         whereabouts=lambda *_: None,
+        launches=lambda *_: None,
+        gone=lambda _: None,
     )
 
 

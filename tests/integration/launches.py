@@ -21,7 +21,8 @@ class Launched(Torchrun):
     """One `elasticd run` on a node."""
 
     def __init__(self, cluster: Cluster, node: str, *options: str, **changed: str) -> None:
-        devices = ("--devices", str(cluster.nodes[node])) if "--devices" not in options else ()
+        counted = "--devices" in options or "--device-ids" in options
+        devices = () if counted else ("--devices", str(cluster.nodes[node]))
         command = ("run", "--socket", cluster.socket(node), *devices, *options)
         super().__init__(cluster.folder, *command, program="elasticd", **changed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Protocol
 
@@ -18,6 +19,7 @@ from elasticd.coordinator.api_types import (
     Settings,
     Steps,
     Stopping,
+    WorkerOutput,
     unknown,
 )
 from elasticd.coordinator.auth import ANYBODY, Access, Caller
@@ -27,6 +29,7 @@ from elasticd.coordinator.leader import Leading
 from elasticd.coordinator.live_config import Scalar
 from elasticd.coordinator.live_feed import FeedSource
 from elasticd.coordinator.metrics import CONTENT_TYPE
+from elasticd.coordinator.worker_output import MOST_READ
 from elasticd.records import HistoryRecord, JobSpec
 
 #: The longest that a user may have a job's end wait for.
@@ -129,6 +132,19 @@ class Rest:
             raise ApiError("unknown", f"job {job} has no worker that said what it trains yet")
         return found.spec
 
+    @get("/v1/nodes/{node}/devices/{index}/output", refuses=(503,))
+    async def output(
+        self, node: str, index: str, job: str = "", after: int = -MOST_READ, most: int = MOST_READ
+    ) -> WorkerOutput:
+        """What the worker of a device wrote, as far as its agent keeps it: at most so many bytes behind the
+        first `after`, or behind all but the newest `-after`. `job`: without it the newest one's."""
+        device = f"{node}/{index}"
+        part = await self._served.leading.outputs.read(device, job, after, max(1, most))
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        text = decoder.decode(part.data)
+        cut = len(decoder.getstate()[0])  # bytes of a character of which the rest comes with the next part
+        return WorkerOutput(device=device, job=part.job, begin=part.begin, end=part.end - cut, text=text)
+
     @post("/v1/nodes/{node}/drain", refuses=(409,), example=DrainRequest(on=True))
     async def drain(self, node: str, body: DrainRequest, caller: Caller | None) -> DrainRequest:
         """Lets the devices of a node be left by all plans, or be used again."""
@@ -190,13 +206,14 @@ class Rest:
         return self._served.leading.recording()
 
     @get("/v1/live", media="application/jsonl", refuses=(503,))
-    async def live_feed(self, after: str = "", measured: bool = True) -> AsyncIterator[bytes]:
+    async def live_feed(self, after: str = "", measured: bool = True, page: str = "") -> AsyncIterator[bytes]:
         """All that the leader knows, then what changes, until it ends or the caller goes: a JSON object in each
         line (`elasticd.coordinator.live_types`). `after`: the id of the last line that the caller has; it goes
         on from there, where what followed is still kept. `measured`: false leaves out what devices measure each
-        step."""
+        step. `page`: the URL of the caller's pages, which users are told of."""
         served, feed = self._served, self._served.leading.feed
-        return feed.listen(after, served.listening, served.viewers.beside, measured=measured)
+        lines = feed.listen(after, served.listening, served.viewers.beside, measured=measured)
+        return served.leading.pages_shown.during(page, lines) if page else lines
 
     @get("/v1/caller")
     async def caller(self, caller: Caller | None) -> CallerStatus:

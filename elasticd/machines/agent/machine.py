@@ -225,6 +225,17 @@ def _depart(state: AgentState, client: Client, how: str) -> Result:
     return state, (ClearMember(job=client.job, device=client.device), *_tell(state, _lost(client)))
 
 
+def used_devices(state: AgentState) -> dict[str, str]:
+    """The devices that have a worker, or a torchrun for it alone, each with the job."""
+    used = {}
+    for client in state.clients.values():
+        if client.device:
+            used[client.device] = client.job
+        elif isinstance(client.opening, Join) and client.opening.slot is not None and not client.goodbye:
+            used[f"{state.record.node}/{client.opening.slot}"] = client.job
+    return used
+
+
 # -- clients -----------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ from elasticd.wire.coordinator import (
     Unread,
     WorkerLost,
 )
+from elasticd.wire.launch import FollowJob, OutputPart
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
 from elasticd.wire.rendezvous import Join, Leave, StepTime
@@ -79,6 +80,8 @@ def refusal(of: NodeRecord, message: ToLeader | Unread, jobs: Container[str]) ->
     job = message.by.job if isinstance(message, StepTime) else message.job
     if job not in jobs and (why := name_refusal("the job's name", job)):
         return why
+    if isinstance(message, FollowJob | OutputPart):
+        return ""
     if isinstance(message, FromClient | Unread | WorkerLost) and len(message.incarnation) > LONGEST_ID:
         return f"an incarnation has {LONGEST_ID} characters at most, not {len(message.incarnation)}"
     if isinstance(message, OF_CLIENTS) and len(message.client) > LONGEST_ID:

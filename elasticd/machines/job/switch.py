@@ -198,7 +198,7 @@ def _record(turn: Turn, proposal: Proposal, step: int) -> None:
     text = f"plan {proposal.number} is recorded"
     if called(proposal):
         text = f"{text}: the job goes on from step {step}" + (f", {again} before the last" if again > 0 else "")
-    told = turn.told("recorded", text, number=proposal.number, step=step)
+    told = turn.told("recorded", text, number=proposal.number, step=step, again=max(0, again))
     turn.write(PlanRecord(plan=proposal.plan, epoch=turn.epoch, step=step), notes=(told,), close=True)
     resolved(turn)
     checkpoints.recorded(turn)

@@ -30,6 +30,7 @@ from elasticd.models.huggingface.sections import name_in_model, sections_of
 from elasticd.models.huggingface.tp_plans import cuts_of
 from elasticd.runtime.model.model import Init, Model
 from elasticd.runtime.model.validation import ModelError
+from elasticd.system.logs import is_first_worker
 
 __all__ = ["from_hf", "refuse_at_sight", "their_name"]
 
@@ -85,7 +86,7 @@ def from_hf(
     their = partial(name_in_model, list(sections))
     first = init if weights is None else FolderWeights(folder_of(weights), model, their)
     name = f"{model.config.model_type}-{len(sections.blocks)}x{width}"
-    if proof.anatomy.unused:
+    if proof.anatomy.unused and is_first_worker():
         idle = ", ".join(proof.anatomy.unused)
         warnings.warn(f"elasticd: {name} does not train {idle}, which its forward does not call", stacklevel=2)
     described = Model(
@@ -175,7 +176,7 @@ def _has_double_experts(model: Any) -> bool:
 
 def _warn_of_lengths(model: Any) -> None:
     """Of frequencies that are others from some length on: that of the micro-batch, padding included."""
-    if "longrope" in _rope_types(model):
+    if "longrope" in _rope_types(model) and is_first_worker():
         config = text_of(model.config)
         rope = dict(_flat(getattr(config, "rope_parameters", None)))
         length = rope.get("original_max_position_embeddings") or config.max_position_embeddings

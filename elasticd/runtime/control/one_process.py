@@ -34,8 +34,8 @@ from elasticd.machines.job.replan import first_profile, remedy
 from elasticd.records import JobSpec, Proposal
 from elasticd.runtime.comm.groups import BootstrapKeyValue
 from elasticd.runtime.comm.torch_store import TorchStore
-from elasticd.system import logs
 from elasticd.system.end_signals import ENDING
+from elasticd.system.logs import say
 from elasticd.wire.snapshots import Held
 from elasticd.wire.worker import (
     DrainNotice,
@@ -198,11 +198,3 @@ def ended(name: str, reason: str) -> BaseException:
         return KeyboardInterrupt(reason)
     say(reason.removeprefix("elasticd: "))
     return SystemExit(128 + signal.Signals[name])
-
-
-def say(text: str) -> None:
-    """Prints one line for people, or logs it where the log is for programs."""
-    if logs.is_json():
-        log.info("%s", text)
-    else:
-        print(f"elasticd: {text}", file=sys.stderr, flush=True)

@@ -39,6 +39,7 @@ from elasticd.runtime.model.tp_rules import (
     whole_units,
 )
 from elasticd.runtime.model.validation import ModelError, buffers_of, refuse_module, replace_dropouts, shared
+from elasticd.system.logs import is_first_worker
 
 __all__ = ["Init", "Model", "ModelError"]
 
@@ -132,7 +133,7 @@ class Model:
         #: By full name, and before the user's patterns: the rules that tied parameters take from each other.
         self.rules = {**rules_of_ties(self.ties, self.sections, self._named), **self.rules}
         self.spec = self._describe()
-        if not any(parameter.cut for kind in self.spec.kinds for parameter in kind):
+        if is_first_worker() and not any(parameter.cut for kind in self.spec.kinds for parameter in kind):
             warnings.warn(
                 f"elasticd: the model {name!r} has no tensor-parallel rules for its blocks: TP groups are not "
                 "wider than 1. See 'Rules' in docs/training.md.",

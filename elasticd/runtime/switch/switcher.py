@@ -31,6 +31,7 @@ from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.move import SOUND, MoveResult, PreparedPlan, move, prepare
 from elasticd.runtime.telemetry.emulation import Pacer
 from elasticd.runtime.telemetry.main_thread import Where, during
+from elasticd.system.logs import say
 from elasticd.wire.main_thread import IDLE
 from elasticd.wire.worker import (
     Closed,
@@ -82,6 +83,7 @@ class Switcher:
         self._copies, self._began = Copies(self._let_go), 0.0  # seconds on the clock at the start of a move
         self._missed: list[tuple[int, Vote]] = []  # plan and vote of steps that the loop did not see end
         self._over: str | None = None  # why the job is over
+        self._start_said = False  # the user has been told where the job begins
 
     # -- what the control thread does ---------------------------------------------------------------------
 
@@ -400,6 +402,7 @@ class Switcher:
         self.step = result.step
         self._missed = [(plan, vote) for plan, vote in self._missed if vote.step < self.step]  # it goes back
         self._loaded = self.step if result.checkpoint else None
+        self._say_start(result.checkpoint)
         self._control.send(
             Switched(
                 number=number,
@@ -412,6 +415,17 @@ class Switcher:
                 flows=dict(result.flows),
             )
         )
+
+    def _say_start(self, checkpoint: str) -> None:
+        """Tells the user where the job begins, or goes on from a checkpoint: on the plan's first rank."""
+        folder = self._recipe.checkpointing.path
+        if folder is None or self.engine is None or self.engine.rank != 0 or self._control.alone:
+            return
+        if checkpoint:
+            say(f"continues from step {self.step} of {folder}")
+        elif self.step == 0 and not self._start_said:
+            say(f"no checkpoint in {folder}: starts at step 0")
+        self._start_said = True
 
     def _let_go(self, number: int, engine: Engine) -> None:
         self._results.pop(number, None)

@@ -52,7 +52,7 @@ def stop(turn: Turn, why: str, *, orderly: bool = False) -> None:
     turn.effects.append(CancelPlan(job=job.job))
     answer = Closed if orderly else Rejected
     _answer_waiting(turn, answer(reason=f"job {job.job} is over: {reason}"))
-    told = turn.told("stopped", f"stopped: {reason}", step=job.progress.step)
+    told = turn.told("stopped", f"stopped: {reason}", orderly=orderly, step=job.progress.step)
     turn.write(*records, notes=(told,))
 
 

@@ -1,0 +1,127 @@
+"""What happens to a launcher's job, as its agent passes it on: one line each for the launcher's terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from elasticd.backoff import Backoff
+from elasticd.codec.message import encode
+from elasticd.codec.safe_text import in_one_line
+from elasticd.version import __version__
+from elasticd.wire import unix_socket
+from elasticd.wire.launch import FollowEvents, Following, Happened
+from elasticd.wire.worker import to_worker
+
+#: Seconds for an agent that is started beside the launcher, and for its answer.
+AGENT_SECONDS, ANSWER_SECONDS = 5.0, 2.0
+#: Seconds between attempts to reach an agent that is gone: doubled from the first to the second.
+_AWAY = (0.2, 5.0)
+
+
+class LaunchLink:
+    """A launcher's connection to its agent, in a thread, made again when the agent was started again.
+
+    Args:
+        path: the agent's socket.
+        job: its name.
+        happened: called with each event of the job.
+    """
+
+    def __init__(self, path: str, job: str, happened: Callable[[Happened], None]) -> None:
+        self._path, self._job, self._happened = path, job, happened
+        self._following: Following | None = None
+        self._answered = threading.Event()
+        self._sock: socket.socket | None = None
+        self._ended = False
+        threading.Thread(target=self._run, name="elasticd-launch-link", daemon=True).start()
+
+    def following(self) -> Following | None:
+        """The devices of this node; None where no agent says so in time."""
+        self._answered.wait(AGENT_SECONDS + ANSWER_SECONDS)
+        return self._following
+
+    def close(self) -> None:
+        """Hangs up, once what the agent has said is told."""
+        self._ended = True
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        pause, patience = Backoff(*_AWAY), AGENT_SECONDS
+        while not self._ended:
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                self._sock = unix_socket.connect(self._path, patience)
+                unix_socket.send(self._sock, encode(FollowEvents(job=self._job, release=__version__)))
+                while (data := unix_socket.receive(self._sock)) is not None:
+                    answer = to_worker(data)
+                    if isinstance(answer, Following):
+                        self._following = answer
+                        self._answered.set()
+                        pause.reset()
+                    elif isinstance(answer, Happened):
+                        self._happened(answer)
+            self._answered.set()
+            if self._sock is not None:
+                self._sock.close()
+            patience = 0.0
+            time.sleep(pause.next())
+
+
+class LaunchLines:
+    """One line for each event that a user at a terminal waits for."""
+
+    def __init__(self) -> None:
+        self._devices: list[str] = []
+        self._plans: dict[int, str] = {}
+        self._fault = ""
+        self._gone: list[str] = []
+        self.begun = False  # a plan was recorded since the launch
+
+    def line(self, event: Happened) -> str:
+        """The line; empty for an event that is only a part of another one's."""
+        match event.kind:
+            case "job_gathered":
+                self._devices = [str(device) for device in event.data.get("nodes", ())]
+                return ""
+            case "proposed":
+                self._plans[_number(event)] = event.text
+                return ""
+            case "fenced":
+                self._fault = event.text.partition(": ")[2] or event.text
+                self._gone = [str(device) for device in event.data.get("gone", ())]
+                return ""
+            case "recorded":
+                return in_one_line(self._recorded(event))
+            case "stopped" if not event.data.get("orderly"):
+                return ""  # the launcher itself says why the workers failed
+            case "finished" | "stopped":
+                return in_one_line(f"job {event.job} {event.text.removeprefix('stopped: ')}")
+        return in_one_line(event.text)
+
+    def _recorded(self, event: Happened) -> str:
+        number = _number(event)
+        reason = self._plans.pop(number, "").removeprefix(f"plan {number}: ")
+        fault, self._fault = self._fault, ""
+        begun, self.begun = self.begun, True
+        step, again = event.data.get("step", 0), event.data.get("again", 0)
+        if fault:
+            without = f" without {', '.join(self._gone)}" if self._gone else ""
+            repeated = f"; {again} {'step is' if again == 1 else 'steps are'} made again" if again else ""
+            return f"{fault}; plan {number}{without} goes on from step {step}{repeated}"
+        if not begun and self._devices:
+            page = event.data.get("page", "")
+            where = f"; {page}" if page else ""
+            return f"job {event.job} on {', '.join(self._devices)}: plan {number}: {reason}{where}"
+        return f"plan {number} from step {step} on: {reason}"
+
+
+def _number(event: Happened) -> int:
+    number = event.data.get("number", 0)
+    return number if isinstance(number, int) else 0
