@@ -24,10 +24,10 @@ from elasticd.coordinator.api_types import (
     ClusterStatus,
     Events,
     History,
+    OutputText,
     Settings,
     Steps,
     Stopping,
-    WorkerOutput,
 )
 from elasticd.coordinator.auth import USER_HEADER
 from elasticd.coordinator.events.event_log import EventRecord
@@ -125,14 +125,14 @@ class Api:
                 f"the coordinator at {self.url} is gone: {error or type(error).__name__}"
             ) from error
 
-    def output(self, device: str, job: str, after: int, most: int = 1 << 16) -> WorkerOutput:
+    def output(self, device: str, job: str, after: int, most: int = 1 << 16) -> OutputText:
         """What the worker of a device wrote: `most` bytes behind the first `after`, or from the newest `-after`
         on. job: "" for the one whose output is the newest. With control characters, whoever reads it."""
         node, _, index = device.rpartition("/")
         where = f"/v1/nodes/{_quoted(node)}/devices/{_quoted(index)}/output"
         content = self._ask("GET", f"{where}?job={quote(job, safe='')}&after={after}&most={most}")
         try:
-            return decoded_as(WorkerOutput, content)
+            return decoded_as(OutputText, content)
         except msgspec.DecodeError as error:
             raise CannotReach(f"the answer of {self.url} is not that of this release ({error})") from error
 

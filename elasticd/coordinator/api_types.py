@@ -181,7 +181,7 @@ class History(Value, frozen=True, kw_only=True):
     history: tuple[HistoryRecord, ...]  # oldest first
 
 
-class WorkerOutput(Value, frozen=True, kw_only=True):
+class OutputText(Value, frozen=True, kw_only=True):
     """A part of what a worker wrote."""
 
     device: str  # "node/index"

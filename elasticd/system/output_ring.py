@@ -47,7 +47,7 @@ class OutputRing:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RingPart:
     """A part of the output: `data` are the bytes from `begin` to `end`, counted from the worker's first."""
 
     begin: int
@@ -64,7 +64,7 @@ def is_ring(fd: int) -> bool:
     return sealed and os.fstat(fd).st_size == _HEADER.size + SIZE
 
 
-def read(fd: int, after: int, most: int) -> Part:
+def read(fd: int, after: int, most: int) -> RingPart:
     """The oldest `most` bytes that are kept behind the first `after`; a negative `after` asks for the newest
     `-after` bytes."""
     _, written = _counts(fd)
@@ -75,7 +75,7 @@ def read(fd: int, after: int, most: int) -> Part:
     )
     claimed, _ = _counts(fd)
     lost = min(max(0, claimed - SIZE - begin), len(data))
-    return Part(begin + lost, begin + len(data), data[lost:])
+    return RingPart(begin + lost, begin + len(data), data[lost:])
 
 
 def _counts(fd: int) -> tuple[int, int]:

@@ -15,11 +15,11 @@ from elasticd.coordinator.api_types import (
     Events,
     History,
     Live,
+    OutputText,
     Ready,
     Settings,
     Steps,
     Stopping,
-    WorkerOutput,
     unknown,
 )
 from elasticd.coordinator.auth import ANYBODY, Access, Caller
@@ -135,7 +135,7 @@ class Rest:
     @get("/v1/nodes/{node}/devices/{index}/output", refuses=(503,))
     async def output(
         self, node: str, index: str, job: str = "", after: int = -MOST_READ, most: int = MOST_READ
-    ) -> WorkerOutput:
+    ) -> OutputText:
         """What the worker of a device wrote, as far as its agent keeps it: at most so many bytes behind the
         first `after`, or behind all but the newest `-after`. `job`: without it the newest one's."""
         device = f"{node}/{index}"
@@ -143,7 +143,7 @@ class Rest:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = decoder.decode(part.data)
         cut = len(decoder.getstate()[0])  # bytes of a character of which the rest comes with the next part
-        return WorkerOutput(device=device, job=part.job, begin=part.begin, end=part.end - cut, text=text)
+        return OutputText(device=device, job=part.job, begin=part.begin, end=part.end - cut, text=text)
 
     @post("/v1/nodes/{node}/drain", refuses=(409,), example=DrainRequest(on=True))
     async def drain(self, node: str, body: DrainRequest, caller: Caller | None) -> DrainRequest:
