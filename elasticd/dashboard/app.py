@@ -152,6 +152,7 @@ class Answers:
             Route("/api/jobs/{job}/plans/{number}", self._seen(self.plan)),
             Route("/api/jobs/{job}/switch", self._seen(self.switch)),
             Route("/api/devices/{node}/{rank}", self._seen(self.device)),
+            Route("/api/devices/{node}/{rank}/output", self._seen(self.output)),
             Route("/api/events", self._seen(self.events)),
             Route("/api/config", self._seen(self.config)),
             Route("/api/act", self._seen(self.acts)),
@@ -398,6 +399,13 @@ class Answers:
             return device_view(known, name, history.samples(name), history.health(node), told, plans)
 
         return await self._served.read(read)
+
+    async def output(self, request: Request, session: Session) -> views.OutputView:
+        """What a device's worker wrote, as the leader has it from its agent, asked with the viewer's own
+        token."""
+        node, rank = str(request.path_params["node"]), str(request.path_params["rank"])
+        after = _number(request, "after", 0)
+        return await self._requests.output(node, rank, after, session.token)
 
     async def events(self, request: Request, session: Session) -> views.EventPage:
         """Events."""

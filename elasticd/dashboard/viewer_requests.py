@@ -10,6 +10,7 @@ import asyncio
 import time
 from contextlib import suppress
 from typing import Any, Literal, Protocol
+from urllib.parse import quote
 
 import httpx2
 import msgspec
@@ -76,6 +77,17 @@ class ViewerRequests:
         if not 200 <= status < 300:
             raise Failure(status if status in PASSED_ON else 503, _said(content, status))
         return msgspec.json.decode(content or b"null")
+
+    async def output(self, node: str, rank: str, after: int, token: str | None) -> views.OutputView:
+        """What the worker of a device wrote behind the first `after` bytes. Raises Failure."""
+        where = f"/v1/nodes/{quote(node, safe='')}/devices/{quote(rank, safe='')}/output?after={after}"
+        status, content = await self._ask("GET", where, token, None)
+        if not 200 <= status < 300:
+            raise Failure(status if status in PASSED_ON else 503, _said(content, status))
+        try:
+            return decoded_as(views.OutputView, content)
+        except msgspec.DecodeError as error:
+            raise Failure(503, "the leader is of another release, which keeps no output") from error
 
     async def signed_in(self, token: str) -> CallerStatus:
         """Who shows this token. Raises Failure where it is none of a viewer or an operator."""

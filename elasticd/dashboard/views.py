@@ -8,6 +8,7 @@ The contract between the server and the page. Paths, all below the dashboard's o
     GET    /api/jobs/JOB/plans          PlanList          GET  /api/act                    ActList
     GET    /api/jobs/JOB/plans/NUMBER   PlanView          POST /api/act/NAME               Acted
     GET    /api/jobs/JOB/switch         SwitchView        GET  /api/viewer                 Viewer
+    GET    /api/devices/NODE/RANK/output?after=           OutputView, asked of the leader
     POST   /session   SignIn -> Viewer and a cookie       DELETE /session   -> Viewer, signed out
     GET    /api/live                    server-sent events, below
 
@@ -689,6 +690,16 @@ class ActList(Value, frozen=True, kw_only=True):
 
     viewer: Viewer
     acts: tuple[Act, ...]
+
+
+class OutputView(Value, frozen=True, kw_only=True):
+    """A part of what a device's worker wrote."""
+
+    device: str
+    job: str  # whose output it is
+    begin: int  # [bytes] where the part begins in all that the worker wrote
+    end: int  # [bytes] where the part ends: the next request's `after`
+    text: str  # with what the worker wrote to move a terminal's cursor
 
 
 class Acted(Value, frozen=True, kw_only=True):

@@ -527,6 +527,15 @@ export interface ActList {
   acts: Act[];
 }
 
+/** A part of what a device's worker wrote. */
+export interface OutputView {
+  device: string;
+  job: string;
+  begin: number;
+  end: number;
+  text: string;
+}
+
 /** The answer to `POST /api/act/NAME`. */
 export interface Acted {
   name: string;

@@ -6,8 +6,9 @@ import { events } from "../event-list.js";
 import { STATES } from "../heat.js";
 import { bytes, capital, counted, figure, listed, moment, number, slowdown } from "../format.js";
 import { news } from "../news.js";
+import "../output.js";
 import { Page, chip, facts, head } from "../page.js";
-import { jobHref, part, planHref } from "../source.js";
+import { jobHref, part, planHref, recording } from "../source.js";
 import { PARTS } from "./job.js";
 /** @import { DeviceView } from "../../tools/api.d.ts" */
 
@@ -104,6 +105,13 @@ class DevicePage extends Page {
           }
         </section>
         ${view.hang ? hang(view.hang) : nothing}
+        ${
+          recording
+            ? nothing
+            : html`<section class="panel" aria-labelledby="output-title">
+                <ed-output .node=${this.node} .rank=${this.rank}></ed-output>
+              </section>`
+        }
         <section class="panel" aria-labelledby="health-title">${health(view)}</section>
         <section class="panel half" aria-labelledby="use-title">${plans(view)}</section>
         <section class="panel half" aria-labelledby="events-title">
