@@ -39,7 +39,7 @@ class WorkerOutputs:
         node = node_of(device)
         record = self._connections.record(node)
         if record is None:
-            raise ApiError("unavailable", f"node {node} has no agent here: what its workers wrote is there")
+            raise ApiError("unknown", f"node {node} has no agent here: what its workers wrote is there")
         if len(self._asked) >= MOST_READERS:
             raise ApiError("unavailable", f"{MOST_READERS} readers of workers' output wait already: ask again")
         number = next(self._ids)

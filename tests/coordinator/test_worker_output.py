@@ -64,7 +64,7 @@ def test_an_agent_that_is_away_or_silent_is_told_of_and_nobody_waits_for_ever(
     async def body() -> None:
         async with coordinating() as coordinator:
             status, refused = await get(coordinator, PATH)
-            assert (status, "no agent" in refused["error"]) == (503, True)
+            assert (status, "no agent" in refused["error"]) == (404, True)
             async with (
                 agent(coordinator, node_record("alpha")),
                 agent(coordinator, node_record("beta")) as other,
