@@ -119,7 +119,8 @@ NOT_HERE = {
     r"srun .*": "needs Slurm",
     r"elasticd security init /etc/.*": "writes to /etc; tests/cli/test_security.py writes to a folder",
     r"elasticd checkpoint export --hf .*": "needs a job of transformers: tests/models/test_huggingface_folders",
-    r"elasticd run (--log-dir logs |--device-ids 2,3 |--devices 2 ).*train\.py": "tests/integration/test_launch_output.py",
+    r"elasticd run (--log-dir logs |--device-ids 2,3 |--devices 2 ).*train\.py": "tests/integration/"
+    "test_launch_output.py runs them with a script of its own",
     r"elasticd logs --worker alpha/1 -f my-job": "the same test",
     r"etcdctl .*": "needs etcd's own client and a secured etcd; tests/store has the same calls",
 }
