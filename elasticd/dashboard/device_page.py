@@ -154,9 +154,9 @@ def _health(name: str, told: Sequence[tuple[float, Health]]) -> views.HealthColu
 
 def _with_breaks(told: Sequence[tuple[float, Health]]) -> Iterator[tuple[float, Health]]:
     """With a time at which nothing is known behind each after which nothing was told for long."""
-    for (at, health), (later, _) in zip(told, [*told[1:], (0.0, None)], strict=True):
+    for index, (at, health) in enumerate(told):
         yield at, health
-        if later - at > MOST_APART:
+        if index + 1 < len(told) and told[index + 1][0] - at > MOST_APART:
             yield at + HEALTH_SECONDS, Health()
 
 
