@@ -90,6 +90,10 @@ class GradientReducer:
         late = [bucket for together in passed_on for bucket in together]
         self._firsts = [_firsts(bucket, parameters) for bucket in (*queue, *late)]
         self._users = _users(parameters, modules, gates or {})
+        self._used_by: dict[str, list[str]] = {}  # names by section
+        for name, users in self._users.items():
+            for section in users:
+                self._used_by.setdefault(section, []).append(name)
         self._where: dict[str, list[int]] = {}
         for index, bucket in enumerate(queue):
             for name in {piece.name for piece in bucket.pieces}:
@@ -122,9 +126,7 @@ class GradientReducer:
             section: the one that the last micro-batch's backward pass has left, so that its gradients are all
                 that this device adds.
         """
-        for name, users in self._users.items():
-            if section not in users:
-                continue
+        for name in self._used_by.get(section, ()):
             self._waits_for[name] -= 1
             if self._waits_for[name] == 0:
                 for index in self._where.get(name, ()):
