@@ -451,7 +451,7 @@ class Job(RankInfo):
         """An exception ends the main thread. If the loop's body raised it, this rank is still running."""
         if self._left and not self._farewell.withdrawn():
             return
-        if self._left:
+        if self._left and not self._control.alone:
             self._notice = self._make_notice()
             self._notice.install()
         self._fail(error)
