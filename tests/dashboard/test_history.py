@@ -272,10 +272,10 @@ def test_every_second_of_a_jobs_wall_time_is_productive_or_lost(steps: list[tupl
 def test_a_loss_has_the_cause_that_was_told_before_the_next_step() -> None:
     clock = JobClock()
     clock.step(step(0, 1.0))
-    clock.event("worker_lost", {})
-    clock.event("recorded", {})
+    clock.event("worker_lost", {}, 0.0)
+    clock.event("recorded", {}, 0.0)
     clock.step(step(1, 12.0))
-    clock.event("recorded", {})
+    clock.event("recorded", {}, 0.0)
     clock.step(step(2, 15.0))
     clock.step(step(3, 16.5))
     found = clock.time
