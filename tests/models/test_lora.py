@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,6 +214,30 @@ def test_adapters_without_storage_begin_as_peft_makes_them() -> None:
     assert float(a.abs().max()) <= 32**-0.5 < 1.2 * float(a.abs().max())  # uniform
     assert not value("embed.embed_tokens.lora_embedding_A.default").any()
     assert 0.7 < float(value("embed.embed_tokens.lora_embedding_B.default").std()) < 1.3
+
+
+def test_the_base_is_read_from_a_folder_box_by_box_and_adapters_begin_as_peft_makes_them(
+    tmp_path: Path,
+) -> None:
+    model = base(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    settings = {"target_modules": SOME, "modules_to_save": ["lm_head"], "r": 3}
+    with torch.device("meta"):
+        blank = peft.get_peft_model(type(model)(model.config).double(), peft.LoraConfig(**settings))
+    described = elasticd.from_hf(blank, weights=tmp_path)
+    adapter = peft.get_peft_model(model, peft.LoraConfig(**settings)).get_base_model()
+    for section in described.sections:
+        for parameter in described.spec.section(section):
+            full, whole = f"{section}.{parameter.name}", Box.whole(parameter.shape)
+            half = Box(start=tuple(size // 2 for size in parameter.shape), stop=parameter.shape)
+            value = described.first_value(full, whole, seed=3)
+            assert torch.equal(described.first_value(full, half, seed=3), value[half.slices(whole)])
+            own = adapter.get_parameter(their_name(described, full))
+            if "lora_A" not in full:
+                assert torch.equal(value, own.detach()), full
+            else:
+                assert value.abs().max() <= own.shape[1] ** -0.5 < 1.3 * value.abs().max()
+    assert described.frozen_digest
 
 
 def _two() -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elasticd.models.huggingface.adapters import adapters_of, base_model
+from elasticd.models.huggingface.adapters import (
+    Adapters,
+    adapters_of,
+    base_model,
+    keyed_value,
+    plain_name,
+)
 from elasticd.models.huggingface.anatomy import REMEDY, text_of
 from elasticd.models.huggingface.batches import FOR_LAYERS, HfBatches
 from elasticd.models.huggingface.export import HfPretrained
@@ -84,7 +90,7 @@ def from_hf(
     sections = sections_of(made, proof.anatomy)
     cuts = cuts_of(made, sections, proof.anatomy)
     their = partial(name_in_model, list(sections))
-    first = init if weights is None else FolderWeights(folder_of(weights), model, their)
+    first = init if weights is None else _weights(folder_of(weights), model, their, adapters)
     name = f"{model.config.model_type}-{len(sections.blocks)}x{width}"
     if proof.anatomy.unused and is_first_worker():
         idle = ", ".join(proof.anatomy.unused)
@@ -122,6 +128,20 @@ def from_hf(
     described.loss = causal_lm_loss if own_loss else None
     described.mixing = (flat, "has samples and tokens in one dimension") if flat else _mixing(described)
     return described
+
+
+def _weights(folder: Path, model: Any, their: Callable[[str], str], adapters: Adapters | None) -> FolderWeights:
+    """The folder's values for a model on the meta device; those of an adapter are made as PEFT makes them."""
+    if adapters is None:
+        return FolderWeights(folder, model, their)
+    with torch.device("meta"):
+        base = type(model)(model.config)
+    return FolderWeights(
+        folder,
+        base,
+        lambda name: plain_name(model, their(name)) or their(name),
+        lambda name: keyed_value(model, their(name)),
+    )
 
 
 def _mixing(model: Model) -> tuple[str, str] | None:

@@ -12,6 +12,7 @@ rank, are summed. Where the base's outputs are gathered or its inputs are whole,
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -274,6 +275,20 @@ def _of_adapter(path: str, rule: Rule, layer: Any) -> dict[str, Rule]:
     return {}
 
 
+def plain_name(model: Any, name: str) -> str | None:
+    """The name without adapters of a parameter of a model with them; None: it is an adapter's own."""
+    path, _, leaf = name.rpartition(".")
+    for outer in _outer(path):
+        layer: Any = model.get_submodule(outer)
+        inside = path.removeprefix(outer)
+        if is_lora(layer) and not f"{inside}.".startswith(".base_layer."):
+            return None
+        if is_lora(layer) or _is(layer, _SAVED):
+            inside = re.sub(r"^\.(base_layer|original_module|modules_to_save\.[^.]+)", "", inside)
+            path = f"{outer}{inside}"
+    return f"{path}.{leaf}"
+
+
 # -- first values ----------------------------------------------------------------------------------------------
 
 
@@ -296,6 +311,17 @@ def first_value(model: Any, path: str, leaf: str) -> Tensor | None:
 
 
 _STORAGE = "make the model with storage, by from_pretrained say"
+
+
+def keyed_value(model: Any, name: str) -> Tensor | None:
+    """The same by a generator that is keyed by the name; None: the parameter is no adapter's."""
+    if plain_name(model, name) is not None:
+        return None
+    path, _, leaf = name.rpartition(".")
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        key = hashlib.sha256(name.encode()).digest()
+        torch.default_generator.manual_seed(int.from_bytes(key[:7], "big"))
+        return first_value(model, path, leaf)
 
 
 def _fresh(layer: Any, configs: Mapping[str, Any], inside: str, leaf: str) -> Tensor:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from elasticd_migration.exchange import checksum
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.model import Parameter
 from torch import Tensor, nn
@@ -121,17 +122,24 @@ class FolderWeights:
     bytes_read: int  #: of all tensors and slices so far
     most_read: int  #: [bytes] the most that was in memory at once, for one parameter
 
-    def __init__(self, folder: Path, model: Any, their_name: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Any,
+        their_name: Callable[[str], str],
+        others: Callable[[str], Tensor | None] = lambda name: None,
+    ) -> None:
         """
         Args:
             folder: has model.safetensors, or an index of several files.
             model: the model without storage.
             their_name: the name in the model of a parameter or buffer of elasticd's.
+            others: the value of one that is in no file, an adapter's, by the same name; None: a file has it.
 
         Raises:
             ModelError: there are no such files.
         """
-        self._folder, self._model, self._their_name = folder, model, their_name
+        self._folder, self._model, self._their_name, self._others = folder, model, their_name, others
         self._files = _files(folder)
         self._open: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -141,13 +149,16 @@ class FolderWeights:
         self.bytes_read = self.most_read = 0
 
     def digest(self) -> str:
-        """The same where two folders have the same files, as far as names, shapes and sizes tell."""
+        """The same where two folders have the same files, as far as names, shapes, sizes and the beginning of
+        each tensor tell."""
         digest = hashlib.blake2b(digest_size=16)
         for file in sorted(set(self._files.values())):
             digest.update(f"{file} {(self._folder / file).stat().st_size}\n".encode())
         for key in sorted(self._files):
             tensor = self._slice(key)
-            digest.update(f"{key} {tensor.get_shape()} {tensor.get_dtype()}\n".encode())
+            shape = tensor.get_shape()
+            first = checksum(tensor[:1].contiguous()) if shape else ""
+            digest.update(f"{key} {shape} {tensor.get_dtype()} {first}\n".encode())
         return digest.hexdigest()
 
     def refuse_others(self, described: Model) -> None:
@@ -158,6 +169,7 @@ class FolderWeights:
             for parameter in described.spec.section(section)
             if f"{section}.{parameter.name}" not in described.ties
             and not _has_value(described, section, parameter)
+            and self._others(f"{section}.{parameter.name}") is None
         ]
         missing = [self._their_name(name) for name in names if self._source(self._their_name(name)) is None]
         if missing:
@@ -183,12 +195,15 @@ class FolderWeights:
         Raises:
             ModelError: no file has it.
         """
+        slices = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
+        other = self._others(name)
+        if other is not None:
+            return other[slices]
         theirs = self._their_name(name)
         found = self._source(theirs)
         if found is None:
             raise ModelError(f"{self._folder} has no {theirs}: is it the folder of this model?")
         target, source = found
-        slices = tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))
         with self._lock:
             if source.converter is not None:
                 return self._whole(target, source)[slices]

@@ -179,10 +179,10 @@ class Model:
     @cached_property
     def frozen_digest(self) -> str:
         """A digest of the frozen parameters where checkpoints leave them out; else empty."""
-        if isinstance(self._init, BoxReader):
-            return self._init.digest() if self.leaves_out_frozen else ""
         if not self.leaves_out_frozen or self._init is not None:
             return ""
+        if self._reader is not None:
+            return self._reader.digest()
         digest = hashlib.blake2b(digest_size=16)
         for name in self.spec.frozen:
             if name not in self._own:
