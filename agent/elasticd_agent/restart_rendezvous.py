@@ -28,12 +28,14 @@ from elasticd.wire.coordinator import ToLeader
 from elasticd.wire.rendezvous import (
     Attend,
     Attending,
+    AtWork,
     Lap,
     Present,
     ReadRound,
     RoundAnswer,
     StepTime,
     Torchrun,
+    TorchrunState,
     Watching,
     WriteRound,
 )
@@ -45,6 +47,8 @@ from elasticd_agent.registration import Registrar
 ENDED_SECONDS = 30.0
 #: Seconds that a torchrun has to come again after it hung up, as long as its process lives.
 RETURN_SECONDS = 5.0
+#: Seconds until the leader is told again which torchruns there are.
+REPEAT_SECONDS = 5.0
 #: Characters of what a torchrun says of itself.
 MOST_PRESENT = 1024
 #: Bytes that the torchruns of this node may have written to etcd: at once, and a second. A rendezvous of 1,000
@@ -125,6 +129,7 @@ class Rounds:
         self._jobs: dict[str, _Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._allowance = Allowance(WRITTEN_AT_ONCE, WRITTEN_A_SECOND)
+        self._run(self._repeat())
 
     def take(self, client: str, pid: int, body: Message | None) -> bool:
         """A message of a client, or None at its end; whether it was for us."""
@@ -181,6 +186,7 @@ class Rounds:
             await asyncio.sleep(0.05)
             if self._is_here(job, present.name):
                 return
+        self._tell_state(job, present, died=True)
         record = Torchrun(node=self._node, store="", status="left" if present.left else "died")
         self._registrar.hold(self._key(job, present.name), msgspec.json.encode(record))
         if orphans.has_ended(pid):
@@ -239,7 +245,11 @@ class Rounds:
             return
         if not self._may_write(client, body.id, len(body.name) + len(body.store)):
             return
-        known.present = body
+        before, known.present = known.present, body
+        self._tell_state(known.job, body)
+        if before is not None and (before.store, before.left) == (body.store, body.left):
+            self._run(self._ask(client, known.job, ReadRound(id=body.id)))
+            return
         status: Literal["left", "here"] = "left" if body.left else "here"
         record = Torchrun(node=self._node, store=body.store, status=status)
 
@@ -254,6 +264,19 @@ class Rounds:
                 self._loop.call_soon_threadsafe(answer, why)
 
         self._registrar.hold(self._key(known.job, body.name), msgspec.json.encode(record), told)
+
+    def _tell_state(self, job: str, present: Present, *, died: bool = False) -> None:
+        """To the leader, which keeps nothing of it: it is said again and again."""
+        status: Literal["here", "left", "died"] = "left" if present.left else "died" if died else "here"
+        at_work = present.at_work or AtWork()
+        self._tell(TorchrunState(job=job, torchrun=present.name, status=status, at_work=at_work))
+
+    async def _repeat(self) -> None:
+        while True:
+            await asyncio.sleep(REPEAT_SECONDS)
+            for known in self._clients.values():
+                if known.present is not None:
+                    self._tell_state(known.job, known.present)
 
     def _may_write(self, client: str, question: int, size: int) -> bool:
         """If not, the client is told so, and asks again."""

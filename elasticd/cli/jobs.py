@@ -41,8 +41,10 @@ def listed(found: ClusterStatus) -> Table:
         if not job.over:
             table.add_row(*_row(job))
     for restarting in found.restarts:
-        count = str(len(restarting.devices))
-        table.add_row(restarting.job, "restart mode", str(restarting.step), "-", "-", "-", count, "")
+        count = str(restarting.workers or len(restarting.devices))
+        phase = "restart mode" if restarting.phase == "running" else f"restart mode, {restarting.phase}"
+        step = str(restarting.step) if restarting.step else "-"
+        table.add_row(restarting.job, phase, step, "-", "-", "-", count, in_one_line(restarting.sentence))
     for job in found.jobs:
         if job.over:
             table.add_row(*_row(job))

@@ -381,8 +381,17 @@ def exception(raised: ExceptionStatus | None) -> Iterator[Text]:
 
 def _restarting(job: RestartStatus) -> Iterator[RenderableType]:
     """A job in restart mode: whose computation takes longest, and who is out."""
-    silent = f"  silent for {job.silent_seconds:.0f} s" if job.silent_seconds > 5 + 3 * job.step_seconds else ""
-    yield Text.assemble(("job ", "dim"), (job.job, "bold"), f"  restart mode, round {job.round}{silent}")
+    late = job.step and job.silent_seconds > 5 + 3 * job.step_seconds
+    silent = f"  silent for {job.silent_seconds:.0f} s" if late else ""
+    round_number = f", round {job.round}" if job.round >= 0 else ""
+    phase = f", {job.phase}" if job.phase != "running" else ""
+    yield Text.assemble(
+        ("job ", "dim"), (job.job, "bold"), f"  restart mode{phase}{round_number}{silent}  {job.sentence}"
+    )
+    for line in job.failure.splitlines() if job.phase == "failed" else ():
+        yield Text(f"    {in_one_line(line)}", style="dim")
+    if not job.step:
+        return
     yield Text.assemble(
         ("  step ", "dim"), str(job.step), ("   seconds a step ", "dim"), f"{job.step_seconds:.3f}"
     )

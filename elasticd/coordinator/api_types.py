@@ -110,7 +110,7 @@ class Pace(Value, frozen=True, kw_only=True):
 
 
 class RestartStatus(Value, frozen=True, kw_only=True):
-    """A job in restart mode whose script has `elasticd.watch()`."""
+    """A job in restart mode. What is of steps is heard from a script that has `elasticd.watch()`."""
 
     job: str  # the job's name
     round: int  # number of the rendezvous round
@@ -119,6 +119,13 @@ class RestartStatus(Value, frozen=True, kw_only=True):
     silent_seconds: float  # since it was reported
     devices: dict[str, Pace]  # by device
     out: dict[str, str]  # torchruns that take no part, with the reason
+    phase: str = "running"  # gathering, running, finished, failed or stopped
+    nodes: tuple[str, ...] = ()  # of its torchruns
+    workers: int = 0  # of them in all (0: not known)
+    restarts: int = 0  # how often its workers were started again
+    sentence: str = ""  # all that in words, with why it failed
+    #: the last failure of a worker: its traceback, or its last line (empty: none failed)
+    failure: str = ""
 
 
 class LeaderStatus(Value, frozen=True, kw_only=True):

@@ -66,7 +66,7 @@ from elasticd.wire.coordinator import (
     Unread,
 )
 from elasticd.wire.launch import FOLLOWED, MOST_FOLLOWED, FollowJob, Happened, OutputPart
-from elasticd.wire.rendezvous import Join, StepTime
+from elasticd.wire.rendezvous import Join, StepTime, TorchrunState
 from elasticd.wire.worker import (
     Finished,
     Hello,
@@ -421,6 +421,14 @@ class Leading:
             answer = await self._answered(connection.node, message.job, call)
             connection.send(ToClient(client=message.client, body=answer))
             return
+        if (
+            isinstance(message, FromClient)
+            and isinstance(message.body, Join)
+            and self._restarts_instead(message)
+        ):
+            why = f"job {message.job} runs in restart mode: start this part of it without --mode live"
+            connection.send(ToClient(client=message.client, body=Rejected(reason=why, restart=True)))
+            return
         if isinstance(message, Unread):
             self.metrics.refused("unreadable")
         if isinstance(message, MACHINES):
@@ -437,6 +445,8 @@ class Leading:
             self._lap(connection.node, message)
         elif isinstance(message, FollowJob) and len(connection.follows) < MOST_FOLLOWED:
             connection.follows.add(message.job)
+        elif isinstance(message, TorchrunState):
+            self._attended(connection.node, message)
         elif isinstance(message, AgentHello):  # its record has changed
             self.apply(_up(message))
 
@@ -484,12 +494,30 @@ class Leading:
         ):
             connection.send(ToClient(client=message.client, body=Rejected(reason=why)))
 
+    def _restarting(self, name: str) -> restart_jobs.RestartJob:
+        """A job in restart mode, of which something is heard now."""
+        job = self.restarts.get(name) or restart_jobs.RestartJob(job=name)
+        if name not in self.restarts and len(self.restarts) >= MOST_RESTARTS:
+            del self.restarts[min(self.restarts, key=lambda name: self.restarts[name].heard)]
+        self._rounds[name] = self._clock()
+        return job
+
+    def _restarts_instead(self, up: FromClient) -> bool:
+        """Whether the job that a torchrun asks for in live mode runs in restart mode."""
+        known = self.restarts.get(up.job)
+        return up.job not in self.state.jobs and known is not None and known.lives(self._clock())
+
+    def _attended(self, node: str, told: TorchrunState) -> None:
+        """A torchrun in restart mode: nothing is decided by it."""
+        job = self._restarting(told.job)
+        self.restarts[told.job], notes = restart_jobs.attended(job, node, told, self._clock())
+        self._causes[told.job] = node
+        for note in notes:
+            self.tell(note)
+
     def _lap(self, node: str, heard: StepTime) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""
-        job = self.restarts.get(heard.by.job) or restart_jobs.RestartJob(job=heard.by.job)
-        if heard.by.job not in self.restarts and len(self.restarts) >= MOST_RESTARTS:
-            del self.restarts[min(self.restarts, key=lambda name: self.restarts[name].heard)]
-        self._rounds[job.job] = self._clock()
+        job = self._restarting(heard.by.job)
         settings = self.state.settings
         try:
             job, effects = restart_jobs.lap(
@@ -591,10 +619,9 @@ class Leading:
         job = self.state.jobs.get(name)
         if job is None and name in self._rounds:
             last = self.restarts.get(name)
-            if last is not None and self._clock() - last.heard < LAP_SECONDS:
-                raise ApiError(
-                    "conflict", f"job {name} is in restart mode, and makes steps: stop its torchruns first"
-                )
+            now = self._clock()
+            if last is not None and (last.lives(now) or now - last.heard < LAP_SECONDS):
+                raise ApiError("conflict", f"job {name} is in restart mode, and runs: stop its torchruns first")
             self._forget_rounds(name)
             return
         if job is None:

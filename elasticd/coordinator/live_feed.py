@@ -469,6 +469,11 @@ def _restarting(known: FeedSource) -> tuple[live.RestartingJob, ...]:
             heard=known.now - job.silent_seconds,
             devices=job.devices,
             out=job.out,
+            phase=job.phase,
+            nodes=job.nodes,
+            workers=job.workers,
+            restarts=job.restarts,
+            sentence=job.sentence,
         )
         for job in status.restarting(known.restarts, known.clock)
     )

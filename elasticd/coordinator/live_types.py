@@ -168,6 +168,11 @@ class RestartingJob(Value, frozen=True, kw_only=True):
     heard: float  # unix seconds at which something of it was reported last
     devices: dict[str, Pace]  # by device
     out: dict[str, str]  # torchruns that take no part, with the reason
+    phase: str = "running"  # as in `RestartStatus`
+    nodes: tuple[str, ...] = ()  # of its torchruns
+    workers: int = 0  # of them in all (0: not known)
+    restarts: int = 0  # how often its workers were started again
+    sentence: str = ""  # all that in words, with why it failed
 
 
 class RestartNews(News, frozen=True, kw_only=True, tag="restarts"):

@@ -300,10 +300,12 @@ def restart_row(known: Knowledge, job: RestartingJob, now: float) -> views.JobRo
     last = known.last_events.get(job.job)
     silence = (now if known.reachable else known.heard) - job.heard
     silent = f", silent for {silence:.0f} s" if silence > 5 + 3 * job.step_seconds else ""
+    pace = f"round {job.round}, {job.step_seconds:.3f} s a step{silent}" if job.step else ""
+    over = {"finished": "done", "failed": "stopped", "stopped": "stopped"}.get(job.phase)
     return views.JobRow(
         job=job.job,
-        phase="restart mode",
-        sentence=f"round {job.round}, {job.step_seconds:.3f} s a step{silent}",
+        phase=over or "restart mode",
+        sentence="; ".join(filter(None, ("restart mode" if over else "", pace, job.sentence))),
         step=job.step,
         loss=None,
         tokens_per_second=None,
@@ -312,7 +314,7 @@ def restart_row(known: Knowledge, job: RestartingJob, now: float) -> views.JobRo
         bound=None,
         plan=None,
         proposal=None,
-        devices=len(job.devices),
+        devices=job.workers or len(job.devices),
         standby=0,
         ettr=None,
         goodput=None,

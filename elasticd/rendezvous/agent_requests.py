@@ -17,7 +17,7 @@ from elasticd.codec.message import encode
 from elasticd.rendezvous.errors import RendezvousRefusal
 from elasticd.version import __version__
 from elasticd.wire import unix_socket
-from elasticd.wire.rendezvous import Attend, Attending, Present, ReadRound, RoundAnswer, WriteRound
+from elasticd.wire.rendezvous import Attend, Attending, AtWork, Present, ReadRound, RoundAnswer, WriteRound
 from elasticd.wire.worker import Rejected, Shutdown, ToWorker, to_worker
 
 #: Seconds for one answer; the agent itself waits for its store no longer than about that.
@@ -44,11 +44,13 @@ class Asking:
         except OSError as error:
             raise RendezvousRefusal(str(error)) from None
 
-    def present(self, name: str, store: str, *, left: bool = False) -> RoundAnswer:
+    def present(
+        self, name: str, store: str, *, left: bool = False, at_work: AtWork | None = None
+    ) -> RoundAnswer:
         """Say who this torchrun is; returns once the store has it. An agent that is started again hears it
         first."""
-        self._present = Present(id=0, name=name, store=store, left=left)
-        return self._ask(lambda number: Present(id=number, name=name, store=store, left=left))
+        known = self._present = Present(id=0, name=name, store=store, left=left, at_work=at_work)
+        return self._ask(lambda number: msgspec.structs.replace(known, id=number))
 
     def read(self) -> RoundAnswer:
         """The state of the job's rendezvous, its token, and the torchruns that the store knows of. Raises

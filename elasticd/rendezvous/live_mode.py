@@ -140,6 +140,9 @@ class Handler(RendezvousHandler):
             "--rdzv-conf=mode=restart); a script with a Job leaves that call out"
         )
 
+    def workers_started(self, workers: int, world: int, restarts: int) -> None:
+        """Nothing follows: each worker says itself that it is there."""
+
     def worker_failed(self, failure: WorkerFailure, *, final: bool) -> None:
         """The worker ended by this failure; the agent hears of it with what this torchrun says next."""
         self._failure = failure

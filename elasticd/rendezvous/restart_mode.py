@@ -14,7 +14,9 @@ import os
 import sys
 import time
 from datetime import timedelta
+from typing import Any
 
+import msgspec
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -36,7 +38,7 @@ from elasticd.rendezvous.sigterm_echo import ignore_echoes
 from elasticd.rendezvous.torch_state import first
 from elasticd.rendezvous.workers_end import WorkersEnd
 from elasticd.wire import unix_socket
-from elasticd.wire.rendezvous import WorkerFailure
+from elasticd.wire.rendezvous import AtWork, WorkerFailure
 
 #: Seconds for a connection to the store of a round, and for torchruns to meet there.
 _STORE_SECONDS = timedelta(seconds=15)
@@ -104,6 +106,7 @@ class RestartHandler(DynamicRendezvousHandler):
         self._partners: frozenset[str] = frozenset()
         self._workers = WorkersEnd()
         self._server: TCPStore | None = None
+        self._address, self._at_work = "", AtWork()
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Blocks until a round is complete and its torchruns have met. Raises JobClosed or RendezvousOver."""
@@ -133,6 +136,9 @@ class RestartHandler(DynamicRendezvousHandler):
         os.environ[unix_socket.ROUND_VARIABLE] = ",".join(map(str, place))
         self._backend.patient = True
         self._asking.patience = 0.0
+        self._at_work = msgspec.structs.replace(
+            self._at_work, phase="waits", round=self._state_holder.state.round, world=info.world_size
+        )
         return info
 
     def num_nodes_waiting(self) -> int:
@@ -150,11 +156,23 @@ class RestartHandler(DynamicRendezvousHandler):
             return 1  # the others took us for dead and have gone on
         return len(self._backend.lost(self._partners))
 
+    def workers_started(self, workers: int, world: int, restarts: int) -> None:
+        """So many workers of this node, of `world` in all, run from now on, after so many restarts."""
+        self._tell(phase="runs", workers=workers, world=world, restarts=restarts)
+
     def worker_failed(self, failure: WorkerFailure, *, final: bool) -> None:
         """A worker ended by this failure; `final`: no other is started."""
+        self._tell(phase="failed" if final else "waits", failure=failure)
 
     def workers_finished(self) -> None:
         """The workers ended with exit code 0."""
+        self._tell(phase="finished")
+
+    def _tell(self, **changes: Any) -> None:
+        """For the status alone: an agent that is away costs nothing."""
+        self._at_work = msgspec.structs.replace(self._at_work, **changes)
+        with contextlib.suppress(RendezvousError, RendezvousRefusal):
+            self._asking.present(self._backend.me, self._address, at_work=self._at_work)
 
     def shutdown(self) -> bool:
         """Ends this torchrun's part; as with torch's own backends the job is over with it, if it had a part."""
@@ -171,7 +189,7 @@ class RestartHandler(DynamicRendezvousHandler):
         if not failed:
             # A torchrun that failed dies without a word, and the others know it.
             with contextlib.suppress(RendezvousError, RendezvousRefusal):
-                self._asking.present(self._backend.me, "", left=True)
+                self._asking.present(self._backend.me, "", left=True, at_work=self._at_work)
                 self._linger()
         self._asking.close()
         return closed
@@ -203,7 +221,8 @@ class RestartHandler(DynamicRendezvousHandler):
             ) from None
         self._bootstrap_store_info = None
         self._shared_tcp_store_server = None
-        self._asking.present(self._backend.me, f"{address}:{self._server.port}")
+        self._address = f"{address}:{self._server.port}"
+        self._asking.present(self._backend.me, self._address, at_work=self._at_work)
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
         assert self._server is not None

@@ -52,10 +52,14 @@ class Agent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         Agent.made = self
         self._began = time.monotonic()
+        self._starts = 0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._began = time.monotonic()
         started: dict[int, Any] = super()._start_workers(worker_group)
+        self._starts += 1
+        handler: Any = worker_group.spec.rdzv_handler
+        handler.workers_started(len(started), worker_group.workers[0].world_size, self._starts - 1)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

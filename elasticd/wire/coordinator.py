@@ -18,7 +18,7 @@ from elasticd.records import NodeRecord
 from elasticd.wire.launch import FollowJob, Happened, OutputPart, ReadOutput
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
-from elasticd.wire.rendezvous import Join, StepTime
+from elasticd.wire.rendezvous import Join, StepTime, TorchrunState
 from elasticd.wire.snapshots import SnapshotInventory, SnapshotSetComplete
 from elasticd.wire.worker import FromWorker, Hello, ToWorker
 
@@ -174,7 +174,7 @@ OfNode = Crossed | Health
 OfJob = FromClient | WorkerLost | Frozen | Unreached | Halted
 #: What the coordinator's machine hears.
 ToMachine = OfJob | OfNode | SnapshotInventory
-ToLeader = AgentHello | StepTime | ToMachine | FollowJob | OutputPart
+ToLeader = AgentHello | StepTime | TorchrunState | ToMachine | FollowJob | OutputPart
 #: What an agent sends to a leader.
 FromAgent = ToLeader | PassedReport
 #: What the coordinator's machine says to agents.

@@ -63,6 +63,17 @@ class Attend(Message, frozen=True, kw_only=True, tag="rendezvous-hello"):
     release: str = ""  # of the sender's elasticd
 
 
+class AtWork(Value, frozen=True, kw_only=True):
+    """What the workers of a torchrun in restart mode do."""
+
+    phase: Literal["waits", "runs", "failed", "finished"] = "waits"  # failed: no other is started
+    workers: int = 0  # on its node
+    world: int = 0  # workers of the round
+    round: int = -1  # number of the round (-1: none yet)
+    restarts: int = 0  # how often its workers were started again
+    failure: WorkerFailure | None = None  # the last of its workers (None: none failed)
+
+
 class Present(Message, frozen=True, kw_only=True, tag="rendezvous-presence"):
     """What other torchruns are to know of this one, for as long as it lives."""
 
@@ -70,6 +81,7 @@ class Present(Message, frozen=True, kw_only=True, tag="rendezvous-presence"):
     name: str  # its name in the rendezvous
     store: str  # "host:port" of its store, for rounds that it is first in
     left: bool = False  # it has ended its part in good order
+    at_work: AtWork | None = None  # of `elasticd run`: what its workers do (None: nothing is known)
 
 
 class ReadRound(Message, frozen=True, kw_only=True, tag="rendezvous-read"):
@@ -154,6 +166,15 @@ class StepTime(Message, frozen=True, kw_only=True, tag="device-step-time"):
     device: str  # "node/local rank"
     by: Watching  # the process
     lap: Lap  # its step
+
+
+class TorchrunState(Message, frozen=True, kw_only=True, tag="restart-torchrun"):
+    """To the leader: a torchrun in restart mode. Said at each change, and again every few seconds."""
+
+    job: str  # the job's name
+    torchrun: str  # its name in the rendezvous
+    status: Literal["here", "left", "died"]  # left: it has ended in good order
+    at_work: AtWork = AtWork()  # what its workers do
 
 
 #: What a torchrun in restart mode says to its agent's rounds, and no leader hears.

@@ -179,3 +179,42 @@ def test_second_start_beside_a_job_that_runs_disturbs_nothing(launches: Launches
     assert launches.job("busy")["phase"] == "running"
     launches.cluster.call(stop(launches, "busy"))
     run.wait()
+
+
+def test_job_in_restart_mode_stands_in_the_status_with_its_workers_restarts_and_its_end(
+    launches: Launches,
+) -> None:
+    folder = launches.cluster.folder / "shown"
+    folder.mkdir()
+    options = ("--steps=200", "--pause=0.05", "--save-every=5", f"--folder={folder}")
+    run = launches.run("a", "--job", "shown", "--mode", "restart", DDP, *options)
+    reaches(run, 6)
+    job = until(lambda: launches.restarting("shown"))
+    assert (job["phase"], job["nodes"], job["workers"], job["restarts"]) == ("running", ("a",), 2, 0)
+    assert job["sentence"] == "2 workers on a; no steps heard (elasticd.watch())"
+    workers(run)[0].send_signal(signal.SIGKILL)
+    until(lambda: launches.restarting("shown")["restarts"] == 1, said(run))
+    until(lambda: launches.restarting("shown")["phase"] == "running", said(run))
+    job = launches.restarting("shown")
+    assert "its workers were started again 1 time" in job["sentence"]
+    assert "a worker failed: ended by signal SIGKILL" in job["sentence"]
+    second = launches.run("a", "--job", "shown", "--mode", "live", DDP, *options)
+    assert second.wait() == 1
+    assert "job shown runs in restart mode: start this part of it without --mode live" in second.ours[-1]
+    assert run.wait() == 0, run.said
+    until(lambda: launches.restarting("shown")["phase"] != "running", said(run))
+
+
+def test_failure_of_a_script_in_restart_mode_is_in_the_status_and_the_events(launches: Launches) -> None:
+    text = "import torch.distributed as dist\ndist.init_process_group('gloo')\n{}['inputs']\n"
+    run = launches.run("a", "--job", "failing", launches.script(text))
+    assert run.wait() == 1
+    assert "KeyError: 'inputs'" in run.ours[-1]
+    assert run.said.count("Traceback") <= 4, "two attempts of two workers"
+    until(lambda: launches.restarting("failing").get("phase") == "failed", said(run))
+    job = launches.restarting("failing")
+    assert "KeyError: 'inputs'" in job["sentence"]
+    assert "{}['inputs']" in job["failure"]
+    kinds = [event["kind"] for event in launches.cluster.events() if event["job"] == "failing"]
+    assert kinds.count("stopped") == 1
+    assert "worker_lost" in kinds

@@ -1,8 +1,8 @@
 """The leader's part in jobs in restart mode: who is slow, and whether going on without that node is faster.
 
-Theory of operation. Rounds are torch's affair and the agents'; the leader hears of laps alone, from scripts
-with `elasticd.watch()`. Once all processes of a round have reported a step, detection judges it as in the other
-mode.
+Theory of operation. Rounds are torch's affair and the agents'. Agents tell which torchruns there are, for
+people alone; scripts with `elasticd.watch()` report laps. Once all processes of a round have reported a step,
+detection judges it as in the other mode.
 
     slow     the slow torchrun's processes hold all others up. Without it a step takes as long less as the
              slowest process of the others is faster, and makes less work by the torchrun's part. What
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from statistics import median
+from typing import Literal
 
 import msgspec
 from elasticd_planner.detection.stragglers import DetectSettings, RateState, observe
@@ -25,9 +26,9 @@ from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.spec.step_measurements import Step
 from elasticd_planner.value import Value
 
-from elasticd.machines.job.state.events import CoordinatorNote, Write, slowdown_kind
+from elasticd.machines.job.state.events import CoordinatorNote, EventKind, Write, slowdown_kind
 from elasticd.records import OutRecord
-from elasticd.wire.rendezvous import Lap, StepTime
+from elasticd.wire.rendezvous import AtWork, Lap, StepTime, TorchrunState
 
 #: Seconds that a restart costs until one was seen: the processes' start, and the steps that are made again.
 RESTART_SECONDS = 30.0
@@ -37,8 +38,22 @@ MOST_STEPS = 16
 JUDGED_STEPS = 20
 
 
+#: Seconds without a word of a torchrun, whose agent says it every few seconds, until it counts as gone.
+SILENT_SECONDS = 30.0
+
+RestartPhase = Literal["gathering", "running", "finished", "failed", "stopped"]
+
+
+class Attended(Value, frozen=True, kw_only=True):
+    """A torchrun of a job in restart mode, as its agent tells."""
+
+    node: str  # its node
+    heard: float  # when it was last told of
+    state: TorchrunState  # what was told
+
+
 class RestartJob(Value, frozen=True, kw_only=True):
-    """A job in restart mode, by the step times that its processes report."""
+    """A job in restart mode, by what agents tell of its torchruns, and its processes of their steps."""
 
     job: str  # the job's name
     round: int = -1  # number of the rendezvous round (-1: none yet)
@@ -53,6 +68,80 @@ class RestartJob(Value, frozen=True, kw_only=True):
     out: dict[str, str] = msgspec.field(default_factory=dict)  # torchruns that take no part, with the reason
     restart_seconds: float = RESTART_SECONDS  # that a restart took
     heard: float = 0.0  # when the last step time came
+    torchruns: dict[str, Attended] = msgspec.field(default_factory=dict)  # by name in the rendezvous
+    gathered: int = -1  # number of the last round that was told of
+
+    def phase(self, now: float) -> RestartPhase:
+        """Where the job is in its life, as far as the leader is told."""
+        states = [known.state for known in self.torchruns.values()]
+        here = [state for state in states if self._here(state.torchrun, now)]
+        if any(state.at_work.phase == "runs" for state in here) or not states:
+            return "running"
+        if any(state.at_work.phase == "waits" for state in here):
+            return "gathering"
+        phases = {state.at_work.phase for state in states}
+        return "failed" if "failed" in phases else "finished" if "finished" in phases else "stopped"
+
+    def over(self, now: float) -> bool:
+        """Whether none of its torchruns has anything left to do."""
+        return self.phase(now) not in ("running", "gathering")
+
+    def lives(self, now: float) -> bool:
+        """Whether an agent tells of a torchrun of the job that is at work."""
+        return bool(self.torchruns) and not self.over(now)
+
+    def _here(self, torchrun: str, now: float) -> bool:
+        known = self.torchruns[torchrun]
+        return known.state.status == "here" and now - known.heard < SILENT_SECONDS
+
+    def sentence(self, now: float) -> str:
+        """What people are told of the job's torchruns; empty where no agent told of any."""
+        if not self.torchruns:
+            return ""
+        phase = self.phase(now)
+        works = [known.state.at_work for known in self.torchruns.values()]
+        failure = next((work.failure for work in works if work.failure is not None), None)
+        again = max(work.restarts for work in works)
+        words = [f"its workers were started again {again} time{'s' if again > 1 else ''}"] if again else []
+        if phase in ("running", "gathering"):
+            nodes = sorted(
+                {each.node for each in self.torchruns.values() if self._here(each.state.torchrun, now)}
+            )
+            count = sum(each.state.at_work.workers for each in self.torchruns.values() if each.node in nodes)
+            words.insert(0, f"{count or 'its'} worker{'s' if count != 1 else ''} on {', '.join(nodes)}")
+            if not self.step:
+                words.append("no steps heard (elasticd.watch())")
+        if failure is not None and phase != "finished":
+            words.append(f"a worker failed: {failure.line}")
+        return "; ".join(words)
+
+
+def attended(
+    job: RestartJob, node: str, told: TorchrunState, now: float
+) -> tuple[RestartJob, tuple[CoordinatorNote, ...]]:
+    """The job after an agent told of a torchrun, and what people are told."""
+    if told.status == "here" and told.torchrun not in job.torchruns and job.torchruns and job.over(now):
+        job = RestartJob(job=job.job)  # it was started again
+    known = job.torchruns.get(told.torchrun)
+    work, before = told.at_work, known.state.at_work if known is not None else AtWork()
+    was_over = bool(job.torchruns) and job.over(now)
+    torchruns = {**job.torchruns, told.torchrun: Attended(node=node, heard=now, state=told)}
+    job = msgspec.structs.replace(job, torchruns=torchruns)
+    notes = []
+    if work.phase == "runs" and work.round > job.gathered:
+        job = msgspec.structs.replace(job, gathered=work.round)
+        text = f"round {work.round} in restart mode: {work.world} workers"
+        notes.append(CoordinatorNote(kind="job_gathered", job=job.job, text=text, data={"round": work.round}))
+    if work.failure is not None and work.failure != before.failure:
+        text = f"a worker on {node} failed: {work.failure.line}"
+        data = {"node": node, "traceback": work.failure.traceback, "code": work.failure.code}
+        notes.append(CoordinatorNote(kind="worker_lost", job=job.job, text=text, data=data))
+    if job.over(now) and not was_over:
+        phase = job.phase(now)
+        text = f"{phase}: {sentence}" if (sentence := job.sentence(now)) else phase
+        kind: EventKind = "finished" if phase == "finished" else "stopped"
+        notes.append(CoordinatorNote(kind=kind, job=job.job, text=text, data={"step": job.step}))
+    return job, tuple(notes)
 
 
 class Verdict(Value, frozen=True, kw_only=True):
@@ -151,4 +240,11 @@ def _begun(job: RestartJob, number: int, now: float) -> RestartJob:
     seconds = job.restart_seconds
     if job.round >= 0 and job.step and math.isfinite(job.heard):
         seconds = now - job.heard
-    return RestartJob(job=job.job, round=number, out=job.out, restart_seconds=seconds)
+    return RestartJob(
+        job=job.job,
+        round=number,
+        out=job.out,
+        restart_seconds=seconds,
+        torchruns=job.torchruns,
+        gathered=job.gathered,
+    )
