@@ -1,7 +1,6 @@
 """A plain DDP script, as PyTorch's tutorials write them: it knows nothing of elasticd.
 
-    torchrun --nnodes=1:4 --nproc-per-node=8 --max-restarts=3 --rdzv-backend=elasticd \
-        --rdzv-conf=mode=restart --rdzv-id=my-job examples/ddp.py --folder /shared/my-job
+    elasticd run --job my-job --nnodes 1:4 --devices 8 examples/ddp.py --folder /shared/my-job
 
 It saves itself every few steps and goes on from there, as a script under torchrun has to.
 """

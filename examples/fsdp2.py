@@ -1,7 +1,6 @@
 """A plain FSDP2 script with torch's distributed checkpoints: it knows nothing of elasticd.
 
-    torchrun --nnodes=1:4 --nproc-per-node=8 --max-restarts=3 --rdzv-backend=elasticd \
-        --rdzv-conf=mode=restart --rdzv-id=my-job examples/fsdp2.py --folder /shared/my-job
+    elasticd run --job my-job --nnodes 1:4 --devices 8 examples/fsdp2.py --folder /shared/my-job
 """
 
 from __future__ import annotations

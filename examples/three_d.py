@@ -1,6 +1,6 @@
 """3D parallelism as PyTorch's tutorials have it: eight encoder layers, tensor-parallel words, a device mesh.
 
-    torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=elasticd --rdzv-id=3d examples/three_d.py
+    elasticd run --job 3d --nnodes 2 --devices 4 examples/three_d.py
     python examples/three_d.py --mesh 8 8      # only prints the layout of a mesh of 8 x 8 devices
 
 The model is that of "Training Transformer models using DDP and Pipeline Parallelism": torch's own

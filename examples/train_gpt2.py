@@ -1,6 +1,6 @@
 """Trains a GPT-2-style model of one's own: LayerNorm, biases, learned positions, dropout, a tied head.
 
-    torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=elasticd --rdzv-id=my-gpt examples/train_gpt2.py
+    elasticd run --job my-gpt --nnodes 2 --devices 2 examples/train_gpt2.py
 
 `GPT` is plain PyTorch; `describe` is all that elasticd needs to know of it. `elasticd check
 examples/train_gpt2.py` tries it on several layouts and compares with one process.

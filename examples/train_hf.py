@@ -1,7 +1,7 @@
 """Trains a Hugging Face model, unchanged, on the source files of Python's standard library.
 
     pip install '.[train,hf]'
-    torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=elasticd --rdzv-id=hf examples/train_hf.py
+    elasticd run --job hf --nnodes 2 --devices 2 examples/train_hf.py
 
 Here it is a small one, made from a configuration (--model qwen3 for another). `--base FOLDER` reads a
 pretrained model from a folder of transformers, each device the part that it holds. The loss is the model's own,

@@ -1,6 +1,6 @@
 """Trains a byte-level Llama-style decoder on the source files of Python's standard library.
 
-    torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=elasticd --rdzv-id=my-job examples/train_lm.py
+    elasticd run --job my-job --nnodes 2 --devices 2 examples/train_lm.py
 
 With --plain it trains the same model on the same batches in one process of plain torch, without elasticd's
 runtime: what every layout is compared with.

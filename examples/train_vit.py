@@ -1,7 +1,7 @@
 """Trains a vision transformer on the 1,797 images of handwritten digits that come with scikit-learn.
 
     pip install scikit-learn
-    torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=elasticd --rdzv-id=digits examples/train_vit.py
+    elasticd run --job digits --nnodes 2 --devices 2 examples/train_vit.py
 
 Nothing here is about language: a sample is an image, the loss has one target for each, and the collate
 function is the script's own.

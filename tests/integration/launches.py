@@ -9,11 +9,14 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+import psutil
 
 from elasticd.store.server import EtcdServer
 from elasticd.testing.waiting import until
+from tests import nursery
 from tests.etcds import SharedEtcd
 from tests.integration.cluster import Cluster
+from tests.liveness import living
 from tests.torchruns import Torchrun
 
 
@@ -84,6 +87,12 @@ class Launches:
     def restarting(self, name: str) -> dict[str, Any]:
         """A job in restart mode, likewise."""
         return next((job for job in self.status()["restarts"] if job["job"] == name), {})
+
+
+def torchrun_workers(command: psutil.Process) -> list[psutil.Process]:
+    """The processes of the script: children of the torchruns that the command started."""
+    torchruns = living(command.children(), unnamed=nursery.NAME)
+    return [worker for torchrun in torchruns for worker in living(torchrun.children(), unnamed=nursery.NAME)]
 
 
 def steps(said: str) -> dict[int, set[str]]:

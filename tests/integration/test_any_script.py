@@ -12,15 +12,16 @@ import psutil
 import pytest
 
 from elasticd.testing.waiting import until
-from tests import nursery, sizes
-from tests.integration.launches import Launched, Launches, reaches, steps
+from tests import sizes
+from tests.integration.launches import Launched, Launches, reaches, steps, torchrun_workers
 from tests.integration.torchruns import EXAMPLES
-from tests.liveness import living
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TRAIN = Path(__file__).with_name("train.py")
-SCRIPTS = DDP, FSDP2 = EXAMPLES / "ddp.py", EXAMPLES / "fsdp2.py"
+OTHERS = Path(__file__).resolve().parents[1] / "scripts"
+DDP, TRAINER = EXAMPLES / "ddp.py", OTHERS / "trainer.py"
+SCRIPTS = (DDP, TRAINER, EXAMPLES / "fsdp2.py", OTHERS / "accelerated.py", OTHERS / "lightning_module.py")
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,7 @@ def launches() -> Iterator[Launches]:
 
 
 def workers(run: Launched) -> list[psutil.Process]:
-    """The scripts' processes: children of the one torchrun of the node."""
-    torchruns = living(psutil.Process(run.process.pid).children(), unnamed=nursery.NAME)
-    return [worker for torchrun in torchruns for worker in living(torchrun.children(), unnamed=nursery.NAME)]
+    return torchrun_workers(psutil.Process(run.process.pid))
 
 
 @pytest.mark.parametrize("script", sizes.beside([DDP], SCRIPTS), ids=lambda script: script.stem)
