@@ -11,13 +11,13 @@ from elasticd.coordinator.api_types import ClusterStatus
 def running_jobs(status: ClusterStatus) -> list[str]:
     """The names of the jobs that are not over, those in restart mode last."""
     live = [job.job for job in status.jobs if not job.over]
-    return live + [job.job for job in status.restarts if job.job not in live]
+    return live + [job.job for job in status.restarts if job.job not in live and not job.over]
 
 
 def job_names(status: ClusterStatus) -> list[str]:
     """The names of all jobs: first those that run, then those that are over."""
     running = running_jobs(status)
-    return running + [job.job for job in status.jobs if job.job not in running]
+    return list(dict.fromkeys([*running, *(job.job for job in (*status.jobs, *status.restarts))]))
 
 
 def named_job(status: ClusterStatus, job: str) -> str:

@@ -54,11 +54,16 @@ def why(api: Api, as_json: bool, option: str | None, words: tuple[str, ...]) -> 
         about = (what, name, status, told, records)
         answer, shown = device_told(*about), device(*about)
     else:
-        record, current = _meant(status, records, name, what), status.job(name)
+        current = status.job(name)
+        # A job that failed before its first plan has a reason all the same.
+        ended_early = what is None and current is not None and current.over and not records
+        record = None if ended_early else _meant(status, records, name, what)
         raised = current.exception if current is not None and what is None else None
         reason = current.reason if current is not None and what is None else ""
-        answer = {"reason": reason, "exception": raised, **plan_told(record, told, steps)}
-        shown = (*now(reason), *exception(raised), *plan(record, told, steps))
+        answer = {"reason": reason, "exception": raised}
+        shown = (*now(reason), *exception(raised))
+        if record is not None:
+            answer, shown = answer | plan_told(record, told, steps), (*shown, *plan(record, told, steps))
     if as_json:
         write_json({"job": name, **answer})
     else:

@@ -127,6 +127,11 @@ class RestartStatus(Value, frozen=True, kw_only=True):
     #: the last failure of a worker: its traceback, or its last line (empty: none failed)
     failure: str = ""
 
+    @property
+    def over(self) -> bool:
+        """Whether none of its torchruns has anything left to do."""
+        return self.phase not in ("running", "gathering")
+
 
 class LeaderStatus(Value, frozen=True, kw_only=True):
     """The coordinator that answers."""

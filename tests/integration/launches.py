@@ -10,7 +10,9 @@ from typing import Any
 
 import msgspec
 import psutil
+from click.testing import CliRunner
 
+from elasticd.cli.app import elasticd
 from elasticd.store.server import EtcdServer
 from elasticd.testing.waiting import until
 from tests import nursery
@@ -70,6 +72,12 @@ class Launches:
         """Gives the command on a node."""
         self._runs.append(Launched(self.cluster, node, *map(str, options), **changed))
         return self._runs[-1]
+
+    def ask(self, *command: str) -> str:
+        """What a command of `elasticd` prints about this cluster."""
+        result = CliRunner().invoke(elasticd, [*command, "--coordinator", self.cluster.coordinator.url])
+        assert result.exit_code == 0, result.output
+        return result.output
 
     def status(self) -> dict[str, Any]:
         """The whole status, as JSON has it."""

@@ -70,6 +70,8 @@ def test_script_that_raises_the_same_exception_twice_ends_at_once_with_one_line_
     assert "{}['inputs']" in job["exception"]["traceback"]
     texts = [event["text"] for event in launches.cluster.events("raised") if event["job"] == "wrong"]
     assert any("KeyError: 'inputs'" in text for text in texts)
+    for command in (("status", "wrong"), ("why", "wrong"), ("logs", "wrong"), ("jobs",)):
+        assert "KeyError: 'inputs'" in launches.ask(*command), command
 
 
 def test_exit_code_of_a_script_that_fails_is_that_of_elasticd_run(launches: Launches) -> None:
@@ -216,4 +218,6 @@ def test_failure_of_a_script_in_restart_mode_is_in_the_status_and_the_events(lau
     assert "{}['inputs']" in job["failure"]
     kinds = [event["kind"] for event in launches.cluster.events() if event["job"] == "failing"]
     assert kinds.count("stopped") == 1
+    for command in (("status", "failing"), ("logs", "failing"), ("jobs",)):
+        assert "KeyError: 'inputs'" in launches.ask(*command), command
     assert "worker_lost" in kinds

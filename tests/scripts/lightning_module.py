@@ -12,12 +12,19 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+#: Rows of a step of one process.
+BATCH = 4
+
 
 class Rows(torch.utils.data.Dataset):
-    """Vectors, each a function of its index."""
+    """Vectors, each a function of its index. A checkpoint lies at the end of an epoch: within one, Lightning
+    does not know which rows were trained on."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
 
     def __len__(self) -> int:
-        return 4096
+        return self.count
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.randn(16, generator=torch.Generator().manual_seed(index))
@@ -52,19 +59,22 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
     lightning.seed_everything(0)
-    keep = ModelCheckpoint(dirpath=options.folder, every_n_train_steps=options.save_every, save_last=True)
+    keep = ModelCheckpoint(
+        dirpath=options.folder, every_n_epochs=1, save_on_train_epoch_end=True, save_last=True
+    )
     trainer = lightning.Trainer(
         accelerator="auto",
         devices=options.devices,
         strategy="ddp",
         max_steps=options.steps,
+        max_epochs=-1,
         callbacks=[keep],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     last = options.folder / "last.ckpt"
-    data = torch.utils.data.DataLoader(Rows(), batch_size=4)
+    data = torch.utils.data.DataLoader(Rows(BATCH * options.devices * options.save_every), batch_size=BATCH)
     trainer.fit(Net(options.pause), data, ckpt_path=str(last) if last.exists() else None)
 
 
