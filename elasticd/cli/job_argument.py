@@ -17,7 +17,9 @@ def running_jobs(status: ClusterStatus) -> list[str]:
 def job_names(status: ClusterStatus) -> list[str]:
     """The names of all jobs: first those that run, then those that are over."""
     running = running_jobs(status)
-    return list(dict.fromkeys([*running, *(job.job for job in (*status.jobs, *status.restarts))]))
+    return list(
+        dict.fromkeys([*running, *(job.job for job in status.jobs), *(job.job for job in status.restarts)])
+    )
 
 
 def named_job(status: ClusterStatus, job: str) -> str:

@@ -7,10 +7,16 @@ from elasticd_planner.policy.policy import PolicySettings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.machines.coordinator.restart_jobs import RestartJob, lap, verdict
+from elasticd.machines.coordinator.restart_jobs import (
+    SILENT_SECONDS,
+    RestartJob,
+    attended,
+    lap,
+    verdict,
+)
 from elasticd.machines.job.state.events import CoordinatorNote, Write
 from elasticd.records import OutRecord
-from elasticd.wire.rendezvous import Lap, StepTime, Watching
+from elasticd.wire.rendezvous import AtWork, Lap, StepTime, TorchrunState, Watching, WorkerFailure
 from tests.sizes import examples
 
 DETECT, POLICY = DetectSettings(), PolicySettings()
@@ -133,3 +139,44 @@ def test_nobody_is_put_out_below_the_least_or_at_a_loss(seconds: list[float], le
             assert len(seconds) > least
             (note,) = effect.notes
             assert note.data["saving"] > note.data["price"]
+
+
+# -- what agents tell of torchruns -----------------------------------------------------------------------------
+
+
+def told(name: str, phase: str, status: str = "here", **work: object) -> TorchrunState:
+    at_work = AtWork(phase=phase, workers=2, world=4, **work)  # type: ignore[arg-type]
+    return TorchrunState(job="j", torchrun=name, status=status, at_work=at_work)  # type: ignore[arg-type]
+
+
+def test_life_of_a_job_in_restart_mode_is_told_in_words_and_in_events() -> None:
+    job, kinds = RestartJob(job="j"), []
+
+    def hear(node: str, state: TorchrunState, now: float) -> None:
+        nonlocal job
+        job, notes = attended(job, node, state, now)
+        kinds.extend(note.kind for note in notes)
+
+    hear("a", told("t1", "waits"), 0.0)
+    assert job.phase(0.0) == "gathering"
+    for name, node in (("t1", "a"), ("t2", "b")):
+        hear(node, told(name, "runs", round=0), 1.0)
+        hear(node, told(name, "runs", round=0), 2.0)  # said again
+    assert job.sentence(2.0) == "4 workers on a, b; no steps heard (elasticd.watch())"
+    killed = WorkerFailure(text="ended by signal SIGKILL", code=-9)
+    hear("b", told("t2", "waits", round=0, failure=killed), 3.0)
+    for name, node in (("t1", "a"), ("t2", "b")):
+        hear(node, told(name, "runs", round=1, restarts=1, failure=killed if name == "t2" else None), 4.0)
+    assert "its workers were started again 1 time" in job.sentence(4.0)
+    for name, node in (("t1", "a"), ("t2", "b")):
+        hear(node, told(name, "finished", status="left", round=1), 5.0)
+    assert job.phase(5.0) == "finished"
+    assert kinds == ["job_gathered", "worker_lost", "job_gathered", "finished"]
+    hear("a", told("t3", "waits"), 6.0)
+    assert {*job.torchruns} == {"t3"}, "it was started again: nothing of its last life is shown"
+
+
+def test_torchrun_of_which_no_agent_tells_any_more_counts_as_gone() -> None:
+    job, _ = attended(RestartJob(job="j"), "a", told("t1", "runs", round=0), 1.0)
+    assert job.lives(1.0 + SILENT_SECONDS - 1)
+    assert job.phase(1.0 + SILENT_SECONDS) == "stopped"

@@ -35,7 +35,7 @@ from elasticd.wire.coordinator import (
 from elasticd.wire.launch import FollowJob, OutputPart
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
-from elasticd.wire.rendezvous import Join, Leave, StepTime
+from elasticd.wire.rendezvous import Join, Leave, StepTime, TorchrunState
 from elasticd.wire.snapshots import SnapshotInventory
 from elasticd.wire.worker import (
     DrainNotice,
@@ -88,6 +88,9 @@ def refusal(of: NodeRecord, message: ToLeader | Unread, jobs: Container[str]) ->
         return f"a client's id has {LONGEST_ID} characters at most, not {len(message.client)}"
     if isinstance(message, FromClient) and not message.device and not isinstance(message.body, OF_TORCHRUNS):
         return f"a process without a device has no say of {tag_of(message.body)!r}"
+    if isinstance(message, TorchrunState):
+        longest = len(message.torchrun)
+        return f"a torchrun's name has {LONGEST_ID} characters at most" if longest > LONGEST_ID else ""
     for device in _spoken_for(message):
         if not device_of(of.node, device):
             return f"node {of.node} has no say about {device[:LONGEST]!r}"

@@ -26,6 +26,7 @@ from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.spec.step_measurements import Step
 from elasticd_planner.value import Value
 
+from elasticd.codec.safe_text import shortened
 from elasticd.machines.job.state.events import CoordinatorNote, EventKind, Write, slowdown_kind
 from elasticd.records import OutRecord
 from elasticd.wire.rendezvous import AtWork, Lap, StepTime, TorchrunState
@@ -40,6 +41,9 @@ JUDGED_STEPS = 20
 
 #: Seconds without a word of a torchrun, whose agent says it every few seconds, until it counts as gone.
 SILENT_SECONDS = 30.0
+
+#: Torchruns of a job that are told apart, and characters of a traceback that are kept.
+MOST_TORCHRUNS, MOST_TRACEBACK = 4096, 8000
 
 RestartPhase = Literal["gathering", "running", "finished", "failed", "stopped"]
 
@@ -123,6 +127,9 @@ def attended(
     if told.status == "here" and told.torchrun not in job.torchruns and job.torchruns and job.over(now):
         job = RestartJob(job=job.job)  # it was started again
     known = job.torchruns.get(told.torchrun)
+    if known is None and len(job.torchruns) >= MOST_TORCHRUNS:
+        return job, ()
+    told = _bounded(told)
     work, before = told.at_work, known.state.at_work if known is not None else AtWork()
     was_over = bool(job.torchruns) and job.over(now)
     torchruns = {**job.torchruns, told.torchrun: Attended(node=node, heard=now, state=told)}
@@ -142,6 +149,21 @@ def attended(
         kind: EventKind = "finished" if phase == "finished" else "stopped"
         notes.append(CoordinatorNote(kind=kind, job=job.job, text=text, data={"step": job.step}))
     return job, tuple(notes)
+
+
+def _bounded(told: TorchrunState) -> TorchrunState:
+    """With its texts cut, whatever an agent says."""
+    failure = told.at_work.failure
+    if failure is None:
+        return told
+    failure = msgspec.structs.replace(
+        failure,
+        kind=shortened(failure.kind),
+        text=shortened(failure.text),
+        traceback=failure.traceback[-MOST_TRACEBACK:],
+    )
+    at_work = msgspec.structs.replace(told.at_work, failure=failure)
+    return msgspec.structs.replace(told, at_work=at_work)
 
 
 class Verdict(Value, frozen=True, kw_only=True):

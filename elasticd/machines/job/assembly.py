@@ -9,7 +9,7 @@ import msgspec
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.codec.decoding import shown
-from elasticd.machines.job.faults.user_exceptions import MOST_THROWN
+from elasticd.machines.job.faults.user_exceptions import MOST_KIND, MOST_TEXT, MOST_THROWN, MOST_TRACEBACK
 from elasticd.machines.job.faults.user_exceptions import same as _alike
 from elasticd.machines.job.lifecycle.job_end import AGAIN, ANEW, affirm, stop
 from elasticd.machines.job.lost_workers import lost
@@ -199,9 +199,9 @@ def failed_to_start(
     thrown = Thrown(
         device=place,
         step=job.progress.step,
-        kind=failure.kind,
-        text=failure.text,
-        traceback=failure.traceback,
+        kind=failure.kind[:MOST_KIND],
+        text=failure.text[:MOST_TEXT],
+        traceback=failure.traceback[-MOST_TRACEBACK:],
     )
     before = next((other for other in job.thrown if _alike(other, thrown)), None)
     turn.set(thrown=(*job.thrown, thrown)[-MOST_THROWN:])
