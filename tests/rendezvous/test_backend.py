@@ -43,7 +43,7 @@ class Agent:
         """Calls `then` before the read that follows so many."""
         self._after = [then, *[lambda: None] * reads]
 
-    def present(self, name: str, store: str, *, left: bool = False) -> None:
+    def present(self, name: str, store: str, *, left: bool = False, at_work: object = None) -> None:
         """As `Asking.present`; who is there is said by `be`."""
 
     def close(self) -> None:
