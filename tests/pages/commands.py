@@ -116,6 +116,7 @@ NOT_HERE = {
     r"make bench (NAME=\w+|ARGS=).*": "every benchmark starts at its smallest size in tests/benchmarks",
     r"(\.venv/bin/)?python -m pytest -m (gpu|nccl)": "needs GPUs; elsewhere these tests are skipped",
     r"torchrun --nnodes=2:8 .*": "two nodes of eight devices; tests/integration/test_restart_mode.py has fewer",
+    r"elasticd run --job my-job --nnodes 2:8 .*": "the same; tests/integration/test_any_script.py has one node",
     r"srun .*": "needs Slurm",
     r"elasticd security init /etc/.*": "writes to /etc; tests/cli/test_security.py writes to a folder",
     r"elasticd checkpoint export --hf .*": "needs a job of transformers: tests/models/test_huggingface_folders",
