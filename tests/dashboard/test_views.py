@@ -23,7 +23,7 @@ from elasticd.coordinator.api_types import (
     Pace,
 )
 from elasticd.coordinator.events.job_times import JobTime
-from elasticd.dashboard import views
+from elasticd.dashboard import device_page, views
 from elasticd.dashboard.act_page import ACTS, ActFields, Unusable, request
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.job_page import job_view
@@ -359,3 +359,13 @@ def test_each_act_has_its_command_line_and_refuses_what_it_lacks(name: str) -> N
     if act.fields:
         with pytest.raises(Unusable):
             request(name, ActFields(), "x")
+
+
+def test_a_nodes_health_breaks_where_its_agent_was_away() -> None:
+    """Nothing is drawn across a time in which nothing was told, nor of a node that told nothing at all."""
+    told = [(NOW + 30.0 * n, Health(stolen=0.1)) for n in (0, 1, 2, 20, 21)]
+    found = device_page._health("a/0", told)
+    column = found.values["node stolen"]
+    assert [value is None for value in column] == [False, False, False, True, False, False]
+    assert list(found.time) == sorted(found.time)
+    assert device_page._health("a/0", []).time == ()
