@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.system.user_line import user_line
+from elasticd.system.user_line import user_line, warning_level
 
 CASES = {
     # the script, and the line of it that the message names
@@ -43,3 +43,15 @@ def test_a_syntax_error_is_at_its_own_line(tmp_path: Path) -> None:
 
 def test_an_error_that_was_never_raised_has_no_line() -> None:
     assert user_line(ValueError("x")) == ""
+
+
+def test_a_warning_names_the_line_that_called_elasticd(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import elasticd\nfrom torch import nn\n\nfor make in (elasticd.Model,):\n"
+        "    make(embed=nn.Embedding(9, 4), blocks=[nn.Linear(4, 4)], head=nn.Linear(4, 9))\n"
+    )
+    with pytest.warns(UserWarning, match="no tensor-parallel rules") as warned:
+        runpy.run_path(str(script), run_name="__main__")
+    assert [(one.filename, one.lineno) for one in warned] == [(str(script), 5)]
+    assert warning_level() == 1

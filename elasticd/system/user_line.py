@@ -1,11 +1,12 @@
-"""The line of the user's own code at which an exception began: messages name it, and no line of a library."""
+"""The line of the user's own code that a message is about: errors and warnings name it, not a library's."""
 
 from __future__ import annotations
 
 import site
+import sys
 import sysconfig
 from pathlib import Path
-from traceback import FrameSummary, extract_tb
+from traceback import extract_tb
 
 #: Installed packages and the standard library; and elasticd's own packages, wherever they are installed.
 _LIBRARIES = tuple(
@@ -32,10 +33,17 @@ def user_line(error: BaseException) -> str:
         return f"{error.filename}, line {error.lineno}"
     if not frames:
         return ""
-    frame = next((frame for frame in reversed(frames) if _is_users(frame)), frames[-1])
+    frame = next((frame for frame in reversed(frames) if _is_users(frame.filename)), frames[-1])
     return f"{frame.filename}, line {frame.lineno}"
 
 
-def _is_users(frame: FrameSummary) -> bool:
-    name = frame.filename
+def warning_level() -> int:
+    """The `stacklevel` with which `warnings.warn`, called by this function's caller, names the user's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_users(name: str) -> bool:
     return not (name.startswith(("<", *_LIBRARIES)) or any(package in name for package in _PACKAGES))

@@ -75,7 +75,7 @@ SLOW = frozenset(ALONE[ALONE.index("openssl rand -hex 32") + 1 :])
 OF_A_CLUSTER = (
     "elasticd up",
     "elasticd doctor",
-    "elasticd run --job my-job --devices 2 examples/train_lm.py --steps 200",
+    "elasticd run --job my-job --devices 2 examples/tutorial/train.py --steps 300 --out runs/my-job",
     "elasticd record run.jsonl.gz",
     "elasticd run --job my-job --devices 2 train.py",
     "elasticd status",

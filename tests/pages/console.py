@@ -7,8 +7,9 @@
 
 The word after `console` names the terminal. "runs on": the last command of the block is not waited for to end.
 "goes on": what the running command of that terminal prints later, and `^C` for the key. A line "..." stands for
-any lines. A comment before a block or at the top of the page says what differs from run to run, by regular
-expressions (`<!-- varies: step \\d+ -->`); times, speeds, sizes, ports and process ids always do (`VARIES`).
+any lines, and at the end of a line for any text. A comment before a block or at the top of the page says what
+differs from run to run, by regular expressions (`<!-- varies: step \\d+ -->`); times, speeds, sizes, ports and
+process ids always do (`VARIES`), and losses by 2 in their fourth digit.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ VARIES = (
     r"[\d,]+(?:\.\d+)? ?(?:ms|µs|s|KiB|MiB|GiB|tokens/s|steps/s|%)(?![\w])",
     r"(?:tokens/s|steps/s|tokens a second:?) +[\d,.]+",
 )
+#: A loss, which may differ by so much in its last digit: sums in another order round otherwise.
+_LOSS, _LAST_DIGIT = r"(?<=loss )\d+\.\d{4}", 2
 ANY_LINES = "..."
 INTERRUPT = "^C"
 
@@ -104,18 +107,24 @@ def _block(terminal: str, body: Sequence[str], line: int, flags: str, varies: tu
 
 def pattern(line: str, varies: Sequence[str] = ()) -> re.Pattern[str]:
     """What a shown line stands for: itself, but for what differs from run to run."""
-    alternatives = "|".join(f"(?P<v{place}>{regex})" for place, regex in enumerate((*varies, *VARIES)))
+    rest = ".*" if line.endswith(f" {ANY_LINES}") else ""  # of a long line the page shows the beginning
+    line = line.removesuffix(ANY_LINES).rstrip() if rest else line
+    kinds = (*varies, *VARIES, _LOSS)
     parts, end = [], 0
-    for match in re.finditer(alternatives, line):
+    for match in re.finditer("|".join(f"(?P<v{place}>{kind})" for place, kind in enumerate(kinds)), line):
         assert match.lastgroup is not None
-        parts += [re.escape(line[end : match.start()]), _any((*varies, *VARIES)[int(match.lastgroup[1:])])]
+        kind = kinds[int(match.lastgroup[1:])]
+        parts += [re.escape(line[end : match.start()]), _near(match[0]) if kind == _LOSS else f"(?:{kind})"]
         end = match.end()
-    text = "".join([*parts, re.escape(line[end:])])
+    text = "".join([*parts, re.escape(line[end:]), rest])
     return re.compile(re.sub(r"(?:\\ )+", r"\\ +", text))  # columns are as wide as what is in them
 
 
-def _any(regex: str) -> str:
-    return f"(?:{regex})"
+def _near(loss: str) -> str:
+    """The losses that count as this one."""
+    last = round(float(loss) * 10_000)
+    near = (f"{(last + apart) / 10_000:.4f}" for apart in range(-_LAST_DIGIT, _LAST_DIGIT + 1))
+    return f"(?:{'|'.join(map(re.escape, near))})"
 
 
 @dataclass(frozen=True)

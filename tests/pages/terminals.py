@@ -31,8 +31,8 @@ class Terminal:
         self._read = 0  # lines that the page has shown
 
     def start(self, command: str) -> None:
-        """Starts a command. The one before must have ended."""
-        assert self._process is None or self._process.poll() is not None, f"{self.name} still runs a command"
+        """Starts a command, once the one before has ended."""
+        until(self.ended, lambda: f"the end of the command before: {self.lines()[-20:]}", seconds=120)
         with self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 ["bash", "-c", command],

@@ -143,7 +143,7 @@ def _wait_until_it_works(name: str, terminal: Terminal, folder: Path) -> None:
             return (folder / "run.jsonl.gz").exists()
         return re.search(lines[name], "\n".join(terminal.lines())) is not None
 
-    until(works, lambda: terminal.lines()[-30:], seconds=300)
+    until(works, lambda: (name, terminal.lines()[-30:]), seconds=300)
 
 
 @pytest.mark.full

@@ -40,6 +40,7 @@ from elasticd.runtime.model.tp_rules import (
 )
 from elasticd.runtime.model.validation import ModelError, buffers_of, refuse_module, replace_dropouts, shared
 from elasticd.system.logs import is_first_worker
+from elasticd.system.user_line import warning_level
 
 __all__ = ["Init", "Model", "ModelError"]
 
@@ -137,7 +138,7 @@ class Model:
             warnings.warn(
                 f"elasticd: the model {name!r} has no tensor-parallel rules for its blocks: TP groups are not "
                 "wider than 1. See 'Rules' in docs/training.md.",
-                stacklevel=2,
+                stacklevel=warning_level(),
             )
 
     @classmethod
