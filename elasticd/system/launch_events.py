@@ -35,6 +35,7 @@ class LaunchLink:
 
     def __init__(self, path: str, job: str, happened: Callable[[Happened], None]) -> None:
         self._path, self._job, self._happened = path, job, happened
+        self.refusal = ""  # why there is no agent, and what to do
         self._following: Following | None = None
         self._answered = threading.Event()
         self._sock: socket.socket | None = None
@@ -53,11 +54,18 @@ class LaunchLink:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
+    def _connected(self, patience: float) -> socket.socket:
+        try:
+            return unix_socket.connect(self._path, patience)
+        except OSError as error:
+            self.refusal = str(error)
+            raise
+
     def _run(self) -> None:
         pause, patience = Backoff(*_AWAY), AGENT_SECONDS
         while not self._ended:
             with contextlib.suppress(OSError, msgspec.DecodeError):
-                self._sock = unix_socket.connect(self._path, patience)
+                self._sock = self._connected(patience)
                 unix_socket.send(self._sock, encode(FollowEvents(job=self._job, release=__version__)))
                 while (data := unix_socket.receive(self._sock)) is not None:
                     answer = to_worker(data)
@@ -102,7 +110,8 @@ class LaunchLines:
             case "stopped" if not event.data.get("orderly"):
                 return ""  # the launcher itself says why the workers failed
             case "finished" | "stopped":
-                return in_one_line(f"job {event.job} {event.text.removeprefix('stopped: ')}")
+                text = event.text.removeprefix("stopped: ") if "stopped by" in event.text else event.text
+                return in_one_line(f"job {event.job} {text}")
         return in_one_line(event.text)
 
     def _recorded(self, event: Happened) -> str:

@@ -110,8 +110,12 @@ def launch(what: Launch) -> int:
     """Runs until all torchruns have ended; the exit code. A signal that asks us to end goes on to them as
     SIGTERM, and their workers leave in good order; a second one ends all at once."""
     news = _News(what)
+    following = news.link.following()
+    if following is None and news.link.refusal:
+        _say(news.link.refusal)
+        return 1
     try:
-        what = placed(what, news.link.following())
+        what = placed(what, following)
     except CannotPlace as error:
         _say(str(error))
         return 1

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from elasticd.cli.app import elasticd
 from elasticd.system.torchrun_launcher import GPUS_VARIABLE, THREADS_VARIABLE, Launch, environment, visible
+from elasticd.wire import unix_socket
 from elasticd.wire.unix_socket import SLOT_VARIABLE
 from tests import forkserver
 
@@ -146,9 +147,10 @@ def test_without_an_agent_all_torchruns_end_and_nothing_is_left(tmp_path: Path) 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_torchrun_outlives_it(number: signal.Signals, tmp_path: Path) -> None:
-    """They wait for an agent when the signal comes."""
+    """They wait for their agent's answer when the signal comes."""
     script = tmp_path / "train.py"
     script.write_text("")
+    silent = unix_socket.listen(str(tmp_path / "none.sock"))
     process = subprocess.Popen(
         [*COMMAND, "--socket", str(tmp_path / "none.sock"), str(script)],
         stdout=subprocess.DEVNULL,
@@ -167,6 +169,7 @@ def test_no_torchrun_outlives_it(number: signal.Signals, tmp_path: Path) -> None
     finally:
         process.kill()
         process.wait()
+        silent.close()
 
 
 def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[str, str]:
