@@ -309,21 +309,21 @@ class Agent:
             except Exception as error:
                 outlived("the memory of the highest epoch", error)
         self._state = state
-        for observe in (
-            self._keeper.observe,
-            self._torchruns.observe,
-            self._children.observe,
-            self._launches.observe,
-        ):
-            try:
-                observe(event)
-            except Exception as error:
-                outlived(f"{type(event).__name__} beside the machine", error)
+        self._observed(event, self._keeper.observe, self._torchruns.observe, self._children.observe)
         for effect in effects:
             try:
                 self._perform(effect)
             except Exception as error:
                 self._undone(effect, outlived(type(effect).__name__, error))
+        self._observed(event, self._launches.observe)  # to a new leader the hello goes first, which is an effect
+
+    def _observed(self, event: Event, *observers: Callable[[Event], None]) -> None:
+        """Tells those beside the machine of an event."""
+        for observe in observers:
+            try:
+                observe(event)
+            except Exception as error:
+                outlived(f"{type(event).__name__} beside the machine", error)
 
     def _undone(self, effect: Effect, why: str) -> None:
         """An effect failed. A client that did not hear what it was to hear is let go: it would wait for it."""

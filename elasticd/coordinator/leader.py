@@ -508,7 +508,11 @@ class Leading:
         return up.job not in self.state.jobs and known is not None and known.lives(self._clock())
 
     def _attended(self, node: str, told: TorchrunState) -> None:
-        """A torchrun in restart mode: nothing is decided by it."""
+        """A torchrun in restart mode: nothing is decided by it. A job that trains under a plan has none."""
+        live = self.state.jobs.get(told.job)
+        if live is not None and live.plan is not None and live.phase not in OVER:
+            self.metrics.refused("foreign")
+            return
         job = self._restarting(told.job)
         self.restarts[told.job], notes = restart_jobs.attended(job, node, told, self._clock())
         self._causes[told.job] = node

@@ -18,7 +18,7 @@ from elasticd_planner.problem_files.shapes import shapes_of
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from rich.console import Console
 
-from elasticd.cli import explanation
+from elasticd.cli import console, explanation
 from elasticd.cli.app import elasticd
 from elasticd.cli.batch import dealt, step_lengths
 from tests.planner.test_shapes import LAYERS, SPEC, problem
@@ -67,7 +67,10 @@ def test_a_program_gets_every_operation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_people_get_a_table_that_fits(tmp_path: Path, columns: int) -> None:
+def test_people_get_a_table_that_fits_their_terminal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, columns: int
+) -> None:
+    monkeypatch.setattr(console, "UnwrappedConsole", Console)  # as on a terminal, which has a width
     result = run(written(tmp_path / "p.json"), "--explain", columns=columns)
     assert result.exit_code == 0, result.output
     _, _, table = result.output.partition("one step")

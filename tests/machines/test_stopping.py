@@ -10,7 +10,7 @@ from elasticd.machines.job.state.events import StopAsked
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import DoneRecord
 from elasticd.wire.coordinator import End
-from elasticd.wire.worker import Rejected
+from elasticd.wire.worker import Closed
 from tests.machines.cast import JOB
 from tests.machines.test_coordinator_faults import running
 from tests.machines.test_draining import tell
@@ -97,7 +97,7 @@ def test_torchruns_that_wait_for_others_are_told_that_there_is_no_job() -> None:
     world.settle()
     ask(world)
     assert ended(world).startswith("stopped by alice@host")
-    (said,) = [body for body in world.told["talpha"] if isinstance(body, Rejected)]
+    (said,) = [body for body in world.told["talpha"] if isinstance(body, Closed)]
     assert f"job {JOB} is over: stopped by alice@host" in said.reason
 
 

@@ -12,7 +12,7 @@ import elasticd
 from elasticd import Column, Row, Sharded, UnitsOf
 from elasticd.runtime.model.local_model import local_model
 from elasticd.runtime.model.model import ModelError
-from elasticd.runtime.model.rng import Dropout
+from elasticd.runtime.model.rng import Dropout, DropoutCut
 
 RULES = {
     "blocks.*.0.*": Column("columns"),
@@ -80,7 +80,7 @@ def test_dropouts_are_keyed_by_place_and_know_their_cut() -> None:
     local = local_model(described(), group(1, 2), 1)
     dropout = local.modules["blocks.1"].get_submodule("1")
     assert isinstance(dropout, Dropout)
-    assert (dropout.site, dropout.cut) == ("blocks.1.1", (-1, 2))
+    assert (dropout.site, dropout.cut) == ("blocks.1.1", DropoutCut(dim=-1, first=2, units=4))
 
 
 def test_fused_parts_are_cut_one_by_one() -> None:

@@ -224,7 +224,7 @@ def test_a_recovery_from_the_last_step_makes_the_last_checkpoint_and_ends(
     agent.end()
     (stood,) = agent.of(StateReport)
     assert [msgspec.structs.astuple(copy)[:2] for copy in stood.copies] == [(1, STEPS)]
-    assert agent.of(Finished) == [Finished(step=STEPS)]
+    assert [(body.step, body.plan) for body in agent.of(Finished)] == [(STEPS, 1)]
     assert [item.step for item in scan(folder)] == [STEPS]
     assert encode(agent.said[-1]) == encode(Goodbye())
 
