@@ -315,7 +315,8 @@ class Agent:
                 self._perform(effect)
             except Exception as error:
                 self._undone(effect, outlived(type(effect).__name__, error))
-        self._observed(event, self._launches.observe)  # to a new leader the hello goes first, which is an effect
+        # A new leader hears the hello first, which is an effect.
+        self._observed(event, self._launches.observe)
 
     def _observed(self, event: Event, *observers: Callable[[Event], None]) -> None:
         """Tells those beside the machine of an event."""

@@ -74,8 +74,9 @@ def test_a_job_makes_a_checkpoint_when_asked_and_a_last_one_when_told_to_go(
         codes = cluster.wait(120)
         assert set(codes.values()) == {0}
         made = ledger(cluster)[-1]["step"] + 1
-        told = re.search(r"all workers drain \(SIGTERM\), after step (\d+)", cluster.log("a/0"))
-        assert told, cluster.log("a/0")[-2000:]
+        until(lambda: cluster.job()["phase"] == "stopped", lambda: str(cluster.events()))
+        told = re.search(r"all workers drain \(SIGTERM\), after step (\d+)", cluster.job()["reason"])
+        assert told, cluster.job()["reason"]
     last, asked = scan(folder)
     assert damages(asked.path) == ()
     assert 5 <= asked.step < last.step
