@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -62,6 +63,9 @@ def main() -> int:
     parser.add_argument("--printed", action="store_true", help="print what the commands print")
     parser.add_argument("--patience", type=float, default=420.0, help="seconds for each command")
     options = parser.parse_args()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # what runs in the terminals is ended on this path too
     echo = sys.stdout if options.printed else None
     with (
         clone(*CLONE) as folder,

@@ -103,7 +103,8 @@ def _run_in_cluster(command: str, folder: Path, terminals: dict[str, Terminal]) 
     if command in UNTIL_INTERRUPTED or command.startswith("elasticd run"):
         name = command.split()[1]
         if name == "run" and name in terminals:  # its last job ends first
-            assert until(terminals[name].ended, lambda: terminals[name].lines()[-30:], seconds=600)
+            until(terminals[name].ended, lambda: terminals[name].lines()[-30:], seconds=600)
+            _ends_well(folder, "elasticd forget my-job")  # each page begins with a job of this name
         terminal = terminals.setdefault(name, Terminal(name, folder, own))
         terminal.start(command)
         _wait_until_it_works(name, terminal, folder)
@@ -129,7 +130,7 @@ def _before(command: str, folder: Path, terminals: Mapping[str, Terminal]) -> No
     if command == "elasticd forget my-job":
         until(terminals["run"].ended, lambda: terminals["run"].lines()[-30:], seconds=300)
     if command == "elasticd stop my-job --now":
-        terminals["run"].start("elasticd run --job my-job --devices 2 train.py")
+        terminals["run"].start("elasticd run --job my-job --devices 2 train.py")  # it was forgotten
         _wait_until_it_works("run", terminals["run"], folder)
 
 
