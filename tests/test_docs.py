@@ -112,6 +112,15 @@ def test_seconds_that_pages_name_are_keys_metrics_or_fields_of_files() -> None:
             assert f"`{name}`" in references or re.search(rf"\b(def )?{name}[:(]", code), f"{page.name}: {name}"
 
 
+def test_the_changelog_has_a_line_for_each_item_under_way() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    lines = text[text.index("## Unreleased") : text.index("## 0.1.0\n")].splitlines()[3:]
+    assert [line for line in lines if line and not re.match(r"(  )?- |\||###", line)] == []
+    items = [line for line in lines if re.match(r"(  )?- ", line)]
+    assert len(items) == len(set(items))
+    assert [line for line in items if len(line) > 280] == []
+
+
 def test_relative_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
