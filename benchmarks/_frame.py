@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -58,6 +59,10 @@ class Part(msgspec.Struct, frozen=True):
     measures: tuple[str, ...]
     smallest: Mapping[str, Any] = MappingProxyType({})
 
+    def __post_init__(self) -> None:
+        inspect.signature(self.rows).bind(**self.smallest)  # a size that is no argument is known at once
+        inspect.signature(self.rows).bind()
+
 
 def module_rows(module: str) -> Rows:
     """The function `rows` of a module beside the benchmark, imported when the part begins and not before."""
@@ -66,6 +71,10 @@ def module_rows(module: str) -> Rows:
         yield from importlib.import_module(module).rows(smallest)
 
     return rows
+
+
+#: The goal of the row of a part that broke off, which the next run replaces.
+_TO_THE_END = "to the end"
 
 
 class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +123,8 @@ class Results:
         A part that raises ends with a row "PART: broke off", a missed goal; the rows before it stay.
         """
         begin, on, today = time.monotonic(), commit(), _now()[:10]
-        before, new = self.rows(part), list[Row]()
+        before = [each for each in self.rows(part) if each.goal != _TO_THE_END]
+        new = list[Row]()
         old = list(before)
 
         def written(each: Row) -> Row:
@@ -131,7 +141,7 @@ class Results:
         except (Exception, SystemExit) as error:  # the other parts are measured all the same
             traceback.print_exc()
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            yield written(row(f"{part}: broke off", reason, "", goal="to the end", met=False))
+            yield written(row(f"{part}: broke off", reason, "", goal=_TO_THE_END, met=False))
         lost = unmeasured(before, new)
         self._put(part, [*new, *lost], time.monotonic() - begin)
         yield from lost
@@ -216,7 +226,7 @@ def run(
     for part in dict.fromkeys(options.only or parts):
         for each in results.measure(part, options.smallest):
             print(f"{part}: {line(each)}", flush=True)
-            if each.met is False and not (options.smallest and each.goal != "to the end"):
+            if each.met is False and not (options.smallest and each.goal != _TO_THE_END):
                 missed.append(each.name)
     Console().print(table(name, results.all_rows))
     print(f"-> {results.path}")

@@ -47,13 +47,11 @@ class Counted(EtcdStore):
 
     largest = transactions = 0
 
-    def transact(
-        self, compares: Iterable[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()
-    ) -> TransactResult:
+    def transact(self, compares: Iterable[Compare], ops: Sequence[Op]) -> TransactResult:
         compares = tuple(compares)
-        self.largest = max(self.largest, request_bytes(compares, then, otherwise))
+        self.largest = max(self.largest, request_bytes(compares, ops))
         self.transactions += 1
-        return super().transact(compares, then, otherwise)
+        return super().transact(compares, ops)
 
 
 class Fleet:
@@ -275,7 +273,7 @@ class Life:
         switched = await timed(self.fleet.switch(proposal))
         await reader.recorded(proposal.number)
         await self._phase(leader, JobPhase.RUNNING)
-        (history,) = [found for found in await leader.history(JOB) if found.number == proposal.number]
+        (history,) = [found for found in await leader.history(JOB, 0) if found.number == proposal.number]
         stored = await asyncio.to_thread(self._stored)
         return (
             self.seconds("from a node's drain until an agent has read the next plan", waited),

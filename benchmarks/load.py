@@ -271,13 +271,13 @@ def connected_rows(
 
 
 _LEADER = ("elasticd/codec", "elasticd/coordinator", "elasticd/machines", "elasticd/store", "elasticd/wire")
-_FEW = {"agents": 8, "seconds": 3}
+_FEW = {"agents": 10, "seconds": 3}
 PARTS = {
     **{part: Part(partial(connected_rows, part), _LEADER, _FEW) for part in ("open", "secured", "stored")},
-    "fit": Part(one_fit, PLANNER, {"agents": 8}),
-    "hour": Part(an_hour, _LEADER, {"agents": 4, "minutes": 1}),
-    "etcd": Part(on_etcd, (*_LEADER, *PLANNER), {"agents": 8}),
-    "large": Part(partial(on_etcd, agents=LARGE_NODES), (*_LEADER, *PLANNER), {"agents": 16}),
+    "fit": Part(one_fit, PLANNER, {"agents": 10}),
+    "hour": Part(an_hour, _LEADER, {"agents": 10, "minutes": 1}),
+    "etcd": Part(on_etcd, (*_LEADER, *PLANNER), {"agents": 10}),
+    "large": Part(partial(on_etcd, agents=LARGE_NODES), (*_LEADER, *PLANNER), {"agents": 20}),
 }
 
 if __name__ == "__main__":

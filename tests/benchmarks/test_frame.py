@@ -35,6 +35,13 @@ def measure(frame: ModuleType, path: Path, parts: dict[str, Any], *only: str) ->
     return [each for name in only or parts for each in results.measure(name, False)]
 
 
+def test_a_smallest_size_that_is_no_argument_of_its_part_is_refused_when_it_is_listed(
+    frame: ModuleType,
+) -> None:
+    with pytest.raises(TypeError, match="'coutn'"):
+        frame.Part(lambda count=3: iter(()), (), {"coutn": 1})
+
+
 def test_the_smallest_size_is_called_with_the_arguments_of_the_table(
     frame: ModuleType, row: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -125,6 +132,10 @@ def test_a_part_that_breaks_off_is_a_missed_goal_and_the_next_part_is_measured(
     parts = {"one": frame.Part(rows, ()), "two": of(frame, row("b", 1, ""))}
     measure(frame, tmp_path / "x.json", parts)
     assert written(tmp_path / "x.json") == [("a", 2), ("one: broke off", "no model"), ("b", 1)]
+    measure(frame, tmp_path / "x.json", {"one": of(frame, row("a", 3, "")), "two": of(frame, row("b", 1, ""))})
+    assert written(tmp_path / "x.json") == [("a", 3), ("b", 1)], (
+        "once it comes to its end, that is no goal any more"
+    )
 
 
 def test_a_goal_that_a_part_has_no_row_for_stays_and_is_missed_and_parts_that_are_no_more_go(
