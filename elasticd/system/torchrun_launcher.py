@@ -17,6 +17,7 @@ starts several, so it is set here:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -330,7 +331,8 @@ class _Ending:
 
 
 def _say(text: str) -> None:
-    print(f"elasticd: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads us any more, as after `| head`: the job goes on
+        print(f"elasticd: {text}", file=sys.stderr, flush=True)
 
 
 def _end(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
