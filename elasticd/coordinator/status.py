@@ -24,7 +24,7 @@ from elasticd.coordinator.events.training_speed import TrainingSpeed
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.faults.hangs import awaited
-from elasticd.machines.job.state.job_state import LIVE, JobState, NodeState
+from elasticd.machines.job.state.job_state import LIVE, JobPhase, JobState, NodeState
 
 
 def status(
@@ -148,10 +148,11 @@ def job_status(
 ) -> JobStatus:
     """One job. speed: of its newest steps. waits: whether to look whom it waits for. brief: without its plan
     and members."""
+    awaits = awaited(job, at, limit) if waits and job.phase in LIVE else ""
     return JobStatus(
         job=job.job,
         phase=job.phase.value,
-        reason=job.reason or (awaited(job, at, limit) if waits and job.phase in LIVE else ""),
+        reason=job.reason or _script_begins(job) or awaits,
         plan=None if brief else job.plan,
         proposal=job.proposal.number if job.proposal is not None else None,
         step=job.progress.step,
@@ -165,6 +166,15 @@ def job_status(
         batch=job.batch,
         members=() if brief else member_list(job),
     )
+
+
+def _script_begins(job: JobState) -> str:
+    """What a job waits for whose workers run, and have not all come to their Job."""
+    if job.phase is not JobPhase.ASSEMBLING or not job.joined:
+        return ""
+    there = len(job.workers)
+    have = f"{there} of {job.world_size} have" if there else "none has"
+    return f"its workers run, and {have} made an elasticd.Job so far"
 
 
 def member_list(job: JobState) -> tuple[MemberStatus, ...]:

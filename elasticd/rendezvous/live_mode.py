@@ -213,6 +213,7 @@ class AgentCalls:
 
     def __init__(self, path: str, seconds: float) -> None:
         self._ids = itertools.count(1)
+        self._end: Closed | None = None  # the job ended while something else was asked
         try:
             self._sock = unix_socket.connect(path, seconds)
         except OSError as error:
@@ -241,10 +242,14 @@ class AgentCalls:
                 return answer
             if isinstance(answer, Rejected | Shutdown):
                 raise RendezvousRefusal(answer.reason)
+            if isinstance(answer, Closed):
+                self._end = answer
         raise RuntimeError(f"{op} {key} in the leader's store: no answer from the agent")
 
     def news(self) -> Closed | Rejected | Shutdown | None:
         """What the agent said unasked, if anything: the job is over."""
+        if self._end is not None:
+            return self._end
         while select.select([self._sock], [], [], 0)[0]:
             data = unix_socket.receive(self._sock)
             if data is None:

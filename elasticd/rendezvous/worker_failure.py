@@ -27,8 +27,10 @@ _OF_PEERS = re.compile(
     r"DistBackendError|DistNetworkError|DistStoreError|gloo/transport/|Connection closed by peer|NCCL error|"
     r"ncclRemoteError|Connection reset by peer|Broken pipe|TCPStore"
 )
-#: Exceptions that tests and chaos plant in a script stand for the script's own.
-_PLANTED = "elasticd.testing."
+
+#: How exceptions of elasticd's begin that refuse no script: another rank was lost; one planted by a test is the
+#: script's own.
+_OF_FAULTS = ("elasticd.runtime.comm.", "elasticd.testing.")
 
 
 def failure_of(stderr: str, code: int, refusal: str = "") -> WorkerFailure:
@@ -55,7 +57,7 @@ def failure_of(stderr: str, code: int, refusal: str = "") -> WorkerFailure:
                     text=text,
                     traceback=trace[-MOST_TRACEBACK:],
                     code=code,
-                    refusal=kind.startswith("elasticd.") and not kind.startswith(_PLANTED),
+                    refusal=kind.startswith("elasticd.") and not kind.startswith(_OF_FAULTS),
                     lost_peer=bool(_OF_PEERS.search(f"{kind}: {text}")),
                 )
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")

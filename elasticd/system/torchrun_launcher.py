@@ -120,7 +120,7 @@ def launch(what: Launch) -> int:
     except CannotPlace as error:
         _say(str(error))
         return 1
-    code = _launched(what)
+    code = _launched(what, news)
     news.close()
     return code
 
@@ -139,6 +139,10 @@ class _News:
         if event.kind in ("finished", "stopped"):
             self._over.set()
 
+    def end_is_told(self) -> bool:
+        """Whether a line of the leader's has said how the job ended, now or within a moment."""
+        return self._over.wait(END_SECONDS)
+
     def close(self) -> None:
         """Ends the telling, once the job's end is told: the workers may have ended a moment before."""
         if self._lines.begun:
@@ -146,7 +150,7 @@ class _News:
         self.link.close()
 
 
-def _launched(what: Launch) -> int:
+def _launched(what: Launch, news: _News) -> int:
     with noted(NOTICES) as told, tempfile.TemporaryDirectory(prefix="elasticd-run-") as folder:
         ended = _run(what, what.mode, Path(folder), told)
         if ended.restart_mode and not told:
@@ -158,7 +162,7 @@ def _launched(what: Launch) -> int:
             return 128 + told[0]
         failed = [code for code in ended.codes.values() if code]
         if len(failed) < len(ended.codes):
-            if all(outcome.reason for outcome in ended.outcomes.values()):
+            if all(outcome.reason for outcome in ended.outcomes.values()) and not news.end_is_told():
                 _say(f"nothing to do: {ended.outcomes[0].reason}")
             return 0
         if why := _why(list(ended.outcomes.values())):

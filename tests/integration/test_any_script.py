@@ -221,3 +221,28 @@ def test_failure_of_a_script_in_restart_mode_is_in_the_status_and_the_events(lau
     for command in (("status", "failing"), ("logs", "failing"), ("jobs",)):
         assert "KeyError: 'inputs'" in launches.ask(*command), command
     assert "worker_lost" in kinds
+
+
+def test_nodes_of_a_script_without_a_job_all_go_on_in_restart_mode() -> None:
+    with Launches({"a": 1, "b": 1}) as launches:
+        folder = launches.cluster.folder / "two"
+        folder.mkdir()
+        command = ("--job", "two", "--nnodes", "2", DDP, "--steps=12", f"--folder={folder}")
+        runs = [launches.run(node, *command) for node in "ab"]
+        assert [run.wait() for run in runs] == [0, 0], [run.said for run in runs]
+        assert sorted(steps(runs[0].said) | steps(runs[1].said)) == list(range(12))
+        until(lambda: launches.restarting("two").get("phase") == "finished")
+        assert launches.restarting("two")["nodes"] == ("a", "b")
+        assert launches.job("two") == {}
+
+
+def test_script_that_is_long_in_coming_to_its_job_is_waited_for_and_stopped_at_once(launches: Launches) -> None:
+    run = launches.run("a", "--job", "slow", launches.script("import time\ntime.sleep(1000)\n"))
+    words = "its workers run, and none has made an elasticd.Job so far"
+    until(lambda: launches.job("slow").get("reason") == words, said(run))
+    assert launches.restarting("slow") == {}, "time is no evidence"
+    launches.cluster.call(stop(launches, "slow"))
+    assert run.wait(60) == 0
+    assert "stopped by a test" in launches.job("slow")["reason"]
+    assert len([line for line in run.ours if "stopped by a test" in line]) == 1, run.ours
+    assert "Traceback" not in run.said

@@ -1,4 +1,4 @@
-"""A script of Lightning's Trainer over DDP, which goes on from its last checkpoint."""
+"""A script of Lightning over DDP, which goes on from its last checkpoint. Rows are drawn by the step."""
 
 from __future__ import annotations
 
@@ -16,20 +16,6 @@ from torch import nn
 BATCH = 4
 
 
-class Rows(torch.utils.data.Dataset):
-    """Vectors, each a function of its index. A checkpoint lies at the end of an epoch: within one, Lightning
-    does not know which rows were trained on."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.randn(16, generator=torch.Generator().manual_seed(index))
-
-
 class Net(lightning.LightningModule):
     """A small autoencoder."""
 
@@ -38,8 +24,10 @@ class Net(lightning.LightningModule):
         self.net = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
         self.pause = pause
 
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        loss = (self.net(batch) - batch).square().mean()
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        seed = self.trainer.global_step * self.trainer.world_size + self.global_rank
+        rows = torch.randn(BATCH, 16, generator=torch.Generator().manual_seed(seed)).to(self.device)
+        loss = (self.net(rows) - rows).square().mean()
         time.sleep(self.pause)
         if self.trainer.is_global_zero:
             world = self.trainer.world_size
@@ -59,22 +47,20 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     options = parser.parse_args()
     lightning.seed_everything(0)
-    keep = ModelCheckpoint(
-        dirpath=options.folder, every_n_epochs=1, save_on_train_epoch_end=True, save_last=True
-    )
+    keep = ModelCheckpoint(dirpath=options.folder, every_n_train_steps=options.save_every, save_last=True)
     trainer = lightning.Trainer(
         accelerator="auto",
         devices=options.devices,
         strategy="ddp",
         max_steps=options.steps,
-        max_epochs=-1,
         callbacks=[keep],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     last = options.folder / "last.ckpt"
-    data = torch.utils.data.DataLoader(Rows(BATCH * options.devices * options.save_every), batch_size=BATCH)
+    steps = torch.utils.data.TensorDataset(torch.arange(options.steps * options.devices))
+    data = torch.utils.data.DataLoader(steps)
     trainer.fit(Net(options.pause), data, ckpt_path=str(last) if last.exists() else None)
 
 

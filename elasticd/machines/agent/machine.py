@@ -592,7 +592,8 @@ def _end_of_starting(state: AgentState, job: str, record: DoneRecord) -> tuple[E
     if not record.reason or job in state.plans:
         return ()
     there = {worker.device for worker in _workers(state, job)}
-    body = Rejected(reason=f"job {job} is over: {record.reason}")
+    reason = f"job {job} is over: {record.reason}"
+    body: ToWorker = Closed(reason=reason) if record.orderly else Rejected(reason=reason)
     waiting = []
     for client in state.clients.values():
         if client.job == job and isinstance(client.opening, Join):
