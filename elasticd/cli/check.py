@@ -17,7 +17,7 @@ class CannotCompare(click.ClickException):
     exit_code = 2
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def check(script: str, arguments: tuple[str, ...]) -> None:

@@ -23,7 +23,7 @@ from elasticd.wire.unix_socket import SOCKET_VARIABLE
 MAX_RESTARTS = 10
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "--job",
     metavar="NAME",

@@ -1,6 +1,6 @@
 """The torchrun of `elasticd run`: torch's own, which ends a script that would only fail again.
 
-    python -m elasticd.rendezvous.torchrun [options of torchrun] SCRIPT ...
+    python -m elasticd.rendezvous.torchrun [options of torchrun] -- SCRIPT ...
 
 Theory of operation. torch's agent starts workers that failed again, up to `--max-restarts`. That helps where a
 process was killed. A script that elasticd refuses, or that raises the same exception twice, fails each time. So
@@ -11,6 +11,7 @@ restarts that are left away where another one is of no use. At the end the launc
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
@@ -90,11 +91,24 @@ class Agent(LocalElasticAgent):
         super()._shutdown(death_sig, timeout)
 
 
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    """torchrun's options, with the script and its own arguments from behind the first "--".
+
+    torchrun itself looks for its options among the script's arguments, abbreviated ones too, and fills in what
+    looks like a macro of its own: the script gets them as they are.
+    """
+    border = arguments.index("--")
+    script, *its_arguments = (argument.replace("$", "$$") for argument in arguments[border + 1 :])
+    options: argparse.Namespace = run.parse_args([*arguments[:border], "script"])  # type: ignore[no-untyped-call]
+    options.training_script, options.training_script_args = script, its_arguments
+    return options
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs until the workers are through; the exit code, which is the script's where that failed."""
     if "LOGLEVEL" not in os.environ:  # the launcher says in a line how it ended
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    options = run.parse_args(arguments)  # type: ignore[no-untyped-call]
+    options = parsed(sys.argv[1:] if arguments is None else arguments)
     config, command, script = run.config_from_args(options)
     config.logs_specs = WorkerOutput(
         OutputLink(options.rdzv_endpoint or default_path(), options.rdzv_id),

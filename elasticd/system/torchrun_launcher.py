@@ -53,6 +53,8 @@ _POLL = 0.1
 END_SECONDS = 1.0
 #: Seconds in which a second Ctrl-C is the first one's echo: some programs pass on what a terminal sends to all.
 CTRL_C_SECONDS = 1.0
+#: Seconds in which torchruns end that end for one reason. Only others that are left after them go on.
+ALIKE_SECONDS = 2.0
 #: Seconds for the other torchruns to end once one knows that its script makes no Job: no worker has trained.
 _SWITCH_SECONDS = 5.0
 
@@ -195,6 +197,7 @@ def _start(what: Launch, mode: Mode, index: int, folder: Path) -> _Torchrun:
         f"--rdzv-conf=mode={mode}",
         f"--rdzv-id={what.job}",
         *(("-m",) if what.module else ()),
+        "--",
         *what.command,
     ]
     if mode == "restart":
@@ -277,16 +280,20 @@ def restart_environment(what: Launch, ours: Mapping[str, str]) -> dict[str, str]
 
 
 def _wait(torchruns: list[_Torchrun], told: list[int]) -> _Ended:
-    ended, ending = _Ended(), _Ending(torchruns)
+    ended, ending, out = _Ended(), _Ending(torchruns), dict[int, float]()
     while len(ended.codes) < len(torchruns) and not ended.restart_mode:
         ending.hear(told)
+        now = time.monotonic()
         for index, torchrun in enumerate(torchruns):
             if index not in ended.codes and (code := torchrun.process.poll()) is not None:
                 ended.codes[index] = code
                 outcome = ended.outcomes[index] = read_outcome(torchrun.outcome)
-                of_job = outcome.restart_mode or outcome.final  # the others hear of it, too
-                if code and len(ended.codes) < len(torchruns) and not told and not of_job:
-                    _say(f"{torchrun.words} is out, torchrun ended with code {code}: the others go on")
+                if code and not (outcome.restart_mode or outcome.final):  # else the others hear of it, too
+                    out[index] = now + ALIKE_SECONDS
+        for index in [index for index, due in out.items() if now > due and not told]:
+            code, words = ended.codes[index], torchruns[index].words
+            _say(f"{words} is out, torchrun ended with code {code}: the others go on")
+            del out[index]
         time.sleep(_POLL)
     return ended
 

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from elasticd.cli.app import elasticd
+from elasticd.system import torchrun_launcher
 from elasticd.system.torchrun_launcher import GPUS_VARIABLE, THREADS_VARIABLE, Launch, environment, visible
 from elasticd.wire import unix_socket
 from elasticd.wire.unix_socket import SLOT_VARIABLE
@@ -170,6 +171,37 @@ def test_no_torchrun_outlives_it(number: signal.Signals, tmp_path: Path) -> None
         process.kill()
         process.wait()
         silent.close()
+
+
+def waited(tmp_path: Path, *commands: str) -> None:
+    """Waits for shells in the place of torchruns, the devices of which are 0, 1, ..."""
+    processes = [subprocess.Popen(["sh", "-c", command]) for command in commands]
+    torchruns = [
+        torchrun_launcher._Torchrun(process=process, outcome=tmp_path / "none", words=f"device {index}")
+        for index, process in enumerate(processes)
+    ]
+    torchrun_launcher._wait(torchruns, [])
+
+
+def test_others_go_on_only_where_some_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        (tmp_path / "go").touch()
+
+    monkeypatch.setattr(torchrun_launcher, "_say", say)
+    monkeypatch.setattr(torchrun_launcher, "ALIKE_SECONDS", 2 * DEADLINE)
+    waited(tmp_path, "exit 2", "exit 2")
+    assert said == []
+    monkeypatch.setattr(torchrun_launcher, "ALIKE_SECONDS", 0.0)
+    waited(tmp_path, f"until [ -e {tmp_path}/go ]; do sleep 0.05; done", "exit 2")
+    assert said == ["device 1 is out, torchrun ended with code 2: the others go on"]
+
+
+def test_an_option_that_there_is_not_is_named(tmp_path: Path) -> None:
+    result = CliRunner().invoke(elasticd, ["run", "--nproc-per-node", "2", "train.py"])
+    assert "No such option '--nproc-per-node" in result.output
 
 
 def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[str, str]:

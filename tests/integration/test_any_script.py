@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from elasticd.testing.waiting import until
-from tests import sizes
+from tests import forkserver, sizes
 from tests.integration.launches import Launched, Launches, reaches, steps, torchrun_workers
 from tests.integration.torchruns import EXAMPLES
 
@@ -72,6 +72,29 @@ def test_script_that_raises_the_same_exception_twice_ends_at_once_with_one_line_
     assert any("KeyError: 'inputs'" in text for text in texts)
     for command in (("status", "wrong"), ("why", "wrong"), ("logs", "wrong"), ("jobs",)):
         assert "KeyError: 'inputs'" in launches.ask(*command), command
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("argued.py", "--log", "3", "-h", "--nnodes", "9", "${local_rank}"),
+        ("argued.py", "--", "--log", "3"),
+        ("-m", "argued", "--log", "3", "-m", "--"),
+    ],
+    ids=" ".join,
+)
+def test_script_gets_the_arguments_behind_it_as_they_are_in_either_mode(
+    command: tuple[str, ...], launches: Launches
+) -> None:
+    script = launches.script("import sys\nprint(repr(sys.argv[1:]), flush=True)\n", "argued.py")
+    expected = repr([*command[2 if command[0] == "-m" else 1 :]])
+    named = [str(script) if word == script.name else word for word in command]
+    path = f"{script.parent}:{forkserver.ROOT}"
+    for mode in ("live", "restart"):
+        options = ("--job", f"argued-{mode}", "--devices", "1", "--mode", mode)
+        run = launches.run("a", *options, *named, PYTHONPATH=path)
+        assert run.wait() == 0, run.said
+        assert expected in run.said
 
 
 def test_exit_code_of_a_script_that_fails_is_that_of_elasticd_run(launches: Launches) -> None:
