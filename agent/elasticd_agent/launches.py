@@ -10,10 +10,13 @@ import logging
 import os
 from collections.abc import Callable
 
+import msgspec
+
 from elasticd.machines.agent.state import Event, LinkUp
 from elasticd.records import NodeRecord
 from elasticd.system import output_ring
 from elasticd.wire.launch import (
+    FollowEvents,
     Following,
     FollowJob,
     Happened,
@@ -51,7 +54,7 @@ class Launches:
     ) -> None:
         self._record, self._used, self._say, self._tell = record, used, say, tell
         self._rings: dict[tuple[str, str], int] = {}
-        self._launchers: dict[str, str] = {}
+        self._launchers: dict[str, FollowEvents] = {}
 
     def hear(self, client: str, body: OfLaunch, fd: int | None) -> None:
         """Takes a client's message, with the descriptor that came with it."""
@@ -59,9 +62,14 @@ class Launches:
             self._keep(client, body, fd)
             return
         _close(fd)
-        self._launchers[client] = body.job
+        self._launchers.pop(client, None)
+        used = {**self._reserved(), **self._used()}
+        if all(used.get(device, body.job) == body.job for device in self._devices(body)):
+            self._launchers[client] = body
+        else:
+            self._launchers[client] = msgspec.structs.replace(body, slots=())
         devices = tuple(device.name for device in self._record().devices)
-        self._say(client, Following(devices=devices, used=self._used()))
+        self._say(client, Following(devices=devices, used=used))
         self._tell(FollowJob(job=body.job))
 
     def gone(self, client: str) -> None:
@@ -71,13 +79,13 @@ class Launches:
     def observe(self, event: Event) -> None:
         """Takes an event of the agent's machine: a new leader is told which jobs launchers follow."""
         if isinstance(event, LinkUp):
-            for job in sorted({*self._launchers.values()}):
+            for job in sorted({launcher.job for launcher in self._launchers.values()}):
                 self._tell(FollowJob(job=job))
 
     def happened(self, message: Happened) -> None:
         """Passes an event of the leader's on."""
-        for client, job in self._launchers.items():
-            if job == message.job:
+        for client, launcher in self._launchers.items():
+            if launcher.job == message.job:
                 self._say(client, message)
 
     def read(self, message: ReadOutput) -> None:
@@ -100,6 +108,14 @@ class Launches:
         for fd in self._rings.values():
             os.close(fd)
         self._rings.clear()
+
+    def _devices(self, launcher: FollowEvents) -> list[str]:
+        """The devices that a launcher wants, or has."""
+        return [f"{self._record().node}/{slot}" for slot in launcher.slots]
+
+    def _reserved(self) -> dict[str, str]:
+        """The devices that launchers have, each with its job: their workers may not be there yet."""
+        return {device: one.job for one in self._launchers.values() for device in self._devices(one)}
 
     def _keep(self, client: str, body: KeepOutput, fd: int | None) -> None:
         if fd is None or not output_ring.is_ring(fd):

@@ -151,6 +151,7 @@ def run(
         command=(script, *arguments),
         module=module,
         slots=ids if not gpus else None,
+        named=ids is not None,
         spare=spare,
         output=msgspec.structs.replace(output, label=(count > 1) if label is None else label),
     )

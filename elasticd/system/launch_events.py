@@ -37,6 +37,7 @@ class LaunchLink:
         self._path, self._job, self._happened = path, job, happened
         self.refusal = ""  # why there is no agent, and what to do
         self._following: Following | None = None
+        self._slots: tuple[int, ...] = ()
         self._answered = threading.Event()
         self._sock: socket.socket | None = None
         self._ended = False
@@ -46,6 +47,19 @@ class LaunchLink:
         """The devices of this node; None where no agent says so in time."""
         self._answered.wait(AGENT_SECONDS + ANSWER_SECONDS)
         return self._following
+
+    def take(self, slots: tuple[int, ...]) -> Following | None:
+        """Reserves these devices in place of those before, until this launcher hangs up. The agent's answer; if
+        it says that another job uses one of them, none is reserved. None where no agent answers."""
+        self._slots = slots
+        self._answered.clear()
+        with contextlib.suppress(OSError):
+            if self._sock is not None:
+                self._follow(self._sock)
+        return self._following if self._answered.wait(ANSWER_SECONDS) else None
+
+    def _follow(self, sock: socket.socket) -> None:
+        unix_socket.send(sock, encode(FollowEvents(job=self._job, slots=self._slots, release=__version__)))
 
     def close(self) -> None:
         """Hangs up, once what the agent has said is told."""
@@ -66,7 +80,7 @@ class LaunchLink:
         while not self._ended:
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 self._sock = self._connected(patience)
-                unix_socket.send(self._sock, encode(FollowEvents(job=self._job, release=__version__)))
+                self._follow(self._sock)
                 while (data := unix_socket.receive(self._sock)) is not None:
                     answer = to_worker(data)
                     if isinstance(answer, Following):

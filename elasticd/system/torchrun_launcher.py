@@ -78,7 +78,8 @@ class Launch:
     max_restarts: int
     command: tuple[str, ...]
     module: bool = False
-    slots: tuple[int, ...] | None = None  # of the node's devices, where the user names them
+    slots: tuple[int, ...] | None = None  # of the node's devices (None: as `gpus` are, or the first ones)
+    named: bool = False  # the user names the devices: no others will do
     spare: tuple[
         str, ...
     ] = ()  # further GPUs of this node, which may be used in place of those that others use
@@ -118,7 +119,7 @@ def launch(what: Launch) -> int:
         _say(news.link.refusal)
         return 1
     try:
-        what = placed(what, following)
+        what = _reserved(what, following, news.link)
     except CannotPlace as error:
         _say(str(error))
         return 1
@@ -216,28 +217,65 @@ class CannotPlace(Exception):
     """There are not enough free devices; the message says what to do."""
 
 
+def _reserved(what: Launch, following: Following | None, link: LaunchLink) -> Launch:
+    """The launch on devices that are its own from now on. Raises CannotPlace."""
+    chosen = placed(what, following)
+    while (following := link.take(slots(chosen))) is not None and _taken(what, following) & {*slots(chosen)}:
+        before, chosen = chosen, placed(what, following)  # another launcher was faster
+        if slots(chosen) == slots(before):  # GPUs whose numbers are unknown: there is no other choice
+            raise CannotPlace(f"devices that this job needs are used: {_uses(what, following)}: end a job")
+    return chosen
+
+
 def placed(what: Launch, following: Following | None) -> Launch:
     """The launch on devices that no other job uses, in place of the node's first ones. Raises CannotPlace."""
-    if following is None or what.slots is not None:
+    if following is None:
         return what
-    others = {int(name.rpartition("/")[2]): job for name, job in following.used.items() if job != what.job}
-    if not others.keys() & set(slots(what)):
+    _check_there(what, following)
+    taken = _taken(what, following)
+    if not taken & {*slots(what)}:
         return what
+    if what.named:
+        ids, used = ",".join(map(str, slots(what))), _uses(what, following)
+        raise CannotPlace(f"--device-ids {ids}: used are {used}: name others, or end a job (elasticd stop)")
     if what.gpus:
-        names = [name for name in (*what.gpus, *what.spare) if not (name.isdigit() and int(name) in others)]
+        names = [name for name in (*what.gpus, *what.spare) if not (name.isdigit() and int(name) in taken)]
         free = len(names)
         changed = replace(what, gpus=tuple(names[: what.devices]))
     else:
-        indices = [index for index in range(len(following.devices)) if index not in others]
+        indices = [index for index in range(len(following.devices)) if index not in taken]
         free = len(indices)
         changed = replace(what, slots=tuple(indices[: what.devices]))
     if free >= what.devices:
         return changed
-    used = ", ".join(f"{name} by job {job}" for name, job in sorted(following.used.items()) if job != what.job)
     remedy = (
         f"ask for --devices {free}, or end a job" if free else "end a job (elasticd stop), or use another node"
     )
+    used = _uses(what, following)
     raise CannotPlace(f"{what.devices} devices are asked for, and {free} are free: used are {used}: {remedy}")
+
+
+def _taken(what: Launch, following: Following) -> set[int]:
+    """The devices that other jobs use, by their numbers on the node."""
+    return {int(name.rpartition("/")[2]) for name, job in following.used.items() if job != what.job}
+
+
+def _uses(what: Launch, following: Following) -> str:
+    """The same in words."""
+    return ", ".join(f"{name} by job {job}" for name, job in sorted(following.used.items()) if job != what.job)
+
+
+def _check_there(what: Launch, following: Following) -> None:
+    """Raises CannotPlace where the node has too few devices, or not those that are named."""
+    count = len(following.devices)
+    lacking = ",".join(str(slot) for slot in slots(what) if slot >= count)
+    if not lacking or not count:
+        return
+    node = following.devices[0].rpartition("/")[0]
+    if what.named or what.gpus:
+        there = f"0 to {count - 1}" if count > 1 else "0 alone"
+        raise CannotPlace(f"{'--device-ids' if what.named else 'GPU'} {lacking}: {node} has {there}")
+    raise CannotPlace(f"--devices {what.devices}: {node} has {count}: ask for --devices {count} at most")
 
 
 def visible(ours: Mapping[str, str]) -> tuple[str, ...] | None:

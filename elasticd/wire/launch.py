@@ -26,9 +26,11 @@ class KeepOutput(Message, frozen=True, kw_only=True, tag="keep-output"):
 
 
 class FollowEvents(Message, frozen=True, kw_only=True, tag="follow-events"):
-    """A launcher is to hear what happens to its job."""
+    """A launcher is to hear what happens to its job. It says so again with the devices that it wants, and has
+    them until it hangs up, unless the answer says that another job uses one."""
 
     job: str  # the job's name
+    slots: tuple[int, ...] = ()  # indices of these devices on the node
     release: str = ""  # of the sender's elasticd
 
 
@@ -46,7 +48,7 @@ class Following(Message, frozen=True, kw_only=True, tag="following-events"):
     """The answer to `FollowEvents`."""
 
     devices: tuple[str, ...]  # of this node, "node/index"
-    used: dict[str, str]  # devices that have a worker or a torchrun: by device, the job
+    used: dict[str, str]  # devices that have a worker, a torchrun or a launcher: by device, the job
 
 
 class Happened(Message, frozen=True, kw_only=True, tag="event-of-job"):

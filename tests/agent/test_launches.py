@@ -113,3 +113,22 @@ def test_launchers_hear_of_their_own_job_and_each_leader_of_what_they_follow(nod
     node.launches.gone("x")
     node.launches.observe(LinkUp())
     assert node.told[2:] == [FollowJob(job="b")]
+
+
+def test_a_device_that_a_launcher_has_is_no_other_jobs_until_it_hangs_up(node: Node) -> None:
+    def asks(client: str, job: str, *slots: int) -> dict[str, str]:
+        node.launches.hear(client, FollowEvents(job=job, slots=slots), None)
+        _, answer = node.said[-1]
+        used: dict[str, str] = answer.used
+        return used
+
+    assert asks("x", "a", 0) == {}
+    assert asks("y", "b", 0, 1) == {"alpha/0": "a"}, "and has none then"
+    assert asks("z", "c", 1) == {"alpha/0": "a"}
+    assert asks("y", "b") == {"alpha/0": "a", "alpha/1": "c"}
+    assert asks("w", "a", 0) == {"alpha/0": "a", "alpha/1": "c"}, "its own job's are no other job's"
+    node.launches.gone("w")
+    node.launches.gone("x")
+    assert asks("y", "b", 0) == {"alpha/1": "c"}
+    node.used = {"alpha/0": "b"}
+    assert asks("x", "a", 0) == {"alpha/0": "b", "alpha/1": "c"}

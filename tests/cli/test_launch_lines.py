@@ -90,7 +90,7 @@ def following(used: dict[int, str], devices: int = 4) -> Following:
         (launch(), {0: "other"}, (1, 2)),
         (launch(), {0: "other", 2: "more"}, (1, 3)),
         (launch(), {0: "j", 1: "j"}, (0, 1)),
-        (launch(slots=(3, 0)), {0: "other"}, (3, 0)),
+        (launch(slots=(3, 0), named=True), {0: "j", 1: "other"}, (3, 0)),
         (launch(gpus=("0", "1"), spare=("2", "3")), {1: "other"}, (0, 2)),
         (launch(gpus=("4", "6")), {4: "j"}, (4, 6)),
     ],
@@ -98,7 +98,7 @@ def following(used: dict[int, str], devices: int = 4) -> Following:
 def test_free_devices_are_taken_unless_the_user_names_some(
     what: Launch, used: dict[int, str], found: tuple[int, ...]
 ) -> None:
-    assert slots(placed(what, following(used))) == found
+    assert slots(placed(what, following(used, devices=8))) == found
 
 
 def test_too_few_free_devices_are_refused_with_the_remedy() -> None:
@@ -106,7 +106,30 @@ def test_too_few_free_devices_are_refused_with_the_remedy() -> None:
         placed(launch(), following({0: "x", 1: "x", 2: "x"}))
     with pytest.raises(CannotPlace, match="elasticd stop"):
         placed(launch(gpus=("0", "1")), following({0: "x", 1: "x"}))
+    with pytest.raises(CannotPlace, match=r"--device-ids 3,0: used are a/0 by job x: name others"):
+        placed(launch(slots=(3, 0), named=True), following({0: "x"}))
+    with pytest.raises(CannotPlace, match=r"--device-ids 0,1: used are a/0 by job x: name others"):
+        placed(launch(gpus=("0", "1"), named=True), following({0: "x"}))
     assert slots(placed(launch(), None)) == (0, 1), "no agent says what is free"
+
+
+@pytest.mark.parametrize(
+    ("what", "devices", "words"),
+    [
+        (launch(5), 3, "--devices 5: a has 3: ask for --devices 3 at most"),
+        (launch(1, slots=(7,), named=True), 3, "--device-ids 7: a has 0 to 2"),
+        (launch(2, slots=(0, 1), named=True), 1, "--device-ids 1: a has 0 alone"),
+        (launch(2, gpus=("6", "7"), named=True), 4, "--device-ids 6,7: a has 0 to 3"),
+        (launch(1, gpus=("5",)), 4, "GPU 5: a has 0 to 3"),
+    ],
+)
+def test_devices_that_the_node_has_not_are_refused_whatever_is_free(
+    what: Launch, devices: int, words: str
+) -> None:
+    for used in ({}, {0: "x", 1: "x"}):
+        with pytest.raises(CannotPlace) as refusal:
+            placed(what, following(used, devices))
+        assert str(refusal.value) == words
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,22 @@ def test_second_job_takes_free_devices_and_is_told_what_to_do_where_there_are_to
         assert run.wait() == 128 + signal.SIGUSR1, run.said
 
 
+def test_jobs_that_are_started_at_once_take_devices_of_their_own(launches: Launches) -> None:
+    script = launches.script(
+        "import os, time\nprint('slot', os.environ['ELASTICD_SLOT'])\ntime.sleep(3600)\n", "at.py"
+    )
+    runs = [launches.run("alpha", "--job", f"at{job}", "--devices", "1", script) for job in range(3)]
+
+    def devices() -> list[str]:
+        return sorted(line[-1] for run in runs for line in run.said.splitlines() if line.startswith("slot "))
+
+    until(lambda: len(devices()) == 3, lambda: "\n".join(run.said for run in runs))
+    assert devices() == ["0", "1", "2"]
+    for run in runs:
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 128 + signal.SIGTERM, run.said
+
+
 def test_output_of_a_worker_is_read_over_the_coordinator_and_lives_on_after_it(launches: Launches) -> None:
     run = start(launches, "read", "--devices", "2")
     trains(run, "alpha/0", "alpha/1")

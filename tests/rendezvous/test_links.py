@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import select
 import socket
@@ -90,10 +91,17 @@ def test_launcher_follows_its_job_from_one_agent_to_the_next(path: Path) -> None
                 agents[0].close()
                 agents.append(AgentOf(path))
             body, _ = agents[-1].hear()
-            assert body == FollowEvents(job="job", release=body.release)  # type: ignore[attr-defined]
+            slots = (0,) if turn else ()
+            assert body == FollowEvents(job="job", slots=slots, release=body.release)  # type: ignore[attr-defined]
             agents[-1].say(Following(devices=("a/0",), used={}))
             agents[-1].say(Happened(job="job", kind="recorded", text=f"event {turn}"))
             until(lambda turn=turn: f"event {turn}" in heard)
+            if not turn:
+                with concurrent.futures.ThreadPoolExecutor() as threads:
+                    answer = threads.submit(link.take, (0,))
+                    body, _ = agents[-1].hear()
+                    agents[-1].say(Following(devices=("a/0",), used={"a/0": "job"}))
+                    assert answer.result().used == {"a/0": "job"}
         assert link.following() == Following(devices=("a/0",), used={})
     finally:
         link.close()
