@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -19,6 +19,8 @@ import msgspec
 
 from elasticd.codec.decoding import log_once, shown, skip
 from elasticd.codec.message import Message, protocol_refusal
+from elasticd.machines.agent import machine
+from elasticd.machines.agent.state import AgentState, Event, Held
 from elasticd.names import harmless, name_refusal
 from elasticd.records import Keys, NodeRecord, OutRecord, decode
 from elasticd.store.confirm import settle
@@ -68,6 +70,7 @@ class _Client:
     pid: int
     present: Present | None = None
     watching: Watching | None = None
+    slots: tuple[int, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -106,8 +109,8 @@ class _Job:
 
 
 class Rounds:
-    """`take` hears the socket first, on the running loop; `send` and `dismiss` answer. `live` tells whether a
-    job of this name runs in the other mode."""
+    """`take` hears the socket first, on the running loop; `send` and `dismiss` answer. `state` gives that of
+    the agent's machine, which `emit` tells of the devices that torchruns hold."""
 
     def __init__(
         self,
@@ -116,14 +119,16 @@ class Rounds:
         registrar: Registrar,
         record: NodeRecord,
         *,
-        live: Callable[[str], bool],
+        state: Callable[[], AgentState],
+        emit: Callable[[Event], None],
         tell: Callable[[ToLeader], None],
         send: Callable[[str, ToWorker], None],
         dismiss: Callable[[str, str], None],
     ) -> None:
         self._store, self._keys, self._registrar = store, keys, registrar
         self._node, self._address = record.node, record.address
-        self._live, self._tell, self._send, self._dismiss = live, tell, send, dismiss
+        self._state, self._emit = state, emit
+        self._tell, self._send, self._dismiss = tell, send, dismiss
         self._loop = asyncio.get_running_loop()
         self._clients: dict[str, _Client] = {}
         self._jobs: dict[str, _Job] = {}
@@ -148,7 +153,7 @@ class Rounds:
             self._run(self._ask(client, known.job, body))
         elif isinstance(body, Lap) and known.watching is not None:
             # A hint to the leader: where there is none, nothing is lost but the lap.
-            device = f"{self._node}/{known.watching.local_rank}"
+            device = f"{self._node}/{self._slot(known.watching)}"
             self._tell(StepTime(device=device, by=known.watching, lap=body))
         return True
 
@@ -157,15 +162,18 @@ class Rounds:
             self._dismiss(client, reason)
             return
         watching = body if isinstance(body, Watching) else None
-        self._clients[client] = _Client(job=body.job, pid=pid, watching=watching)
-        if watching is None:
+        known = self._clients[client] = _Client(job=body.job, pid=pid, watching=watching)
+        if isinstance(body, Attend):
+            self._hold(client, known, body.slots)
             self._send(client, Attending(address=self._address))
 
     def _ended(self, client: str, known: _Client) -> None:
         del self._clients[client]
         self._let_go(known.job)
         if known.present is not None:
-            self._run(self._bury(known.job, known.pid, known.present))
+            self._run(self._bury(client, known, known.present))
+        else:
+            self._hold(client, known, ())
 
     def _let_go(self, name: str) -> None:
         """Once nobody on this node asks for a job, it is not watched any more: names are never used up."""
@@ -179,13 +187,46 @@ class Rounds:
         if job.watch is not None:
             job.watch.cancel()
 
-    async def _bury(self, job: str, pid: int, present: Present) -> None:
-        """A torchrun hung up: one that lives may only be coming anew."""
+    def _hold(self, client: str, known: _Client, slots: tuple[int, ...]) -> None:
+        """The devices of these indices are the job's from now on; those that this agent does not have count for
+        nothing, as torch's own launcher may start more processes."""
+        if slots != known.slots:
+            known.slots = slots
+            devices = frozenset(self._devices(slots))
+            self._emit(Held(client=client, job=known.job, devices=devices))
+
+    def _devices(self, slots: Iterable[int]) -> list[str]:
+        there = {device.name for device in self._state().record.devices}
+        return [name for slot in slots if (name := f"{self._node}/{slot}") in there]
+
+    def _slot(self, watching: Watching) -> int:
+        """The device's index of a process that is watched."""
+        for known in self._clients.values():
+            if known.present is not None and known.present.name == watching.torchrun:
+                slots = known.slots
+                return slots[watching.local_rank] if watching.local_rank < len(slots) else watching.local_rank
+        return watching.local_rank
+
+    async def _bury(self, client: str, known: _Client, present: Present) -> None:
+        """A torchrun hung up: one that lives may only be coming anew. Its devices are free once its workers are
+        ended."""
+        job, pid = known.job, known.pid
+        try:
+            if not await self._is_gone(job, pid, present):
+                return
+        finally:
+            self._hold(client, known, ())
+        await asyncio.sleep(ENDED_SECONDS)
+        if not self._is_here(job, present.name):
+            self._registrar.release(self._key(job, present.name))
+
+    async def _is_gone(self, job: str, pid: int, present: Present) -> bool:
+        """Whether it does not come anew; what it left is ended then, and the others know."""
         deadline = self._loop.time() + RETURN_SECONDS
         while not present.left and not orphans.has_ended(pid) and self._loop.time() < deadline:
             await asyncio.sleep(0.05)
             if self._is_here(job, present.name):
-                return
+                return False
         self._tell_state(job, present, died=True)
         record = Torchrun(node=self._node, store="", status="left" if present.left else "died")
         self._registrar.hold(self._key(job, present.name), msgspec.json.encode(record))
@@ -195,9 +236,7 @@ class Rounds:
                 _log.warning(
                     "torchrun %s of job %s is gone: its workers %s are ended", present.name, job, ended
                 )
-        await asyncio.sleep(ENDED_SECONDS)
-        if not self._is_here(job, present.name):
-            self._registrar.release(self._key(job, present.name))
+        return True
 
     def _is_here(self, job: str, name: str) -> bool:
         return any(
@@ -225,12 +264,14 @@ class Rounds:
             if not harmless(body.job):
                 return why
             log_once(("job", body.job), f"{why}; a later release refuses it")
-        if self._live(body.job):
+        state = self._state()
+        if body.job in state.plans and body.job not in state.done:
             return (
                 f"job {body.job!r} runs in live mode: start this part of it without --mode restart "
                 "(--rdzv-conf=mode=restart), or give this job another name"
             )
-        return ""
+        slots = body.slots if isinstance(body, Attend) else ()
+        return machine.cannot_hold(state, body.job, [f"{self._node}/{slot}" for slot in slots])
 
     def _appear(self, client: str, known: _Client, body: Present) -> None:
         if known.present is not None and known.present.name != body.name:
@@ -244,6 +285,8 @@ class Rounds:
             )
             return
         if not self._may_write(client, body.id, len(body.name) + len(body.store)):
+            return
+        if not self._holds(client, known, body):
             return
         before, known.present = known.present, body
         self._tell_state(known.job, body)
@@ -264,6 +307,17 @@ class Rounds:
                 self._loop.call_soon_threadsafe(answer, why)
 
         self._registrar.hold(self._key(known.job, body.name), msgspec.json.encode(record), told)
+
+    def _holds(self, client: str, known: _Client, body: Present) -> bool:
+        """Whether a torchrun may have the devices that it says it has; if not, it is told why."""
+        slots = body.at_work.slots if body.at_work is not None and not body.left else known.slots
+        if slots == known.slots:
+            return True
+        if why := machine.cannot_hold(self._state(), known.job, self._devices(slots)):
+            self._dismiss(client, why)
+            return False
+        self._hold(client, known, slots)
+        return True
 
     def _tell_state(self, job: str, present: Present, *, died: bool = False) -> None:
         """To the leader, which keeps nothing of it: it is said again and again."""

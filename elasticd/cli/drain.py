@@ -39,10 +39,10 @@ def drain(api: Api, undo: bool, wait: float, node: str) -> None:
         time.sleep(_POLL)
     if left and wait:
         raise click.ClickException(
-            f"plans still use {left} devices of node {node}, which goes on to be drained: 'elasticd status' "
-            "shows which"
+            f"jobs still use {left} devices of node {node}, which goes on to be drained: 'elasticd status' "
+            "shows which; a job in restart mode has no plans, and leaves once you stop its torchrun there"
         )
-    click.echo(f"node {node} is being drained" if left else f"no plan uses node {node}: it can be stopped")
+    click.echo(f"node {node} is being drained" if left else f"no job uses node {node}: it can be stopped")
 
 
 def _left(api: Api, node: str) -> int:

@@ -251,7 +251,9 @@ def uses_of(cluster: ClusterStatus, *, over: bool = False) -> dict[str, DeviceUs
     that are over count too."""
     uses: dict[str, DeviceUse] = {}
     for restarting in cluster.restarts:
-        uses |= {device: DeviceUse(job=restarting.job) for device in restarting.devices}
+        if over or not restarting.over:
+            used = {*restarting.members, *restarting.devices}
+            uses |= {device: DeviceUse(job=restarting.job) for device in sorted(used)}
     for job in cluster.jobs:
         if job.over and not over:
             continue

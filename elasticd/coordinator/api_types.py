@@ -121,6 +121,7 @@ class RestartStatus(Value, frozen=True, kw_only=True):
     out: dict[str, str]  # torchruns that take no part, with the reason
     phase: str = "running"  # gathering, running, finished, failed or stopped
     nodes: tuple[str, ...] = ()  # of its torchruns
+    members: tuple[str, ...] = ()  # devices that its torchruns hold
     workers: int = 0  # of them in all (0: not known)
     restarts: int = 0  # how often its workers were started again
     sentence: str = ""  # all that in words, with why it failed

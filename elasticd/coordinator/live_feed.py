@@ -471,6 +471,7 @@ def _restarting(known: FeedSource) -> tuple[live.RestartingJob, ...]:
             out=job.out,
             phase=job.phase,
             nodes=job.nodes,
+            members=job.members,
             workers=job.workers,
             restarts=job.restarts,
             sentence=job.sentence,

@@ -40,13 +40,15 @@ def status(
     clock, `at` those of the machine's, which stands still while the store is away; `speeds` are those of jobs,
     with their newest steps."""
     found, slow, used = state.slowdowns, slowness(state), members(state)
+    restarting_jobs = restarting(restarts, now)
+    used += Counter(node_of(device) for job in restarting_jobs for device in job.members)
     limit = state.settings.detect.outside_seconds
     return ClusterStatus(
         cluster=cluster,
         leader=leader,
         nodes=tuple(node_status(node, found, slow, used[name]) for name, node in sorted(state.nodes.items())),
         jobs=tuple(job_status(job, at, limit, speeds.get(name)) for name, job in sorted(state.jobs.items())),
-        restarts=restarting(restarts, now),
+        restarts=restarting_jobs,
         paused=state.settings.policy.paused,
         links=links(state),
     )
@@ -79,6 +81,7 @@ def _restarting(job: RestartJob, now: float) -> RestartStatus:
         out=job.out,
         phase=job.phase(now),
         nodes=tuple(sorted({known.node for known in job.torchruns.values()})),
+        members=job.members(now),
         workers=sum(known.state.at_work.workers for known in job.torchruns.values()),
         restarts=max((known.state.at_work.restarts for known in job.torchruns.values()), default=0),
         sentence=job.sentence(now),

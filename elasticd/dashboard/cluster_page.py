@@ -94,7 +94,7 @@ def state_of(known: Knowledge, node: NodeStatus, device: str) -> views.DeviceSta
         return "unused"
     if use.carrier:
         return "state"
-    return "standby" if use.place is None else "healthy"
+    return "standby" if use.place is None and not use.restarts else "healthy"
 
 
 def hung(cluster: ClusterNow, job: str, device: str) -> bool:
@@ -156,8 +156,8 @@ def _nodes(known: Knowledge, rows: Iterable[views.NodeRow]) -> Iterator[views.Ab
             began = known.began.get(("unreachable" if whole == "unreachable" else "drained", row.node))
             why = {
                 "unreachable": "its agent is not connected; its workers may well train on",
-                "draining": f"plans still use {row.members} of its devices",
-                "drained": "no plan uses it: it can be stopped",
+                "draining": f"jobs still use {row.members} of its devices",
+                "drained": "no job uses it: it can be stopped",
             }[whole]
             yield _row("node", row.node, whole, why, began)
         health = known.cluster.health.get(row.node)

@@ -59,7 +59,11 @@ def device_view(
         memory=device.memory,
         connected=node.connected,
         draining=node.draining,
-        use=why.use(plan, name) if plan is not None else "no job uses it",
+        use=why.use(plan, name)
+        if plan is not None
+        else f"job {shown.job} in restart mode"
+        if shown.job
+        else "no job uses it",
         kind=slowness.kind.word if slowness is not None else "",
         kind_reason=slowness.reason if slowness is not None else "",
         causes=causes(now, name),

@@ -71,6 +71,7 @@ class Use(Value, frozen=True, kw_only=True):
     job: str
     place: Place | None = None  # None: it does not compute
     carrier: bool = False  # it keeps state alone
+    restarts: bool = False  # the job is in restart mode, which has no plans
 
 
 @dataclass(slots=True)
@@ -208,7 +209,7 @@ class Knowledge:
         return True
 
     def _touch(self, news: live.AnyNews, devices: Iterable[str]) -> None:
-        if isinstance(news, live.PlanNews | live.JobGone) or (
+        if isinstance(news, live.PlanNews | live.JobGone | live.RestartNews) or (
             isinstance(news, live.JobNews) and news.over and news.job.job in {u.job for u in self.uses.values()}
         ):
             self._place()
@@ -259,6 +260,9 @@ class Knowledge:
             if job is not None and not job.over:
                 for member in members:
                     self.uses.setdefault(member.device, Use(job=name))
+        for restarting in self.cluster.restarts:
+            for device in restarting.members:
+                self.uses.setdefault(device, Use(job=restarting.job, restarts=True))
 
     # -- what follows --------------------------------------------------------------------------------------
 

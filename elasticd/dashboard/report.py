@@ -195,5 +195,7 @@ def _devices(board: Board, job: str) -> list[str]:
     found = {member.device for member in cluster.members.get(job, ())}
     if (plan := cluster.plans.get(job)) is not None:
         found.update(plan.members, plan.carriers, plan.idle)
-    found.update(device for each in cluster.restarts if each.job == job for device in each.devices)
+    found.update(
+        device for each in cluster.restarts if each.job == job for device in (*each.members, *each.devices)
+    )
     return sorted(found)

@@ -29,12 +29,13 @@ Question = Present | ReadRound | WriteRound
 
 class Asking:
     """Questions to the agent at `path`. `patience`: seconds for which a question is asked again while there is
-    no agent, or the store behind it rests; at least once. Thread-safe."""
+    no agent, or the store behind it rests; at least once. `slots`: the devices that
+    `elasticd run` chose for the workers. Thread-safe."""
 
-    def __init__(self, path: str, job: str, agent_seconds: float) -> None:
+    def __init__(self, path: str, job: str, agent_seconds: float, slots: tuple[int, ...] = ()) -> None:
         self.address = ""
         self.patience = 0.0
-        self._path, self._job = path, job
+        self._path, self._job, self._slots = path, job, slots
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._present: Present | None = None
@@ -91,7 +92,8 @@ class Asking:
     def _connect(self, seconds: float) -> None:
         self._sock = unix_socket.connect(self._path, seconds)
         self._sock.settimeout(ANSWER_SECONDS)
-        unix_socket.send(self._sock, encode(Attend(job=self._job, pid=os.getpid(), release=__version__)))
+        attend = Attend(job=self._job, pid=os.getpid(), release=__version__, slots=self._slots)
+        unix_socket.send(self._sock, encode(attend))
         welcome = self._hear(first=True)
         if not isinstance(welcome, Attending):
             raise ConnectionError(f"the agent said {type(welcome).__name__} where it was to say Attending")

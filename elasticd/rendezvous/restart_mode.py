@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -33,9 +34,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from elasticd.rendezvous.agent_requests import Asking
 from elasticd.rendezvous.backend import Backend
+from elasticd.rendezvous.device_slots import launched_slots, slots_of
 from elasticd.rendezvous.errors import RendezvousOver, RendezvousRefusal
 from elasticd.rendezvous.sigterm_echo import ignore_echoes
-from elasticd.rendezvous.torch_state import first
+from elasticd.rendezvous.torch_state import first, world_size
+from elasticd.rendezvous.worker_failure import cause, failure_of
 from elasticd.rendezvous.workers_end import WorkersEnd
 from elasticd.wire import unix_socket
 from elasticd.wire.rendezvous import AtWork, WorkerFailure
@@ -73,7 +76,7 @@ def restart_handler(
     path = parameters.endpoint or unix_socket.default_path()
     # The workers, which torchrun starts from this process, are to find the same agent.
     os.environ[unix_socket.SOCKET_VARIABLE] = path
-    asking = Asking(path, parameters.run_id, agent_seconds)
+    asking = Asking(path, parameters.run_id, agent_seconds, launched_slots(os.environ))
     backend = Backend(asking, least=parameters.min_nodes, grace=grace, settle=settle)
     handler: RestartHandler = RestartHandler.from_backend(
         parameters.run_id,
@@ -106,7 +109,9 @@ class RestartHandler(DynamicRendezvousHandler):
         self._partners: frozenset[str] = frozenset()
         self._workers = WorkersEnd()
         self._server: TCPStore | None = None
-        self._address, self._at_work = "", AtWork()
+        self._address, self._at_work = "", AtWork(slots=launched_slots(os.environ))
+        self._info: RendezvousInfo | None = None
+        self._starts = 0
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Blocks until a round is complete and its torchruns have met. Raises JobClosed or RendezvousOver."""
@@ -132,12 +137,13 @@ class RestartHandler(DynamicRendezvousHandler):
                     f"job {self.get_run_id()!r} was ended by one of its torchruns: see the first error there"
                 ) from None
         # For `elasticd.watch()`, in the workers that are started next.
+        self._info = info
         place = (self._state_holder.state.round, info.world_size, self._settings.min_nodes)
         os.environ[unix_socket.ROUND_VARIABLE] = ",".join(map(str, place))
         self._backend.patient = True
         self._asking.patience = 0.0
         self._at_work = msgspec.structs.replace(
-            self._at_work, phase="waits", round=self._state_holder.state.round, world=info.world_size
+            self._at_work, phase="waits", round=self._state_holder.state.round, world=0
         )
         return info
 
@@ -146,6 +152,7 @@ class RestartHandler(DynamicRendezvousHandler):
         that is away restarts nobody."""
         ignore_echoes()
         self._workers.watch(leave=False)
+        self._notice_workers()
         try:
             waiting = super().num_nodes_waiting()
         except RendezvousError:
@@ -157,8 +164,17 @@ class RestartHandler(DynamicRendezvousHandler):
         return len(self._backend.lost(self._partners))
 
     def workers_started(self, workers: int, world: int, restarts: int) -> None:
-        """So many workers of this node, of `world` in all, run from now on, after so many restarts."""
-        self._tell(phase="runs", workers=workers, world=world, restarts=restarts)
+        """So many workers of this node, of `world` in all, run from now on, after so many restarts. Raises
+        RendezvousRefusal where another job has their devices."""
+        slots = slots_of(os.environ, workers)
+        self._tell(obeys=True, phase="runs", workers=workers, world=world, restarts=restarts, slots=slots)
+
+    def _notice_workers(self) -> None:
+        """Tells of workers that nobody told of: plain torchrun starts them, and says nothing."""
+        if self._at_work.phase == "waits" and self._workers.count and self._info is not None:
+            workers = self._workers.count
+            self.workers_started(workers, world_size(self._info, workers), self._starts)
+            self._starts += 1
 
     def worker_failed(self, failure: WorkerFailure, *, final: bool) -> None:
         """A worker ended by this failure; `final`: no other is started."""
@@ -168,15 +184,32 @@ class RestartHandler(DynamicRendezvousHandler):
         """The workers ended with exit code 0."""
         self._tell(phase="finished")
 
-    def _tell(self, **changes: Any) -> None:
-        """For the status alone: an agent that is away costs nothing."""
+    def _tell_end(self, error: BaseException | None) -> None:
+        """Tells how the workers ended where nobody told of it: by this exception of torchrun's, or none."""
+        if self._at_work.phase != "runs":
+            return
+        if error is None:
+            self.workers_finished()
+        elif isinstance(error, ChildFailedError):
+            failures = [failure_of("", failure.exitcode) for failure in error.failures.values()]
+            self.worker_failed(cause(failures), final=True)
+
+    def _tell(self, *, obeys: bool = False, **changes: Any) -> None:
+        """For the status, and to hold the devices: an agent that is away costs nothing. obeys: raises
+        RendezvousRefusal where the agent says no."""
         self._at_work = msgspec.structs.replace(self._at_work, **changes)
-        with contextlib.suppress(RendezvousError, RendezvousRefusal):
+        try:
             self._asking.present(self._backend.me, self._address, at_work=self._at_work)
+        except RendezvousRefusal:
+            if obeys:
+                raise
+        except RendezvousError:
+            pass
 
     def shutdown(self) -> bool:
         """Ends this torchrun's part; as with torch's own backends the job is over with it, if it had a part."""
         failed = sys.exc_info()[0] is not None
+        self._tell_end(sys.exception())
         if failed:
             self._workers.end_left()
         self._asking.patience = _FAREWELL_SECONDS

@@ -7,18 +7,22 @@ agents know: those of the living are of now, those of the dead are ages old. tor
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import pickle
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _NodeDesc,
     _RendezvousState,
 )
 
+#: How the keys begin at which torch's own agents write the ranks and the size of the world.
+_ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
 _DEAD = datetime.min.replace(tzinfo=UTC)
 #: All that torch's state is made of: nothing else is brought to life from the store's bytes.
 _ALLOWED = {
@@ -105,3 +109,13 @@ class Roster:
 def first(state: Any) -> str:
     """Who has rank 0 in a state of torch's; empty where nobody has."""
     return next((str(node) for node, rank in state.participants.items() if rank == 0), "")
+
+
+def world_size(info: RendezvousInfo, workers: int) -> int:
+    """Workers of all nodes of a round, as torch wrote it to the round's store; the others are taken to have as
+    many as this node where that cannot be read."""
+    key = f"{_ASSIGNED_RANKS}{info.rank}"
+    with contextlib.suppress(RuntimeError):
+        if info.store.check([key]):
+            return int(json.loads(info.store.get(key))[1])
+    return workers * info.world_size

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher import api
 
+from elasticd.rendezvous.device_slots import launched_slots
 from elasticd.rendezvous.errors import ModeSwitch, RendezvousOver, RendezvousRefusal
 from elasticd.rendezvous.output_link import OutputLink
 from elasticd.rendezvous.worker_failure import alike, cause, failure_of
@@ -33,7 +34,7 @@ from elasticd.rendezvous.worker_output import WorkerOutput
 from elasticd.system.output_options import options_of
 from elasticd.system.torchrun_outcome import REFUSAL, TorchrunOutcome, write_outcome
 from elasticd.wire.rendezvous import WorkerFailure
-from elasticd.wire.unix_socket import SLOT_VARIABLE, default_path
+from elasticd.wire.unix_socket import default_path
 
 #: Seconds after which a worker that fails as the one before it has been of use: it may be started again.
 USEFUL_SECONDS = 3600.0
@@ -113,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     config.logs_specs = WorkerOutput(
         OutputLink(options.rdzv_endpoint or default_path(), options.rdzv_id),
         options.rdzv_id,
-        int(os.environ.get(SLOT_VARIABLE) or 0),
+        launched_slots(os.environ),
         options_of(os.environ),
         log_dir=options.log_dir,
         redirects=Std.from_str(options.redirects),

@@ -45,16 +45,22 @@ class WorkerOutput(DefaultLogsSpecs):
     Args:
         link: to the agent, which is shown the rings, and says what the devices are called.
         job: its name, for files.
-        first: index of the first worker's device on the node.
+        slots: index of each worker's device on the node, by its local rank.
         options: where output goes.
         args, kwargs: those of `DefaultLogsSpecs`.
     """
 
     def __init__(
-        self, link: OutputLink, job: str, first: int, options: OutputOptions, *args: Any, **kwargs: Any
+        self,
+        link: OutputLink,
+        job: str,
+        slots: tuple[int, ...],
+        options: OutputOptions,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._link, self._job, self._first, self._options = link, job, first, options
+        self._link, self._job, self._slots, self._options = link, job, slots, options
         self._relays: dict[int, _Relay] = {}
         self._rings: dict[int, OutputRing] = {}
         self._files: dict[int, str] = {}
@@ -84,7 +90,7 @@ class WorkerOutput(DefaultLogsSpecs):
         return self._relays[local_rank].last_words()
 
     def _relay(self, rank: int, attempt: str) -> _Relay:
-        index = self._first + rank
+        index = self._slots[rank] if rank < len(self._slots) else rank
         again = rank in self._rings
         ring = self._rings.setdefault(rank, OutputRing())
         device = self._link.share(index, ring)

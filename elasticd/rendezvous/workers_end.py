@@ -62,6 +62,11 @@ class WorkersEnd:
                 if callable(before) and before not in (self._heard, signal.default_int_handler):
                     signal.signal(number, self._heard)
 
+    @property
+    def count(self) -> int:
+        """How many workers `watch` has noted."""
+        return len(self._workers)
+
     def end_left(self) -> None:
         """Ends the processes that workers left which have ended."""
         dead = {worker for worker in self._workers if not process_sessions.is_led(worker)}

@@ -40,7 +40,7 @@ from elasticd.system.output_options import OUTPUT_VARIABLE, OutputOptions
 from elasticd.system.parent_death_signal import ECHO_SECONDS, ending_with_us
 from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE, TorchrunOutcome, read_outcome
 from elasticd.wire.launch import Following, Happened
-from elasticd.wire.unix_socket import SLOT_VARIABLE, default_path
+from elasticd.wire.unix_socket import SLOT_VARIABLE, SLOTS_VARIABLE, default_path
 
 #: The number of threads that a worker's torch computes with, and the GPUs that it may use, by CUDA's names.
 THREADS_VARIABLE = "OMP_NUM_THREADS"
@@ -298,6 +298,7 @@ def slots(what: Launch) -> tuple[int, ...]:
 def environment(what: Launch, index: int, ours: Mapping[str, str]) -> dict[str, str]:
     """Of the torchrun of this node's worker `index`, which hands it to its worker."""
     found = {**ours, SLOT_VARIABLE: str(slots(what)[index])}
+    found.pop(SLOTS_VARIABLE, None)
     if what.gpus:
         # The agent's order is NVML's. CUDA's own default puts the fastest GPU first.
         queues = {torch_build.CONNECTIONS_VARIABLE: str(torch_build.CONNECTIONS)}
@@ -310,6 +311,7 @@ def environment(what: Launch, index: int, ours: Mapping[str, str]) -> dict[str, 
 def restart_environment(what: Launch, ours: Mapping[str, str]) -> dict[str, str]:
     """Of the one torchrun of this node in restart mode."""
     found = {name: value for name, value in ours.items() if name != SLOT_VARIABLE}
+    found[SLOTS_VARIABLE] = ",".join(map(str, slots(what)))
     if what.gpus:
         found = {_ORDER_VARIABLE: "PCI_BUS_ID", **found, GPUS_VARIABLE: ",".join(what.gpus)}
     if what.devices > 1:

@@ -61,6 +61,7 @@ class Attend(Message, frozen=True, kw_only=True, tag="rendezvous-hello"):
     job: str  # the job's name
     pid: int  # process id
     release: str = ""  # of the sender's elasticd
+    slots: tuple[int, ...] = ()  # indices of its devices on the node (empty: not known before it has workers)
 
 
 class AtWork(Value, frozen=True, kw_only=True):
@@ -72,6 +73,7 @@ class AtWork(Value, frozen=True, kw_only=True):
     round: int = -1  # number of the round (-1: none yet)
     restarts: int = 0  # how often its workers were started again
     failure: WorkerFailure | None = None  # the last of its workers (None: none failed)
+    slots: tuple[int, ...] = ()  # indices of its devices on the node (empty: not known yet)
 
 
 class Present(Message, frozen=True, kw_only=True, tag="rendezvous-presence"):
@@ -81,7 +83,7 @@ class Present(Message, frozen=True, kw_only=True, tag="rendezvous-presence"):
     name: str  # its name in the rendezvous
     store: str  # "host:port" of its store, for rounds that it is first in
     left: bool = False  # it has ended its part in good order
-    at_work: AtWork | None = None  # of `elasticd run`: what its workers do (None: nothing is known)
+    at_work: AtWork | None = None  # what its workers do (None: an older release, which does not say)
 
 
 class ReadRound(Message, frozen=True, kw_only=True, tag="rendezvous-read"):

@@ -39,6 +39,8 @@ LARGEST_MESSAGE = 1 << 30
 SOCKET_VARIABLE = "ELASTICD_SOCKET"
 #: Names the one device of a torchrun that `elasticd run` started, by its index on the node.
 SLOT_VARIABLE = "ELASTICD_SLOT"
+#: Names the devices of a torchrun in restart mode that `elasticd run` started, likewise: "2,3".
+SLOTS_VARIABLE = "ELASTICD_SLOTS"
 #: Names the torchrun in restart mode that a process descends from.
 TORCHRUN_VARIABLE = "ELASTICD_TORCHRUN"
 #: And the round that it was started in: its number, torchruns in it, and the least that there may be.

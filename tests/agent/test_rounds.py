@@ -14,9 +14,22 @@ from elasticd.records import Keys
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import Watch
 from elasticd.testing.waiting import until
-from elasticd.wire.rendezvous import Attend, Attending, Present, ReadRound, RoundAnswer, WriteRound
-from elasticd.wire.worker import Rejected
-from tests.agent.support import CLUSTER, Node, Trainer, closing_all
+from elasticd.wire.launch import FollowEvents, Following
+from elasticd.wire.rendezvous import (
+    Attend,
+    Attending,
+    AtWork,
+    Join,
+    Lap,
+    Present,
+    ReadRound,
+    RoundAnswer,
+    StepTime,
+    Watching,
+    WriteRound,
+)
+from elasticd.wire.worker import Hello, Rejected, Welcome
+from tests.agent.support import CLUSTER, Node, Trainer, closing_all, spec
 
 KEYS = Keys(cluster=CLUSTER)
 
@@ -120,3 +133,81 @@ def test_torchrun_has_one_name_that_is_a_key(node: Node, names: tuple[str, ...])
         assert isinstance(torchrun.hear(), RoundAnswer)
     torchrun.say(Present(id=2, name=refused, store=""))
     assert isinstance(torchrun.hear(), Rejected)
+
+
+# -- the devices of torchruns ----------------------------------------------------------------------------------
+
+
+def used(node: Node) -> dict[str, str]:
+    """What a launcher is told of the node's devices."""
+    launcher = node.trainer()
+    launcher.say(FollowEvents(job="other"))
+    following = launcher.hear()
+    assert isinstance(following, Following)
+    launcher.close()
+    return following.used
+
+
+def refusal_of(node: Node, opening: Attend | Join | Hello) -> str:
+    client = node.trainer()
+    client.say(opening)
+    answer = client.hear()
+    client.close()
+    return answer.reason if isinstance(answer, Rejected) else ""
+
+
+def hello(job: str, index: int) -> Hello:
+    return Hello(job=job, local_rank=index, world_size=1, pid=os.getpid(), spec=spec(job))
+
+
+def test_devices_of_a_torchrun_belong_to_its_job_until_it_has_ended(node: Node) -> None:
+    node.agent()
+    torchrun = node.trainer()
+    torchrun.say(Attend(job="ddp", pid=os.getpid(), slots=(1,)))
+    assert isinstance(torchrun.hear(), Attending)
+    assert used(node) == {"n0/1": "ddp"}
+    for opening in (
+        Attend(job="other", pid=os.getpid(), slots=(0, 1)),
+        Join(job="other", min_nodes=1, max_nodes=1, pid=os.getpid(), slot=1),
+        hello("other", 1),
+    ):
+        assert "n0/1 is used by job ddp" in refusal_of(node, opening)
+    same = attending(node, "ddp")
+    same.say(Present(id=1, name="t", store="", at_work=AtWork(phase="runs", slots=(1,))))
+    assert isinstance(same.hear(), RoundAnswer), "torchruns of one job may share a node"
+    same.close()
+    torchrun.close()
+    until(lambda: used(node) == {})
+    assert not refusal_of(node, Attend(job="other", pid=os.getpid(), slots=(0, 1)))
+
+
+def test_torchrun_is_refused_devices_of_a_live_job_and_devices_that_are_not_there(node: Node) -> None:
+    node.agent()
+    worker = node.trainer()
+    worker.say(hello("live", 0))
+    assert isinstance(worker.hear(), Welcome)
+    assert "n0/0 is used by job live" in refusal_of(node, Attend(job="ddp", pid=os.getpid(), slots=(0,)))
+    assert "there is no device n0/7" in refusal_of(node, Attend(job="ddp", pid=os.getpid(), slots=(7,)))
+    plain = attending(node, "ddp")  # torchrun's own launcher knows its workers later
+    plain.say(Present(id=1, name="t", store=""))
+    assert isinstance(plain.hear(), RoundAnswer)
+    plain.say(Present(id=2, name="t", store="", at_work=AtWork(phase="runs", slots=(0, 1))))
+    answer = plain.hear()
+    assert isinstance(answer, Rejected)
+    assert "n0/0 is used by job live" in answer.reason
+
+
+def test_step_of_a_watched_process_is_that_of_its_device(node: Node) -> None:
+    leader = node.leader()
+    node.agent()
+    torchrun = node.trainer()
+    torchrun.say(Attend(job="ddp", pid=os.getpid(), slots=(1,)))
+    assert isinstance(torchrun.hear(), Attending)
+    torchrun.say(Present(id=1, name="t", store=""))
+    assert isinstance(torchrun.hear(), RoundAnswer)
+    worker = node.trainer()
+    worker.say(
+        Watching(job="ddp", torchrun="t", local_rank=0, pid=os.getpid(), round=0, world=1, nodes=1, least=1)
+    )
+    worker.say(Lap(step=1, seconds=0.1, wall=0.1))
+    until(lambda: [m.device for m in leader.heard if isinstance(m, StepTime)] == ["n0/1"])

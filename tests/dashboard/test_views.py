@@ -161,7 +161,7 @@ def test_a_node_that_drains_is_draining_while_plans_use_it() -> None:
     found.look(NOW)
     assert cells(found)["a/0"].state == "draining"
     (row,) = [row for row in found.hello(VIEWER).abnormal if row.name == "a"]
-    assert (row.state, row.why) == ("draining", "plans still use 2 of its devices")
+    assert (row.state, row.why) == ("draining", "jobs still use 2 of its devices")
 
 
 def test_a_device_that_is_hot_is_suspect_before_it_is_slow() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -269,3 +270,35 @@ def test_script_that_is_long_in_coming_to_its_job_is_waited_for_and_stopped_at_o
     assert "stopped by a test" in launches.job("slow")["reason"]
     assert len([line for line in run.ours if "stopped by a test" in line]) == 1, run.ours
     assert "Traceback" not in run.said
+
+
+def test_devices_of_a_job_in_restart_mode_are_its_own_and_their_output_is_found_under_their_names(
+    launches: Launches,
+) -> None:
+    folder = launches.cluster.folder / "held"
+    folder.mkdir()
+    options = (DDP, "--steps=100000", "--pause=0.05", "--save-every=1000", f"--folder={folder}")
+    placed = ("--nnodes", "1:2", "--device-ids", "1", "--log-dir", folder)
+    run = launches.run("a", "--job", "held", *placed, *options)
+    reaches(run, 4)
+    until(lambda: launches.restarting("held").get("members") == ("a/1",), said(run))
+    table = launches.ask("status")
+    assert re.search(r"a/1 +held", table), table
+    assert re.search(r"a/0 +-", table), table
+    assert "step 4 " in launches.ask("logs", "--worker", "a/1")
+    assert [path.name for path in (folder / "held").iterdir()][-1:] == ["a-1.1.log"]
+
+    for mode in ("restart", "auto"):
+        other = launches.run("a", "--job", "other", "--mode", mode, "--device-ids", "1", *options)
+        assert other.wait() == 1
+        assert "a/1 is used by job held: a device belongs to one job at a time" in other.ours[-1]
+    both = launches.run("a", "--job", "other", "--mode", "restart", *options)
+    assert both.wait() == 1
+    assert "2 devices are asked for, and 1 are free: used are a/1 by job held" in both.ours[-1]
+    beside = launches.run("a", "--job", "beside", "--devices", "1", "--mode", "restart", *options)
+    reaches(beside, 2)
+    until(lambda: launches.restarting("beside").get("members") == ("a/0",), said(beside))
+    for one in (run, beside):
+        one.process.send_signal(signal.SIGTERM)
+        assert one.wait() == 128 + signal.SIGTERM
+    until(lambda: launches.restarting("held").get("members") == ())

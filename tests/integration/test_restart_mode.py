@@ -159,3 +159,21 @@ def test_slow_node_is_left_out_where_going_on_without_it_is_faster_and_stands_by
             "nobody else is put out, however busy it is"
         )
         assert len(job.status()["out"]) == 1, "status tells who is out"
+
+
+def test_plain_torchrun_stands_in_the_status_with_its_workers_devices_and_end(shared_etcd: SharedEtcd) -> None:
+    options = ("--steps=40", "--pause=0.1")
+    with RestartJob(shared_etcd, {"a": 2, "b": 1}, DDP, *options, nnodes="2") as job:
+        runs = [job.start("a"), job.start("b")]
+        job.runs(3, steps=3)
+        until(lambda: job.status().get("workers") == 3, job.said)
+        shown = job.status()
+        assert (shown["phase"], shown["members"]) == ("running", ("a/0", "a/1", "b/0"))
+        assert shown["sentence"].startswith("3 workers on a, b")
+        gathered = [event["text"] for event in job.cluster.events("job_gathered")]
+        assert gathered == ["round 0 in restart mode: 3 workers"]
+        os.kill(runs[1].workers()[0], signal.SIGKILL)
+        until(lambda: job.status()["restarts"] == 1, job.said)
+        assert [run.wait() for run in runs] == [0, 0], job.said()
+        until(lambda: job.status().get("phase") == "finished", job.said)
+        assert job.status()["members"] == ()

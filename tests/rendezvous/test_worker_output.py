@@ -63,7 +63,7 @@ def run(output: WorkerOutput, code: str, attempt: int = 0) -> None:
 
 def made(options: OutputOptions, index: int = 1) -> tuple[WorkerOutput, NoAgent]:
     link = NoAgent()
-    return WorkerOutput(link, "job", index, options, log_dir=None), link
+    return WorkerOutput(link, "job", (index,), options, log_dir=None), link
 
 
 def kept(link: NoAgent, index: int = 1) -> str:

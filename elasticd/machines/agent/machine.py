@@ -56,6 +56,7 @@ from elasticd.machines.agent.state import (
     FenceRead,
     HangUp,
     Heard,
+    Held,
     LeaderRead,
     LinkDown,
     LinkUp,
@@ -158,7 +159,7 @@ def failed(state: AgentState, event: Event, error: Exception, now: float) -> Res
         if isinstance(event.body, StoreCall):
             return state, (_failed((event.client, event.body.id), what),)
         return state, ()
-    if isinstance(event, Pulse | Stood | Heard | AgentDrained | LeaderRead):
+    if isinstance(event, Held | Pulse | Stood | Heard | AgentDrained | LeaderRead):
         return state, ()
     if isinstance(event, LinkDown):
         return replace(state, phase=AgentPhase.AWAY), ()
@@ -226,8 +227,8 @@ def _depart(state: AgentState, client: Client, how: str) -> Result:
 
 
 def used_devices(state: AgentState) -> dict[str, str]:
-    """The devices that have a worker, or a torchrun for it alone, each with the job."""
-    used = {}
+    """The devices that have a worker, or a torchrun of the job's own, each with the job."""
+    used = {device: held.job for held in state.held.values() for device in held.devices}
     for client in state.clients.values():
         if client.device:
             used[client.device] = client.job
@@ -261,6 +262,8 @@ def refusal(state: AgentState, event: Opened) -> str:
             f"start torchrun with --nproc-per-node={devices} at most, or 'elasticd run' with --devices "
             f"{devices} at most, and with GPUs 0 to {devices - 1} in $CUDA_VISIBLE_DEVICES"
         )
+    if index is not None and (why := _held_by_other(state, body.job, f"{node}/{index}")):
+        return why
     if isinstance(body, Join):
         return ""
     other = state.worker_of(f"{node}/{body.local_rank}")
@@ -271,6 +274,35 @@ def refusal(state: AgentState, event: Opened) -> str:
             "belongs to one job at a time; end that job first, or use another node"
         )
     return _shares(state, body, body.computes_on) if body.computes_on is not None else ""
+
+
+def _held_by_other(state: AgentState, job: str, device: str) -> str:
+    """Why a worker of a job in live mode cannot have a device: a job in restart mode holds it; or nothing."""
+    for held in state.held.values():
+        if held.job != job and device in held.devices:
+            return _in_use(device, held.job)
+    return ""
+
+
+def cannot_hold(state: AgentState, job: str, devices: Iterable[str]) -> str:
+    """Why a torchrun in restart mode cannot have these devices, with the remedy; empty where it can."""
+    used, there = used_devices(state), {device.name for device in state.record.devices}
+    for device in devices:
+        if device not in there:
+            return (
+                f"there is no device {device}: node {state.record.node!r} has {len(there)}; start 'elasticd "
+                f"run' with --devices {len(there)} at most, or name others by --device-ids"
+            )
+        if (other := used.get(device, job)) != job:
+            return _in_use(device, other)
+    return ""
+
+
+def _in_use(device: str, job: str) -> str:
+    return (
+        f"{device} is used by job {job}: a device belongs to one job at a time; end that job first (elasticd "
+        f"stop {job}), or use another device (elasticd status shows those that are free)"
+    )
 
 
 def _shares(state: AgentState, body: Hello, on: WorkerDevice) -> str:
@@ -376,6 +408,13 @@ def _ended(state: AgentState, event: Ended, now: float) -> Result:
         # Whether or not it took its leave, the leader hears one. A new link does not speak of it at all.
         return state, () if client.goodbye else _up(state, client, Leave(job=client.job))
     return _depart(state, client, event.how)
+
+
+def _hold(state: AgentState, event: Held, now: float) -> Result:
+    held = {client: other for client, other in state.held.items() if client != event.client}
+    if event.devices:
+        held[event.client] = event
+    return replace(state, held=held), ()
 
 
 # -- the link ----------------------------------------------------------------------------------------------
@@ -797,6 +836,7 @@ def _ignored(state: AgentState, event: Event, now: float) -> Result:
 Handler = Callable[[AgentState, Any, float], Result]
 _ALWAYS: dict[type, Handler] = {
     Opened: _opened,
+    Held: _hold,
     Said: _said,
     Ended: _ended,
     AgentDrained: _drained,

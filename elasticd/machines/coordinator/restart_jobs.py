@@ -28,6 +28,7 @@ from elasticd_planner.value import Value
 
 from elasticd.codec.safe_text import shortened
 from elasticd.machines.job.state.events import CoordinatorNote, EventKind, Write, slowdown_kind
+from elasticd.names import MOST_DEVICES
 from elasticd.records import OutRecord
 from elasticd.wire.rendezvous import AtWork, Lap, StepTime, TorchrunState
 
@@ -94,6 +95,11 @@ class RestartJob(Value, frozen=True, kw_only=True):
         """Whether an agent tells of a torchrun of the job that is at work."""
         return bool(self.torchruns) and not self.over(now)
 
+    def members(self, now: float) -> tuple[str, ...]:
+        """The devices that its torchruns hold."""
+        here = (known for name, known in self.torchruns.items() if self._here(name, now))
+        return tuple(sorted({f"{known.node}/{slot}" for known in here for slot in known.state.at_work.slots}))
+
     def _here(self, torchrun: str, now: float) -> bool:
         known = self.torchruns[torchrun]
         return known.state.status == "here" and now - known.heard < SILENT_SECONDS
@@ -152,7 +158,11 @@ def attended(
 
 
 def _bounded(told: TorchrunState) -> TorchrunState:
-    """With its texts cut, whatever an agent says."""
+    """With its texts and devices cut, whatever an agent says."""
+    slots = tuple(slot for slot in told.at_work.slots[:MOST_DEVICES] if 0 <= slot < MOST_DEVICES)
+    if slots != told.at_work.slots:
+        at_work = msgspec.structs.replace(told.at_work, slots=slots)
+        told = msgspec.structs.replace(told, at_work=at_work)
     failure = told.at_work.failure
     if failure is None:
         return told
