@@ -20,7 +20,7 @@ import msgspec
 from elasticd.codec.decoding import log_once, shown, skip
 from elasticd.codec.message import Message, protocol_refusal
 from elasticd.machines.agent import machine
-from elasticd.machines.agent.state import AgentState, Event, Held
+from elasticd.machines.agent.state import AgentState, DevicesHeld, Event
 from elasticd.names import harmless, name_refusal
 from elasticd.records import Keys, NodeRecord, OutRecord, decode
 from elasticd.store.confirm import settle
@@ -193,7 +193,7 @@ class Rounds:
         if slots != known.slots:
             known.slots = slots
             devices = frozenset(self._devices(slots))
-            self._emit(Held(client=client, job=known.job, devices=devices))
+            self._emit(DevicesHeld(client=client, job=known.job, devices=devices))
 
     def _devices(self, slots: Iterable[int]) -> list[str]:
         there = {device.name for device in self._state().record.devices}

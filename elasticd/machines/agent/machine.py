@@ -48,6 +48,7 @@ from elasticd.machines.agent.state import (
     CheckpointsRead,
     ClearMember,
     Client,
+    DevicesHeld,
     Dismiss,
     DoneRead,
     Effect,
@@ -56,7 +57,6 @@ from elasticd.machines.agent.state import (
     FenceRead,
     HangUp,
     Heard,
-    Held,
     LeaderRead,
     LinkDown,
     LinkUp,
@@ -159,7 +159,7 @@ def failed(state: AgentState, event: Event, error: Exception, now: float) -> Res
         if isinstance(event.body, StoreCall):
             return state, (_failed((event.client, event.body.id), what),)
         return state, ()
-    if isinstance(event, Held | Pulse | Stood | Heard | AgentDrained | LeaderRead):
+    if isinstance(event, DevicesHeld | Pulse | Stood | Heard | AgentDrained | LeaderRead):
         return state, ()
     if isinstance(event, LinkDown):
         return replace(state, phase=AgentPhase.AWAY), ()
@@ -410,7 +410,7 @@ def _ended(state: AgentState, event: Ended, now: float) -> Result:
     return _depart(state, client, event.how)
 
 
-def _hold(state: AgentState, event: Held, now: float) -> Result:
+def _hold(state: AgentState, event: DevicesHeld, now: float) -> Result:
     held = {client: other for client, other in state.held.items() if client != event.client}
     if event.devices:
         held[event.client] = event
@@ -836,7 +836,7 @@ def _ignored(state: AgentState, event: Event, now: float) -> Result:
 Handler = Callable[[AgentState, Any, float], Result]
 _ALWAYS: dict[type, Handler] = {
     Opened: _opened,
-    Held: _hold,
+    DevicesHeld: _hold,
     Said: _said,
     Ended: _ended,
     AgentDrained: _drained,

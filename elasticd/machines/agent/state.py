@@ -60,7 +60,7 @@ class Client:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class DevicesHeld:
     """An event: a torchrun in restart mode holds devices from now on, or lets go of them."""
 
     client: str  # its id
@@ -90,7 +90,7 @@ class AgentState:
     plans: Mapping[str, PlanRecord] = field(default_factory=dict)  # by job, as read from the store
     fences: Mapping[str, Fence] = field(default_factory=dict)  # by job, as read from the store
     done: Mapping[str, DoneRecord] = field(default_factory=dict)  # by job, as read from the store
-    held: Mapping[str, Held] = field(default_factory=dict)  # of torchruns in restart mode, by client
+    held: Mapping[str, DevicesHeld] = field(default_factory=dict)  # of torchruns in restart mode, by client
     factors: Mapping[str, float] = field(default_factory=dict)  # of chaos by device, above 1 for slower
     reports: tuple[FromClient | PassedReport, ...] = ()  # that wait for the link
     calls: Mapping[tuple[str, int], Call] = field(default_factory=dict)  # on bootstrap stores, by client and id
@@ -239,7 +239,7 @@ class AgentTick:
 
 Event = (
     Opened
-    | Held
+    | DevicesHeld
     | Said
     | Ended
     | Pulse
