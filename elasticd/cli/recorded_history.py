@@ -84,7 +84,7 @@ class RecordedRun:
         known = self.state.jobs.get(said.job)
         if isinstance(body, Report) and known is not None and known.worker(said.device, said.incarnation):
             self._measured.setdefault(said.job, {})[said.device] = body.measurement
-            self._journal.report(said.job, body, time)
+            self._journal.report(said.job, body, time, said.incarnation)
             if (body.loss, body.tokens) != (None, None) and (step := self._journal.newest(said.job)):
                 self._writer.put_step(said.job, step, *self._expected(known, step))
                 self._sample(known, time)

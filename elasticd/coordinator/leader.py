@@ -234,7 +234,7 @@ class Leading:
         known = self.state.jobs.get(job)
         if known is None or known.worker(up.device, up.incarnation) is None:
             return
-        gain = self.journal.report(job, report, time.time())
+        gain = self.journal.report(job, report, time.time(), up.incarnation)
         if self.feed:
             self.feed.measured(job, report.measurement)
             if report.loss is not None or report.tokens is not None:

@@ -127,6 +127,8 @@ class Board:
             loss=step.loss,
             predicted=predicted,
             bound=bound,
+            ended_at=step.ended_at,
+            clock=step.clock,
         )
 
     def _planned(self, news: live.PlanNews) -> None:

@@ -39,8 +39,8 @@ from elasticd.wire.node_health import Health
 
 T = TypeVar("T")
 
-#: Version of the tables; a file with another one is put aside.
-SCHEMA_VERSION = 2
+#: Version of the tables; a file with another one is put aside, but for those of `_UPGRADES`.
+SCHEMA_VERSION = 3
 #: Rows that go at once, and plans, which are large; pages of the file that are given back at once.
 BATCH, BATCH_PLANS, BATCH_PAGES = 1000, 32, 256
 #: Plans that a reader remembers: one of 8,000 devices takes long to decode.
@@ -61,7 +61,7 @@ CREATE INDEX events_device ON events (device, id) WHERE device != '';
 CREATE INDEX events_node ON events (node, id) WHERE node != '';
 CREATE INDEX events_time ON events (time);
 CREATE TABLE steps (run INTEGER, step INTEGER, plan INTEGER, time REAL, seconds REAL, tokens INTEGER, loss REAL,
-    predicted REAL, bound REAL, PRIMARY KEY (run, step)) WITHOUT ROWID;
+    predicted REAL, bound REAL, ended_at REAL, clock TEXT, PRIMARY KEY (run, step)) WITHOUT ROWID;
 CREATE INDEX steps_plan ON steps (run, plan, seconds);
 CREATE INDEX steps_time ON steps (time);
 CREATE TABLE plans (run INTEGER, number INTEGER, time REAL, head BLOB, body BLOB,
@@ -78,6 +78,15 @@ CREATE INDEX health_time ON health (time);
 """
 
 
+#: By the version of a file: what makes the tables of the next version of it.
+_UPGRADES: Mapping[int, tuple[str, ...]] = {
+    2: (
+        "ALTER TABLE steps ADD COLUMN ended_at REAL DEFAULT 0.0",
+        "ALTER TABLE steps ADD COLUMN clock TEXT DEFAULT ''",
+    ),
+}
+
+
 class _Share(NamedTuple):
     """What a table may have of the file, as a part of it, and the bytes of a row, as an expression."""
 
@@ -90,7 +99,7 @@ _BOUNDED: Mapping[str, _Share] = {
     "health": _Share(0.05, "60 + length(body)"),
     "slowdowns": _Share(0.15, "90"),
     "ranks": _Share(0.05, "90 + length(body)"),
-    "steps": _Share(0.25, "120"),
+    "steps": _Share(0.25, "130"),
     "events": _Share(0.3, "110 + length(body)"),
     "plans": _Share(0.2, "60 + length(head) + length(body)"),
 }
@@ -98,13 +107,13 @@ _BOUNDED: Mapping[str, _Share] = {
 _SAMPLED = 500
 
 #: The columns of a `StepRow`.
-_STEP = "step, plan, time, seconds, tokens, loss, predicted, bound"
+_STEP = "step, plan, time, seconds, tokens, loss, predicted, bound, ended_at, clock"
 
 _log = logging.getLogger(__name__)
 
 
 class StepRow(NamedTuple):
-    """A step of a job. predicted, bound: seconds."""
+    """A step of a job. predicted, bound: seconds. ended_at, clock: as in `StepRecord`."""
 
     step: int
     plan: int
@@ -114,6 +123,8 @@ class StepRow(NamedTuple):
     loss: float | None
     predicted: float | None
     bound: float | None
+    ended_at: float = 0.0
+    clock: str = ""
 
 
 class Sample(NamedTuple):
@@ -235,11 +246,12 @@ class HistoryWriter:
                 for statement in _TABLES.split(";"):
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        elif version != SCHEMA_VERSION:
+        elif version not in (*_UPGRADES, SCHEMA_VERSION):
             self._db.close()
             raise _Other(f"its tables are of version {version}, and this elasticd has version {SCHEMA_VERSION}")
         else:
             self._look_through()
+            self._upgrade(version)
 
     def _look_through(self) -> None:
         """Raises DatabaseError where a page is damaged, so that none is found in the midst of work."""
@@ -250,6 +262,14 @@ class HistoryWriter:
         except sqlite3.DatabaseError:
             self._db.close()
             raise
+
+    def _upgrade(self, version: int) -> None:
+        """Makes the tables of an older release those of this one."""
+        with self.together():
+            for before in range(version, SCHEMA_VERSION):
+                for statement in _UPGRADES[before]:
+                    self._db.execute(statement)
+            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -327,21 +347,33 @@ class HistoryWriter:
         were rolled back. Before it is what has a plan of a lower number: clocks of leaders differ. Steps under
         one plan are in the order of time."""
         run = self.run(job)
-        row = self._db.execute(
+        before = self._db.execute(
             "SELECT step, plan, time FROM steps WHERE run = ? AND step <= ? ORDER BY step DESC LIMIT 1",
             (run, step.step),
         ).fetchone()
-        if row is not None and row[1] > step.plan:
+        if before is not None and before[1] > step.plan:
             return False
-        if row is not None and row[:2] == (step.step, step.plan) and row[2] >= step.time:
+        if before is not None and before[:2] == (step.step, step.plan) and before[2] >= step.time:
             return False
         self._db.execute(
             "DELETE FROM steps WHERE run = ? AND step >= ? AND (plan < ? OR (plan = ? AND time < ?))",
             (run, step.step, step.plan, step.plan, step.time),
         )
         loss = step.loss if step.loss is None or step.loss == step.loss else None
-        values = (run, step.step, step.plan, step.time, step.seconds, step.tokens, loss, predicted, bound)
-        self._db.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        row = StepRow(
+            step=step.step,
+            plan=step.plan,
+            time=step.time,
+            seconds=step.seconds,
+            tokens=step.tokens,
+            loss=loss,
+            predicted=predicted,
+            bound=bound,
+            ended_at=step.ended_at,
+            clock=step.clock,
+        )
+        marks = ", ".join("?" * (len(row) + 1))
+        self._db.execute(f"INSERT OR REPLACE INTO steps (run, {_STEP}) VALUES ({marks})", (run, *row))
         return True
 
     def put_plan(self, job: str, record: HistoryRecord, at: float, run: int | None = None) -> None:

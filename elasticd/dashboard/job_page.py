@@ -334,7 +334,14 @@ _ENDS: Mapping[str, str] = {"finished": "done", "stopped": "stopped"}
 def record_of(row: StepRow) -> StepRecord:
     """A step of the history as its leader told it."""
     return StepRecord(
-        step=row.step, plan=row.plan, loss=row.loss, tokens=row.tokens, seconds=row.seconds, time=row.time
+        step=row.step,
+        plan=row.plan,
+        loss=row.loss,
+        tokens=row.tokens,
+        seconds=row.seconds,
+        time=row.time,
+        ended_at=row.ended_at,
+        clock=row.clock,
     )
 
 

@@ -83,6 +83,8 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
     measurement: Measurement  # times of the step
     loss: float | None = None  # mean per token; from rank 0 alone
     tokens: int | None = None  # tokens of the step over all ranks; from rank 0 alone
+    #: seconds of the worker's monotonic clock at the step's end; from rank 0 alone (0: an older release)
+    ended_at: float = 0.0
     paced: int = 0  # sections that an emulated device slowed down to its speed
     overruns: int = 0  # sections that took longer than the emulated speed allows
 

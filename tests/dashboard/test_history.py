@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -136,6 +137,23 @@ def test_a_file_that_is_no_history_is_put_aside_and_one_in_use_is_refused(tmp_pa
         opened(tmp_path / "history.db" / "below")
 
 
+def test_a_file_of_the_release_before_is_read_on(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    writer = opened(path)
+    writer.put_step("j", step(0, 100.0))
+    writer.close()
+    with sqlite3.connect(path) as other:
+        for column in ("ended_at", "clock"):
+            other.execute(f"ALTER TABLE steps DROP COLUMN {column}")
+        other.execute("PRAGMA user_version = 2")
+    writer = opened(path)
+    writer.put_step("j", msgspec.structs.replace(step(1, 101.0), ended_at=7.0, clock="first"))
+    rows = HistoryReader(str(path)).newest_steps("j", 2)
+    assert [(row.step, row.ended_at, row.clock) for row in rows] == [(0, 0.0, ""), (1, 7.0, "first")]
+    writer.close()
+    assert [file.name for file in tmp_path.glob("history.db.2*")] == [], "nothing is put aside"
+
+
 def test_a_name_that_is_used_again_after_its_job_was_forgotten_begins_another_run(
     writer: HistoryWriter, reader: HistoryReader
 ) -> None:
@@ -224,7 +242,7 @@ def test_the_list_of_plans_does_not_cost_plans_times_steps(
     with writer.together():
         run = writer.run("j")
         writer._db.executemany(
-            "INSERT INTO steps VALUES (?, ?, ?, ?, ?, 1, 1.0, NULL, NULL)",
+            "INSERT INTO steps VALUES (?, ?, ?, ?, ?, 1, 1.0, NULL, NULL, 0.0, '')",
             ((run, i, i // 400, float(i), float(i % 400 + 1)) for i in range(40_000)),
         )
     looked = 0

@@ -19,6 +19,7 @@ from elasticd_planner.value import StoredValue, Value
 
 from elasticd.codec.safe_text import in_one_line
 from elasticd.coordinator.events.job_times import ClockReading, JobClock
+from elasticd.coordinator.events.step_clock import StepClock, clock_name
 from elasticd.coordinator.events.switch_gain import AFTER, BEFORE, Gain, StepRecord, gain_of
 from elasticd.coordinator.events.training_speed import SPEED_STEPS, TrainingSpeed, training_speed
 from elasticd.machines.job.state.events import CoordinatorNote
@@ -80,6 +81,7 @@ class Journal:
         self._clocks: dict[str, JobClock] = {}
         self._new_events: deque[EventRecord] = deque(maxlen=events)
         self._new_steps: dict[str, deque[StepRecord]] = {}
+        self._step_clocks: dict[str, StepClock] = {}  # of each job's rank 0
 
     def restore(self, lines: Lines) -> None:
         """Takes up what an earlier leader kept; the oldest lines first."""
@@ -141,11 +143,18 @@ class Journal:
             self._gained.add((note.job, note.data["number"]))
         return record
 
-    def report(self, job: str, report: Report, time: float) -> Gain | None:
+    def report(self, job: str, report: Report, time: float, incarnation: str = "") -> Gain | None:
         """Keeps rank 0's reports, the only ones with a loss or tokens. A step is done once; a later report of
         it, after a step was repeated, takes the place of the earlier. Of all ranks the pacing is summed.
 
-        Returns what the switch to the running plan gained, once so many steps were made under it as tell it.
+        Args:
+            job: its name.
+            report: of one rank and step.
+            time: unix seconds at which the report came.
+            incarnation: of the worker that reports.
+
+        Returns:
+            What the switch to the running plan gained, once so many steps were made under it as tell it.
         """
         before = self.pacing(job)
         self._pacing[job] = Pacing(
@@ -153,19 +162,29 @@ class Journal:
         )
         if report.loss is None and report.tokens is None:
             return None
-        measured = report.measurement
+        measured, clock = report.measurement, clock_name(incarnation, report.ended_at)
         step = StepRecord(
             step=measured.step,
             plan=measured.plan,
             loss=report.loss,
             tokens=report.tokens,
             seconds=measured.step_seconds,
-            time=time,
+            time=self._ended(job, clock, report.ended_at, time) if clock else time,
+            ended_at=report.ended_at if clock else 0.0,
+            clock=clock,
         )
         self._append(job, step)
         self._clock(job).step(step)
         self._new_steps.setdefault(job, deque(maxlen=self._most_steps)).append(step)
         return self._gain(job, step.plan)
+
+    def _ended(self, job: str, clock: str, ended_at: float, arrived_at: float) -> float:
+        """Unix seconds of a step's end, which is not before that of the step before it."""
+        known = self._step_clocks.get(job)
+        if known is None or known.name != clock:
+            known = self._step_clocks[job] = StepClock(clock, arrived_at - ended_at)
+        ended, newest = known.leader_time(ended_at, arrived_at), self.newest(job)
+        return max(ended, newest.time) if newest is not None and newest.clock == clock else ended
 
     def finished(self, job: str, said: Finished, time: float) -> StepRecord | None:
         """Keeps the job's last step as the first rank that made it tells it, where rank 0's report of it has
@@ -184,6 +203,8 @@ class Journal:
         while steps and steps[-1].step >= step.step:
             steps.pop()
         steps.append(step)
+        if step.clock and (job not in self._step_clocks or self._step_clocks[job].name != step.clock):
+            self._step_clocks[job] = StepClock(step.clock, step.time - step.ended_at)
 
     def _gain(self, job: str, plan: int) -> Gain | None:
         if (job, plan) in self._gained:
@@ -220,7 +241,7 @@ class Journal:
         """Drops the steps of jobs that nobody asks for any more; what was told of them stays."""
         for job in jobs:
             kept_by_job: tuple[dict[str, Any], ...] = (self._steps, self._pacing, self._new_steps, self._clocks)
-            for kept in (*kept_by_job, self._pauses):
+            for kept in (*kept_by_job, self._pauses, self._step_clocks):
                 kept.pop(job, None)
         self._gained = {(job, number) for job, number in self._gained if job not in jobs}
 

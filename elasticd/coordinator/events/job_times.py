@@ -5,7 +5,7 @@ first step began that went into steps of the surviving history. What is left is 
 one cause, by what happened since the step before:
 
     recovery       workers were lost, fenced off, hung or raised, and the job waited for it
-    switch         a plan was put into force
+    switch         another plan was put into force (a job's first plan is no switch)
     repeated steps steps that were done, and were done again after a roll back
     waiting        the job waited for devices or for a copy of its state
     checkpoint     a checkpoint became complete meanwhile
@@ -121,7 +121,8 @@ class JobClock:
         """Something happened to the job, or to its cluster, at this time in unix seconds."""
         if kind in ("checkpoint", "stopping"):
             self._at[kind] = time
-        self._since.add(kind)
+        if not self._is_in_force(kind, data):
+            self._since.add(kind)
         if kind == "proposed":
             self.replans[_first(REASONS, self._told, "other")] += 1
             self._told.clear()
@@ -129,6 +130,12 @@ class JobClock:
             self._told.add(kind)
         if kind == "swapped" and isinstance(sent := data.get("bytes_sent"), int):
             self.moved_bytes += sent
+
+    def _is_in_force(self, kind: str, data: Mapping[str, Any]) -> bool:
+        """Whether an event tells of a plan under which steps were made already: a rank that tells it late, or
+        again to a new leader, stops nobody."""
+        number = data.get("number")
+        return kind in CAUSES["switch"] and isinstance(number, int) and number <= self._plan
 
     def step(self, record: StepRecord) -> None:
         """A step was reported. One of an index that was reported before takes the place of that one and of all

@@ -23,7 +23,12 @@ class StepRecord(Value, frozen=True, kw_only=True):
     #: of the step itself, from its begin to its end; the script's own code between two steps is not in it
     #: (0: not measured)
     seconds: float
-    time: float  # unix seconds at which the report came
+    time: float  # unix seconds at which it ended, by the leader's clock
+    #: the same in seconds of rank 0's monotonic clock (0: it did not tell, and `time` is the report's arrival)
+    ended_at: float = 0.0
+    #: name of that clock, which begins with each start of the worker's process: `time` and `ended_at` measure
+    #: durations between steps of one clock alone
+    clock: str = ""
 
 
 class Gain(Value, frozen=True, kw_only=True):

@@ -2,12 +2,14 @@
 
 A step's own seconds end with it. The script's own code then runs until the next step begins: logging, an
 evaluation, a checkpoint. Tokens a second are counted over all of that, from the end of one step to the end of
-another, by the times at which the leader heard of the two ends.
+another, by the clock of the worker that made both. Two steps of different workers, or of two starts of one,
+have no such time between them: a stop, or the wait for other workers, is no part of a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 from elasticd_planner.value import Value
@@ -35,7 +37,15 @@ class TimedStep(Protocol):
 
     @property
     def time(self) -> float:
-        """Unix seconds at which its end was heard of."""
+        """Unix seconds at which it ended."""
+
+    @property
+    def ended_at(self) -> float:
+        """The same in seconds of the worker's clock (0: not known)."""
+
+    @property
+    def clock(self) -> str:
+        """Name of that clock (empty: not known)."""
 
 
 class TrainingSpeed(Value, frozen=True, kw_only=True):
@@ -50,22 +60,32 @@ def training_speed(steps: Sequence[StepRecord]) -> TrainingSpeed | None:
     """The speed of the last of these steps, oldest first; None where there is none."""
     if not steps:
         return None
-    seconds = wall_seconds(steps[-min(len(steps), SPEED_STEPS + 1)], steps[-1])
-    counted = [step.tokens for step in steps[-SPEED_STEPS:] if step.tokens is not None]
-    tokens = sum(counted) / len(counted) if counted else None
+    pairs = [*pairwise(steps[-SPEED_STEPS - 1 :])]
+    walls = [(after, seconds) for before, after in pairs if (seconds := _between(before, after))]
+    if not walls and (own := steps[-1].seconds):
+        walls = [(steps[-1], own)]
+    counted = [(step.tokens, seconds) for step, seconds in walls if step.tokens is not None]
+    spent = sum(seconds for _, seconds in counted)
     return TrainingSpeed(
         newest=steps[-1],
-        wall_seconds=seconds,
-        tokens_per_second=tokens / seconds if tokens is not None and seconds else None,
+        wall_seconds=sum(seconds for _, seconds in walls) / len(walls) if walls else None,
+        tokens_per_second=sum(tokens for tokens, _ in counted) / spent if spent else None,
     )
 
 
 def wall_seconds(before: TimedStep | None, after: TimedStep) -> float | None:
-    """Wall time a step, from the end of one step to the end of a later one. Where none is known before it, the
-    step's own; None where that was not measured either."""
-    if before is not None and after.step > before.step and after.time > before.time:
-        return (after.time - before.time) / (after.step - before.step)
-    return after.seconds or None
+    """Wall time a step, from the end of one step to the end of a later one by the same clock. Where none is
+    known before it, the step's own; None where that was not measured either."""
+    return (_between(before, after) if before is not None else None) or after.seconds or None
+
+
+def _between(before: TimedStep, after: TimedStep) -> float | None:
+    """Wall time a step between the ends of two; None where no clock measured it."""
+    if after.clock != before.clock:
+        return None
+    seconds = after.ended_at - before.ended_at if after.clock else after.time - before.time
+    steps = after.step - before.step
+    return seconds / steps if seconds > 0 and steps > 0 else None
 
 
 def tokens_per_second(step: TimedStep, seconds: float | None) -> float | None:

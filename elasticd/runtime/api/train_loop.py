@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -250,6 +251,7 @@ class Loop:
                 measurement=done.measurement,
                 loss=done.outcome.vote.loss if first else None,
                 tokens=done.outcome.vote.tokens if first else None,
+                ended_at=time.monotonic() if first else 0.0,
                 paced=paced,
                 overruns=overruns,
             )
