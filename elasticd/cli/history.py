@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 import msgspec
+from elasticd_planner.readable import readable_seconds
 from rich.table import Table
 
 from elasticd.cli.console import command_console
@@ -51,7 +52,8 @@ def listed(records: Sequence[HistoryRecord], told: Sequence[EventRecord] = ()) -
     for record in records:
         plan = record.plan
         predicted = prediction_of(record, told)
-        seconds = "-" if predicted.seconds is None else f"{predicted.seconds:.3f} s{' ?' * predicted.guessed}"
+        seconds = "-" if predicted.seconds is None else readable_seconds(predicted.seconds)
+        seconds += " ?" * predicted.guessed
         table.add_row(
             str(record.number), seconds, str(len(plan.members)), str(len(plan.idle) or ""), record.reason
         )

@@ -12,7 +12,7 @@ from elasticd.cli.console import command_console
 from elasticd.cli.options import asking, json_option, plain_table, write_json
 from elasticd.client import Api, CannotReach, asker
 from elasticd.codec.safe_text import in_one_line
-from elasticd.coordinator.api_types import ClusterStatus, JobStatus
+from elasticd.coordinator.api_types import ClusterStatus, JobStatus, RestartStatus
 
 #: Seconds beyond those that the job has, until its end is known to whoever asks.
 _MARGIN = 10.0
@@ -40,15 +40,21 @@ def listed(found: ClusterStatus) -> Table:
     for job in found.jobs:
         if not job.over:
             table.add_row(*_row(job))
-    for restarting in found.restarts:
-        count = str(restarting.workers or len(restarting.devices))
-        phase = "restart mode" if restarting.phase == "running" else f"restart mode, {restarting.phase}"
-        step = str(restarting.step) if restarting.step else "-"
-        table.add_row(restarting.job, phase, step, "-", "-", "-", count, in_one_line(restarting.sentence))
-    for job in found.jobs:
-        if job.over:
-            table.add_row(*_row(job))
+    for over in (False, True):
+        for restarting in found.restarts:
+            if restarting.over == over:
+                table.add_row(*_restart_row(restarting))
+        for job in found.jobs:
+            if job.over and over:
+                table.add_row(*_row(job))
     return table
+
+
+def _restart_row(job: RestartStatus) -> tuple[str, ...]:
+    count = str(job.workers or len(job.devices))
+    phase = "restart mode" if job.phase == "running" else f"restart mode, {job.phase}"
+    step = str(job.step) if job.step else "-"
+    return job.job, phase, step, "-", "-", "-", count, in_one_line(job.sentence)
 
 
 def _row(job: JobStatus) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from elasticd.coordinator.events.event_log import Journal
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.live_feed import FeedSource, hello, measurements
 from elasticd.dashboard.history import HistoryWriter, Sample
-from elasticd.dashboard.known import balanced_seconds, table_of
+from elasticd.dashboard.known import balanced_seconds, lowest_seconds, table_of
 from elasticd.machines.coordinator import machine
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS, CoordinatorNote, Effect, Event, Received, Write
@@ -133,9 +133,8 @@ class RecordedRun:
             return None, None
         news = self._of_devices(job)
         bound = balanced_seconds(job.plan, table_of(news), self._rates) if news is not None else None
-        if bound is not None and step.seconds:
-            bound = min(bound, step.seconds)
-        return job.predicted_seconds, bound
+        predicted = None if job.prediction_guessed else job.predicted_seconds
+        return predicted, lowest_seconds(bound, step.seconds, predicted)
 
     def at_its_end(self, name: str) -> list[live.AnyNews]:
         """All that the leader knew at the end of the recording, as it tells a listener."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import click
 import msgspec
 from elasticd_planner.detection.slowness_history import SlownessKind
-from elasticd_planner.readable import readable
+from elasticd_planner.readable import readable, readable_seconds
 from elasticd_planner.value import Value
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -124,7 +124,9 @@ def screen(
         parts.append(Text("no agent is connected: start one on each node with 'elasticd-agent'"))
         return Group(*parts)
     few = sum(len(node.devices) for node in cluster.nodes) <= FEW_DEVICES
-    if everything or few:
+    if not cluster.nodes:
+        pass  # of one job, of which no device is known
+    elif everything or few:
         parts.append(device_table(cluster))
     else:
         parts += abnormal_nodes(cluster.nodes)
@@ -139,34 +141,40 @@ def _jobs(
 ) -> Iterator[RenderableType]:
     """The jobs. every_job: all in full. every_part: in those in full, all pipelines and workers."""
     rates = rates_of(cluster)
-    running = [job for job in cluster.jobs if not job.over]
-    over = [job for job in cluster.jobs if job.over]
-    full = running + over if every_job else jobs_in_full(running)
+    running: list[JobStatus | RestartStatus] = [job for job in cluster.jobs if not job.over]
+    running += [job for job in cluster.restarts if not job.over]
+    over: list[JobStatus | RestartStatus] = [job for job in (*cluster.jobs, *cluster.restarts) if job.over]
+    full = running + over if every_job else running[:MOST_JOBS]
     for job in full:
         yield ""
-        yield from _job(job, reasons.get(job.job, ""), rates, everything=every_part)
-    for restarting in cluster.restarts if every_job else cluster.restarts[:MOST_JOBS]:
-        yield ""
-        yield from _restarting(restarting)
+        if isinstance(job, RestartStatus):
+            yield from restart_mode_job(job)
+        else:
+            yield from _job(job, reasons.get(job.job, ""), rates, everything=every_part)
     if not every_job and (more := len(running) - len(full)):
         yield from ("", Text(f"and {more} more jobs that run: elasticd jobs", style="dim"))
     if over and not every_job:
         yield from ("", *jobs_over(over))
 
 
-def jobs_over(over: Sequence[JobStatus]) -> Iterator[RenderableType]:
+def jobs_over(over: Sequence[JobStatus | RestartStatus]) -> Iterator[RenderableType]:
     """A line for each job that is over, at most `MOST_OVER` of them; on a terminal its end is cut."""
-    rows = [
-        (job.job, job.phase, f"step {job.step}", "loss -" if job.loss is None else f"loss {job.loss:.4f}")
-        for job in over[:MOST_OVER]
-    ]
+    rows = [_over_cells(job) for job in over[:MOST_OVER]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for job, row in zip(over, rows, strict=False):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield Text("  ".join((*cells, in_one_line(job.reason))), no_wrap=True, overflow="ellipsis")
+        why = job.sentence if isinstance(job, RestartStatus) else job.reason
+        yield Text("  ".join((*cells, in_one_line(why))), no_wrap=True, overflow="ellipsis")
     if len(over) > MOST_OVER:
         yield Text(f"and {len(over) - MOST_OVER:,} more jobs that are over: elasticd jobs", style="dim")
     yield Text("'elasticd status JOB' shows one of them in full, --all shows all", style="dim")
+
+
+def _over_cells(job: JobStatus | RestartStatus) -> tuple[str, str, str, str]:
+    """Name, phase, step and loss of a job that is over."""
+    if isinstance(job, RestartStatus):
+        return job.job, job.phase, f"step {job.step}" if job.step else "step -", "restart mode"
+    return job.job, job.phase, f"step {job.step}", "loss -" if job.loss is None else f"loss {job.loss:.4f}"
 
 
 def abnormal_nodes(listed: Sequence[NodeStatus]) -> Iterator[RenderableType]:
@@ -330,8 +338,8 @@ def _job(
     )
     if job.wall_seconds is not None and job.step_seconds is not None:
         yield Text.assemble(
-            ("  wall time a step ", "dim"), f"{job.wall_seconds:.3f} s",
-            ("   the step itself ", "dim"), f"{job.step_seconds:.3f} s",
+            ("  wall time a step ", "dim"), readable_seconds(job.wall_seconds),
+            ("   the step itself ", "dim"), readable_seconds(job.step_seconds),
         )  # fmt: skip
     if job.plan is not None:
         expected = predicted(job)
@@ -360,8 +368,10 @@ def predicted(job: JobStatus) -> str:
     if own is None:
         return ""
     seconds = own.step_seconds if job.predicted_seconds is None else job.predicted_seconds
-    before = f" ({own.step_seconds:.3f} s when it was made)" if differs(own.step_seconds, seconds) else ""
-    return f", {seconds:.3f} s a step predicted{before}"
+    if job.prediction_guessed:
+        return f", {readable_seconds(seconds)} a step, a guess before steps were measured"
+    made = f" ({readable_seconds(own.step_seconds)} when it was made)"
+    return f", {readable_seconds(seconds)} a step predicted{made if differs(own.step_seconds, seconds) else ''}"
 
 
 def worker(member: MemberStatus) -> str:
@@ -381,7 +391,7 @@ def exception(raised: ExceptionStatus | None) -> Iterator[Text]:
         yield Text(f"    {each}", style="dim")
 
 
-def _restarting(job: RestartStatus) -> Iterator[RenderableType]:
+def restart_mode_job(job: RestartStatus) -> Iterator[RenderableType]:
     """A job in restart mode: whose computation takes longest, and who is out."""
     late = job.step and job.silent_seconds > 5 + 3 * job.step_seconds
     silent = f"  silent for {job.silent_seconds:.0f} s" if late else ""

@@ -16,7 +16,7 @@ from rich.text import Text
 from elasticd.cli.console import command_console
 from elasticd.cli.options import cluster_options, json_option, plain_table, write_json
 from elasticd.cli.picture import picture
-from elasticd.cli.status import jobs_over, paused, rates_of
+from elasticd.cli.status import jobs_over, paused, rates_of, restart_mode_job
 from elasticd.client import Api, CannotReach, reach
 from elasticd.coordinator.api_types import ClusterStatus, JobStatus, NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord, line
@@ -80,7 +80,10 @@ def drawn(status: ClusterStatus, steps: Steps, events: Sequence[EventRecord]) ->
     for job in status.jobs:
         if not job.over:
             parts += ["", *_job(job, steps.get(job.job, ()), rates_of(status))]
-    if over := [job for job in status.jobs if job.over]:
+    for restarting in status.restarts:
+        if not restarting.over:
+            parts += ["", *restart_mode_job(restarting)]
+    if over := [job for job in (*status.jobs, *status.restarts) if job.over]:
         parts += ["", *jobs_over(over)]
     if events:
         parts += ["", *(Text(line(event), style="dim") for event in events)]

@@ -79,6 +79,8 @@ class JobStatus(Value, frozen=True, kw_only=True):
     job: str  # the job's name
     phase: str  # of its life
     reason: str  # why it waits or has ended
+    #: it has ended since its workers were told to go, by a user or by signals: nothing has failed
+    orderly: bool = False
     plan: Plan | None  # in force
     proposal: int | None  # number of the open one
     step: int  # newest that was reported
@@ -89,6 +91,8 @@ class JobStatus(Value, frozen=True, kw_only=True):
     wall_seconds: float | None = None
     #: of a step under the plan in force, by the newest profile and the slowdowns that the plan was made for
     predicted_seconds: float | None = None
+    #: `predicted_seconds` is by the model's shapes alone: no profile has been fitted to measured steps
+    prediction_guessed: bool = False
     #: newest step whose state is kept in the agents' memory, on two nodes where there are two
     snapshot: int | None = None
     #: the last that the script's own code raised, until the job has trained on beyond its step

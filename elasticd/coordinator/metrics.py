@@ -379,7 +379,7 @@ def _gauges_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:
     plan = job.plan
     values = {
         "elasticd_job_step": job.progress.step,
-        "elasticd_job_predicted_step_seconds": job.predicted_seconds,
+        "elasticd_job_predicted_step_seconds": None if job.prediction_guessed else job.predicted_seconds,
         "elasticd_job_plan_number": job.number,
         "elasticd_job_members": len(plan.members) if plan is not None else 0,
         "elasticd_job_standby": len(plan.idle) if plan is not None else 0,

@@ -7,6 +7,7 @@ and progress of switches are gathered and told a few times a second, however man
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable, Mapping
 
@@ -17,6 +18,7 @@ from elasticd.coordinator import live_types as live
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.dashboard import views
 from elasticd.dashboard.cluster_page import (
+    FAILED_SECONDS,
     abnormal,
     changed,
     cluster_view,
@@ -29,7 +31,7 @@ from elasticd.dashboard.cluster_page import (
 )
 from elasticd.dashboard.history import StepRow
 from elasticd.dashboard.job_page import live_step
-from elasticd.dashboard.known import Knowledge, expected
+from elasticd.dashboard.known import Knowledge
 from elasticd.dashboard.stream import Streams
 from elasticd.dashboard.subscription import Told
 from elasticd.dashboard.switch_page import KINDS, switch_view
@@ -63,6 +65,7 @@ class Board:
         self._told_stages: dict[str, int] = {}
         self._told_rows: dict[str, views.JobRow] = {}
         self._told_restarts: dict[str, views.JobRow] = {}
+        self._old_at = math.inf  # when a failure is no news any more, which the table of what is not normal has
         self._jobs: set[str] = set()
         self._switches: dict[str, dict[int, _Switch]] = {}
         self._moving: set[tuple[str, int]] = set()
@@ -116,20 +119,9 @@ class Board:
                 self._moving.add((event.job, number))
 
     def _step(self, news: live.StepNews) -> None:
-        step = news.step
-        predicted, bound = expected(self.known.cluster, news.job, step.plan, step.seconds)
-        self._steps[news.job] = StepRow(
-            step=step.step,
-            plan=step.plan,
-            time=step.time,
-            seconds=step.seconds,
-            tokens=step.tokens,
-            loss=step.loss,
-            predicted=predicted,
-            bound=bound,
-            ended_at=step.ended_at,
-            clock=step.clock,
-        )
+        row = self.known.cluster.newest.get(news.job)
+        if row is not None and (row.step, row.time) == (news.step.step, news.step.time):
+            self._steps[news.job] = row
 
     def _planned(self, news: live.PlanNews) -> None:
         switch = self._switch(news.job, news.plan.number)
@@ -170,6 +162,7 @@ class Board:
         self._moving.clear()
         if now - self._pulse_at >= SECOND:
             self._pulse_at = now
+            self._stale = self._stale or self.known.heard >= self._old_at
             self._restarts_told(self.known.time(now))
             self.streams.tell("leader", live_leader(self.known, self.known.time(now)))
 
@@ -197,6 +190,8 @@ class Board:
         if now - self._table_at >= SECOND or len(self.rows) < 64:
             self._table_at, self._stale = now, False
             table = abnormal(known, [self.rows[name] for name in sorted(self.rows)])
+            failures = [row.since for row in table if row.state == "failed" and row.since is not None]
+            self._old_at = min(failures, default=math.inf) + FAILED_SECONDS
         if not (cells or nodes or gone or table is not None):
             return
         self.streams.tell(
@@ -274,10 +269,7 @@ class Board:
     def remember(self, events: Iterable[EventRecord], steps: Mapping[str, StepRow]) -> None:
         """What the history has from before: events, oldest first, and the newest step of each job."""
         self.known.remember(events)
-        for job, row in steps.items():
-            if row.tokens is not None:
-                self.known.cluster.tokens.setdefault(job, row.tokens)
-            self.known.cluster.remembered[job] = row
+        self.known.cluster.newest.update(steps)
         self.redraw()
 
 

@@ -7,13 +7,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
+from elasticd_planner.readable import readable_seconds
 
-from elasticd.coordinator.api_types import NodeStatus
+from elasticd.coordinator.api_types import JobStatus, NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.training_speed import tokens_per_second
 from elasticd.coordinator.live_types import JobNews, RestartingJob
 from elasticd.dashboard import views
 from elasticd.dashboard.history import about
-from elasticd.dashboard.known import ClusterNow, Knowledge, expected
+from elasticd.dashboard.known import ClusterNow, Knowledge
 from elasticd.wire.node_health import causes
 
 #: What a phase means, in a sentence's beginning.
@@ -27,9 +29,12 @@ PHASES: Mapping[str, str] = {
     "recovering": "recovers from a loss",
     "done": "has trained all its steps",
     "stopped": "has stopped",
+    "failed": "has failed",
 }
+#: Seconds for which a job that failed is among what is not normal: from then on it is one that is over.
+FAILED_SECONDS = 600.0
 #: The order of the table "not normal": what stops jobs first.
-_WORST = ("stopped", "hung", "recovering", "unreachable", "slow", "suspect", "draining", "drained")
+_WORST = ("failed", "hung", "recovering", "unreachable", "slow", "suspect", "draining", "drained")
 
 
 def event_row(event: EventRecord) -> views.EventRow:
@@ -138,7 +143,7 @@ def counted(rows: Iterable[views.NodeRow]) -> dict[str, int]:
 
 def abnormal(known: Knowledge, rows: Iterable[views.NodeRow]) -> tuple[views.Abnormal, ...]:
     """All that is not normal, the worst first."""
-    found = [*_jobs(known), *_nodes(known, rows), *_links(known)]
+    found = [*_failures(known), *_jobs(known), *_nodes(known, rows), *_links(known)]
 
     def key(row: views.Abnormal) -> tuple[int, float, str]:
         place = _WORST.index(row.state) if row.state in _WORST else len(_WORST)
@@ -213,13 +218,26 @@ def _links(known: Knowledge) -> Iterator[views.Abnormal]:
         )
 
 
+def _failures(known: Knowledge) -> Iterator[views.Abnormal]:
+    """Jobs that failed a short time ago. One that ended otherwise is over, as somebody wanted it."""
+    jobs = {name: sentence(news) for name, news in known.cluster.jobs.items() if phase_of(news.job) == "failed"}
+    jobs |= {job.job: job.sentence for job in known.cluster.restarts if job.phase == "failed"}
+    for name, why in jobs.items():
+        since = known.began.get(("failed", name))
+        if since is not None and known.heard - since < FAILED_SECONDS:
+            yield views.Abnormal(
+                what="job", name=name, state="failed", slowdown=None, why=why, since=since, job=name
+            )
+
+
 def _jobs(known: Knowledge) -> Iterator[views.Abnormal]:
     for name, news in known.cluster.jobs.items():
         job = news.job
-        waits = bool(job.reason) and not news.over
-        if job.phase in ("stopped", "recovering", "aborting") or waits:
+        if news.over:
+            continue
+        if job.phase in ("recovering", "aborting") or job.reason:
             event = known.last_events.get(name)
-            state = job.phase if job.phase in ("stopped", "recovering", "aborting") else "waits"
+            state = job.phase if job.phase in ("recovering", "aborting") else "waits"
             since = event.time if event is not None else None
             yield views.Abnormal(
                 what="job",
@@ -241,10 +259,15 @@ def slow_links(cluster: ClusterNow) -> tuple[views.LinkRow, ...]:
     )
 
 
+def phase_of(job: JobStatus) -> str:
+    """A job's phase; "failed" where it has stopped, and nobody told its workers to go."""
+    return "failed" if job.phase == "stopped" and not job.orderly else job.phase
+
+
 def sentence(news: JobNews) -> str:
     """A job's phase in a sentence, with its reason."""
-    job = news.job
-    text = PHASES.get(job.phase, job.phase)
+    job, phase = news.job, phase_of(news.job)
+    text = PHASES.get(phase, phase)
     if job.phase == "proposed" and job.proposal is not None:
         text = "trains on" if news.plan else "waits"
         text += f" while plan {job.proposal} is prepared"
@@ -261,7 +284,7 @@ def job_row(known: Knowledge, name: str, now: float) -> views.JobRow:
     at = None if news.over else max(now, known.heard) if known.reachable else known.heard
     return views.JobRow(
         job=name,
-        phase=job.phase,
+        phase=phase_of(job),
         sentence=sentence(news),
         step=job.step,
         loss=job.loss,
@@ -280,19 +303,16 @@ def job_row(known: Knowledge, name: str, now: float) -> views.JobRow:
 
 
 def speeds(cluster: ClusterNow, name: str) -> tuple[float | None, float | None, float | None]:
-    """Tokens per second of the steps alone: as measured, as predicted, and as no plan can exceed."""
-    plan, job = cluster.plans.get(name), cluster.jobs[name].job
-    tokens: float | None = cluster.tokens.get(name)
-    if job.tokens_per_second is not None and job.wall_seconds is not None:
-        tokens = job.tokens_per_second * job.wall_seconds
-    if tokens is None:
+    """Tokens per second of the newest step alone: as measured, as predicted, and as no plan can exceed. They
+    are those of the last point of the job's chart."""
+    step = cluster.newest.get(name)
+    if step is None:
         return None, None, None
-    predicted, bound = expected(cluster, name, plan.number if plan is not None else 0, job.step_seconds)
-    return _over(tokens, job.step_seconds), _over(tokens, predicted), _over(tokens, bound)
-
-
-def _over(tokens: float, seconds: float | None) -> float | None:
-    return tokens / seconds if seconds else None
+    return (
+        tokens_per_second(step, step.seconds),
+        tokens_per_second(step, step.predicted),
+        tokens_per_second(step, step.bound),
+    )
 
 
 def restart_row(known: Knowledge, job: RestartingJob, now: float) -> views.JobRow:
@@ -300,8 +320,8 @@ def restart_row(known: Knowledge, job: RestartingJob, now: float) -> views.JobRo
     last = known.last_events.get(job.job)
     silence = (now if known.reachable else known.heard) - job.heard
     silent = f", silent for {silence:.0f} s" if silence > 5 + 3 * job.step_seconds else ""
-    pace = f"round {job.round}, {job.step_seconds:.3f} s a step{silent}" if job.step else ""
-    over = {"finished": "done", "failed": "stopped", "stopped": "stopped"}.get(job.phase)
+    pace = f"round {job.round}, {readable_seconds(job.step_seconds)} a step{silent}" if job.step else ""
+    over = {"finished": "done", "failed": "failed", "stopped": "stopped"}.get(job.phase)
     return views.JobRow(
         job=job.job,
         phase=over or "restart mode",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
 
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.dashboard import views, why
@@ -11,7 +14,7 @@ from elasticd.dashboard.cluster_page import cell, event_row
 from elasticd.dashboard.history import Sample
 from elasticd.dashboard.job_page import parts_of
 from elasticd.dashboard.known import Knowledge
-from elasticd.dashboard.subscription import HEALTH_SECONDS
+from elasticd.dashboard.subscription import HEALTH_SECONDS, JUST_AFTER
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS
 from elasticd.records import HistoryRecord
 from elasticd.wire.node_health import DeviceHealth, Health, causes
@@ -69,7 +72,7 @@ def device_view(
         causes=causes(now, name),
         thresholds=_thresholds(known),
         slowdown=_slowdown([*samples, *_measured_now(known, shown.job, name)]),
-        episodes=_episodes(told),
+        episodes=_episodes(told, now=shown.slowdown > 1.0),
         parts=_parts(known, shown.job, name),
         health=_health(name, health),
         throttled=seen.throttled if seen is not None else (),
@@ -101,7 +104,14 @@ def _measured_now(known: Knowledge, job: str, name: str) -> Iterator[Sample]:
         yield Sample(name, known.heard, table.step, slowdown, known.cluster.rates.get(name, 1.0), None)
 
 
-def _slowdown(samples: Sequence[Sample]) -> views.SlowdownColumns:
+def _slowdown(told: Sequence[Sample]) -> views.SlowdownColumns:
+    """In columns, with a break where steps go back: another run of a job, or one that was rolled back."""
+    samples: list[Sample] = []
+    for sample in told:
+        if samples and samples[-1].step > sample.step and samples[-1].measured is not None:
+            last = samples[-1]
+            samples.append(Sample(last.device, last.time + JUST_AFTER, last.step, None, None, None))
+        samples.append(sample)
     return views.SlowdownColumns(
         time=tuple(sample.time for sample in samples),
         step=tuple(sample.step for sample in samples),
@@ -111,22 +121,27 @@ def _slowdown(samples: Sequence[Sample]) -> views.SlowdownColumns:
     )
 
 
-def _episodes(told: Sequence[EventRecord]) -> tuple[views.SlowTime, ...]:
-    """The times in which it was slow, by its events, which come newest first."""
+def _episodes(told: Sequence[EventRecord], *, now: bool) -> tuple[views.SlowTime, ...]:
+    """The times in which it was slow, by its events, which come newest first. now: it is slow still. A run of a
+    job that ends leaves no slowdown behind, and no event says so: the next run's are of another episode."""
     found: list[views.SlowTime] = []
     for event in reversed(told):
         step, after = event.data.get("step"), event.data.get("after")
         if event.kind not in SLOWDOWN_KINDS or not isinstance(step, int):
             continue
+        moment = views.JobMoment(job=event.job, step=step if step >= 0 else None, time=event.time)
         rate = float(after) if isinstance(after, int | float) else float(event.data.get("rate", 1.0))
         going = found[-1] if found and found[-1].stop is None else None
-        if rate <= 1.0:
-            if going is not None:
-                found[-1] = views.SlowTime(start=going.start, stop=step, slowdown=going.slowdown)
-        elif going is not None:
-            found[-1] = views.SlowTime(start=going.start, stop=None, slowdown=rate)
-        else:
-            found.append(views.SlowTime(start=step, stop=None, slowdown=rate))
+        begins = rate > 1.0 and event.data.get("before") == 1.0
+        if going is not None and (begins or going.start.job != event.job):
+            going = None  # that run is over
+        if going is not None:
+            newer: dict[str, Any] = {"slowdown": rate} if rate > 1.0 else {"stop": moment}
+            found[-1] = msgspec.structs.replace(going, **newer)
+        elif rate > 1.0:
+            found.append(views.SlowTime(start=moment, stop=None, now=False, slowdown=rate))
+    if found and found[-1].stop is None and now:
+        found[-1] = msgspec.structs.replace(found[-1], now=True)
     return tuple(found)
 
 

@@ -308,7 +308,7 @@ def forgotten_view(
     heard = max([event.time for event in mine] + ([step.time] if step is not None else []), default=0.0)
     row = views.JobRow(
         job=name,
-        phase=_ENDS[end.kind] if end is not None else "forgotten",
+        phase=_phase_at(end) if end is not None else "forgotten",
         sentence=f"{end.text if end is not None else 'its end is not kept'}; the cluster has forgotten it",
         step=step.step + 1 if step is not None else 0,
         loss=step.loss if step is not None else None,
@@ -327,8 +327,11 @@ def forgotten_view(
     return _without_measurements(row, heard, kept(mine), None)
 
 
-#: By the event of a job's end its phase.
-_ENDS: Mapping[str, str] = {"finished": "done", "stopped": "stopped"}
+def _phase_at(end: EventRecord) -> str:
+    """The phase of a job after the event of its end."""
+    if end.kind == "finished":
+        return "done"
+    return "stopped" if end.data.get("orderly") else "failed"
 
 
 def record_of(row: StepRow) -> StepRecord:
@@ -372,7 +375,7 @@ def mark(event: EventRecord) -> views.TimeMark:
     step = event.data.get("step")
     return views.TimeMark(
         time=event.time,
-        step=step if isinstance(step, int) else None,
+        step=step if isinstance(step, int) and step >= 0 else None,
         kind=MARKS[event.kind],  # type: ignore[arg-type]
         text=event.text,
         event=event.id,
@@ -401,8 +404,7 @@ def live_step(
         predicted=tokens_per_second(row, row.predicted),
         bound=tokens_per_second(row, row.bound),
         loss=row.loss,
-        ettr=news.time.ettr(now) if news.time is not None else None,
-        goodput=news.time.goodput(now) if news.time is not None else None,
+        head=job_row(known, job, now),
         measured_step=table.step if table is not None else None,
         stages=stages(plan, table) if fresh else (),
     )

@@ -98,10 +98,7 @@ class ClusterNow:
     paused: bool = False
     store_away: bool = False
     measured: dict[str, Table] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)  # of the newest step of each job
-    steps: dict[str, StepRecord] = field(default_factory=dict)  # the newest of each job
-    #: the newest of each job that the history had at the start: what is not measured any more is as it was then
-    remembered: dict[str, StepRow] = field(default_factory=dict)
+    newest: dict[str, StepRow] = field(default_factory=dict)  # step of each job, as its chart has it
 
 
 class Knowledge:
@@ -185,6 +182,9 @@ class Knowledge:
             target.store_away = news.store_away
             return False
         touched = take(target, news)
+        if isinstance(news, live.SlowdownNews):
+            for device in (device for device, rate in news.rates.items() if rate == 1.0):
+                self.began.pop(("slow", device), None)
         if target is self.cluster:
             self._touch(news, touched)
         return False
@@ -196,12 +196,8 @@ class Knowledge:
         for name in self.cluster.jobs:  # what is not said again after a hello
             if name in before.measured:
                 self.cluster.measured.setdefault(name, before.measured[name])
-            if name in before.steps:
-                self.cluster.steps.setdefault(name, before.steps[name])
-            if name in before.tokens:
-                self.cluster.tokens.setdefault(name, before.tokens[name])
-            if name in before.remembered:
-                self.cluster.remembered.setdefault(name, before.remembered[name])
+            if name in before.newest:
+                self.cluster.newest.setdefault(name, before.newest[name])
         if before.store_away != self.cluster.store_away:
             self.store_since = at
         self._place()
@@ -230,6 +226,8 @@ class Knowledge:
             self.began.setdefault(("slow", device), event.time)
         elif event.kind == "recovered" and event.data.get("after") == 1.0:
             self.began.pop(("slow", device), None)
+        elif event.kind == "stopped" and not event.data.get("orderly"):
+            self.began["failed", event.job] = event.time
         elif event.kind == "node_down":
             self.began[("unreachable", node)] = event.time
         elif event.kind == "drained":
@@ -356,8 +354,8 @@ def take(cluster: ClusterNow, news: live.AnyNews) -> Iterable[str]:
     elif isinstance(news, live.JobGone):
         for held in (cluster.jobs, cluster.plans, cluster.proposed, cluster.members, cluster.halts):
             held.pop(news.job, None)
-        for kept in (cluster.measured, cluster.tokens, cluster.steps, cluster.remembered):
-            kept.pop(news.job, None)
+        cluster.measured.pop(news.job, None)
+        cluster.newest.pop(news.job, None)
     elif isinstance(news, live.PlanNews):
         (cluster.proposed if news.proposed else cluster.plans)[news.job] = news.plan
     elif isinstance(news, live.MembersNews):
@@ -373,9 +371,7 @@ def take(cluster: ClusterNow, news: live.AnyNews) -> Iterable[str]:
     elif isinstance(news, live.SettingsNews):
         cluster.settings, cluster.detect = news.settings, news.detect
     elif isinstance(news, live.StepNews):
-        cluster.steps[news.job] = news.step
-        if news.step.tokens is not None:
-            cluster.tokens[news.job] = news.step.tokens
+        cluster.newest[news.job] = step_row(cluster, news.job, news.step)
     elif isinstance(news, live.MeasuredNews):
         _measured(cluster, news)
     return ()
@@ -420,32 +416,62 @@ def table_of(news: live.MeasuredNews, before: Table | None = None) -> Table:
     return Table(plan=news.plan, step=news.step, columns=columns, numbers=numbers, lengths=lengths)
 
 
+def step_row(cluster: ClusterNow, job: str, step: StepRecord) -> StepRow:
+    """A step of a job, with what was predicted of it, and the bound."""
+    predicted, bound = expected(cluster, job, step.plan, step.seconds)
+    return StepRow(
+        step=step.step,
+        plan=step.plan,
+        time=step.time,
+        seconds=step.seconds,
+        tokens=step.tokens,
+        loss=step.loss,
+        predicted=predicted,
+        bound=bound,
+        ended_at=step.ended_at,
+        clock=step.clock,
+    )
+
+
 def expected(
     cluster: ClusterNow, job: str, number: int, seconds: float | None
 ) -> tuple[float | None, float | None]:
-    """Seconds of a step of a job under its plan of this number: as predicted, and those that no plan can be
-    below.
+    """Seconds of a step of a job under its plan of this number: as predicted by a profile that was fitted to
+    measured steps, and those that no plan is below.
 
     Args:
-        seconds: of a step that was measured under it. The bound is never above them: a step that was as fast
-            shows that it can be.
+        seconds: of a step that was measured under it.
 
     Returns:
-        Each None where it is not known.
+        Each None where it is not known: a prediction that no step was measured for is a guess, and none of a
+        step.
     """
     plan, news, table = cluster.plans.get(job), cluster.jobs.get(job), cluster.measured.get(job)
     predicted = bound = None
-    if plan is not None and plan.number == number:
-        predicted = plan.prediction.step_seconds if plan.prediction is not None else None
-        if news is not None and news.plan == number and news.job.predicted_seconds is not None:
-            predicted = news.job.predicted_seconds
+    if news is not None and news.plan == number and not news.job.prediction_guessed:
+        predicted = news.job.predicted_seconds
     if plan is not None and table is not None and table.plan == plan.number == number:
         bound = balanced_seconds(plan, table, cluster.rates)
-    elif table is None and (row := cluster.remembered.get(job)) is not None and row.plan == number:
-        bound = row.bound
-    if bound is not None and seconds:
-        bound = min(bound, seconds)
-    return predicted, bound
+    return predicted, lowest_seconds(bound, seconds, predicted)
+
+
+def lowest_seconds(
+    balanced: float | None, seconds: float | None, predicted: float | None = None
+) -> float | None:
+    """The bound: seconds of a step that no plan is known to go below.
+
+    Args:
+        balanced: `balanced_seconds` of one step. Another step computes a little faster or slower.
+        seconds: of a step that was measured. One that was as fast shows that a plan can be.
+        predicted: of a step under the plan in force, by the mean of the steps that its profile was fitted to:
+            so it shows the same.
+
+    Returns:
+        The least of them; None where `balanced` is not known.
+    """
+    if balanced is None:
+        return None
+    return min(known for known in (balanced, seconds, predicted) if known)
 
 
 #: Columns of what a member computed in a step, whatever plan divides it: no communication, no recomputation.

@@ -27,7 +27,7 @@ from elasticd.config.tree import ConfigError, DashboardSection
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard.history import HistoryWriter, Sample
-from elasticd.dashboard.known import ClusterNow, another_store, expected, take
+from elasticd.dashboard.known import ClusterNow, another_store, step_row, take
 
 #: Seconds between attempts to find a leader: doubled from the first to the second.
 AWAY = (0.1, 1.0)
@@ -320,7 +320,7 @@ class Subscription:
             if 0 < news.plan < self._writer.trained_plan(job):
                 self._ended(job)  # numbers of plans grow: it was forgotten while nobody listened
             self._plans[job] = self._writer.newest_plan(job)
-            self._fetch_steps(api, job)
+            self._fetch_steps(api, job, news.id)
         self._want_plans(job, max(news.plan, news.job.proposal or 0))
 
     def _ended(self, job: str) -> None:
@@ -329,16 +329,18 @@ class Subscription:
         self._unmeasured(job)
 
     def _put_step(self, job: str, step: StepRecord) -> bool:
-        predicted, bound = expected(self._cluster, job, step.plan, step.seconds)
-        return self._writer.put_step(job, step, predicted, bound)
+        row = step_row(self._cluster, job, step)
+        return self._writer.put_step(job, step, row.predicted, row.bound)
 
-    def _fetch_steps(self, api: Api, job: str) -> None:
-        """Steps that were made since the last one that is known, and those that were made again."""
+    def _fetch_steps(self, api: Api, job: str, number: str) -> None:
+        """Steps that were made since the last one that is known, and those that were made again; the newest of
+        them is told."""
         newest = self._writer.newest_step(job)
         found = api.steps(job, max(-1, newest - OVERLAP)).steps
         with self._writer.together():
-            for step in found:
-                self._put_step(job, step)
+            new = [self._put_step(job, step) for step in found]
+        if new and new[-1]:
+            self._tell(Told(at=time.time(), news=live.StepNews(id=number, job=job, step=found[-1])))
 
     # -- plans, fetched beside -----------------------------------------------------------------------------
 
@@ -371,9 +373,9 @@ class Subscription:
 
     def _sample(self, news: live.MeasuredNews, now: float) -> None:
         """Writes slowdowns that changed."""
-        plan = self._cluster.plans.get(news.job)
-        if plan is None or plan.number != news.plan:
-            return
+        plan, job = self._cluster.plans.get(news.job), self._cluster.jobs.get(news.job)
+        if plan is None or plan.number != news.plan or (job is not None and job.over):
+            return  # of a job that is over the last measurement comes after its end: its line has ended
         sampled = self._sampled.get(news.job)
         if sampled is None or sampled.plan != news.plan or sampled.silent(now):
             self._unmeasured(news.job)

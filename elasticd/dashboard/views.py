@@ -170,17 +170,18 @@ class JobRow(Value, frozen=True, kw_only=True):
     """A row of the table of jobs, and the head of a job's page."""
 
     job: str  # its name
-    phase: str  # of its life, or "restart mode"
+    phase: str  # of its life, or "restart mode"; failed: it stopped, and nobody told its workers to go
     sentence: str  # the phase in a sentence, with its reason
     step: int  # optimizer steps that are done
     loss: float | None  # of the newest step, mean per token
     tokens_per_second: float | None  # tokens over wall time, of the newest ten steps
     #: tokens per second of the newest step alone, without what the script does between two steps: this is what
-    #: `predicted` and `bound` speak of
+    #: `predicted` and `bound` speak of; all three are those of the chart's last point
     within_steps: float | None
-    predicted: float | None  # tokens per second of a step alone, by the newest profile
+    #: tokens per second of a step alone, by the newest profile (None: no step has been measured to fit one)
+    predicted: float | None
     #: tokens per second of a step alone, were its computation divided over all devices by the slowdowns that
-    #: were measured, and nothing else took time; never below `within_steps`
+    #: were measured, and nothing else took time; never below `within_steps` and `predicted`
     bound: float | None
     plan: int | None  # number of the plan in force
     proposal: int | None  # number of the open one
@@ -542,11 +543,20 @@ class SwitchView(Value, frozen=True, kw_only=True):
 # -- /devices/NODE/RANK ------------------------------------------------------------------------------------
 
 
-class SlowTime(Value, frozen=True, kw_only=True):
-    """An episode: a time in which the device was slow."""
+class JobMoment(Value, frozen=True, kw_only=True):
+    """A moment in a job."""
 
-    start: int  # step
-    stop: int | None  # the step after its last (None: it is still slow)
+    job: str
+    step: int | None  # index (None: before the job's first step)
+    time: float  # unix seconds
+
+
+class SlowTime(Value, frozen=True, kw_only=True):
+    """An episode: a time in which the device was slow in one run of a job."""
+
+    start: JobMoment
+    stop: JobMoment | None  # it was normal again (None: it was not, as long as the job lasted)
+    now: bool  # it is slow still
     slowdown: float
 
 
@@ -585,7 +595,7 @@ class Hang(Value, frozen=True, kw_only=True):
 
     now: bool  # it still does
     time: float  # when it was told, unix seconds
-    step: int
+    step: int  # index (-1: between two steps)
     place: str  # where
     stack: str  # of its threads, as py-spy or faulthandler prints it
 
@@ -737,8 +747,7 @@ class LiveStep(Value, frozen=True, kw_only=True):
     predicted: float | None
     bound: float | None
     loss: float | None
-    ettr: float | None
-    goodput: float | None
+    head: JobRow  # the job's row, as of this step
     measured_step: int | None  # the step that `stages` are of
     stages: tuple[StageParts, ...]  # empty: as in the last one
 

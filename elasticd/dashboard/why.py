@@ -7,6 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 import msgspec
+from elasticd_planner.readable import readable_seconds
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.coordinator.events.event_log import EventRecord, line
@@ -39,7 +40,7 @@ def did(record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[Step
         yield WhyLine("predicted ", predicted.words)
     if len(seconds) >= LEAST_STEPS:
         real = median(seconds)
-        text = f"{real:.3f} s a step, the median of {len(seconds)} steps"
+        text = f"{readable_seconds(real)} a step, the median of {len(seconds)} steps"
         if predicted.seconds is not None and not predicted.guessed:
             text += f"; {real / predicted.seconds:.2f} times the prediction"
         yield WhyLine("took      ", text)
@@ -59,10 +60,11 @@ class ShownPrediction(NamedTuple):
         """As people read it."""
         if self.seconds is None:
             return ""
-        text = f"{self.seconds:.3f} s a step"
+        text = f"{readable_seconds(self.seconds)} a step"
         if self.guessed:
             return f"{text}, a guess before steps were measured"
-        return text if self.first_seconds is None else f"{text}; {self.first_seconds:.3f} s when it was made"
+        made = self.first_seconds
+        return text if made is None else f"{text}; {readable_seconds(made)} when it was made"
 
 
 def prediction_of(record: HistoryRecord, told: Sequence[EventRecord]) -> ShownPrediction:
@@ -92,7 +94,7 @@ PREDICTS = {"fitted": "number", "shifted": "plan"}
 
 def differs(before: float, after: float) -> bool:
     """Whether two predictions are not the same in what is shown of them."""
-    return f"{before:.3f}" != f"{after:.3f}"
+    return readable_seconds(before) != readable_seconds(after)
 
 
 def events_of(number: int, told: Sequence[EventRecord]) -> list[EventRecord]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+from elasticd_planner.readable import readable_seconds
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -81,7 +82,7 @@ def switch_text(switch: Switch, device: str) -> str:
     cause = "slowed down" if switch.cause == "slow" else "recovered"
     return (
         f"{device} {cause}: detected after {switch.detected_seconds:.1f} s, switched to plan {switch.number} "
-        f"after {switch.switched_seconds:.1f} s with a pause of {switch.pause_seconds:.3f} s "
+        f"after {switch.switched_seconds:.1f} s with a pause of {readable_seconds(switch.pause_seconds)} "
         f"({switch.pause_steps:.2f} steps); {switch.bytes_wire / MEBI:.2f} MiB on the wire, "
         f"{switch.bytes_lacking / MEBI:.2f} MiB lacking, of a state of {switch.bytes_state / MEBI:.2f} MiB"
     )

@@ -1,4 +1,4 @@
-"""Sizes for people."""
+"""Sizes and times for people."""
 
 from __future__ import annotations
 
@@ -10,3 +10,10 @@ def readable(size: float) -> str:
     while size >= 1024 and unit != "TiB":
         size, unit = size / 1024, next(units)
     return f"{size:.0f} {unit}" if size == int(size) else f"{size:.1f} {unit}"
+
+
+def readable_seconds(seconds: float) -> str:
+    """A time with a unit in which its digits say something: "1.250 s", "0.015 s", "4.2 ms", "46 µs"."""
+    if seconds == 0 or seconds >= 0.01:
+        return f"{seconds:.3f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"

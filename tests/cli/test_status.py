@@ -114,6 +114,14 @@ def test_screen_shows(wanted: str) -> None:
     assert wanted in shown(STATUS, {"j": "it was slow"})
 
 
+def test_a_prediction_before_steps_were_measured_is_called_a_guess_with_digits_that_say_something() -> None:
+    plan = PLAN.replace(prediction=Prediction(step_seconds=4.6e-5, bound_seconds=4.6e-5))
+    (job,) = STATUS.jobs
+    job = msgspec.structs.replace(job, plan=plan, predicted_seconds=4.6e-5, prediction_guessed=True)
+    said = shown(msgspec.structs.replace(STATUS, jobs=(job,)), {})
+    assert "plan 7, 46 µs a step, a guess before steps were measured, plan 8 is proposed" in said
+
+
 def test_screen_of_an_empty_cluster_says_what_to_start() -> None:
     assert "elasticd-agent" in shown(msgspec.structs.replace(STATUS, nodes=(), jobs=()), {})
 

@@ -274,6 +274,9 @@ def test_a_line_ends_where_nothing_is_measured_any_more_and_begins_anew(
     passing(1.0)
     if how == "over":
         leader.say(msgspec.structs.replace(job("j"), over=True))
+        measured(leader, 3.0, 3.0)  # of its last step: a leader tells it after the end
+        passing(100.0)
+        leader.say(job("j"))  # it was started again
     elif how == "gone":
         leader.say(live.JobGone(id="1:4", job="j"))
     passing(100.0)

@@ -8,10 +8,13 @@ import time
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.detection.slowness_history import Slowness, SlownessKind
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.api_types import (
@@ -22,11 +25,15 @@ from elasticd.coordinator.api_types import (
     NodeStatus,
     Pace,
 )
+from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.job_times import JobTime
+from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.dashboard import device_page, views
 from elasticd.dashboard.act_page import ACTS, ActFields, Unusable, request
 from elasticd.dashboard.board import Board
-from elasticd.dashboard.job_page import job_view
+from elasticd.dashboard.cluster_page import FAILED_SECONDS
+from elasticd.dashboard.history import Sample
+from elasticd.dashboard.job_page import job_view, mark
 from elasticd.dashboard.stream import Streams
 from elasticd.dashboard.subscription import Told
 from elasticd.dashboard.switch_page import switch_view
@@ -174,16 +181,149 @@ def test_a_device_that_is_hot_is_suspect_before_it_is_slow() -> None:
     assert "XID 79" in row.why
 
 
-def test_jobs_that_stop_or_wait_are_not_normal_and_names_are_text() -> None:
+def event(kind: str, text: str = "", job: str = JOB, at: float = NOW, **data: Any) -> live.EventNews:
+    told = EventRecord(id=round(at), time=at, kind=kind, job=job, text=text, data=data)
+    return live.EventNews(id="1:1", event=told)
+
+
+def jobs_not_normal(found: Board, at: float) -> list[tuple[str, str]]:
+    """By the table that browsers are told up to a moment, and by what they hear who come then."""
+    told: list[views.LiveDevices] = []
+    found.streams.tell = lambda event, value: told.append(value) if event == "devices" else None  # type: ignore[method-assign]
+    found._stale = True
+    found.look(at - 1)
+    found.hear(Told(at=at, news=live.LeaderPulse(id="1:9", at=at, store_away=False, paused=False)))
+    found.look(at)
+    found.look(at + 1)
+    found._hello = None
+    now = found.hello(VIEWER).abnormal
+    assert told[-1].abnormal == now
+    return [(row.name, row.state) for row in now if row.what == "job"]
+
+
+def test_a_job_that_waits_is_not_normal_and_names_are_text() -> None:
     found = known()
-    stopped = job(phase="stopped", reason="nothing is left of layer 3")
-    found.hear(Told(at=NOW, news=live.JobNews(id="1:1", job=stopped, plan=3, over=True)))
+    waits = job(phase="assembling", reason="it waits for beta")
+    found.hear(Told(at=NOW, news=live.JobNews(id="1:1", job=waits, plan=3, over=False)))
+    found.look(NOW)
+    assert [(row.name, row.state, row.why) for row in found.hello(VIEWER).abnormal if row.what == "job"] == [
+        (JOB, "waits", "it waits for beta")
+    ]
+
+
+def test_a_failure_is_news_for_some_minutes_and_then_a_job_that_is_over() -> None:
+    found = known()
+    failed = job(phase="stopped", reason="nothing is left of layer 3")
+    found.hear(Told(at=NOW, news=live.JobNews(id="1:1", job=failed, plan=3, over=True)))
+    found.hear(Told(at=NOW, news=event("stopped", orderly=False)))
     found.look(NOW)
     view = found.hello(VIEWER)
-    assert view.abnormal[0].name == JOB
-    assert view.abnormal[0].why == "nothing is left of layer 3"
-    assert view.jobs[0].sentence == "has stopped: nothing is left of layer 3"
+    assert (view.abnormal[0].name, view.abnormal[0].state) == (JOB, "failed")
+    assert view.abnormal[0].why == "has failed: nothing is left of layer 3"
+    assert (view.jobs[0].phase, view.jobs[0].sentence) == ("failed", "has failed: nothing is left of layer 3")
     assert cells(found)["a/0"].state == "unused", "a job that is over has no devices"
+    assert jobs_not_normal(found, NOW + FAILED_SECONDS - 1) == [(JOB, "failed")]
+    assert jobs_not_normal(found, NOW + FAILED_SECONDS + 1) == []
+    assert found.hello(VIEWER).jobs[0].phase == "failed", "it is listed among those that are over"
+
+
+def test_a_job_whose_failure_was_before_all_that_is_remembered_is_no_news() -> None:
+    found = known()
+    found.hear(Told(at=NOW, news=live.JobNews(id="1:1", job=job(phase="stopped"), plan=3, over=True)))
+    assert jobs_not_normal(found, NOW) == []
+
+
+def test_a_job_that_somebody_stopped_or_that_is_done_is_normal() -> None:
+    found = known()
+    stopped = job(phase="stopped", reason="stopped by alice", orderly=True)
+    for news in (
+        live.JobNews(id="1:1", job=stopped, plan=3, over=True),
+        event("stopped", orderly=True),
+        live.JobNews(id="1:1", job=job(job="other", phase="done"), plan=3, over=True),
+    ):
+        found.hear(Told(at=NOW, news=news))
+    assert jobs_not_normal(found, NOW) == []
+    assert {row.phase for row in found.hello(VIEWER).jobs} == {"stopped", "done"}
+
+
+@pytest.mark.parametrize(("phase", "state"), [("failed", ["failed"]), ("stopped", []), ("finished", [])])
+def test_a_job_in_restart_mode_is_news_only_where_it_failed(phase: str, state: list[str]) -> None:
+    found = known()
+    over = msgspec.structs.replace(restarting(5, NOW), phase=phase)
+    found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(over,))))
+    found.hear(Told(at=NOW, news=event("stopped", job="ddp", orderly=phase != "failed")))
+    assert [state for _, state in jobs_not_normal(found, NOW)] == state
+    assert jobs_not_normal(found, NOW + FAILED_SECONDS + 1) == []
+
+
+def test_a_device_that_is_slow_again_is_slow_since_then() -> None:
+    """That another job found it slow before says nothing of how long it is."""
+    found = known()
+    found.hear(Told(at=NOW, news=event("slow", device="a/0", at=NOW)))
+    for at, rate in ((NOW, 2.0), (NOW + 10, 1.0), (NOW + 500, 2.0)):
+        found.hear(Told(at=at, news=live.SlowdownNews(id="1:1", rates={"a/0": rate}, slowness={})))
+        if at > NOW + 100:
+            found.hear(Told(at=at, news=event("slow", device="a/0", at=at)))
+    found.look(NOW + 500)
+    (row,) = [row for row in found.hello(VIEWER).abnormal if row.name == "a/0"]
+    assert row.since == NOW + 500
+
+
+def measured_step(found: Board, number: int, seconds: float, computed: float, **fields: Any) -> list[Any]:
+    """A step, as a leader tells it: the job's status, the step, and what its members measured. Returns what
+    browsers were told."""
+    told: list[tuple[str, Any]] = []
+    found.streams.tell = lambda event, value: told.append((event, value))  # type: ignore[method-assign]
+    columns = ("block_seconds", "embed_seconds", "head_seconds")
+    numbers = np.full((len(PLAN.members), 3), computed / 3, "<f4")
+    at = NOW + number
+    status = job(step=number + 1, step_seconds=seconds, wall_seconds=2 * seconds, **fields)
+    step = StepRecord(step=number, plan=3, loss=1.0, tokens=100 + number % 2, seconds=seconds, time=at)
+    for news in (
+        live.JobNews(id="1:1", job=status, plan=3, over=False),
+        live.StepNews(id="1:1", job=JOB, step=step),
+        live.MeasuredNews(
+            id="1:1", job=JOB, plan=3, step=number, numbers=numbers.tobytes(), columns=columns, lengths={},
+            sequence_tokens=0, shortest=0, longest=0,
+        ),
+    ):  # fmt: skip
+        found.hear(Told(at=at, news=news))
+    found.look(at)
+    return [value for event, value in told if event == "step"]
+
+
+SECONDS = st.floats(0.1, 10.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=2, max_size=6), SECONDS)
+def test_head_and_last_point_of_the_chart_are_the_same_and_nothing_exceeds_the_bound(
+    steps: list[tuple[float, float]], predicted: float
+) -> None:
+    """Steps of other sizes, that compute faster or slower than those that the profile was fitted to."""
+    found = known()
+    for number, (seconds, part) in enumerate(steps):
+        (told,) = measured_step(found, number, seconds, seconds * part / 10, predicted_seconds=predicted)
+    head = job_view(found.known, JOB, (), NOW + 10).head
+    names = ("within_steps", "predicted", "bound")
+    point = {name: getattr(told, name) for name in names}
+    for row in (head, told.head, found.hello(VIEWER).jobs[0]):
+        assert {name: getattr(row, name) for name in names} == point
+    assert point["within_steps"] == pytest.approx((100 + told.step % 2) / told.seconds)
+    assert head.step == told.step + 1
+    assert point["bound"] is not None
+    assert point["bound"] >= max(point["within_steps"], point["predicted"])
+    assert head.tokens_per_second == told.head.tokens_per_second == 100.0, "of the newest ten steps"
+
+
+def test_a_guess_is_no_prediction_of_a_step_and_moves_no_bound() -> None:
+    found = known()
+    fields = {"predicted_seconds": 1e-4, "prediction_guessed": True}
+    for number in range(2):
+        (told,) = measured_step(found, number, 1.0, 0.8, **fields)
+    assert told.predicted is told.head.predicted is None
+    assert told.bound is not None
+    assert told.bound < 200
 
 
 def restarting(step: int, heard: float) -> live.RestartingJob:
@@ -359,6 +499,51 @@ def test_each_act_has_its_command_line_and_refuses_what_it_lacks(name: str) -> N
     if act.fields:
         with pytest.raises(Unusable):
             request(name, ActFields(), "x")
+
+
+def slow_event(job: str, number: int, step: int, before: float, after: float) -> EventRecord:
+    kind = "slow" if after > before else "recovered"
+    data = {"device": "a/0", "before": before, "after": after, "step": step}
+    return EventRecord(id=number, time=NOW + number, kind=kind, job=job, text="", data=data)
+
+
+def test_each_episode_has_its_job_and_time_and_none_ends_before_it_begins() -> None:
+    """A run that ends while a device is slow leaves no event of that; the next run's steps begin anew."""
+    told = [
+        slow_event("first", 1, 124, 1.0, 2.0),  # and the job ends
+        slow_event("second", 2, -1, 1.0, 3.0),
+        slow_event("second", 3, 10, 3.0, 4.0),
+        slow_event("second", 4, 26, 4.0, 1.0),
+        slow_event("second", 5, 30, 1.0, 2.0),  # it ends, and is started again under its name
+        slow_event("second", 6, -1, 1.0, 1.5),
+    ]
+    shown = [
+        (each.start.job, each.start.step, each.stop.step if each.stop else None, each.now, each.slowdown)
+        for each in device_page._episodes(told[::-1], now=True)
+    ]
+    assert shown == [
+        ("first", 124, None, False, 2.0),
+        ("second", None, 26, False, 4.0),
+        ("second", 30, None, False, 2.0),
+        ("second", None, None, True, 1.5),
+    ]
+    assert not device_page._episodes(told[::-1], now=False)[-1].now, "that job is over"
+    times = [
+        (each.start.time, each.stop.time) for each in device_page._episodes(told[::-1], now=True) if each.stop
+    ]
+    assert all(start < stop for start, stop in times)
+
+
+def test_the_line_of_a_devices_slowdown_breaks_between_two_jobs() -> None:
+    samples = [Sample("a/0", NOW + at, step, 2.0, 2.0, None) for at, step in ((0, 5), (1, 6), (60, 0), (61, 1))]
+    found = device_page._slowdown(samples)
+    assert [value is None for value in found.measured] == [False, False, True, False, False]
+    assert list(found.time) == sorted(found.time)
+
+
+def test_a_mark_of_before_the_first_step_stands_by_its_time() -> None:
+    assert mark(slow_event(JOB, 1, -1, 1.0, 2.0)).step is None
+    assert mark(slow_event(JOB, 1, 0, 1.0, 2.0)).step == 0
 
 
 def test_a_nodes_health_breaks_where_its_agent_was_away() -> None:

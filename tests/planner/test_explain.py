@@ -10,7 +10,7 @@ from elasticd_planner.layout.annotations import Annotation
 from elasticd_planner.layout.explain import explain
 from elasticd_planner.layout.link_traffic import Flow, busiest_seconds, bytes_by_level, level_of, levels_of
 from elasticd_planner.layout.resolve import Cell, Communication, Uncovered, resolve
-from elasticd_planner.readable import readable
+from elasticd_planner.readable import readable, readable_seconds
 from elasticd_planner.spec.box import Box, TensorLayout, lacking
 from elasticd_planner.spec.cluster import Cluster, Device, Level, Link, Node
 from hypothesis import given
@@ -189,6 +189,21 @@ def test_a_target_that_nobody_holds_is_refused_by_name() -> None:
 )
 def test_bytes_are_readable(size: int, said: str) -> None:
     assert readable(size) == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.0, "0.000 s"),
+        (1.25, "1.250 s"),
+        (0.015, "0.015 s"),
+        (0.0042, "4.2 ms"),
+        (4.6e-5, "46 µs"),
+        (3e-8, "0.03 µs"),
+    ],
+)
+def test_times_are_readable(seconds: float, said: str) -> None:
+    assert readable_seconds(seconds) == said
 
 
 def test_further_levels_of_links_have_their_own_bytes_and_seconds() -> None:

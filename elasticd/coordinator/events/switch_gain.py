@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
+from elasticd_planner.readable import readable_seconds
 from elasticd_planner.value import Value
 
 #: Steps before a switch, and after it, that its gain is the median of. Few before: the reason for the switch is
@@ -42,8 +43,8 @@ class Gain(Value, frozen=True, kw_only=True):
     def words(self) -> str:
         """As people read it."""
         told = (
-            f"{self.before:.3f} s a step before, {self.after:.3f} s after ({self.before / self.after:.2f}x); "
-            f"the switch took {self.pause:.3f} s, "
+            f"{readable_seconds(self.before)} a step before, {readable_seconds(self.after)} after "
+            f"({self.before / self.after:.2f}x); the switch took {readable_seconds(self.pause)}, "
         )
         if self.before <= self.after:
             return told + "not paid back by speed"

@@ -185,20 +185,9 @@ class News extends EventTarget {
   /** @param {LiveStep} value */
   step(value) {
     if (this.cluster) {
-      const { step, loss, tokens_per_second, within_steps, predicted, bound, ettr, goodput } = value;
-      const newer = {
-        step: step + 1,
-        loss,
-        tokens_per_second,
-        within_steps,
-        predicted,
-        bound,
-        ettr,
-        goodput,
-      };
       this.cluster = {
         ...this.cluster,
-        jobs: this.cluster.jobs.map((job) => (job.job === value.job ? { ...job, ...newer } : job)),
+        jobs: this.cluster.jobs.map((job) => (job.job === value.job ? value.head : job)),
       };
     }
     this.tell("change");

@@ -153,7 +153,8 @@ def attended(
         phase = job.phase(now)
         text = f"{phase}: {sentence}" if (sentence := job.sentence(now)) else phase
         kind: EventKind = "finished" if phase == "finished" else "stopped"
-        notes.append(CoordinatorNote(kind=kind, job=job.job, text=text, data={"step": job.step}))
+        data = {"step": job.step, "orderly": phase == "stopped"}
+        notes.append(CoordinatorNote(kind=kind, job=job.job, text=text, data=data))
     return job, tuple(notes)
 
 

@@ -14,6 +14,7 @@ from elasticd_planner.policy.policy import Decision, decide, measured_price
 from elasticd_planner.policy.stability import payoff_horizon, settled
 from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.profiling.fit import fit
+from elasticd_planner.readable import readable_seconds
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import even
@@ -126,11 +127,14 @@ def _fit(turn: Turn, plan: Plan) -> None:
     except Invalid as error:  # what the workers measured makes no sense
         turn.note("refused", f"the profile stays as it is: {error}", number=plan.number)
         return
+    guessed = turn.job.prediction_guessed
     turn.set(profile=profile, taught_by=plan.number, rehearsed=turn.job.rehearsed - plan.tp_widths)
     before, seconds = turn.job.predicted_seconds, step_prediction.predict_anew(turn, packed)
     text = f"profile fitted from {len(sampled)} steps of plan {plan.number}"
     if before is not None and seconds is not None:
-        text += f": a step was guessed to take {before:.3f} s, and is now predicted to take {seconds:.3f} s"
+        word = "guessed" if guessed else "predicted"
+        text += f": a step was {word} to take {readable_seconds(before)}, and is now predicted to take "
+        text += readable_seconds(seconds)
     block = profile.block.seconds
     turn.note("fitted", text, number=plan.number, block_seconds=block, step_seconds=seconds)
 

@@ -9,6 +9,7 @@ from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.policy.policy import Moved
 from elasticd_planner.policy.stability import switched as answered_by
 from elasticd_planner.problem import Problem
+from elasticd_planner.readable import readable_seconds
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 
@@ -144,7 +145,8 @@ def swapped(turn: Turn, worker: Worker, body: Switched) -> None:
     turn.note(
         "swapped",
         f"{worker.device} runs plan {body.number} from step {body.step} on, after a pause of "
-        f"{body.pause_seconds:.3f} s" + (f", from checkpoint {body.checkpoint}" if body.checkpoint else ""),
+        f"{readable_seconds(body.pause_seconds)}"
+        + (f", from checkpoint {body.checkpoint}" if body.checkpoint else ""),
         number=body.number,
         step=body.step,
         pause_seconds=body.pause_seconds,

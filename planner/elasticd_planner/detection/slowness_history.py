@@ -36,7 +36,7 @@ STRAY = 0.2
 class Episode(Value, frozen=True, kw_only=True):
     """A time in which a device was slow."""
 
-    start: int  # its first step
+    start: int  # its first step; -1: a probe showed it, before the first step
     stop: int | None  # the step after its last; None: it is still slow
     rate: float  # its last slowdown
 
@@ -77,10 +77,17 @@ def classify(episodes: Sequence[Episode], spikes: Sequence[int], now: int, persi
         spent, span = sum(episode.steps(now) for episode in episodes), now + 1 - starts[0]
         kind, reason = SlownessKind.IRREGULAR, f"slow {count} times, {spent} of the last {span} steps"
     elif current is not None:
-        reason = f"slow since step {current.start}, for the first time"
+        since = f"step {current.start}" if current.start >= 0 else "before the first step"
+        reason = f"slow since {since}, for the first time"
     elif episodes:
         (only,) = episodes
-        reason = f"slow once, in steps {only.start} to {(only.stop or 0) - 1}"
+        last = (only.stop or 0) - 1
+        if last < 0:
+            reason = "slow once, before the first step"
+        elif only.start < 0:
+            reason = f"slow once, from before the first step to step {last}"
+        else:
+            reason = f"slow once, in steps {only.start} to {last}"
     elif len(spikes) > 1:
         kind, reason = SlownessKind.IRREGULAR, f"{len(spikes)} single slow steps, the last was {spikes[-1]}"
     elif spikes:

@@ -30,14 +30,15 @@ const PHASES = {
   proposed: ["info", "⇄"],
   aborting: ["info", "⇄"],
   recovering: ["warn", "↻"],
-  stopped: ["bad", "■"],
+  stopped: ["ok", "■"],
+  failed: ["bad", "✕"],
 };
 
 /** @param {string} phase @returns {[string, string]} */
 export const toned = (phase) => PHASES[phase] ?? ["info", "…"];
 
-/** Nothing follows: the job is done, or was stopped. @param {JobRow} job */
-export const over = (job) => job.phase === "done" || job.phase === "stopped";
+/** Nothing follows: the job is done, was stopped, or failed. @param {JobRow} job */
+export const over = (job) => ["done", "stopped", "failed"].includes(job.phase);
 
 /** Phases in which steps are made. */
 const TRAINS = ["running", "restart mode", "proposed", "aborting"];

@@ -10,7 +10,7 @@ import "../output.js";
 import { Page, chip, facts, head } from "../page.js";
 import { jobHref, part, planHref, recording } from "../source.js";
 import { PARTS } from "./job.js";
-/** @import { DeviceView } from "../../tools/api.d.ts" */
+/** @import { DeviceView, JobMoment } from "../../tools/api.d.ts" */
 
 class DevicePage extends Page {
   static properties = {
@@ -214,7 +214,8 @@ const causes = (view) =>
               </caption>
               <thead>
                 <tr>
-                  <th scope="col">from step</th>
+                  <th scope="col">job</th>
+                  <th scope="col">from</th>
                   <th scope="col">to</th>
                   <th scope="col" class="num">slowdown</th>
                 </tr>
@@ -226,8 +227,9 @@ const causes = (view) =>
                   .map(
                     (each) =>
                       html`<tr>
-                        <td>${number(each.start)}</td>
-                        <td>${each.stop === null ? "now" : number(each.stop)}</td>
+                        <th scope="row"><a href=${jobHref(each.start.job)}>${each.start.job}</a></th>
+                        <td>${instant(each.start)}</td>
+                        <td>${each.now ? "now" : each.stop ? instant(each.stop) : "the job's end"}</td>
                         <td class="num">${slowdown(each.slowdown)}</td>
                       </tr>`,
                   )}
@@ -235,6 +237,11 @@ const causes = (view) =>
             </table>
           </div>`
     }`;
+
+/** A moment in a job. @param {JobMoment} at */
+const instant = (at) =>
+  html`${at.step === null ? "before the first step" : `step ${number(at.step)}`}
+    <div class="small muted nowrap">${moment(at.time)}</div>`;
 
 /** Units that are too small to be read, and by what they are divided.
  * @type {Record<string, [number, string]>} */
@@ -323,7 +330,9 @@ const hang = (known) =>
   html`<section class="panel" aria-labelledby="hang-title">
     <header>
       <h2 id="hang-title">${known.now ? "Its main thread stands still" : "Its main thread stood still"}</h2>
-      <p>step ${known.step}, ${moment(known.time)}: ${known.place}</p>
+      <p>
+        ${known.step < 0 ? "between two steps" : `step ${known.step}`}, ${moment(known.time)}: ${known.place}
+      </p>
     </header>
     ${
       known.stack

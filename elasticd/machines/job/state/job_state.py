@@ -377,6 +377,12 @@ class JobState(Value, frozen=True, kw_only=True):
         return own.step_seconds if own is not None else None
 
     @property
+    def prediction_guessed(self) -> bool:
+        """Whether `predicted_seconds` is by the model's shapes alone: no profile has been fitted."""
+        fitted = self.profile is not None and self.profile.fitted
+        return self.predicted_seconds is not None and not fitted
+
+    @property
     def plans(self) -> tuple[Plan, ...]:
         """The plan in force and the proposed one, as far as there are any."""
         proposed = self.proposal.plan if self.proposal is not None else None
