@@ -401,10 +401,18 @@ export interface SwitchView {
   events: EventRow[];
 }
 
-/** An episode: a time in which the device was slow. */
+/** A moment in a job. */
+export interface JobMoment {
+  job: string;
+  step: number | null;
+  time: number;
+}
+
+/** An episode: a time in which the device was slow in one run of a job. */
 export interface SlowTime {
-  start: number;
-  stop: number | null;
+  start: JobMoment;
+  stop: JobMoment | null;
+  now: boolean;
   slowdown: number;
 }
 
@@ -565,8 +573,7 @@ export interface LiveStep {
   predicted: number | null;
   bound: number | null;
   loss: number | null;
-  ettr: number | null;
-  goodput: number | null;
+  head: JobRow;
   measured_step: number | null;
   stages: StageParts[];
 }

@@ -153,8 +153,8 @@ def attended(
         phase = job.phase(now)
         text = f"{phase}: {sentence}" if (sentence := job.sentence(now)) else phase
         kind: EventKind = "finished" if phase == "finished" else "stopped"
-        data = {"step": job.step, "orderly": phase == "stopped"}
-        notes.append(CoordinatorNote(kind=kind, job=job.job, text=text, data=data))
+        end = {"step": job.step, "orderly": phase == "stopped"}
+        notes.append(CoordinatorNote(kind=kind, job=job.job, text=text, data=end))
     return job, tuple(notes)
 
 

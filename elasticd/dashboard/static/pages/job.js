@@ -160,8 +160,8 @@ class JobPage extends Page {
           <header>
             <h2 id="speed-title">Throughput</h2>
             <p>
-              over wall time, and within the steps alone, as predicted and bound are; bound: the computation of
-              the step divided over all devices by their slowdown, with no time for anything else
+              of each step: over wall time, and within the step alone, as predicted and bound are; bound: the
+              computation of the step divided over all devices by their slowdown, with no time for anything else
             </p>
           </header>
           ${this.speed()}
@@ -186,9 +186,9 @@ class JobPage extends Page {
     return [
       ["step", number(row.step)],
       ["loss", number(row.loss, 4)],
-      ["tokens/s", number(row.tokens_per_second)],
+      ["tokens/s", html`${number(row.tokens_per_second)} <small>mean of 10 steps</small>`],
       [
-        "within steps",
+        "within the last step",
         html`${number(row.within_steps)}
           <small>${of(row.predicted)} of predicted, ${of(row.bound)} of bound</small>`,
       ],
