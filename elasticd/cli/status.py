@@ -141,9 +141,8 @@ def _jobs(
 ) -> Iterator[RenderableType]:
     """The jobs. every_job: all in full. every_part: in those in full, all pipelines and workers."""
     rates = rates_of(cluster)
-    running: list[JobStatus | RestartStatus] = [job for job in cluster.jobs if not job.over]
-    running += [job for job in cluster.restarts if not job.over]
-    over: list[JobStatus | RestartStatus] = [job for job in (*cluster.jobs, *cluster.restarts) if job.over]
+    jobs: list[JobStatus | RestartStatus] = [*cluster.jobs, *cluster.restarts]
+    running, over = [job for job in jobs if not job.over], [job for job in jobs if job.over]
     full = running + over if every_job else running[:MOST_JOBS]
     for job in full:
         yield ""

@@ -18,7 +18,7 @@ from elasticd.cli.options import cluster_options, json_option, plain_table, writ
 from elasticd.cli.picture import picture
 from elasticd.cli.status import jobs_over, paused, rates_of, restart_mode_job
 from elasticd.client import Api, CannotReach, reach
-from elasticd.coordinator.api_types import ClusterStatus, JobStatus, NodeStatus
+from elasticd.coordinator.api_types import ClusterStatus, JobStatus, NodeStatus, RestartStatus
 from elasticd.coordinator.events.event_log import EventRecord, line
 from elasticd.coordinator.events.switch_gain import StepRecord
 
@@ -83,7 +83,8 @@ def drawn(status: ClusterStatus, steps: Steps, events: Sequence[EventRecord]) ->
     for restarting in status.restarts:
         if not restarting.over:
             parts += ["", *restart_mode_job(restarting)]
-    if over := [job for job in (*status.jobs, *status.restarts) if job.over]:
+    jobs: list[JobStatus | RestartStatus] = [*status.jobs, *status.restarts]
+    if over := [job for job in jobs if job.over]:
         parts += ["", *jobs_over(over)]
     if events:
         parts += ["", *(Text(line(event), style="dim") for event in events)]

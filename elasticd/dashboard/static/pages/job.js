@@ -188,9 +188,9 @@ class JobPage extends Page {
       ["loss", number(row.loss, 4)],
       ["tokens/s", html`${number(row.tokens_per_second)} <small>mean of 10 steps</small>`],
       [
-        "within the last step",
+        "within steps",
         html`${number(row.within_steps)}
-          <small>${of(row.predicted)} of predicted, ${of(row.bound)} of bound</small>`,
+          <small>the last: ${of(row.predicted)} of predicted, ${of(row.bound)} of bound</small>`,
       ],
       ["ETTR", percent(row.ettr)],
       ["goodput", percent(row.goodput)],
