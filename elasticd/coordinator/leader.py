@@ -258,6 +258,8 @@ class Leading:
 
     def tell(self, note: CoordinatorNote) -> None:
         """Into the journal, which is written to etcd, and the log."""
+        if self.journal.repeats(note):
+            return
         event = self.journal.tell(note, time.time())
         if note.job and note.kind in FOLLOWED:
             data = {**note.data, "page": self.pages_shown.of(note.job)}

@@ -56,6 +56,7 @@ MOST_TOGETHER = 64
 #: Where the records of a job lie that have many keys, and those of one key each, in the order in which they are
 #: deleted.
 _FOLDERS: tuple[JobPart, ...] = ("history/", "ranks/", "parts/")
+_LIFE_FOLDERS: tuple[JobPart, ...] = ("ranks/",)  # those that a job's next start under its name does without
 _SINGLE: dict[type, JobPart] = {
     Proposal: "proposal",
     PlanRecord: "plan",
@@ -259,7 +260,9 @@ def operations(keys: Keys, write: Write | ConfigRecord) -> Ops:
         return tuple(ops)
     if write.forget:
         # The end goes last: agents read in this order, and a worker that comes in between learns of it still.
-        folders = [DeletePrefix(keys.job(write.job, part)) for part in _FOLDERS]
+        # Of parts those go that no record needs any more: see `Sweep`.
+        parts = _LIFE_FOLDERS if write.keep_history else _FOLDERS
+        folders = [DeletePrefix(keys.job(write.job, part)) for part in parts]
         return (*folders, *(Delete(keys.job(write.job, part)) for part in _SINGLE.values()))
     ops = [Put(record_key(keys, write.job, record), encode(record)) for record in write.records]
     if write.close:

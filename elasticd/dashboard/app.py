@@ -42,6 +42,7 @@ from elasticd.dashboard.plan_page import plan_row, plan_view
 from elasticd.dashboard.session import Session
 from elasticd.dashboard.switch_page import KINDS, nothing, switch_view
 from elasticd.dashboard.viewer_requests import AskedLeader, Failure, ViewerRequests, role
+from elasticd.dashboard.why import earlier_starts
 from elasticd.records import HistoryRecord, JobSpec
 
 JSON = "application/json"
@@ -316,9 +317,9 @@ class Answers:
                 listed = ", ".join(map(str, numbers[-12:])) or "none"
                 raise Failure(404, f"no plan {number} of job {job} is kept; the last ones: {listed}")
             record, heard = found
-            earlier = [other for other in numbers if other < number]
-            before = history.plan(job, _before(history, job, earlier)) if earlier else None
             told = _told(history, job)[::-1]
+            earlier = [other for other in numbers if earlier_starts(number, told) < other < number]
+            before = history.plan(job, _before(history, job, earlier)) if earlier else None
             row = plan_row(
                 in_brief(record),
                 heard=heard,
@@ -377,7 +378,8 @@ class Answers:
             if plan is None and (found := history.plan(job, wanted)) is not None:
                 plan = found[0].plan
             if before is None:
-                earlier = [other for other in history.numbers(job) if other < wanted]
+                begun = earlier_starts(wanted, _told(history, job, kinds=("started_again",)))
+                earlier = [other for other in history.numbers(job) if begun < other < wanted]
                 known = history.plan(job, _before(history, job, earlier)) if earlier else None
                 before = known[0].plan if known is not None else None
             return switch_view(job, wanted, plan, before, history.ranks(job, wanted), mine)

@@ -45,7 +45,7 @@ _MARKS: Mapping[str, tuple[str, ...]] = {
     "slow": (*SLOWDOWN_KINDS, "link"),
     "snapshot": ("snapshot",),
     "checkpoint": ("checkpoint",),
-    "change": ("configured", "drained", "chaos", "stopping", "shifted", "asked"),
+    "change": ("configured", "drained", "chaos", "stopping", "started_again", "shifted", "asked"),
 }
 #: Kinds of events that a forgotten job's page is made from.
 KEPT_KINDS = ("finished", "stopped", "forgotten", "snapshot", "checkpoint")

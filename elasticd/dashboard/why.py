@@ -129,7 +129,15 @@ def gained(number: int, told: Sequence[EventRecord], steps: Sequence[StepRecord]
     for event in told:
         if event.kind == "gained" and event.data.get("number") == number:
             return msgspec.convert({name: event.data.get(name) for name in Gain.__struct_fields__}, Gain)
-    return gain_of(number, steps, pause_of(number, told))
+    before = earlier_starts(number, told)
+    return gain_of(number, [step for step in steps if step.plan > before], pause_of(number, told))
+
+
+def earlier_starts(number: int, told: Sequence[EventRecord]) -> int:
+    """The highest number of the plans that are of earlier starts of the job than plan `number`, by the job's
+    events; 0 where it was started once. Nothing is compared over the time between two starts."""
+    starts = (event.data.get("number") for event in told if event.kind == "started_again")
+    return max((last for last in starts if isinstance(last, int) and last < number), default=0)
 
 
 def pause_of(number: int, told: Sequence[EventRecord]) -> float:

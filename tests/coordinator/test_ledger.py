@@ -333,3 +333,21 @@ def test_a_job_that_is_forgotten_leaves_nothing_of_the_leaders_and_all_that_is_a
     office.write(proposed(1, None))
     office.write(recorded(1))
     assert office.read(KEYS.job(JOB, "plan"), PlanRecord) == recorded(1).records[0]
+
+
+def test_a_job_that_starts_again_keeps_its_plans_and_loses_the_rest(small: Limits) -> None:
+    office = Office(small)
+    for number in (1, 2):
+        office.write(proposed(number, number - 1 or None))
+        office.write(recorded(number))
+    office.write(Write(job=JOB, records=(DoneRecord(step=9, epoch=1),)))
+    office.write(Write(job=JOB, records=(), forget=True, keep_history=True))
+    assert {name.partition("/")[0] for name in office.names("")} == {"history", "parts"}
+    for number in (1, 2):
+        record = office.read(KEYS.history(JOB, number), HistoryRecord)
+        assert record == proposed(number, number - 1 or None).records[1]
+    (found,) = stored(KEYS, office.jobs().items)
+    assert (found.highest, found.plan, found.done, found.history) == (2, None, None, None)
+    office.take_over()
+    office.write(Write(job=JOB, records=(), forget=True))
+    assert office.names("") == []

@@ -138,6 +138,45 @@ def test_a_clock_that_says_nothing_leaves_the_arrival(ended_at: float) -> None:
     assert (newest.time, newest.ended_at, newest.clock) == (BOOT, 0.0, "")
 
 
+# -- another start of the job --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pages", [1, 2])
+def test_a_later_leader_has_nothing_of_an_earlier_start_of_the_job(pages: int) -> None:
+    first = Journal(term=1)
+    trained(first, range(30))
+    lines = [first.new(100, 1000)] if pages == 2 else []
+    first.forget("j")
+    first.tell(CoordinatorNote(kind="started_again", job="j", text="", data={"number": 3}), BOOT + 90.0)
+    for step in range(20, 50):
+        ended = 200.0 + WALL * step
+        gain = first.report("j", report(step, ended, plan=4), BOOT + ended, "second")
+        assert gain is None, "nothing is compared over the time between two starts"
+    lines.append(first.new(100, 1000))
+    later = Journal(term=2)
+    for page in lines:
+        assert page is not None
+        later.restore(page)
+    assert [step.step for step in later.steps("j")] == [*range(20, 50)]
+    assert later.speed("j") == first.speed("j")
+    assert later.clocks["j"].time == first.clocks["j"].time
+
+
+def test_what_agents_say_again_to_a_new_leader_is_told_once() -> None:
+    first = Journal(term=1)
+    data = {"number": 2, "device": "a/0", "pause_seconds": 0.1, "bytes_sent": 7}
+    switched = CoordinatorNote(kind="swapped", job="j", text="", data=data)
+    other = CoordinatorNote(kind="swapped", job="j", text="", data={**data, "device": "a/1"})
+    assert not first.repeats(switched)
+    first.tell(switched, BOOT)
+    assert (first.repeats(switched), first.repeats(other)) == (True, False)
+    later = next_leader(first)
+    assert (later.repeats(switched), later.repeats(other)) == (True, False)
+    assert not later.repeats(CoordinatorNote(kind="swapped", job="j", text="", data={**data, "number": 3}))
+    later.tell(CoordinatorNote(kind="started_again", job="j", text="", data={}), BOOT)
+    assert not later.repeats(switched)
+
+
 # -- what is lost in switches ----------------------------------------------------------------------------------
 
 

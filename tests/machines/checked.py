@@ -30,10 +30,12 @@ class Checked:
     def _check(self, effect: Write) -> None:
         """Invariants 1 to 3 and 5 of the job's machine."""
         if effect.forget:
-            assert self.store.get(KEYS.job(JOB, "done")) is not None, "only what is over is forgotten"
+            over, begun = (self.store.get(KEYS.job(JOB, part)) for part in ("done", "spec"))
+            assert over is not None or begun is None, "only what is over, or never began, is forgotten"
             assert not effect.records
-            self.numbers.clear()
-            self.recorded.clear()
+            if not effect.keep_history:  # else the job starts again, and its numbers go on
+                self.numbers.clear()
+                self.recorded.clear()
             return
         part = {name: self.store.get(KEYS.job(JOB, name)) for name in ("plan", "proposal", "done")}
         if part["done"] is not None:

@@ -6,21 +6,26 @@ import msgspec
 import pytest
 from elasticd_planner.spec.cluster import Device
 
-from elasticd.machines.coordinator import machine
+from elasticd.machines.coordinator import finished_jobs, machine
 from elasticd.machines.job.state.events import (
     AgentUp,
     CoordinatorNote,
     CoordinatorSend,
     Effect,
     Received,
+    StopAsked,
     Write,
 )
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings, JobState, stranger
-from elasticd.records import NodeRecord
+from elasticd.records import HistoryRecord, NodeRecord, decode
 from elasticd.wire.coordinator import FromClient, ToClient
 from elasticd.wire.rendezvous import Join, Joined, Leave, WorkerFailure
 from elasticd.wire.worker import Closed, Rejected
+from tests.machines.cast import JOB
+from tests.machines.checked import KEYS
+from tests.machines.test_coordinator_faults import running
 from tests.machines.test_coordinator_lives import started
+from tests.machines.world import World
 
 KEY_ERROR = WorkerFailure(kind="KeyError", text="'inputs'", traceback="Traceback ...", code=1)
 KILLED = WorkerFailure(text="ended by signal SIGKILL", code=-9)
@@ -177,3 +182,70 @@ def test_job_whose_worker_lives_on_is_started_again_once_that_has_ended() -> Non
     leader.state = msgspec.structs.replace(leader.state, jobs={"j": ended})
     leader.begin(age=1.5)
     assert leader.job.phase is JobPhase.ASSEMBLING
+
+
+# -- over leaders ----------------------------------------------------------------------------------------------
+
+
+def over(world: World) -> World:
+    """The job was stopped, and its workers' processes have ended."""
+    world.say(StopAsked(job=JOB, by="alice", seconds=0.0))
+    world.settle()
+    for device in list(world.workers):
+        world.leave_cleanly(device, "the job is over")
+    world.settle()
+    world.workers.clear()
+    world.joined.clear()
+    world.joins.clear()
+    return world
+
+
+def asked_again(world: World, node: str) -> None:
+    join = Join(job=JOB, min_nodes=len(world.records), max_nodes=len(world.records), pid=8, age=0.0)
+    world.now += 1.0
+    world.joins[node] = join
+    world._join(node)
+    world.settle()
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after", "never"])
+def test_numbers_and_history_go_on_over_a_new_start_whenever_the_leader_changes(when: str) -> None:
+    world = over(running())
+    last = world.job.highest
+    assert world.phase is JobPhase.STOPPED
+    first, *others = world.records
+    if when == "before":
+        world.new_leader()
+    asked_again(world, first)
+    assert world.phase is JobPhase.GATHERING
+    if when == "between":
+        world.new_leader()
+        world.settle()
+    for node in others:
+        asked_again(world, node)
+    if when == "after":
+        world.new_leader()
+        world.settle()
+    world.train(1)
+    assert world.phase is JobPhase.RUNNING
+    assert world.job.number > last
+    records = [
+        decode(item.value, HistoryRecord) for item in world.store.snapshot(KEYS.job(JOB, "history/")).items
+    ]
+    assert [record.number for record in records] == [*range(1, last + 1), world.job.number]
+    assert records[-1].reason.startswith("the job was started again: ")
+    assert not records[0].reason.startswith("the job was started again: ")
+
+
+def test_history_of_a_job_that_was_started_again_and_never_gathered_is_forgotten_in_time() -> None:
+    world = over(running())
+    asked_again(world, next(iter(world.records)))
+    world.leave(next(iter(world.records)))
+    world.new_leader()
+    world.settle()
+    assert world.phase is JobPhase.GATHERING
+    world.tick(finished_jobs.EMPTY_SECONDS + 1)
+    world.settle()
+    assert JOB not in world.state.jobs
+    assert [*world.store.snapshot(KEYS.jobs).items] == []
+    assert world.notes[-1].kind == "forgotten"

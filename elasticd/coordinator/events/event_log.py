@@ -8,7 +8,9 @@ when the leader changes.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Set
 from itertools import islice, takewhile
 from operator import attrgetter, itemgetter
 from time import localtime, strftime
@@ -27,6 +29,8 @@ from elasticd.wire.worker import Finished, Report
 
 EVENTS = 10_000
 STEPS = 20_000
+#: Kinds of events after which what comes under a job's name is another start of it, or another job.
+ANOTHER_START = ("started_again", "forgotten", "restart_mode")
 #: Kinds of events with which a job's time begins to be counted.
 BEGINS = ("job_gathered", "planning", "proposed")
 #: Events of one leader before its ids reach those of the next one, which go on above them then.
@@ -82,6 +86,9 @@ class Journal:
         self._new_events: deque[EventRecord] = deque(maxlen=events)
         self._new_steps: dict[str, deque[StepRecord]] = {}
         self._step_clocks: dict[str, StepClock] = {}  # of each job's rank 0
+        self._swapped: dict[
+            str, tuple[int, Set[str]]
+        ] = {}  # by job: its newest plan, and the ranks that run it
 
     def restore(self, lines: Lines) -> None:
         """Takes up what an earlier leader kept; the oldest lines first."""
@@ -90,9 +97,12 @@ class Journal:
             self._next = max(self._next, event.id + 1)
             if event.kind == "gained" and isinstance(number := event.data.get("number"), int):
                 self._gained.add((event.job, number))
+        ended = {event.job: event.time for event in lines.events if event.kind in ANOTHER_START}
+        self.forget(*ended)
         for job, steps in lines.steps.items():
             for step in steps:
-                self._append(job, step)
+                if step.time > ended.get(job, -math.inf):
+                    self._append(job, step)
         self._recount(lines)
 
     def _recount(self, lines: Lines) -> None:
@@ -110,10 +120,15 @@ class Journal:
             event = next(events, None)
 
     def _count(self, event: EventRecord) -> None:
+        if event.kind in ANOTHER_START:
+            by_job: tuple[dict[str, Any], ...] = (self._clocks, self._pauses, self._swapped)
+            for counted in by_job:
+                counted.pop(event.job, None)
         if event.kind in BEGINS:
             self._clock(event.job)
         if event.kind == "swapped":
             self._paused(event)
+            self._switched(event)
         known = self._clocks.get(event.job)
         for clock in self._clocks.values() if not event.job else () if known is None else (known,):
             clock.event(event.kind, event.data, event.time)
@@ -124,6 +139,20 @@ class Journal:
         if isinstance(number, int) and isinstance(pause, float | int):
             known, longest = self._pauses.get(event.job, (number, 0.0))
             self._pauses[event.job] = number, max(pause, longest if known == number else 0.0)
+
+    def _switched(self, event: EventRecord) -> None:
+        """Notes which ranks told of the switch to a job's newest plan."""
+        number, device = event.data.get("number"), event.data.get("device")
+        if isinstance(number, int) and isinstance(device, str):
+            known, devices = self._swapped.get(event.job, (0, frozenset[str]()))
+            self._swapped[event.job] = number, {*devices, device} if known == number else {device}
+
+    def repeats(self, note: CoordinatorNote) -> bool:
+        """Whether an earlier leader told this already: to a new one agents say again what still holds."""
+        if note.kind != "swapped":
+            return False
+        number, devices = self._swapped.get(note.job, (0, frozenset[str]()))
+        return note.data.get("number") == number and note.data.get("device") in devices
 
     def _clock(self, job: str) -> JobClock:
         if job not in self._clocks:
@@ -239,9 +268,17 @@ class Journal:
 
     def forget(self, *jobs: str) -> None:
         """Drops the steps of jobs that nobody asks for any more; what was told of them stays."""
+        kept_by_job: tuple[dict[str, Any], ...] = (
+            self._steps,
+            self._pacing,
+            self._new_steps,
+            self._clocks,
+            self._pauses,
+            self._step_clocks,
+            self._swapped,
+        )
         for job in jobs:
-            kept_by_job: tuple[dict[str, Any], ...] = (self._steps, self._pacing, self._new_steps, self._clocks)
-            for kept in (*kept_by_job, self._pauses, self._step_clocks):
+            for kept in kept_by_job:
                 kept.pop(job, None)
         self._gained = {(job, number) for job, number in self._gained if job not in jobs}
 

@@ -39,15 +39,17 @@ def due(
         for job in jobs.values()
         if job.phase is JobPhase.GATHERING and not job.joiners and now - job.since >= EMPTY_SECONDS
     ]
-    if left:  # nothing was written of them
-        jobs = {name: job for name, job in jobs.items() if name not in left}
+    unbegun = {name: _never_began(now - jobs[name].since) for name in left if jobs[name].highest}
+    if left:  # nothing was written of them, but for the history of earlier starts
+        jobs = {name: job for name, job in jobs.items() if name not in left or name in unbegun}
     over = sorted((job for job in jobs.values() if job.phase in OVER), key=lambda job: job.since)
     most = max(0, len(over) - settings.keep_jobs)
     old = [job for at, job in enumerate(over) if at < most or now - job.since >= settings.keep_seconds]
     gone = [job for job in old if not living(job, nodes)][:AT_ONCE]
     if not gone and not left:
         return None
-    return _without(jobs, {job.job: f"forgotten: it was over for {_lasting(now - job.since)}" for job in gone})
+    ended = {job.job: f"forgotten: it was over for {_lasting(now - job.since)}" for job in gone}
+    return _without(jobs, {**ended, **unbegun})
 
 
 def asked(jobs: Mapping[str, JobState], nodes: Mapping[str, NodeState], event: ForgetAsked) -> Forgotten | None:
@@ -83,8 +85,14 @@ def begins_again(job: JobState, body: Join, now: float) -> bool:
 
 
 def replaced(jobs: Mapping[str, JobState], name: str, text: str, kind: EventKind) -> Forgotten:
-    """Forgets a job whose name another life of it has from now on; `text` says why."""
-    return _without(jobs, {name: text}, kind)
+    """Forgets a job whose name another life of it has from now on; `text` says why. The history of its plans
+    stays where the job starts again: the numbers of the next plans go on from it."""
+    write = Write(job=name, records=(), forget=True, keep_history=kind == "started_again")
+    told = CoordinatorNote(
+        kind=kind, job=name, text=text, data=_reached(jobs[name])
+    )  # before what follows of it
+    left = {other: job for other, job in jobs.items() if other != name}
+    return Forgotten(jobs=left, effects=(write, told))
 
 
 def living(job: JobState, nodes: Mapping[str, NodeState]) -> list[str]:
@@ -97,18 +105,27 @@ def living(job: JobState, nodes: Mapping[str, NodeState]) -> list[str]:
     return found
 
 
-def _without(jobs: Mapping[str, JobState], gone: Mapping[str, str], kind: EventKind = "forgotten") -> Forgotten:
+def _without(jobs: Mapping[str, JobState], gone: Mapping[str, str]) -> Forgotten:
     """gone: why, by job."""
     effects = tuple(
         Write(
             job=name,
             records=(),
             forget=True,
-            notes=(CoordinatorNote(kind=kind, job=name, text=text, data={"step": jobs[name].progress.step}),),
+            notes=(CoordinatorNote(kind="forgotten", job=name, text=text, data=_reached(jobs[name])),),
         )
         for name, text in gone.items()
     )
     return Forgotten(jobs={name: job for name, job in jobs.items() if name not in gone}, effects=effects)
+
+
+def _reached(job: JobState) -> dict[str, int]:
+    """How far a job had come: its steps, and the highest number of its plans."""
+    return {"step": job.progress.step, "number": job.highest}
+
+
+def _never_began(seconds: float) -> str:
+    return f"forgotten: it was started again, and no torchrun has waited for it for {_lasting(seconds)}"
 
 
 def _lasting(seconds: float) -> str:

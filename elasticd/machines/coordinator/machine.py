@@ -228,7 +228,8 @@ def _begun_again(state: CoordinatorState, node: str, up: FromClient, now: float)
         return state, (CoordinatorSend(node=node, message=down),)
     text = f"started again: it was {job.phase.value}" + (f" before ({job.reason})" if job.reason else "")
     forgotten = finished_jobs.replaced(state.jobs, up.job, text, "started_again")
-    again = msgspec.structs.replace(fresh(up.job, JobPhase.GATHERING, now), highest=job.highest)
+    gathering = fresh(up.job, JobPhase.GATHERING, now)
+    again = msgspec.structs.replace(gathering, highest=job.highest, earlier=job.highest)
     state, effects = _without(state, forgotten)
     return msgspec.structs.replace(state, jobs={**state.jobs, up.job: again}), effects
 

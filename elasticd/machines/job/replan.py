@@ -282,7 +282,8 @@ def first_plan(turn: Turn, event: Planned) -> None:
     if (asked := _answered(turn, event)) is None:
         return
     if plan := event.plan:
-        propose(turn, plan, asked.problem, plan.reason or "the first plan")
+        again = "the job was started again: " if turn.job.earlier else ""
+        propose(turn, plan, asked.problem, f"{again}{plan.reason or 'the first plan'}")
         return
     why = event.refusal
     stop(turn, f"there is no plan for this job: {why}{remedy(turn.job.spec, why)}")

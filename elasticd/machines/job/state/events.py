@@ -257,6 +257,7 @@ class Write(Value, frozen=True, kw_only=True):
     records: tuple[Record, ...]  # what is written
     close: bool = False  # deletes the proposal: the plan recorded with it took its place
     forget: bool = False  # deletes all that leaders wrote of the job, which is over; there are no records then
+    keep_history: bool = False  # what is forgotten does not include the history of plans: the job starts again
     notes: tuple[CoordinatorNote, ...] = ()  # told when it is done
 
 

@@ -303,6 +303,7 @@ class JobState(Value, frozen=True, kw_only=True):
     plan: Plan | None = None  # in force
     proposal: Proposal | None = None  # open or aborting
     highest: int = 0  # the highest number ever used
+    earlier: int = 0  # that of its earlier starts under this name, as far as this leader knows of any
     settle_until: float | None = None  # end of a new leader's patience (invariant 4), then None
     give_up: str = ""  # why the proposal is to be aborted (empty: it is not)
     #: a switch that set old copies aside in host memory was given up: the next one does without

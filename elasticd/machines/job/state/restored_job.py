@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import msgspec
 from elasticd_planner.detection.stragglers import DeviceRate, RateState
 from elasticd_planner.policy.stability import Stability
 from elasticd_planner.problem import Problem
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job.state.events import Stored
-from elasticd.machines.job.state.job_state import OVER, Basis, JobPhase, JobProgress, JobSettings, JobState
+from elasticd.machines.job.state.job_state import (
+    OVER,
+    Basis,
+    JobPhase,
+    JobProgress,
+    JobSettings,
+    JobState,
+    fresh,
+)
 from elasticd.machines.job.state.snapshot_sets import SnapshotSets
 from elasticd.records import Fence, Proposal
 
 
 def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
     """The job as a new leader finds it in the store. What only agents know comes as they reconnect."""
+    if all(record is None for record in (stored.spec, stored.plan, stored.proposal, stored.fence, stored.done)):
+        # Nothing but the history of earlier starts: its torchruns gather.
+        begun_again = fresh(stored.job, JobPhase.GATHERING, now)
+        return msgspec.structs.replace(begun_again, highest=stored.highest, earlier=stored.highest)
     plan = stored.plan.plan if stored.plan is not None else None
     proposal = stored.proposal
     if proposal is not None and plan is not None and proposal.number <= plan.number:
@@ -32,6 +45,7 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
         spec=stored.spec,
         plan=plan,
         proposal=None if phase in OVER else proposal,
+        earlier=stored.highest if plan is None and proposal is None else 0,
         highest=max(
             stored.highest,
             stored.fence.number if stored.fence is not None else 0,
