@@ -80,11 +80,12 @@ def stop(api: Api, now: bool, wait: float, job: str) -> None:
     """End JOB, and wait until it has ended.
 
     Its workers get SIGTERM from their agents. They make a last checkpoint, if the job has a folder for it, and
-    leave. A job cannot be continued under the same name; its checkpoints can be, under another one.
+    leave. The job's command starts it again, from its newest checkpoint. Meanwhile a line says what the job
+    waits for, whenever that changes.
     """
     if unheard := api.stop(job, 0.0 if now else wait, by=asker()):
         click.echo(_unheard(unheard, job, wait), err=True)
-    found = _ended(api, job, _MARGIN + (0.0 if now else wait))
+    found = _ended(api, job, 0.0 if now else wait)
     click.echo(f"job {job} is {found.phase}: {found.reason or f'at step {found.step}'}")
 
 
@@ -113,17 +114,25 @@ def _unheard(nodes: Mapping[str, str], job: str, seconds: float) -> str:
 
 
 def _ended(api: Api, job: str, seconds: float) -> JobStatus:
-    """The job once it is over. Raises `CannotReach` where that takes too long."""
-    deadline = time.monotonic() + seconds
+    """The job once it is over, `seconds` from now and a margin at most. Says what it waits for; a leader that
+    has not heard of the wish, since it just came, is asked as well. Raises `CannotReach` where it takes too
+    long."""
+    ends_at, said = time.monotonic() + seconds, ""
     while True:
         found = api.status().job(job)
         if found is None:
             raise CannotReach(f"job {job} is gone: another coordinator leads, which does not know it")
         if found.over:
             return found
-        if time.monotonic() >= deadline:
+        left = ends_at - time.monotonic()
+        if left <= -_MARGIN:
             raise CannotReach(
                 f"job {job} is {found.phase} still: 'elasticd status' says what it waits for, and "
                 f"'elasticd stop --now {job}' ends it without a checkpoint"
             )
+        if found.stopping is False and left > 0:
+            api.stop(job, left, by=asker())
+        elif found.reason and found.reason != said:
+            said = found.reason
+            click.echo(f"job {job}: {in_one_line(said)}", err=True)
         time.sleep(_POLL)

@@ -93,6 +93,7 @@ class JobStatus(Value, frozen=True, kw_only=True):
     predicted_seconds: float | None = None
     #: `predicted_seconds` is by the model's shapes alone: no profile has been fitted to measured steps
     prediction_guessed: bool = False
+    stopping: bool | None = None  # somebody stops it (None: the coordinator does not say)
     #: newest step whose state is kept in the agents' memory, on two nodes where there are two
     snapshot: int | None = None
     #: the last that the script's own code raised, until the job has trained on beyond its step

@@ -24,6 +24,7 @@ from elasticd.coordinator.events.training_speed import TrainingSpeed
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.faults.hangs import awaited
+from elasticd.machines.job.lifecycle import stop_request
 from elasticd.machines.job.state.job_state import LIVE, JobPhase, JobState, NodeState
 
 
@@ -155,8 +156,9 @@ def job_status(
     return JobStatus(
         job=job.job,
         phase=job.phase.value,
-        reason=job.reason or _script_begins(job) or awaits,
+        reason=stop_request.awaited(job) or job.reason or _script_begins(job) or awaits,
         orderly=job.orderly,
+        stopping=bool(job.stopping),
         plan=None if brief else job.plan,
         proposal=job.proposal.number if job.proposal is not None else None,
         step=job.progress.step,

@@ -140,6 +140,19 @@ class Cluster:
 
         self.call(restart())
 
+    def lose_node(self, node: str) -> None:
+        """Ends a node's agent, and then kills its workers, so that nobody tells of their deaths."""
+
+        async def stop() -> None:
+            self._agents.pop(node).stop()
+            await self._serving.pop(node)
+
+        self.call(stop())
+        for device, worker in self.workers.items():
+            if device.startswith(f"{node}/"):
+                worker.kill()
+        self._torchruns.pop(node).close()
+
     def call(self, work: Coroutine[Any, Any, T], seconds: float = 30.0) -> T:
         """Runs a coroutine on the cluster's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)

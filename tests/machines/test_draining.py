@@ -177,12 +177,15 @@ def test_one_that_is_proposed_already_is_given_up(turns: int) -> None:
     assert world.phase is JobPhase.STOPPED
 
 
-def test_one_that_dies_before_the_last_checkpoint_is_made_ends_the_job_all_the_same() -> None:
+def test_one_that_dies_before_the_last_checkpoint_is_made_leaves_the_others_to_make_it() -> None:
     world = running()
     everyone = sorted(members(world))
     tell(world, *everyone, saves=True)
     world.settle()
     world.kill(everyone[0])
+    world.settle()
+    assert recovered(world)
+    tell(world, *members(world))
     world.settle()
     assert world.phase is JobPhase.STOPPED
 

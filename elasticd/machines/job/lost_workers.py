@@ -82,7 +82,7 @@ def vanished(turn: Turn, devices: Sequence[str]) -> None:
     if not gone or turn.job.phase not in FALLIBLE:
         return
     names = ", ".join(sorted(gone))
-    if max(here.values()) < turn.settings.lone_seconds and (lost := lost_without(turn, gone)):
+    if max(here.values()) < turn.lone_seconds and (lost := lost_without(turn, gone)):
         if turn.job.phase is not JobPhase.RECOVERING:  # else `recover` says so
             waits(turn, f"{names} may live, and hold what nobody else does ({lost})")
         return
@@ -95,6 +95,53 @@ def absent(turn: Turn) -> None:
     patience = turn.settings.reconnect_seconds
     if gone := [device for device in turn.job.unmet if turn.here_seconds(node_of(device)) >= patience]:
         vanished(turn, gone)
+
+
+def strayed(turn: Turn) -> None:
+    """Workers that stand by on nodes whose agents have been away for too long: no plan can use them, and nobody
+    waits for them. One that lives says hello again once its agent is back."""
+    job, patience = turn.job, turn.settings.reconnect_seconds
+    if all(map(turn.here, {worker.node for worker in job.workers.values()})):
+        return
+    held = {worker.device for worker in job.holders}
+    gone = [
+        worker.device
+        for worker in job.workers.values()
+        if worker.device not in held and not worker.left and _away_seconds(turn, worker) >= patience
+    ]
+    if gone:
+        turn.drop(*gone)
+        turn.set(decided=None, remedy=None)
+        names = ", ".join(sorted(gone))
+        turn.note("worker_lost", f"{names}, standing by, cannot be reached: no plan counts on it", devices=gone)
+
+
+def _away_seconds(turn: Turn, worker: Worker) -> float:
+    """For how long the agent of a worker's node has been away; 0 where it is here."""
+    node = turn.nodes.get(worker.node)
+    return turn.now - node.since if node is not None and not node.connected else 0.0
+
+
+def unheard(turn: Turn) -> None:
+    """Members of a job that is being stopped whose agents are away: they cannot be told. The others go on
+    without them to the last checkpoint; who alone holds a part of the state is waited for."""
+    job, settings = turn.job, turn.settings
+    if not job.stopping or job.phase is JobPhase.RECOVERING:
+        return
+    away = [worker for worker in job.holders if not worker.draining and not turn.here(worker.node)]
+    asked = turn.now - job.stop_asked_at
+    late = {
+        worker.device: worker.incarnation
+        for worker in away
+        if min(asked, _away_seconds(turn, worker)) >= settings.reconnect_seconds
+    }
+    if not late or not any(turn.here(worker.node) for worker in job.holders):
+        return
+    if asked < turn.lone_seconds and (lost := lost_without(turn, late)):
+        waits(turn, f"{', '.join(late)} cannot be told to stop, and alone holds {lost}")
+        return
+    names = ", ".join(sorted(late))
+    fault(turn, late, f"{names} cannot be told that the job is being stopped: its agent cannot be reached")
 
 
 def called(worker: Worker) -> str:

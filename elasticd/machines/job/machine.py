@@ -232,6 +232,8 @@ DUE: tuple[tuple[Handler, Collection[JobPhase], bool], ...] = (
     (assembly.answer_late, FALLIBLE, True),
     (lost_workers.deserted, LIVE, True),
     (lost_workers.absent, FALLIBLE, True),
+    (lost_workers.strayed, FALLIBLE, True),
+    (lost_workers.unheard, FALLIBLE, True),
     (lost_workers.stranded, ASSEMBLING, False),
     (drain.all_drain, FALLIBLE, True),
     (stop_request.due, LIVE, False),

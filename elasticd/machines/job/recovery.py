@@ -21,8 +21,10 @@ from elasticd.machines.job.copies.holdings import lost_boxes
 from elasticd.machines.job.copies.rollback import Source, older, older_state, waits
 from elasticd.machines.job.faults.hangs import busy, culprits, described, note, tell
 from elasticd.machines.job.faults.network_partition import divided, regroup
+from elasticd.machines.job.lifecycle.drain import ending
 from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
+from elasticd.machines.job.lifecycle.stop_request import ends_unsaved
 from elasticd.machines.job.state.job_state import JobPhase, Worker, incarnations, stranger
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
@@ -137,7 +139,7 @@ def _awaited(turn: Turn, nodes: Collection[str], away: Collection[str], why: str
     networks that break are mended within a minute."""
     takeover = turn.job.patient_until - turn.settings.reconnect_seconds  # of nodes that this leader never met
     since = [turn.nodes[name].since if name in turn.nodes else takeover for name in nodes]
-    return all(turn.now - each < turn.settings.lone_seconds for each in since) and _spared(turn, away, why)
+    return all(turn.now - each < turn.lone_seconds for each in since) and _spared(turn, away, why)
 
 
 def _unreachable(turn: Turn) -> dict[str, str]:
@@ -212,17 +214,21 @@ def _silent(turn: Turn, silent: list[Worker]) -> None:
     if isinstance(lacking, str) and waited and not older_state(turn):
         waits(turn, f"{names} may live, and hold what nobody else does ({lacking}): no answer since the fence")
         return
-    if waited and _only_leavers(turn, late) and turn.now - turn.job.since < turn.settings.lone_seconds:
+    if waited and turn.now - turn.job.since < _leavers_wait(turn, late):
         waits(turn, f"{names} may live, and no other device could go on: no answer since the fence")
         return
     fault(turn, incarnations(late), f"no answer to fence {turn.job.highest} from {names}")
 
 
-def _only_leavers(turn: Turn, late: list[Worker]) -> bool:
-    """Whether all workers but these drain, or their code raised: without these the job would end."""
-    absent = {worker.device for worker in late}
-    here = [each for each in turn.job.workers.values() if not each.left and each.device not in absent]
-    return bool(here) and all(worker.draining or worker.raised for worker in here)
+def _leavers_wait(turn: Turn, late: list[Worker]) -> float:
+    """How long these are waited for because all workers but these drain, or their code raised: without these
+    the job would end. That is not for long where the others were told to go: they end by themselves soon."""
+    job, absent = turn.job, {worker.device for worker in late}
+    here = [each for each in job.workers.values() if not each.left and each.device not in absent]
+    if job.stopping or not here or not all(worker.draining or worker.raised for worker in here):
+        return 0.0
+    told = any(worker.saves for worker in here)
+    return turn.settings.stand_seconds if told else turn.settings.lone_seconds
 
 
 def _late(turn: Turn, worker: Worker) -> bool:
@@ -244,6 +250,9 @@ def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
     if turn.now < job.patient_until:
         return  # agents are still on their way to this leader, and with them what they keep
     source = older(turn, survivors=survivors)
+    if ending(job) and survivors and (source is None or (isinstance(source, Source) and source.plan is None)):
+        ends_unsaved(turn, f"{job.fence.reason if job.fence is not None else 'a loss'}; {lost}")
+        return
     if isinstance(source, Source):
         _go_on(turn, source)
         return

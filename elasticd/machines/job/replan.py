@@ -21,10 +21,9 @@ from elasticd_planner.spec.sequence_lengths import even
 from elasticd_planner.spec.step_measurements import NONE_REPORTED, Step
 from elasticd_planner.value import Invalid
 
-from elasticd.machines.job.copies.rollback import waits
 from elasticd.machines.job.faults import user_exceptions
 from elasticd.machines.job.faults.network_partition import stepped, unplanned, usable
-from elasticd.machines.job.lifecycle.drain import to_leave, words
+from elasticd.machines.job.lifecycle.drain import ending, saving, to_leave, words
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.measurements import (
     all_reduce_probes,
@@ -45,7 +44,7 @@ from elasticd.machines.job.state.job_state import (
     Worker,
 )
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.machines.job.switch import propose
+from elasticd.machines.job.switch import no_capacity, propose
 from elasticd.records import JobSpec
 from elasticd.wire.worker import Report
 
@@ -154,7 +153,9 @@ def request(turn: Turn) -> None:
     fitted a running plan stays: derived seconds cannot tell whether a move pays. It also stays while replanning
     is paused, and where the job keeps its plan."""
     job = turn.job
-    if job.stopping or job.failing or job.spec is None or not all_there(turn):
+    if job.failing or job.spec is None or not all_there(turn):
+        return
+    if job.stopping and job.phase is not JobPhase.RECOVERING:
         return
     if job.phase is JobPhase.PLANNING:
         if idle_probes.awaited(turn):
@@ -315,7 +316,7 @@ def recovery_plan(turn: Turn, event: Planned) -> None:
         return
     why = event.refusal
     if not unplanned(turn, why) and not user_exceptions.unplanned(turn, why):
-        waits(turn, why)
+        no_capacity(turn, why)
 
 
 def _answered(turn: Turn, event: Planned) -> Asked | None:
@@ -394,6 +395,8 @@ def all_there(turn: Turn) -> bool:
 
 def _devices(turn: Turn) -> tuple[Device, ...]:
     """The devices that have a worker of this job, by name, but for those that are to be left."""
+    if turn.job.phase is JobPhase.RECOVERING and ending(turn.job):
+        return _last_devices(turn)
     workers = turn.job.workers.values()
     there = {worker.device for worker in workers if worker.left_at is None and not worker.draining}
     counts = Counter([worker.node for worker in workers])
@@ -403,6 +406,17 @@ def _devices(turn: Turn) -> tuple[Device, ...]:
     if turn.job.phase is JobPhase.RUNNING:  # elsewhere speed matters more than how fast a newcomer is
         there -= idle_probes.awaited(turn)
     return tuple(device for device in found if device.name in there)
+
+
+def _last_devices(turn: Turn) -> tuple[Device, ...]:
+    """The devices whose workers recover to make a last checkpoint: those that hold the state, by name. A worker
+    that stands by is about to leave."""
+    there = {worker.device for worker in turn.job.holders} if saving(turn.job) else set[str]()
+    nodes = usable(turn, dict(Counter(node_of(device) for device in there)))
+    listed = [
+        device for node in sorted(nodes & turn.nodes.keys()) for device in turn.nodes[node].record.devices
+    ]
+    return tuple(device for device in listed if device.name in there)
 
 
 def _cluster(turn: Turn, devices: tuple[Device, ...]) -> Cluster:

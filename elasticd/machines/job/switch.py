@@ -19,9 +19,10 @@ from elasticd.machines.job.copies.memory import room_for
 from elasticd.machines.job.copies.rollback import Source, called, waits
 from elasticd.machines.job.faults import user_exceptions
 from elasticd.machines.job.faults.network_partition import regroup
-from elasticd.machines.job.lifecycle.drain import preempted
+from elasticd.machines.job.lifecycle.drain import ending, preempted
 from elasticd.machines.job.lifecycle.fence import fault, resolved
 from elasticd.machines.job.lifecycle.job_end import aborted, stop
+from elasticd.machines.job.lifecycle.stop_request import ends_unsaved
 from elasticd.machines.job.state.job_state import JobPhase, JobProgress, Setback, Worker, incarnations
 from elasticd.machines.job.state.transaction import Turn, doubled
 from elasticd.records import HistoryRecord, PlanRecord, Proposal
@@ -89,11 +90,19 @@ def _does_not_fit(turn: Turn, wrong: str) -> None:
     if job.phase is JobPhase.RECOVERING:
         turn.set(remedy=None)  # another is made once more devices are there
         if not user_exceptions.unplanned(turn, wrong):
-            waits(turn, wrong)
+            no_capacity(turn, wrong)
     elif job.plan is None:
         stop(turn, f"the plan does not fit: {wrong}")
     else:
         turn.note("refused", f"plan {job.number} stays, the new one does not fit: {wrong}", number=job.number)
+
+
+def no_capacity(turn: Turn, why: str) -> None:
+    """There is no plan for those that live: the job waits for more. One that is to end does not."""
+    if ending(turn.job):
+        ends_unsaved(turn, why)
+    else:
+        waits(turn, why)
 
 
 def prepared(turn: Turn, worker: Worker, body: Prepared) -> None:

@@ -33,6 +33,10 @@ from elasticd.runtime.telemetry.main_thread import during
 from elasticd.wire.main_thread import SAVING
 from elasticd.wire.worker import DrainNotice, Finished, Raised, Report
 
+#: Seconds that members wait for the job's end once their last checkpoint is made, before they train on: steps
+#: beyond it would be lost.
+_END_SECONDS = 2.0
+
 
 @dataclass(frozen=True)
 class Next:
@@ -119,6 +123,8 @@ class Loop:
                 return
             if switcher.engine is engine:  # else a recovery came after this vote
                 switcher.voted(done.outcome.prepared)
+            if done.outcome.last:
+                switcher.await_order(_END_SECONDS)
 
     def _finished(self, made: int) -> Finished:
         """The end of the job, with its last step if this rank knows of it."""

@@ -266,6 +266,18 @@ class Switcher:
         """Whether the state after `step` updates was read from a checkpoint, by all members of the plan."""
         return self._loaded == step
 
+    def await_order(self, seconds: float) -> None:
+        """Waits for the next order to this rank, for so many seconds at most, and follows it.
+
+        Raises:
+            JobStopped, JobOver, Drained: The job, or this rank's part in it, ends.
+        """
+        try:
+            effect = self._todo.get(timeout=seconds)
+        except queue.Empty:
+            return
+        self._do(effect)
+
     @property
     def at_work(self) -> bool:
         """Whether the engine in force may make a step."""

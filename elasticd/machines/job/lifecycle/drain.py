@@ -4,7 +4,8 @@ One rule for both: no plan takes them up, and one that uses them is replaced as 
 What is theirs moves off while training goes on, for they are sources of that switch as any member is. A node
 that is drained waits for it however long that takes. A worker that drains (SIGTERM, a spot notice) has a
 deadline that nobody here knows: it ends by itself once the plan without it is recorded; one that ends earlier
-is a loss like any other. If all drain, the members of the plan make a last checkpoint, and the job stops.
+is a loss like any other. If all drain, the members of the plan make a last checkpoint, and the job stops. A
+loss before that checkpoint is made costs the others no step: they recover among themselves, and make it then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
+from elasticd.machines.job.state.last_checkpoint import after_step
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.worker import DrainNotice
 
@@ -38,25 +40,47 @@ def notice(turn: Turn, worker: Worker, body: DrainNotice) -> None:
         turn.give_up(f"worker {worker.device}, {which}, drains")
 
 
-def all_drain(turn: Turn) -> None:
-    """Every worker drains, as when one torchrun that has them all is ended: nobody is left to go on. Those
-    that train, and so can, make a last checkpoint before; whose grace is over first is lost, and ends that."""
-    job = turn.job
-    if any(not worker.draining and worker.left_at is None for worker in job.workers.values()):
-        return  # which the first of thousands says
+def ending(job: JobState) -> bool:
+    """Whether the job makes a last checkpoint and ends, with nobody to go on: a user stops it, or all its
+    workers drain."""
+    if job.failing:
+        return False
+    if job.stopping:
+        return True
     there = [worker for worker in job.workers.values() if not worker.left]
+    return bool(there) and all(worker.draining and worker.raised is None for worker in there)
+
+
+def all_drain(turn: Turn) -> None:
+    """Every worker drains, as when one torchrun that has them all is ended: nobody is left to go on. Those that
+    hold the state make a last checkpoint before; after a loss they first recover without who is lost."""
+    job = turn.job
+    if any(not worker.draining and not worker.left for worker in job.holders):
+        return  # which the first of thousands says
     if job.unmet or not job.all_reported:
         return  # members that a new leader has not met were told nothing that it knows of
-    if there and not _saving(job):
-        reasons = ", ".join(dict.fromkeys(worker.draining for worker in there))
+    if not job.workers or any(_goes_on(turn, worker) for worker in job.workers.values()):
+        return
+    if not saving(job):
+        draining = (worker.draining for worker in job.workers.values() if worker.draining)
+        reasons = ", ".join(dict.fromkeys(draining))
         why = job.stopping or f"all workers drain ({reasons})"
-        stop(turn, f"{why}, after step {job.progress.step}", orderly=True)
+        stop(turn, f"{why}, {after_step(job)}", orderly=True)
 
 
-def _saving(job: JobState) -> bool:
-    """Whether members that train have a last checkpoint to make."""
-    if job.plan is None or job.fence is not None:
+def _goes_on(turn: Turn, worker: Worker) -> bool:
+    """Whether a worker may train on once all others have left: not if the job is being stopped, nor if its node
+    cannot be reached."""
+    return not (worker.left or worker.draining or turn.job.stopping) and turn.here(worker.node)
+
+
+def saving(job: JobState) -> bool:
+    """Whether workers that hold the state have a last checkpoint to make. After a loss they recover first, if
+    the job is `ending`."""
+    if job.plan is None or (job.fence is not None and not ending(job)):
         return False
+    if job.fence is not None:
+        return any(worker.saves for worker in job.holders)
     return any(job.workers[device].saves for device in job.plan.members if device in job.workers)
 
 

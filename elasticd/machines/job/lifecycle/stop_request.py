@@ -11,13 +11,14 @@ up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from elasticd.codec.decoding import shown
 from elasticd.machines.job.lifecycle.fence import FALLIBLE
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.events import StopAsked
-from elasticd.machines.job.state.job_state import JobState, NodeState
+from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, NodeState
+from elasticd.machines.job.state.last_checkpoint import after_step
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.coordinator import End, is_first
 
@@ -33,14 +34,14 @@ def on_request(reason: str) -> bool:
 def asked(turn: Turn, event: StopAsked) -> None:
     """From now on; a second wish may shorten the time, or lengthen it."""
     job = turn.job
-    if event.seconds <= 0:
+    if event.seconds <= 0 or (job.plan is None and not job.unmet):
         at_once(turn, event)
         return
     text = f"{event.by} stops the job: its workers drain, and have {event.seconds:g} s"
     if deaf := unheard(job, turn.nodes, event.seconds):
         text = f"{text}; {words(deaf)}"
     turn.note("stopping", text, by=event.by, seconds=event.seconds, unheard=sorted(deaf))
-    turn.set(stopping=f"{BY_REQUEST}{event.by}", stop_at=turn.now + event.seconds)
+    turn.set(stopping=f"{BY_REQUEST}{event.by}", stop_asked_at=turn.now, stop_at=turn.now + event.seconds)
     for name in turn.nodes:
         if turn.here(name):
             remind(turn, name)
@@ -48,7 +49,7 @@ def asked(turn: Turn, event: StopAsked) -> None:
 
 def at_once(turn: Turn, event: StopAsked) -> None:
     """Nothing trains that could be saved: the job ends now."""
-    stop(turn, f"{BY_REQUEST}{event.by}, after step {turn.job.progress.step}", orderly=True)
+    stop(turn, f"{BY_REQUEST}{event.by}, {after_step(turn.job)}", orderly=True)
 
 
 def remind(turn: Turn, node: str) -> None:
@@ -86,10 +87,43 @@ def words(deaf: Mapping[str, str]) -> str:
 
 
 def due(turn: Turn) -> None:
-    """Ends the job once nobody is left, or the time is up. A leader that just came has not heard of all."""
+    """Ends the job once nobody is left who holds the state, the recovery of those who do takes too long, or the
+    time is up. A leader that just came has not heard of all."""
     job = turn.job
     if not job.stopping:
         return
-    deserted = job.settle_until is None and all(worker.left for worker in job.workers.values())
-    if deserted or turn.now >= job.stop_at:
-        stop(turn, f"{job.stopping}, after step {job.progress.step}", orderly=True)
+    nobody = job.settle_until is None and not job.unmet and not job.holders
+    since = max(job.since, job.stop_asked_at)
+    stands = job.phase is JobPhase.RECOVERING and turn.now - since >= turn.settings.stopping_seconds
+    if stands and not nobody:
+        ends_unsaved(turn, job.reason or "its workers did not recover from the loss before")
+    elif nobody or turn.now >= job.stop_at:
+        stop(turn, f"{job.stopping}, {after_step(job)}", orderly=True)
+
+
+def awaited(job: JobState) -> str:
+    """What a job that is being stopped waits for, in words ("": it is not, or is over)."""
+    if not job.stopping or job.phase in OVER:
+        return ""
+    if job.phase is JobPhase.RECOVERING:
+        lost = job.fence.reason if job.fence is not None else ""
+        what = f"recovers for its last checkpoint ({lost})"
+        return f"stopping: {what}; {job.reason}" if job.reason else f"stopping: {what}"
+    deaf = [worker.device for worker in job.holders if not worker.draining]
+    saves = [worker.device for worker in job.holders if worker.draining and worker.saves]
+    parts = [f"for {_few(deaf)} to hear of it"] if deaf else []
+    parts += [f"for the last checkpoint of {_few(saves)}"] if saves else []
+    text = f"stopping: waits {' and '.join(parts)}" if parts else "stopping: all workers are told"
+    return f"{text}; {job.reason}" if job.reason else text
+
+
+def _few(devices: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(devices) - most} more" if len(devices) > most else ""
+    return f"{', '.join(devices[:most])}{more}"
+
+
+def ends_unsaved(turn: Turn, why: str) -> None:
+    """Ends a job that was to make a last checkpoint after a loss, and cannot."""
+    job = turn.job
+    who = job.stopping or "all workers drain"
+    stop(turn, f"{who}, {after_step(job)}; no last checkpoint could be made: {why}", orderly=True)

@@ -118,6 +118,8 @@ class JobSettings(Value, frozen=True, kw_only=True):
     node_seconds: float = 0.4
     #: the same for a node that alone holds a part of the state, where there is no older state to go back to
     lone_seconds: float = 60.0
+    #: for those who hold the state of a job that is being stopped to be back, or to recover from a loss
+    stopping_seconds: float = 20.0
     #: without a step, beyond twice the slowest step of late, until a worker that does not answer counts as lost
     hang_seconds: float = 0.4
     #: for a worker that answers probes to tell how fast its device is, before it is given work
@@ -348,6 +350,7 @@ class JobState(Value, frozen=True, kw_only=True):
     orderly: bool = False  # it ended since its workers were told to go, by a user who stopped it or by signals
     stopping: str = ""  # who stops the job (empty: nobody)
     stop_at: float = 0.0  # when it ends then, at the latest
+    stop_asked_at: float = 0.0  # when somebody asked for that
     thrown: tuple[Thrown, ...] = ()  # exceptions of the script's own code, newest last
     failing: str = ""  # which of them ends the job, once its state is saved (empty: none)
     snapshots: SnapshotSets = msgspec.field(default_factory=SnapshotSets)  # in the agents' memory
@@ -450,6 +453,12 @@ class JobState(Value, frozen=True, kw_only=True):
         plans = (proposal.plan, proposal.old, self.plan) if proposal is not None else (self.plan,)
         known = {plan.number: plan for plan in plans if plan is not None}
         return tuple(known[number] for number in sorted(known, reverse=True))
+
+    @property
+    def holders(self) -> tuple[Worker, ...]:
+        """The known workers, not gone, that may hold a copy of the state: those that a candidate binds."""
+        bound = {worker.device: worker for plan in self.candidates for worker in self.bound(plan)}
+        return tuple(worker for worker in bound.values() if not worker.left)
 
     def unmet_of(self, plan: Plan | None) -> dict[str, str]:
         """The incarnations of this plan, by device, that this leader has not met."""

@@ -122,6 +122,12 @@ class Turn:
         """For how long the agent of a node has been connected; minus infinity where it is not."""
         return self.now - self.nodes[node].since if self.here(node) else -math.inf
 
+    @property
+    def lone_seconds(self) -> float:
+        """How long a node is waited for that alone holds a part of the state."""
+        seconds = self.settings.lone_seconds
+        return min(seconds, self.settings.stopping_seconds) if self.job.stopping else seconds
+
     def give_up(self, why: str) -> None:
         """The open proposal is to be aborted; the first reason stays."""
         if not self.job.give_up:
