@@ -17,6 +17,7 @@ from elasticd.checkpoints.export import export as write
 from elasticd.checkpoints.folder import Found, damages, is_name, look, scan, sound
 from elasticd.checkpoints.manifest import MANIFEST
 from elasticd.cli.console import command_console
+from elasticd.cli.job_argument import job_with_plans
 from elasticd.cli.options import asking, json_option, plain_table, write_json
 from elasticd.client import Api, CannotReach, asker
 from elasticd.codec.safe_text import in_one_line
@@ -42,14 +43,16 @@ def checkpoint() -> None:
     show_default=True,
     help="Longest time until it is whole on disk; 0: do not wait.",
 )
-@click.argument("job")
-def now(api: Api, wait: float, job: str) -> None:
+@click.argument("job", required=False)
+def now(api: Api, wait: float, job: str | None) -> None:
     """Have JOB make a checkpoint now, and wait until it is whole.
 
-    Training goes on while it is written. Where one is being written already, the next follows it.
+    Without JOB it is the one that runs. Training goes on while it is written. Where one is being written already, the next follows it.
     """
     last = max((event.id for event in api.events()), default=0)
-    found = api.status().job(job)
+    status = api.status()
+    job = job or job_with_plans(status, None, quiet=False)
+    found = status.job(job)
     step = found.step if found is not None else 0
     api.checkpoint(job, by=asker())
     click.echo(waited(api, job, last, step, wait) if wait else f"job {job} was asked for a checkpoint")

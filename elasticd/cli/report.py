@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from elasticd.cli.job_argument import job_with_plans
 from elasticd.cli.options import cluster_options
 from elasticd.client import Api, CannotReach, reach
 from elasticd.local_cluster import settings as settings_of
@@ -40,16 +41,18 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="A recording of 'elasticd record', in place of a history; no cluster is asked.",
 )
-@click.argument("job")
+@click.argument("job", required=False)
 def report(
     config: str | None,
     coordinator: str | None,
     out: Path,
     history: Path | None,
     recorded: Path | None,
-    job: str,
+    job: str | None,
 ) -> None:
     """Write all that is known of JOB into one HTML FILE, which opens from disk without a network.
+
+    Without JOB it is the one that runs; a recording needs the name.
 
     It has the pages of the dashboard: throughput with plans and faults, each plan and why, switches, devices,
     events. They come from the dashboard's history and from whoever leads now, where somebody does; or from a
@@ -60,6 +63,11 @@ def report(
 
     if recorded is not None and (history is not None or coordinator is not None):
         raise click.UsageError("--recorded is a run by itself: leave --history and --coordinator out")
+    if job is None:
+        if recorded is not None:
+            raise click.UsageError("name the JOB of the recording")
+        with reach(config, coordinator) as api:
+            job = job_with_plans(api.status(), None, quiet=False)
     try:
         if recorded is not None:
             values = report_values(job, _of_recording(recorded), _nobody)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -71,10 +72,14 @@ def test_the_only_one_is_meant_where_it_is_over() -> None:
     ],
     ids=["none", "several run", "several are over"],
 )
-def test_what_cannot_be_chosen_is_one_message_with_the_names(jobs: Any, restarts: Any, said: str) -> None:
+def test_what_cannot_be_chosen_is_one_message_with_the_names(
+    jobs: Any, restarts: Any, said: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "run.html"
     with cluster(*jobs, restarts=restarts) as options:
-        for command in ("why", "history"):
-            assert said in refused(command, *options)
+        for command in (["why"], ["history"], ["checkpoint", "now"], ["report", "--out", str(out)]):
+            assert said in refused(*command, *options)
+    assert not out.exists()
 
 
 def test_a_name_that_is_none_is_answered_with_those_there_are_running_ones_first() -> None:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from elasticd.runtime.accelerator import Accelerator
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.comm.running_group import Alone, running
+from elasticd.runtime.data.loader import reading
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.bundle import Bundle, backward, sizes, tensors
@@ -316,11 +317,12 @@ def _first_calls(recipe: Recipe, plan: Plan) -> Iterator[BlockCall]:
     if not hasattr(dataset, "__getitem__"):
         return
     stage = Stage(start=0, stop=1, devices=("alone/0",), shares=(1,))
+    collate = reading(recipe.reads, recipe.data.collate)
     with suppress(Exception):
         embed = local_model(recipe.model, stage, 0, only="embed").modules["embed"].to("meta")
         for index in range(min(_SHAPES, len(dataset))):
             packed = recipe.data.packing is not None  # of a row, one sequence says it all
-            batch = recipe.data.collate([dataset[index]] * (1 if packed else plan.micro_batch))
+            batch = collate([dataset[index]] * (1 if packed else plan.micro_batch))
             batch = converted(batch, lambda x: x.to("meta"))
             out = embed(recipe.precision.entering(batch) if recipe.precision else batch)
             yield BlockCall(training=True, grad=True, tensors=_described(out), packed=packed)
