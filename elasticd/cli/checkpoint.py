@@ -47,7 +47,8 @@ def checkpoint() -> None:
 def now(api: Api, wait: float, job: str | None) -> None:
     """Have JOB make a checkpoint now, and wait until it is whole.
 
-    Without JOB it is the one that runs. Training goes on while it is written. Where one is being written already, the next follows it.
+    Without JOB it is the one that runs. Training goes on while it is written. Where one is being written
+    already, the next follows it.
     """
     last = max((event.id for event in api.events()), default=0)
     status = api.status()
