@@ -402,3 +402,60 @@ def test_check_says_once_that_packed_rows_were_not_tried(
     (said,) = [line for line in lines if "packed rows" in line]
     assert said == "note  not tried: packed rows (embed: RuntimeError: of another device)"
     assert "packed" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"input_ids": [401, 3]},
+            r"input_ids has 401, and Qwen2ForCausalLM has \d+ tokens: .*resize_token_embeddings",
+        ),
+        ({"labels": [3, 401]}, r"labels has 401, and Qwen2ForCausalLM has \d+ tokens"),
+        ({"labels": [3]}, r"labels \[2, 1\] are not of the shape of input_ids, \[2, 2\]"),
+        ({"labels": None}, "needs labels, and a batch has input_ids: "),
+    ],
+    ids=["token", "label", "shape", "none"],
+)
+def test_what_the_model_does_not_have_is_named_before_the_job_starts(change: Any, message: str) -> None:
+    sample = {"input_ids": [1, 3], "labels": [1, 3]} | change
+    asked = recipe(elasticd.from_hf(qwen2()), [sample, sample])
+    with pytest.raises(ValueError, match=message):
+        check_batch_format(asked)
+
+
+def test_the_sample_that_is_wrong_is_named() -> None:
+    described = elasticd.from_hf(qwen2())
+    assert described.reads is not None
+    ids = torch.tensor([[1, 2], [3, 500], [500, 1]])
+    with pytest.raises(Unlike, match="input_ids has 500") as caught:
+        described.reads.batch({"input_ids": ids})
+    assert caught.value.place == 1
+
+
+def test_padding_at_the_begin_is_refused_where_it_moves_positions_and_taken_with_position_ids() -> None:
+    described = elasticd.from_hf(gpt2())
+    reads = described.reads
+    assert isinstance(reads, HfBatches)
+    ids, mask = torch.tensor([[0, 5, 6], [7, 8, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    batch = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+    with pytest.raises(Unlike, match=r"padding at the begin of a sample moves its tokens .* GPT2LMHeadModel"):
+        reads.batch(batch)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    assert reads.batch(batch | {"position_ids": positions})[LAYER_INPUTS].keys() == {
+        "attention_mask",
+        "position_ids",
+    }
+    rotary = elasticd.from_hf(qwen2()).reads
+    assert rotary is not None
+    assert LAYER_INPUTS in rotary.batch(batch)
+
+
+def test_samples_longer_than_the_table_of_positions_are_refused() -> None:
+    reads = elasticd.from_hf(gpt2()).reads
+    assert reads is not None
+    with pytest.raises(Unlike, match="65 tokens, and GPT2LMHeadModel has 64 positions"):
+        reads.batch({"input_ids": torch.ones(1, 65, dtype=torch.long)})
+    longer = elasticd.from_hf(qwen2()).reads
+    assert longer is not None
+    longer.batch({"input_ids": torch.ones(1, 65, dtype=torch.long)})  # rotary

@@ -171,7 +171,7 @@ def test_the_first_tensor_of_a_sample_has_its_tokens(sample: object) -> None:
 
 @pytest.mark.parametrize("sample", [3, {"name": "x"}])
 def test_a_sample_without_a_tensor_is_named(sample: object) -> None:
-    with pytest.raises(TypeError, match=r"sample 0 is .* without a tensor"):
+    with pytest.raises(TypeError, match=r"sample 0 is .* without tokens"):
         sample_tokens([sample])
 
 

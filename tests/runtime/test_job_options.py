@@ -12,6 +12,7 @@ import pytest
 import torch
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.sample_packing import linear_of
+from torch import nn
 
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
@@ -83,14 +84,14 @@ def job(**arguments: Any) -> None:
         config = DecoderConfig(vocabulary=16, width=16, layers=2, heads=2, kv_heads=2, hidden=8)
         model = Decoder(config).describe()
     rows = [{"inputs": torch.arange(8), "targets": torch.arange(8)}] * 4
-    elasticd.Job(
-        model=model,
-        loss=next_token_loss,
-        optimizer=torch.optim.AdamW,
-        dataset=rows,
-        global_batch=4,
-        **arguments,
-    )
+    defaults: dict[str, Any] = {
+        "model": model,
+        "loss": next_token_loss,
+        "optimizer": torch.optim.AdamW,
+        "dataset": rows,
+        "global_batch": 4,
+    }
+    elasticd.Job(**defaults | arguments)
 
 
 def test_every_old_keyword_is_moved_and_one_warning_at_the_call_names_the_new_spelling(made: list[Job]) -> None:
@@ -205,6 +206,41 @@ def test_every_argument_of_job_has_its_entry_and_every_field_of_a_group_its_line
 def test_what_is_no_group_is_refused_in_one_line_that_names_the_group(wrong: Any, made: list[Job]) -> None:
     with pytest.raises(JobStopped, match=r"checkpointing=.*; it takes an elasticd\.CheckpointingOptions"):
         job(checkpointing=wrong)
+    assert not made
+
+
+class _Unindexed:
+    """Samples that are iterated, as of datasets' IterableDataset."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+_WEIGHT = nn.Parameter(torch.zeros(1))
+_SGD = torch.optim.SGD([_WEIGHT], lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"model": nn.Linear(2, 2)}, r"model is of type Linear: give elasticd\.from_module"),
+        ({"optimizer": _SGD}, r"optimizer is of type SGD: .*optimizer=lambda named: torch\.optim\.AdamW"),
+        ({"optimizer": None}, r"optimizer is of type NoneType: "),
+        (
+            {"scheduler": torch.optim.lr_scheduler.LambdaLR(_SGD, lambda step: 1.0)},
+            r"scheduler is of type LambdaLR: .*scheduler=lambda optimizer: ",
+        ),
+        ({"dataset": {"train": [1], "test": [2]}}, r"dataset is a dict with 'train', 'test': give one of them"),
+        ({"dataset": _Unindexed()}, r"dataset is of type _Unindexed, without a length .*elasticd\.Stream"),
+        ({"dataset": []}, "dataset is empty"),
+    ],
+    ids=["module", "optimizer", "no optimizer", "scheduler", "splits", "iterable", "empty"],
+)
+def test_arguments_as_a_plain_script_has_them_are_refused_with_what_to_write(
+    wrong: Any, message: str, made: list[Job]
+) -> None:
+    with pytest.raises(JobStopped, match=message):
+        job(**wrong)
     assert not made
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elasticd.models.huggingface.adapters import (
     Adapters,
@@ -118,6 +118,10 @@ def from_hf(
         layers=frozenset(FOR_LAYERS) - proof.lacks.keys(),
         lacks=proof.lacks,
         counts_from_zero=proof.counts_from_zero,
+        absolute=proof.absolute,
+        tokens_known=model.get_input_embeddings().weight.shape[0],
+        targets_known=_logits(model),
+        longest=_longest(model),
     )
     if adapters is None:
         described.pretrained = HfPretrained.of(model, sections, described.ties)
@@ -144,6 +148,24 @@ def _weights(folder: Path, model: Any, their: Callable[[str], str], adapters: Ad
     )
 
 
+def _longest(model: Any) -> int | None:
+    """Tokens of a sample, at most, of a model with a table of positions; None: it has none."""
+    limit = getattr(text_of(model.config), "max_position_embeddings", None)
+    tables = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings()
+    ]
+    # Some begin to count behind a padding index.
+    return limit if limit and any(limit <= each.num_embeddings <= limit + 2 for each in tables) else None
+
+
+def _logits(model: Any) -> int | None:
+    """The number of logits of a token; None: the model does not say."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    return weight.shape[0] if isinstance(weight, Tensor) else None
+
+
 def _mixing(model: Model) -> tuple[str, str] | None:
     """A module beside the cut ones that is no norm: an attention that is not cut, which takes all tokens, looks
     like a feed-forward that is not."""
@@ -162,9 +184,19 @@ def their_name(model: Model, name: str) -> str:
 
 def refuse_at_sight(model: Any) -> None:
     """Raises ModelError for what no small copy would show."""
+    if hasattr(model, "_orig_mod"):
+        raise ModelError(
+            "the model went through torch.compile: give the model itself, and "
+            "Job(parallelism=elasticd.ParallelismOptions(compile=True)), which compiles each device's blocks"
+        )
     kind, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(model, "get_input_embeddings"):
         raise ModelError(f"{kind} is no model of transformers, a ...ForCausalLM say")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"{kind} has an encoder and a decoder: from_hf takes causal language models, ...ForCausalLM; "
+            f"{REMEDY}"
+        )
     if not isinstance(getattr(model.get_input_embeddings(), "weight", None), Tensor):
         raise ModelError(f"{kind} has no embedding that takes one stream of tokens: {REMEDY}")
     if getattr(text_of(config), "output_router_logits", False):

@@ -145,7 +145,10 @@ def _refuse_method(kind: str, config: Any) -> None:
         )
     for name, said in _OTHER_METHODS.items():
         if getattr(config, name, None):
-            raise ModelError(f"{name} of the LoraConfig of {kind} {said}: leave it out")
+            remedy = "leave it out"
+            if name == "target_parameters":  # PEFT sets them itself for "all-linear" of stacked experts
+                remedy += ", and name linear layers, target_modules=['q_proj', 'v_proj'] say"
+            raise ModelError(f"{name} of the LoraConfig of {kind} {said}: {remedy}")
     init = getattr(config, "init_lora_weights", True)
     if init == "mica":
         raise ModelError(f"init_lora_weights = 'mica' of {kind} is a method of its own: take another")

@@ -51,6 +51,11 @@ class HfBatches:
     lacks: Mapping[str, str]
     #: Whether positions that are counted from 0 are those that the model takes by itself.
     counts_from_zero: bool = True
+    #: Whether padding at the begin of a sample changes what its tokens give, where no positions are given.
+    absolute: bool = False
+    tokens_known: int | None = None  #: rows of the embedding; None: not looked at
+    targets_known: int | None = None  #: logits of a token; None: not looked at
+    longest: int | None = None  #: tokens of a sample, at most; None: the model has no limit
 
     def alone(self) -> HfBatches:
         """Refuses batches that need a mask or positions in every layer."""
@@ -95,6 +100,8 @@ class HfBatches:
         if self.counts_from_zero and "position_ids" in parts:
             raise Unlike(0, "position_ids are counted from 0 in each packed sequence: leave them out")
         made = self._with_targets(parts)
+        ids = next(made[name] for name in IDS if name in made)
+        self._refuse_values(ids[None], {key: value[None] for key, value in made.items()})
         mask = made.pop("attention_mask", None)
         if mask is not None and not _says_nothing(mask[None], _of_one(made)):
             raise Unlike(
@@ -127,6 +134,7 @@ class HfBatches:
                     f"(dataset.remove_columns({name!r}), or the collator's option)",
                 )
         made = self._with_targets(batch)
+        self._refuse_values(ids, made)
         layers = self._for_layers(made, ids)
         return made | ({LAYER_INPUTS: layers} if layers else {})
 
@@ -140,6 +148,31 @@ class HfBatches:
         if TARGETS not in made and isinstance(labels, Tensor):
             made[TARGETS] = shifted(labels) if self.shifts else labels
         return made
+
+    def _refuse_values(self, ids: Tensor, batch: Mapping[str, Any]) -> None:
+        """Raises Unlike for tokens, labels or lengths that the model does not have."""
+        if self.longest is not None and ids.shape[1] > self.longest:
+            raise Unlike(0, f"{ids.shape[1]} tokens, and {self.model} has {self.longest} positions: cut it")
+        for name, labels in ((name, batch.get(name)) for name in ("labels", TARGETS)):
+            if isinstance(labels, Tensor) and labels.shape[:2] != ids.shape:
+                raise Unlike(
+                    0, f"{name} {list(labels.shape)} are not of the shape of input_ids, {list(ids.shape)}"
+                )
+        for name, values, rows in (
+            ("input_ids", ids, self.tokens_known),
+            ("labels", batch.get(TARGETS), self.targets_known),
+        ):
+            if not isinstance(values, Tensor) or rows is None or values.is_floating_point():
+                continue
+            wrong = (values < 0) & (values != IGNORED) if name == "labels" else values < 0
+            wrong = wrong | (values >= rows)
+            if bool(wrong.any()):
+                place = int(wrong.flatten(1).any(1).nonzero()[0])
+                raise Unlike(
+                    place,
+                    f"{name} has {int(values[wrong][0])}, and {self.model} has {rows} tokens: is the tokenizer "
+                    "the model's? model.resize_token_embeddings(len(tokenizer)) adds tokens",
+                )
 
     def _for_layers(self, batch: Mapping[str, Any], ids: Tensor) -> dict[str, Tensor]:
         """What the layers need beside the activation."""
@@ -161,6 +194,13 @@ class HfBatches:
         for name in needed:
             if name not in self.layers:
                 raise Unlike(0, f"{_NEEDED[name]}, and {self.lacks[name]}: {_REMEDIES[name]}")
+        padded = "attention_mask" in needed and bool((needed["attention_mask"][:, 0] == 0).any())
+        if padded and self.absolute and "position_ids" not in needed:
+            raise Unlike(
+                0,
+                f"padding at the begin of a sample moves its tokens to other positions in {self.model}, so a "
+                f"layout would change what they give: {_REMEDIES['attention_mask']}, or give position_ids",
+            )
         return needed
 
     def _no_tokens(self, batch: Mapping[str, Any]) -> str:

@@ -29,6 +29,8 @@ from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.validation import ModelError
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+#: Of a folder that holds an adapter of PEFT.
+ADAPTER = "adapter_config.json"
 
 
 def folder_of(name: str | Path) -> Path:
@@ -63,6 +65,11 @@ def model_on_meta(source: Any, dtype: torch.dtype | None = None) -> Any:
     import transformers
 
     folder = source if isinstance(source, Path) else None
+    if folder is not None and (folder / ADAPTER).exists() and not (folder / "config.json").exists():
+        raise ModelError(
+            f"{folder} is an adapter of PEFT: give from_hf its model, "
+            f"PeftModel.from_pretrained(base, {str(folder)!r}, is_trainable=True)"
+        )
     try:
         config: Any = (
             copy.deepcopy(source) if folder is None else transformers.AutoConfig.from_pretrained(folder)

@@ -41,6 +41,8 @@ from elasticd.runtime.parallel.sequence_mixing import RowAndSequences, mixing
 
 #: Of the micro-batch that is tried.
 SAMPLES, TOKENS = 2, 7
+#: Tokens of padding at the begin of a sample that are tried.
+PADDED = 2
 #: Parameters of a small copy: more would take seconds and gigabytes.
 MOST = 20_000_000
 #: How far results may be apart where they are not equal to the bit, in units of the largest value.
@@ -64,6 +66,7 @@ class Proof:
     shifts: bool | None
     lacks: Mapping[str, str]  # of what batches may give every layer: why the stages do not take it
     counts_from_zero: bool  # positions that are counted from 0 are those that the model takes by itself
+    absolute: bool  # padding at the begin of a sample changes what its tokens give
 
     def __str__(self) -> str:
         said = f"the model's own forward: {self.model}, on a small copy "
@@ -109,6 +112,7 @@ def prove(model: Any, adapters: Adapters | None = None) -> Proof:
     kind, config = ModelMaker(type(model), adapters), model.config
     with _on_the_side():
         copy = _small(model, kind)
+        refuse_other_outputs(copy)
         refuse_draws_and_state(copy)
         refuse_other_tokens(copy)
         anatomy, same_bits = compared(copy)
@@ -124,6 +128,7 @@ def prove(model: Any, adapters: Adapters | None = None) -> Proof:
             shifts=shifts_labels(copy),
             lacks=lacking_layer_inputs(copy, anatomy),
             counts_from_zero=counts_from_zero(copy),
+            absolute=absolute(copy),
         )
 
 
@@ -274,6 +279,15 @@ def _why(name: str, section: str, given: Sequence[Mapping[str, Any]], watched: W
     return f"{name} changes the activation between layers {index} and {index + 1}"
 
 
+def refuse_other_outputs(copy: SmallModel) -> None:
+    """Raises ModelError where the model gives no logits for each token, as one that classifies sequences."""
+    if copy.logits.shape[:2] != copy.ids.shape:
+        raise ModelError(
+            f"{copy.name} gives {list(copy.logits.shape)} for {list(copy.ids.shape)} tokens, not logits for "
+            f"each: from_hf takes causal language models, ...ForCausalLM; {REMEDY}"
+        )
+
+
 def refuse_draws_and_state(copy: SmallModel) -> None:
     """Raises ModelError where the same samples give something else in the next forward pass."""
     model, before = copy.model, {name: buffer.clone() for name, buffer in copy.model.named_buffers()}
@@ -303,9 +317,10 @@ def refuse_other_tokens(copy: SmallModel) -> None:
             f"what {copy.name} gives for a sample depends on the others of the micro-batch: {REMEDY}"
         )
     if _apart(found[:, :-1], copy.logits[:, :-1]) > copy.near:
+        decoder = "set is_decoder=True in its configuration, or " if hasattr(model.config, "is_decoder") else ""
         raise ModelError(
             f"{copy.name} attends to later tokens, as an encoder does, so that padding at the end of a sample "
-            "would change its output: make it causal (is_decoder=True, where its configuration has that)"
+            f"would change its output: {decoder}{REMEDY}"
         )
 
 
@@ -359,6 +374,20 @@ def counts_from_zero(copy: SmallModel) -> bool:
     except Exception:
         return False
     return _apart(own, copy.logits) <= copy.near
+
+
+def absolute(copy: SmallModel) -> bool:
+    """Whether the copy gives something else for tokens with padding before them, which a mask leaves out."""
+    mask = torch.ones_like(copy.ids)
+    mask[:, :PADDED] = 0
+    try:
+        with torch.no_grad():
+            own = logits_of(copy.model(input_ids=copy.ids[:, PADDED:], **arguments(copy.model)))
+            padded = copy.model(input_ids=copy.ids, attention_mask=mask, **arguments(copy.model))
+    except Exception:  # it takes no mask, and such a batch is refused
+        return False
+    # Rotary tables are computed in single precision.
+    return _apart(logits_of(padded)[:, PADDED:], own) > max(copy.near, NEAR[torch.float32])
 
 
 def lacking_layer_inputs(copy: SmallModel, anatomy: Anatomy) -> dict[str, str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sized
 from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
+import torch
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan_checks import check_batch, check_model
@@ -41,6 +42,49 @@ log = logging.getLogger(__name__)
 _UNLIKE = 3.0
 #: How many times longer than those that were asked for their lengths another sample may be.
 _LONGER = 2
+
+
+def check_arguments(
+    model: object, optimizer: object, scheduler: object, dataset: object, collate: object
+) -> None:
+    """Refuses arguments of a Job of another kind than it takes, as a plain script has them.
+
+    Raises:
+        TypeError: with what to write instead.
+        ValueError: the dataset is empty.
+    """
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"model is of type {type(model).__name__}: give elasticd.from_module(model, blocks=...), for a "
+            "model of transformers elasticd.from_hf(model), or elasticd.Model(embed=..., blocks=..., head=...)"
+        )
+    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        raise TypeError(
+            f"optimizer is of type {type(optimizer).__name__}: give a function that makes one of the "
+            "parameters that a device holds, optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3)"
+        )
+    if scheduler is not None and not callable(scheduler):
+        raise TypeError(
+            f"scheduler is of type {type(scheduler).__name__}: give a function of the optimizer, "
+            "scheduler=lambda optimizer: ..., since a device makes its optimizer anew under each plan"
+        )
+    if callable(getattr(collate, "convert_tokens_to_ids", None)):
+        raise TypeError(
+            f"collate is of type {type(collate).__name__}: give a collator, "
+            "transformers.DataCollatorForSeq2Seq(tokenizer) say"
+        )
+    if isinstance(dataset, Stream):
+        return
+    if isinstance(dataset, Mapping):
+        names = ", ".join(map(repr, dataset))
+        raise TypeError(f"dataset is a {type(dataset).__name__} with {names}: give one of them, dataset[...]")
+    if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"dataset is of type {type(dataset).__name__}, without a length or without [index]: give one that "
+            "has both, or elasticd.Stream(dataset=dataset, tokens=...) for one that is read in order"
+        )
+    if not len(dataset):
+        raise ValueError("dataset is empty: it must hold at least one sample")
 
 
 def check_optimizer(recipe: Recipe) -> None:
@@ -108,8 +152,9 @@ def check_batch_format(recipe: Recipe) -> None:
             ) from error
         raise ValueError(f"the first samples make no batch: {said}") from error
     if recipe.loss is recipe.model.loss and not reads.has_targets(batch):
+        named = ", ".join(str(name) for name, part in batch.items() if part is not None)
         raise ValueError(
-            f"the model's own loss needs labels, and a batch has {', '.join(map(str, batch))}: "
+            f"the model's own loss needs labels, and a batch has {named}: "
             "DataCollatorForLanguageModeling(tokenizer, mlm=False) makes them of the tokens; or give "
             "Job(loss=...)"
         )

@@ -22,6 +22,7 @@ from elasticd.runtime.api.connection import NAME, connect
 from elasticd.runtime.api.deprecated import DEFAULTS, OldKeywords, OptionGroups, with_old_keywords
 from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evaluate
 from elasticd.runtime.api.hello import (
+    check_arguments,
     check_batch_format,
     check_optimizer,
     check_packing,
@@ -160,6 +161,7 @@ class Job(RankInfo):
                 data=data, parallelism=parallelism, checkpointing=checkpointing, evaluation=evaluation
             )
             groups = with_old_keywords(groups, old)
+            check_arguments(model, optimizer, scheduler, dataset, groups.data.collate)
             accelerator = self._accelerator_of(groups.parallelism.device)
             settle(accelerator)
             accelerator.use()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -33,9 +34,14 @@ from elasticd.runtime.telemetry.main_thread import during
 from elasticd.wire.main_thread import SAVING
 from elasticd.wire.worker import DrainNotice, Finished, Raised, Report
 
+log = logging.getLogger(__name__)
+
 #: Seconds that members wait for the job's end once their last checkpoint is made, before they train on: steps
 #: beyond it would be lost.
 _END_SECONDS = 2.0
+#: Steps in a row that change no weight until there is a warning: whose loss is not finite; whose gradient
+#: is not, which a loss scale that begins too large explains for a while.
+SKIPPED, OVERFLOWED = 3, 30
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,8 @@ class Loop:
     snapper: Snapper | None  #: None: the job makes no snapshots
     #: All members are to leave, and the last checkpoint is made.
     _drained: bool = field(default=False, init=False)
+    #: Steps in a row whose update was left out.
+    _skipped: int = field(default=0, init=False)
     #: The last step whose vote this rank knows of, with the number of its plan.
     _last: tuple[int, Vote] | None = field(default=None, init=False)
 
@@ -94,6 +102,8 @@ class Loop:
                     made += 1
                     self._last = engine.plan.number, done.outcome.vote
                     self._report(done, first=engine.rank == 0)  # before others can end the job
+                    if engine.rank == 0:
+                        self._warn_of_skipped(done.outcome.vote)
                 if made >= total:
                     self.finish(engine, made)
                 elif done is not None and done.outcome.last:
@@ -249,6 +259,22 @@ class Loop:
             with during(engine.plan_groups.stopwatch.where, SAVING):
                 self.saver.finish(step, engine.gather, engine.layouts, engine.delivered_state)
         engine.settle()
+
+    def _warn_of_skipped(self, vote: Vote) -> None:
+        self._skipped = 0 if vote.apply else self._skipped + 1
+        why, most = "its gradient is not finite", OVERFLOWED
+        if vote.loss is None:
+            why, most = "its loss is not finite", SKIPPED
+        if not vote.count:
+            why = "it has no target, since all labels are -100"
+        if self._skipped == most:
+            log.warning(
+                "the last %d steps changed no weight: of step %d, %s. Look at the samples and the learning "
+                "rate; float16 needs a loss that is scaled, ParallelismOptions(precision='fp16')",
+                most,
+                vote.step,
+                why,
+            )
 
     def _report(self, done: StepDone, *, first: bool) -> None:
         paced, overruns = self.pacer.take()

@@ -126,7 +126,7 @@ def start_from(
     it is to hold under the layouts of `types`, on its accelerator; of a checkpoint without the frozen
     parameters these come from `frozen`. Raises `NoCheckpoint` on all alike, or what the group raises.
     """
-    told: list[str] = []
+    reasons: dict[str, list[str]] = {}
     for name in names:
         loaded, why = _tried(folder, name, types.layouts.held(group.me), types, accelerator, frozen)
         oks = group.all_gather(torch.tensor([int(loaded is not None)]))
@@ -135,11 +135,12 @@ def start_from(
                 clear(folder)
                 log.info("starting from %s", name)
             return loaded
-        told.append(why or f"{name}: another rank cannot read it")
-        log.warning("checkpoint %s is not used: %s", name, told[-1])
+        reasons.setdefault(why or "another rank cannot read it", []).append(name)
+        log.warning("checkpoint %s is not used: %s", name, why or "another rank cannot read it")
+    told = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
     raise NoCheckpoint(
-        f"none of the checkpoints in {folder} can be read: {'; '.join(told)}: restore one, or name an empty "
-        "folder to train from the beginning"
+        f"none of the checkpoints in {folder} can be used: {told}. Restore one, or name an empty folder to "
+        "train from the beginning"
     )
 
 
@@ -164,8 +165,8 @@ def _tried(
     left_out = found.manifest.frozen
     if left_out and left_out != (frozen.digest if frozen is not None else ""):
         return None, (
-            f"{name}: it leaves out the frozen parameters, and this script's are not those that it was trained "
-            "with: load the same base model"
+            "it leaves out the frozen parameters, and this script's are not those that it was trained with: "
+            "load the same base model"
         )
     try:
         state = load(found.path, found.manifest, held, types, accelerator.device, frozen)

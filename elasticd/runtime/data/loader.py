@@ -60,8 +60,12 @@ def sample_tokens(
             tokens = 0 if first is None else first.numel()
         if not tokens:
             raise TypeError(
-                f"sample {index} is {type(sample).__name__} without a tensor: a sample must hold its "
-                'tokens first, as in {"inputs": ..., "targets": ...}'
+                f"sample {index} is a {type(sample).__name__} without tokens: "
+                + (
+                    "its input_ids are empty or not there: leave such samples out"
+                    if reads is not None
+                    else 'a sample must hold its tokens first, as in {"inputs": ..., "targets": ...}'
+                )
             )
         total += tokens
     return total / count
