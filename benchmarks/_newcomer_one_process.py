@@ -1,18 +1,20 @@
 """One process without agent and launcher, beside a loop of plain torch: the same model, samples and losses.
 
 Both sides live in one process and make steps in turns. What is compared is processor time, of all threads: on a
-machine that others use, seconds by the clock are theirs as well.
+machine that others use, seconds by the clock are theirs as well. The process keeps the memory that it frees
+(`_movers.WARM`): else what one side frees decides how many pages the other one touches anew.
 """
 
 from __future__ import annotations
 
-import os
+import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
+from _movers import environment
 from _pairs import ratio, ratio_rows
 from _results import Row, row
 from _trained import CONFIG, SEED, TOKENS, Text, adamw, described, filled
@@ -33,15 +35,26 @@ _LAUNCHED = ("TORCHELASTIC_RUN_ID", "WORLD_SIZE")
 
 def rows(smallest: bool) -> Iterator[Row]:
     """The ratio of a step's processor time for each number of micro-batches."""
-    torch.set_num_threads(1)
-    for name in _LAUNCHED:
-        os.environ.pop(name, None)
-    os.environ.setdefault("ELASTICD_DEVICE", "cpu")
     for count in MICRO_BATCHES:
         yield from _compared(count, 6 if smallest else PAIRS)
 
 
 def _compared(micro_batches: int, pairs: int) -> Iterator[Row]:
+    command = [sys.executable, __file__, str(micro_batches), str(pairs)]
+    alone = {name: value for name, value in environment().items() if name not in _LAUNCHED}
+    alone["ELASTICD_DEVICE"] = "cpu"
+    done = subprocess.run(command, env=alone, check=True, stdout=subprocess.PIPE)
+    ours, theirs, apart = json.loads(done.stdout)
+    name = f"one process over plain torch: step, 4 blocks of width 256, {micro_batches} micro-batches of "
+    name += f"{BATCH // micro_batches} x {TOKENS} tokens"
+    yield from ratio_rows(name, ratio(ours, theirs), MOST)
+    title = f"{name}: largest relative difference of a loss"
+    yield row(title, apart, "", goal=f"<= {CLOSE:g}", met=apart <= CLOSE)
+
+
+def main(micro_batches: int, pairs: int) -> tuple[list[float], list[float], float]:
+    """Processor seconds of our steps and of plain torch's, in turns, and how far their losses are apart."""
+    torch.set_num_threads(1)
     ours, theirs = _ours(micro_batches, WARM + pairs), _theirs(micro_batches)
     spent: dict[Callable[[int], float], list[float]] = {ours: [], theirs: []}
     apart = 0.0
@@ -52,11 +65,7 @@ def _compared(micro_batches: int, pairs: int) -> Iterator[Row]:
             losses.append(side(step))
             spent[side].append(time.process_time() - begin)
         apart = max(apart, abs(losses[0] / losses[1] - 1))
-    name = f"one process over plain torch: step, 4 blocks of width 256, {micro_batches} micro-batches of "
-    name += f"{BATCH // micro_batches} x {TOKENS} tokens"
-    yield from ratio_rows(name, ratio(spent[ours][WARM:], spent[theirs][WARM:]), MOST)
-    title = f"{name}: largest relative difference of a loss"
-    yield row(title, apart, "", goal=f"<= {CLOSE:g}", met=apart <= CLOSE)
+    return spent[ours][WARM:], spent[theirs][WARM:], apart
 
 
 def _ours(micro_batches: int, steps: int) -> Callable[[int], float]:
@@ -95,6 +104,4 @@ def _theirs(micro_batches: int) -> Callable[[int], float]:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    for each in rows("--smallest" in sys.argv):
-        print(each.name, each.value, each.unit)
+    print(json.dumps(main(int(sys.argv[1]), int(sys.argv[2]))))

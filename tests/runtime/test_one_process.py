@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,6 +263,24 @@ def test_a_model_that_does_not_fit_is_refused_with_the_remedy(monkeypatch: pytes
         elasticd.JobStopped, match=r"one process cannot train this job: does not fit.*elasticd run"
     ):
         job()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [(lambda loss: loss * math.nan, "its loss is not finite"), (lambda loss: loss * 0, "")],
+    ids=["nan", "finite"],
+)
+def test_steps_that_change_no_weight_are_warned_of_once(
+    wrong: Callable[[torch.Tensor], torch.Tensor], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loss(output: torch.Tensor, batch: Any) -> Any:
+        total, count = next_token_loss(output, batch)
+        return wrong(total), count
+
+    assert len(losses(job(loss=loss), 5)) == 5
+    said = [record.getMessage() for record in caplog.records if "changed no weight" in record.getMessage()]
+    assert len(said) == bool(words)
+    assert all(f"the last 3 steps changed no weight: of step 2, {words}" in line for line in said)
 
 
 def test_a_plan_of_several_devices_is_for_a_cluster(capfd: pytest.CaptureFixture[str]) -> None:
