@@ -118,15 +118,16 @@ class RestartStatus(Value, frozen=True, kw_only=True):
     """A job in restart mode. What is of steps is heard from a script that has `elasticd.watch()`."""
 
     job: str  # the job's name
-    round: int  # number of the rendezvous round
+    round: int  # number of the rendezvous round (-1: none yet)
     step: int  # newest that was reported
     step_seconds: float  # of that step
-    silent_seconds: float  # since it was reported
+    silent_seconds: float  # since it was reported (0: none was)
     devices: dict[str, Pace]  # by device
     out: dict[str, str]  # torchruns that take no part, with the reason
     phase: str = "running"  # gathering, running, finished, failed or stopped
     nodes: tuple[str, ...] = ()  # of its torchruns
     members: tuple[str, ...] = ()  # devices that its torchruns hold
+    ran_on: tuple[str, ...] = ()  # devices that they hold, or held as they ended
     workers: int = 0  # of them in all (0: not known)
     restarts: int = 0  # how often its workers were started again
     sentence: str = ""  # all that in words, with why it failed

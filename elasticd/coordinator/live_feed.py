@@ -472,9 +472,11 @@ def _restarting(known: FeedSource) -> tuple[live.RestartingJob, ...]:
             phase=job.phase,
             nodes=job.nodes,
             members=job.members,
+            ran_on=job.ran_on,
             workers=job.workers,
             restarts=job.restarts,
             sentence=job.sentence,
+            failure=job.failure,
         )
         for job in status.restarting(known.restarts, known.clock)
     )

@@ -162,7 +162,7 @@ class RestartingJob(Value, frozen=True, kw_only=True):
     """A job in restart mode, as `RestartStatus`, with a time in place of a silence, which grows by itself."""
 
     job: str  # the job's name
-    round: int  # number of the rendezvous round
+    round: int  # number of the rendezvous round (-1: none yet)
     step: int  # newest that was reported
     step_seconds: float  # of that step
     heard: float  # unix seconds at which something of it was reported last
@@ -171,9 +171,11 @@ class RestartingJob(Value, frozen=True, kw_only=True):
     phase: str = "running"  # as in `RestartStatus`
     nodes: tuple[str, ...] = ()  # of its torchruns
     members: tuple[str, ...] = ()  # devices that its torchruns hold
+    ran_on: tuple[str, ...] = ()  # devices that they hold, or held as they ended
     workers: int = 0  # of them in all (0: not known)
     restarts: int = 0  # how often its workers were started again
     sentence: str = ""  # all that in words, with why it failed
+    failure: str = ""  # as in `RestartStatus`
 
 
 class RestartNews(News, frozen=True, kw_only=True, tag="restarts"):

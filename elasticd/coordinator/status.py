@@ -71,10 +71,10 @@ def restarting(jobs: Iterable[RestartJob], now: float) -> tuple[RestartStatus, .
 def _restarting(job: RestartJob, now: float) -> RestartStatus:
     return RestartStatus(
         job=job.job,
-        round=job.round,
+        round=max(job.round, job.gathered),
         step=job.step,
         step_seconds=job.wall,
-        silent_seconds=max(0.0, now - job.heard),
+        silent_seconds=max(0.0, now - job.heard) if job.step else 0.0,
         devices={
             device: Pace(seconds=known.lap.seconds, ratio=job.rates.ratio(device))
             for device, known in sorted(job.laps.items())
@@ -83,6 +83,7 @@ def _restarting(job: RestartJob, now: float) -> RestartStatus:
         phase=job.phase(now),
         nodes=tuple(sorted({known.node for known in job.torchruns.values()})),
         members=job.members(now),
+        ran_on=job.ran_on,
         workers=sum(known.state.at_work.workers for known in job.torchruns.values()),
         restarts=max((known.state.at_work.restarts for known in job.torchruns.values()), default=0),
         sentence=job.sentence(now),

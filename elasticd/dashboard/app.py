@@ -407,7 +407,8 @@ class Answers:
         token."""
         node, rank = str(request.path_params["node"]), str(request.path_params["rank"])
         after = _number(request, "after", 0)
-        return await self._requests.output(node, rank, after, session.token)
+        job = request.query_params.get("job", "")
+        return await self._requests.output(node, rank, job, after, session.token)
 
     async def events(self, request: Request, session: Session) -> views.EventPage:
         """Events."""

@@ -19,6 +19,7 @@ from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.dashboard import views
 from elasticd.dashboard.cluster_page import (
     FAILED_SECONDS,
+    OVER,
     abnormal,
     changed,
     cluster_view,
@@ -28,6 +29,7 @@ from elasticd.dashboard.cluster_page import (
     live_leader,
     node_row,
     restart_row,
+    restarting,
 )
 from elasticd.dashboard.history import StepRow
 from elasticd.dashboard.job_page import live_step
@@ -225,6 +227,10 @@ class Board:
     def _plan_told(self, job: str, now: float) -> None:
         """A job's row, where more than its step changed."""
         news = self.known.cluster.jobs.get(job)
+        if restarting(self.known.cluster, job) is not None:
+            self._told_rows.pop(job, None)
+            self._told_restarts.pop(job, None)  # its row took the place of the other one's
+            return
         if news is None:
             self._before.pop(job, None)
             if (last := self._told_rows.pop(job, None)) is not None:
@@ -239,11 +245,15 @@ class Board:
 
     def _restarts_told(self, now: float) -> None:
         """Rows of jobs in restart mode that changed: also how long they are silent."""
-        rows = {job.job: restart_row(self.known, job, now) for job in self.known.cluster.restarts}
+        cluster = self.known.cluster
+        jobs = [job for job in cluster.restarts if restarting(cluster, job.job) is not None]
+        rows = {job.job: restart_row(self.known, job, now) for job in jobs}
         for name, row in rows.items():
             if row != self._told_restarts.get(name):
-                self.streams.tell("plan", views.LivePlan(row=row, over=False))
-        for name in self._told_restarts.keys() - rows.keys():
+                self.streams.tell("plan", views.LivePlan(row=row, over=row.phase in OVER))
+        gone = self._told_restarts.keys() - rows.keys()
+        self._jobs |= gone & cluster.jobs.keys()
+        for name in gone - cluster.jobs.keys():
             self.streams.tell("plan", views.LivePlan(row=self._told_restarts[name], over=True, gone=True))
         self._told_restarts = rows
 

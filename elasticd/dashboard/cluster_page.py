@@ -31,6 +31,8 @@ PHASES: Mapping[str, str] = {
     "stopped": "has stopped",
     "failed": "has failed",
 }
+#: Phases of a row after which nothing follows.
+OVER = ("done", "stopped", "failed")
 #: Seconds for which a job that failed is among what is not normal: from then on it is one that is over.
 FAILED_SECONDS = 600.0
 #: The order of the table "not normal": what stops jobs first.
@@ -318,15 +320,16 @@ def speeds(cluster: ClusterNow, name: str) -> tuple[float | None, float | None, 
 def restart_row(known: Knowledge, job: RestartingJob, now: float) -> views.JobRow:
     """A job in restart mode in the table of jobs."""
     last = known.last_events.get(job.job)
-    silence = (now if known.reachable else known.heard) - job.heard
-    silent = f", silent for {silence:.0f} s" if silence > 5 + 3 * job.step_seconds else ""
-    pace = f"round {job.round}, {readable_seconds(job.step_seconds)} a step{silent}" if job.step else ""
     over = {"finished": "done", "failed": "failed", "stopped": "stopped"}.get(job.phase)
+    silence = (now if known.reachable else known.heard) - job.heard
+    late = not over and silence > 5 + 3 * job.step_seconds
+    silent = f", silent for {silence:.0f} s" if late else ""
+    pace = f"round {job.round}, {readable_seconds(job.step_seconds)} a step{silent}" if job.step else ""
     return views.JobRow(
         job=job.job,
         phase=over or "restart mode",
         sentence="; ".join(filter(None, ("restart mode" if over else "", pace, job.sentence))),
-        step=job.step,
+        step=job.step or None,
         loss=None,
         tokens_per_second=None,
         within_steps=None,
@@ -334,7 +337,7 @@ def restart_row(known: Knowledge, job: RestartingJob, now: float) -> views.JobRo
         bound=None,
         plan=None,
         proposal=None,
-        devices=job.workers or len(job.devices),
+        devices=job.workers or len(job.ran_on) or len(job.devices),
         standby=0,
         ettr=None,
         goodput=None,
@@ -344,9 +347,21 @@ def restart_row(known: Knowledge, job: RestartingJob, now: float) -> views.JobRo
 
 def job_rows(known: Knowledge, now: float) -> tuple[views.JobRow, ...]:
     """All jobs, those that live first."""
-    jobs = sorted(known.cluster.jobs, key=lambda name: (known.cluster.jobs[name].over, name))
-    rows = [job_row(known, name, now) for name in jobs]
-    return (*rows, *(restart_row(known, job, now) for job in known.cluster.restarts))
+    restarts = [job for job in known.cluster.restarts if restarting(known.cluster, job.job) is not None]
+    jobs = known.cluster.jobs.keys() - {job.job for job in restarts}
+    rows = [job_row(known, name, now) for name in sorted(jobs)]
+    rows += [restart_row(known, job, now) for job in restarts]
+    return tuple(sorted(rows, key=lambda row: row.phase in OVER))
+
+
+def restarting(cluster: ClusterNow, name: str) -> RestartingJob | None:
+    """The job of a name, where it is one in restart mode. One of the same name in live mode may be there too:
+    it is over, or is about to go on in restart mode, or the name is used again."""
+    found = next((job for job in cluster.restarts if job.job == name), None)
+    news = cluster.jobs.get(name)
+    if found is None or news is None or news.over:
+        return found
+    return None if news.plan > 0 or found.phase not in ("running", "gathering") else found
 
 
 def cluster_view(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import msgspec
 from elasticd_planner.spec.plan import Plan
@@ -15,9 +14,9 @@ from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.events.training_speed import tokens_per_second, training_speed, wall_seconds
-from elasticd.coordinator.live_types import JobNews
+from elasticd.coordinator.live_types import JobNews, RestartingJob
 from elasticd.dashboard import views
-from elasticd.dashboard.cluster_page import event_row, hung, job_row, restart_row
+from elasticd.dashboard.cluster_page import event_row, hung, job_row, restart_row, restarting
 from elasticd.dashboard.history import StepRow
 from elasticd.dashboard.known import Knowledge, Table
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS
@@ -229,9 +228,9 @@ def kept(told: Sequence[EventRecord]) -> tuple[views.Kept, ...]:
 
 def job_view(known: Knowledge, name: str, told: Sequence[EventRecord], now: float) -> views.JobView:
     """The page; `told` are the job's newest snapshots and checkpoints. Raises KeyError."""
-    restarting = next((job for job in known.cluster.restarts if job.job == name), None)
-    if name not in known.cluster.jobs and restarting is not None:
-        return _restarting(known, name, now)
+    if (in_restart_mode := restarting(known.cluster, name)) is not None:
+        row = restart_row(known, in_restart_mode, now)
+        return _without_measurements(row, known.heard, (), restart_view(in_restart_mode))
     news, plan = known.cluster.jobs[name], known.cluster.plans.get(name)
     table, raised, time = known.cluster.measured.get(name), news.job.exception, news.time
     at = now if known.reachable else known.heard
@@ -257,13 +256,31 @@ def job_view(known: Knowledge, name: str, told: Sequence[EventRecord], now: floa
     )
 
 
-def _restarting(known: Knowledge, name: str, now: float) -> views.JobView:
-    job = next(job for job in known.cluster.restarts if job.job == name)
-    return _without_measurements(restart_row(known, job, now), known.heard, (), msgspec.to_builtins(job))
+def restart_view(job: RestartingJob) -> views.RestartView:
+    """What there is to say of a job in restart mode."""
+    names = sorted({*job.ran_on, *job.members, *job.devices})
+    devices = [
+        views.RestartDevice(
+            device=name,
+            seconds=job.devices[name].seconds if name in job.devices else None,
+            ratio=job.devices[name].ratio if name in job.devices else None,
+        )
+        for name in names
+    ]
+    return views.RestartView(
+        nodes=job.nodes,
+        workers=job.workers,
+        restarts=job.restarts,
+        round=job.round if job.round >= 0 else None,
+        step_seconds=job.step_seconds if job.step else None,
+        devices=tuple(sorted(devices, key=lambda each: -(each.ratio or 0.0))),
+        out=job.out,
+        failure=job.failure,
+    )
 
 
 def _without_measurements(
-    row: views.JobRow, heard: float, kept_steps: tuple[views.Kept, ...], restart: dict[str, Any] | None
+    row: views.JobRow, heard: float, kept_steps: tuple[views.Kept, ...], restart: views.RestartView | None
 ) -> views.JobView:
     """The page of a job whose workers tell the leader nothing."""
     return views.JobView(

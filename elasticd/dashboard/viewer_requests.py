@@ -78,9 +78,11 @@ class ViewerRequests:
             raise Failure(status if status in PASSED_ON else 503, _said(content, status))
         return msgspec.json.decode(content or b"null")
 
-    async def output(self, node: str, rank: str, after: int, token: str | None) -> views.OutputView:
-        """What the worker of a device wrote behind the first `after` bytes. Raises Failure."""
-        where = f"/v1/nodes/{quote(node, safe='')}/devices/{quote(rank, safe='')}/output?after={after}"
+    async def output(self, node: str, rank: str, job: str, after: int, token: str | None) -> views.OutputView:
+        """What the worker of a device wrote behind the first `after` bytes, in this job, or in the newest one
+        where `job` is empty. Raises Failure."""
+        where = f"/v1/nodes/{quote(node, safe='')}/devices/{quote(rank, safe='')}/output"
+        where += f"?after={after}&job={quote(job, safe='')}"
         status, content = await self._ask("GET", where, token, None)
         if not 200 <= status < 300:
             raise Failure(status if status in PASSED_ON else 503, _said(content, status))

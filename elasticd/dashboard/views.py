@@ -8,7 +8,7 @@ The contract between the server and the page. Paths, all below the dashboard's o
     GET    /api/jobs/JOB/plans          PlanList          GET  /api/act                    ActList
     GET    /api/jobs/JOB/plans/NUMBER   PlanView          POST /api/act/NAME               Acted
     GET    /api/jobs/JOB/switch         SwitchView        GET  /api/viewer                 Viewer
-    GET    /api/devices/NODE/RANK/output?after=           OutputView, asked of the leader
+    GET    /api/devices/NODE/RANK/output?after=&job=      OutputView, asked of the leader
     POST   /session   SignIn -> Viewer and a cookie       DELETE /session   -> Viewer, signed out
     GET    /api/live                    server-sent events, below
 
@@ -172,7 +172,7 @@ class JobRow(Value, frozen=True, kw_only=True):
     job: str  # its name
     phase: str  # of its life, or "restart mode"; failed: it stopped, and nobody told its workers to go
     sentence: str  # the phase in a sentence, with its reason
-    step: int  # optimizer steps that are done
+    step: int | None  # optimizer steps that are done (None: in restart mode without `elasticd.watch()`)
     loss: float | None  # of the newest step, mean per token
     tokens_per_second: float | None  # tokens over wall time, of the newest ten steps
     #: tokens per second of the newest step alone, without what the script does between two steps: this is what
@@ -326,6 +326,27 @@ class ExceptionView(Value, frozen=True, kw_only=True):
     traceback: str
 
 
+class RestartDevice(Value, frozen=True, kw_only=True):
+    """A device of a job in restart mode."""
+
+    device: str  # "node/local rank"
+    seconds: float | None  # of its own computation in the last step (None: no step was heard)
+    ratio: float | None  # how many times the others' seconds
+
+
+class RestartView(Value, frozen=True, kw_only=True):
+    """A job in restart mode."""
+
+    nodes: tuple[str, ...]  # of its torchruns
+    workers: int  # processes in all (0: not known)
+    restarts: int  # how often they were started again
+    round: int | None  # number of the rendezvous round (None: none yet)
+    step_seconds: float | None  # of the last step (None: none was heard)
+    devices: tuple[RestartDevice, ...]  # that it runs on, or ran on last: the slowest first
+    out: dict[str, str]  # torchruns that take no part, with the reason
+    failure: str  # the last failure of a worker: its traceback, or its last line (empty: none failed)
+
+
 class JobView(Value, frozen=True, kw_only=True):
     """`/jobs/JOB`: how fast does it train, how fast could it, and where did the rest go?"""
 
@@ -345,7 +366,7 @@ class JobView(Value, frozen=True, kw_only=True):
     members: tuple[MemberRow, ...]  # by rank, standby last
     kept: tuple[Kept, ...]  # newest first
     exception: ExceptionView | None
-    restart: dict[str, Any] | None  # of a job in restart mode: round, devices with seconds and ratio, out
+    restart: RestartView | None  # of a job in restart mode, which has nothing but this and `head`
 
 
 class StepColumns(Value, frozen=True, kw_only=True):

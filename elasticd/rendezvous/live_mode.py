@@ -143,9 +143,12 @@ class Handler(RendezvousHandler):
     def workers_started(self, workers: int, world: int, restarts: int) -> None:
         """Nothing follows: each worker says itself that it is there."""
 
-    def worker_failed(self, failure: WorkerFailure, *, final: bool) -> None:
+    def worker_failed(self, failure: WorkerFailure, device: str, *, final: bool) -> None:
         """The worker ended by this failure; the agent hears of it with what this torchrun says next."""
         self._failure = failure
+
+    def ends_by(self, number: int) -> None:
+        """Nothing follows: each worker hears the signal, and says so itself."""
 
     def workers_finished(self) -> None:
         """The workers ended with exit code 0."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -38,8 +39,9 @@ from elasticd.rendezvous.device_slots import launched_slots, slots_of
 from elasticd.rendezvous.errors import RendezvousOver, RendezvousRefusal
 from elasticd.rendezvous.sigterm_echo import ignore_echoes
 from elasticd.rendezvous.torch_state import first, world_size
-from elasticd.rendezvous.worker_failure import cause, failure_of
+from elasticd.rendezvous.worker_failure import cause, ending, failure_of
 from elasticd.rendezvous.workers_end import WorkersEnd
+from elasticd.system.torchrun_outcome import end_signal
 from elasticd.wire import unix_socket
 from elasticd.wire.rendezvous import AtWork, WorkerFailure
 
@@ -176,9 +178,21 @@ class RestartHandler(DynamicRendezvousHandler):
             self.workers_started(workers, world_size(self._info, workers), self._starts)
             self._starts += 1
 
-    def worker_failed(self, failure: WorkerFailure, *, final: bool) -> None:
-        """A worker ended by this failure; `final`: no other is started."""
-        self._tell(phase="failed" if final else "waits", failure=failure)
+    def worker_failed(self, failure: WorkerFailure, device: str, *, final: bool) -> None:
+        """The worker of a device ended by this failure; `final`: no other is started."""
+        if not final:
+            again = self._at_work.restarts + 1
+            text = f"elasticd: worker {device} {ending(failure)}: all start again ({again})"
+            print(text, file=sys.stderr, flush=True)
+        self._failed(failure, final=final)
+
+    def _failed(self, failure: WorkerFailure, *, final: bool) -> None:
+        failures = self._at_work.failures + 1
+        self._tell(phase="failed" if final else "waits", failure=failure, failures=failures)
+
+    def ends_by(self, number: int) -> None:
+        """A signal ends this torchrun and its workers."""
+        self._tell(ended_by=end_signal() or signal.Signals(number).name)
 
     def workers_finished(self) -> None:
         """The workers ended with exit code 0."""
@@ -192,7 +206,7 @@ class RestartHandler(DynamicRendezvousHandler):
             self.workers_finished()
         elif isinstance(error, ChildFailedError):
             failures = [failure_of("", failure.exitcode) for failure in error.failures.values()]
-            self.worker_failed(cause(failures), final=True)
+            self._failed(cause(failures), final=True)
 
     def _tell(self, *, obeys: bool = False, **changes: Any) -> None:
         """For the status, and to hold the devices: an agent that is away costs nothing. obeys: raises

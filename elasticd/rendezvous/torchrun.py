@@ -68,17 +68,27 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         handler: Any = worker_group.spec.rdzv_handler
         if result.state is WorkerState.FAILED:
-            before, self.failure = self.failure, cause(map(self._failure_of, result.failures.values()))
+            failures = {rank: self._failure_of(failure) for rank, failure in result.failures.items()}
+            before, self.failure = self.failure, cause(failures.values())
             short = time.monotonic() - self._began < USEFUL_SECONDS
             repeated = handler.ends_repeated and short and alike(before, self.failure)
             self.final = self.failure.refusal or repeated
             if self.final:
                 self._remaining_restarts = 0
-            handler.worker_failed(self.failure, final=self._remaining_restarts == 0)
+            local_rank = next(
+                failed.local_rank for rank, failed in result.failures.items() if failures[rank] is self.failure
+            )
+            handler.worker_failed(
+                self.failure, self._device_of(local_rank), final=self._remaining_restarts == 0
+            )
         elif result.state is WorkerState.SUCCEEDED:
             self.failure = None
             handler.workers_finished()
         return result
+
+    def _device_of(self, local_rank: int) -> str:
+        assert isinstance(self._logs_specs, WorkerOutput)
+        return self._logs_specs.device(local_rank)
 
     def _failure_of(self, failure: ProcessFailure) -> WorkerFailure:
         assert isinstance(self._logs_specs, WorkerOutput)
@@ -87,8 +97,11 @@ class Agent(LocalElasticAgent):
         return failure_of(self._logs_specs.last_words(failure.local_rank), failure.exitcode, str(refusal))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if isinstance(sys.exception(), ModeSwitch):
+        error, handler = sys.exception(), self._worker_group.spec.rdzv_handler
+        if isinstance(error, ModeSwitch):
             timeout = _SHORT_SECONDS  # they wait inside torch, where no handler of theirs runs
+        elif isinstance(error, SignalException):
+            handler.ends_by(error.sigval)  # type: ignore[attr-defined]
         super()._shutdown(death_sig, timeout)
 
 

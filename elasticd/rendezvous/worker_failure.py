@@ -69,6 +69,13 @@ def cause(failures: Iterable[WorkerFailure]) -> WorkerFailure:
     return min(failures, key=_rank)
 
 
+def ending(failure: WorkerFailure) -> str:
+    """How a worker ended, behind its name: "died (SIGKILL)", "failed: ValueError: no"."""
+    if failure.code < 0:
+        return f"died ({_name(-failure.code).removeprefix('signal ')})"
+    return f"failed: {failure.line}"
+
+
 def alike(one: WorkerFailure | None, other: WorkerFailure) -> bool:
     """Whether the script failed the same way twice by itself: neither by a signal, nor with another rank.
     Numbers in the text may differ."""

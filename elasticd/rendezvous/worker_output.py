@@ -64,6 +64,11 @@ class WorkerOutput(DefaultLogsSpecs):
         self._relays: dict[int, _Relay] = {}
         self._rings: dict[int, OutputRing] = {}
         self._files: dict[int, str] = {}
+        self._devices: dict[int, str] = {}
+
+    def device(self, local_rank: int) -> str:
+        """The name of a worker's device, "node/index"."""
+        return self._devices[local_rank]
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """As `DefaultLogsSpecs.reify`, with pipes in place of our own streams. Called before each attempt."""
@@ -93,7 +98,7 @@ class WorkerOutput(DefaultLogsSpecs):
         index = self._slots[rank] if rank < len(self._slots) else rank
         again = rank in self._rings
         ring = self._rings.setdefault(rank, OutputRing())
-        device = self._link.share(index, ring)
+        device = self._devices[rank] = self._link.share(index, ring)
         if again:
             ring.write(f"elasticd: the worker is started again ({attempt})\n".encode())
         file = self._file(device) if self._options.filed else None

@@ -38,7 +38,7 @@ from elasticd.system.launch_age import FRESH_VARIABLE, LAUNCHED_VARIABLE, launch
 from elasticd.system.launch_events import LaunchLines, LaunchLink
 from elasticd.system.output_options import OUTPUT_VARIABLE, OutputOptions
 from elasticd.system.parent_death_signal import ECHO_SECONDS, ending_with_us
-from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE, TorchrunOutcome, read_outcome
+from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE, TorchrunOutcome, note_end_signal, read_outcome
 from elasticd.wire.launch import Following, Happened
 from elasticd.wire.unix_socket import SLOT_VARIABLE, SLOTS_VARIABLE, default_path
 
@@ -363,6 +363,8 @@ class _Ending:
                 self._heard_at = now
                 again = "Ctrl-C" if number is signal.SIGINT else "signal"
                 _say(f"{number.name}: the workers save and leave; a second {again} ends them at once")
+                for torchrun in self._torchruns:
+                    note_end_signal(torchrun.outcome, number)
                 for process in self._left():
                     process.terminate()
             elif now - self._heard_at > (CTRL_C_SECONDS if number is signal.SIGINT else ECHO_SECONDS):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,20 @@ def write_outcome(outcome: TorchrunOutcome) -> None:
     if path := os.environ.get(OUTCOME_VARIABLE):
         with contextlib.suppress(OSError):
             Path(path).write_bytes(msgspec.json.encode(outcome))
+
+
+def note_end_signal(path: Path, number: int) -> None:
+    """For the torchrun that is to write its outcome to `path`: the launcher ends it since it got this signal
+    itself. Any signal is passed on as SIGTERM."""
+    with contextlib.suppress(OSError):
+        Path(f"{path}.signal").write_text(signal.Signals(number).name)
+
+
+def end_signal() -> str:
+    """The signal that the launcher got; empty where there is no launcher, or it got none."""
+    with contextlib.suppress(OSError, KeyError):
+        return Path(f"{os.environ[OUTCOME_VARIABLE]}.signal").read_text()
+    return ""
 
 
 def read_outcome(path: Path) -> TorchrunOutcome:

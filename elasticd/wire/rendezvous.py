@@ -73,6 +73,8 @@ class AtWork(Value, frozen=True, kw_only=True):
     round: int = -1  # number of the round (-1: none yet)
     restarts: int = 0  # how often its workers were started again
     failure: WorkerFailure | None = None  # the last of its workers (None: none failed)
+    failures: int = 0  # how many there were
+    ended_by: str = ""  # name of the signal that ended it, and its workers with it (empty: none did)
     slots: tuple[int, ...] = ()  # indices of its devices on the node (empty: not known yet)
 
 

@@ -347,7 +347,7 @@ def test_jobs_in_restart_mode_and_slow_links_are_told_as_they_change() -> None:
         found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(restarting(number // 2, NOW),))))
         found.look(NOW + 1 + number)
     rows = [value.row for event, value in told if event == "plan"]
-    assert [(row.job, row.step) for row in rows] == [("ddp", 0), ("ddp", 1)]
+    assert [(row.job, row.step) for row in rows] == [("ddp", None), ("ddp", 1)]
     found.look(NOW + 60)
     assert "silent for 60 s" in told[-2][1].row.sentence
     slow = LinkStatus(link="a - c", bandwidth=1e8, latency=1e-4, rate=4.0)
@@ -368,7 +368,66 @@ def test_a_job_in_restart_mode_has_a_row_and_a_page() -> None:
     assert "silent for 60 s" in row.sentence
     page = job_view(found.known, "ddp", (), NOW)
     assert page.restart is not None
-    assert page.restart["out"] == {"torchrun-3": "its node is slow"}
+    assert page.restart.out == {"torchrun-3": "its node is slow"}
+    (device,) = page.restart.devices
+    assert (device.device, device.seconds, device.ratio) == ("f/0", 0.4, 1.0)
+
+
+def test_a_page_of_a_job_that_says_nothing_of_steps_has_devices_and_no_steps() -> None:
+    found = known()
+    job = msgspec.structs.replace(
+        restarting(0, 0.0),
+        round=-1,
+        devices={},
+        out={},
+        workers=2,
+        ran_on=("f/0", "f/1"),
+        failure="KeyError: 1",
+    )
+    found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(job,))))
+    page = job_view(found.known, "ddp", (), NOW)
+    assert page.head.step is None
+    assert page.restart is not None
+    assert (page.restart.round, page.restart.step_seconds, page.restart.workers) == (None, None, 2)
+    assert [(each.device, each.seconds) for each in page.restart.devices] == [("f/0", None), ("f/1", None)]
+    assert page.restart.failure == "KeyError: 1"
+
+
+class Pages:
+    """The rows of jobs as a browser has them from the stream (static/news.js)."""
+
+    def __init__(self, board: Board) -> None:
+        self.rows = {row.job: row for row in board.hello(VIEWER).jobs}
+        board.streams.tell = self.take  # type: ignore[method-assign]
+
+    def take(self, event: str, value: Any) -> None:
+        if event == "plan":
+            self.rows.pop(value.row.job, None)
+            if not value.gone:
+                self.rows[value.row.job] = value.row
+
+
+@pytest.mark.parametrize("first", ["job", "restarts"])
+def test_a_job_that_goes_on_in_restart_mode_has_one_row_whatever_is_told_first(first: str) -> None:
+    """A launch begins in live mode, which ends once its script is known to make no Job."""
+    found = known()
+    pages = Pages(found)
+    begun = live.JobNews(id="1:1", job=job(job="ddp", phase="assembling"), plan=0, over=False)
+    gone = live.JobGone(id="1:1", job="ddp")
+    runs = live.RestartNews(id="1:1", restarts=(msgspec.structs.replace(restarting(0, NOW), phase="running"),))
+    for number, news in enumerate([begun, gone, runs] if first == "job" else [begun, runs, gone]):
+        found.hear(Told(at=NOW, news=news))
+        found.look(NOW + 2 * number)
+        found.look(NOW + 2 * number + 1)
+    assert {name: row.phase for name, row in pages.rows.items()} == {JOB: "running", "ddp": "restart mode"}
+    found._hello = None
+    assert {row.job: row.phase for row in found.hello(VIEWER).jobs} == {JOB: "running", "ddp": "restart mode"}
+    ended = msgspec.structs.replace(runs.restarts[0], phase="failed")
+    found.hear(Told(at=NOW, news=live.RestartNews(id="1:1", restarts=(ended,))))
+    found.hear(Told(at=NOW, news=begun))  # and it is started again
+    found.look(NOW + 10)
+    found.look(NOW + 11)
+    assert pages.rows["ddp"].phase == "assembling"
 
 
 def test_slow_links_are_listed_and_others_are_not() -> None:

@@ -103,7 +103,8 @@ def test_exit_code_of_a_script_that_fails_is_that_of_elasticd_run(launches: Laun
     for mode in ("live", "restart"):
         run = launches.run("a", "--job", f"code-{mode}", "--mode", mode, script)
         assert run.wait() == 7, run.said
-        assert len(run.ours) == 1, run.ours
+        ended = [line for line in run.ours if "all start again" not in line]
+        assert len(ended) == 1, run.ours
         assert "ended with exit code 7" in run.ours[0]
 
 
@@ -228,6 +229,24 @@ def test_job_in_restart_mode_stands_in_the_status_with_its_workers_restarts_and_
     assert "job shown runs in restart mode: start this part of it without --mode live" in second.ours[-1]
     assert run.wait() == 0, run.said
     until(lambda: launches.restarting("shown")["phase"] != "running", said(run))
+
+
+def test_killed_worker_in_restart_mode_has_a_line_and_ctrl_c_is_the_jobs_reason(launches: Launches) -> None:
+    folder = launches.cluster.folder / "interrupted"
+    folder.mkdir()
+    options = ("--steps=100000", "--pause=0.05", "--save-every=5", f"--folder={folder}")
+    run = launches.run("a", "--job", "interrupted", "--mode", "restart", DDP, *options)
+    reaches(run, 6)
+    workers(run)[0].send_signal(signal.SIGKILL)
+    died = re.compile(r"elasticd: worker a/[01] died \(SIGKILL\): all start again \(1\)")
+    until(lambda: any(died.fullmatch(line) for line in run.ours), said(run))
+    until(lambda: launches.restarting("interrupted")["restarts"] == 1, said(run))
+    until(lambda: launches.restarting("interrupted")["phase"] == "running", said(run))
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 128 + signal.SIGINT, run.said
+    until(lambda: launches.restarting("interrupted")["phase"] == "stopped", said(run))
+    sentence = "stopped by SIGINT; its workers were started again 1 time"
+    assert launches.restarting("interrupted")["sentence"] == sentence
 
 
 def test_failure_of_a_script_in_restart_mode_is_in_the_status_and_the_events(launches: Launches) -> None:

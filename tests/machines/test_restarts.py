@@ -176,6 +176,38 @@ def test_life_of_a_job_in_restart_mode_is_told_in_words_and_in_events() -> None:
     assert {*job.torchruns} == {"t3"}, "it was started again: nothing of its last life is shown"
 
 
+def test_each_failure_is_an_event_and_what_ends_the_job_is_its_reason_alone() -> None:
+    """Also one that is as the one before it, and not what was told again of it."""
+    job, notes = RestartJob(job="j"), []
+
+    def hear(state: TorchrunState, now: float) -> None:
+        nonlocal job
+        job, told_now = attended(job, "a", state, now)
+        notes.extend(told_now)
+
+    killed = WorkerFailure(text="ended by signal SIGKILL", code=-9)
+    for number in (1, 2):
+        hear(told("t1", "runs", round=number, restarts=number - 1), 1.0 * number)
+        for _ in range(2):
+            hear(told("t1", "waits", round=number, failure=killed, failures=number), 1.0 * number)
+    assert [note.kind for note in notes].count("worker_lost") == 2
+    work = {"round": 3, "restarts": 2, "failure": killed, "failures": 2}
+    hear(told("t1", "runs", **work), 3.0)
+    hear(told("t1", "runs", ended_by="SIGINT", **work), 4.0)
+    assert job.phase(4.0) == "running", "its workers are being ended"
+    hear(told("t1", "runs", status="died", ended_by="SIGINT", **work), 5.0)
+    assert job.phase(5.0) == "stopped"
+    assert notes[-1].text == job.sentence(5.0) == "stopped by SIGINT; its workers were started again 2 times"
+    assert notes[-1].data["orderly"] is True
+
+
+def test_torchrun_that_ended_without_a_signal_is_not_said_to_be_stopped_by_one() -> None:
+    job, _ = attended(RestartJob(job="j"), "a", told("t1", "runs", round=0), 1.0)
+    job, notes = attended(job, "a", told("t1", "runs", status="died", round=0), 2.0)
+    assert job.sentence(2.0) == "its torchruns ended"
+    assert notes[-1].data["orderly"] is False
+
+
 def test_torchrun_of_which_no_agent_tells_any_more_counts_as_gone() -> None:
     job, _ = attended(RestartJob(job="j"), "a", told("t1", "runs", round=0), 1.0)
     assert job.lives(1.0 + SILENT_SECONDS - 1)

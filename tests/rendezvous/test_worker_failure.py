@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from elasticd.rendezvous.worker_failure import alike, cause, failure_of
+from elasticd.rendezvous.worker_failure import alike, cause, ending, failure_of
 from elasticd.wire.rendezvous import WorkerFailure
 
 
@@ -79,3 +79,15 @@ def test_only_what_a_script_did_by_itself_counts_as_the_same_twice() -> None:
     assert not alike(KEY, WorkerFailure(kind="KeyError", text="'y'"))
     assert not alike(KILLED, KILLED)
     assert not alike(PEER, PEER)
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (WorkerFailure(code=-9, text="ended by signal SIGKILL"), "died (SIGKILL)"),
+        (WorkerFailure(code=1, kind="ValueError", text="no"), "failed: ValueError: no"),
+        (WorkerFailure(code=7, text="ended with exit code 7"), "failed: ended with exit code 7"),
+    ],
+)
+def test_how_a_worker_ended_is_said_behind_its_name(failure: WorkerFailure, words: str) -> None:
+    assert ending(failure) == words

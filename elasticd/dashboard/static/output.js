@@ -17,6 +17,7 @@ class Output extends Part {
   static properties = {
     node: { type: String },
     rank: { type: String },
+    of: { type: String },
     text: { state: true },
     why: { state: true },
   };
@@ -25,6 +26,8 @@ class Output extends Part {
     super();
     this.node = "";
     this.rank = "";
+    /** The job whose output is shown; empty: the newest one of the device. */
+    this.of = "";
     this.text = "";
     this.why = "Waiting …";
     this.job = "";
@@ -48,7 +51,7 @@ class Output extends Part {
     let more = false;
     try {
       if (!document.hidden) {
-        const path = `/api/devices/${part(this.node)}/${part(this.rank)}/output?after=${this.seen}`;
+        const path = `/api/devices/${part(this.node)}/${part(this.rank)}/output?after=${this.seen}&job=${part(this.of)}`;
         /** @type {OutputView} */ const found = await get(path);
         more = this.take(found);
       }
@@ -89,7 +92,9 @@ class Output extends Part {
 
   render() {
     return html`<header>
-        <h2 id="output-title">What its worker writes</h2>
+        <h2 id="output-title">
+          What ${this.of ? `the worker of ${this.node}/${this.rank}` : "its worker"} writes
+        </h2>
         <p>${this.job ? html`job ${this.job}, the newest last` : "the newest last"}</p>
       </header>
       ${

@@ -94,7 +94,7 @@ export interface JobRow {
   job: string;
   phase: string;
   sentence: string;
-  step: number;
+  step: number | null;
   loss: number | null;
   tokens_per_second: number | null;
   within_steps: number | null;
@@ -210,6 +210,25 @@ export interface ExceptionView {
   traceback: string;
 }
 
+/** A device of a job in restart mode. */
+export interface RestartDevice {
+  device: string;
+  seconds: number | null;
+  ratio: number | null;
+}
+
+/** A job in restart mode. */
+export interface RestartView {
+  nodes: string[];
+  workers: number;
+  restarts: number;
+  round: number | null;
+  step_seconds: number | null;
+  devices: RestartDevice[];
+  out: Record<string, string>;
+  failure: string;
+}
+
 /** `/jobs/JOB`: how fast does it train, how fast could it, and where did the rest go? */
 export interface JobView {
   head: JobRow;
@@ -228,7 +247,7 @@ export interface JobView {
   members: MemberRow[];
   kept: Kept[];
   exception: ExceptionView | null;
-  restart: Record<string, any> | null;
+  restart: RestartView | null;
 }
 
 /** `/api/jobs/JOB/steps`: columns of the same length, oldest first. At most 4,000 steps: of more, every */

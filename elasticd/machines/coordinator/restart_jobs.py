@@ -100,9 +100,21 @@ class RestartJob(Value, frozen=True, kw_only=True):
         here = (known for name, known in self.torchruns.items() if self._here(name, now))
         return tuple(sorted({f"{known.node}/{slot}" for known in here for slot in known.state.at_work.slots}))
 
+    @property
+    def ran_on(self) -> tuple[str, ...]:
+        """The devices that its torchruns hold, or held as they ended."""
+        places = self.torchruns.values()
+        return tuple(sorted({f"{known.node}/{slot}" for known in places for slot in known.state.at_work.slots}))
+
     def _here(self, torchrun: str, now: float) -> bool:
         known = self.torchruns[torchrun]
         return known.state.status == "here" and now - known.heard < SILENT_SECONDS
+
+    @property
+    def ended_by(self) -> str:
+        """The signal that ended its torchruns; empty where none did."""
+        works = (known.state.at_work for known in self.torchruns.values())
+        return next((work.ended_by for work in works if work.ended_by), "")
 
     def sentence(self, now: float) -> str:
         """What people are told of the job's torchruns; empty where no agent told of any."""
@@ -113,6 +125,10 @@ class RestartJob(Value, frozen=True, kw_only=True):
         failure = next((work.failure for work in works if work.failure is not None), None)
         again = max(work.restarts for work in works)
         words = [f"its workers were started again {again} time{'s' if again > 1 else ''}"] if again else []
+        if phase == "stopped":
+            return "; ".join(
+                (f"stopped by {self.ended_by}" if self.ended_by else "its torchruns ended", *words)
+            )
         if phase in ("running", "gathering"):
             nodes = sorted(
                 {each.node for each in self.torchruns.values() if self._here(each.state.torchrun, now)}
@@ -145,15 +161,17 @@ def attended(
         job = msgspec.structs.replace(job, gathered=work.round)
         text = f"round {work.round} in restart mode: {work.world} workers"
         notes.append(CoordinatorNote(kind="job_gathered", job=job.job, text=text, data={"round": work.round}))
-    if work.failure is not None and work.failure != before.failure:
+    anew = work.failure != before.failure or work.failures > before.failures
+    if work.failure is not None and anew:
         text = f"a worker on {node} failed: {work.failure.line}"
         data = {"node": node, "traceback": work.failure.traceback, "code": work.failure.code}
         notes.append(CoordinatorNote(kind="worker_lost", job=job.job, text=text, data=data))
     if job.over(now) and not was_over:
         phase = job.phase(now)
-        text = f"{phase}: {sentence}" if (sentence := job.sentence(now)) else phase
+        sentence = job.sentence(now)
+        text = sentence if phase == "stopped" else f"{phase}: {sentence}" if sentence else phase
         kind: EventKind = "finished" if phase == "finished" else "stopped"
-        end = {"step": job.step, "orderly": phase == "stopped"}
+        end = {"step": job.step, "orderly": bool(job.ended_by) and phase == "stopped"}
         notes.append(CoordinatorNote(kind=kind, job=job.job, text=text, data=end))
     return job, tuple(notes)
 

@@ -1,13 +1,14 @@
 // @ts-check
 /** `/jobs/JOB`: how fast does it train, how fast could it, and where did the rest go? */
 
-import { html, nothing } from "../vendor/lit.js";
+import { html, keyed, nothing } from "../vendor/lit.js";
 import { NOTHING, age, clock, counted, number, percent, seconds, slowdown } from "../format.js";
 import { news } from "../news.js";
 import { Page, chip, facts, head } from "../page.js";
-import { deviceHref, part, planHref, to } from "../source.js";
+import "../output.js";
+import { deviceHref, part, planHref, recording, to } from "../source.js";
 import { toned } from "./cluster.js";
-/** @import { JobView, JobRow, LiveStep, StageParts, StepColumns } from "../../tools/api.d.ts" */
+/** @import { JobView, JobRow, LiveStep, RestartView, StageParts, StepColumns } from "../../tools/api.d.ts" */
 
 /** What a step's seconds went into, in the order of a bar. */
 export const PARTS = [
@@ -42,11 +43,13 @@ class JobPage extends Page {
     job: { type: String },
     view: { state: true },
     columns: { state: true },
+    device: { state: true },
   };
 
   constructor() {
     super();
     this.job = "";
+    this.device = "";
     /** @type {JobView | null} */ this.view = null;
     /** @type {StepColumns | null} */ this.columns = null;
     /** @type {import("../chart.js").Mark[]} */ this.marks = [];
@@ -143,6 +146,7 @@ class JobPage extends Page {
     }
     const row = news.cluster?.jobs.find((job) => job.job === this.job) ?? view.head;
     const [tone, glyph] = toned(row.phase);
+    if (view.restart) return this.restarting(view.restart, row);
     return html`${head(
         row.job,
         "How fast does it train, how fast could it, and where did the rest go?",
@@ -173,7 +177,6 @@ class JobPage extends Page {
           ${this.loss()}
         </section>
         <section class="panel half" aria-labelledby="data-title">${data(view)}</section>
-        ${view.restart ? restart(view.restart) : nothing}
         <section class="panel half" aria-labelledby="members-title">${members(view)}</section>
         <section class="panel half" aria-labelledby="kept-title">${kept(view)}</section>
       </div>`;
@@ -197,6 +200,58 @@ class JobPage extends Page {
       ["plan", row.plan === null ? "–" : String(row.plan)],
       ["devices", html`${row.devices}${row.standby ? html` <small>+${row.standby} standby</small>` : nothing}`],
     ];
+  }
+
+  /** A job whose workers tell the leader nothing of plans: it has neither. @param {RestartView} known  @param {JobRow} row */
+  restarting(known, row) {
+    const [tone, glyph] = toned(row.phase);
+    const device = known.devices.find((each) => each.device === this.device) ?? known.devices[0];
+    const watched = row.step !== null;
+    const place = device ? device.device.lastIndexOf("/") : 0;
+    return html`${head(
+        row.job,
+        "Does it run, on which devices, and what do its workers write?",
+        html`${chip(tone, glyph, row.phase)} ${row.sentence}`,
+        facts([
+          ["workers", known.workers ? number(known.workers) : NOTHING],
+          ["nodes", known.nodes.length ? known.nodes.join(", ") : NOTHING],
+          ["started again", counted(known.restarts, "time")],
+          ...(watched
+            ? /** @type {[string, unknown][]} */ ([
+                ["steps since its start", number(row.step)],
+                ["seconds a step", seconds(known.step_seconds)],
+              ])
+            : []),
+        ]),
+      )}
+      ${this.trouble()}
+      <p class="row"><a href=${to(`/events?job=${part(this.job)}`)}>Events</a></p>
+      <div class="panels">
+        ${known.failure ? failure(known) : nothing}
+        ${
+          known.devices.length
+            ? html`<section class="panel ${recording ? "" : "third"}" aria-labelledby="restart-title">
+                ${restart(known, (name) => {
+                  this.device = name;
+                })}
+              </section>`
+            : nothing
+        }
+        ${
+          device && !recording
+            ? html`<section class="panel two-thirds" aria-labelledby="output-title">
+                ${keyed(
+                  device.device,
+                  html`<ed-output
+                    .node=${device.device.slice(0, place)}
+                    .rank=${device.device.slice(place + 1)}
+                    .of=${row.job}
+                  ></ed-output>`,
+                )}
+              </section>`
+            : nothing
+        }
+      </div>`;
   }
 
   speed() {
@@ -498,40 +553,65 @@ const raised = (exception) =>
     </details>
   </section>`;
 
-/** @param {Record<string, any>} known */
-function restart(known) {
-  const devices = /** @type {[string, {seconds: number, ratio: number}][]} */ (
-    Object.entries(known.devices ?? {})
-  );
-  const out = /** @type {[string, string][]} */ (Object.entries(known.out ?? {}));
-  return html`<section class="panel half" aria-labelledby="restart-title">
-    <header>
-      <h2 id="restart-title">Restart mode</h2>
-      <p>round ${known.round}</p>
+/** @param {RestartView} known */
+const failure = (known) =>
+  html`<section class="panel" aria-labelledby="failure-title">
+    <header><h2 id="failure-title">The last failure of a worker</h2></header>
+    <pre class="why">${known.failure}</pre>
+  </section>`;
+
+/** @param {RestartView} known  @param {(device: string) => void} choose */
+function restart(known, choose) {
+  const watched = known.devices.some((each) => each.seconds !== null);
+  return html`<header>
+      <h2 id="restart-title">Devices</h2>
+      <p>${known.round === null ? nothing : `round ${known.round} of the rendezvous`}</p>
     </header>
     <table class="data">
       <thead>
         <tr>
           <th scope="col">device</th>
-          <th scope="col" class="num">own seconds</th>
-          <th scope="col" class="num">to the others</th>
+          ${
+            watched
+              ? html`<th scope="col" class="num">own seconds</th>
+                  <th scope="col" class="num">to the others</th>`
+              : nothing
+          }
+          ${recording ? nothing : html`<th scope="col">output</th>`}
         </tr>
       </thead>
       <tbody>
-        ${devices
-          .sort((a, b) => b[1].ratio - a[1].ratio)
-          .map(
-            ([name, pace]) =>
-              html`<tr>
-                <th scope="row" class="mono">${name}</th>
-                <td class="num">${seconds(pace.seconds)}</td>
-                <td class="num">${slowdown(pace.ratio)}</td>
-              </tr>`,
-          )}
+        ${known.devices.map(
+          (each) =>
+            html`<tr>
+              <th scope="row"><a class="mono" href=${deviceHref(each.device)}>${each.device}</a></th>
+              ${
+                watched
+                  ? html`<td class="num">${seconds(each.seconds)}</td>
+                      <td class="num">${slowdown(each.ratio)}</td>`
+                  : nothing
+              }
+              ${
+                recording
+                  ? nothing
+                  : html`<td>
+                      <button class="quiet" @click=${() => choose(each.device)}>show</button>
+                    </td>`
+              }
+            </tr>`,
+        )}
       </tbody>
     </table>
-    ${out.map(([name, reason]) => html`<p>${chip("warn", "▲", `${name} is out`)} ${reason}</p>`)}
-  </section>`;
+    ${Object.entries(known.out).map(
+      ([name, reason]) => html`<p>${chip("warn", "▲", `${name} is out`)} ${reason}</p>`,
+    )}
+    ${
+      watched
+        ? nothing
+        : html`<p class="small muted">
+            Its script says nothing of steps: a line <code>elasticd.watch()</code> does.
+          </p>`
+    }`;
 }
 
 customElements.define("ed-job", JobPage);
