@@ -29,11 +29,14 @@ function written(digits) {
   return found;
 }
 
-/** Three significant digits or so. @param {number | null | undefined} value */
+const small = new Intl.NumberFormat("en-US", { maximumSignificantDigits: 3 });
+
+/** Three significant digits or so: 0.3, 0.0312, 2.50, 31.2, 3,120. @param {number | null | undefined} value */
 export function figure(value) {
   if (!known(value)) return NOTHING;
   const size = Math.abs(/** @type {number} */ (value));
-  return number(value, size === 0 || size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 4);
+  if (size < 1) return small.format(/** @type {number} */ (value));
+  return number(value, size >= 100 ? 0 : size >= 10 ? 1 : 2);
 }
 
 /** "3.00x". @param {number | null | undefined} value */
