@@ -16,6 +16,7 @@ from elasticd_planner.spec.cluster import Device
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.plan import Plan, StatePolicy
+from elasticd_planner.spec.sequence_lengths import Lengths
 from elasticd_planner.value import StoredValue, Value, refuse
 
 from elasticd.codec.decoding import decode_stored, decoded, decoded_as, shown, skip, version_refusal
@@ -31,7 +32,7 @@ SCHEMA_VERSION = 1
 #: those that agents write, or that torchruns have written, or that records need. (In release 0.1 a job's agents
 #: had `members` there; all agents are told of what is below jobs.)
 CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "journal", "nodes", "members", "jobs")
-LEADER_KEYS = ("spec", "plan", "proposal", "fence", "done", "checkpoints", "history")
+LEADER_KEYS = ("spec", "plan", "proposal", "fence", "done", "checkpoints", "profile", "history")
 OTHER_KEYS = ("members", "rendezvous", "ranks", "parts")
 #: Those of a job's keys that live as long as it does, and are changed by each step of its control.
 LASTING: tuple[Literal["plan", "fence"], ...] = ("plan", "fence")
@@ -42,7 +43,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 # fmt: off
 #: How a key below a job's begins; all of them begin with the empty one.
 JobPart = Literal[
-    "", "spec", "plan", "proposal", "fence", "done", "checkpoints", "history/", "ranks/", "parts/"
+    "", "spec", "plan", "proposal", "fence", "done", "checkpoints", "profile", "history/", "ranks/", "parts/"
 ]
 # fmt: on
 
@@ -359,6 +360,17 @@ class HistoryRecord(StoredValue, frozen=True, kw_only=True, tag="plan-history"):
     plan: Plan  # the plan
     problem: Problem  # what the planner was given
     reason: str  # why it was proposed, for people
+    version: int = RECORD_VERSION
+
+
+class ProfileRecord(StoredValue, frozen=True, kw_only=True, tag="job-profile"):
+    """Seconds and bytes of a job's model as its steps have taught them since the plan in force was made."""
+
+    profile: ModelProfile  # the newest
+    taught_by: int  # number of the plan whose steps it was last fitted to (0: none)
+    lengths: Lengths | None = None  # of sequences, that it is for (None: all as the spec says)
+    plan: int = 0  # number of the plan in force when it was written
+    step_seconds: float | None = None  # predicted of a step under that plan, by this profile
     version: int = RECORD_VERSION
 
 

@@ -95,6 +95,7 @@ DECODERS: tuple[Callable[[bytes], Any], ...] = (
             records.DoneRecord,
             records.HistoryRecord,
             records.CheckpointsRecord,
+            records.ProfileRecord,
             records.ConfigRecord,
             records.JobSpec,
         )

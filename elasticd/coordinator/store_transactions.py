@@ -29,6 +29,7 @@ from elasticd.records import (
     Keys,
     OutRecord,
     PlanRecord,
+    ProfileRecord,
     Proposal,
     encode,
 )
@@ -63,6 +64,7 @@ _SINGLE: dict[type, JobPart] = {
     Fence: "fence",
     JobSpec: "spec",
     CheckpointsRecord: "checkpoints",
+    ProfileRecord: "profile",
     DoneRecord: "done",
 }
 

@@ -41,6 +41,7 @@ from elasticd.records import (
     JobSpec,
     Keys,
     PlanRecord,
+    ProfileRecord,
     Proposal,
     decode_at,
     numbered,
@@ -290,6 +291,7 @@ def _stored(job: str, found: dict[str, KeyValue], shelf: Shelf) -> Stored:
         done=done,
         history=read(history.get(number, ""), HistoryRecord),
         checkpoints=read("checkpoints", CheckpointsRecord),
+        profile=read("profile", ProfileRecord),
         highest=max(history, default=0),
         over_seconds=max(0.0, time.time() - done.at) if done is not None and done.at else 0.0,
     )

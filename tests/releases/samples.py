@@ -147,6 +147,7 @@ FIXED: dict[type, Any] = {
     Plan: PLAN,
     Cluster: CLUSTER,
     Device: Device(name="n0/0", memory=1 << 30),
+    Lengths: Lengths(mean=1000.0, effective=9000.0, longest=60_000.0),
     PackedSequences: PackedSequences(
         sequences=512.0,
         lengths=Lengths(mean=1000.0, effective=9000.0, longest=60_000.0),

@@ -40,9 +40,12 @@ const KINDS = {
   configured: ["info", "✎"],
 };
 
-/** @param {string} kind */
-export const kindChip = (kind) => {
-  const [tone, glyph] = KINDS[kind] ?? ["", "·"];
+/**
+ * @param {string} kind
+ * @param {Record<string, unknown>} about The event's data: a job that ended as somebody wanted it is no fault.
+ */
+export const kindChip = (kind, about = {}) => {
+  const [tone, glyph] = kind === "stopped" && about.orderly ? ["ok", "■"] : (KINDS[kind] ?? ["", "·"]);
   return chip(tone, glyph, kind.replaceAll("_", " "));
 };
 
@@ -77,7 +80,7 @@ export const events = (list, how = {}) =>
                 aria-label="Event ${event.id}, ${moment(event.time)}"
                 >${how.dates ? moment(event.time) : clock(event.time)}</a
               >
-              <span>${kindChip(event.kind)}</span>
+              <span>${kindChip(event.kind, event.data)}</span>
               <span class="text"
                 >${how.jobs && event.job ? html`<a href=${jobHref(event.job)}>${event.job}</a>: ` : nothing}${
                   event.text

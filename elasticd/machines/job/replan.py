@@ -129,6 +129,7 @@ def _fit(turn: Turn, plan: Plan) -> None:
     guessed = turn.job.prediction_guessed
     turn.set(profile=profile, taught_by=plan.number, rehearsed=turn.job.rehearsed - plan.tp_widths)
     before, seconds = turn.job.predicted_seconds, step_prediction.predict_anew(turn, packed)
+    step_prediction.keep_profile(turn)
     text = f"profile fitted from {len(sampled)} steps of plan {plan.number}"
     if before is not None and seconds is not None:
         word = "guessed" if guessed else "predicted"

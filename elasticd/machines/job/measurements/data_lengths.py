@@ -63,6 +63,7 @@ def measured(turn: Turn, step: Step) -> None:
         profile = remeasured(profile, job.plan, alike, job.rates.rates)
     turn.set(profile=profile, sampled=(), first_step=None)
     seconds = step_prediction.predict_anew(turn, packed(turn.job))
+    step_prediction.keep_profile(turn)
     turn.note(
         "shifted",
         reason,

@@ -14,6 +14,7 @@ from elasticd_planner.spec.packed_sequences import PackedSequences
 
 from elasticd.machines.job.state.job_state import JobSettings, StepPrediction
 from elasticd.machines.job.state.transaction import Turn
+from elasticd.records import ProfileRecord
 
 
 def links_of(settings: JobSettings) -> Cluster:
@@ -39,3 +40,20 @@ def predict_anew(turn: Turn, packed: PackedSequences | None) -> float | None:
         return None
     turn.set(prediction=StepPrediction(number=job.number, seconds=seconds))
     return seconds
+
+
+def keep_profile(turn: Turn) -> None:
+    """Writes the newest profile, with what it predicts: the next leader goes on from it."""
+    job = turn.job
+    if job.profile is None:
+        return
+    known = job.prediction if job.prediction is not None and job.prediction.number == job.number else None
+    turn.write(
+        ProfileRecord(
+            profile=job.profile,
+            taught_by=job.taught_by,
+            lengths=job.lengths,
+            plan=job.number,
+            step_seconds=known.seconds if known is not None else None,
+        )
+    )

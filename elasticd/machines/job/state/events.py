@@ -21,6 +21,7 @@ from elasticd.records import (
     NodeRecord,
     OutRecord,
     PlanRecord,
+    ProfileRecord,
     Proposal,
 )
 from elasticd.wire.coordinator import FromMachine, Harm, ToMachine, Unread
@@ -83,7 +84,17 @@ def slowdown_kind(change: Change) -> EventKind:
 
 
 #: What a leader writes of a job.
-Record = JobSpec | PlanRecord | Proposal | Fence | HistoryRecord | CheckpointsRecord | DoneRecord | OutRecord
+Record = (
+    JobSpec
+    | PlanRecord
+    | Proposal
+    | Fence
+    | HistoryRecord
+    | ProfileRecord
+    | CheckpointsRecord
+    | DoneRecord
+    | OutRecord
+)
 
 # -- events --------------------------------------------------------------------------------------------------
 
@@ -223,6 +234,7 @@ class Stored(Value, frozen=True, kw_only=True):
     done: DoneRecord | None = None  # its end
     history: HistoryRecord | None = None  # why the proposal, else the plan, was made
     checkpoints: CheckpointsRecord | None = None  # published ones
+    profile: ProfileRecord | None = None  # of its model, where steps have taught it
     highest: int = 0  # highest number in its history
     over_seconds: float = 0.0  # since its end, as far as its record says when that was
 

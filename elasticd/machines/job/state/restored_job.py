@@ -16,10 +16,11 @@ from elasticd.machines.job.state.job_state import (
     JobProgress,
     JobSettings,
     JobState,
+    StepPrediction,
     fresh,
 )
 from elasticd.machines.job.state.snapshot_sets import SnapshotSets
-from elasticd.records import Fence, Proposal
+from elasticd.records import Fence, ProfileRecord, Proposal
 
 
 def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
@@ -37,6 +38,7 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
     fence = _unresolved(stored)
     problem = stored.history.problem if stored.history is not None else None
     gone = stored.fence.gone if stored.fence is not None else {}
+    taught = stored.profile
     return JobState(
         job=stored.job,
         phase=phase,
@@ -58,7 +60,10 @@ def restored(stored: Stored, now: float, settings: JobSettings) -> JobState:
         thrown=stored.fence.thrown if stored.fence is not None else (),
         settle_until=None if phase in OVER else now + settings.reconnect_seconds,
         patient_until=now + settings.reconnect_seconds,
-        profile=problem.profile if problem is not None else None,
+        profile=taught.profile if taught is not None else problem.profile if problem is not None else None,
+        taught_by=taught.taught_by if taught is not None else 0,
+        lengths=taught.lengths if taught is not None else None,
+        prediction=_restored_prediction(taught),
         rates=_restored_rates(problem),
         stability=Stability(planned=dict(problem.rates) if problem is not None else {}),
         decided=_restored_basis(problem)
@@ -105,6 +110,12 @@ def _restored_phase(stored: Stored, proposal: Proposal | None) -> tuple[JobPhase
     if proposal is not None:
         return JobPhase.ABORTING, proposal.reason
     return (JobPhase.RUNNING if stored.plan is not None else JobPhase.ASSEMBLING), ""
+
+
+def _restored_prediction(taught: ProfileRecord | None) -> StepPrediction | None:
+    if taught is None or taught.step_seconds is None:
+        return None
+    return StepPrediction(number=taught.plan, seconds=taught.step_seconds)
 
 
 def _restored_rates(problem: Problem | None) -> RateState:
