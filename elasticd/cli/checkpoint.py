@@ -71,6 +71,7 @@ def waited(api: Api, job: str, last: int, step: int, seconds: float) -> str:
 
     Raises:
         CannotReach: there is none in time, or the job ended.
+        ClickException: it could not be made.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -90,10 +91,15 @@ def waited(api: Api, job: str, last: int, step: int, seconds: float) -> str:
 
 
 def _made(api: Api, job: str, after: int, step: int) -> str | None:
-    """What the first event after this one says that tells of a checkpoint of the job, of this step or later."""
+    """What the first event after this one says that tells of a checkpoint of the job, of this step or later.
+    Raises `ClickException` where it tells that one could not be made."""
     for event in api.events(after):
-        if event.kind == "checkpoint" and event.job == job and event.data.get("step", 0) >= step:
+        if event.job != job or event.data.get("step", 0) < step:
+            continue
+        if event.kind == "checkpoint":
             return in_one_line(event.text)
+        if event.kind == "checkpoint_failed" and not event.data.get("skipped"):
+            raise click.ClickException(in_one_line(event.text))
     return None
 
 

@@ -86,7 +86,11 @@ def stop(api: Api, now: bool, wait: float, job: str) -> None:
     if unheard := api.stop(job, 0.0 if now else wait, by=asker()):
         click.echo(_unheard(unheard, job, wait), err=True)
     found = _ended(api, job, 0.0 if now else wait)
-    click.echo(f"job {job} is {found.phase}: {found.reason or f'at step {found.step}'}")
+    line = f"job {job} is {found.phase}: {found.reason or f'at step {found.step}'}"
+    told = found.stopping is not None  # by a leader that also says whether something failed
+    if told and not now and found.phase == "stopped" and not found.orderly:
+        raise click.ClickException(line)
+    click.echo(line)
 
 
 @click.command()

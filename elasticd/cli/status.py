@@ -21,6 +21,7 @@ from elasticd.cli.picture import picture
 from elasticd.client import Api, CannotReach
 from elasticd.codec.safe_text import in_one_line
 from elasticd.coordinator.api_types import (
+    CheckpointStatus,
     ClusterStatus,
     DeviceStatus,
     ExceptionStatus,
@@ -84,6 +85,17 @@ def status_of(cluster: ClusterStatus, job: str) -> ClusterStatus:
         for node in cluster.nodes
     )
     return msgspec.structs.replace(alone, nodes=tuple(node for node in nodes if node.devices))
+
+
+def checkpoint_lines(found: CheckpointStatus | None) -> Iterator[Text]:
+    """The newest checkpoint of a job, and why the last that was tried was not made."""
+    if found is None:
+        return
+    age = "" if found.age_seconds is None else f", {readable_seconds(found.age_seconds)} old"
+    newest = f"of step {found.step}{age}" if found.step else "none"
+    yield Text.assemble(("  newest checkpoint ", "dim"), newest)
+    if found.failed_step is not None:
+        yield Text(f"  the last one failed, of step {found.failed_step}: {found.failure}", style="red")
 
 
 def jobs_in_full(jobs: Sequence[JobStatus]) -> list[JobStatus]:
@@ -335,6 +347,7 @@ def _job(
         *(("  step ", "dim"), str(job.step), ("   loss ", "dim"), loss, ("   tokens/s ", "dim"), speed),
         *((("   snapshot in memory of step ", "dim"), kept) if kept else ()),
     )
+    yield from checkpoint_lines(job.checkpoint)
     if job.wall_seconds is not None and job.step_seconds is not None:
         yield Text.assemble(
             ("  wall time a step ", "dim"), readable_seconds(job.wall_seconds),

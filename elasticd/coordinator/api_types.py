@@ -73,6 +73,15 @@ class ExceptionStatus(Value, frozen=True, kw_only=True):
     traceback: str  # as Python prints it
 
 
+class CheckpointStatus(Value, frozen=True, kw_only=True):
+    """A job's checkpoints: the newest, and what became of the last that was tried."""
+
+    step: int  # of the newest (0: there is none)
+    age_seconds: float | None = None  # since it was made (None: this leader does not know)
+    failed_step: int | None = None  # of the last that was tried, where it was not made
+    failure: str = ""  # why it was not made
+
+
 class JobStatus(Value, frozen=True, kw_only=True):
     """One job."""
 
@@ -93,6 +102,7 @@ class JobStatus(Value, frozen=True, kw_only=True):
     predicted_seconds: float | None = None
     #: `predicted_seconds` is by the model's shapes alone: no profile has been fitted to measured steps
     prediction_guessed: bool = False
+    checkpoint: CheckpointStatus | None = None  # None: it has made none, and none has failed
     stopping: bool | None = None  # somebody stops it (None: the coordinator does not say)
     #: newest step whose state is kept in the agents' memory, on two nodes where there are two
     snapshot: int | None = None

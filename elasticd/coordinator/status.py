@@ -9,6 +9,7 @@ from elasticd_planner.detection.slowness_history import Slowness
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.coordinator.api_types import (
+    CheckpointStatus,
     ClusterStatus,
     DeviceStatus,
     ExceptionStatus,
@@ -26,6 +27,7 @@ from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.faults.hangs import awaited
 from elasticd.machines.job.lifecycle import stop_request
 from elasticd.machines.job.state.job_state import LIVE, JobPhase, JobState, NodeState
+from elasticd.machines.job.state.last_checkpoint import newest
 
 
 def status(
@@ -160,6 +162,7 @@ def job_status(
         reason=stop_request.awaited(job) or job.reason or _script_begins(job) or awaits,
         orderly=job.orderly,
         stopping=bool(job.stopping),
+        checkpoint=_checkpoint(job, at),
         plan=None if brief else job.plan,
         proposal=job.proposal.number if job.proposal is not None else None,
         step=job.progress.step,
@@ -173,6 +176,18 @@ def job_status(
         exception=_exception(job),
         batch=job.batch,
         members=() if brief else member_list(job),
+    )
+
+
+def _checkpoint(job: JobState, at: float) -> CheckpointStatus | None:
+    found, unmade = newest(job), job.unmade
+    if found is None and unmade is None:
+        return None
+    return CheckpointStatus(
+        step=found.step if found is not None else job.read_step,
+        age_seconds=max(0.0, at - job.checkpoint_at) if job.checkpoint_at is not None else None,
+        failed_step=unmade.step if unmade is not None else None,
+        failure=unmade.reason if unmade is not None else "",
     )
 
 

@@ -168,6 +168,15 @@ class Saved(Message, frozen=True, kw_only=True, tag="checkpoint-saved"):
     plan: int  # number of the plan whose members wrote it
 
 
+class SaveFailed(Message, frozen=True, kw_only=True, tag="checkpoint-failed"):
+    """A checkpoint that this rank began, or was to begin, is not made."""
+
+    step: int  # updates that would be in it
+    plan: int  # number of the plan whose members were to write it
+    reason: str  # in plain words
+    skipped: bool = False  # it was not begun: the one before is still being written
+
+
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):
     """The last step's vote is complete. It tells the last step as each rank knows it, for the case that rank
     0's report of it does not come."""
@@ -360,6 +369,7 @@ Statement = (
     | PeersLost
     | StateReport
     | Saved
+    | SaveFailed
     | Finished
     | Raised
     | DrainNotice

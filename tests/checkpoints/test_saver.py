@@ -18,23 +18,45 @@ from elasticd.codec.message import Message
 from elasticd.runtime.checkpoint.loader import longest_trained
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.saver import Saver
-from elasticd.wire.worker import Saved
+from elasticd.wire.worker import Saved, SaveFailed
 from tests.checkpoints.support import ONE, SPEC_OF_JOB, THREE, WHOLE
 from tests.migration.ranks import local
 
 
+class _Filling:
+    """A file on a disk that is full after so many bytes."""
+
+    def __init__(self, file: WritableFile, room: int) -> None:
+        self._file, self._room = file, room
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._room -= len(data)
+        if self._room < 0:
+            raise OSError(28, "No space left on device")
+        self._file.write(data)
+
+    def sync(self) -> None:
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class Held(LocalDisk):
-    """A disk whose files are not written before `go` is set; a `broken` one has no space left."""
+    """A disk whose files are not written before `go` is set; a `broken` one has no space left, one with `room`
+    has that many bytes for each file."""
 
     def __init__(self) -> None:
         self.go, self.broken = threading.Event(), False
+        self.room: int | None = None
         self.go.set()
 
     def create(self, path: Path) -> WritableFile:
         assert self.go.wait(30)
         if self.broken:
             raise OSError(28, "No space left on device")
-        return super().create(path)
+        file = super().create(path)
+        return file if self.room is None else _Filling(file, self.room)
 
 
 class Gang:
@@ -43,6 +65,7 @@ class Gang:
     def __init__(self, folder: Path, layouts: Layouts, *, silent: bool = False, every: int = 2) -> None:
         self.layouts, self.silent = layouts, silent
         self.said: list[Saved] = []
+        self.failed: list[SaveFailed] = []
         self.disks: dict[str, Held] = {}
         self.savers: dict[str, Saver] = {}
         self.states = {device: local(WHOLE, layouts, device) for device in layouts.plan.members}
@@ -62,6 +85,9 @@ class Gang:
             )
 
     def _tell(self, message: Message) -> None:
+        if isinstance(message, SaveFailed):
+            self.failed.append(message)
+            return
         assert isinstance(message, Saved)
         self.said.append(message)
         if not self.silent:
@@ -152,7 +178,7 @@ def test_a_rank_whose_disk_is_full_costs_the_checkpoint_and_not_the_training(
     gang.vote(2)
     gang.settle(3, gang.free)
     assert names(tmp_path) == []
-    assert "No space left" in caplog.text
+    assert "no space left" in caplog.text
     assert "given up" in caplog.text
     gang.disks["n1/0"].broken = False
     gang.vote(4)
@@ -222,3 +248,42 @@ def test_one_buffer_serves_all_checkpoints_of_a_plan(gang: Gang, tmp_path: Path)
     assert len(sizes) == 1
     whole = local(WHOLE, ONE, "n0/0").bytes
     assert whole <= sum(next(iter(sizes))) < 1.1 * whole, "each element once, over all ranks"
+
+
+@pytest.mark.parametrize("room", [None, 1000])
+def test_a_rank_whose_disk_is_full_says_so_in_plain_words_and_nobody_else_does(
+    room: int | None, gang: Gang, tmp_path: Path
+) -> None:
+    disk = gang.disks["n1/0"]
+    disk.broken, disk.room = room is None, room
+    gang.vote(2)
+    gang.settle(3, gang.free)
+    assert [(said.step, said.plan, said.reason) for said in gang.failed] == [
+        (2, 7, f"could not write: no space left in {tmp_path}")
+    ]
+    assert not scan(tmp_path)
+
+
+def test_a_checkpoint_that_the_first_rank_cannot_complete_is_told(
+    gang: Gang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *rest: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(gang.disks[gang.layouts.plan.members[0]], "rename", full)
+    gang.vote(2)
+    gang.settle(3, gang.free)
+    assert [said.reason for said in gang.failed] == [f"could not complete it: no space left in {tmp_path}"]
+
+
+def test_a_step_whose_checkpoint_is_skipped_is_told_as_such(gang: Gang) -> None:
+    for disk in gang.disks.values():
+        disk.go.clear()
+    gang.vote(2)
+    gang.vote(4)
+    for disk in gang.disks.values():
+        disk.go.set()
+    gang.settle(5, gang.free)
+    (said,) = gang.failed
+    assert (said.step, said.skipped) == (4, True)
+    assert "the checkpoint of step 2 is still being written" in said.reason

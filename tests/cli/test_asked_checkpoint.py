@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click import ClickException
 
 from elasticd.cli import checkpoint
 from elasticd.client import CannotReach
@@ -64,3 +65,15 @@ def test_a_job_that_ended_without_one_is_not_waited_for() -> None:
 def test_there_is_a_longest_time() -> None:
     with pytest.raises(CannotReach, match="no checkpoint within 0 s of being asked"):
         waited(("running", 21, []), seconds=0.0)
+
+
+def test_one_that_could_not_be_written_ends_the_wait_and_one_that_was_skipped_does_not() -> None:
+    def failed(step: int, *, skipped: bool = False) -> Any:
+        data = {"step": step, "skipped": skipped}
+        text = "no checkpoint of step 22: b/0 could not write: no space left in /full"
+        return SimpleNamespace(id=8, kind="checkpoint_failed", job="job", text=text, data=data)
+
+    skipped = failed(22, skipped=True)
+    with pytest.raises(ClickException, match="b/0 could not write: no space left in /full"):
+        waited(("running", 21, [skipped]), ("running", 22, [skipped, failed(22)]))
+    assert waited(("running", 21, [skipped]), ("running", 24, [skipped, made(24)])) == "of step 24"

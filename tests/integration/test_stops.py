@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
 
@@ -25,6 +26,7 @@ WITH_STANDBY = {
     "without a/0": plan_of((2, [stage(0, 3, ("b/0", 1))]), (1, [stage(0, 3, ("c/0", 1))])),
     "without a/0 b/0": plan_of((3, [stage(0, 3, ("c/0", 1))])),
 }
+PAIR = {"": plan_of(*((n, [stage(0, 3, (device, 1))]) for n, device in ((2, "a/0"), (1, "a/1"))))}
 
 
 def stop(cluster: Cluster) -> None:
@@ -64,3 +66,29 @@ def test_a_stop_ends_after_a_node_with_a_standby_died_and_a_member_dies_meanwhil
         if dies == "b/0 too":
             cluster.workers["b/0"].kill()
         ends(cluster, tmp_path, began)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_is_told_and_a_stop_on_it_fails_with_the_steps_that_are_lost(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "full"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("needs to mount a small file system")
+    try:
+        with Cluster({"a": 2}, plans=PAIR) as cluster:
+            cluster.run(SCRIPT, job=options(folder, every=5, keep=9))
+            failed = until(lambda: cluster.events("checkpoint_failed"), lambda: str(cluster.events()))
+            assert f"no space left in {folder}" in failed[0]["text"]
+            assert cluster.job()["checkpoint"]["failed_step"] == failed[-1]["data"]["step"]
+            stop(cluster)
+            until(lambda: cluster.job()["phase"] == "stopped", lambda: str(cluster.events()))
+            job = cluster.job()
+            assert not job["orderly"]
+            assert f"no space left in {folder})" in job["reason"].partition("the last checkpoint failed (")[2]
+            assert "lost" in job["reason"]
+            assert set(cluster.wait().values()) == {1}
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -6,10 +6,11 @@ import random
 
 import pytest
 
+from elasticd.coordinator.status import job_status
 from elasticd.machines.job.state.events import CoordinatorSend, Effect, StopAsked
 from elasticd.machines.job.state.job_state import OVER, JobPhase
 from elasticd.wire.coordinator import End
-from elasticd.wire.worker import DrainNotice, PeersLost, Saved
+from elasticd.wire.worker import DrainNotice, PeersLost, Saved, SaveFailed
 from tests import sizes
 from tests.machines.cast import JOB, FakeWorker
 from tests.machines.test_coordinator_faults import ROOM
@@ -198,6 +199,44 @@ def test_a_member_that_cannot_hear_the_stop_is_left_behind(how: str) -> None:
         world.kill("gamma/0")
     world.end()
     saved_all(world)
+
+
+def test_a_stop_whose_last_checkpoint_failed_is_no_orderly_end_and_says_why() -> None:
+    world = begun()
+    world.outcome(world.workers["alpha/0"], Saved(name="step-00000001.plan-1.x", step=1, plan=1))
+    why = "could not write: no space left in /full"
+    world.stop()
+    world.outcome(world.workers["beta/0"], SaveFailed(step=world.steps, plan=1, reason=why))
+    world.outcome(world.workers["gamma/0"], SaveFailed(step=world.steps, plan=1, reason=why))
+    for device in [*world.workers]:
+        world.outcome(world.workers[device], DrainNotice(reason="it is done with its last checkpoint"))
+    world.settle()
+    done = world.done()
+    assert done is not None
+    assert not done.orderly
+    assert f"after step 3; the last checkpoint failed ({why})" in done.reason
+    assert "the newest checkpoint is of step 1: 2 steps are lost" in done.reason
+    assert [n.text for n in world.notes if n.kind == "checkpoint_failed"] == [
+        f"no checkpoint of step 3: beta/0 {why}"
+    ]
+
+
+@pytest.mark.parametrize("then", ["nothing", "a newer one is made"])
+def test_a_failed_checkpoint_is_shown_until_a_newer_one_is_made(then: str) -> None:
+    world = begun()
+    world.outcome(world.workers["beta/0"], SaveFailed(step=3, plan=1, reason="could not write: no space"))
+    skipped = SaveFailed(step=4, plan=1, reason="skips it", skipped=True)
+    world.outcome(world.workers["alpha/0"], skipped)
+    if then != "nothing":
+        world.outcome(world.workers["alpha/0"], Saved(name="step-00000005.plan-1.x", step=5, plan=1))
+    world.settle()
+    found = job_status(world.job, world.now + 9.0, 0.0, None).checkpoint
+    assert found is not None
+    if then == "nothing":
+        assert (found.step, found.failed_step, found.failure) == (0, 3, "could not write: no space")
+    else:
+        assert (found.step, found.age_seconds, found.failed_step) == (5, 9.0, None)
+    assert world.kinds().count("checkpoint_failed") == 2
 
 
 class EndingWalk(Ending):

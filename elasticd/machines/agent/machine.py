@@ -110,6 +110,7 @@ from elasticd.wire.worker import (
     Rejected,
     Report,
     Saved,
+    SaveFailed,
     Shutdown,
     Statement,
     StateReport,
@@ -743,7 +744,7 @@ def _forget_before(state: AgentState, job: str, number: int) -> AgentState:
     """Drop what was said of numbers below, in this job: the store has shown that they are settled."""
 
     def current(body: Statement) -> bool:
-        if isinstance(body, Finished | Saved | Raised | DrainNotice):
+        if isinstance(body, Finished | Saved | SaveFailed | Raised | DrainNotice):
             return True
         if isinstance(body, PeersLost):
             return False

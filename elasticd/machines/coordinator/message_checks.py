@@ -45,6 +45,7 @@ from elasticd.wire.worker import (
     PeersLost,
     Refused,
     Report,
+    SaveFailed,
     StayedOnPlan,
     StoreCall,
     Switched,
@@ -58,7 +59,9 @@ MOST_UNREACHED, MOST_WHY = 4096, 200
 MOST_CHECKPOINTS = 256
 #: The text in each message.
 _TEXTS: dict[type, str] = {
-    **dict.fromkeys((Refused, StayedOnPlan, InDoubt, PeersLost, DrainNotice, Goodbye, Unread), "reason"),
+    **dict.fromkeys(
+        (Refused, StayedOnPlan, InDoubt, PeersLost, DrainNotice, Goodbye, SaveFailed, Unread), "reason"
+    ),
     **dict.fromkeys((WorkerLost, Frozen), "how"),
     Switched: "checkpoint",
 }

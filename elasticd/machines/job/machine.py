@@ -70,6 +70,7 @@ from elasticd.wire.worker import (
     Rehearsed,
     Report,
     Saved,
+    SaveFailed,
     Statement,
     StateReport,
     StayedOnPlan,
@@ -207,6 +208,7 @@ ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
     (StateReport, PROPOSED | RECOVERING, recovery.stands),
     (StateReport, ASSEMBLING | PLANNING | ABORTING | RUNNING, met),
     (Saved, FALLIBLE, checkpoints.saved),
+    (SaveFailed, FALLIBLE, checkpoints.failed),
     (Raised, LIVE, user_exceptions.raised),
     (Finished, FALLIBLE, finished),
     # What workers say beside.

@@ -167,6 +167,8 @@ def swapped(turn: Turn, worker: Worker, body: Switched) -> None:
     )
     if record and turn.job.plan is not None:  # nothing moves for the first plan
         turn.set(moved=(*turn.job.moved, Moved(number=body.number, bytes_lacking=0, pause_seconds=0.0)))
+    if body.checkpoint:
+        turn.set(read_step=body.step)
     _cost(turn, body)
     if record and proposal is not None:
         _record(turn, proposal, body.step)

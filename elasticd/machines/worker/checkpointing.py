@@ -84,6 +84,7 @@ class GiveUp(Value, frozen=True, kw_only=True):
 
     step: int
     reason: str
+    said: bool = False  # a rank failed, and says itself why
 
 
 class Skip(Value, frozen=True, kw_only=True):
@@ -133,7 +134,7 @@ def _settle(state: CheckpointState, told: Sequence[tuple[int, Status]]) -> _Step
         return state, ()
     part = [status for at, status in told if at == state.step and status in _PART]
     if Status.FAILED in part:
-        return _give_up(state, "a rank could not write its part")
+        return _give_up(state, "a rank could not write its part", said=True)
     if len(part) < state.members:
         return _give_up(state, "a rank that began it left the plan")
     if any(status is not Status.WRITTEN for status in part):
@@ -143,8 +144,10 @@ def _settle(state: CheckpointState, told: Sequence[tuple[int, Status]]) -> _Step
     return msgspec.structs.replace(state, status=Status.FREE), ()
 
 
-def _give_up(state: CheckpointState, reason: str) -> _Step:
-    return msgspec.structs.replace(state, status=Status.BUSY), (GiveUp(step=state.step, reason=reason),)
+def _give_up(state: CheckpointState, reason: str, *, said: bool = False) -> _Step:
+    return msgspec.structs.replace(state, status=Status.BUSY), (
+        GiveUp(step=state.step, reason=reason, said=said),
+    )
 
 
 def left(state: CheckpointState) -> _Step:

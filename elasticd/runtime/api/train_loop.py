@@ -126,7 +126,7 @@ class Loop:
             if made >= total:
                 self.control.send(self._finished(made))
             elif done is not None and done.outcome.last:
-                self.control.send(DrainNotice(reason="it made its last checkpoint"))
+                self.control.send(DrainNotice(reason="it is done with its last checkpoint"))
             if done is not None:
                 yield self._step(engine.plan.number, done.outcome.vote)
             if done is None or made >= total:

@@ -7,6 +7,7 @@ fences: so a rank that was cut off and trains on alone never makes one that a la
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -30,7 +31,7 @@ from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.staging import Staging, pieces, shares, without_planes
 from elasticd.runtime.checkpoint.writer import Task, origin_of, path_of, write_part, write_whole
 from elasticd.runtime.threads import DaemonThreads
-from elasticd.wire.worker import Saved
+from elasticd.wire.worker import Saved, SaveFailed
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,14 @@ _LEAVE = 5.0
 
 class _Stopped(Exception):
     """The checkpoint that is being written was given up, or the process ends."""
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The error of the disk, or the order to stop, that another one came of; else the error itself."""
+    at: BaseException | None = error
+    while at is not None and not isinstance(at, OSError | _Stopped):
+        at = at.__cause__ or at.__context__
+    return error if at is None else at
 
 
 class Saver:
@@ -145,6 +154,8 @@ class Saver:
                 case checkpointing.Skip(reason=reason):
                     if rank == 0:
                         log.warning("no checkpoint of step %d: %s", step, reason)
+                        plan = layouts.plan.number
+                        self._tell(SaveFailed(step=step, plan=plan, reason=f"skips it: {reason}", skipped=True))
 
     def left(self) -> None:
         """This device stands by: it has no part in checkpoints."""
@@ -158,6 +169,8 @@ class Saver:
         self._given_up.add(effect.step)
         if self._task is not None and self._task.rank == 0:
             log.warning("the checkpoint of step %d is given up: %s", effect.step, effect.reason)
+            if not effect.said:
+                self._tell_failed(self._task, f"gives it up: {effect.reason}")
         self._put(self._let_go)
 
     def _begin(self, step: int, layouts: Layouts, state: Callable[[], LocalState]) -> None:
@@ -198,6 +211,8 @@ class Saver:
             if busy:
                 step = self._state.step
                 log.warning("the checkpoint of step %d takes more than %g s: given up", step, PATIENCE)
+                if self._task is not None:
+                    self._tell_failed(self._task, f"gives it up: it takes more than {PATIENCE:g} s")
                 self._given_up.add(step)
                 self._state = checkpointing.done(checkpointing.wrote(self._state, step, ok=False), step)
 
@@ -237,17 +252,32 @@ class Saver:
         except _Stopped:
             return  # `_let_go` follows
         except Exception as error:  # also what nobody thought of: the others wait for this rank's word
-            self._failed(task, error)
+            if not isinstance(_cause(error), _Stopped):
+                self._failed(task, error)
             return
         with self._changed:
             self._state = checkpointing.wrote(self._state, task.step, ok=True)
             self._changed.notify_all()
 
     def _failed(self, task: Task, error: Exception) -> None:
-        log.warning("%s cannot write its part of the checkpoint of step %d: %s", self._device, task.step, error)
+        why = f"could not write: {self._in_words(error)}"
+        log.warning("%s: no checkpoint of step %d: it %s", self._device, task.step, why)
+        self._tell_failed(task, why)
         with self._changed:
             self._state = checkpointing.wrote(self._state, task.step, ok=False)
             self._changed.notify_all()
+
+    def _tell_failed(self, task: Task, reason: str) -> None:
+        self._tell(SaveFailed(step=task.step, plan=task.origin.plan, reason=reason))
+
+    def _in_words(self, error: Exception) -> str:
+        """Why nothing more could be written, in plain words: torch's writer hides what the disk said."""
+        cause = _cause(error)
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"no space left in {self._folder}"
+        if isinstance(cause, OSError) and cause.strerror:
+            return f"{cause.strerror[0].lower()}{cause.strerror[1:]}: {cause.filename or self._folder}"
+        return " ".join(str(cause).split())
 
     def _close(self, task: Task) -> None:
         """The first rank's: makes one checkpoint of all parts, and names it once it is published."""
@@ -264,7 +294,10 @@ class Saver:
         except _Stopped:
             pass
         except Exception as error:  # the next checkpoint waits until this one is done with
-            log.warning("the checkpoint of step %d is given up: %s", task.step, error)
+            if not isinstance(_cause(error), _Stopped):
+                why = f"could not complete it: {self._in_words(error)}"
+                log.warning("no checkpoint of step %d: %s %s", task.step, self._device, why)
+                self._tell_failed(task, why)
             self._remove(task)
         finally:
             self._free(task)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from elasticd.machines.job.state.events import CheckpointAsked, CoordinatorNote
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
+from elasticd.machines.job.state.last_checkpoint import newest
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.names import harmless
 from elasticd.records import CheckpointsRecord, PublishedCheckpoint
-from elasticd.wire.worker import Saved, SaveNow
+from elasticd.wire.worker import Saved, SaveFailed, SaveNow
 
 #: Phases in which the members of a plan make steps.
 TRAINING = frozenset({JobPhase.RUNNING, JobPhase.PROPOSED, JobPhase.ABORTING})
@@ -49,6 +50,20 @@ def offered(job: JobState) -> tuple[str, ...]:
 def saved(turn: Turn, worker: Worker, body: Saved) -> None:
     """A worker says that a checkpoint is whole on disk."""
     _publish(turn, body)
+
+
+def failed(turn: Turn, worker: Worker, body: SaveFailed) -> None:
+    """A rank says why a checkpoint is not made. A new leader may hear it of one that others followed."""
+    job, last = turn.job, newest(turn.job)
+    if last is not None and (last.plan, last.step) >= (body.plan, body.step):
+        return
+    if not body.skipped:
+        if job.unmade is not None and (job.unmade.plan, job.unmade.step) == (body.plan, body.step):
+            return  # of another rank: one reason is told
+        turn.set(unmade=body)
+    text = f"no checkpoint of step {body.step}: {worker.device} {body.reason}"
+    data = {"step": body.step, "plan": body.plan, "reason": body.reason, "skipped": body.skipped}
+    turn.note("checkpoint_failed", text, device=worker.device, **data)
 
 
 def refusal(job: JobState) -> str:
@@ -98,7 +113,7 @@ def _publish(turn: Turn, body: Saved) -> None:
         turn.set(republish=True)
         due(turn)
         return
-    turn.set(published=(*job.published, this)[-MOST_PUBLISHED:])
+    turn.set(published=(*job.published, this)[-MOST_PUBLISHED:], checkpoint_at=turn.now, unmade=None)
     told = turn.told("checkpoint", f"checkpoint {body.name}", step=body.step, plan=body.plan, name=body.name)
     _write(turn, told)
 

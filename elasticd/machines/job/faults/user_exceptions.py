@@ -26,6 +26,7 @@ import msgspec
 from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.job_state import JobState, Worker
+from elasticd.machines.job.state.last_checkpoint import after_step
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import Thrown
 from elasticd.wire.worker import Raised
@@ -52,7 +53,7 @@ def raised(turn: Turn, worker: Worker, body: Raised) -> None:
     if worker.raised == body or (worker.raised is not None and not body.ends):
         return  # one process raises once; what all raise alike, and the job ends by, may follow
     if job.failing and body.ends:
-        stop(turn, f"{job.failing}; {_SAVED}")
+        stop(turn, f"{job.failing}; {_kept(job)}")
         return
     over = body.plan < job.number  # a plan without it was recorded: a new leader hears what was
     worker = turn.worker(worker, raised=body, judged=over)
@@ -73,8 +74,14 @@ def raised(turn: Turn, worker: Worker, body: Raised) -> None:
         traceback=body.traceback,
     )
     if body.ends:
-        saved = f"; {_SAVED}" if body.saves and body.step > 0 else ""
+        saved = f"; {_kept(job)}" if body.saves and body.step > 0 else ""
         stop(turn, f"{described(worker.device, body)}{saved}")
+
+
+def _kept(job: JobState) -> str:
+    """What became of the last checkpoint, in words."""
+    unmade = job.unmade
+    return _SAVED if unmade is None else f"the last checkpoint failed ({unmade.reason}): {after_step(job)}"
 
 
 def judge(turn: Turn) -> None:

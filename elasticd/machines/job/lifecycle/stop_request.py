@@ -18,7 +18,7 @@ from elasticd.machines.job.lifecycle.fence import FALLIBLE
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.events import StopAsked
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, NodeState
-from elasticd.machines.job.state.last_checkpoint import after_step
+from elasticd.machines.job.state.last_checkpoint import after_step, lost_steps
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.coordinator import End, is_first
 
@@ -98,7 +98,7 @@ def due(turn: Turn) -> None:
     if stands and not nobody:
         ends_unsaved(turn, job.reason or "its workers did not recover from the loss before")
     elif nobody or turn.now >= job.stop_at:
-        stop(turn, f"{job.stopping}, {after_step(job)}", orderly=True)
+        stop(turn, f"{job.stopping}, {after_step(job)}", orderly=not lost_steps(job))
 
 
 def awaited(job: JobState) -> str:
@@ -126,4 +126,6 @@ def ends_unsaved(turn: Turn, why: str) -> None:
     """Ends a job that was to make a last checkpoint after a loss, and cannot."""
     job = turn.job
     who = job.stopping or "all workers drain"
-    stop(turn, f"{who}, {after_step(job)}; no last checkpoint could be made: {why}", orderly=True)
+    stop(
+        turn, f"{who}, {after_step(job)}; no last checkpoint could be made: {why}", orderly=not lost_steps(job)
+    )

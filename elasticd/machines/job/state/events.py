@@ -66,6 +66,7 @@ EventKind = Literal[
     "raised",  # The script's own code raised an exception.
     "halted",  # A worker's main thread hangs; where it is.
     "checkpoint",  # A checkpoint is complete.
+    "checkpoint_failed",  # A checkpoint was due, and is not made; why.
     "snapshot",  # A snapshot is complete.
     "finished",  # The job has trained all its steps.
     "stopped",  # The job ended without finishing; why.

@@ -57,7 +57,7 @@ from elasticd.machines.job.state.snapshot_sets import SnapshotSets
 from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint, Thrown
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
-from elasticd.wire.worker import Raised, Saved, StateReport, WorkerDevice
+from elasticd.wire.worker import Raised, Saved, SaveFailed, StateReport, WorkerDevice
 
 
 class JobPhase(enum.Enum):
@@ -355,6 +355,12 @@ class JobState(Value, frozen=True, kw_only=True):
     failing: str = ""  # which of them ends the job, once its state is saved (empty: none)
     snapshots: SnapshotSets = msgspec.field(default_factory=SnapshotSets)  # in the agents' memory
     published: tuple[PublishedCheckpoint, ...] = ()  # checkpoints, newest last
+    checkpoint_at: float | None = (
+        None  # when the newest was made (None: before this leader led, or there is none)
+    )
+    unmade: SaveFailed | None = None  # the checkpoint that was tried last, where it was not made
+    #: step of the checkpoint that the state was read from (0: from none; a new leader does not know)
+    read_step: int = 0
     unpublished: tuple[Saved, ...] = ()  # checkpoints of a plan that is not recorded yet
     republish: bool = False  # the list of checkpoints is to be written again
     published_at: float = -math.inf  # when that list was last written

@@ -13,15 +13,27 @@ def newest(job: JobState) -> PublishedCheckpoint | None:
     return max(published, key=lambda one: (one.plan, one.step), default=None)
 
 
+def lost_steps(job: JobState) -> int:
+    """How many steps a job that ends now has made since its newest checkpoint; 0 without a folder for any."""
+    found = newest(job)
+    if found is None and not any(worker.saves_now for worker in job.workers.values()):
+        return 0
+    return max(0, job.progress.step - _saved_step(job))
+
+
+def _saved_step(job: JobState) -> int:
+    found = newest(job)
+    return found.step if found is not None else job.read_step
+
+
 def after_step(job: JobState) -> str:
     """The step after which the job ends, in words, with its newest checkpoint and the steps that are lost. Of a
     job without a folder for checkpoints only the step."""
-    text, found = f"after step {job.progress.step}", newest(job)
-    if found is None:
-        saves = any(worker.saves_now for worker in job.workers.values())
-        return f"{text}; it made no checkpoint" if saves and job.progress.step > 0 else text
-    text = f"{text}; the newest checkpoint is of step {found.step}"
-    lost = job.progress.step - found.step
-    if lost <= 0:
-        return text
-    return f"{text}: {lost} steps are lost" if lost > 1 else f"{text}: 1 step is lost"
+    text, lost, saved = f"after step {job.progress.step}", lost_steps(job), _saved_step(job)
+    if lost and job.unmade is not None:
+        text = f"{text}; the last checkpoint failed ({job.unmade.reason})"
+    if saved:
+        text = f"{text}; the newest checkpoint is of step {saved}"
+    elif lost:
+        text = f"{text}; it made no checkpoint"
+    return text if not lost else f"{text}: {lost} steps are lost" if lost > 1 else f"{text}: 1 step is lost"
