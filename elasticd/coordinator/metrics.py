@@ -153,9 +153,7 @@ FAMILIES = {
         ("job",),
         "The same, where a step counts for what it takes at the healthy speed: the median of the fastest plan.",
     ),
-    "elasticd_job_stalled_seconds": Family(
-        "gauge", ("job",), "Seconds since the newest step was reported; 0 for a job that is over."
-    ),
+    "elasticd_job_stalled_seconds": Family("gauge", ("job",), "Seconds since the end of the newest step."),
     "elasticd_job_stopping_seconds": Family(
         "gauge",
         ("job",),
@@ -287,10 +285,7 @@ class _Now(Collector):
             name: [] for name in FAMILIES if name.startswith("elasticd_job_")
         }
         for job in self._state.jobs.values():
-            clock = self._clocks.get(job.job)
-            timed = _times_of(job, clock, self._at)
-            speed = _speed_of(clock.speed if clock is not None else None)
-            for name, labels, value in (*_gauges_of(job), *speed, *timed):
+            for name, labels, value in _of_job(job, self._clocks.get(job.job), self._at):
                 of_jobs[name].append(((job.job, *labels), value))
         yield from (_family(name, values) for name, values in of_jobs.items())
 
@@ -323,24 +318,46 @@ def _of_health(nodes: Sequence[NodeState]) -> Iterator[Metric]:
     yield _family("elasticd_node_pressure", waits)
 
 
+def _of_job(
+    job: JobState, clock: ClockReading | None, now: float
+) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """What is known of a job: the name of a metric, its labels behind the job, its value. Of a job that is over
+    its end, its last step and its counters are left: it has no speed, no devices, and waits for nobody."""
+    yield from _end_of(job)
+    yield from _counters_of(clock)
+    newest = clock.speed.newest if clock is not None and clock.speed is not None else None
+    if newest is not None and newest.loss is not None:
+        yield "elasticd_job_loss", (), newest.loss
+    if job.phase not in OVER:
+        yield from _gauges_of(job)
+        yield from _speed_of(clock.speed if clock is not None else None)
+        yield from _times_of(job, clock, now)
+
+
 def _times_of(
     job: JobState, clock: ClockReading | None, now: float
 ) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """Where a job's wall time went, and what its switches cost."""
+    """Where the wall time of a job that is not over went, and how long it waits for what."""
     hung = sum(worker.halted is not None and not worker.halted.waits for worker in job.workers.values())
     yield "elasticd_job_hung_workers", (), hung
     if clock is None:
         return
-    over, time = job.phase in OVER, clock.time
-    asked = clock.stop_asked_at if job.stopping and not over else None
+    time, asked = clock.time, clock.stop_asked_at if job.stopping else None
     yield "elasticd_job_stopping_seconds", (), max(0.0, now - asked) if asked is not None else 0.0
-    if not over and (since := _checkpointed(job, clock)) is not None:
+    if (since := _checkpointed(job, clock)) is not None:
         yield "elasticd_job_checkpoint_age_seconds", (), max(0.0, now - since)
     if time is not None:
         for name, value in (("ettr", time.ettr), ("goodput", time.goodput)):
-            if (found := value(None if over else now)) is not None:
-                yield f"elasticd_job_{name}", (), found
-        yield "elasticd_job_stalled_seconds", (), 0.0 if over else max(0.0, now - time.last)
+            if (part := value(now)) is not None:
+                yield f"elasticd_job_{name}", (), part
+        yield "elasticd_job_stalled_seconds", (), max(0.0, now - time.last)
+
+
+def _counters_of(clock: ClockReading | None) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """What was lost, and what switches cost, since the job began."""
+    if clock is None:
+        return
+    if (time := clock.time) is not None:
         yield "elasticd_job_repeated_steps", (), time.repeated
         for cause in (*CAUSES, REPEATED, OTHER):
             yield "elasticd_job_lost_seconds", (cause,), time.lost.get(cause, 0.0)
@@ -356,7 +373,6 @@ def _speed_of(speed: TrainingSpeed | None) -> Iterator[tuple[str, tuple[str, ...
     values = {
         "elasticd_job_step_seconds": speed.newest.seconds or None,
         "elasticd_job_wall_step_seconds": speed.wall_seconds,
-        "elasticd_job_loss": speed.newest.loss,
         "elasticd_job_tokens_per_second": speed.tokens_per_second,
     }
     yield from ((name, (), value) for name, value in values.items() if value is not None)
@@ -370,15 +386,20 @@ def _checkpointed(job: JobState, clock: ClockReading) -> float | None:
     return clock.time.began if able and clock.time is not None else None
 
 
-def _gauges_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """What is known of a job: the name of a gauge, its labels behind the job, its value."""
+def _end_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """The phase of a job, whether it failed, and how far it came."""
     for phase in JobPhase:
         yield "elasticd_job_phase", (phase.value,), float(job.phase is phase)
-    failed = job.phase is JobPhase.STOPPED and not stop_request.on_request(job.reason)
+    wanted = job.orderly or stop_request.on_request(job.reason)
+    failed = job.phase is JobPhase.STOPPED and not wanted
     yield "elasticd_job_failed", (), float(failed)
+    yield "elasticd_job_step", (), job.progress.step
+
+
+def _gauges_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """The plan of a job that is not over, and what it keeps."""
     plan = job.plan
     values = {
-        "elasticd_job_step": job.progress.step,
         "elasticd_job_predicted_step_seconds": None if job.prediction_guessed else job.predicted_seconds,
         "elasticd_job_plan_number": job.number,
         "elasticd_job_members": len(plan.members) if plan is not None else 0,

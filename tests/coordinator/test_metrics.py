@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx2
 import msgspec
 import pytest
+from elasticd_planner.spec.measurement import Measurement
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticd.codec import decoding
@@ -18,15 +19,16 @@ from elasticd.config.credentials import Credentials
 from elasticd.coordinator.connections import Connections
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.events import event_pages
+from elasticd.coordinator.events.event_log import Journal
 from elasticd.coordinator.events.job_times import JobClock
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.coordinator.metrics import FAMILIES, LeaderMetrics
 from elasticd.machines.coordinator.machine import CoordinatorState
-from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker, fresh
+from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, Worker, fresh
 from elasticd.records import Keys
 from elasticd.store.protocol import KeyValue
 from elasticd.wire.rendezvous import Leave
-from elasticd.wire.worker import StayedOnPlan
+from elasticd.wire.worker import Report, StayedOnPlan
 from tests.coordinator.agents import agent, coordinating, until
 from tests.machines.cast import FakeWorker, node_record
 
@@ -242,5 +244,39 @@ def test_the_age_of_the_newest_checkpoint_and_of_a_wish_to_stop_are_metrics_of_a
     assert found["elasticd_job_checkpoint_age_seconds", labels] == 5.0
     assert found["elasticd_job_stopping_seconds", labels] == 3.0
     found = scraped(replace(able, stopping="stopped by alice", phase=JobPhase.STOPPED), 150.0)
-    assert found["elasticd_job_stopping_seconds", labels] == 0.0
+    assert ("elasticd_job_stopping_seconds", labels) not in found
     assert ("elasticd_job_checkpoint_age_seconds", labels) not in found, "an old job alarms nobody"
+
+
+#: What is told of a job that is over.
+LASTING = {
+    "elasticd_job_phase",
+    "elasticd_job_failed",
+    "elasticd_job_step",
+    "elasticd_job_loss",
+    "elasticd_job_lost_seconds_total",
+    "elasticd_job_repeated_steps_total",
+    "elasticd_job_moved_bytes_total",
+    "elasticd_job_replans_total",
+}
+
+
+@pytest.mark.parametrize("phase", list(JobPhase))
+def test_a_job_that_is_over_has_no_speed_no_devices_and_no_ettr_any_more(phase: JobPhase) -> None:
+    journal = Journal()
+    measured = Measurement(
+        device="a/0", plan=1, step=0, tokens=40, block_seconds=0.1, block_work=1.0, step_seconds=0.1
+    )
+    for step in range(12):
+        known = msgspec.structs.replace(measured, step=step)
+        journal.report("j", Report(measurement=known, loss=2.0, tokens=40), 100.0 + step)
+    job = msgspec.structs.replace(fresh("j", phase, 0.0), orderly=True)
+    state = CoordinatorState(epoch=1, jobs={"j": job})
+    text = LeaderMetrics().text(state, Connections(), False, journal.readings, 900.0).decode()
+    found = {name for name, labels in samples(text) if ("job", "j") in labels}
+    if phase in OVER:
+        assert found == LASTING
+        assert samples(text)["elasticd_job_failed", (("job", "j"),)] == 0, "its workers were told to go"
+    else:
+        speed = {"elasticd_job_ettr", "elasticd_job_tokens_per_second", "elasticd_job_wall_step_seconds"}
+        assert found > LASTING | speed | {"elasticd_job_members", "elasticd_job_stalled_seconds"}

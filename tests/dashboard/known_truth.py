@@ -207,6 +207,7 @@ def _trained(job: KnownJob, comparison: Comparison) -> None:
     until(lambda: cluster.events("gained"), cluster.events)
     compare_slowdowns(job, comparison)
     compare_top(job, comparison)
+    compare_running(job, comparison)
     steps = cluster.finish()
     assert set(cluster.wait(300).values()) == {0}
     until(
@@ -330,24 +331,37 @@ def _compare_status(job: KnownJob, truth: Sequence[StepTruth], comparison: Compa
     comparison.same("status --json: plan", found["plan"]["number"], last.plan)
 
 
-def _compare_metrics(job: KnownJob, truth: Sequence[StepTruth], comparison: Comparison) -> None:
-    metrics, last, wall = job.metrics, truth[-1], wall_seconds(truth)
-    labels = (("job", JOB),)
+def compare_running(job: KnownJob, comparison: Comparison) -> None:
+    """While the second plan runs: metrics of a job that is not over."""
+    metrics, truth = _of_job(job.metrics), job.truth
+    wall, own = wall_seconds(truth), own_seconds(truth, 2)
+    comparison.near("/metrics: tokens_per_second", metrics("tokens_per_second"), TOKENS / wall, 0.1)
+    comparison.near("/metrics: wall_step_seconds", metrics("wall_step_seconds"), wall, 0.1)
+    comparison.near("/metrics: step_seconds", metrics("step_seconds"), own, 0.2)
+    predicted = metrics("predicted_step_seconds")
+    comparison.near("/metrics: predicted_step_seconds", predicted, PREDICTED, 0.0, 1e-6)
+    comparison.same("/metrics: plan_number", metrics("plan_number"), 2)
+    comparison.same("/metrics: members", metrics("members"), 2)
+    comparison.same("/metrics: standby", metrics("standby"), 0)
+    comparison.near("/metrics: last_switch_seconds", metrics("last_switch_seconds"), _pause(job), 0.0, 1e-6)
+    _compare_time("/metrics", metrics("ettr"), metrics("goodput"), truth, comparison)
+
+
+def _of_job(metrics: Mapping[Any, float]) -> Callable[..., float | None]:
+    """Finds a metric of the job by the rest of its name, and its other labels."""
 
     def of(name: str, **more: str) -> float | None:
-        return metrics.get((f"elasticd_job_{name}", tuple(sorted((*labels, *more.items())))))
+        return metrics.get((f"elasticd_job_{name}", tuple(sorted((("job", JOB), *more.items())))))
 
+    return of
+
+
+def _compare_metrics(job: KnownJob, truth: Sequence[StepTruth], comparison: Comparison) -> None:
+    of, last = _of_job(job.metrics), truth[-1]
     comparison.same("/metrics: step", of("step"), last.step + 1)
     comparison.same("/metrics: loss", of("loss"), last.loss)
-    comparison.near("/metrics: tokens_per_second", of("tokens_per_second"), TOKENS / wall)
-    comparison.near("/metrics: wall_step_seconds", of("wall_step_seconds"), wall)
-    comparison.near("/metrics: step_seconds", of("step_seconds"), last.seconds, 0.1)
-    comparison.near("/metrics: predicted_step_seconds", of("predicted_step_seconds"), PREDICTED, 0.0, 1e-6)
-    comparison.same("/metrics: plan_number", of("plan_number"), last.plan)
-    comparison.same("/metrics: members", of("members"), 2)
-    comparison.same("/metrics: standby", of("standby"), 0)
-    comparison.near("/metrics: last_switch_seconds", of("last_switch_seconds"), _pause(job), 0.0, 1e-6)
-    _compare_time("/metrics", of("ettr"), of("goodput"), truth, comparison)
+    for name in ("tokens_per_second", "ettr", "members", "predicted_step_seconds", "stalled_seconds"):
+        comparison.same(f"/metrics: {name} of a job that is over", of(name), None)
     lost = of("lost_seconds_total", cause="between steps")
     comparison.near("/metrics: lost between steps", lost, _bodies(truth), 0.1, 0.02 * len(truth))
     comparison.near(
