@@ -215,6 +215,25 @@ class Stage:
         finally:
             run.stop()
 
+    def fail_in_restart_mode(self, name: str) -> None:
+        """Runs a script in restart mode, on both devices of the first node, that writes a line and raises."""
+        script = self.folder / f"{name}.py"
+        script.write_text(
+            "import os\nprint('written by', os.environ['LOCAL_RANK'])\nraise ValueError('planted')\n"
+        )
+        options = ("--job", name, "--mode", "restart", "--devices", str(DEVICES))
+        socket = ("--socket", self.socket(self.nodes[0]))
+        run = Torchrun(self.folder, "run", *options, *socket, str(script), program="elasticd")
+
+        def failed() -> bool:
+            jobs = self.asked(lambda api: api.status().restarts)
+            return any(job.job == name and job.phase == "failed" for job in jobs)
+
+        try:
+            until(failed, lambda: run.said, seconds=PATIENCE)
+        finally:
+            run.stop()
+
     # -- what the leader says ----------------------------------------------------------------------------------
 
     def reached(self, ask: Callable[[Api], T]) -> T | None:

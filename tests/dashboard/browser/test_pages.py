@@ -24,11 +24,12 @@ from tests.dashboard.browser.stage import JOB, OPERATOR, VIEWER, Stage
 
 #: How many times slower a device is made: on a busy machine much of an emulated slowness is lost.
 SLOW = 8.0
-OVER = "old"
+OVER, FAILED = "old", "plain"
 PAGES = (
     "/",
     "/jobs",
     f"/jobs/{JOB}",
+    f"/jobs/{FAILED}",
     f"/jobs/{JOB}/plans/1",
     f"/jobs/{JOB}/switch",
     "/devices/alpha/1",
@@ -41,6 +42,7 @@ PAGES = (
 def stage(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with Stage(tmp_path_factory.mktemp("stage"), coordinators=2) as made:
         made.start_job_that_is_over(OVER)
+        made.fail_in_restart_mode(FAILED)
         made.start_job()
         yield made
 
@@ -329,15 +331,85 @@ def test_a_job_that_is_over_has_no_tab_and_no_row_among_those_that_run(alice: Pe
     tabs = alice.page.get_by_label("Pages").get_by_role("link")
     expect(tabs).to_have_text(["Cluster", JOB, "Jobs", "Events", "Act"])
     expect(alice.row(OVER)).to_have_count(0)
-    alice.page.get_by_role("link", name="1 job is over").click()
+    alice.page.get_by_role("link", name="2 jobs are over").click()
     expect(alice.page.get_by_role("heading", level=1)).to_have_text("Jobs")
     expect(alice.row(OVER)).to_contain_text("stopped")
+    expect(alice.row(FAILED)).to_contain_text("failed")
     expect(alice.row(JOB)).to_have_count(1)
     alice.row(OVER).get_by_role("link", name=OVER).click()
     expect(alice.page.get_by_role("heading", level=1)).to_have_text(OVER)
     expect(alice.page.get_by_label("Pages").locator("[aria-current=page]")).to_have_text("Jobs")
     assert not alice.page.get_by_role("button", name=f"by place in {OVER}").count()
     assert not alice.reloaded
+
+
+@pytest.mark.slow
+def test_a_failure_is_news_on_the_clusters_page_and_a_job_that_was_stopped_is_not(
+    alice: Person, stage: Stage
+) -> None:
+    abnormal = alice.page.locator("section[aria-labelledby=abnormal-title]")
+    expect(abnormal.get_by_role("rowheader", name=f"job {FAILED}")).to_be_visible()
+    expect(abnormal.get_by_role("rowheader", name=f"job {OVER}")).to_have_count(0)
+    expect(alice.page.locator(".head, header").first).to_be_visible()
+    expect(alice.page.get_by_text(f"job {FAILED} failed")).to_be_visible()
+    expect(alice.page.get_by_text(f"Job {JOB} trains.")).to_be_visible()
+
+
+@pytest.mark.slow
+def test_a_job_in_restart_mode_has_its_devices_its_failure_and_what_each_worker_wrote(alice: Person) -> None:
+    page = alice.page
+    alice.go(f"/jobs/{FAILED}")
+    expect(page.get_by_text("ValueError: planted").first).to_be_visible()
+    panels = page.locator("main section.panel h2")
+    expect(panels).to_have_text(
+        ["The last failure of a worker", "Devices", "What the worker of alpha/0 writes"]
+    )
+    output = page.locator("ed-output pre")
+    expect(output).to_contain_text("written by 0")
+    alice.row("alpha/1").get_by_role("button", name="show").click()
+    expect(output).to_contain_text("written by 1")
+    expect(output).not_to_contain_text("written by 0")
+    shown = page.locator("main").inner_text()
+    assert not [word for word in ("-1", "predicted", "Loss", "Snapshots", "tokens") if word in shown]
+
+
+@pytest.mark.slow
+def test_the_page_of_a_device_has_the_output_of_its_newest_worker_alone(alice: Person) -> None:
+    """Not that of a job before, whose own page has it."""
+    alice.go("/devices/alpha/0")
+    output = alice.page.locator("ed-output")
+    expect(output).to_contain_text("What its worker writes")
+    expect(output).to_contain_text(f"job {JOB}, the newest last")
+    expect(output).not_to_contain_text("written by")
+
+
+@pytest.mark.slow
+def test_a_guess_moves_no_axis_and_figures_have_no_zeros_that_say_nothing(alice: Person, stage: Stage) -> None:
+    settled(stage)
+    top = """async (guess) => {
+        const app = document.querySelector("script[src$='app.js']").src;
+        await import(new URL("chart.js", app).href);
+        const chart = document.createElement("ed-chart");
+        chart.x = [0, 1, 2];
+        chart.curves = [
+            { label: "measured", hue: 1, values: [100, 110, 120] },
+            { label: "predicted", hue: 2, values: [100000, 100000, 130], guess },
+        ];
+        document.querySelector("main").append(chart);
+        await chart.updateComplete;
+        const most = chart.plot.scales.y.max;
+        chart.remove();
+        return most;
+    }"""
+    assert 120 < alice.page.evaluate(top, True) < 200
+    assert alice.page.evaluate(top, False) > 100_000, "the same curve does, where it is none"
+    written = """async (values) => {
+        const app = document.querySelector("script[src$='app.js']").src;
+        const { figure } = await import(new URL("format.js", app).href);
+        return values.map(figure);
+    }"""
+    shown = alice.page.evaluate(written, [0, 0.3, 0.03125, 1, 2.5, 31.25, 3125, -0.5, None])
+    assert shown == ["0", "0.3", "0.0313", "1.00", "2.50", "31.3", "3,125", "-0.5", "–"]
 
 
 @pytest.mark.slow
