@@ -47,6 +47,46 @@ def test_gathering_forgets_who_left() -> None:
     assert not world.job.joiners
 
 
+def test_what_a_job_waits_for_before_it_begins_is_shown_and_told_once() -> None:
+    world = World(("alpha", "beta", "gamma"))
+    world.join("alpha", 3, 3)
+    world.settle()
+    world.tick(0.5)
+    assert "waiting" not in world.kinds()
+    world.tick(1.0)
+    text = "waits for 2 of 3 nodes (alpha is there): give the same command on the other nodes"
+    assert world.job.reason == text
+    assert [note.text for note in world.notes if note.kind == "waiting"] == [text]
+    world.join("beta", 3, 3)
+    world.settle()
+    world.tick(1.0)
+    assert world.job.reason.startswith("waits for 1 of 3 nodes (alpha, beta are there)")
+    assert world.kinds().count("waiting") == 1
+    world.join("gamma", 3, 3)
+    world.settle()
+    assert world.phase is not JobPhase.GATHERING
+    assert not world.job.reason
+
+
+@pytest.mark.parametrize("who", ["its launcher leaves", "its agent goes"])
+def test_a_job_that_never_began_is_gone_once_its_last_launcher_has_left(who: str) -> None:
+    world = World(("alpha", "beta"))
+    world.join("alpha", 2, 2)
+    world.settle()
+    if who == "its agent goes":  # torchruns ask its successor
+        world.disconnect("alpha")
+        world.tick(5.0)
+        assert world.phase is JobPhase.GATHERING
+        return
+    world.leave("alpha")
+    world.tick(0.5)
+    assert JOB not in world.state.jobs
+    world.join("beta", 1, 1)
+    world.settle()
+    world.tick(1.0)
+    assert world.phase is not JobPhase.GATHERING, "the name is free"
+
+
 def test_join_with_other_limits_is_refused_with_both_named() -> None:
     world = World()
     world.join("alpha", 2, 2)

@@ -202,9 +202,11 @@ def test_job_that_nobody_waits_for_any_more_before_it_began_is_forgotten() -> No
     assert world.state.jobs == {}
     world.join("alpha")
     world.tick(10)
-    world.leave("alpha")
+    world.disconnect("alpha")
     world.tick(10)
-    assert JOB in world.state.jobs, "it may only be coming anew"
+    assert JOB in world.state.jobs, "the agent may only be starting again"
+    world.tick(600)
+    assert JOB not in world.state.jobs
 
 
 def test_torchruns_of_one_node_leave_room_for_the_jobs_of_others(monkeypatch: pytest.MonkeyPatch) -> None:

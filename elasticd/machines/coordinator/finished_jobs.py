@@ -19,7 +19,8 @@ from elasticd.wire.rendezvous import Join
 
 #: Jobs that one look forgets: each is a write, and what is decided meanwhile waits behind them.
 AT_ONCE = 8
-#: Seconds after which a job that no torchrun waits for any more, before it began, is forgotten.
+#: Seconds after which a job that no torchrun waits for any more, before it began, is forgotten: those of an
+#: agent that is started again come back. It is at once where the last of them left and nothing was kept of it.
 EMPTY_SECONDS = 600.0
 
 
@@ -37,7 +38,9 @@ def due(
     left = [
         job.job
         for job in jobs.values()
-        if job.phase is JobPhase.GATHERING and not job.joiners and now - job.since >= EMPTY_SECONDS
+        if job.phase is JobPhase.GATHERING
+        and not job.joiners
+        and ((job.abandoned and not job.highest) or now - job.since >= EMPTY_SECONDS)
     ]
     unbegun = {name: _never_began(now - jobs[name].since) for name in left if jobs[name].highest}
     if left:  # nothing was written of them, but for the history of earlier starts

@@ -21,6 +21,9 @@ from elasticd.wire.coordinator import FromClient, Unread, WorkerLost
 from elasticd.wire.rendezvous import Join, Joined, Leave, WorkerFailure
 from elasticd.wire.worker import Closed, Hello, Rejected
 
+#: Places that are there which a sentence names.
+MOST_NAMED = 8
+
 
 def join(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     """A torchrun asks to take part in a job whose nodes are still being counted."""
@@ -105,7 +108,7 @@ def _remember(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     joiner = Joiner(
         node=node, client=up.client, pid=body.pid, min_nodes=body.min_nodes, max_nodes=body.max_nodes
     )
-    turn.set(joiners={**turn.job.joiners, _place(node, body): joiner})
+    turn.set(joiners={**turn.job.joiners, _place(node, body): joiner}, abandoned=False)
 
 
 def _called(place: str) -> str:
@@ -184,6 +187,7 @@ def leave(turn: Turn, node: str, up: FromClient, body: Leave) -> None:
         return
     if _gathering(turn):
         forget(turn, node, up.client)
+        turn.set(abandoned=not turn.job.joiners)
     elif place in job.joined:
         _gone(turn, place, body)
 
@@ -260,21 +264,40 @@ def complete(turn: Turn) -> None:
     first = next(iter(job.joiners.values()), None)
     if first is None or len(job.joiners) < first.min_nodes:
         turn.set(enough_since=None)
+        if first is not None and job.phase is JobPhase.GATHERING:
+            _wait_for_more(turn, first.min_nodes)
         return
     since = turn.now if job.enough_since is None else job.enough_since
     turn.set(enough_since=since)
-    if len(job.joiners) < first.max_nodes and turn.now - since < turn.settings.gather_seconds:
+    early = turn.now - since < turn.settings.gather_seconds or turn.now < job.patient_until
+    if len(job.joiners) < first.max_nodes and early:
         return
     names = tuple(sorted(job.joiners)[: first.max_nodes])
     if job.phase is JobPhase.GATHERING:
         turn.enter(JobPhase.ASSEMBLING)
-    turn.set(joined=names)
+    turn.set(joined=names, reason="")
     what = "devices" if "/" in names[0] else "nodes"
     turn.note("job_gathered", f"{len(names)} {what} take part: {', '.join(names)}", nodes=list(names))
     for name in sorted(job.joiners)[first.max_nodes :]:
         turn.send(job.joiners[name].node, job.joiners[name].client, Rejected(reason=_full(turn)))
     for name in names:
         _answered(turn, name)
+
+
+def _wait_for_more(turn: Turn, least: int) -> None:
+    """Says in the job's status which places it waits for, and once in an event."""
+    job = turn.job
+    if turn.now - job.since < turn.settings.gather_seconds:
+        return
+    there = sorted(job.joiners)
+    what = "devices" if "/" in there[0] else "nodes"
+    names = f"{', '.join(there[:MOST_NAMED])}{', ...' if len(there) > MOST_NAMED else ''}"
+    lacking, verb = least - len(there), "is" if len(there) == 1 else "are"
+    there_are = f"waits for {lacking} of {least} {what} ({names} {verb} there)"
+    text = f"{there_are}: give the same command on the other nodes"
+    if not job.reason:
+        turn.note("waiting", text, there=there, least=least)
+    turn.set(reason=text)
 
 
 def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:

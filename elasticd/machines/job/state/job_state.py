@@ -296,6 +296,7 @@ class JobState(Value, frozen=True, kw_only=True):
     since: float  # when it entered the phase
     reason: str = ""  # why it waits or has ended, for people
     joiners: dict[str, Joiner] = msgspec.field(default_factory=dict)  # torchruns by place: a node, or a device
+    abandoned: bool = False  # its last torchrun left while it was gathering: it is about to be forgotten
     enough_since: float | None = None  # since when enough torchruns are there
     joined: tuple[str, ...] = ()  # places that take part, in rank order
     fresh: bool = False  # it begins anew: checkpoints that it did not make itself are none of its own
