@@ -184,6 +184,8 @@ async def _answers(job: str, kept: _Kept) -> dict[str, Any]:
     cluster = found["/api/cluster"]
     if not cluster["leader"]["reachable"] and cluster["heard"]:
         cluster["now"] = cluster["heard"]  # the report is of then
+    cluster["jobs"] = [row for row in cluster["jobs"] if row["job"] == job]
+    cluster["abnormal"] = [row for row in cluster["abnormal"] if row["what"] != "job" or row["name"] == job]
     cluster["viewer"] = {"signed_in": True, "asks": False, "name": "", "role": ""}
     start = f"/jobs/{quote(job, safe='')}"
     return {"start": start, **{path: value for path, value in found.items() if value is not None}}

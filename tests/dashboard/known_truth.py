@@ -480,11 +480,13 @@ def _compare_steps(where: str, ask: Ask, truth: Sequence[StepTruth], comparison:
         for step, plan, predicted in zip(columns["step"], columns["plan"], columns["predicted"], strict=True)
         if plan == 1 and step >= FIRST_STEPS - 1
     ]
-    comparison.near(
+    # The profile is fitted to these steps, of which a busy machine makes some longer: it lies among them.
+    taught = [TOKENS / step.seconds for step in truth[1:FIRST_STEPS]]
+    comparison.holds(
         f"throughput {where}: predicted, once fitted",
+        0.9 * min(taught) <= median(fitted) <= 1.1 * max(taught),
         median(fitted),
-        TOKENS / own_seconds(truth[:FIRST_STEPS], 1),
-        0.1,
+        f"{min(taught):.0f} to {max(taught):.0f}",
     )
 
 

@@ -13,8 +13,11 @@ import pytest
 
 from elasticd.client import Api, CannotReach
 from elasticd.config.tree import DashboardSection
+from elasticd.coordinator.api_types import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.coordinator.live_types import JobNews
+from elasticd.dashboard.board import Board
 from elasticd.dashboard.history import opened
 from elasticd.dashboard.report import NoReport, of_history, report_values
 from tests.coordinator.agents import coordinating
@@ -87,6 +90,39 @@ def test_its_report_is_there(tmp_path: Path) -> None:
     assert values["/api/jobs/night"]["head"]["phase"] == "stopped"
     with pytest.raises(NoReport, match="there is no job 'never'"):
         report_values("never", filled, nobody)
+
+
+def news_of(job: str, phase: str) -> JobNews:
+    status = JobStatus(
+        job=job,
+        phase=phase,
+        reason="a fault",
+        plan=None,
+        proposal=None,
+        step=8,
+        loss=2.5,
+        tokens_per_second=100.0,
+        members=(),
+    )
+    return JobNews(id="1:1", job=status, plan=1, over=False)
+
+
+def test_its_report_is_about_no_other_job(tmp_path: Path) -> None:
+    keep(tmp_path / "history.db")
+
+    @contextmanager
+    def nobody() -> Iterator[Api]:
+        raise CannotReach("nobody leads")
+        yield
+
+    def filled(copy: Path) -> Board:
+        board = of_history(tmp_path / "history.db", nobody, DashboardSection())(copy)
+        board.known.cluster.jobs = {name: news_of(name, "recovering") for name in ("day", "night")}
+        return board
+
+    cluster = report_values("night", filled, nobody)["/api/cluster"]
+    assert [row["job"] for row in cluster["jobs"]] == ["night"]
+    assert [row["name"] for row in cluster["abnormal"]] == ["night"]
 
 
 @pytest.mark.parametrize("number", ["9" * 23, "9" * 5000, "x", "-" * 3])
