@@ -133,18 +133,23 @@ class _News:
 
     def __init__(self, what: Launch) -> None:
         self._lines = LaunchLines()
-        self._over = threading.Event()
+        self._over, self._failed = threading.Event(), False
         self.link = LaunchLink(what.socket or default_path(), what.job, self._take)
 
     def _take(self, event: Happened) -> None:
         if line := self._lines.line(event):
             _say(line)
         if event.kind in ("finished", "stopped"):
+            self._failed = event.kind == "stopped" and not event.data.get("orderly")
             self._over.set()
 
     def end_is_told(self) -> bool:
         """Whether a line of the leader's has said how the job ended, now or within a moment."""
         return self._over.wait(END_SECONDS)
+
+    def failure_is_told(self) -> bool:
+        """Whether the leader has said that the job ended, and in no good order."""
+        return self.end_is_told() and self._failed
 
     def close(self) -> None:
         """Ends the telling, once the job's end is told: the workers may have ended a moment before."""
@@ -164,7 +169,7 @@ def _launched(what: Launch, news: _News) -> int:
         if told:
             return 128 + told[0]
         failed = [code for code in ended.codes.values() if code]
-        if len(failed) < len(ended.codes):
+        if len(failed) < len(ended.codes) and not (failed and news.failure_is_told()):
             if all(outcome.reason for outcome in ended.outcomes.values()) and not news.end_is_told():
                 _say(f"nothing to do: {ended.outcomes[0].reason}")
             return 0

@@ -10,9 +10,11 @@ from click.testing import CliRunner
 
 from elasticd.cli.app import elasticd
 from elasticd.cli.worker_output import OutputLines
+from elasticd.system import torchrun_launcher
 from elasticd.system.launch_events import LaunchLines
 from elasticd.system.output_options import OutputOptions
 from elasticd.system.torchrun_launcher import CannotPlace, Launch, placed, slots
+from elasticd.system.torchrun_outcome import TorchrunOutcome
 from elasticd.wire.launch import Following, Happened
 
 
@@ -179,3 +181,17 @@ def test_output_is_shown_as_lines_of_which_a_progress_bar_is_its_last_state() ->
     assert lines.take("one\n 1%\r 2%\r10") == ["one"]
     assert lines.take("0%\n\x1b[31mred\x1b[0m\x07\r\nhal") == ["100%", "red\\x07"]
     assert lines.rest() == "hal"
+
+
+@pytest.mark.parametrize(("orderly", "code"), [(True, 0), (False, 1)])
+def test_exit_code_is_a_failure_where_the_job_was_not_stopped_in_good_order(
+    orderly: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where workers that stood by ended with 0."""
+    outcomes = {index: TorchrunOutcome() for index in range(2)}
+    ended = torchrun_launcher._Ended(codes={0: 1, 1: 0}, outcomes=outcomes)
+    monkeypatch.setattr(torchrun_launcher, "_run", lambda *of_launch: ended)
+    monkeypatch.setattr(torchrun_launcher, "LaunchLink", lambda *of_link: None)
+    news = torchrun_launcher._News(launch())
+    news._take(Happened(job="job", kind="stopped", text="stopped: by alice", data={"orderly": orderly}))
+    assert torchrun_launcher._launched(launch(), news) == code
