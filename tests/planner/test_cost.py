@@ -1,5 +1,6 @@
 """Step time and memory of plans, worked out by hand."""
 
+import msgspec
 import pytest
 from elasticd_planner.cost.memory import memory_by_device
 from elasticd_planner.cost.model import (
@@ -10,6 +11,7 @@ from elasticd_planner.cost.model import (
 )
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.placement.state_movement import strategy
 from elasticd_planner.problem import Problem
 from elasticd_planner.spec.cluster import Link
 from elasticd_planner.spec.plan import Plan
@@ -110,3 +112,32 @@ def test_a_prediction_has_time_bound_and_memory() -> None:
     assert found.bound_seconds == pytest.approx(3 * 4.3 / (1 + 1 / 3 + 1))
     assert found.bound_seconds <= found.step_seconds
     assert set(found.memory) == {"n0/0", "n0/1", "n0/2"}
+
+
+@pytest.mark.parametrize("recomputing", [(), (0,), (0, 1), (1, 2, 3), (0, 1, 2, 3)])
+def test_what_is_left_of_a_reduction_follows_from_the_stages_that_the_plan_recomputes(
+    recomputing: tuple[int, ...],
+) -> None:
+    """A stage that recomputes is longer in its last backward pass, which hides more of its reduction; the
+    others are what the step waits for. The setting under which the plan was found says nothing of it."""
+    model = msgspec.structs.replace(FREE, layers=6, overlap=True)
+    made = plan(*((2, [(3, [f"n0/{p}"], [1]), (3, [f"n0/{p + 1}"], [1])]) for p in (0, 2)))
+    here = cluster(4, inside=Link(bandwidth=100, latency=0.1))
+    pipelines = tuple(
+        msgspec.structs.replace(
+            pipeline,
+            stages=tuple(
+                msgspec.structs.replace(stage, recompute=2 * p + s in recomputing)
+                for s, stage in enumerate(pipeline.stages)
+            ),
+        )
+        for p, pipeline in enumerate(made.pipelines)
+    )
+    made = made.replace(strategies=(strategy(pipelines),))
+    settings = (ProfileCost(model, recompute=on) for on in (False, True))
+    assert len({step_seconds(made, here, {}, cost) for cost in settings}) == 1
+    reduction = 2 * (0.1 + model.gradient_bytes / 2 / 2 / 100)
+    backward = 3 * 1.0 * (1 if len(recomputing) == 4 else 2 / 3)  # three blocks, of the last micro-batch
+    assert after_seconds(made, here, ProfileCost(model, recompute=True)) == pytest.approx(
+        max(reduction / 3, reduction - backward * (1 - 1 / 3))
+    )

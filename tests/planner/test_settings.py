@@ -18,7 +18,7 @@ from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.problem_files.file_format import load
 from elasticd_planner.problem_files.solve import solve
 from elasticd_planner.search import planner
-from elasticd_planner.search.options import SearchProgress, Settings, listed
+from elasticd_planner.search.options import SearchProgress, Settings, listed, setting_of, task_of
 from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 from elasticd_planner.spec.plan import Plan, StatePolicy
@@ -399,6 +399,32 @@ def test_measured_collectives_and_overlap_are_what_the_cost_says() -> None:
     made = found(plan(uniform(2, 1e9)))
     assert memory_by_device(made, ProfileCost(base))
     assert step_seconds(made, uniform(2, 1e9).cluster, {}, ProfileCost(base)) > 0
+
+
+@pytest.mark.parametrize("seed", sizes.every(range(12), 3))
+def test_a_plan_is_predicted_as_what_it_is_whatever_setting_it_was_found_under(seed: int) -> None:
+    """With recomputation allowed, and in the end in few stages or in none; reductions are hidden in part."""
+    problem = small(random.Random(seed), recompute=True)
+    problem = msgspec.structs.replace(problem, profile=msgspec.structs.replace(problem.profile, overlap=True))
+    made = plan(problem).plan
+    if made is None:
+        return
+    assert made.prediction is not None
+    alone = setting_of(made, problem).problem(problem)
+    assert step_seconds(made, problem.cluster, problem.rates, task_of(alone).cost) == pytest.approx(
+        made.prediction.step_seconds
+    )
+
+
+def test_mixed_clusters_are_predicted_as_their_plans_are_judged_alone() -> None:
+    raw = json.loads((Path(__file__).parents[2] / "examples" / "problems" / "mixed.json").read_text())
+    planned = solve(load(json.dumps(raw)))
+    assert planned.plan is not None
+    assert planned.figures is not None
+    recomputing = any(stage.recompute for _, _, stage in planned.plan.walk())
+    pinned = solve(load(json.dumps({**raw, "pins": {**raw.get("pins", {}), "recompute": recomputing}})))
+    assert pinned.figures is not None
+    assert planned.figures.step <= pinned.figures.step * (1 + 1e-9)
 
 
 def test_a_plan_that_runs_under_another_setting_is_judged_as_it_is_and_kept_where_it_is_good() -> None:

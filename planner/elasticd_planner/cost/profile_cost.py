@@ -51,12 +51,15 @@ class ProfileCost:
         return replace(self, profile=self.profile.sized(tokens))
 
     def under(self, plan: Plan) -> ProfileCost:
-        """The same cost under a plan's state policy."""
+        """The same cost under a plan's state policy. What it costs after its pipelines follows from its stages:
+        those hide least of their reduction that do not recompute."""
+        recompute = all(stage.recompute for _, _, stage in plan.walk())
         if not plan.state.zero and not self.state.zero:
-            return self
+            return self if recompute == self.recompute else replace(self, recompute=recompute)
         return replace(
             self,
             state=plan.state,
+            recompute=recompute,
             pipelines=len(plan.by_lane),
             micro_batches=sum(pipeline.micro_batches for pipeline in plan.pipelines),
             members=len(plan.members),
