@@ -1,5 +1,5 @@
-"""The planner's figures: golden rows, optimality on small problems, stragglers, proved gaps, time at scale, and
-clusters as they are (`drawn`, by _drawn.py).
+"""The planner's figures: golden rows, optimality on small problems, stragglers, proved gaps, time at scale,
+clusters as they are (`drawn`, by _drawn.py), and real models (`freedom` and `real`, by _freedom.py).
 
 make bench NAME=planner                       # all parts
 make bench NAME=planner ARGS="--only time straggler"  # some; the results keep the others as they are
@@ -32,6 +32,7 @@ from _drawn import drawn_rows  # noqa: E402
 from _engines import engine_rows  # noqa: E402
 from _exactness import exactness_rows  # noqa: E402
 from _frame import PLANNER, Part, run  # noqa: E402
+from _freedom import freedom_rows, real_rows  # noqa: E402
 from _results import Row, row  # noqa: E402
 from elasticd_planner.problem_files.convert import task_of  # noqa: E402
 from elasticd_planner.problem_files.file_format import Objective, Planned, TableProblem  # noqa: E402
@@ -354,6 +355,8 @@ PARTS = {
     "reference": Part(reference_rows, PLANNER, {"most": 1}),
     "straggler": Part(straggler_rows, PLANNER, {"names": ("32b",)}),
     "drawn": Part(drawn_rows, PLANNER, {"count": 8, "large_count": 2}),
+    "freedom": Part(freedom_rows, PLANNER, {"few": 2, "many": 0, "restrictions": 3, "seed": 7}),
+    "real": Part(real_rows, PLANNER, {"names": ("SmolLM2-135M",), "devices": (64,)}),
     "subproblem": Part(subproblem_rows, PLANNER, {"count": 20}),
     "small": Part(small_rows, PLANNER, {"few": 10, "eight": 1, "bounded": 10}),
     "beyond": Part(beyond_rows, PLANNER, {"count": 1}),

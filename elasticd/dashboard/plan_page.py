@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from elasticd_planner.cost.model import Groups, stage_times
+from elasticd_planner.cost.model import KnownCosts, stage_times
 from elasticd_planner.cost.pipeline_time import Times
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.cost.schedule_timeline import pass_times
@@ -48,7 +48,7 @@ def cost_of(problem: Problem, plan: Plan) -> ProfileCost:
 def times_of(record: HistoryRecord) -> list[tuple[str, int, int, Pipeline, Times]]:
     """Of each lane: its module, its pipeline's number, its own, itself, and the seconds of its stages."""
     problem, plan = record.problem, record.plan
-    cost, known = cost_of(problem, plan), Groups()
+    cost, known = cost_of(problem, plan), KnownCosts()
     return [
         (module.module, p, number, lane, stage_times(lane, problem.cluster, problem.rates, cost, known))
         for module in plan.modules

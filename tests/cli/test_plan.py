@@ -190,17 +190,17 @@ def test_an_answer_whose_lanes_do_not_add_up_is_refused(tmp_path: Path) -> None:
 
 def test_a_steps_rows_are_drawn_by_lane_and_cut_sequences_have_a_letter(tmp_path: Path) -> None:
     lengths = tmp_path / "lengths.json"
-    lengths.write_text(json.dumps({"lengths": [60_000, *[500] * 40], "linear": 49152, "tokens": 16_000}))
+    lengths.write_text(json.dumps({"lengths": [40_000, *[500] * 40], "linear": 49152, "tokens": 16_000}))
     given = written(tmp_path / "p.json", rates={})
     result = run(given, "--lanes", "16", "--batch", str(lengths))
     assert result.exit_code == 0, result.output
     drawn = [line for line in result.output.splitlines() if line.startswith("pipeline ")]
     assert len([line for line in drawn if "lane" in line and "A" in line]) > 1, "the long one is on several"
-    assert "sequences 41   tokens 80,000" in result.output
+    assert "sequences 41   tokens 60,000" in result.output
     assert "busiest lane over even work" in result.output
     answer = json.loads(run(given, "--lanes", "16", "--batch", str(lengths), "--json").output)
     pieces = [p for rows in answer["batch"]["pipelines"] for row in rows for lane in row for p in lane]
-    assert sum(p["stop"] - p["start"] for p in pieces if p["sample"] == 0) == 30_000
+    assert sum(p["stop"] - p["start"] for p in pieces if p["sample"] == 0) == 20_000
     assert answer["batch"]["summary"]["cut"] == 1
 
 

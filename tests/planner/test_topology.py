@@ -36,7 +36,7 @@ def test_a_tp_group_crosses_no_node_where_one_fits_and_no_other_order_of_devices
     assert found.beaten <= 1 + 1e-9
 
 
-@pytest.mark.parametrize("seed", [65, 80])
+@pytest.mark.parametrize("seed", [80, 264])
 def test_a_group_keeps_to_a_node_even_where_the_network_is_as_quick_as_the_nodes_own_link(seed: int) -> None:
     assert not inside_first(problem(seed).cluster)
     found = placed(seed)

@@ -15,7 +15,7 @@ before the reduction: each costs what a pipeline does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
@@ -91,25 +91,34 @@ class CostModel(Protocol):
         """A_0 ... A_n: the most that k groups of these devices, of one node, can reach in sum(1 / block)."""
 
 
-#: What groups cost, by what that depends on: their rates, shares and link, whether they recompute, and whether
-#: they have sequence parallelism.
-Groups = dict[tuple[tuple[float, ...], tuple[int, ...], Link, bool, bool], GroupCost]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownCosts:
+    """Costs that were asked for before, of one cluster at one set of rates.
+
+    Of TP groups by what they depend on (rates, shares, link, recomputation, sequence parallelism) and by their
+    names; of boundaries, one way, by the devices on both sides.
+    """
+
+    groups: dict[tuple[tuple[float, ...], tuple[int, ...], Link, bool, bool], GroupCost] = field(
+        default_factory=dict
+    )
+    stages: dict[tuple[tuple[str, ...], tuple[int, ...], bool, bool], GroupCost] = field(default_factory=dict)
+    hops: dict[tuple[tuple[str, ...], tuple[str, ...]], float] = field(default_factory=dict)
 
 
 def stage_times(
-    pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel, known: Groups | None = None
+    pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel, known: KnownCosts | None = None
 ) -> Times:
     """Seconds that one micro-batch spends on each stage, and between them; of an interleaved pipeline on each
     chunk, in the order in which the micro-batch meets them. The pipeline has a single lane (`by_lane`).
-    `known`: groups that were asked for before; those of this pipeline are added."""
+    `known`: costs that were asked for before; those of this pipeline are added."""
     if pipeline.rows:
         refuse("a pipeline of several lanes has no times of its own: ask for those of each lane")
-    stages, spans, known = pipeline.stages, pipeline.spans, {} if known is None else known
+    stages, spans = pipeline.stages, pipeline.spans
+    known = KnownCosts() if known is None else known
     groups = [_group(stage, cluster, rates, cost, known) for stage in stages]
     around = (*stages, stages[0]) if pipeline.chunks > 1 else stages
-    hops = [
-        cost.boundary(cluster.reach((*stage.devices, *after.devices))) / 2 for stage, after in pairwise(around)
-    ]
+    hops = [_hop(stage, after, cluster, cost, known) for stage, after in pairwise(around)]
     forward, backward = [], []
     for place, (start, stop) in enumerate(spans):
         group = groups[place % len(stages)]
@@ -124,12 +133,22 @@ def stage_times(
     return Times(forward=np.array(forward), backward=np.array(backward), boundary=np.array(boundary))
 
 
-def _group(stage: Stage, cluster: Cluster, rates: Rates, cost: CostModel, known: Groups) -> GroupCost:
-    each = tuple([rate_of(rates, device) for device in stage.devices])
-    key = each, stage.shares, cluster.reach(stage.devices), stage.recompute, stage.sliced
-    if key not in known:
-        known[key] = cost.for_stage(stage).group(*key[:3])
-    return known[key]
+def _group(stage: Stage, cluster: Cluster, rates: Rates, cost: CostModel, known: KnownCosts) -> GroupCost:
+    named = stage.devices, stage.shares, stage.recompute, stage.sliced
+    if named not in known.stages:
+        slowdowns = tuple([rate_of(rates, device) for device in stage.devices])
+        key = slowdowns, stage.shares, cluster.reach(stage.devices), stage.recompute, stage.sliced
+        if key not in known.groups:
+            known.groups[key] = cost.for_stage(stage).group(*key[:3])
+        known.stages[named] = known.groups[key]
+    return known.stages[named]
+
+
+def _hop(stage: Stage, after: Stage, cluster: Cluster, cost: CostModel, known: KnownCosts) -> float:
+    key = stage.devices, after.devices
+    if key not in known.hops:
+        known.hops[key] = cost.boundary(cluster.reach((*stage.devices, *after.devices))) / 2
+    return known.hops[key]
 
 
 def stage_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel) -> tuple[float, ...]:
@@ -157,7 +176,7 @@ def step_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) ->
 def _slowest(pipelines: Sequence[Pipeline], cluster: Cluster, rates: Rates, cost: CostModel) -> float:
     """Seconds of the slowest pipeline. A large job has hundreds that are alike: those with as many stages and
     micro-batches are counted at once, and an interleaved one once for all that take the same."""
-    known: Groups = {}
+    known = KnownCosts()
     alike: dict[tuple[int, int, int], list[Times]] = {}
     for each in pipelines:
         key = each.chunks, len(each.stages), each.micro_batches

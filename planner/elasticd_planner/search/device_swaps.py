@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations, islice, permutations, product
+from itertools import combinations, islice, pairwise, permutations, product
 
 import msgspec
 import numpy as np
 
 from elasticd_planner.cost.memory import memory_by_device
-from elasticd_planner.cost.model import Groups, smallest, stage_times
-from elasticd_planner.cost.pipeline_time import Times
+from elasticd_planner.cost.model import KnownCosts, smallest, stage_times
+from elasticd_planner.cost.pipeline_time import Times, at_least
 from elasticd_planner.grouping.tp_groups import by_name
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.placement.state_movement import strategy
@@ -39,6 +39,10 @@ from elasticd_planner.spec.plan import Pipeline, Plan
 
 #: Changes made at most, and pipelines costed for all of them.
 CHANGES, COSTED = 100, 5_000
+
+#: Pipelines whose schedules are played at once, times the square of their stages: what is kept of the rounds
+#: grows so, and takes 64 MB.
+AT_ONCE = 600_000
 
 #: Whole nodes are exchanged, and all devices dealt, in clusters of so many nodes at most.
 NODES = 16
@@ -66,6 +70,8 @@ def swapped(task: Task, plan: Plan) -> tuple[Pipeline, ...] | None:
         return None
     before = task.seconds(plan)
     swaps = _Swaps(task, plan)
+    if swaps.settled:
+        return None
     swaps.run()
     if not swaps.changed:
         return None
@@ -119,7 +125,7 @@ class _Swaps:
             for name, node in named.items()
             if usable[name] == len(node.devices) and all(self._kinds[d.name][0] <= 1 for d in node.devices)
         }
-        self._groups: Groups = {}
+        self._known = KnownCosts()
         self._costed = self._looked = 0
         self._seconds = self._of(self.pipelines)
         self._cost = task.cost.under(plan)
@@ -143,6 +149,24 @@ class _Swaps:
             if self._costed >= COSTED or self._looked >= LOOKED:
                 return
 
+    @property
+    def settled(self) -> bool:
+        """Whether no change can help: devices differ in nothing but their places, and the slowest pipeline
+        talks over the nearest links that there can be between groups of its sizes."""
+        if len({kind[:2] for kind in self._kinds.values()}) > 1 or self.task.cluster.levels:
+            return False
+        cluster, slowest = self.task.cluster, self.pipelines[int(np.argmax(self._seconds))]
+        if any(node.island or node.inside or node.within for node in cluster.nodes):
+            return False
+        widest = max(len(node.devices) for node in cluster.nodes)
+        apart = all(len(a.devices) + len(b.devices) > widest for a, b in pairwise(slowest.stages))
+        return apart and self._spread_least()
+
+    def _spread_least(self) -> bool:
+        """Whether the plan's members are on several nodes whatever devices it has."""
+        members = sum(len(devices) for devices in map(self._devices, self._need))
+        return members > max(len(node.devices) for node in self.task.cluster.nodes)
+
     def _with(self, pipelines: Sequence[Pipeline]) -> Plan:
         used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
         away = {*self._given.carriers, *used}
@@ -151,27 +175,45 @@ class _Swaps:
 
     # Costs.
 
-    def _of(self, pipelines: Sequence[Pipeline]) -> list[float]:
-        """Seconds of each pipeline. Those with as many stages and micro-batches are counted at once."""
-        task, found = self.task, [0.0] * len(pipelines)
+    def _of(self, pipelines: Sequence[Pipeline], limit: float = math.inf) -> list[float]:
+        """Seconds of each pipeline; inf of those that cannot end within `limit`. Those with as many stages and
+        micro-batches are counted at once."""
+        task, spent = self.task, [math.inf] * len(pipelines)
         self._costed += len(pipelines)
         alike: dict[tuple[int, int], list[tuple[int, Times]]] = {}
         for at, pipeline in enumerate(pipelines):
-            times = stage_times(pipeline, task.cluster, task.rates, task.cost, self._groups)
+            times = stage_times(pipeline, task.cluster, task.rates, task.cost, self._known)
             if task.steady:
-                found[at] = pipeline.micro_batches * float(times.charged.max())
+                spent[at] = pipeline.micro_batches * float(times.charged.max())
             else:
                 alike.setdefault((len(pipeline.stages), pipeline.micro_batches), []).append((at, times))
-        for (_, micro_batches), listed in alike.items():
-            together = Times(
-                forward=np.stack([times.forward for _, times in listed]),
-                backward=np.stack([times.backward for _, times in listed]),
-                boundary=np.stack([times.boundary for _, times in listed]),
+        for (stages, micro_batches), listed in alike.items():
+            rows = max(1, AT_ONCE // stages**2)
+            for start in range(0, len(listed), rows):
+                self._scheduled(listed[start : start + rows], micro_batches, limit, spent)
+        return spent
+
+    def _scheduled(
+        self, listed: Sequence[tuple[int, Times]], micro_batches: int, limit: float, spent: list[float]
+    ) -> None:
+        """Fills in the seconds of some pipelines with as many stages, by their places."""
+        together = Times(
+            forward=np.stack([times.forward for _, times in listed]),
+            backward=np.stack([times.backward for _, times in listed]),
+            boundary=np.stack([times.boundary for _, times in listed]),
+        )
+        timing = self.task.cost.timing
+        kept = np.arange(len(listed))
+        if timing.hidden:
+            kept = np.flatnonzero(at_least(together, micro_batches) <= limit)
+        if len(kept):
+            possible = Times(
+                forward=together.forward[kept],
+                backward=together.backward[kept],
+                boundary=together.boundary[kept],
             )
-            seconds = task.cost.timing.seconds(together, micro_batches)
-            for (at, _), one in zip(listed, seconds, strict=True):
-                found[at] = float(one)
-        return found
+            for row, seconds in zip(kept.tolist(), timing.seconds(possible, micro_batches), strict=True):
+                spent[listed[row][0]] = float(seconds)
 
     def _after(self, change: Change) -> float:
         """Seconds after the slowest pipeline; inf where replicas would be on fewer nodes than they were."""
@@ -211,9 +253,9 @@ class _Swaps:
         for change in listed:
             touched = sorted({p for p, _ in change})
             parts.append([(p, made.setdefault(self._changed(p, change), len(made))) for p in touched])
-        seconds = self._of(list(made))
         limit, best, chosen = self._seconds[slowest] * (1 - EQUAL), None, None
         step = self._seconds[slowest] + self._spent_after
+        seconds = self._of(list(made), step)
         ranked = sorted(range(len(self._seconds)), key=lambda p: -self._seconds[p])
         for change, part in zip(listed, parts, strict=True):
             now = [seconds[at] for _, at in part]

@@ -30,6 +30,19 @@ Shortage = tuple[int, str]
 MOST_NODES = 8
 
 
+def impossible_pin(task: Task) -> str:
+    """The refusal of a pinned TP size that no group can have; empty where there is none."""
+    pinned, sizes = task.fixed_tp, task.cost.widths(1 << 30)
+    if pinned is None or pinned in sizes or not sizes:
+        return ""
+    through = sizes == tuple(range(sizes[0], sizes[-1] + 1))
+    allowed = f"{sizes[0]} to {sizes[-1]}" if through else " or ".join(map(str, sizes))
+    return (
+        f"tp is pinned to {pinned}, and TP groups of this model can have {allowed} members; "
+        "pin one of these sizes, or unpin tp"
+    )
+
+
 def explain_infeasible(task: Task, *, setting: str = "", micro_batch: int = 1) -> str:
     """One sentence with the smallest shortage and the remedy.
 
@@ -46,6 +59,12 @@ def explain_infeasible(task: Task, *, setting: str = "", micro_batch: int = 1) -
     widths = task.cost.widths(max(map(len, places)))
     if not widths:
         return "does not fit: no TP group of an allowed size can be made of the devices; allow a smaller size"
+    widest = max(map(len, places))
+    if task.fixed_tp is not None and task.fixed_tp > widest and not task.crosses_nodes:
+        return (
+            f"does not fit: tp is pinned to {task.fixed_tp}, and no node has more than {widest} devices that "
+            "can be used; pin a smaller tp"
+        )
     if usable < pipelines * widths[0]:
         needed = pipelines * widths[0]
         return (

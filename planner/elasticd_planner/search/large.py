@@ -182,7 +182,8 @@ class LargeSearch:
         """By memory: one pipeline holds all layers, each at no less than its least bytes in any stage."""
         task = self.task
         deepest = min(task.layers, self.devices, DEEPEST)
-        layer, empty = least_need(task.cost, min(self.devices, DEEPEST), range(1, deepest + 1))
+        widest = max((kind.devices for kind in self.kinds), default=0)
+        layer, empty = least_need(task.cost, min(widest, DEEPEST), range(1, deepest + 1))
         room = sum(
             max(0.0, memory - empty) * number * len(kind.nodes)
             for kind in self.kinds
@@ -194,12 +195,22 @@ class LargeSearch:
 
     # The search.
 
-    def run(self, like: tuple[int, int | None] | None = None, *, brief: bool = False) -> Found | None:
+    def run(
+        self,
+        like: tuple[int, int | None] | None = None,
+        *,
+        brief: bool = False,
+        forms: Sequence[tuple[int, int]] = (),
+    ) -> Found | None:
         """The best plan found; None where nothing fits. Few attempts (as with pins) are made thoroughly. Of
         many each is made briefly, then those like the best thoroughly, then mixtures of sizes. `like`: the
         number of pipelines and the size of groups of a plan known to be good; where some plan is like it, no
         others are tried. `brief`: nothing is tried thoroughly."""
         self._brief = brief
+        fixed = self.task.fixed_dp, self.task.fixed_tp
+        self._try(
+            [(0.0, d, w) for d, w in forms if fixed[0] in (None, d) and fixed[1] in (None, w)], BUDGET_ALONE
+        )
         if like is not None and like[0] <= self.task.micro_batches:
             self._try([(0.0, like[0], self.task.fixed_tp or like[1])], BUDGET_BRIEF)
             if self._best is not None:

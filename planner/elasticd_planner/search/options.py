@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import msgspec
@@ -26,17 +27,23 @@ import msgspec
 from elasticd_planner.cost.memory import least_need
 from elasticd_planner.cost.model import CostModel
 from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.grouping.node_partitions import hosts
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.problem import Answer, Problem, SearchSpace
 from elasticd_planner.search.infeasible import explain_infeasible, shortage
 from elasticd_planner.search.large import DEEPEST, LargeSearch
+from elasticd_planner.search.regular import RegularLayout, regular_layouts
 from elasticd_planner.search.task import Task, UnitProblem, alive
+from elasticd_planner.spec.cluster import NORMAL, rate_of
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.value import Value
 
 #: Up to this many devices every number of pipelines is a setting; above, numbers that divide the devices about
 #: evenly.
 ALL_NUMBERS = 12
+
+#: So many settings of regular layouts are searched.
+REGULAR = 6
 
 #: A plan's number of pipelines, and the TP size of most of its devices.
 Form = tuple[int, int]
@@ -192,6 +199,16 @@ class Settings:
         self.listed = tuple(listed(problem))
         self._searches: dict[Way, LargeSearch] = {}
         self._bounds: dict[Setting, float] = {}
+        self.slow = any(rate_of(problem.rates, device.name) > NORMAL for device in alive(problem))
+
+    @cached_property
+    def regular(self) -> dict[Setting, list[RegularLayout]]:
+        """The best regular layouts by setting, the setting of the quickest first."""
+        tasks = [task_of(setting.problem(self.problem), steady=self.steady) for setting in self.listed]
+        layouts: dict[Setting, list[RegularLayout]] = {}
+        for layout in regular_layouts(tasks, [setting.way for setting in self.listed]):
+            layouts.setdefault(self.listed[layout.setting], []).append(layout)
+        return layouts
 
     def bound(self, setting: Setting) -> float:
         """Seconds that no plan of a setting can beat; inf where its pipelines cannot hold the model at all."""
@@ -256,7 +273,8 @@ def roomy(task: Task, pipelines: int) -> bool:
     """Whether so many pipelines can hold the model, each layer at the least bytes that any stage needs."""
     devices = alive(task)
     most = min(len(devices), DEEPEST)
-    layer, empty = least_need(task.cost, most, (1, min(task.layers, most)))
+    widest = max(len(group) for group, _ in hosts(task.cluster, task.rates, task.cost))
+    layer, empty = least_need(task.cost, min(widest, DEEPEST), (1, min(task.layers, most)))
     room = sum(max(0.0, device.memory - empty) for device in devices)
     return layer * task.layers * pipelines <= room * (1 + EQUAL)
 
@@ -311,6 +329,18 @@ class OptionOrder:
         return True
 
     def some(self) -> None:
+        """The settings of the best regular layouts; one thing at a time from there, if a device is slow or none
+        of these layouts fits."""
+        for setting in list(self.settings.regular)[:REGULAR]:
+            self._try(setting, self.settings.regular[setting][0].form)
+        if self.best is None or self.settings.slow:
+            self._climb()
+        if self.best is not None:
+            setting = self.best[1]
+            del self._known[setting]
+            self._try(setting, None)
+
+    def _climb(self) -> None:
         """One thing at a time."""
         listed = self.settings.listed
         current = current_setting(self.settings.problem)
@@ -330,10 +360,6 @@ class OptionOrder:
             near = [way for way in ranked if chosen[0] <= 2 * way[0] <= 4 * chosen[0]]
             for way in near:
                 self._policy(way, state)
-        if self.best is not None:
-            setting = self.best[1]
-            del self._known[setting]
-            self._try(setting, None)
 
     def _way(self, ways: Sequence[Way]) -> Way:
         """Micro-batches and recomputation of the best plan; where none fits, what asks the least memory."""

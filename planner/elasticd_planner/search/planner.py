@@ -24,7 +24,7 @@ from elasticd_planner.search import given_plan, interleave, lanes, packed
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
 from elasticd_planner.search.device_swaps import swapped
 from elasticd_planner.search.exhaustive import Combination, Exact, place
-from elasticd_planner.search.infeasible import explain_infeasible
+from elasticd_planner.search.infeasible import explain_infeasible, impossible_pin
 from elasticd_planner.search.large import LargeSearch
 from elasticd_planner.search.options import (
     Form,
@@ -39,6 +39,7 @@ from elasticd_planner.search.options import (
 )
 from elasticd_planner.search.recompute import Selective, flagged
 from elasticd_planner.search.refine import Refiner
+from elasticd_planner.search.regular import RegularLayout
 from elasticd_planner.search.sequence_parallel import sliced, where_needed
 from elasticd_planner.search.task import (
     ENUMERATED,
@@ -145,6 +146,9 @@ def _plain(
     if all(math.isinf(rate_of(problem.rates, device.name)) for device in problem.cluster.devices):
         return Answer(plan=None, refusal="no device to plan for: every device is dead; add a node")
     settings = Settings(problem, steady=steady)
+    wrong = impossible_pin(task_of(settings.listed[0].problem(problem), steady=steady))
+    if wrong:
+        return Answer(plan=None, refusal=wrong)
     slack = tolerance if problem.current is not None else 0.0
     made: list[_Made] = []
     refused: list[Answer] = []
@@ -161,6 +165,7 @@ def _plain(
             like=like,
             known=_least(made),
             left=left,
+            regular=tuple(settings.regular.get(setting, ())),
         )
         planning, answer = planning.fitting()
         if answer.plan is None or answer.plan.prediction is None:
@@ -220,6 +225,7 @@ class Planner:
     like: Form | None = None
     known: float = math.inf
     left: list[int] = field(default_factory=lambda: [ENUMERATED])
+    regular: tuple[RegularLayout, ...] = ()
 
     def fitting(self) -> tuple[Planner, Answer]:
         """The answer, with recomputation and sequence parallelism off where memory allows; made again with
@@ -236,9 +242,9 @@ class Planner:
             if space.sequence_parallel is True:
                 kept = where_needed(kept, planning.task.cost.under(answer.plan), self.problem.cluster)
             if True in (space.recompute, space.sequence_parallel):
-                answer = msgspec.structs.replace(
-                    answer, plan=planning.finished(planning.made(kept, chosen=True))
-                )
+                fewer = planning.finished(planning.made(kept, chosen=True))
+                if planning.task.seconds(fewer) <= planning.task.seconds(answer.plan) * (1 + EQUAL):
+                    answer = msgspec.structs.replace(answer, plan=fewer)
             assert answer.plan is not None
             if planning.fits(answer.plan):
                 better = planning.swapped(answer.plan)
@@ -266,17 +272,27 @@ class Planner:
         """The answer for few devices: of all plans, or of those that the search finds too, where there are too
         many to look at all."""
         current = self.current
-        known = self.task.seconds(current) if current is not None and self.fits(current) else math.inf
+        options = [current] if current is not None and self.fits(current) else []
+        options += self._regular
+        known = min(map(self.task.seconds, options), default=math.inf)
         exact = Exact(self.task, slack=self.slack, best=min(known, self.known), budget=self.left[0])
         combinations = exact.run()
         self.left[0] -= exact.spent
-        found = list(islice(self.candidates(exact, combinations), COMPARED))
+        found = [*islice(self.candidates(exact, combinations), COMPARED), *self._regular]
         if not exact.complete:
             searched = self.wide().plan
             found += [searched] if searched is not None else []
         # A table's seconds are the formula's own, so that an enumeration of all plans proves its best.
         proved = exact.best if exact.complete and isinstance(self.task.cost, TableCost) else None
         return self._answered(found, exact.candidates + len(found), proved)
+
+    @cached_property
+    def _regular(self) -> list[Plan]:
+        """Plans of the regular layouts, in the best order of stages and with the best layers."""
+        refiner = Refiner(self.task)
+        listed = (refiner.pipelines(layout.chains) for layout in self.regular)
+        plans = (self.made(pipelines) for pipelines in listed if pipelines is not None)
+        return [plan for plan in plans if self.fits(plan)]
 
     @cached_property
     def task(self) -> Task:
@@ -291,10 +307,12 @@ class Planner:
     def wide(self) -> Answer:
         """The answer for any number of devices."""
         search = self.search
-        found = search.run(self.like, brief=self.like is not None)
+        forms = tuple(dict.fromkeys(layout.form for layout in self.regular))
+        found = search.run(self.like, brief=self.like is not None, forms=forms)
         finisher = Refiner(self.task)
         listed = [finisher.pipelines(one.pipelines) for one in search.near()] if found is not None else []
         options = list(self._kept(self.current, finisher)) if self.current is not None else []
+        listed += [finisher.pipelines(layout.chains) for layout in self.regular]
         for best in (pipelines for pipelines in listed if pipelines is not None):
             near = nearest(best, search.kinds, self.problem.profile, self.problem.current)
             options += [self.made(near)]

@@ -47,6 +47,7 @@ class Refiner:
         self.task = task
         self._orders: dict[tuple[Signature, int, bool], Ordered] = {}
         self._types: dict[tuple[tuple[float, ...], tuple[int, ...], tuple[int, ...], Link], GroupType] = {}
+        self._named: dict[tuple[tuple[str, ...], tuple[int, ...]], GroupType] = {}
         self._most: dict[tuple[GroupType, bool, int], int] = {}
         #: Whether the time is the schedule's own.
         self.exact = task.cost.timing.hidden > 0 and not task.steady
@@ -57,7 +58,7 @@ class Refiner:
         task = self.task
         swap = len(found) <= SWAPPED_PIPELINES
         if keep:
-            ordered = [self._lined(chained, tuple(range(len(chained.groups)))) for chained in found]
+            ordered = [self.lined(chained, tuple(range(len(chained.groups)))) for chained in found]
         else:
             ordered = [self._ordered(chained, swap) for chained in found]
         if not all(len(one.line.caps) for one in ordered):
@@ -147,19 +148,21 @@ class Refiner:
             head=np.array([kind.cost.head for kind in kinds]),
             forward=np.array([kind.cost.forward for kind in kinds]),
             hop=np.array([[self.task.hop(a, b) for b in groups] for a in groups]),
-            most=np.array([[self._most_layers(k, j == 0, depth - j) for j in range(depth)] for k in kinds]),
+            most=np.array(
+                [[self.most_layers(k, first=j == 0, in_flight=depth - j) for j in range(depth)] for k in kinds]
+            ),
         )
 
     def _best(self, chained: Chained, swap: bool) -> Ordered:
         def value(one: Ordered) -> tuple[float, tuple[int, ...]]:
             return round(one.line.seconds(chained.micro_batches, steady=self.task.steady), 12), one.order
 
-        best = min((self._lined(chained, order) for order in self._candidates(chained)), key=value)
+        best = min((self.lined(chained, order) for order in self._candidates(chained)), key=value)
         improved = swap and not self._settled(chained, best)
         while improved:
             improved = False
             for order in _swaps(best.order):
-                other = self._lined(chained, order)
+                other = self.lined(chained, order)
                 if value(other)[0] < value(best)[0] * (1 - EQUAL):
                     best, improved = other, True
         return best
@@ -177,7 +180,7 @@ class Refiner:
 
     def _candidates(self, chained: Chained) -> list[tuple[int, ...]]:
         groups = [self.type_of(group) for group in chained.groups]
-        load = [kind.block * self._most_layers(kind, False, 3) for kind in groups]
+        load = [kind.block * self.most_layers(kind, first=False, in_flight=3) for kind in groups]
         indices = range(len(groups))
 
         def ranked(key: Callable[[int], tuple[float, ...]]) -> tuple[int, ...]:
@@ -191,7 +194,7 @@ class Refiner:
         ]
         return list(dict.fromkeys(found))
 
-    def _lined(self, chained: Chained, order: tuple[int, ...]) -> Ordered:
+    def lined(self, chained: Chained, order: tuple[int, ...]) -> Ordered:
         terms = self._terms(chained, order)
         caps, given = fill(terms, self.task.layers, len(order))
         caps, sums = pareto(caps, given @ np.array([t.block for t in terms]) + sum(t.charged for t in terms))
@@ -206,11 +209,12 @@ class Refiner:
             kind = self.type_of(group)
             first, last = position == 0, position == depth - 1
             hop = 0.0 if last else task.hop(group, chained.groups[order[position + 1]])
-            most = self._most_layers(kind, first, depth - position)
+            most = self.most_layers(kind, first=first, in_flight=depth - position)
             terms.append(Terms.of(kind.cost, (most,) * depth, first=first, last=last, hop=hop))
         return tuple(terms)
 
-    def _most_layers(self, kind: GroupType, first: bool, in_flight: int) -> int:
+    def most_layers(self, kind: GroupType, *, first: bool, in_flight: int) -> int:
+        """The most layers that a group of this kind holds with so many micro-batches in flight."""
         key = (kind, first, in_flight)
         if key not in self._most:
             self._most[key] = kind.most_layers(self.task.cost, self.task.layers, in_flight, first=first)
@@ -218,6 +222,12 @@ class Refiner:
 
     def type_of(self, group: NamedGroup) -> GroupType:
         """What a group costs and holds."""
+        named = group.devices, group.shares
+        if named not in self._named:
+            self._named[named] = self._type_of(group)
+        return self._named[named]
+
+    def _type_of(self, group: NamedGroup) -> GroupType:
         cluster, link = self.task.cluster, self.task.cluster.reach(group.devices)
         rates = tuple(rate_of(self.task.rates, name) for name in group.devices)
         memory = tuple(cluster.memory[name] for name in group.devices)
