@@ -186,6 +186,10 @@ class Api:
         """Has a job make a checkpoint now."""
         self._ask("POST", f"/v1/jobs/{_quoted(job)}/checkpoint", msgspec.json.encode({"by": by}))
 
+    def forget_node(self, node: str, by: str) -> None:
+        """Has a node that is away shown no more. Raises as `stop`."""
+        self._ask("POST", f"/v1/nodes/{_quoted(node)}/forget", msgspec.json.encode({"by": by}))
+
     def forget(self, job: str, by: str) -> None:
         """Deletes all that is kept of a job that is over."""
         self._ask("POST", f"/v1/jobs/{_quoted(job)}/forget", msgspec.json.encode({"by": by}))

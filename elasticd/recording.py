@@ -29,6 +29,7 @@ from elasticd.machines.job.state.events import (
     Effect,
     Event,
     ForgetAsked,
+    ForgetNodeAsked,
     Harmed,
     NodeDrained,
     Paced,
@@ -54,6 +55,7 @@ EVENTS: dict[str, type] = {
     "stop-job": StopAsked,
     "checkpoint-job": CheckpointAsked,
     "forget-job": ForgetAsked,
+    "forget-node": ForgetNodeAsked,
     "tick": CoordinatorTick,
 }
 #: Events of older releases that the machine does not have any more: reading a recording leaves them out.

@@ -400,6 +400,21 @@ class OutRecord(StoredValue, frozen=True, kw_only=True, tag="torchrun-excluded")
     version: int = RECORD_VERSION
 
 
+class RestartEndRecord(StoredValue, frozen=True, kw_only=True, tag="restart-job-end"):
+    """How a job in restart mode ended, for those that ask later."""
+
+    phase: Literal["finished", "failed", "stopped"]
+    epoch: int  # of the leader that wrote it
+    step: int  # newest that was reported (0: none was)
+    nodes: tuple[str, ...]  # of its torchruns
+    restarts: int  # how often its workers were started again
+    sentence: str  # all that in words, with why it failed
+    failure: str = ""  # the last failure of a worker: its traceback, or its last line (empty: none failed)
+    stopped_by: str = ""  # the user who stopped it, or the signal that ended it (empty: neither)
+    at: float = 0.0  # unix seconds
+    version: int = RECORD_VERSION
+
+
 class DoneRecord(StoredValue, frozen=True, kw_only=True, tag="job-done"):
     """The job is over: its last vote was reported, or it stopped for a reason."""
 

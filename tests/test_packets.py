@@ -348,3 +348,20 @@ def test_default_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert unix_socket.default_path() == "/run/user/7/elasticd/agent.sock"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     assert str(os.getuid()) in unix_socket.default_path()
+
+
+def test_socket_of_the_nodes_service_is_found_where_the_user_has_no_agent_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, own = tmp_path / "service.sock", tmp_path / "elasticd" / "agent.sock"
+    monkeypatch.delenv(unix_socket.SOCKET_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(unix_socket, "SERVICE_PATH", str(service))
+    assert unix_socket.default_path() == str(own)
+    with unix_socket.listen(str(service)):
+        assert unix_socket.default_path() == str(service)
+        assert unix_socket.own_path() == str(own), "an agent of the user's own listens where it always did"
+        with unix_socket.listen(str(own)):
+            assert unix_socket.default_path() == str(own)
+        monkeypatch.setenv(unix_socket.SOCKET_VARIABLE, "/named")
+        assert unix_socket.default_path() == "/named"

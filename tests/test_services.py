@@ -19,6 +19,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 from elasticd_agent.command import command as agent_command
 
 from elasticd.cli.app import elasticd
@@ -180,3 +181,20 @@ def test_systemd_finds_no_fault_with_a_unit_and_it_has_few_rights(name: str, tmp
         check=False,
     )
     assert exposure.returncode == 0, exposure.stdout
+
+
+@pytest.mark.parametrize("role", ["coordinator", "dashboard"])
+def test_drop_in_of_the_docs_gives_a_unit_the_files_that_its_section_names(role: str, tmp_path: Path) -> None:
+    page = (UNITS.parent / "docs" / "security.md").read_text()
+    (lines,) = re.findall(rf"# elasticd-{role}\.service\n(.*?)```", page, re.S)
+    loaded = dict(re.findall(r"(?m)^LoadCredential=(\S+):(\S+)$", lines))
+    place = "/etc/elasticd/security"
+    command = ["security", "init", str(tmp_path / "made"), "--installed", place, "--host", "c0"]
+    assert CliRunner().invoke(elasticd, command).exit_code == 0
+    section = (tmp_path / "made" / f"{role}.toml").read_text()
+    (edit,) = re.findall(rf"(?m)^    sed -i (\S+) {role}\.toml$", page)
+    edited = subprocess.run(["sed", edit], input=section, capture_output=True, text=True, check=True).stdout
+    named = set(re.findall(rf'"{place}/([^"]+)"', section))
+    assert {*loaded} == named
+    assert {*loaded.values()} == {f"{place}/{name}" for name in named}
+    assert set(re.findall(rf'"/run/credentials/elasticd-{role}\.service/([^"]+)"', edited)) == named

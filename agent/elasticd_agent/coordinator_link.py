@@ -24,6 +24,7 @@ from elasticd.config.credentials import Credentials
 from elasticd.config.tree import ConfigError
 from elasticd.machines.agent.state import AgentDrained, Event, Heard, LinkDown, LinkUp
 from elasticd.wire.coordinator import (
+    AGENT_LEAVES,
     MOST_TOGETHER,
     AgentRejected,
     Drain,
@@ -43,6 +44,8 @@ _BACKOFF = (0.05, 2.0)
 #: Seconds for opening a connection, between pings, and for their answers.
 _OPEN_SECONDS = 3.0
 _PING_SECONDS = 5.0
+#: Seconds for the leader to hear that this agent ends in good order.
+_LEAVE_SECONDS = 1.0
 _LARGEST_MESSAGE = 64 << 20
 #: Seconds that a worker's report waits for those of the node's other workers.
 GATHER_SECONDS = 0.01
@@ -68,6 +71,7 @@ class Link:
         self._moved = asyncio.Event()
         self._hung_up = False
         self._outgoing: asyncio.Queue[FromAgent] | None = None
+        self._connection: ClientConnection | None = None
         self._task = asyncio.create_task(self._run(), name="link to the leader")
 
     def follow(self, url: str | None) -> None:
@@ -84,6 +88,14 @@ class Link:
         """Queue a message on the present connection; without one it is dropped."""
         if self._outgoing is not None:
             self._outgoing.put_nowait(message)
+
+    async def leave(self) -> None:
+        """Tells the leader that this agent ends in good order; `close` follows."""
+        self._url = None
+        if self._connection is not None:
+            with suppress(Exception):
+                async with asyncio.timeout(_LEAVE_SECONDS):
+                    await self._connection.close(AGENT_LEAVES)
 
     async def close(self) -> None:
         """Ends the present connection, and makes no other."""
@@ -134,6 +146,7 @@ class Link:
             return False
         self._said = ""
         self._outgoing, self._hung_up = asyncio.Queue(), False
+        self._connection = connection
         _log.info("linked to the leader at %s", url)
         try:
             self._emit(LinkUp())
@@ -141,7 +154,7 @@ class Link:
                 return False
             await self._serve(connection, self._outgoing)
         finally:
-            self._outgoing = None
+            self._outgoing = self._connection = None
             if not self._hung_up:
                 self._emit(LinkDown())
             _log.info("the link to the leader at %s is gone", url)

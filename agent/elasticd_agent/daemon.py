@@ -53,7 +53,7 @@ from elasticd.wire.coordinator import End, Harm, ToLeader, TryReach
 from elasticd.wire.launch import Happened, ReadOutput
 from elasticd.wire.main_thread import Whereabouts
 from elasticd.wire.snapshots import SnapshotSetComplete
-from elasticd.wire.unix_socket import default_path
+from elasticd.wire.unix_socket import own_path
 from elasticd.wire.worker import EmulatedSpeed, Ping
 from elasticd_agent.chaos.cut_store import Severable
 from elasticd_agent.chaos.injector import Harms
@@ -111,7 +111,7 @@ class Agent:
         self._store = Severable(store)
         self._keys = Keys(cluster=config.cluster.name)
         self._lease_seconds = lease_seconds
-        self._path = config.agent.socket or default_path()
+        self._path = config.agent.socket or own_path()
         self._events: deque[Event] = deque()
         self._pulses = Pulses(look)
         self._standing = Standing()
@@ -226,7 +226,7 @@ class Agent:
             refuse=self._finish,
             memory=self._memory,
         )
-        rounds = self._make_rounds()
+        rounds = self._rounds = self._make_rounds()
         beside = [asyncio.create_task(_lasting(part)) for part in self._lasting_parts(self._link)]
         try:
             await self._reaching.start()
@@ -247,6 +247,8 @@ class Agent:
             _log.info("%s", text)
             self._supervisor.ready(text)
             reason = await end
+            if reason is None:
+                await self._link.leave()
         finally:
             self._supervisor.stopping()
             for task in beside:
@@ -317,7 +319,7 @@ class Agent:
             except Exception as error:
                 self._undone(effect, outlived(type(effect).__name__, error))
         # A new leader hears the hello first, which is an effect.
-        self._observed(event, self._launches.observe)
+        self._observed(event, self._launches.observe, self._rounds.observe)
 
     def _observed(self, event: Event, *observers: Callable[[Event], None]) -> None:
         """Tells those beside the machine of an event."""
@@ -463,8 +465,15 @@ class Agent:
         return {client.device: client.opening.pid for client in clients if client.device}
 
     def _end_workers(self, order: End) -> None:
-        """Sends SIGTERM to the workers of a job that a user stops; once, as a second one ends them at once."""
-        self._terminated &= self._state.clients.keys()
+        """Sends SIGTERM to the workers of a job that a user stops, or to its torchruns: once, as a second one
+        ends them at once."""
+        torchruns = self._rounds.torchruns(order.job)
+        self._terminated &= self._state.clients.keys() | {*torchruns}
+        for torchrun in torchruns:
+            if order.at_once or torchrun not in self._terminated:
+                self._terminated.add(torchrun)
+                _log.warning("job %s is stopped: %s ends", order.job, torchrun)
+                self._workers.terminate(torchrun, at_once=order.at_once)
         for client in self._state.clients.values():
             its = client.job == order.job and client.device in order.devices
             if its and client.id not in self._terminated:

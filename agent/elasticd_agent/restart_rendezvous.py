@@ -20,7 +20,7 @@ import msgspec
 from elasticd.codec.decoding import log_once, shown, skip
 from elasticd.codec.message import Message, protocol_refusal
 from elasticd.machines.agent import machine
-from elasticd.machines.agent.state import AgentState, DevicesHeld, Event
+from elasticd.machines.agent.state import AgentState, DevicesHeld, Event, LinkUp
 from elasticd.names import harmless, name_refusal
 from elasticd.records import Keys, NodeRecord, OutRecord, decode
 from elasticd.store.confirm import settle
@@ -325,12 +325,25 @@ class Rounds:
         at_work = present.at_work or AtWork()
         self._tell(TorchrunState(job=job, torchrun=present.name, status=status, at_work=at_work))
 
+    def torchruns(self, job: str) -> list[str]:
+        """The torchruns of a job on this node, as clients."""
+        known = self._clients.items()
+        return [client for client, one in known if one.job == job and one.watching is None]
+
+    def observe(self, event: Event) -> None:
+        """Takes an event of the agent's machine: a new leader is told at once which torchruns there are."""
+        if isinstance(event, LinkUp):
+            self._tell_all()
+
     async def _repeat(self) -> None:
         while True:
             await asyncio.sleep(REPEAT_SECONDS)
-            for known in self._clients.values():
-                if known.present is not None:
-                    self._tell_state(known.job, known.present)
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        for known in self._clients.values():
+            if known.present is not None:
+                self._tell_state(known.job, known.present)
 
     def _may_write(self, client: str, question: int, size: int) -> bool:
         """If not, the client is told so, and asks again."""

@@ -206,12 +206,12 @@ class Workers:
         connection = self._connections.get(client)
         return connection.pidfd() if connection is not None else None
 
-    def terminate(self, client: str) -> None:
-        """Sends SIGTERM to a client's process, if it runs."""
+    def terminate(self, client: str, *, at_once: bool = False) -> None:
+        """Sends SIGTERM to a client's process, if it runs; at_once: SIGKILL."""
         pidfd = self.pidfd(client)
         if pidfd is not None:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL if at_once else signal.SIGTERM)
             os.close(pidfd)
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ def get(api: Api, as_json: bool, key: str | None) -> None:
     command_console().print(table)
 
 
-@config.command("set")
+@config.command("set", context_settings={"ignore_unknown_options": True})  # a value may be below zero
 @asking
 @click.argument("key")
 @click.argument("value")

@@ -29,7 +29,7 @@ def jobs(api: Api, as_json: bool) -> None:
         write_json({"jobs": found.jobs, "restarts": found.restarts})
         return
     if not found.jobs and not found.restarts:
-        click.echo("no job: start one with elasticd run --job NAME SCRIPT")
+        click.echo("no job: start one with elasticd run SCRIPT")
         return
     command_console().print(listed(found))
 
@@ -95,14 +95,22 @@ def stop(api: Api, now: bool, wait: float, job: str) -> None:
 
 @click.command()
 @asking
-@click.argument("job")
-def forget(api: Api, job: str) -> None:
-    """Delete all that the cluster keeps of JOB, which is over.
+@click.option("--node", metavar="NAME", help="A node that is away and will not come back, in place of JOB.")
+@click.argument("job", required=False)
+def forget(api: Api, node: str | None, job: str | None) -> None:
+    """Delete all that the cluster keeps of JOB, which is over, or show a node no more.
 
     That is its plans and their history, and its snapshots in the agents' memory. Checkpoints on disk stay. The
     name can be used again. Without this command a job is forgotten a week after its end (keep_days in section
     [coordinator]).
     """
+    if (job is None) == (node is None):
+        raise click.UsageError("name a job, or a node by --node NAME")
+    if node is not None:
+        api.forget_node(node, by=asker())
+        click.echo(f"node {node} is forgotten; it is there again once its agent comes back")
+        return
+    assert job is not None
     api.forget(job, by=asker())
     click.echo(f"job {job} is forgotten")
 
@@ -117,13 +125,14 @@ def _unheard(nodes: Mapping[str, str], job: str, seconds: float) -> str:
     )
 
 
-def _ended(api: Api, job: str, seconds: float) -> JobStatus:
+def _ended(api: Api, job: str, seconds: float) -> JobStatus | RestartStatus:
     """The job once it is over, `seconds` from now and a margin at most. Says what it waits for; a leader that
     has not heard of the wish, since it just came, is asked as well. Raises `CannotReach` where it takes too
     long."""
     ends_at, said = time.monotonic() + seconds, ""
     while True:
-        found = api.status().job(job)
+        status = api.status()
+        found = status.job(job) or next((one for one in status.restarts if one.job == job), None)
         if found is None:
             raise CannotReach(f"job {job} is gone: another coordinator leads, which does not know it")
         if found.over:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from typing import get_args
 
 import click
 import msgspec
@@ -16,6 +17,7 @@ from elasticd.cli.worker_output import show_output
 from elasticd.client import Api, CannotReach, reach
 from elasticd.coordinator.api_types import ClusterStatus
 from elasticd.coordinator.events.event_log import EVENTS_OF_A_TERM, EventRecord, line
+from elasticd.machines.job.state.events import EventKind
 
 _POLL = 0.5
 #: Seconds between attempts to find a leader: doubled from the first to the second.
@@ -30,7 +32,12 @@ _AWAY = (0.2, 2.0)
     "--last", type=click.IntRange(min=0), default=50, show_default=True, help="How many to begin with."
 )
 @click.option(
-    "--kind", "kinds", multiple=True, metavar="KIND", help="Only events of this kind; may be repeated."
+    "--kind",
+    "kinds",
+    multiple=True,
+    metavar="KIND",
+    type=click.Choice(get_args(EventKind)),
+    help="Only events of this kind; may be repeated.",
 )
 @click.option("--all", "everything", is_flag=True, help="Events of every job, those that are over included.")
 @click.option(

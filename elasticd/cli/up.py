@@ -26,7 +26,7 @@ from elasticd.local_cluster import alone, announced, running, taken
 from elasticd.store.server import EtcdServer, EtcdServerError
 from elasticd.store.state_file import default_folder
 from elasticd.system.child_processes import Child, Interrupted, ProcessError, Processes
-from elasticd.wire.unix_socket import default_path
+from elasticd.wire.unix_socket import own_path
 
 START_SECONDS = 60.0
 #: Seconds for the agent to reach the coordinator, after both are there.
@@ -162,7 +162,7 @@ def _wait(
     """Until a leader is there and the agent has its socket; tells `progress` of both."""
     processes.until(lambda: _url(settings), "the coordinator's election", START_SECONDS, needs=children)
     progress("the coordinator leads")
-    socket = Path(settings.agent.socket or default_path())
+    socket = Path(settings.agent.socket or own_path())
     processes.until(socket.is_socket, "the agent's start", START_SECONDS, needs=children)
     progress("the agent serves")
 
@@ -190,7 +190,7 @@ def _advice(settings: Config, written: Path, devices: int, pages: str) -> str:
     chosen = (f"  export {CONFIG_VARIABLE}={written}    # several run: this one",) if several else ()
     lines = (
         f"etcd at {settings.etcd.endpoints[0]}, coordinator at {leader_url(settings)}, "
-        f"agent at {settings.agent.socket or default_path()}",
+        f"agent at {settings.agent.socket or own_path()}",
         pages,
         f"configuration {written}; commands on this machine find it by themselves",
         "in another terminal:",

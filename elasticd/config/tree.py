@@ -458,6 +458,14 @@ def size(text: str) -> int:
     return round(float(match[1]) * units[match[2].lower()])
 
 
+#: Examples of a right value, by the type that was expected.
+_RIGHT = {
+    "bool": ": write true or false",
+    "int": ": write a whole number, as 8",
+    "float": ": write a number, as 0.5",
+}
+
+
 def _convert(value: Any, kind: Any, where: str, key: str, strict: bool) -> Any:
     try:
         if key in ("memory", "communicator") and isinstance(value, str):
@@ -470,7 +478,8 @@ def _convert(value: Any, kind: Any, where: str, key: str, strict: bool) -> Any:
     except msgspec.ValidationError as error:
         # msgspec says: Expected `int | null`, got `str`. TOML has no null.
         said = str(error).replace(" | null", "").replace("`", "")
-        raise ConfigError(f"{where}: {said[0].lower()}{said[1:]}") from error
+        right = next((_RIGHT[word] for word in _RIGHT if said.startswith(f"Expected {word},")), "")
+        raise ConfigError(f"{where}: {said[0].lower()}{said[1:]}{right}") from error
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
 

@@ -143,6 +143,22 @@ class RestartStatus(Value, frozen=True, kw_only=True):
     sentence: str = ""  # all that in words, with why it failed
     #: the last failure of a worker: its traceback, or its last line (empty: none failed)
     failure: str = ""
+    stopped_by: str = ""  # the user who stopped it, or the signal that ended it (empty: neither)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a user stopped it, and some of its torchruns have not ended yet."""
+        return bool(self.stopped_by) and not self.over
+
+    @property
+    def orderly(self) -> bool:
+        """Whether its torchruns were told to end, as `JobStatus.orderly`."""
+        return bool(self.stopped_by)
+
+    @property
+    def reason(self) -> str:
+        """The job in words, as `JobStatus.reason`."""
+        return self.sentence
 
     @property
     def over(self) -> bool:

@@ -21,6 +21,7 @@ class Connection:
     def __init__(self, record: NodeRecord) -> None:
         self.record = record
         self.follows: set[str] = set()  # jobs whose events launchers of this node hear
+        self.left = False  # the agent has said that it ends in good order
         self.closed = asyncio.Event()
         self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MOST_WAITING)
 

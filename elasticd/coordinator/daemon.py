@@ -35,7 +35,14 @@ from elasticd.coordinator.live_feed import FeedSource
 from elasticd.coordinator.planner_process import COMMAND
 from elasticd.coordinator.status import status
 from elasticd.coordinator.store_transactions import Ledger
-from elasticd.coordinator.store_writer import WriteConflict, Writer, in_restart_mode, ranks, stored
+from elasticd.coordinator.store_writer import (
+    WriteConflict,
+    Writer,
+    in_restart_mode,
+    ranks,
+    restart_ends,
+    stored,
+)
 from elasticd.machines.coordinator.machine import takeover
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.records import LASTING, HistoryRecord, Keys, decode_at, numbered
@@ -190,6 +197,7 @@ class Coordinator:
         known = (*term.jobs.items, *term.config.items, *term.journal.items)
         try:
             jobs, restarted = stored(self.keys, term.jobs.items), ranks(self.keys, term.jobs.items)
+            ended = restart_ends(self.keys, term.jobs.items)
             ledger = Ledger(self.keys, self._store.limits, known)
         except msgspec.DecodeError as error:
             raise CannotLead(f"the records under {self.keys.jobs} cannot be read: {error}") from error
@@ -208,7 +216,7 @@ class Coordinator:
         )
         leading.keep(Pages(self.keys, term.journal.items))
         leading.remember(restarted)
-        leading.remember_rounds(in_restart_mode(self.keys, term.jobs.items))
+        leading.remember_rounds(in_restart_mode(self.keys, term.jobs.items), ended)
         changes = msgspec.structs.replace(changes, detect=self._settings.detect, policy=self._settings.policy)
         leading.follow(changes, f"as changed while running: {', '.join(sorted(changes.values))}")
         self.leading = leading

@@ -13,6 +13,7 @@ import msgspec
 
 from elasticd.codec.decoding import shown, tag_of
 from elasticd.config.tree import ConfigError
+from elasticd.coordinator import status
 from elasticd.coordinator.api_types import CHAOS_OFF, ApiError, LeaderStatus, Settings, unknown
 from elasticd.coordinator.bootstrap_store import BootstrapRoom, BootstrapStore
 from elasticd.coordinator.connections import Connection, Connections
@@ -29,7 +30,7 @@ from elasticd.coordinator.recorders import Recorders
 from elasticd.coordinator.store_transactions import Asked, Rank, Rounds
 from elasticd.coordinator.store_writer import Writer
 from elasticd.coordinator.worker_output import WorkerOutputs
-from elasticd.machines.coordinator import finished_jobs, machine, message_checks, restart_jobs
+from elasticd.machines.coordinator import absent_nodes, finished_jobs, machine, message_checks, restart_jobs
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.copies import checkpoints
 from elasticd.machines.job.lifecycle import stop_request
@@ -44,6 +45,7 @@ from elasticd.machines.job.state.events import (
     Effect,
     Event,
     ForgetAsked,
+    ForgetNodeAsked,
     Log,
     NodeDrained,
     Paced,
@@ -54,7 +56,7 @@ from elasticd.machines.job.state.events import (
     Write,
 )
 from elasticd.machines.job.state.job_state import OVER, JobState, NodeState
-from elasticd.records import ConfigRecord, DoneRecord, Proposal
+from elasticd.records import ConfigRecord, DoneRecord, Proposal, RestartEndRecord
 from elasticd.store.write_allowance import Allowance
 from elasticd.wire.coordinator import (
     AgentHello,
@@ -64,6 +66,7 @@ from elasticd.wire.coordinator import (
     ToLeader,
     ToMachine,
     Unread,
+    is_first,
 )
 from elasticd.wire.launch import FOLLOWED, MOST_FOLLOWED, FollowJob, Happened, OutputPart
 from elasticd.wire.rendezvous import Join, StepTime, TorchrunState
@@ -200,6 +203,7 @@ class Leading:
             began = time.monotonic()
             self.apply(CoordinatorTick())
             self._clear_rounds()
+            self._end_due()
             spent = time.monotonic() - began
 
     def keep(self, pages: Pages) -> None:
@@ -331,10 +335,12 @@ class Leading:
         for rank in ranks:
             self._stores.setdefault(rank.job, BootstrapStore(self._room)).put(rank.key, rank.value)
 
-    def remember_rounds(self, jobs: Iterable[str]) -> None:
-        """These jobs in restart mode were in the store when this leader took over."""
+    def remember_rounds(self, jobs: Iterable[str], ended: Mapping[str, RestartEndRecord]) -> None:
+        """These jobs in restart mode were in the store when this leader took over, some of them `ended`."""
         for job in jobs:
             self._rounds.setdefault(job, self._clock())
+        for job in sorted(ended, key=lambda name: ended[name].at)[-MOST_RESTARTS:]:
+            self.restarts[job] = restart_jobs.restored(job, ended[job])
 
     def _clear_stores(self, now: float) -> None:
         """Drops what torchruns told of jobs that never began. A new leader keeps it until they are back."""
@@ -398,7 +404,7 @@ class Leading:
     def agent_down(self, connection: Connection) -> None:
         """A connection ended."""
         if self.connections.leave(connection):
-            self.apply(AgentDown(node=connection.node))
+            self.apply(AgentDown(node=connection.node, left=connection.left))
 
     async def heard(self, connection: Connection, message: ToLeader | Unread) -> None:
         """One message of an agent; returns when it is dealt with, which may be long for a waiting `get`."""
@@ -500,7 +506,9 @@ class Leading:
         """A job in restart mode, of which something is heard now."""
         job = self.restarts.get(name) or restart_jobs.RestartJob(job=name)
         if name not in self.restarts and len(self.restarts) >= MOST_RESTARTS:
-            del self.restarts[min(self.restarts, key=lambda name: self.restarts[name].heard)]
+            now = self._clock()
+            known = self.restarts.values()
+            del self.restarts[min(known, key=lambda other: (other.lives(now), other.heard)).job]
         self._rounds[name] = self._clock()
         return job
 
@@ -516,10 +524,8 @@ class Leading:
             self.metrics.refused("foreign")
             return
         job = self._restarting(told.job)
-        self.restarts[told.job], notes = restart_jobs.attended(job, node, told, self._clock())
         self._causes[told.job] = node
-        for note in notes:
-            self.tell(note)
+        self._goes_on(*restart_jobs.attended(job, node, told, self.state.epoch, self._clock()))
 
     def _lap(self, node: str, heard: StepTime) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""
@@ -597,16 +603,39 @@ class Leading:
         """Ends a job, whose workers have so many seconds for a last checkpoint. Returns the nodes whose workers
         will not hear of it, with the release of each one's agent. Raises `ApiError`."""
         job = self.state.jobs.get(name)
-        if job is None and name in self.restarts:
-            raise ApiError(
-                "conflict", f"job {name} is in restart mode, and ends with its torchruns: stop those"
-            )
+        if job is None and (restarting := self.restarts.get(name)) is not None:
+            return self._stop_torchruns(restarting, seconds, by)
         if job is None:
             raise unknown("job", name, self.state.jobs)
         _not_over(job)
         unheard = stop_request.unheard(job, self.state.nodes, seconds)
         self.apply(StopAsked(job=name, by=by, seconds=seconds))
         return unheard
+
+    def _stop_torchruns(self, job: restart_jobs.RestartJob, seconds: float, by: str) -> dict[str, str]:
+        now = self._clock()
+        if job.over(now):
+            raise ApiError("conflict", f"job {job.job} is {job.phase(now)} already")
+        if not job.torchruns:
+            why = f"no agent tells of the torchruns of job {job.job}, which is in restart mode: stop those"
+            raise ApiError("conflict", why)
+        job, effects = restart_jobs.stop_asked(job, by, seconds, now)
+        self._goes_on(job, effects)
+        nodes = {name: self.state.nodes[name].release for name in job.nodes if name in self.state.nodes}
+        return {name: release for name, release in nodes.items() if is_first(release)}
+
+    def _goes_on(self, job: restart_jobs.RestartJob, effects: restart_jobs.Effects) -> None:
+        """A job in restart mode is so from now on."""
+        self.restarts[job.job] = job
+        for effect in effects:
+            self._execute(effect)
+
+    def _end_due(self) -> None:
+        """Ends jobs in restart mode that were stopped, and whose time is up."""
+        now = self._clock()
+        for job in list(self.restarts.values()):
+            if job.stop_at <= now:
+                self._goes_on(*restart_jobs.stop_due(job, now))
 
     def checkpoint(self, name: str) -> None:
         """Has a job make a checkpoint at its next vote. Raises `ApiError`."""
@@ -635,6 +664,18 @@ class Leading:
         if why := finished_jobs.refusal(job, self.state.nodes):
             raise ApiError("conflict", why)
         self.apply(ForgetAsked(job=name, by=by))
+
+    def forget_node(self, name: str, by: str) -> None:
+        """A node that is away is shown no more, until it comes back. Raises `ApiError`."""
+        node = self.state.nodes.get(name)
+        if node is None:
+            raise unknown("node", name, self.state.nodes)
+        if node.connected:
+            raise ApiError("conflict", f"the agent of node {name} is connected: stop it, and the node leaves")
+        if jobs := absent_nodes.users(self.state.jobs, name):
+            why = f"workers of {', '.join(jobs)} may train on at node {name}: stop them, or start its agent"
+            raise ApiError("conflict", why)
+        self.apply(ForgetNodeAsked(node=name, by=by))
 
     def know_device(self, device: str) -> None:
         """Raises `ApiError` where no node has it."""
@@ -679,7 +720,10 @@ class Leading:
         """The body of `GET /metrics`; `clocks` as read in the loop, where this is called beside it."""
         away = self.writer is not None and self.writer.away
         clocks = self.clocks() if clocks is None else clocks
-        return self.metrics.text(self.state, self.connections, away, clocks, time.time(), len(self.feed))
+        restarts = status.restarting(tuple(self.restarts.values()), self._clock())
+        return self.metrics.text(
+            self.state, self.connections, away, clocks, time.time(), len(self.feed), restarts
+        )
 
     def clocks(self) -> dict[str, ClockReading]:
         """Where the time of each job went, and how fast it trains."""
@@ -698,7 +742,9 @@ class Leading:
 def _dated(write: Write) -> Write:
     """With the time in a record of a job's end, which the machine has no clock for."""
     records = tuple(
-        msgspec.structs.replace(record, at=time.time()) if isinstance(record, DoneRecord) else record
+        msgspec.structs.replace(record, at=time.time())
+        if isinstance(record, DoneRecord | RestartEndRecord)
+        else record
         for record in write.records
     )
     return msgspec.structs.replace(write, records=records)

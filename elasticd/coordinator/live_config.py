@@ -65,6 +65,8 @@ class Changes(Value, frozen=True, kw_only=True):
         for key, value in asked.items():
             check_key(key)
             if value is None:
+                if key not in values and key not in (known := self.shown().values):
+                    raise ConfigError(f"there is no key {key!r}; there are: {', '.join(sorted(known))}")
                 values.pop(key, None)
             else:
                 values[key] = value

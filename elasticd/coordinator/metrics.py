@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from elasticd.codec.decoding import skipped
+from elasticd.coordinator.api_types import RestartStatus
 from elasticd.coordinator.connections import Connections
 from elasticd.coordinator.events.job_times import CAUSES, OTHER, REASONS, REPEATED, ClockReading
 from elasticd.coordinator.events.training_speed import TrainingSpeed
@@ -107,7 +108,10 @@ FAMILIES = {
         "This is normal while releases are mixed.",
     ),
     "elasticd_job_phase": Family(
-        "gauge", ("job", "phase"), "1 for the phase that the job is in, 0 for the others."
+        "gauge",
+        ("job", "phase"),
+        "1 for the phase that the job is in, 0 for the others; a job in restart mode is gathering, running, "
+        "done or stopped.",
     ),
     "elasticd_job_failed": Family(
         "gauge", ("job",), "1 where the job has stopped and nobody asked for it, else 0."
@@ -135,7 +139,12 @@ FAMILIES = {
         "gauge", ("job",), "Tokens of all ranks over wall time, of the newest ten steps."
     ),
     "elasticd_job_plan_number": Family("gauge", ("job",), "Number of the plan in force, 0 without one."),
-    "elasticd_job_members": Family("gauge", ("job",), "Devices that the plan in force uses."),
+    "elasticd_job_members": Family(
+        "gauge", ("job",), "Devices that the plan in force uses, or a job in restart mode."
+    ),
+    "elasticd_job_restarts": Family(
+        "gauge", ("job",), "How often all workers of a job in restart mode were started again."
+    ),
     "elasticd_job_standby": Family(
         "gauge", ("job",), "Standby devices: those that the plan in force leaves idle."
     ),
@@ -238,11 +247,13 @@ class LeaderMetrics:
         clocks: Mapping[str, ClockReading] | None = None,
         now: float = 0.0,
         listeners: int = 0,
+        restarts: Sequence[RestartStatus] = (),
     ) -> bytes:
         """The exposition: counters, then the gauges of `state`; `clocks` say where the time of jobs went, and
-        `now` is the unix time that they are read at. `listeners` are those of the live feed."""
+        `now` is the unix time that they are read at. `listeners` are those of the live feed, `restarts` the
+        jobs in restart mode."""
         registry = CollectorRegistry()
-        registry.register(_Now(state, connections, store_away, clocks or {}, now, listeners))
+        registry.register(_Now(state, connections, store_away, clocks or {}, now, listeners, restarts))
         return generate_latest(self._registry) + generate_latest(registry)
 
 
@@ -257,9 +268,11 @@ class _Now(Collector):
         clocks: Mapping[str, ClockReading],
         now: float,
         listeners: int,
+        restarts: Sequence[RestartStatus],
     ) -> None:
         self._state, self._connections, self._away = state, connections, store_away
         self._clocks, self._at, self._listeners = clocks, now, listeners
+        self._restarts = restarts
 
     def collect(self) -> Iterator[Metric]:
         nodes = sorted(self._state.nodes.values(), key=lambda node: node.record.node)
@@ -287,6 +300,9 @@ class _Now(Collector):
         for job in self._state.jobs.values():
             for name, labels, value in _of_job(job, self._clocks.get(job.job), self._at):
                 of_jobs[name].append(((job.job, *labels), value))
+        for restarting in self._restarts:
+            for name, labels, value in _gauges_of_restarts(restarting):
+                of_jobs[name].append(((restarting.job, *labels), value))
         yield from (_family(name, values) for name, values in of_jobs.items())
 
 
@@ -384,6 +400,19 @@ def _checkpointed(job: JobState, clock: ClockReading) -> float | None:
         return clock.checkpoint_at
     able = any(worker.saves_now for worker in job.workers.values())
     return clock.time.began if able and clock.time is not None else None
+
+
+def _gauges_of_restarts(job: RestartStatus) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """What is known of a job in restart mode, as `_of_job`."""
+    phase = {"finished": JobPhase.DONE, "failed": JobPhase.STOPPED}.get(job.phase) or JobPhase(job.phase)
+    for other in JobPhase:
+        yield "elasticd_job_phase", (other.value,), float(phase is other)
+    yield "elasticd_job_failed", (), float(phase is JobPhase.STOPPED and not job.stopped_by)
+    yield "elasticd_job_restarts", (), job.restarts
+    yield "elasticd_job_members", (), len(job.members)
+    if job.step:
+        yield "elasticd_job_step", (), job.step
+        yield "elasticd_job_step_seconds", (), job.step_seconds
 
 
 def _end_of(job: JobState) -> Iterator[tuple[str, tuple[str, ...], float]]:

@@ -83,20 +83,15 @@ def _restarting(job: RestartJob, now: float) -> RestartStatus:
         },
         out=job.out,
         phase=job.phase(now),
-        nodes=tuple(sorted({known.node for known in job.torchruns.values()})),
+        nodes=job.nodes,
         members=job.members(now),
         ran_on=job.ran_on,
         workers=sum(known.state.at_work.workers for known in job.torchruns.values()),
-        restarts=max((known.state.at_work.restarts for known in job.torchruns.values()), default=0),
+        restarts=job.restarts,
         sentence=job.sentence(now),
-        failure=_failure(job),
+        failure=job.failure,
+        stopped_by=job.stopped_by(now),
     )
-
-
-def _failure(job: RestartJob) -> str:
-    works = (known.state.at_work for known in job.torchruns.values())
-    failure = next((work.failure for work in works if work.failure is not None), None)
-    return "" if failure is None else failure.traceback or failure.line
 
 
 def slowness(state: CoordinatorState, devices: Collection[str] | None = None) -> dict[str, Slowness]:

@@ -31,6 +31,7 @@ from elasticd.records import (
     PlanRecord,
     ProfileRecord,
     Proposal,
+    RestartEndRecord,
     encode,
 )
 from elasticd.store.protocol import (
@@ -283,4 +284,6 @@ def record_key(keys: Keys, job: str, record: Record) -> str:
         return keys.history(job, record.number)
     if isinstance(record, OutRecord):
         return f"{keys.rendezvous(job)}out/{record.torchrun}"
+    if isinstance(record, RestartEndRecord):
+        return keys.rendezvous(job) + "end"
     return keys.job(job, _SINGLE[type(record)])

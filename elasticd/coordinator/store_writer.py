@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
+import msgspec
 from elasticd_planner.value import StoredValue
 
 from elasticd.codec.record_parts import Shelf
@@ -43,6 +44,7 @@ from elasticd.records import (
     PlanRecord,
     ProfileRecord,
     Proposal,
+    RestartEndRecord,
     decode_at,
     numbered,
 )
@@ -59,6 +61,7 @@ from elasticd.store.protocol import (
     StoreUnavailable,
     check_request,
 )
+from elasticd.wire.rendezvous import Torchrun
 
 #: Seconds between attempts while the store is away.
 PAUSE = 0.2
@@ -198,11 +201,12 @@ class Writer:
         return True
 
     def _clear(self, asked: Rounds) -> None:
-        """Deletes what agents write, too: not while a torchrun's key is there, nor where anything has changed
-        since this looked."""
+        """Deletes what agents write, too: not while a torchrun is there, nor where anything has changed since
+        this looked."""
         prefix = self._keys.rendezvous(asked.job)
         found = self._store.snapshot(prefix)
-        if not found.items or any(item.key.startswith(f"{prefix}torchruns/") for item in found.items):
+        torchruns = (item for item in found.items if item.key.startswith(f"{prefix}torchruns/"))
+        if not found.items or any(_is_here(item) for item in torchruns):
             return
         (ops,) = self._ledger.transactions(asked)
         compares = [Compare.untouched(prefix, found.revision)]
@@ -232,6 +236,14 @@ class Writer:
         return revisions
 
 
+def _is_here(item: KeyValue) -> bool:
+    """Whether a torchrun's record says that it has not ended; one that this release cannot read counts so."""
+    try:
+        return decode_at(item.key, item.value, Torchrun).status in ("here", "out")
+    except msgspec.DecodeError:
+        return True
+
+
 def _is_rank(asked: Asked) -> bool:
     """Whether it is a rank, and no end of a job's."""
     return isinstance(asked, Rank) and bool(asked.key)
@@ -249,6 +261,18 @@ def in_restart_mode(keys: Keys, items: Iterable[KeyValue]) -> list[str]:
     """The jobs in a snapshot of the jobs' prefix that torchruns keep rounds of."""
     parts = (item.key.removeprefix(keys.jobs).split("/", 2) for item in items)
     return sorted({part[0] for part in parts if len(part) == 3 and part[1] == "rendezvous"})
+
+
+def restart_ends(keys: Keys, items: Iterable[KeyValue]) -> dict[str, RestartEndRecord]:
+    """How jobs in restart mode ended, in a snapshot of the jobs' prefix. Raises `msgspec.DecodeError` for one
+    that this program cannot read."""
+    jobs = in_restart_mode(keys, items)
+    places = {f"{keys.rendezvous(job)}end": job for job in jobs}
+    return {
+        places[item.key]: decode_at(item.key, item.value, RestartEndRecord)
+        for item in items
+        if item.key in places
+    }
 
 
 def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:

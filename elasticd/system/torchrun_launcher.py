@@ -49,6 +49,8 @@ _ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 #: Seconds from the signal that ends torchruns to SIGKILL; torchrun itself gives its workers 30.
 GRACE = 40.0
 _POLL = 0.1
+#: Exit codes of torchruns that SIGTERM or SIGKILL ended.
+STOPPED = (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL)
 #: Seconds for the leader's word that the job is over, after its workers have ended.
 END_SECONDS = 1.0
 #: Seconds in which a second Ctrl-C is the first one's echo: some programs pass on what a terminal sends to all.
@@ -106,6 +108,11 @@ class _Ended:
     outcomes: dict[int, TorchrunOutcome] = field(default_factory=dict)
 
     @property
+    def stopped(self) -> bool:
+        """Whether signals ended all, as an agent sends them to torchruns in restart mode that a user stops."""
+        return all(code in STOPPED for code in self.codes.values())
+
+    @property
     def restart_mode(self) -> bool:
         return any(outcome.restart_mode for outcome in self.outcomes.values())
 
@@ -134,11 +141,13 @@ class _News:
     def __init__(self, what: Launch) -> None:
         self._lines = LaunchLines()
         self._over, self._failed = threading.Event(), False
+        self.stopping = False  # a user stopped the job
         self.link = LaunchLink(what.socket or default_path(), what.job, self._take)
 
     def _take(self, event: Happened) -> None:
         if line := self._lines.line(event):
             _say(line)
+        self.stopping = self.stopping or event.kind == "stopping"
         if event.kind in ("finished", "stopped"):
             self._failed = event.kind == "stopped" and not event.data.get("orderly")
             self._over.set()
@@ -168,6 +177,9 @@ def _launched(what: Launch, news: _News) -> int:
             ended = _run(what, "restart", Path(folder), told)
         if told:
             return 128 + told[0]
+        if news.stopping and ended.stopped:
+            news.end_is_told()
+            return 0
         failed = [code for code in ended.codes.values() if code]
         if len(failed) < len(ended.codes) and not (failed and news.failure_is_told()):
             if all(outcome.reason for outcome in ended.outcomes.values()) and not news.end_is_told():

@@ -24,6 +24,8 @@ from elasticd.wire.worker import FromWorker, Hello, ToWorker
 
 #: Before a device's name: the address in `ToClient` of whoever drives that device, now or later.
 DEVICE_PREFIX = "device:"
+#: The code by which an agent that ends in good order closes its WebSocket.
+AGENT_LEAVES = 4000
 #: Characters that are told of why a message cannot be decoded.
 MOST_WHY = 200
 #: Messages in one at most. One that is skipped costs its reader more than one that is read.
@@ -133,11 +135,12 @@ class Drain(Message, frozen=True, kw_only=True, tag="drain"):
 
 
 class End(Message, frozen=True, kw_only=True, tag="end-job"):
-    """A user stops this job: the agent sends SIGTERM to workers, each once. A second SIGTERM ends a process at
-    once."""
+    """A user stops this job: the agent sends SIGTERM to workers, each once, and to torchruns in restart mode,
+    which pass it on. A second SIGTERM ends a process at once."""
 
     job: str  # the job's name
     devices: tuple[str, ...]  # of the workers, without those that are known to drain
+    at_once: bool = False  # the torchruns in restart mode are killed, and their workers with them
 
 
 class TryReach(Message, frozen=True, kw_only=True, tag="try-reach"):

@@ -37,6 +37,8 @@ LARGEST_PACKET = 64 * 1024
 LARGEST_MESSAGE = 1 << 30
 #: Names the agent's socket for everything that runs on a node.
 SOCKET_VARIABLE = "ELASTICD_SOCKET"
+#: Where the agent of `systemd/elasticd-agent.service` listens.
+SERVICE_PATH = "/run/elasticd/agent.sock"
 #: Names the one device of a torchrun that `elasticd run` started, by its index on the node.
 SLOT_VARIABLE = "ELASTICD_SLOT"
 #: Names the devices of a torchrun in restart mode that `elasticd run` started, likewise: "2,3".
@@ -75,7 +77,16 @@ class PacketError(OSError):
 
 
 def default_path() -> str:
-    """`$ELASTICD_SOCKET`, else a path of this user's own, which agent and trainers agree upon."""
+    """The agent's socket, for trainers and commands: `own_path`, or that of the node's service where nothing is
+    at `own_path`."""
+    path = own_path()
+    if SOCKET_VARIABLE in os.environ or os.path.exists(path) or not os.path.exists(SERVICE_PATH):
+        return path
+    return SERVICE_PATH
+
+
+def own_path() -> str:
+    """`$ELASTICD_SOCKET`, else a path of this user's own: where an agent listens that nobody told otherwise."""
     if named := os.environ.get(SOCKET_VARIABLE):
         return named
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):

@@ -250,4 +250,4 @@ def test_default_folder_that_another_user_made_is_trusted_by_nobody(
     with pytest.raises(NoAgent, match="another one made it"):
         unix_socket.connect(unix_socket.default_path())
     with pytest.raises(SocketTaken, match="another one made it"):
-        unix_socket.listen(unix_socket.default_path())
+        unix_socket.listen(unix_socket.own_path())

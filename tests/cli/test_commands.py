@@ -91,6 +91,12 @@ def test_configuration_is_changed_shown_and_given_back(configured: str) -> None:
     assert "policy.paused = true" in changes[1]
     assert changes[3].endswith("all as in the file")
     assert "did you mean 'horizon_steps'?" in refused("config", "set", "policy.horizon", "5", *where)
+    assert "there is no key 'policy.foo'; there are: " in refused("config", "unset", "policy.foo", *where)
+    below = refused("config", "set", "policy.horizon_steps", "-5", *where)
+    assert "horizon_steps must be at least 1, not -5" in below
+    assert "option" not in below
+    assert "write true or false" in refused("config", "set", "policy.paused", "maybe", *where)
+    assert "'nosuch' is not one of" in call("logs", "--kind", "nosuch", *where).output
     told = call("logs", "--kind", "configured", *where).output
     assert told.count("configuration changed by") == 4
 

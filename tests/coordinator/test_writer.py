@@ -12,12 +12,13 @@ import pytest
 from elasticd.coordinator.store_transactions import Asked, Ledger, Rank, Rounds, operations
 from elasticd.coordinator.store_writer import WriteConflict, Writer, in_restart_mode, ranks, stored
 from elasticd.machines.job.state.events import CoordinatorNote, Write
-from elasticd.records import CheckpointsRecord, DoneRecord, Keys, OutRecord, PublishedCheckpoint, decode
+from elasticd.records import CheckpointsRecord, DoneRecord, Keys, OutRecord, PublishedCheckpoint, decode, encode
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.leader import LeadershipLost, campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import DeletePrefix, Limits, Snapshot, Store, StoreRefused, StoreTooLarge
 from elasticd.store.session import EtcdOptions
+from elasticd.wire.rendezvous import Torchrun
 from tests.etcds import SharedEtcd
 
 KEYS = Keys(cluster="test")
@@ -413,6 +414,8 @@ def test_rounds_of_a_job_in_restart_mode_are_deleted_once_no_torchrun_is_there(t
     others = (KEYS.job("demo", "done"), KEYS.rendezvous("demo-2") + "state")
     for key in (ROUNDS + "state", *others, *([ROUNDS + "torchruns/t2"] if there else [])):
         desk.store.put(key, b"{}")
+    ended = encode(Torchrun(node="n", store="", status="died"))
+    desk.store.put(ROUNDS + "torchruns/t3", ended if not there else encode(Torchrun(node="n", store="")))
     desk.store.delete(others[0])
     before = {item.key for item in desk.store.snapshot(KEYS.jobs).items}
     assert in_restart_mode(KEYS, desk.store.snapshot(KEYS.jobs).items) == ["demo", "demo-2"]
@@ -428,7 +431,8 @@ def test_rounds_of_a_job_in_restart_mode_are_deleted_once_no_torchrun_is_there(t
 
     desk.run(body)
     left = {item.key for item in desk.store.snapshot(KEYS.jobs).items}
-    assert left == {ROUNDS + "out/t1", *before} - (set() if there else {ROUNDS + "state"})
+    gone = set() if there else {ROUNDS + "state", ROUNDS + "torchruns/t3"}
+    assert left == {ROUNDS + "out/t1", *before} - gone
     assert desk.failures == []
 
 

@@ -14,8 +14,10 @@ import pytest
 
 from elasticd.testing.waiting import until
 from tests import forkserver, sizes
+from tests.integration.cluster import ROOT
 from tests.integration.launches import Launched, Launches, reaches, steps, torchrun_workers
 from tests.integration.torchruns import EXAMPLES
+from tests.liveness import living
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -310,14 +312,57 @@ def test_devices_of_a_job_in_restart_mode_are_its_own_and_their_output_is_found_
     for mode in ("restart", "auto"):
         other = launches.run("a", "--job", "other", "--mode", mode, "--device-ids", "1", *options)
         assert other.wait() == 1
-        assert "a/1 is used by job held: a device belongs to one job at a time" in other.ours[-1]
+        assert "--device-ids 1: used are a/1 by job held" in other.ours[-1]
     both = launches.run("a", "--job", "other", "--mode", "restart", *options)
     assert both.wait() == 1
     assert "2 devices are asked for, and 1 are free: used are a/1 by job held" in both.ours[-1]
     beside = launches.run("a", "--job", "beside", "--devices", "1", "--mode", "restart", *options)
     reaches(beside, 2)
     until(lambda: launches.restarting("beside").get("members") == ("a/0",), said(beside))
-    for one in (run, beside):
-        one.process.send_signal(signal.SIGTERM)
-        assert one.wait() == 128 + signal.SIGTERM
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM
     until(lambda: launches.restarting("held").get("members") == ())
+    assert launches.restarting("held")["phase"] == "stopped"
+    said_by_stop = launches.ask("stop", "beside")
+    assert "job beside is stopped: stopped by " in said_by_stop
+    assert beside.wait() == 0, beside.said
+    assert [line for line in beside.ours if "stopped by" in line], beside.ours
+    assert "Traceback" not in beside.said
+    for job in ("held", "beside"):
+        assert job in launches.ask("jobs")
+        assert "restart mode, stopped" in launches.ask("status", job)
+
+
+#: A script that is slow to leave, and one that never does.
+LEAVES = """
+import os, signal, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+def leave(*_):
+    time.sleep(2)
+    open(os.environ["SAVED"], "w").write("saved")
+    os._exit(0)
+signal.signal(signal.SIGTERM, {handler})
+print("trains", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_stop_of_a_job_in_restart_mode_lets_its_workers_save_and_ends_those_that_do_not_at_once(
+    launches: Launches,
+) -> None:
+    saved = launches.cluster.folder / "saved"
+    for job, handler, options in (("saves", "leave", ()), ("deaf", "signal.SIG_IGN", ("--now",))):
+        script = launches.script(LEAVES.format(handler=handler), f"{job}.py")
+        command = ("--job", job, "--mode", "restart", "--devices", "1", script)
+        # Another path than ours: processes of their own, which the agent knows by their environment.
+        run = launches.run("a", *command, SAVED=str(saved), PYTHONPATH=f"{ROOT}{os.pathsep}")
+        until(lambda run=run: "trains" in run.said, said(run))
+        orphans = workers(run)
+        assert f"job {job} is stopped: stopped by " in launches.ask("stop", *options, job)
+        assert run.wait() == 0, run.said
+        until(lambda orphans=orphans: not living(orphans))
+        assert saved.read_text() == "saved"
+    events = [event for event in launches.cluster.events("stopped") if event["job"] in ("saves", "deaf")]
+    assert len(events) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from elasticd_planner.detection.stragglers import DetectSettings
 from elasticd_planner.policy.policy import PolicySettings
 from hypothesis import given, settings
@@ -9,13 +10,18 @@ from hypothesis import strategies as st
 
 from elasticd.machines.coordinator.restart_jobs import (
     SILENT_SECONDS,
+    Effects,
     RestartJob,
     attended,
     lap,
+    restored,
+    stop_asked,
+    stop_due,
     verdict,
 )
-from elasticd.machines.job.state.events import CoordinatorNote, Write
-from elasticd.records import OutRecord
+from elasticd.machines.job.state.events import CoordinatorNote, CoordinatorSend, Write
+from elasticd.records import OutRecord, RestartEndRecord
+from elasticd.wire.coordinator import End
 from elasticd.wire.rendezvous import AtWork, Lap, StepTime, TorchrunState, Watching, WorkerFailure
 from tests.sizes import examples
 
@@ -149,13 +155,26 @@ def told(name: str, phase: str, status: str = "here", **work: object) -> Torchru
     return TorchrunState(job="j", torchrun=name, status=status, at_work=at_work)  # type: ignore[arg-type]
 
 
+def notes_of(effects: Effects) -> list[CoordinatorNote]:
+    notes = []
+    for effect in effects:
+        notes += (
+            effect.notes
+            if isinstance(effect, Write)
+            else [effect]
+            if isinstance(effect, CoordinatorNote)
+            else []
+        )
+    return notes
+
+
 def test_life_of_a_job_in_restart_mode_is_told_in_words_and_in_events() -> None:
     job, kinds = RestartJob(job="j"), []
 
     def hear(node: str, state: TorchrunState, now: float) -> None:
         nonlocal job
-        job, notes = attended(job, node, state, now)
-        kinds.extend(note.kind for note in notes)
+        job, effects = attended(job, node, state, 7, now)
+        kinds.extend(note.kind for note in notes_of(effects))
 
     hear("a", told("t1", "waits"), 0.0)
     assert job.phase(0.0) == "gathering"
@@ -182,8 +201,8 @@ def test_each_failure_is_an_event_and_what_ends_the_job_is_its_reason_alone() ->
 
     def hear(state: TorchrunState, now: float) -> None:
         nonlocal job
-        job, told_now = attended(job, "a", state, now)
-        notes.extend(told_now)
+        job, effects = attended(job, "a", state, 7, now)
+        notes.extend(notes_of(effects))
 
     killed = WorkerFailure(text="ended by signal SIGKILL", code=-9)
     for number in (1, 2):
@@ -202,13 +221,78 @@ def test_each_failure_is_an_event_and_what_ends_the_job_is_its_reason_alone() ->
 
 
 def test_torchrun_that_ended_without_a_signal_is_not_said_to_be_stopped_by_one() -> None:
-    job, _ = attended(RestartJob(job="j"), "a", told("t1", "runs", round=0), 1.0)
-    job, notes = attended(job, "a", told("t1", "runs", status="died", round=0), 2.0)
+    job, _ = attended(RestartJob(job="j"), "a", told("t1", "runs", round=0), 7, 1.0)
+    job, effects = attended(job, "a", told("t1", "runs", status="died", round=0), 7, 2.0)
+    notes = notes_of(effects)
     assert job.sentence(2.0) == "its torchruns ended"
     assert notes[-1].data["orderly"] is False
 
 
 def test_torchrun_of_which_no_agent_tells_any_more_counts_as_gone() -> None:
-    job, _ = attended(RestartJob(job="j"), "a", told("t1", "runs", round=0), 1.0)
+    job, _ = attended(RestartJob(job="j"), "a", told("t1", "runs", round=0), 7, 1.0)
     assert job.lives(1.0 + SILENT_SECONDS - 1)
     assert job.phase(1.0 + SILENT_SECONDS) == "stopped"
+
+
+def after(*states: tuple[str, TorchrunState], job: RestartJob | None = None) -> tuple[RestartJob, Effects]:
+    """A job of which agents tell this, one after the other, and what the last word led to."""
+    job = job or RestartJob(job="j")
+    effects: Effects = ()
+    for node, state in states:
+        job, effects = attended(job, node, state, 7, 1.0)
+    return job, effects
+
+
+def test_end_of_a_job_is_kept_for_the_next_leader_until_it_is_started_again() -> None:
+    wrong = WorkerFailure(kind="KeyError", text="'x'", traceback="Traceback ...")
+    job, effects = after(
+        ("a", told("t1", "runs", round=0)), ("a", told("t1", "failed", round=0, restarts=2, failure=wrong))
+    )
+    (write,) = (effect for effect in effects if isinstance(effect, Write))
+    (record,) = write.records
+    assert isinstance(record, RestartEndRecord)
+    later = restored("j", record)
+    for shown in (job, later):
+        assert (shown.phase(9.0), shown.nodes, shown.restarts) == ("failed", ("a",), 2)
+        assert (shown.failure, "KeyError: 'x'" in shown.sentence(9.0)) == ("Traceback ...", True)
+    assert after(("a", told("t1", "failed")), job=job)[1] == (), "said again"
+    assert after(("a", told("t1", "failed", status="died")), job=later) == (later, ())
+    again, _ = after(("a", told("t2", "waits")), job=later)
+    assert (again.phase(1.0), again.failure, again.ended) == ("gathering", "", None)
+
+
+def test_agent_that_was_away_while_its_torchrun_ran_on_shows_that_the_job_has_not_ended() -> None:
+    running = told("t1", "runs", round=0), told("t2", "runs", round=0)
+    job, _ = after(("a", running[0]), ("b", running[1]))
+    job, _ = attended(job, "b", told("t2", "runs", status="died"), 7, 1.0 + SILENT_SECONDS)
+    assert job.phase(1.0 + SILENT_SECONDS) == "stopped"
+    job, _ = attended(job, "a", running[0], 7, 2.0 + SILENT_SECONDS)
+    assert (job.phase(2.0 + SILENT_SECONDS), job.ended) == ("running", None)
+
+
+def ends(effects: Effects) -> list[tuple[str, bool]]:
+    """The nodes whose agents are to end torchruns, and whether at once."""
+    sent = (effect for effect in effects if isinstance(effect, CoordinatorSend))
+    return [(one.node, one.message.at_once) for one in sent if isinstance(one.message, End)]
+
+
+def test_user_who_stops_a_job_has_its_torchruns_ended_and_those_that_come_later() -> None:
+    job, _ = after(("a", told("t1", "runs", round=0)), ("b", told("t2", "runs", round=0)))
+    job, effects = stop_asked(job, "alice", 60.0, 2.0)
+    assert [note.kind for note in notes_of(effects)] == ["stopping"]
+    assert ends(effects) == [("a", False), ("b", False)]
+    job, effects = attended(job, "c", told("t3", "waits"), 7, 3.0)
+    assert ends(effects) == [("c", False)]
+    for node, name in (("a", "t1"), ("b", "t2")):
+        job, effects = attended(job, node, told(name, "runs", status="died"), 7, 4.0)
+    assert ends(stop_due(job, 61.0)[1]) == []
+    job, effects = stop_due(job, 62.0 - 30.0)
+    assert (ends(effects), job.over(4.0)) == ([], False)
+    again, effects = stop_due(msgspec.structs.replace(job, stop_at=5.0), 5.0)
+    assert ends(effects) == [("c", True)]
+    job, effects = attended(again, "c", told("t3", "waits", status="died"), 7, 6.0)
+    (note,) = notes_of(effects)
+    assert (note.kind, note.text, note.data["orderly"]) == ("stopped", "stopped by alice", True)
+    (record,) = (record for effect in effects if isinstance(effect, Write) for record in effect.records)
+    assert isinstance(record, RestartEndRecord)
+    assert (record.phase, record.stopped_by) == ("stopped", "alice")

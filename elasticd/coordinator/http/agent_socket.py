@@ -22,6 +22,7 @@ from elasticd.machines.coordinator import message_checks
 from elasticd.store.write_allowance import Allowance
 from elasticd.version import __version__
 from elasticd.wire.coordinator import (
+    AGENT_LEAVES,
     AgentHello,
     AgentRejected,
     FromClient,
@@ -130,6 +131,7 @@ async def _converse(
                 leading.metrics.refused("unreadable")
                 _log.warning("node %s: a message cannot be read: %s", connection.node, outcome)
             elif isinstance(outcome, WebSocketDisconnect):
+                connection.left = outcome.code == AGENT_LEAVES
                 if outcome.code == _TOO_BIG:
                     leading.metrics.refused("oversized")
                     _log.warning("node %s: a message is above [security] message_mib", connection.node)

@@ -153,6 +153,14 @@ class Rest:
         self._asked(caller, what, action="drain" if body.on else "undrain", node=node)
         return body
 
+    @post("/v1/nodes/{node}/forget", refuses=(409,), example=ByRequest(by="alice"))
+    async def forget_node(self, node: str, body: ByRequest, caller: Caller | None) -> ByRequest:
+        """Shows a node no more that is away; it is known again once its agent comes back."""
+        by = _by(body.by, caller)
+        self._served.leading.forget_node(node, by)
+        self._served.leading.asked(by, f"asked for node {node} to be forgotten", action="forget", node=node)
+        return body
+
     @post("/v1/jobs/{job}/stop", refuses=(409,), example=StopRequest(by="alice"))
     async def stop(self, job: str, body: StopRequest, caller: Caller | None) -> Stopping:
         """Ends a job: its workers make a last checkpoint, where they have a folder for it, and leave. Says

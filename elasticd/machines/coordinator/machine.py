@@ -7,13 +7,13 @@ writes carry the leader's key, so that a leader that was replaced changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Value
 
-from elasticd.machines.coordinator import finished_jobs, message_checks, node_links
+from elasticd.machines.coordinator import absent_nodes, finished_jobs, message_checks, node_links
 from elasticd.machines.job import assembly, machine
 from elasticd.machines.job.state.events import (
     AgentDown,
@@ -26,6 +26,7 @@ from elasticd.machines.job.state.events import (
     Effect,
     Event,
     ForgetAsked,
+    ForgetNodeAsked,
     Harmed,
     NodeDrained,
     Paced,
@@ -99,17 +100,31 @@ def step(state: CoordinatorState, event: Event, now: float) -> Result:
         return _jobs(state, event, now, (event.job,))
     if isinstance(event, ForgetAsked):
         return _without(state, finished_jobs.asked(state.jobs, state.nodes, event))
+    if isinstance(event, ForgetNodeAsked):
+        away = event.node in state.nodes and not state.nodes[event.node].connected
+        return _without_nodes(state, [event.node] if away else [], event.by)
     state, told = _links(state, now)
     live = tuple(name for name, job in state.jobs.items() if job.phase not in OVER)
     state, effects = _jobs(state, event, now, live if isinstance(event, CoordinatorTick) else tuple(state.jobs))
     state, gone = _without(state, finished_jobs.due(state.jobs, state.nodes, state.settings, now))
-    return state, (*told, *effects, *gone)
+    state, left = _without_nodes(state, absent_nodes.gone(state.nodes, state.jobs))
+    return state, (*told, *effects, *gone, *left)
 
 
 def _without(state: CoordinatorState, forgotten: finished_jobs.Forgotten | None) -> Result:
     if forgotten is None:
         return state, ()
     return msgspec.structs.replace(state, jobs=forgotten.jobs), forgotten.effects
+
+
+def _without_nodes(state: CoordinatorState, names: Collection[str], by: str = "") -> Result:
+    """Nodes that are away are known no more, with what was measured of their links."""
+    if not names:
+        return state, ()
+    nodes = {name: node for name, node in state.nodes.items() if name not in names}
+    links = node_links.without(state.links, names)
+    state = msgspec.structs.replace(state, nodes=nodes, links=links)
+    return state, tuple(absent_nodes.note(name, by) for name in names)
 
 
 def _links(state: CoordinatorState, now: float) -> Result:
@@ -166,11 +181,14 @@ def _agent_down(state: CoordinatorState, event: AgentDown, now: float) -> Result
     known = state.nodes.get(event.node)
     if known is None or not known.connected:
         return state, ()
-    node = msgspec.structs.replace(known, connected=False, since=now)
+    node = msgspec.structs.replace(known, connected=False, left=event.left, since=now)
     state = msgspec.structs.replace(state, nodes={**state.nodes, event.node: node})
     text = f"node {event.node} cannot be reached; its workers may well train on"
     note = CoordinatorNote(kind="node_down", text=text, data={"node": event.node})
     state, effects = _jobs(state, event, now, tuple(state.jobs))
+    if gone := [name for name in absent_nodes.gone(state.nodes, state.jobs) if name == event.node]:
+        state, left = _without_nodes(state, gone)
+        return state, (*left, *effects)
     return state, (note, *effects)
 
 

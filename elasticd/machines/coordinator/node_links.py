@@ -52,6 +52,12 @@ class Links(Value, frozen=True, kw_only=True):
         return max([state.rates.rates.get(name, 1.0) for state in self.judged.values()], default=1.0)
 
 
+def without(links: Links, nodes: Collection[str]) -> Links:
+    """Without the last probes of links to these nodes, which have left."""
+    probes = {name: probe for name, probe in links.probes.items() if not {*name.split(" - ")} & {*nodes}}
+    return msgspec.structs.replace(links, probes=probes)
+
+
 def crossed(links: Links, source: str, probe: Crossed, nodes: Collection[str], now: float) -> Links:
     """An agent of node `source` probed a link to another of `nodes`. What makes no sense is not heard."""
     times = probe.seconds, probe.latency

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from statistics import median
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 from elasticd_planner.detection.stragglers import DetectSettings, RateState, observe
@@ -27,9 +27,16 @@ from elasticd_planner.spec.step_measurements import Step
 from elasticd_planner.value import Value
 
 from elasticd.codec.safe_text import shortened
-from elasticd.machines.job.state.events import CoordinatorNote, EventKind, Write, slowdown_kind
+from elasticd.machines.job.state.events import (
+    CoordinatorNote,
+    CoordinatorSend,
+    EventKind,
+    Write,
+    slowdown_kind,
+)
 from elasticd.names import MOST_DEVICES
-from elasticd.records import OutRecord
+from elasticd.records import OutRecord, RestartEndRecord
+from elasticd.wire.coordinator import End
 from elasticd.wire.rendezvous import AtWork, Lap, StepTime, TorchrunState
 
 #: Seconds that a restart costs until one was seen: the processes' start, and the steps that are made again.
@@ -46,7 +53,8 @@ SILENT_SECONDS = 30.0
 #: Torchruns of a job that are told apart, and characters of a traceback that are kept.
 MOST_TORCHRUNS, MOST_TRACEBACK = 4096, 8000
 
-RestartPhase = Literal["gathering", "running", "finished", "failed", "stopped"]
+EndPhase = Literal["finished", "failed", "stopped"]
+RestartPhase = Literal["gathering", "running", EndPhase]
 
 
 class Attended(Value, frozen=True, kw_only=True):
@@ -75,16 +83,23 @@ class RestartJob(Value, frozen=True, kw_only=True):
     heard: float = 0.0  # when the last step time came
     torchruns: dict[str, Attended] = msgspec.field(default_factory=dict)  # by name in the rendezvous
     gathered: int = -1  # number of the last round that was told of
+    ended: RestartEndRecord | None = None  # how it ended (None: its end was not heard of)
+    stopping: str = ""  # the user who stopped it (empty: nobody did)
+    stop_at: float = math.inf  # when its torchruns are killed
 
     def phase(self, now: float) -> RestartPhase:
         """Where the job is in its life, as far as the leader is told."""
         states = [known.state for known in self.torchruns.values()]
+        if self.ended is not None and not states:
+            return self.ended.phase
         here = [state for state in states if self._here(state.torchrun, now)]
         if any(state.at_work.phase == "runs" for state in here) or not states:
             return "running"
         if any(state.at_work.phase == "waits" for state in here):
             return "gathering"
         phases = {state.at_work.phase for state in states}
+        if self.stopping and phases != {"finished"}:
+            return "stopped"
         return "failed" if "failed" in phases else "finished" if "finished" in phases else "stopped"
 
     def over(self, now: float) -> bool:
@@ -94,6 +109,29 @@ class RestartJob(Value, frozen=True, kw_only=True):
     def lives(self, now: float) -> bool:
         """Whether an agent tells of a torchrun of the job that is at work."""
         return bool(self.torchruns) and not self.over(now)
+
+    @property
+    def failure(self) -> str:
+        """The last failure of a worker: its traceback, or its last line; empty where none failed."""
+        if not self.torchruns:
+            return "" if self.ended is None else self.ended.failure
+        works = (known.state.at_work for known in self.torchruns.values())
+        failure = next((work.failure for work in works if work.failure is not None), None)
+        return "" if failure is None else failure.traceback or failure.line
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes of its torchruns."""
+        if not self.torchruns and self.ended is not None:
+            return self.ended.nodes
+        return tuple(sorted({known.node for known in self.torchruns.values()}))
+
+    @property
+    def restarts(self) -> int:
+        """How often its workers were started again."""
+        if not self.torchruns and self.ended is not None:
+            return self.ended.restarts
+        return max((known.state.at_work.restarts for known in self.torchruns.values()), default=0)
 
     def members(self, now: float) -> tuple[str, ...]:
         """The devices that its torchruns hold."""
@@ -116,47 +154,62 @@ class RestartJob(Value, frozen=True, kw_only=True):
         works = (known.state.at_work for known in self.torchruns.values())
         return next((work.ended_by for work in works if work.ended_by), "")
 
+    def stopped_by(self, now: float) -> str:
+        """The user who stopped it, or the signal that ended it; empty where neither did."""
+        return self.stopping or (self.ended_by if self.over(now) else "")
+
     def sentence(self, now: float) -> str:
         """What people are told of the job's torchruns; empty where no agent told of any."""
         if not self.torchruns:
-            return ""
+            return "" if self.ended is None else self.ended.sentence
         phase = self.phase(now)
         works = [known.state.at_work for known in self.torchruns.values()]
         failure = next((work.failure for work in works if work.failure is not None), None)
         again = max(work.restarts for work in works)
         words = [f"its workers were started again {again} time{'s' if again > 1 else ''}"] if again else []
         if phase == "stopped":
-            return "; ".join(
-                (f"stopped by {self.ended_by}" if self.ended_by else "its torchruns ended", *words)
-            )
+            by = self.stopped_by(now)
+            return "; ".join((f"stopped by {by}" if by else "its torchruns ended", *words))
         if phase in ("running", "gathering"):
             nodes = sorted(
                 {each.node for each in self.torchruns.values() if self._here(each.state.torchrun, now)}
             )
             count = sum(each.state.at_work.workers for each in self.torchruns.values() if each.node in nodes)
             words.insert(0, f"{count or 'its'} worker{'s' if count != 1 else ''} on {', '.join(nodes)}")
+            words += [f"{self.stopping} stops it: its workers save and leave"] if self.stopping else []
             if not self.step:
                 words.append("no steps heard (elasticd.watch())")
-        if failure is not None and phase != "finished":
+        if failure is not None and phase != "finished" and not self.stopping:
             words.append(f"a worker failed: {failure.line}")
         return "; ".join(words)
 
 
+Effects = tuple[CoordinatorNote | CoordinatorSend | Write, ...]
+
+
+def restored(job: str, ended: RestartEndRecord) -> RestartJob:
+    """A job that ended under a leader before."""
+    return RestartJob(job=job, ended=ended, step=ended.step, stopping=ended.stopped_by)
+
+
 def attended(
-    job: RestartJob, node: str, told: TorchrunState, now: float
-) -> tuple[RestartJob, tuple[CoordinatorNote, ...]]:
-    """The job after an agent told of a torchrun, and what people are told."""
-    if told.status == "here" and told.torchrun not in job.torchruns and job.torchruns and job.over(now):
+    job: RestartJob, node: str, told: TorchrunState, epoch: int, now: float
+) -> tuple[RestartJob, Effects]:
+    """The job after an agent told of a torchrun, and what is to be done."""
+    if job.ended is not None and told.torchrun not in job.torchruns:
+        if told.status != "here":
+            return job, ()  # it was one of the life before
         job = RestartJob(job=job.job)  # it was started again
     known = job.torchruns.get(told.torchrun)
     if known is None and len(job.torchruns) >= MOST_TORCHRUNS:
         return job, ()
     told = _bounded(told)
     work, before = told.at_work, known.state.at_work if known is not None else AtWork()
-    was_over = bool(job.torchruns) and job.over(now)
     torchruns = {**job.torchruns, told.torchrun: Attended(node=node, heard=now, state=told)}
     job = msgspec.structs.replace(job, torchruns=torchruns)
-    notes = []
+    notes: list[CoordinatorNote | CoordinatorSend | Write] = []
+    if job.stopping and told.status == "here":
+        notes.append(_end(job, node, now))
     if work.phase == "runs" and work.round > job.gathered:
         job = msgspec.structs.replace(job, gathered=work.round)
         text = f"round {work.round} in restart mode: {work.world} workers"
@@ -166,14 +219,58 @@ def attended(
         text = f"a worker on {node} failed: {work.failure.line}"
         data = {"node": node, "traceback": work.failure.traceback, "code": work.failure.code}
         notes.append(CoordinatorNote(kind="worker_lost", job=job.job, text=text, data=data))
-    if job.over(now) and not was_over:
-        phase = job.phase(now)
-        sentence = job.sentence(now)
-        text = sentence if phase == "stopped" else f"{phase}: {sentence}" if sentence else phase
-        kind: EventKind = "finished" if phase == "finished" else "stopped"
-        end = {"step": job.step, "orderly": bool(job.ended_by) and phase == "stopped"}
-        notes.append(CoordinatorNote(kind=kind, job=job.job, text=text, data=end))
+    if job.over(now) and job.ended is None:
+        job, end = _ended(job, epoch, now)
+        notes.append(end)
+    elif not job.over(now) and job.ended is not None:
+        job = msgspec.structs.replace(job, ended=None)  # an agent that was away had not ended
     return job, tuple(notes)
+
+
+def _ended(job: RestartJob, epoch: int, now: float) -> tuple[RestartJob, Write]:
+    """None of its torchruns has anything left to do: that is kept."""
+    phase, sentence = cast("EndPhase", job.phase(now)), job.sentence(now)
+    by = job.stopping or job.ended_by
+    record = RestartEndRecord(
+        phase=phase,
+        epoch=epoch,
+        step=job.step,
+        nodes=job.nodes,
+        restarts=job.restarts,
+        sentence=sentence,
+        failure=job.failure,
+        stopped_by=by,
+    )
+    kind: EventKind = "finished" if phase == "finished" else "stopped"
+    data = {"step": job.step, "orderly": bool(by) and phase == "stopped"}
+    text = sentence if phase == "stopped" else f"{phase}: {sentence}" if sentence else phase
+    note = CoordinatorNote(kind=kind, job=job.job, text=text, data=data)
+    return msgspec.structs.replace(job, ended=record), Write(job=job.job, records=(record,), notes=(note,))
+
+
+def stop_asked(job: RestartJob, by: str, seconds: float, now: float) -> tuple[RestartJob, Effects]:
+    """A user stops the job: its torchruns get SIGTERM, which they pass on to their workers. Those that are left
+    after `seconds` are killed."""
+    job = msgspec.structs.replace(job, stopping=by, stop_at=now + seconds)
+    text = f"{by} stops the job: its workers save and leave, and have {seconds:g} s"
+    note = CoordinatorNote(kind="stopping", job=job.job, text=text, data={"by": by, "seconds": seconds})
+    return job, (note, *_ends(job, now))
+
+
+def stop_due(job: RestartJob, now: float) -> tuple[RestartJob, Effects]:
+    """The time is up of a job that was stopped: what is left of it is killed."""
+    if now < job.stop_at or job.over(now):
+        return job, ()
+    return msgspec.structs.replace(job, stop_at=math.inf), _ends(job, now)
+
+
+def _ends(job: RestartJob, now: float) -> tuple[CoordinatorSend, ...]:
+    nodes = {known.node for name, known in job.torchruns.items() if job._here(name, now)}
+    return tuple(_end(job, node, now) for node in sorted(nodes))
+
+
+def _end(job: RestartJob, node: str, now: float) -> CoordinatorSend:
+    return CoordinatorSend(node=node, message=End(job=job.job, devices=(), at_once=now >= job.stop_at))
 
 
 def _bounded(told: TorchrunState) -> TorchrunState:
@@ -298,4 +395,6 @@ def _begun(job: RestartJob, number: int, now: float) -> RestartJob:
         restart_seconds=seconds,
         torchruns=job.torchruns,
         gathered=job.gathered,
+        stopping=job.stopping,
+        stop_at=job.stop_at,
     )

@@ -23,6 +23,7 @@ from elasticd.records import (
     PlanRecord,
     ProfileRecord,
     Proposal,
+    RestartEndRecord,
 )
 from elasticd.wire.coordinator import FromMachine, Harm, ToMachine, Unread
 
@@ -31,6 +32,7 @@ EventKind = Literal[
     "asked",  # A user had something changed: who, and what. All of these are the audit.
     "configured",  # Detection or policy settings were changed while running.
     "node_up",  # A node's agent connected.
+    "node_left",  # A node's agent ended in good order, or a user had the node forgotten.
     "node_down",  # The connection to a node's agent is gone; its workers may still train.
     "agent_restarted",  # A new agent took the place of one whose workers are lost.
     "worker_lost",  # A worker process ended.
@@ -95,6 +97,7 @@ Record = (
     | CheckpointsRecord
     | DoneRecord
     | OutRecord
+    | RestartEndRecord
 )
 
 # -- events --------------------------------------------------------------------------------------------------
@@ -115,6 +118,7 @@ class AgentDown(Value, frozen=True, kw_only=True):
     """An agent's connection is gone: the node is unreachable, its workers may well train on."""
 
     node: str  # its node
+    left: bool = False  # the agent ended in good order
 
 
 class Received(Value, frozen=True, kw_only=True):
@@ -201,6 +205,13 @@ class ForgetAsked(Value, frozen=True, kw_only=True):
     by: str  # the user
 
 
+class ForgetNodeAsked(Value, frozen=True, kw_only=True):
+    """A user wants this node shown no more, which is away."""
+
+    node: str  # the node's name
+    by: str  # the user
+
+
 class CoordinatorTick(Value, frozen=True, kw_only=True):
     """Time has passed."""
 
@@ -218,6 +229,7 @@ Event = (
     | StopAsked
     | CheckpointAsked
     | ForgetAsked
+    | ForgetNodeAsked
     | CoordinatorTick
 )
 

@@ -152,6 +152,7 @@ class NodeState(Value, frozen=True, kw_only=True):
 
     record: NodeRecord  # as the agent wrote it
     connected: bool  # its connection stands
+    left: bool = False  # it ended in good order, while workers of its node may have trained on
     since: float  # when the connection came or went
     #: factors of chaos by device, above 1 for slower
     paces: dict[str, float] = msgspec.field(default_factory=dict)
