@@ -224,7 +224,8 @@ class Api:
             if isinstance(error.__context__, ssl.SSLError) or "SSL" in str(error):
                 raise CannotReach(
                     f"the coordinator at {self.url} and we do not trust each other ({error}): check ca in "
-                    "section [security], and that the coordinator's certificate is for this name"
+                    "section [security], and that the coordinator's certificate is for this name and has not "
+                    "expired ('elasticd security renew' signs a new one)"
                 ) from error
             raise CannotReach(
                 f"no coordinator answers at {self.url} ({error or type(error).__name__}): start one with "

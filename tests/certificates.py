@@ -34,10 +34,10 @@ class Authority:
         self.ca = str(folder / f"{name}.ca.pem")
         _write(self.ca, made.sign(self._key, hashes.SHA256()))
 
-    def server(self, name: str = "server") -> Pair:
-        """For 127.0.0.1 and localhost."""
+    def server(self, name: str = "server", days: float = 1) -> Pair:
+        """For 127.0.0.1 and localhost, and good for so many days from now on (below 0: it has expired)."""
         names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
-        return self._pair(name, [(NameOID.COMMON_NAME, name)], names)
+        return self._pair(name, [(NameOID.COMMON_NAME, name)], names, days)
 
     def client(self, name: str, *units: str) -> Pair:
         """With its common name, and organizational units."""
@@ -50,10 +50,11 @@ class Authority:
         file: str,
         subject: list[tuple[x509.ObjectIdentifier, str]],
         names: list[x509.GeneralName] | None = None,
+        days: float = 1,
     ) -> Pair:
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(kind, value) for kind, value in subject])
-        made = _builder(name, self._name, key)
+        made = _builder(name, self._name, key, days)
         if names:
             made = made.add_extension(x509.SubjectAlternativeName(names), critical=False)
         pair = Pair(cert=str(self._folder / f"{file}.pem"), key=str(self._folder / f"{file}.key"))
@@ -67,7 +68,9 @@ class Authority:
         return pair
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: float = 1
+) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -76,7 +79,7 @@ def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivate
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=days))
     )
 
 

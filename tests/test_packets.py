@@ -365,3 +365,25 @@ def test_socket_of_the_nodes_service_is_found_where_the_user_has_no_agent_of_its
             assert unix_socket.default_path() == str(own)
         monkeypatch.setenv(unix_socket.SOCKET_VARIABLE, "/named")
         assert unix_socket.default_path() == "/named"
+
+
+def test_agent_that_was_waited_for_is_said_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(unix_socket, "_SAID_SECONDS", 0.0)
+    path = str(tmp_path / "a.sock")
+    opened: list[socket.socket] = []
+    real = unix_socket.log.warning
+
+    def starts_once_it_is_missed(text: str, *about: object) -> None:
+        real(text, *about)
+        if not opened:
+            opened.append(unix_socket.listen(path))
+
+    monkeypatch.setattr(unix_socket.log, "warning", starts_once_it_is_missed)
+    unix_socket.connect(path, 60.0).close()
+    opened[0].close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no agent listens at {path} yet; it is waited for up to 60 s",
+        f"the agent at {path} is there",
+    ]

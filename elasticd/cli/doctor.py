@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import email.utils
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import socket
+import ssl
 import sys
 import time
 from collections import Counter
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
 import click
 import httpx2
@@ -108,6 +111,9 @@ def examined(path: str | None) -> Iterator[Finding]:
     if etcd.verdict != "missing":
         coordinator = _checked("coordinator", _coordinator, config)
         yield coordinator
+        with suppress(CannotReach, ConfigError):
+            if leader_url(config).startswith("https:"):
+                yield _checked("certificate", _certificate, config)
         if coordinator.verdict == "ok":
             yield _checked("clocks", _clock, config)
     yield _checked("port", _port, config)
@@ -200,13 +206,33 @@ def _releases(config: Config) -> list[str]:
 def _coordinator(config: Config) -> str:
     try:
         url = leader_url(config)
+    except CannotReach as error:
+        raise Flaw("missing", str(error), "start one: elasticd coordinator") from error
+    try:
         with Api(url, credentials(config.security)) as api:
             status = api.status()
     except CannotReach as error:
-        raise Flaw("missing", str(error), "start one: elasticd coordinator") from error
+        raise Flaw("missing", str(error)) from error
     except ConfigError as error:
         raise Flaw("missing", f"it cannot be asked: {error}") from error
     return f"{status.leader.name} leads at {url}; nodes: {len(status.nodes)}, jobs: {len(status.jobs)}"
+
+
+def _certificate(config: Config) -> str:
+    """How long the leader's certificate is good; nothing is sent to it."""
+    from elasticd.system.certificates import expiry_of, renewal_due
+
+    url = urlsplit(leader_url(config))
+    try:
+        shown = ssl.get_server_certificate((url.hostname or "", url.port or 443), timeout=5.0).encode()
+        end, why = expiry_of(shown), renewal_due(shown)
+    except (OSError, ValueError) as error:
+        raise Flaw("note", f"the leader at {url.geturl()} shows none: {error}") from error
+    if why:
+        expired = end < datetime.datetime.now(datetime.UTC)
+        raise Flaw("missing" if expired else "note", f"of the leader at {url.geturl()}: it {why}")
+    days = (end - datetime.datetime.now(datetime.UTC)).days
+    return f"of the leader: good for {days} days, until {end:%Y-%m-%d}"
 
 
 def _clock(config: Config) -> str:
@@ -226,6 +252,11 @@ def _clock(config: Config) -> str:
 def _port(config: Config) -> str:
     """Whether a coordinator could be started here, unless one runs already."""
     host, port = config.coordinator.host, config.coordinator.port
+    if port == 0:
+        return "a coordinator takes a free one when it is started"
+    with suppress(CannotReach, ConfigError):
+        if (url := urlsplit(leader_url(config))).port == port and taken(host, port):
+            return f"{host}:{port} is that of the leader, {url.geturl()}"
     if why := taken(host, port):
         raise Flaw("note", f"{host}:{port} cannot be bound ({why}): a coordinator runs here, perhaps")
     return f"{host}:{port} is free for a coordinator"
@@ -233,19 +264,20 @@ def _port(config: Config) -> str:
 
 def _dashboard(config: Config) -> str:
     """Whether the configured dashboard serves; a cluster does without one."""
-    section, scheme = config.dashboard, "https" if config.security.cert is not None else "http"
-    url = f"{scheme}://{section.host}:{section.port}"
+    section = config.dashboard
     if section.port == 0:
         return "takes a free port when it is started, and prints it"
-    try:
-        known = credentials(config.security)
-        answer = httpx2.get(f"{url}/api/viewer", trust_env=False, timeout=5.0, verify=known.verifying())
-        served = "signed_in" in answer.text
-    except (httpx2.HTTPError, ConfigError):
-        served = False
-    if not served:
-        raise Flaw("note", f"none serves at {url}", "start one where you want to look: elasticd dashboard")
-    return f"serves at {url}"
+    place = f"{section.host}:{section.port}"
+    for scheme in ("https", "http"):  # its certificate is in its own configuration, not in that of a viewer
+        with suppress(httpx2.HTTPError, ConfigError):
+            known, url = credentials(config.security), f"{scheme}://{place}"
+            answer = httpx2.get(f"{url}/api/viewer", trust_env=False, timeout=5.0, verify=known.verifying())
+            if "signed_in" in answer.text:
+                return f"serves at {url}"
+    if why := taken(section.host, section.port):
+        text = f"something serves at {place} ({why}), which is no dashboard that this configuration trusts"
+        raise Flaw("note", text, "check [security] ca, and that its certificate has not expired")
+    raise Flaw("note", f"none serves at {place}", "start one where you want to look: elasticd dashboard")
 
 
 def _agent(config: Config) -> str:

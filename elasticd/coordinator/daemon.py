@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -50,6 +51,7 @@ from elasticd.store.leader import Leader, LeadershipLost
 from elasticd.store.protocol import Store, StoreError, StoreRefused, StoreReplaced
 from elasticd.store.session import split_endpoint
 from elasticd.store.state_file import NOTE_SECONDS, StateError, StateFile
+from elasticd.system.certificates import renewal_due
 from elasticd.system.network_addresses import is_loopback
 from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
@@ -92,6 +94,7 @@ class Coordinator:
     async def start(self) -> None:
         """Leads when it returns. Raises `CannotLead`."""
         _log.info("elasticd %s: a coordinator of cluster %s", __version__, self.config.cluster.name)
+        self._warn_of_expiry()
         try:
             listener = bind(self.config.coordinator.host, self.config.coordinator.port)
             self._exits.callback(listener.close)
@@ -145,6 +148,18 @@ class Coordinator:
             _log.error("tokens and certificate stay as they are: %s", error)
             return
         self.access = access
+        if self.config.security.cert is not None or access.asks:
+            _log.info("tokens and certificate are as in their files now")
+        self._warn_of_expiry()
+
+    def _warn_of_expiry(self) -> None:
+        """Says so where the certificate has expired, or will soon."""
+        cert = self.config.security.cert
+        if cert is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            if why := renewal_due(Path(cert).expanduser().read_bytes()):
+                _log.warning("the certificate %s %s", cert, why)
 
     async def stop(self) -> None:
         """Closes sockets, ends planners, gives the leader's key back. Harmless when called again."""

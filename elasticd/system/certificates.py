@@ -20,6 +20,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 825
 
 
+#: Days before its end from which on a certificate is to be renewed.
+RENEWAL_DAYS = 14
+
+
 @dataclass(frozen=True, kw_only=True)
 class KeyPair:
     """A certificate and its private key, both PEM; the key has no password."""
@@ -74,6 +78,22 @@ def hosts_of(certificate: bytes) -> tuple[str, ...]:
     except x509.ExtensionNotFound:
         return ()
     return tuple(str(name.value) for name in extension.value)
+
+
+def expiry_of(certificate: bytes) -> datetime.datetime:
+    """When a certificate (PEM) ends to be good, in UTC. Raises ValueError where it cannot be read."""
+    return x509.load_pem_x509_certificate(certificate).not_valid_after_utc
+
+
+def renewal_due(certificate: bytes) -> str:
+    """Why a server's certificate is to be renewed, with the remedy; empty while it is good for longer than
+    `RENEWAL_DAYS`. Raises ValueError where it cannot be read."""
+    end = expiry_of(certificate)
+    days = (end - datetime.datetime.now(datetime.UTC)) / datetime.timedelta(days=1)
+    if days >= RENEWAL_DAYS:
+        return ""
+    how = f"expires in {days:.0f} days" if days > 0 else "has expired, and no client trusts it"
+    return f"{how} ({end:%Y-%m-%d}): sign a new one by 'elasticd security renew', then reload the server"
 
 
 def _host(host: str) -> x509.GeneralName:

@@ -137,7 +137,7 @@ def peer(sock: socket.socket) -> tuple[int, int, int]:
 
 def connect(path: str, timeout: float = 0.0) -> socket.socket:
     """A blocking connection to the agent at `path`, tried for `timeout` seconds (at least once).
-    After two seconds it is logged that an agent is waited for.
+    After two seconds it is logged that an agent is waited for, and then that it is there.
 
     Raises NoAgent, which says how to start one.
     """
@@ -153,6 +153,8 @@ def connect(path: str, timeout: float = 0.0) -> socket.socket:
             if stranger := _stranger(path, sock):
                 sock.close()
                 raise NoAgent(f"{stranger}; set {SOCKET_VARIABLE} to your agent's socket")
+            if not silent:
+                log.warning("the agent at %s is there", path)
             return sock
         except NoAgent:
             raise

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import ssl
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import msgspec
 import pytest
 from websockets.exceptions import InvalidStatus
 
+from elasticd.cli import doctor
 from elasticd.client import Api, CannotReach
 from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials, credentials, server_context
@@ -183,3 +185,36 @@ def test_token_comes_from_the_environment_or_a_file_and_is_shown_nowhere(
     with pytest.raises(ConfigError, match=r"\$ELASTICD_TOKEN: a token has 16") as error:
         credentials(section)
     assert "too short" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("days", "verdict", "words"),
+    [
+        (-0.5, "missing", "has expired, and no client trusts it"),
+        (5.5, "note", "expires in 5 days"),
+        (100.5, "ok", "good for 100 days"),
+    ],
+)
+def test_certificate_that_ends_soon_is_told_by_its_server_and_by_doctor(
+    days: float, verdict: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    async def body() -> None:
+        authority = Authority(tmp_path)
+        pair = authority.server(days=days)
+        async with secured(SecuritySection(cert=pair.cert, key=pair.key)) as coordinator:
+            monkeypatch.setattr(doctor, "leader_url", lambda config: coordinator.url)
+            found = await asyncio.to_thread(
+                doctor._checked, "certificate", doctor._certificate, coordinator.config
+            )
+            assert (found.verdict, words in found.found) == (verdict, True), found
+            if days < 0:
+                with pytest.raises(CannotReach, match="elasticd security renew"):
+                    await asyncio.to_thread(Api(coordinator.url, client(authority)).status)
+            caplog.clear()
+            coordinator._renew()
+            assert "tokens and certificate are as in their files now" in caplog.text
+
+    caplog.set_level("INFO")
+    asyncio.run(body())
+    remedy = "sign a new one by 'elasticd security renew'"
+    assert (remedy in caplog.text) == (days < 14)
