@@ -96,6 +96,28 @@ def test_a_leader_whose_predecessor_wrote_nothing_shows_no_speed_that_was_not() 
     assert max(speeds(journal)) == pytest.approx(TRUE_SPEED)
 
 
+@pytest.mark.parametrize("lost", [1, 10])
+def test_steps_whose_reports_a_leader_took_with_it_are_no_lost_time(lost: int) -> None:
+    first = Journal(term=1)
+    trained(first, range(30))
+    later = next_leader(first)
+    trained(later, range(30 + lost, 60))
+    time = later.clocks["j"].time
+    assert time is not None
+    assert (time.steps, time.repeated) == (60, 0)
+    assert time.ettr() == pytest.approx((60 * OWN) / (OWN + 59 * WALL))
+    assert time.lost == pytest.approx({"between steps": 59 * (WALL - OWN)})
+
+
+def test_steps_between_two_starts_of_a_worker_are_not_taken_for_made() -> None:
+    journal = Journal()
+    trained(journal, range(30))
+    trained(journal, range(40, 50), worker="second")
+    time = journal.clocks["j"].time
+    assert time is not None
+    assert time.steps == 40
+
+
 @pytest.mark.parametrize("pause", [0.0, 60.0])
 def test_the_time_between_two_starts_of_a_worker_is_no_step(pause: float) -> None:
     journal = Journal()

@@ -11,12 +11,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import psutil
 import pytest
 
+from elasticd.coordinator.events.training_speed import wall_seconds
 from elasticd.store.leader import Leader
 from elasticd.testing.waiting import until
 from tests import sizes
@@ -75,6 +76,17 @@ def calm(fleet: Fleet) -> float:
     return fleet.largest_gap(since)
 
 
+def shows_no_other_speed(fleet: Fleet) -> None:
+    """No step that a leader shows was made in less than its own time, however late its report came."""
+    fleet.advanced(5)
+    with fleet.api() as api:
+        steps = api.steps("job", -1).steps
+    walls = [(after, wall_seconds(before, after)) for before, after in pairwise(steps)]
+    wrong = [(step, wall) for step, wall in walls if wall is not None and wall < 0.5 * step.seconds]
+    assert len(steps) > 10
+    assert not wrong, wrong
+
+
 def fenced(fleet: Fleet, since: int) -> int:
     """Checks that every record since a revision was written by who led then; the number of records."""
     leaders, records = {}, 0
@@ -124,6 +136,7 @@ def test_leader_that_is_killed_is_followed_by_the_one_that_stands_by(job: Fleet)
     new = taken_over(job, old, since)
     assert {old.name, new.name} == {"c0", "c1"}
     nobody_waited(job, since, longest)
+    shows_no_other_speed(job)
     fenced(job, revision)
     relayed = [relay.endpoint for relay in job.relays] if old.name == "c0" else []
     job.coordinator(old.name, relayed)

@@ -54,6 +54,8 @@ REASONS: Mapping[str, tuple[str, ...]] = {
 }
 #: Steps of a plan until its median counts as a speed, and steps of it that the median is of.
 LEAST_STEPS, MOST_STEPS = 5, 101
+#: Steps in a row, at most, that count although no leader has their reports.
+MOST_UNHEARD = 1000
 #: Newest times between two steps, without another cause, whose median is the usual one.
 USUAL_STEPS = 21
 
@@ -105,6 +107,7 @@ class JobClock:
         self._began: float | None = None
         self._last = self._productive = 0.0
         self._steps: deque[tuple[int, float]] = deque(maxlen=20_000)  # index and seconds, ascending
+        self._clock = ""  # by which the newest step was timed
         self._count = self._repeated = 0
         self._lost: dict[str, float] = defaultdict(float)
         self._times: Counter[str] = Counter()
@@ -142,12 +145,14 @@ class JobClock:
         after it: they were rolled back."""
         if record.seconds <= 0.0:  # not measured
             return
-        seconds = record.seconds
+        seconds, unheard = record.seconds, range(0)
         if self._began is None:
             self._began = record.time - seconds
         else:
-            self._lose(max(0.0, record.time - self._last - seconds))
-            seconds = min(seconds, max(0.0, record.time - self._last))
+            since = max(0.0, record.time - self._last)
+            unheard = self._unheard(record)
+            seconds = min(seconds, since / (1 + len(unheard)))
+            self._lose(since - seconds * (1 + len(unheard)))
         while self._steps and self._steps[-1][0] >= record.step:
             _, again = self._steps.pop()
             self._count -= 1
@@ -155,12 +160,21 @@ class JobClock:
             self._productive -= again
             self._lost[REPEATED] += again
             self._times[REPEATED] += 1
-        self._steps.append((record.step, seconds))
-        self._count += 1
-        self._productive += seconds
-        self._last = max(self._last, record.time)
+        for index in (*unheard, record.step):
+            self._steps.append((index, seconds))
+            self._count += 1
+            self._productive += seconds
+        self._last, self._clock = max(self._last, record.time), record.clock
         self._since.clear()
         self._paced(record)
+
+    def _unheard(self, record: StepRecord) -> range:
+        """The steps before this one whose reports were lost, with a leader that died. The worker that made the
+        steps around them made these too, as its clock shows; they count as long as this one."""
+        newest = self._steps[-1][0] if self._steps else record.step
+        if not record.clock or record.clock != self._clock or record.step <= newest:
+            return range(0)
+        return range(max(newest + 1, record.step - MOST_UNHEARD), record.step)
 
     def _lose(self, seconds: float) -> None:
         cause = self.pending
