@@ -270,7 +270,7 @@ class Thrown(Value, frozen=True, kw_only=True):
     """An exception that the script's own code raised."""
 
     device: str  # device of the rank that raised it
-    step: int  # updates before the step that failed
+    step: int  # index of the step that failed, as the script sees it
     kind: str  # name of the exception's class
     text: str  # the exception as a string
     traceback: str  # its traceback, as Python prints it

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 
 import click
+from elasticd_planner.readable import counted
 from rich.table import Table
 
 from elasticd.cli.console import command_console
@@ -86,7 +87,8 @@ def stop(api: Api, now: bool, wait: float, job: str) -> None:
     if unheard := api.stop(job, 0.0 if now else wait, by=asker()):
         click.echo(_unheard(unheard, job, wait), err=True)
     found = _ended(api, job, 0.0 if now else wait)
-    line = f"job {job} is {found.phase}: {found.reason or f'at step {found.step}'}"
+    how = found.reason or f"after {counted(found.step, 'step')}"
+    line = f"job {job} is {found.phase}: {how}"
     told = found.stopping is not None  # by a leader that also says whether something failed
     if told and not now and found.phase == "stopped" and not found.orderly:
         raise click.ClickException(line)

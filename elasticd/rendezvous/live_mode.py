@@ -160,11 +160,17 @@ class Handler(RendezvousHandler):
         self._asked_for_group.close()
         if sys.exc_info()[0] is not None:  # a worker failed for good
             self._workers.end_left()
-        if self._agent is not None:
-            self._agent.leave(Leave(job=self._job, failure=self._failure, how=self._how))
-            self._agent = None
+        self.leave(self._workers.signal)
         self._workers.leave_if_told()
         return True
+
+    def leave(self, signal: str) -> None:
+        """Tells the agent that this torchrun leaves, by this signal or (empty) by itself; harmless when called
+        again."""
+        if self._agent is not None:
+            failure = None if signal else self._failure
+            self._agent.leave(Leave(job=self._job, failure=failure, how=self._how, signal=signal))
+            self._agent = None
 
     def _join(self) -> Joined:
         slot = os.environ.get(unix_socket.SLOT_VARIABLE)

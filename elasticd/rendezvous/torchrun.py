@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+from types import FrameType
 from typing import Any
 
 from torch.distributed import run
@@ -28,11 +29,13 @@ from torch.distributed.launcher import api
 
 from elasticd.rendezvous.device_slots import launched_slots
 from elasticd.rendezvous.errors import ModeSwitch, RendezvousOver, RendezvousRefusal
+from elasticd.rendezvous.live_mode import Handler
 from elasticd.rendezvous.output_link import OutputLink
 from elasticd.rendezvous.worker_failure import alike, cause, failure_of
 from elasticd.rendezvous.worker_output import WorkerOutput
+from elasticd.system.end_signals import NOTICES
 from elasticd.system.output_options import options_of
-from elasticd.system.torchrun_outcome import REFUSAL, TorchrunOutcome, write_outcome
+from elasticd.system.torchrun_outcome import REFUSAL, STOP, TorchrunOutcome, signal_name, write_outcome
 from elasticd.wire.rendezvous import WorkerFailure
 from elasticd.wire.unix_socket import default_path
 
@@ -93,8 +96,11 @@ class Agent(LocalElasticAgent):
     def _failure_of(self, failure: ProcessFailure) -> WorkerFailure:
         assert isinstance(self._logs_specs, WorkerOutput)
         said = failure.error_file_data
-        refusal = said.get(REFUSAL, "") if isinstance(said, dict) else ""
-        return failure_of(self._logs_specs.last_words(failure.local_rank), failure.exitcode, str(refusal))
+        refusal, stop = (
+            ("", "") if not isinstance(said, dict) else (said.get(key, "") for key in (REFUSAL, STOP))
+        )
+        words = self._logs_specs.last_words(failure.local_rank)
+        return failure_of(words, failure.exitcode, refusal=str(refusal), stop=str(stop))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         error, handler = sys.exception(), self._worker_group.spec.rdzv_handler
@@ -118,6 +124,11 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
+def _told_to_end(number: int, frame: FrameType | None) -> None:
+    """As torch's own handler, which is there once workers are."""
+    raise SignalException(f"{signal.Signals(number).name} before there are workers", signal.Signals(number))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs until the workers are through; the exit code, which is the script's where that failed."""
     if "LOGLEVEL" not in os.environ:  # the launcher says in a line how it ended
@@ -135,6 +146,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]  # torch has no other place for it
     outcome, code = TorchrunOutcome(), 0
+    for number in NOTICES:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _told_to_end)
     try:
         api.elastic_launch(config, command)(*script)
     except ModeSwitch:
@@ -147,6 +161,9 @@ def main(arguments: list[str] | None = None) -> int:
         code = 1
     except SignalException as ended:
         code = 128 + ended.sigval
+        handler = Agent.made._worker_group.spec.rdzv_handler if Agent.made is not None else None
+        if isinstance(handler, Handler):  # which torch does not shut down then
+            handler.leave(signal_name(ended.sigval))
     agent = Agent.made
     if code and agent is not None and agent.failure is not None and not outcome.restart_mode:
         failure = agent.failure

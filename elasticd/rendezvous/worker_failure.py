@@ -33,18 +33,21 @@ _OF_PEERS = re.compile(
 _OF_FAULTS = ("elasticd.runtime.comm.", "elasticd.testing.")
 
 
-def failure_of(stderr: str, code: int, refusal: str = "") -> WorkerFailure:
+def failure_of(stderr: str, code: int, refusal: str = "", stop: str = "") -> WorkerFailure:
     """The failure of a worker process.
 
     Args:
         stderr: the end of what it wrote there.
         code: its exit code; -N where signal N ended it.
         refusal: why elasticd refused its script, as its error file says; empty without one.
+        stop: why the whole job ended, likewise.
     """
     if refusal:
         return WorkerFailure(text=refusal[:MOST_TEXT], code=code, refusal=True)
     if code < 0:
         return WorkerFailure(text=f"ended by {_name(-code)}", code=code)
+    if stop:
+        return WorkerFailure(text=stop[:MOST_TEXT], code=code)
     lines = [_RANK.sub("", _CONTROL.sub("", line.rpartition("\r")[2] or line)) for line in stderr.splitlines()]
     begin = max((at for at, line in enumerate(lines) if line == _BEGIN), default=None)
     if begin is not None:

@@ -25,6 +25,7 @@ from typing import NoReturn
 from elasticd.system import process_sessions
 from elasticd.system.end_signals import NOTICES, caught
 from elasticd.system.parent_death_signal import ECHO_SECONDS
+from elasticd.system.torchrun_outcome import signal_name
 
 #: Seconds until a worker is killed that does not hear SIGTERM: torchrun's own.
 _DEAF_SECONDS = 30.0
@@ -75,6 +76,11 @@ class WorkersEnd:
             numbers = ", ".join(map(str, sorted(ended)))
             text = f"elasticd: processes that a dead worker left are ended: {numbers}"
             print(text, file=sys.stderr, flush=True)
+
+    @property
+    def signal(self) -> str:
+        """The name of the signal that told this torchrun to end; empty where none did."""
+        return signal_name(self._number) if self._number else ""
 
     def leave_if_told(self) -> None:
         """Raises SystemExit once a signal told this torchrun to end."""

@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE, REFUSAL
+from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE, REFUSAL, STOP
 
 #: Where torch's agent looks for why a worker failed.
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -17,20 +17,42 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 class JobStopped(SystemExit):
     """The job cannot go on; the message says why. As a SystemExit it ends a script with that one line."""
 
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"elasticd: {reason}")
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"elasticd: {self.reason}"
+
+
+def stopped(reason: str) -> JobStopped:
+    """The error for a job that cannot go on. `elasticd run` prints the reason once, in place of the workers."""
+    return _told(reason, STOP)
+
 
 def refused(reason: str) -> JobStopped:
     """The error for a script that would be refused again: its torchrun does not start it anew.
 
     `elasticd run` prints the reason once, in place of the workers.
     """
-    error = JobStopped(f"elasticd: {reason}")
+    return _told(reason, REFUSAL)
+
+
+def _told(reason: str, key: str) -> JobStopped:
+    """The error, whose reason torch's error file has under this key."""
+    error = JobStopped(reason)
     if path := os.environ.get(_ERROR_FILE):
-        said = {"message": str(error), "timestamp": int(time.time()), REFUSAL: reason}
+        said = {"message": str(error), "timestamp": int(time.time()), key: reason}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps(said))
             if os.environ.get(OUTCOME_VARIABLE):
                 error.code = 1
     return error
+
+
+def is_told(error: JobStopped) -> bool:
+    """Whether `elasticd run` prints the reason, in place of this process."""
+    return error.code == 1
 
 
 class JobOver(Exception):

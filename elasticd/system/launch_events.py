@@ -121,8 +121,6 @@ class LaunchLines:
                 return ""
             case "recorded":
                 return in_one_line(self._recorded(event))
-            case "stopped" if not event.data.get("orderly"):
-                return ""  # the launcher itself says why the workers failed
             case "finished" | "stopped":
                 text = event.text.removeprefix("stopped: ") if "stopped by" in event.text else event.text
                 return in_one_line(f"job {event.job} {text}")

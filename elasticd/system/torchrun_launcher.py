@@ -130,44 +130,48 @@ def launch(what: Launch) -> int:
     except CannotPlace as error:
         _say(str(error))
         return 1
-    code = _launched(what, news)
-    news.close()
+    try:
+        code, line = _launched(what, news)
+        _say(line)
+    finally:
+        news.link.close()
     return code
 
 
 class _News:
-    """Tells the user, in a line each, what the leader says of the job."""
+    """Tells the user, in a line each, what the leader says of the job; but not of its end, the last line."""
 
     def __init__(self, what: Launch) -> None:
         self._lines = LaunchLines()
-        self._over, self._failed = threading.Event(), False
+        self._end = ""
+        self.failed = False  # the leader said that the job ended, and in no good order
         self.stopping = False  # a user stopped the job
+        self._over = threading.Event()
         self.link = LaunchLink(what.socket or default_path(), what.job, self._take)
 
+    @property
+    def begun(self) -> bool:
+        """Whether a plan was recorded since the launch."""
+        return self._lines.begun
+
     def _take(self, event: Happened) -> None:
-        if line := self._lines.line(event):
-            _say(line)
+        line = self._lines.line(event)
         self.stopping = self.stopping or event.kind == "stopping"
         if event.kind in ("finished", "stopped"):
-            self._failed = event.kind == "stopped" and not event.data.get("orderly")
+            self._end = line
+            self.failed = event.kind == "stopped" and not event.data.get("orderly")
             self._over.set()
+        elif line:
+            _say(line)
 
-    def end_is_told(self) -> bool:
-        """Whether a line of the leader's has said how the job ended, now or within a moment."""
-        return self._over.wait(END_SECONDS)
-
-    def failure_is_told(self) -> bool:
-        """Whether the leader has said that the job ended, and in no good order."""
-        return self.end_is_told() and self._failed
-
-    def close(self) -> None:
-        """Ends the telling, once the job's end is told: the workers may have ended a moment before."""
-        if self._lines.begun:
-            self._over.wait(END_SECONDS)
-        self.link.close()
+    def end(self) -> str:
+        """How the leader says that the job ended, now or within a moment; empty where it does not."""
+        self._over.wait(END_SECONDS)
+        return self._end
 
 
-def _launched(what: Launch, news: _News) -> int:
+def _launched(what: Launch, news: _News) -> tuple[int, str]:
+    """The exit code, and the last line for the user."""
     with noted(NOTICES) as told, tempfile.TemporaryDirectory(prefix="elasticd-run-") as folder:
         ended = _run(what, what.mode, Path(folder), told)
         if ended.restart_mode and not told:
@@ -175,19 +179,20 @@ def _launched(what: Launch, news: _News) -> int:
             if what.fresh:
                 _say("--fresh has no say in the checkpoints of a script without a Job: those are its own")
             ended = _run(what, "restart", Path(folder), told)
+        end = news.end()
         if told:
-            return 128 + told[0]
-        if news.stopping and ended.stopped:
-            news.end_is_told()
-            return 0
+            name = signal.Signals(told[0]).name
+            return 128 + told[0], end or f"job {what.job}: its workers on this node were ended by {name}"
+        outcomes = list(ended.outcomes.values())
         failed = [code for code in ended.codes.values() if code]
-        if len(failed) < len(ended.codes) and not (failed and news.failure_is_told()):
-            if all(outcome.reason for outcome in ended.outcomes.values()) and not news.end_is_told():
-                _say(f"nothing to do: {ended.outcomes[0].reason}")
-            return 0
-        if why := _why(list(ended.outcomes.values())):
-            _say(why)
-        return failed[0]
+        if news.stopping and ended.stopped:
+            failed = []
+        if len(failed) < len(ended.codes) and not (failed and news.failed):
+            if not end and all(outcome.reason for outcome in outcomes):
+                return 0, f"nothing to do: {outcomes[0].reason}"
+            return 0, end or f"job {what.job}: its workers on this node ended"
+        why = (end if news.begun else "") or _why(outcomes) or end
+        return failed[0], why or f"job {what.job}: torchrun ended with code {failed[0]}"
 
 
 def _run(what: Launch, mode: Mode, folder: Path, told: list[int]) -> _Ended:

@@ -20,6 +20,8 @@ from elasticd.wire.rendezvous import WorkerFailure
 OUTCOME_VARIABLE = "ELASTICD_OUTCOME"
 #: In torch's error file of a worker: why elasticd refused its script.
 REFUSAL = "elasticd_refusal"
+#: In the same place: why the job ended, on every rank.
+STOP = "elasticd_stop"
 
 
 class TorchrunOutcome(Value, frozen=True, kw_only=True):
@@ -50,6 +52,13 @@ def end_signal() -> str:
     with contextlib.suppress(OSError, KeyError):
         return Path(f"{os.environ[OUTCOME_VARIABLE]}.signal").read_text()
     return ""
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal that this process got; of the one that the launcher got, if that passed it on."""
+    name = signal.Signals(number).name
+    passed_on = end_signal() if number == signal.SIGTERM else ""
+    return passed_on if passed_on in signal.Signals.__members__ else name
 
 
 def read_outcome(path: Path) -> TorchrunOutcome:

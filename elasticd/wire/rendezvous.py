@@ -53,6 +53,7 @@ class Leave(Message, frozen=True, kw_only=True, tag="leave"):
     failure: WorkerFailure | None = None  # by which it ends (None: otherwise)
     #: finished: its script ended with exit code 0. restart: the job goes on in restart mode
     how: Literal["", "finished", "restart"] = ""
+    signal: str = ""  # name of the signal that told it to end (empty: none did)
 
 
 class Attend(Message, frozen=True, kw_only=True, tag="rendezvous-hello"):

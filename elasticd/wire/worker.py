@@ -199,6 +199,8 @@ class Raised(Message, frozen=True, kw_only=True, tag="user-exception"):
     saves: bool = False  # the rank keeps checkpoints
     #: the job ends by it, on all members alike; if they keep checkpoints, they have made a last one
     ends: bool = False
+    #: of the step, as the script sees it: that of the loop's body where that raised (None: an older release)
+    index: int | None = None
 
 
 class DrainNotice(Message, frozen=True, kw_only=True, tag="preemption-notice"):

@@ -1,4 +1,4 @@
-"""Sizes and times for people."""
+"""Sizes, times and counts for people."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def readable_seconds(seconds: float) -> str:
     if seconds == 0 or seconds >= 0.01:
         return f"{seconds:.3f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 step", "3 steps"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

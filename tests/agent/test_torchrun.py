@@ -110,10 +110,10 @@ def test_unequal_nodes_get_the_ranks_that_torch_gives_them_and_all_end_cleanly(
     until(lambda: len(nodes.leader.bodies(Leave)) == 2)
     assert not [worker for worker in workers if Path(f"/proc/{worker['pid']}").exists()]
 
-    nodes.leader.over = "the job finished at step 9"
+    nodes.leader.over = "the job finished after 9 steps"
     code, said = nodes.torchrun("alpha").ended()
     assert code == 0, said
-    assert "nothing to do: the job finished at step 9" in said
+    assert "nothing to do: the job finished after 9 steps" in said
     assert "Traceback" not in said
     assert len(nodes.workers()) == 3
 

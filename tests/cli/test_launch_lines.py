@@ -43,18 +43,19 @@ def test_start_switch_fault_and_end_are_a_line_each() -> None:
         ("proposed", "plan 4: worker a/1 died", {"number": 4}),
         ("recorded", "plan 4 is recorded: the job goes on", {"number": 4, "step": 143, "again": 2}),
         ("leaving", "worker a/0 drains (SIGTERM): the next plan leaves it", {}),
-        ("finished", "finished at step 400", {"step": 400}),
+        ("finished", "finished after 400 steps", {"step": 400}),
     ) == [
         "job j on a/0, a/1: plan 1: 1 pipeline; http://h:1/jobs/j",
         "plan 2 from step 14 on: 2 s a step now, 1 s under the new plan",
         "worker a/1 (pid 7) died; plan 4 without a/1 goes on from step 143; 2 steps are made again",
         "worker a/0 drains (SIGTERM): the next plan leaves it",
-        "job j finished at step 400",
+        "job j finished after 400 steps",
     ]
 
 
-def test_an_end_that_nobody_asked_for_is_told_by_the_launcher_alone() -> None:
-    assert told(("stopped", "stopped: worker a/0 failed", {"orderly": False})) == []
+def test_every_end_is_a_line() -> None:
+    failed = "job j stopped: worker a/0 failed"
+    assert told(("stopped", "stopped: worker a/0 failed", {"orderly": False})) == [failed]
     assert told(("stopped", "stopped: stopped by alice", {"orderly": True})) == ["job j stopped by alice"]
 
 

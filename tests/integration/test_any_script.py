@@ -177,7 +177,7 @@ def test_job_that_was_stopped_goes_on_under_its_name_and_one_that_finished_begin
     run = given(40)
     assert run.wait() == 0
     assert len(run.ours) == 1, run.ours
-    nothing = "elasticd: nothing to do: job lives is over: it finished at step 40; with --fresh"
+    nothing = "elasticd: nothing to do: job lives is over: it finished after 40 steps; with --fresh"
     assert run.ours[0].startswith(nothing)
 
     run = given(7, "--fresh")

@@ -75,7 +75,7 @@ def test_a_job_makes_a_checkpoint_when_asked_and_a_last_one_when_told_to_go(
         assert set(codes.values()) == {0}
         made = ledger(cluster)[-1]["step"] + 1
         until(lambda: cluster.job()["phase"] == "stopped", lambda: str(cluster.events()))
-        told = re.search(r"all workers drain \(SIGTERM\), after step (\d+)", cluster.job()["reason"])
+        told = re.search(r"all workers drain \(SIGTERM\), after (\d+) steps", cluster.job()["reason"])
         assert told, cluster.job()["reason"]
     last, asked = scan(folder)
     assert damages(asked.path) == ()

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from elasticd.cli.app import elasticd
 from elasticd.client import Api, CannotReach
 from elasticd.testing.waiting import until
+from tests import forkserver
 from tests.integration.launches import Launched, Launches
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -181,6 +182,68 @@ def test_output_of_a_worker_is_read_over_the_coordinator_and_lives_on_after_it(l
     assert shown.exit_code == 0, shown.output
     assert len(shown.output.splitlines()) == 3
     assert "step" in shown.output
+
+
+def last_line(run: Launched) -> str:
+    """The last line that was printed."""
+    return run.said.splitlines()[-1]
+
+
+LEFT = "stopped: its workers left before the last step: the script left the loop after 6 of 40 steps"
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "body", "words"),
+    [
+        ("break", 1, "if step.index == 5: break", LEFT),
+        ("exit", 2, "if step.index == 5: sys.exit(0)", LEFT),
+        ("whole", 2, "pass", "finished after 40 steps"),
+    ],
+)
+def test_last_line_says_how_the_job_ended_and_after_how_many_steps(
+    name: str, devices: int, body: str, words: str, launches: Launches
+) -> None:
+    text = SCRIPT.replace("1_000_000", "40").replace("time.sleep(0.02)", body).replace("every=1000", "every=5")
+    folder = launches.cluster.folder
+    launches.script(f"{text}\nprint('the script is through')\n", f"{name}.py")
+    command = ("--job", name, "--devices", str(devices), folder / f"{name}.py", folder / f"ck-{name}")
+    # An interpreter of its own: one that is forked of the tests' does not wait for its threads at its end.
+    run = launches.run("alpha", *command, PYTHONPATH=f"{folder}:{forkserver.ROOT}")
+    assert run.wait() == 0, run.said
+    assert last_line(run).startswith(f"elasticd: job {name} {words}"), run.said
+    assert run.said.count(words) == 1
+    reason = launches.job(name)["reason"]
+    assert words.removeprefix("stopped: ") in reason or launches.job(name)["phase"] == "done"
+
+
+#: A worker that is long in coming to its Job.
+WAITS = "import time\nprint('waits', flush=True)\ntime.sleep(3600)\n"
+#: The second of two is, the first one makes its Job.
+ASSEMBLES = f"import os\nif os.environ['ELASTICD_SLOT'] == '1':\n    exec({WAITS!r})\n{SCRIPT}"
+
+
+@pytest.mark.parametrize(
+    ("moment", "script", "options"),
+    [("gathers", WAITS, ("--nnodes", "2")), ("imports", WAITS, ()), ("assembles", ASSEMBLES, ())],
+)
+def test_job_that_ctrl_c_ends_before_it_begins_stands_in_the_list(
+    moment: str, script: str, options: tuple[str, ...], launches: Launches
+) -> None:
+    folder = launches.cluster.folder
+    command = (*options, "--devices", "2", launches.script(script, f"{moment}.py"), folder / f"ck-{moment}")
+    run = launches.run("alpha", "--job", moment, *command)
+    if options:
+        until(lambda: launches.job(moment), lambda: run.said)
+    else:
+        until(lambda: "waits" in run.said, lambda: run.said)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 128 + signal.SIGINT, run.said
+    assert last_line(run).startswith(f"elasticd: job {moment} stopped by SIGINT before its first step"), (
+        run.said
+    )
+    assert "Traceback" not in run.said
+    assert launches.job(moment)["phase"] == "stopped"
+    assert "stopped by SIGINT" in launches.ask("jobs")
 
 
 @pytest.mark.full

@@ -242,7 +242,9 @@ def test_end_of_a_job_that_cannot_go_on_reaches_all_its_workers_once_and_nobody_
 def test_end_of_a_finished_job_is_told_to_all_its_workers_for_a_member_may_have_missed_the_last_vote() -> None:
     running = PlanRead(job=JOB, record=PlanRecord(plan=plan(1, {"n0/0": "i0"}), epoch=5, step=0))
     _, effects = run(hello(0), hello(1), running, over())
-    assert sent(effects) == [(client, Closed(reason="the job finished at step 9")) for client in ("w0", "w1")]
+    assert sent(effects) == [
+        (client, Closed(reason="the job finished after 9 steps")) for client in ("w0", "w1")
+    ]
 
 
 def test_worker_that_comes_after_the_end_hears_of_it_after_its_welcome() -> None:

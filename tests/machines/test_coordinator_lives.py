@@ -322,7 +322,8 @@ def test_workers_that_all_leave_early_end_the_job_with_a_reason() -> None:
         world.say(Received(node=worker.node, message=world.lost(worker, clean=True)))
     world.settle()
     assert world.phase is JobPhase.STOPPED
-    assert "before the last step" in world.job.reason
+    assert world.job.orderly
+    assert world.job.reason.startswith("its workers left before the last step: exit status 0")
 
 
 def test_words_of_a_former_incarnation_mean_nothing() -> None:

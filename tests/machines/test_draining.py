@@ -116,7 +116,7 @@ def test_all_told_to_go_end_the_job_and_it_says_so() -> None:
     assert world.phase is JobPhase.STOPPED
     done = world.done()
     assert isinstance(done, DoneRecord)
-    assert done.reason.startswith(f"all workers drain (SIGTERM), after step {world.steps}")
+    assert done.reason.startswith(f"all workers drain (SIGTERM), after {world.steps} steps")
 
 
 @pytest.mark.parametrize("crash", [False, True])

@@ -47,7 +47,7 @@ def test_all_agents_are_told_and_the_job_ends_once_all_workers_have_their_last_c
     assert world.phase is JobPhase.RUNNING, "the checkpoint is being made"
     tell(world, *devices)
     world.settle()
-    assert ended(world).startswith(f"stopped by alice@host, after step {world.steps}")
+    assert ended(world).startswith(f"stopped by alice@host, after {world.steps} steps")
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])

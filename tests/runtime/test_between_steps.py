@@ -151,7 +151,7 @@ def test_after_the_last_step_the_others_may_be_gone() -> None:
         raise PeerLost("connection closed")
 
     def over() -> Plain | None:
-        raise JobOver("the job finished at step 7")
+        raise JobOver("the job finished after 7 steps")
 
     found, _ = alone([fails], over)
     assert found is None

@@ -167,7 +167,7 @@ def test_who_loses_the_others_at_the_last_step_ends_with_the_job_and_its_script_
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Another made the last step and ended: nobody is left to be recovered with, and no fence will come."""
-    over = Closed(reason="the job finished at step 3")
+    over = Closed(reason="the job finished after 3 steps")
     agent = Played(str(tmp_path / "s"), lambda said: [over] if isinstance(said, PeersLost) else [])
     trained = job()
     agent.start(Propose(proposal=first()))
@@ -184,7 +184,7 @@ def test_who_has_heard_of_the_end_before_it_loses_the_others_does_not_wait_for_a
     closed = threading.Event()
 
     def answers(said: Message) -> list[Message]:
-        return [Closed(reason="the job finished at step 3")] if isinstance(said, Switched) else []
+        return [Closed(reason="the job finished after 3 steps")] if isinstance(said, Switched) else []
 
     agent = Played(str(tmp_path / "s"), answers)
     trained = job()
@@ -204,7 +204,7 @@ def test_who_has_heard_of_the_end_before_it_loses_the_others_does_not_wait_for_a
 def test_a_standby_ends_with_the_job(tmp_path: Path) -> None:
     agent = Played(str(tmp_path / "s"), lambda said: [])
     trained = job()
-    agent.start(Closed(reason="the job finished at step 3"))
+    agent.start(Closed(reason="the job finished after 3 steps"))
     assert indices(trained.steps(STEPS)) == []
     agent.end()
     assert agent.of(Goodbye) == [Goodbye()]
@@ -453,7 +453,8 @@ def test_a_script_that_leaves_its_loop_takes_its_leave(how: str, tmp_path: Path)
     with pytest.raises(RuntimeError, match="in the body of the loop"):
         trained.state_dict()
     agent.end()
-    assert agent.of(Goodbye) == [Goodbye(reason="the script left the loop before the last step")]
+    made = 0 if how == "close" else 1
+    assert agent.of(Goodbye) == [Goodbye(reason=f"the script left the loop after {made} of 10 steps")]
     assert agent.of(Raised, PeersLost) == []
     trained._uncaught._hook(ValueError, ValueError("much later"), None)
     assert agent.of(Raised) == []

@@ -32,6 +32,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+from elasticd_planner.readable import counted
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.codec.decoding import shown
@@ -695,7 +696,7 @@ def _order(proposal: StoredProposal) -> PassedProposal | Abort:
 def _end(record: DoneRecord, workers: Iterable[Client]) -> tuple[Effect, ...]:
     """To all: a job that cannot go on ends for them. One that finished ends by itself for those who made the
     last step; whoever stood by, or lost the others before it heard the last vote, learns of it from here."""
-    body: ToWorker = Closed(reason=f"the job finished at step {record.step}")
+    body: ToWorker = Closed(reason=f"the job finished after {counted(record.step, 'step')}")
     if record.reason:
         body = Shutdown(reason=record.reason, orderly=record.orderly)
     return tuple(AgentSend(client=worker.id, body=body) for worker in workers)

@@ -6,12 +6,14 @@ A torchrun has a place: its node's name, or, where each device has a torchrun of
 from __future__ import annotations
 
 import msgspec
+from elasticd_planner.readable import counted
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.codec.decoding import shown
 from elasticd.machines.job.faults.user_exceptions import MOST_KIND, MOST_TEXT, MOST_THROWN, MOST_TRACEBACK
 from elasticd.machines.job.faults.user_exceptions import same as _alike
 from elasticd.machines.job.lifecycle.job_end import AGAIN, ANEW, affirm, stop
+from elasticd.machines.job.lifecycle.stop_request import BY_REQUEST
 from elasticd.machines.job.lost_workers import lost
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Joiner, Worker, stranger
 from elasticd.machines.job.state.transaction import Turn
@@ -57,7 +59,7 @@ def join_after_end(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     if job.reason:  # nothing was finished: whoever asks again has failed
         turn.send(node, up.client, Rejected(reason=f"job {job.job} is over: {job.reason}"))
         return
-    text = f"job {job.job} is over: it finished at step {job.progress.step}; {ANEW}"
+    text = f"job {job.job} is over: it finished after {counted(job.progress.step, 'step')}; {ANEW}"
     turn.send(node, up.client, Closed(reason=text))
 
 
@@ -188,6 +190,8 @@ def leave(turn: Turn, node: str, up: FromClient, body: Leave) -> None:
     if _gathering(turn):
         forget(turn, node, up.client)
         turn.set(abandoned=not turn.job.joiners)
+        if body.signal and not turn.job.joiners and turn.job.phase is JobPhase.GATHERING:
+            _stopped_by_signal(turn, body)
     elif place in job.joined:
         _gone(turn, place, body)
 
@@ -236,12 +240,20 @@ def _gone(turn: Turn, place: str, body: Leave) -> None:
         if not joined:
             stop(turn, "its script ended with exit code 0 and made no elasticd.Job: nothing was trained")
         return
+    if len(joined) < least and body.signal:
+        _stopped_by_signal(turn, body)
+        return
     if len(joined) < least:
         how = f": {body.failure.line}" if body.failure is not None else ""
         stop(turn, f"torchrun on {_called(place)} ended before all workers were there{how}")
         return
     each = job.world_size // len(job.joined) if job.world_size else None
     turn.set(joined=joined, joiners=joiners, world_size=each * len(joined) if each else None)
+
+
+def _stopped_by_signal(turn: Turn, body: Leave) -> None:
+    """A user ended the torchruns of a job before it began: nothing has failed."""
+    stop(turn, f"{BY_REQUEST}{shown(body.signal)} before its first step", orderly=True)
 
 
 def forget(turn: Turn, node: str, client: str | None = None) -> None:

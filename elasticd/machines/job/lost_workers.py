@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticd_planner.detection.stragglers import forget
+from elasticd_planner.readable import counted
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.copies.rollback import waits
 from elasticd.machines.job.lifecycle.fence import FALLIBLE, fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.recovery import lost_without
-from elasticd.machines.job.state.job_state import JobPhase, Worker
+from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.coordinator import WorkerLost
 
@@ -152,11 +153,17 @@ def called(worker: Worker) -> str:
 def _left(turn: Turn, how: str) -> None:
     if turn.job.starting:
         stop(turn, f"{how}, before the first step")
-    elif all(worker.left for worker in turn.job.workers.values()):
-        why = "; ".join(dict.fromkeys(worker.farewell for worker in turn.job.workers.values()))
-        stop(turn, f"all workers left before the last step, after step {turn.job.progress.step}: {why}")
+    elif not turn.job.unmet and all(worker.left for worker in _members(turn.job)):
+        reasons = dict.fromkeys(worker.farewell for worker in turn.job.workers.values() if worker.farewell)
+        why = "; ".join(reasons) or f"after {counted(turn.job.progress.step, 'step')}"
+        stop(turn, f"its workers left before the last step: {why}", orderly=True)
     elif turn.job.phase is JobPhase.PROPOSED:
         turn.give_up(how)
+
+
+def _members(job: JobState) -> list[Worker]:
+    """The workers that train; those that stand by can do no step without them."""
+    return [worker for worker in job.workers.values() if job.is_member(worker.device, worker.incarnation)]
 
 
 def deserted(turn: Turn) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elasticd.codec.safe_text import shortened
 from elasticd.models.huggingface import tiny_config
 from elasticd.models.huggingface.adapters import Adapters, plain_modules
 from elasticd.models.huggingface.anatomy import (
@@ -538,7 +539,7 @@ def _apart(found: Tensor | None, expected: Tensor | None) -> float:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
+    return shortened((str(error).splitlines() or [""])[0], 200)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import MakeScheduler, Recipe
 from elasticd.runtime.engine.warmup import warm
-from elasticd.runtime.exits import Drained, JobOver, JobStopped, refused
+from elasticd.runtime.exits import Drained, JobOver, JobStopped, is_told, refused, stopped
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import MakeOptimizer
 from elasticd.runtime.model.pretrained import SHARD_SIZE
@@ -189,7 +189,7 @@ class Job(RankInfo):
             self._callbacks = tuple(callbacks)
             self._connect()
         except (ConnectionError, RejectedByAgent) as error:
-            raise JobStopped(f"elasticd: {error}") from error
+            raise stopped(str(error)) from error
         except (ValueError, TypeError, RuntimeError) as error:
             raise refused(str(error)) from error
         self._start(grace)
@@ -226,6 +226,7 @@ class Job(RankInfo):
         """Makes the loop and all that serves the agent's messages, and begins to receive them."""
         self._taken = self._left = self._ended = False
         self._running: Generator[Next | Step, None, None] | None = None
+        self._total = 0  # steps that the script asks for
         self._now: Next | None = None
         self._folder: Folder | None = None  # that `save_pretrained` is writing
         self._announced: int | None = None  # the plan that callbacks were called with last
@@ -257,7 +258,8 @@ class Job(RankInfo):
         self._failed = False
         self._uncaught = Uncaught(self._fail_later)
         self._farewell = Farewell(
-            lambda: self._part("the script left the loop before the last step"), self._control.alone
+            lambda: self._part(f"the script left the loop after {self._switcher.step} of {self._total} steps"),
+            self._control.alone,
         )
         self._grace = grace
         self._notice = self._make_notice()
@@ -409,7 +411,7 @@ class Job(RankInfo):
     def _begun(self, total: int) -> Generator[Next | Step, None, None]:
         if self._taken:
             raise RuntimeError("a Job's steps are taken once: ask for all of them in one call of steps()")
-        self._taken = True
+        self._taken, self._total = True, total
         self._uncaught.install()
         if self._control.alone and self._saver is not None:  # else a signal may end this process at once
             self._notice.install()
@@ -466,7 +468,8 @@ class Job(RankInfo):
         try:
             self._loop.fail(error)
         except JobStopped as end:
-            log.warning("%s", end)
+            if not is_told(end):
+                log.warning("%s", end.reason)
         except (JobOver, Drained):
             pass
         self._end_threads()
@@ -474,6 +477,7 @@ class Job(RankInfo):
     def _with_callbacks(self, running: Iterator[Next | Step]) -> Iterator[Next | Step]:
         """Calls the callbacks before the loop gets a step."""
         for event in running:
+            self._loop.index = event.index
             self._announce(event)
             yield event
 

@@ -26,7 +26,7 @@ from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.data.step_samples import BatchesDiffer, Feed
 from elasticd.runtime.engine.engine import Engine, StepDone
 from elasticd.runtime.engine.vote import Draining
-from elasticd.runtime.exits import JobStopped
+from elasticd.runtime.exits import JobStopped, stopped
 from elasticd.runtime.snapshot.snapshotter import Snapper
 from elasticd.runtime.switch.switcher import Switcher
 from elasticd.runtime.telemetry.emulation import Pacer
@@ -70,6 +70,8 @@ class Loop:
     _drained: bool = field(default=False, init=False)
     #: Steps in a row whose update was left out.
     _skipped: int = field(default=0, init=False)
+    #: Of the step that the script has, or is about to have: it is in the loop's body, or waits for the step.
+    index: int | None = field(default=None, init=False)
     #: The last step whose vote this rank knows of, with the number of its plan.
     _last: tuple[int, Vote] | None = field(default=None, init=False)
 
@@ -191,6 +193,7 @@ class Loop:
             holds=not (engine.torn or engine.spent),
             saves=saves and self.saver is not None,
             ends=ends,
+            index=self.index,
         )
         self.control.send(word)
         return word
@@ -241,12 +244,12 @@ class Loop:
         self.finish(engine, step)
         if error.__cause__ is not None:
             self._say(engine, error, ends=True)
-        return JobStopped(f"elasticd: {error}")
+        return stopped(str(error))
 
     def stopped(self, engine: Engine, error: Exception) -> JobStopped:
         """The end of the job because of an error that every rank has."""
         self._say(engine, error, ends=True, saves=False)
-        return JobStopped(f"elasticd: {error}")
+        return stopped(str(error))
 
     def _draining(self) -> Draining:
         if not self.switcher.draining:

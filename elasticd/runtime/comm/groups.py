@@ -186,8 +186,7 @@ class Group:
         except RuntimeError as error:
             if self.plan_groups.dead:
                 raise Cancelled("shut while waiting for the others") from None
-            text = re.sub(r"^\[[^\]]*\] ", "", str(error).splitlines()[0])[:120].rstrip(". ")
-            raise PeerLost(f"{self.label} among {', '.join(self.members)}: {text}") from error
+            raise PeerLost(f"{self.label} among {', '.join(self.members)}: {_first_sentence(error)}") from error
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the group, the same to the bit on every member.
@@ -608,3 +607,9 @@ def _gloo_device(address: str) -> tuple[Any, Address]:
         if len(new) == 1:
             return device, now[new.pop()]
     raise RuntimeError(f"gloo's listening socket at {address} cannot be told apart: {len(new)} are new")
+
+
+def _first_sentence(error: RuntimeError) -> str:
+    """What gloo says happened, without its place in gloo's source and without what it could be due to."""
+    text = re.sub(r"^\[[^\]]*\] ", "", (str(error).splitlines() or [""])[0])
+    return re.split(r"\.\s", text, maxsplit=1)[0].rstrip(". ")

@@ -20,6 +20,7 @@ from typing import Any
 
 from elasticd.system.end_signals import ENDING, NOTICES, caught
 from elasticd.system.parent_death_signal import ECHO_SECONDS
+from elasticd.system.torchrun_outcome import signal_name
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class PreemptionNotice:
                     os.write(self._wakeup, numbers)
             for number in numbers:
                 if number in self._before and self._is_notice(number):
-                    return signal.Signals(number).name
+                    return signal_name(number)
 
     def _is_notice(self, number: int) -> bool:
         """Not where the script has taken one of the user's own signals for itself since."""

@@ -38,7 +38,16 @@ _LOOK_SECONDS = 0.05
 _DEEPEST = 16
 
 
-def raised(error: Exception, *, plan: int, step: int, holds: bool, saves: bool, ends: bool = False) -> Raised:
+def raised(
+    error: Exception,
+    *,
+    plan: int,
+    step: int,
+    holds: bool,
+    saves: bool,
+    ends: bool = False,
+    index: int | None = None,
+) -> Raised:
     """An exception in the words for the leader; the arguments are its fields."""
     text = "(its text cannot be made)"
     with contextlib.suppress(Exception):  # `str` calls the user's code, too
@@ -55,6 +64,7 @@ def raised(error: Exception, *, plan: int, step: int, holds: bool, saves: bool, 
         holds=holds,
         saves=saves,
         ends=ends,
+        index=index,
     )
 
 

@@ -26,6 +26,7 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Stage
 from torch import Tensor, nn
 
+from elasticd.codec.safe_text import shortened
 from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
@@ -515,4 +516,4 @@ def _row_of(samples: Sequence[Any]) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0][:200]
+    return shortened((str(error).splitlines() or [""])[0], 200)

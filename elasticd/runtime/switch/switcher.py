@@ -26,7 +26,7 @@ from elasticd.runtime.control.control import Control
 from elasticd.runtime.engine.engine import DRAIN, Engine
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import NoHostMemory
-from elasticd.runtime.exits import Drained, JobOver, JobStopped
+from elasticd.runtime.exits import Drained, JobOver, JobStopped, stopped
 from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.move import SOUND, MoveResult, PreparedPlan, move, prepare
 from elasticd.runtime.telemetry.emulation import Pacer
@@ -234,7 +234,8 @@ class Switcher:
         with self._lock:
             if self._over is not None:
                 raise JobOver(self._over)
-            log.warning("lost the other ranks (%s): waiting for the coordinator", error)
+            what = "stops the step" if isinstance(error, Cancelled) else "lost the other ranks"
+            log.warning("%s (%s): waiting for the coordinator", what, error)
             self._lose_peers(str(error))
         self._rest()
 
@@ -327,7 +328,7 @@ class Switcher:
     def _stopped(self, reason: str) -> JobStopped:
         self._groups_by_plan.shut()
         self.end()
-        return JobStopped(f"elasticd: {reason}")
+        return stopped(reason)
 
     def _do(self, effect: sw.SwitchEffect) -> None:
         match effect:

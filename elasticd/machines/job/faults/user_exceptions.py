@@ -26,7 +26,7 @@ import msgspec
 from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.job_state import JobState, Worker
-from elasticd.machines.job.state.last_checkpoint import after_step
+from elasticd.machines.job.state.last_checkpoint import after_steps
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import Thrown
 from elasticd.wire.worker import Raised
@@ -58,7 +58,7 @@ def raised(turn: Turn, worker: Worker, body: Raised) -> None:
     over = body.plan < job.number  # a plan without it was recorded: a new leader hears what was
     worker = turn.worker(worker, raised=body, judged=over)
     thrown = Thrown(
-        device=worker.device, step=body.step, kind=body.kind, text=body.text, traceback=body.traceback
+        device=worker.device, step=index_of(body), kind=body.kind, text=body.text, traceback=body.traceback
     )
     turn.set(thrown=(*(each for each in job.thrown if each != thrown), thrown)[-MOST_THROWN:])
     if over:
@@ -68,7 +68,7 @@ def raised(turn: Turn, worker: Worker, body: Raised) -> None:
         described(worker.device, body),
         device=worker.device,
         plan=body.plan,
-        step=body.step,
+        step=index_of(body),
         exception=body.kind,
         message=body.text,
         traceback=body.traceback,
@@ -81,7 +81,7 @@ def raised(turn: Turn, worker: Worker, body: Raised) -> None:
 def _kept(job: JobState) -> str:
     """What became of the last checkpoint, in words."""
     unmade = job.unmade
-    return _SAVED if unmade is None else f"the last checkpoint failed ({unmade.reason}): {after_step(job)}"
+    return _SAVED if unmade is None else f"the last checkpoint failed ({unmade.reason}): {after_steps(job)}"
 
 
 def judge(turn: Turn) -> None:
@@ -123,14 +123,19 @@ def unplanned(turn: Turn, why: str) -> bool:
     return False
 
 
+def index_of(body: Raised) -> int:
+    """The index of the step, as the script sees it; of an older release the updates before it."""
+    return body.step if body.index is None else body.index
+
+
 def alike(one: Thrown, other: Raised) -> bool:
     """Whether the same step failed with the same exception."""
-    return one.step == other.step and same(one, other)
+    return one.step == index_of(other) and same(one, other)
 
 
 def _in_turn(others: list[Thrown], body: Raised) -> Thrown | None:
     """The last of two other devices or more that had the same exception a few steps before."""
-    found = [thrown for thrown in others if same(thrown, body) and abs(body.step - thrown.step) <= NEAR]
+    found = [thrown for thrown in others if same(thrown, body) and abs(index_of(body) - thrown.step) <= NEAR]
     return found[-1] if len({thrown.device for thrown in found}) > 1 else None
 
 
@@ -144,7 +149,7 @@ def described(device: str, body: Raised) -> str:
     text = _UNPRINTABLE.sub(" ", body.text).strip()
     kind = _UNPRINTABLE.sub(" ", body.kind)
     what = f"{kind}: {text}" if text else kind
-    return f"the script's code raised {what} (in step {body.step}, on {device})"
+    return f"the script's code raised {what} (in step {index_of(body)}, on {device})"
 
 
 def _bounded(body: Raised) -> Raised:

@@ -14,7 +14,7 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
-from elasticd.machines.job.state.last_checkpoint import after_step, lost_steps
+from elasticd.machines.job.state.last_checkpoint import after_steps, lost_steps
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.worker import DrainNotice
 
@@ -65,7 +65,7 @@ def all_drain(turn: Turn) -> None:
         draining = (worker.draining for worker in job.workers.values() if worker.draining)
         reasons = ", ".join(dict.fromkeys(draining))
         why = job.stopping or f"all workers drain ({reasons})"
-        stop(turn, f"{why}, {after_step(job)}", orderly=not lost_steps(job))
+        stop(turn, f"{why}, {after_steps(job)}", orderly=not lost_steps(job))
 
 
 def _goes_on(turn: Turn, worker: Worker) -> bool:

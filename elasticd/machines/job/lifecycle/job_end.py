@@ -6,6 +6,7 @@ An end is decided by what is written: the workers hear of it from their agents, 
 from __future__ import annotations
 
 import msgspec
+from elasticd_planner.readable import counted
 
 from elasticd.codec.decoding import tag_of
 from elasticd.codec.safe_text import shortened
@@ -22,8 +23,10 @@ def finished(turn: Turn, body: Finished) -> None:
     progress = msgspec.structs.replace(job.progress, step=body.step)
     turn.enter(JobPhase.DONE, proposal=None, asked=None, progress=progress, done_epoch=turn.epoch)
     turn.effects.append(CancelPlan(job=job.job))
-    _answer_waiting(turn, Closed(reason=f"job {job.job} is over: it finished at step {body.step}; {ANEW}"))
-    told = turn.told("finished", f"finished at step {body.step}", step=body.step)
+    _answer_waiting(
+        turn, Closed(reason=f"job {job.job} is over: it finished after {counted(body.step, 'step')}; {ANEW}")
+    )
+    told = turn.told("finished", f"finished after {counted(body.step, 'step')}", step=body.step)
     turn.write(DoneRecord(step=body.step, epoch=turn.epoch), notes=(told,))
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+
 from elasticd.codec.decoding import shown
 from elasticd.machines.job.lifecycle.fence import FALLIBLE
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.events import StopAsked
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, NodeState
-from elasticd.machines.job.state.last_checkpoint import after_step, lost_steps
+from elasticd.machines.job.state.last_checkpoint import after_steps, lost_steps
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.coordinator import End, is_first
 
@@ -49,7 +50,7 @@ def asked(turn: Turn, event: StopAsked) -> None:
 
 def at_once(turn: Turn, event: StopAsked) -> None:
     """Nothing trains that could be saved: the job ends now."""
-    stop(turn, f"{BY_REQUEST}{event.by}, {after_step(turn.job)}", orderly=True)
+    stop(turn, f"{BY_REQUEST}{event.by}, {after_steps(turn.job)}", orderly=True)
 
 
 def remind(turn: Turn, node: str) -> None:
@@ -98,7 +99,7 @@ def due(turn: Turn) -> None:
     if stands and not nobody:
         ends_unsaved(turn, job.reason or "its workers did not recover from the loss before")
     elif nobody or turn.now >= job.stop_at:
-        stop(turn, f"{job.stopping}, {after_step(job)}", orderly=not lost_steps(job))
+        stop(turn, f"{job.stopping}, {after_steps(job)}", orderly=not lost_steps(job))
 
 
 def awaited(job: JobState) -> str:
@@ -127,5 +128,5 @@ def ends_unsaved(turn: Turn, why: str) -> None:
     job = turn.job
     who = job.stopping or "all workers drain"
     stop(
-        turn, f"{who}, {after_step(job)}; no last checkpoint could be made: {why}", orderly=not lost_steps(job)
+        turn, f"{who}, {after_steps(job)}; no last checkpoint could be made: {why}", orderly=not lost_steps(job)
     )

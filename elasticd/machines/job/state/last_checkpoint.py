@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from elasticd_planner.readable import counted
+
 from elasticd.machines.job.state.job_state import JobState
 from elasticd.machines.job.state.snapshot_sets import Moment
 from elasticd.records import PublishedCheckpoint
@@ -26,10 +28,10 @@ def _saved_step(job: JobState) -> int:
     return found.step if found is not None else job.read_step
 
 
-def after_step(job: JobState) -> str:
-    """The step after which the job ends, in words, with its newest checkpoint and the steps that are lost. Of a
-    job without a folder for checkpoints only the step."""
-    text, lost, saved = f"after step {job.progress.step}", lost_steps(job), _saved_step(job)
+def after_steps(job: JobState) -> str:
+    """The number of steps after which the job ends, in words, with its newest checkpoint and the steps that are
+    lost. Of a job without a folder for checkpoints only the number."""
+    text, lost, saved = f"after {counted(job.progress.step, 'step')}", lost_steps(job), _saved_step(job)
     if lost and job.unmade is not None:
         text = f"{text}; the last checkpoint failed ({job.unmade.reason})"
     if saved:
