@@ -20,10 +20,11 @@ _INDEX = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 def name_refusal(what: str, name: str) -> str:
     """Why a name cannot be used, or nothing. what: the sentence's subject, as "--rdzv-id" or "node"."""
     if len(name) > LONGEST:
-        return f"{what} = {name[:40]!r}... has {len(name)} characters: choose a name of {LONGEST} at most"
+        return f"{what} {name[:40]!r}... has {len(name)} characters: choose a name of {LONGEST} at most"
     if not _NAME.fullmatch(name):
         return (
-            f"{what} = {name!r} may hold letters, digits, '.', '_' and '-' alone, and not only the last three"
+            f"{what} {name!r} cannot be used: a name is made of letters, digits, '.', '_' and '-', and has at "
+            "least one letter or digit"
         )
     return ""
 

@@ -41,7 +41,7 @@ def parameters(run_id: str = "job", **conf: str) -> RendezvousParameters:
     ("wrong", "reason"),
     [
         (parameters("none"), r"torchrun --rdzv-id=NAME; torch's default 'none' would be shared"),
-        (parameters("a/b"), "the job's name = 'a/b' may hold letters, digits"),
+        (parameters("a/b"), "the job's name 'a/b' cannot be used: a name is made of letters, digits"),
         (parameters(mode="restart", settle="long"), "settle=long must be a number of seconds, as 1"),
         (parameters(mode="restart", join_timeout="0"), "--rdzv-conf: The join timeout"),
         (parameters(mode="restart", agent_timeout="0"), r"no agent listens at /nowhere/a\.sock"),

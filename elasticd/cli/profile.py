@@ -21,7 +21,7 @@ from rich.text import Text
 from elasticd.cli.console import command_console
 from elasticd.cli.options import json_option, plain_table
 from elasticd.extras import install, need
-from elasticd.wire.profiler import Answer, Describe, Described, Done, Failed, Progress, Request
+from elasticd.wire.profiler import WIDTHS, Answer, Describe, Described, Done, Failed, Progress, Request
 
 if TYPE_CHECKING:
     from elasticd_planner.profiling.regression import SectionFit
@@ -63,7 +63,11 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
 @click.command()
 @click.argument("target", metavar="SCRIPT|FILE.py:NAME")
 @click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS...]")
-@click.option("--widths", type=_Counts(), default="1,2,4", show_default=True, help="Sizes of TP groups.")
+@click.option(
+    "--widths",
+    type=_Counts(),
+    help="Sizes of TP groups.  [default: 1, 2 and 4, as far as the model's rules cut it]",
+)
 @click.option(
     "--tokens",
     type=_Counts(),
@@ -102,6 +106,7 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
 def profile(
     target: str,
     arguments: tuple[str, ...],
+    widths: tuple[int, ...] | None,
     tokens: tuple[int, ...] | None,
     sample_tokens: int | None,
     threads: int | None,
@@ -125,6 +130,7 @@ def profile(
     request = Request(
         target=target,
         arguments=arguments if is_script else None,
+        widths=widths or (),
         tokens=tokens or (),
         sample_tokens=sample_tokens or (0 if is_script else _SAMPLE_TOKENS),
         threads=threads or _threads(),
@@ -318,6 +324,11 @@ def _notes(samples: Samples, measured: MeasuredProfile) -> list[Text]:
         each = profile.collective_token_seconds[width]
         said = f"{1e3 * fixed:.3f} ms + {1e6 * each:.3f} µs/token on this machine"
         lines.append(Text.assemble((f"all-reduce of {width}: ", "dim"), said))
+    widths, units = sorted({timing.width for timing in samples.timings}), profile.share_units
+    if units < WIDTHS[-1]:
+        cut = f"its rules cut it in {units} parts" if units > 1 else "it has no rules for TP groups"
+        said = f"{', '.join(map(str, widths))} measured; {samples.model.name} can have {units} at most: {cut}"
+        lines.append(Text.assemble(("widths: ", "dim"), said))
     noise = max(fit.noise for fit in measured.fits)
     if noise >= _NOISY:
         said = f"times vary by {noise:.0%} between repeats: measure on a quieter machine"

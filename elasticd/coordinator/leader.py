@@ -683,6 +683,13 @@ class Leading:
         if device not in known:
             raise unknown("device", device, known)
 
+    def has_worker(self, device: str) -> bool:
+        """Whether a job has a worker on a device, or holds it in restart mode."""
+        workers = (job.workers.get(device) for job in self.state.jobs.values())
+        if any(worker is not None and not worker.left for worker in workers):
+            return True
+        return any(device in job.members(self.now()) or device in job.laps for job in self.restarts.values())
+
     def recording(self) -> AsyncIterator[bytes]:
         """Lines of a recording from now on (`elasticd.recording`). Raises `ApiError` where too many record."""
         if self.recorders.full:

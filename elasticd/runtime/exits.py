@@ -5,13 +5,47 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
+import threading
 import time
 from pathlib import Path
+from types import TracebackType
 
+from elasticd.system.logs import say
 from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE, REFUSAL, STOP
+from elasticd.system.user_line import user_line
 
 #: Where torch's agent looks for why a worker failed.
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+class Refusal(ValueError):
+    """The base of errors by which elasticd refuses what a script describes: the text says what would be right.
+
+    One that nobody catches ends the script with its text and the script's line, in place of a traceback.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        if threading.current_thread() is threading.main_thread() and not hasattr(sys, "ps1"):
+            _install()
+
+
+def _install() -> None:
+    """Puts a hook before `sys.excepthook`; once, unless another one took its place."""
+    before = sys.excepthook
+    if getattr(before, "__module__", "") == __name__:
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, Refusal):
+            before(kind, error, trace)
+            return
+        reason = f"{error} ({user_line(error)})"
+        if not is_told(refused(reason)):
+            say(reason)
+
+    sys.excepthook = hook
 
 
 class JobStopped(SystemExit):

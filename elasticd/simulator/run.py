@@ -159,7 +159,7 @@ class Simulation:
         if not brings_nodes and now - self._told_at > VAIN_SECONDS and self._waits():
             return True
         if not brings_nodes and now - self._told_at > STUCK_SECONDS and not self.worker_group.over:
-            raise SimulationError(f"the job stands still after step {self.worker_group.step}")
+            raise SimulationError(f"the job stands still after {self.worker_group.step} steps")
         return job is not None and job.phase in OVER and self.worker_group.over
 
     def _waits(self) -> str:

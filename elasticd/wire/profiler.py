@@ -13,6 +13,8 @@ from elasticd_planner.profiling.samples import Samples
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import Value, refuse
 
+#: Widths of TP groups that are measured where none are named, if the model can have them.
+WIDTHS = (1, 2, 4)
 #: Samples of the micro-batches that are measured where their tokens are not named.
 SAMPLES = (1, 2, 4, 8)
 
@@ -27,9 +29,9 @@ class Request(Value, frozen=True, kw_only=True, tag="measure"):
     """What to measure."""
 
     target: str  # FILE:NAME of the model, or of a function that makes it; or the FILE of a training script
-    widths: tuple[int, ...]  # of TP groups
     repeats: int  # measurements of each section
     threads: int  # of torch on a CPU
+    widths: tuple[int, ...] = ()  # of TP groups (empty: those of `WIDTHS` that the model can have)
     tokens: tuple[int, ...] = ()  # of micro-batches, multiples of `sample_tokens` (empty: `SAMPLES` of them)
     sample_tokens: int = 0  # tokens of a sample (0: as many as the script's samples have on average)
     arguments: tuple[str, ...] | None = None  # of the script that `target` is; None: it is FILE:NAME
@@ -41,7 +43,7 @@ class Request(Value, frozen=True, kw_only=True, tag="measure"):
 
     def __post_init__(self) -> None:
         numbers = (*self.widths, *self.tokens, self.repeats, self.threads)
-        if not self.widths or any(number < 1 for number in numbers) or self.sample_tokens < 0:
+        if any(number < 1 for number in numbers) or self.sample_tokens < 0:
             refuse("profile: widths, tokens, sample tokens, repeats and threads must be positive")
         if not self.sample_tokens:
             return  # the script says it

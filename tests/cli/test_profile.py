@@ -129,7 +129,7 @@ WRONG: list[tuple[tuple[str, ...], str]] = [
     ((f"{ROOT}/examples/train_lm.py:modle",), "has no 'modle'"),
     ((f"{ROOT}/examples/train_lm.py:optimizer",), "must be a function without arguments"),
     ((EXAMPLE, "--widths", "1,x"), "must be positive whole numbers with commas"),
-    ((EXAMPLE, "--widths", "1,64", *QUICK[2:]), "width 64 is more than the 8 units"),
+    ((EXAMPLE, "--widths", "1,64", *QUICK[2:]), "a TP group of 64 has no plan"),
     ((EXAMPLE, "--tokens", "300,600"), "300 tokens are no whole samples of 256"),
     ((EXAMPLE, "--tokens", "256"), "two token counts at least"),
     ((EXAMPLE, "--loss", "los", *QUICK), "has no 'los'"),

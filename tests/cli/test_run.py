@@ -226,7 +226,7 @@ def test_job_without_a_name_gets_one_of_its_script_and_is_told(
     ("options", "words"),
     [
         (("--job", ""), "--job is empty: name the job, or leave the option out"),
-        (("--job", "a/b"), "--job = 'a/b' may hold letters, digits"),
+        (("--job", "a b/c"), "--job 'a b/c' cannot be used: a name is made of letters, digits"),
         (("--job", "none"), "choose another"),
         (("--nnodes", "2"), "needs a name, the same on each: --job NAME"),
     ],

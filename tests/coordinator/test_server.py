@@ -223,6 +223,8 @@ def test_chaos_reaches_the_devices_agent() -> None:
 BAD = [
     ({"action": "slow", "device": "alpha/9", "factor": 3}, 404, "there are: alpha/0, alpha/1"),
     ({"action": "slow", "device": "alpha/1", "factor": 0.5}, 400, "at least 1"),
+    ({"action": "kill", "device": "alpha/1"}, 409, "device alpha/1 has no worker to kill"),
+    ({"action": "freeze", "device": "alpha/1"}, 409, "device alpha/1 has no worker to freeze"),
     ({"action": "slow", "device": "alpha/1", "factor": "nan"}, 400, "factor"),
     ({"action": "burn", "device": "alpha/1"}, 400, "one of slow, recover, kill"),
     ({"device": "alpha/1"}, 400, "action"),

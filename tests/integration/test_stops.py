@@ -47,7 +47,7 @@ def ends(cluster: Cluster, folder: Path, since: float) -> None:
     assert time.monotonic() - since < MOST_SECONDS
     assert scan(folder)[0].step == job["step"], job["reason"]
     step = job["step"]
-    assert f", after step {step}; the newest checkpoint is of step {step};" in job["reason"]
+    assert f", after {step} steps; the newest checkpoint is of step {step};" in job["reason"]
 
 
 @pytest.mark.slow

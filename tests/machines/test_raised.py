@@ -68,6 +68,7 @@ def test_the_others_make_the_step_again_and_its_state_is_of_use() -> None:
     (note,) = [note for note in world.notes if note.kind == "raised"]
     assert note.text == f"the script's code raised ValueError: {BAD} (in step {world.steps}, on beta/1)"
     assert note.data["traceback"] == "Traceback\n  in loss\n"
+    assert note.data["step"] == world.steps
     number = world.job.number
     world.kill("beta/1")
     world.train(3)
@@ -377,3 +378,13 @@ def test_a_worker_that_comes_in_the_step_that_ends_the_job_is_turned_away() -> N
     world.settle()
     assert world.phase is JobPhase.STOPPED
     assert all(worker.incarnation != "another" for worker in world.job.workers.values())
+
+
+def test_the_step_that_failed_is_called_as_the_script_calls_it() -> None:
+    """The loop's body has a step that is made already."""
+    world = running()
+    throw(world, "beta/1", index=world.steps - 1)
+    world.settle()
+    (note,) = [note for note in world.notes if note.kind == "raised"]
+    assert f"(in step {world.steps - 1}, on beta/1)" in note.text
+    assert note.data["step"] == world.job.thrown[-1].step == world.steps - 1

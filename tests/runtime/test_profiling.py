@@ -20,7 +20,7 @@ from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.accelerator import CPU, NoDevice, placed
 from elasticd.runtime.model.model import Model, split_name
 from elasticd.runtime.profiling.loading import CannotLoad, batch_of, load, loss_of
-from elasticd.runtime.profiling.measure import measure
+from elasticd.runtime.profiling.measure import measure, with_widths
 from elasticd.runtime.profiling.parts import ProfiledPart, Values, both_passes, part_of, whole_model
 from elasticd.wire.profiler import Request
 from tests.runtime import bundled
@@ -208,9 +208,12 @@ def test_the_whole_model_of_named_tensors_makes_the_gradients_of_plain_torch() -
         torch.testing.assert_close(sections[section].get_parameter(rest).grad, parameter.grad, msg=name)
 
 
-def test_more_members_than_units_are_refused() -> None:
-    with pytest.raises(Invalid, match="width 5 is more than the 4 units"):
-        measure(decoder(), request(widths=(5,)), CPU, batch_of_ids, None, lambda part: None)
+def test_widths_that_the_model_can_have_are_measured_unless_one_that_it_cannot_is_named() -> None:
+    assert with_widths(decoder(), request(widths=())).widths == (1, 2, 4)
+    without_rules = Model(embed=nn.Embedding(4, 4), blocks=[nn.Linear(4, 4)], head=nn.Linear(4, 4))
+    assert with_widths(without_rules, request(widths=())).widths == (1,)
+    with pytest.raises(Invalid, match=r"--widths: a TP group of 5 has no plan .* cut in 4 units: .* up to 4"):
+        with_widths(decoder(), request(widths=(5,)))
 
 
 def test_tokens_that_are_no_whole_samples_are_refused() -> None:

@@ -129,6 +129,8 @@ def order(leading: Leading, cuts: NetworkCuts, body: ChaosRequest) -> None:
         leading.pace(body.device, body.factor if body.action == "slow" else 1.0)
     elif body.action in TO_DEVICES:
         leading.know_device(body.device)
+        if body.action != "thaw" and not leading.has_worker(body.device):  # who was frozen may be known no more
+            raise ApiError("conflict", f"device {body.device} has no worker to {body.action}")
         _harm(leading, node_of(body.device), Harm(how=body.action, device=body.device))  # type: ignore[arg-type]
     elif body.action in TO_NODES and body.other:
         _data(leading, body)

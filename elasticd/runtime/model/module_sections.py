@@ -75,12 +75,18 @@ def from_module(
 # -- calling the module --------------------------------------------------------------------------------------
 
 
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
 class _Call:
     """Calls a module's forward for a batch."""
 
     def __init__(self, module: nn.Module, inputs: Inputs | None) -> None:
         self._inputs = inputs
-        self._names = frozenset(inspect.signature(module.forward).parameters)
+        parameters = inspect.signature(module.forward).parameters
+        self._names = frozenset(parameters)
+        named = {name: one for name, one in parameters.items() if one.kind in _NAMED}
+        self._needed = [name for name, one in named.items() if one.default is one.empty]
         self._kind = type(module).__name__
 
     def __call__(self, module: nn.Module, batch: Any) -> Any:
@@ -89,10 +95,11 @@ class _Call:
             values = self._inputs(batch)
         elif isinstance(batch, Mapping):
             values = {key: value for key, value in batch.items() if key in self._names}
-            if not values:
+            if not values or any(name not in values for name in self._needed):
+                takes = ", ".join(self._needed or sorted(self._names))
                 raise ModelError(
-                    f"{self._kind}.forward takes {', '.join(sorted(self._names))}, and the batch has "
-                    f"{', '.join(map(str, batch))}: give from_module(inputs=lambda batch: ...)"
+                    f"the batch has the keys {', '.join(map(str, batch))}; {self._kind}.forward takes {takes}: "
+                    "give samples with these keys, or from_module(inputs=lambda batch: ...)"
                 )
         else:
             values = (batch,)

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from elasticd.runtime.exits import Refusal
 from elasticd.runtime.model.validation import ModelError
 
 
@@ -90,7 +91,7 @@ class UnitsOf:
 _TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")
 
 
-class RuleError(ValueError):
+class RuleError(Refusal):
     """A rule that does not fit what it names."""
 
 

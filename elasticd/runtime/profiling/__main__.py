@@ -17,7 +17,7 @@ from elasticd.runtime.api.script import CannotRun
 from elasticd.runtime.model.model import Loss, Model, ModelError
 from elasticd.runtime.profiling import collectives
 from elasticd.runtime.profiling.loading import CannotLoad, MakeBatch, batch_of, load, loss_of, of_script, told
-from elasticd.runtime.profiling.measure import measure
+from elasticd.runtime.profiling.measure import measure, with_widths
 from elasticd.runtime.profiling.parent_pipe import end_at_eof
 from elasticd.wire.profiler import Describe, Described, Done, Failed, Progress, Request
 
@@ -41,6 +41,7 @@ def run(request: Request, answer: BinaryIO) -> Done | Failed:
         accelerator = placed(request.device, {})
         accelerator.use()
         request, model, make_batch, loss = _loaded(request)
+        request = with_widths(model, request)
         among = collectives.measure(model, request) if request.collectives else ()
         return Done(samples=measure(model, request, accelerator, make_batch, loss, progress, among))
     except (CannotLoad, CannotRun, Invalid, ModelError, NoDevice, collectives.CannotMeasure) as error:

@@ -13,9 +13,11 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import msgspec
 import torch
 from elasticd_planner.cost.model_profile import derive
 from elasticd_planner.profiling.samples import Collective, Samples, SectionTiming, Update, Whole, kind_name
+from elasticd_planner.readable import counted
 from elasticd_planner.spec.model import ModelSpec, apportion
 from elasticd_planner.value import refuse
 from torch import Tensor
@@ -34,7 +36,7 @@ from elasticd.runtime.profiling.parts import (
     timed,
     whole_model,
 )
-from elasticd.wire.profiler import Request
+from elasticd.wire.profiler import WIDTHS, Request
 
 #: Rounds before those that count: allocations, autotuning, first gradients, optimizer state.
 WARM_UP = 2
@@ -104,6 +106,19 @@ class _Updates:
         return Update(size=self.size, state=moments, seconds=self.case.seconds())
 
 
+def with_widths(model: Model, request: Request) -> Request:
+    """The request with the widths to measure, where it names none. Raises Invalid for a width that the model's
+    units cannot be cut in."""
+    units = derive(model.spec, request.sample_tokens, 1).share_units
+    widths = request.widths or tuple(width for width in WIDTHS if width <= units)
+    if max(widths) > units:
+        refuse(
+            f"--widths: a TP group of {max(widths)} has no plan for {model.name}, which its rules cut in "
+            f"{counted(units, 'unit')}: name widths up to {units}, or leave --widths out"
+        )
+    return msgspec.structs.replace(request, widths=widths)
+
+
 def measure(
     model: Model,
     request: Request,
@@ -113,10 +128,8 @@ def measure(
     progress: Callable[[float], None],
     collectives: tuple[Collective, ...] = (),
 ) -> Samples:
-    """Runs all cases. Raises Invalid for a width that the model's units cannot be cut in."""
+    """Runs all cases."""
     units = derive(model.spec, request.sample_tokens, 1).share_units
-    if max(request.widths) > units:
-        refuse(f"width {max(request.widths)} is more than the {units} units that {model.name} is cut in")
     values = Values(model, accelerator)
     by_width = {
         width: [*_parts(model, apportion(units, (1,) * width), values, loss)]
