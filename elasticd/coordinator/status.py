@@ -209,7 +209,7 @@ def member_list(job: JobState) -> tuple[MemberStatus, ...]:
 
 
 def _exception(job: JobState) -> ExceptionStatus | None:
-    if not job.thrown or job.thrown[-1].step < job.progress.step:
+    if not job.thrown or job.thrown[-1].step + 1 < job.progress.step:  # the loop's body has a step that is made
         return None
     last = job.thrown[-1]
     return ExceptionStatus(

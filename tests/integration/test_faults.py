@@ -160,7 +160,7 @@ def test_an_exception_that_comes_again_on_another_device_ends_the_job_with_its_s
         assert job["phase"] == "stopped"
         assert f"ValueError: sample {sample_of(5)} is bad" in job["reason"]
         first, last = ("a/0", "b/0") if job["exception"]["device"] == "b/0" else ("b/0", "a/0")
-        again = f"(in step 5, on {last}), as on {first} before; the state before the step is saved"
+        again = f"(in step 5, on {last}), as on {first} before; the state is saved"
         assert again in job["reason"]
         assert last == "a/0" or where == "body"
         assert ("in main" if where == "body" else "in loss") in job["exception"]["traceback"]

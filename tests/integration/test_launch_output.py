@@ -216,6 +216,32 @@ def test_last_line_says_how_the_job_ended_and_after_how_many_steps(
     assert words.removeprefix("stopped: ") in reason or launches.job(name)["phase"] == "done"
 
 
+def test_exception_of_the_loops_body_is_told_by_the_launcher_once(launches: Launches) -> None:
+    body = "assert step.index < 5, 'too far'"
+    text = SCRIPT.replace("time.sleep(0.02)", body).replace("every=1000", "every=5")
+    launches.script(text, "raises.py")
+    folder = launches.cluster.folder
+    run = launches.run("alpha", "--job", "raises", "--devices", "2", folder / "raises.py", folder / "ck-raises")
+    assert run.wait() == 1, run.said
+    assert "elasticd: the script's code raised AssertionError: too far (in step 5, on alpha/" in run.said
+    words = "elasticd: job raises stopped: the script's code raised AssertionError: too far (in step "
+    assert last_line(run).startswith(words), run.said
+    assert "elasticd: elasticd" not in run.said
+    assert "] elasticd: the script's code raised" not in run.said
+    assert "lost the other ranks (its code" not in run.said
+
+
+def test_model_that_is_refused_is_one_line_whatever_number_of_workers_it_has(launches: Launches) -> None:
+    text = (
+        "import elasticd\nfrom torch import nn\n"
+        "elasticd.Model(embed=nn.Embedding(4, 4), blocks=[nn.BatchNorm1d(4)], head=nn.Linear(4, 4))\n"
+    )
+    run = launches.run("alpha", "--job", "norm", "--devices", "2", launches.script(text, "norm.py"))
+    assert run.wait() == 1
+    assert run.said.count("\n") == 1, run.said
+    assert "BatchNorm1d" in run.said
+
+
 #: A worker that is long in coming to its Job.
 WAITS = "import time\nprint('waits', flush=True)\ntime.sleep(3600)\n"
 #: The second of two is, the first one makes its Job.

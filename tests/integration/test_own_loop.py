@@ -104,7 +104,7 @@ def test_a_sample_that_cannot_be_read_is_named_by_all_and_the_state_before_it_is
         said = f"sample {torn} of the dataset could not be read"
         assert all(line.startswith("elasticd: ") and said in line for line in last), last
         assert said in cluster.job()["reason"]
-        assert "the state before the step is saved" in cluster.job()["reason"]
+        assert "the state is saved" in cluster.job()["reason"]
         assert "in __getitem__" in cluster.job()["exception"]["traceback"]
         assert any(line.endswith("OSError: the disk is gone") for line in last)
         assert [line["step"] for line in ledger(cluster)] == list(range(7))

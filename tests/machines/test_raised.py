@@ -53,7 +53,7 @@ def ended(world: World) -> str:
     return done.reason
 
 
-SAVED = "the state before the step is saved"
+SAVED = "the state is saved"
 
 
 def test_the_others_make_the_step_again_and_its_state_is_of_use() -> None:
@@ -101,7 +101,7 @@ def test_the_same_on_another_device_ends_the_job_with_its_state_saved() -> None:
     saved(world, "alpha/0")
     reason = ended(world)
     assert "the script's code raised ValueError: bad sample 18" in reason
-    assert "on alpha/0), as on beta/1 before; the state before the step is saved" in reason
+    assert "on alpha/0), as on beta/1 before; the state is saved" in reason
 
 
 @pytest.mark.parametrize("steps", [1, 200])
@@ -195,7 +195,7 @@ def test_the_only_device_ends_the_job_with_its_state_saved() -> None:
     world.settle()
     assert members(world) == {"alpha/0"}
     saved(world, "alpha/0")
-    assert "no other device to try the step on; the state before the step is saved" in ended(world)
+    assert "no other device to try the step on; the state is saved" in ended(world)
 
 
 def test_where_no_plan_is_left_without_its_device_the_job_ends_with_its_state_saved() -> None:
@@ -356,7 +356,7 @@ def test_what_ends_all_members_alike_ends_the_job_with_it(deaths: int) -> None:
     world.outcome(world.workers["beta/1"], body)
     world.settle()
     assert "SampleError: sample 7" in ended(world)
-    assert ended(world).count("the state before the step is saved") == 1
+    assert ended(world).count("the state is saved") == 1
     assert world.job.thrown[-1].traceback == "in __getitem__"
 
 

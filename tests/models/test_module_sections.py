@@ -250,7 +250,7 @@ def test_a_forward_that_does_something_else_is_refused_by_name(kind: type[Change
     [
         ({"blocks": "layers"}, "blocks='layers' is no nn.ModuleList of GPT; its lists are: h"),
         ({"blocks": "ln_f"}, "blocks='ln_f' is no nn.ModuleList of GPT; its lists are: h"),
-        ({"example": {"tokens": EXAMPLE["idx"]}}, "GPT.forward takes idx, and the batch has tokens"),
+        ({"example": {"tokens": EXAMPLE["idx"]}}, "the batch has the keys tokens; GPT.forward takes idx"),
     ],
 )
 def test_what_does_not_fit_the_module_is_named(options: dict[str, Any], message: str) -> None:

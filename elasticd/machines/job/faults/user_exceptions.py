@@ -43,7 +43,7 @@ NEAR = 100
 #: (what torch says of memory that is not enough has ten of them).
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?(\s?([KMGT]i?B|bytes)\b)?")
 #: What the job's reason ends with where its members made a last checkpoint.
-_SAVED = "the state before the step is saved"
+_SAVED = "the state is saved"
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 
 
