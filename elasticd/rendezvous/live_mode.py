@@ -38,7 +38,7 @@ from elasticd.rendezvous.agent_requests import heard
 from elasticd.rendezvous.errors import ModeSwitch, RendezvousOver, RendezvousRefusal
 from elasticd.rendezvous.workers_end import WorkersEnd
 from elasticd.system.launch_age import FRESH_VARIABLE, age_seconds
-from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE
+from elasticd.system.torchrun_outcome import OUTCOME_VARIABLE, signal_name
 from elasticd.version import __version__
 from elasticd.wire import unix_socket
 from elasticd.wire.rendezvous import Join, Joined, Leave, WorkerFailure
@@ -148,7 +148,8 @@ class Handler(RendezvousHandler):
         self._failure = failure
 
     def ends_by(self, number: int) -> None:
-        """Nothing follows: each worker hears the signal, and says so itself."""
+        """A signal ends this torchrun, and torch leaves no rendezvous then: the agent hears of it."""
+        self.leave(signal_name(number))
 
     def workers_finished(self) -> None:
         """The workers ended with exit code 0."""

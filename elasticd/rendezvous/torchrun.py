@@ -29,13 +29,12 @@ from torch.distributed.launcher import api
 
 from elasticd.rendezvous.device_slots import launched_slots
 from elasticd.rendezvous.errors import ModeSwitch, RendezvousOver, RendezvousRefusal
-from elasticd.rendezvous.live_mode import Handler
 from elasticd.rendezvous.output_link import OutputLink
 from elasticd.rendezvous.worker_failure import alike, cause, failure_of
 from elasticd.rendezvous.worker_output import WorkerOutput
 from elasticd.system.end_signals import NOTICES
 from elasticd.system.output_options import options_of
-from elasticd.system.torchrun_outcome import REFUSAL, STOP, TorchrunOutcome, signal_name, write_outcome
+from elasticd.system.torchrun_outcome import REFUSAL, STOP, TorchrunOutcome, write_outcome
 from elasticd.wire.rendezvous import WorkerFailure
 from elasticd.wire.unix_socket import default_path
 
@@ -161,9 +160,6 @@ def main(arguments: list[str] | None = None) -> int:
         code = 1
     except SignalException as ended:
         code = 128 + ended.sigval
-        handler = Agent.made._worker_group.spec.rdzv_handler if Agent.made is not None else None
-        if isinstance(handler, Handler):  # which torch does not shut down then
-            handler.leave(signal_name(ended.sigval))
     agent = Agent.made
     if code and agent is not None and agent.failure is not None and not outcome.restart_mode:
         failure = agent.failure

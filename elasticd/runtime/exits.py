@@ -19,7 +19,7 @@ from elasticd.system.user_line import user_line
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
-class Refusal(ValueError):
+class ScriptRefusal(ValueError):
     """The base of errors by which elasticd refuses what a script describes: the text says what would be right.
 
     One that nobody catches ends the script with its text and the script's line, in place of a traceback.
@@ -38,7 +38,7 @@ def _install() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, Refusal):
+        if not isinstance(error, ScriptRefusal):
             before(kind, error, trace)
             return
         reason = f"{error} ({user_line(error)})"

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from elasticd.runtime.exits import Refusal
+from elasticd.runtime.exits import ScriptRefusal
 from elasticd.runtime.model.validation import ModelError
 
 
@@ -91,7 +91,7 @@ class UnitsOf:
 _TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")
 
 
-class RuleError(Refusal):
+class RuleError(ScriptRefusal):
     """A rule that does not fit what it names."""
 
 

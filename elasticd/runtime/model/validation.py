@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from elasticd.runtime.exits import Refusal
+from elasticd.runtime.exits import ScriptRefusal
 from elasticd.runtime.model.rng import Dropout
 
 #: Modules whose statistics are those of a micro-batch, which a layout composes.
@@ -39,7 +39,7 @@ _WRAPS = {
 }
 
 
-class ModelError(Refusal):
+class ModelError(ScriptRefusal):
     """The model cannot be trained as it is described: what is wrong and what would be right."""
 
 
