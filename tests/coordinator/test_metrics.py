@@ -170,7 +170,7 @@ def test_the_dashboard_asks_for_metrics_that_are_there_and_for_each_of_them() ->
     [
         (JobPhase.RUNNING, "", 0),
         (JobPhase.DONE, "", 0),
-        (JobPhase.STOPPED, "stopped by alice, after step 3; start the job again", 0),
+        (JobPhase.STOPPED, "stopped by alice, after 3 steps; start the job again", 0),
         (JobPhase.STOPPED, "the plan does not fit: 3 is too many", 1),
     ],
 )

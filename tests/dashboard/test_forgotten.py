@@ -46,7 +46,7 @@ def keep(path: Path) -> None:
                 "night", StepRecord(step=step, plan=1, loss=2.5, tokens=100, seconds=0.5, time=NOW + 10 + step)
             )
         writer.put_event(event(20, "checkpoint", "step 7", step=7, name="step-7"))
-        writer.put_event(event(21, "stopped", "stopped: stopped by alice, after step 8", orderly=True))
+        writer.put_event(event(21, "stopped", "stopped: stopped by alice, after 8 steps", orderly=True))
         writer.put_event(event(22, "forgotten", "what the cluster kept of it is deleted"))
     writer.close()
 

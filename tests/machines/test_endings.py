@@ -214,7 +214,7 @@ def test_a_stop_whose_last_checkpoint_failed_is_no_orderly_end_and_says_why() ->
     done = world.done()
     assert done is not None
     assert not done.orderly
-    assert f"after step 3; the last checkpoint failed ({why})" in done.reason
+    assert f"after 3 steps; the last checkpoint failed ({why})" in done.reason
     assert "the newest checkpoint is of step 1: 2 steps are lost" in done.reason
     assert [n.text for n in world.notes if n.kind == "checkpoint_failed"] == [
         f"no checkpoint of step 3: beta/0 {why}"
