@@ -195,4 +195,4 @@ def test_exit_code_is_a_failure_where_the_job_was_not_stopped_in_good_order(
     monkeypatch.setattr(torchrun_launcher, "LaunchLink", lambda *of_link: None)
     news = torchrun_launcher._News(launch())
     news._take(Happened(job="job", kind="stopped", text="stopped: by alice", data={"orderly": orderly}))
-    assert torchrun_launcher._launched(launch(), news) == code
+    assert torchrun_launcher._launched(launch(), news)[0] == code
