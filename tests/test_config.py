@@ -66,7 +66,7 @@ def test_file_that_is_not_there_is_named_with_who_named_it(
         ("[agent]\nmemory = true", ["memory = True", "expected int"]),
         ("[agent]\nmemory = '3 MiX'", ["'3 MiX' is not a size", "MiB"]),
         ("[agent]\nsnapshot_mib = -1", ["snapshot_mib = -1", "0 to keep none"]),
-        ("[agent]\nnode = 'a/b'", ["node = 'a/b'", "letters, digits"]),
+        ("[agent]\nnode = 'a/b'", ["node 'a/b' cannot be used", "letters, digits"]),
         ("[coordinator]\nport = 70000", ["port = 70000", "between 0 and 65535"]),
         ("[etcd]\nendpoints = 'a:1'", ["endpoints = 'a:1'", "expected array"]),
         ("[etcd]\nendpoints = ['a']", ["'a' is not host:port"]),

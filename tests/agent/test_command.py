@@ -54,7 +54,7 @@ def test_unknown_key_in_the_configuration_is_named(tmp_path: Path) -> None:
 
 def test_wrong_option_is_named() -> None:
     assert "No such option" in refused("--nod", "a")
-    assert "node = 'a/b'" in refused("--node", "a/b")
+    assert "node 'a/b' cannot be used" in refused("--node", "a/b")
 
 
 def test_etcd_that_was_set_up_anew_under_an_old_name_is_refused_with_the_file_to_delete(
