@@ -239,6 +239,16 @@ def test_a_failed_checkpoint_is_shown_until_a_newer_one_is_made(then: str) -> No
     assert world.kinds().count("checkpoint_failed") == 2
 
 
+def test_a_stop_of_a_job_whose_members_can_none_be_reached_ends_without_a_checkpoint() -> None:
+    world = begun(("alpha", "beta"))
+    for node in ("alpha", "beta"):
+        world.kill_node(node)
+    world.stop()
+    world.end()
+    assert "cannot be reached, and nobody else holds the state" in world.job.reason
+    assert not world.job.orderly
+
+
 class EndingWalk(Ending):
     """Deaths of processes and nodes, notices, slow devices, and then a stop, between any two events."""
 

@@ -11,6 +11,7 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd.machines.job.copies.rollback import waits
 from elasticd.machines.job.lifecycle.fence import FALLIBLE, fault
 from elasticd.machines.job.lifecycle.job_end import stop
+from elasticd.machines.job.lifecycle.stop_request import ends_unsaved
 from elasticd.machines.job.recovery import lost_without
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
 from elasticd.machines.job.state.transaction import Turn
@@ -136,12 +137,17 @@ def unheard(turn: Turn) -> None:
         for worker in away
         if min(asked, _away_seconds(turn, worker)) >= settings.reconnect_seconds
     }
-    if not late or not any(turn.here(worker.node) for worker in job.holders):
-        return
-    if asked < turn.lone_seconds and (lost := lost_without(turn, late)):
-        waits(turn, f"{', '.join(late)} cannot be told to stop, and alone holds {lost}")
+    if not late:
         return
     names = ", ".join(sorted(late))
+    others = any(turn.here(worker.node) for worker in job.holders)
+    lost = lost_without(turn, late) if others else "the state"
+    if lost and asked < turn.lone_seconds:
+        waits(turn, f"{names} cannot be told to stop, and nobody else holds {lost}")
+        return
+    if not others:
+        ends_unsaved(turn, f"{names} cannot be reached, and nobody else holds the state")
+        return
     fault(turn, late, f"{names} cannot be told that the job is being stopped: its agent cannot be reached")
 
 
