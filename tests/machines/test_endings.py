@@ -239,11 +239,25 @@ def test_a_failed_checkpoint_is_shown_until_a_newer_one_is_made(then: str) -> No
     assert world.kinds().count("checkpoint_failed") == 2
 
 
-def test_a_stop_of_a_job_whose_members_can_none_be_reached_ends_without_a_checkpoint() -> None:
+def test_notices_to_all_who_live_after_a_node_with_a_standby_died_cost_no_step() -> None:
+    world = with_standby("alpha/1")
+    world.kill_node("alpha")
+    for node in ("beta", "gamma"):
+        for device in world.records[node].devices:
+            world.terminate(device.name)
+    world.end()
+    saved_all(world)
+
+
+@pytest.mark.parametrize("when", ["before", "after they were told"])
+def test_a_stop_of_a_job_whose_members_can_none_be_reached_ends_without_a_checkpoint(when: str) -> None:
     world = begun(("alpha", "beta"))
+    if when != "before":
+        world.stop()
     for node in ("alpha", "beta"):
         world.kill_node(node)
-    world.stop()
+    if when == "before":
+        world.stop()
     world.end()
     assert "cannot be reached, and nobody else holds the state" in world.job.reason
     assert not world.job.orderly

@@ -128,25 +128,24 @@ def unheard(turn: Turn) -> None:
     """Members of a job that is being stopped whose agents are away: they cannot be told. The others go on
     without them to the last checkpoint; who alone holds a part of the state is waited for."""
     job, settings = turn.job, turn.settings
-    if not job.stopping or job.phase is JobPhase.RECOVERING:
+    if not job.stopping or job.phase is JobPhase.RECOVERING or job.unmet:
         return
-    away = [worker for worker in job.holders if not worker.draining and not turn.here(worker.node)]
     asked = turn.now - job.stop_asked_at
+    away = {worker.device: min(asked, _away_seconds(turn, worker)) for worker in job.holders}
+    if away and min(away.values()) >= turn.lone_seconds:
+        names = ", ".join(sorted(away))
+        ends_unsaved(turn, f"{names} cannot be reached, and nobody else holds the state")
+        return
     late = {
         worker.device: worker.incarnation
-        for worker in away
-        if min(asked, _away_seconds(turn, worker)) >= settings.reconnect_seconds
+        for worker in job.holders
+        if not worker.draining and away[worker.device] >= settings.reconnect_seconds
     }
-    if not late:
+    if not late or not any(turn.here(worker.node) for worker in job.holders):
         return
     names = ", ".join(sorted(late))
-    others = any(turn.here(worker.node) for worker in job.holders)
-    lost = lost_without(turn, late) if others else "the state"
-    if lost and asked < turn.lone_seconds:
+    if asked < turn.lone_seconds and (lost := lost_without(turn, late)):
         waits(turn, f"{names} cannot be told to stop, and nobody else holds {lost}")
-        return
-    if not others:
-        ends_unsaved(turn, f"{names} cannot be reached, and nobody else holds the state")
         return
     fault(turn, late, f"{names} cannot be told that the job is being stopped: its agent cannot be reached")
 

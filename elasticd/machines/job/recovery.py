@@ -250,7 +250,7 @@ def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
     if turn.now < job.patient_until:
         return  # agents are still on their way to this leader, and with them what they keep
     source = older(turn, survivors=survivors)
-    if ending(job) and survivors and (source is None or (isinstance(source, Source) and source.plan is None)):
+    if ending(turn) and survivors and (source is None or (isinstance(source, Source) and source.plan is None)):
         ends_unsaved(turn, f"{job.fence.reason if job.fence is not None else 'a loss'}; {lost}")
         return
     if isinstance(source, Source):

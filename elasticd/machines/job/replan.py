@@ -396,7 +396,7 @@ def all_there(turn: Turn) -> bool:
 
 def _devices(turn: Turn) -> tuple[Device, ...]:
     """The devices that have a worker of this job, by name, but for those that are to be left."""
-    if turn.job.phase is JobPhase.RECOVERING and ending(turn.job):
+    if turn.job.phase is JobPhase.RECOVERING and ending(turn):
         return _last_devices(turn)
     workers = turn.job.workers.values()
     there = {worker.device for worker in workers if worker.left_at is None and not worker.draining}
@@ -412,7 +412,7 @@ def _devices(turn: Turn) -> tuple[Device, ...]:
 def _last_devices(turn: Turn) -> tuple[Device, ...]:
     """The devices whose workers recover to make a last checkpoint: those that hold the state, by name. A worker
     that stands by is about to leave."""
-    there = {worker.device for worker in turn.job.holders} if saving(turn.job) else set[str]()
+    there = {worker.device for worker in turn.job.holders} if saving(turn) else set[str]()
     nodes = usable(turn, dict(Counter(node_of(device) for device in there)))
     listed = [
         device for node in sorted(nodes & turn.nodes.keys()) for device in turn.nodes[node].record.devices

@@ -99,7 +99,7 @@ def _does_not_fit(turn: Turn, wrong: str) -> None:
 
 def no_capacity(turn: Turn, why: str) -> None:
     """There is no plan for those that live: the job waits for more. One that is to end does not."""
-    if ending(turn.job):
+    if ending(turn):
         ends_unsaved(turn, why)
     else:
         waits(turn, why)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.lifecycle.job_end import stop
-from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
+from elasticd.machines.job.state.job_state import JobPhase, Worker
 from elasticd.machines.job.state.last_checkpoint import after_steps, lost_steps
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.worker import DrainNotice
@@ -40,14 +40,16 @@ def notice(turn: Turn, worker: Worker, body: DrainNotice) -> None:
         turn.give_up(f"worker {worker.device}, {which}, drains")
 
 
-def ending(job: JobState) -> bool:
+def ending(turn: Turn) -> bool:
     """Whether the job makes a last checkpoint and ends, with nobody to go on: a user stops it, or all its
     workers drain."""
+    job = turn.job
     if job.failing:
         return False
     if job.stopping:
         return True
-    there = [worker for worker in job.workers.values() if not worker.left]
+    held = {worker.device for worker in job.holders}
+    there = [each for each in job.workers.values() if each.device in held or _goes_on(turn, each)]
     return bool(there) and all(worker.draining and worker.raised is None for worker in there)
 
 
@@ -61,7 +63,7 @@ def all_drain(turn: Turn) -> None:
         return  # members that a new leader has not met were told nothing that it knows of
     if not job.workers or any(_goes_on(turn, worker) for worker in job.workers.values()):
         return
-    if not saving(job):
+    if not saving(turn):
         draining = (worker.draining for worker in job.workers.values() if worker.draining)
         reasons = ", ".join(dict.fromkeys(draining))
         why = job.stopping or f"all workers drain ({reasons})"
@@ -74,10 +76,11 @@ def _goes_on(turn: Turn, worker: Worker) -> bool:
     return not (worker.left or worker.draining or turn.job.stopping) and turn.here(worker.node)
 
 
-def saving(job: JobState) -> bool:
+def saving(turn: Turn) -> bool:
     """Whether workers that hold the state have a last checkpoint to make. After a loss they recover first, if
     the job is `ending`."""
-    if job.plan is None or (job.fence is not None and not ending(job)):
+    job = turn.job
+    if job.plan is None or (job.fence is not None and not ending(turn)):
         return False
     if job.fence is not None:
         return any(worker.saves for worker in job.holders)
