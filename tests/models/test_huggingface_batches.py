@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -422,6 +423,15 @@ def test_what_the_model_does_not_have_is_named_before_the_job_starts(change: Any
     asked = recipe(elasticd.from_hf(qwen2()), [sample, sample])
     with pytest.raises(ValueError, match=message):
         check_batch_format(asked)
+
+
+def test_labels_of_another_loss_may_be_anything() -> None:
+    sample = {"input_ids": [1, 3], "labels": 4000}
+    described = elasticd.from_hf(qwen2())
+    other = dataclasses.replace(recipe(described, [sample, sample]), loss=next_token_loss)
+    check_batch_format(other)
+    with pytest.raises(ValueError, match=r"labels \[2\] are not of the shape of input_ids"):
+        check_batch_format(recipe(described, [sample, sample]))
 
 
 def test_the_sample_that_is_wrong_is_named() -> None:

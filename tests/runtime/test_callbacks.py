@@ -53,7 +53,9 @@ def test_each_plan_is_told_once_and_every_callback_hears_in_order() -> None:
 
     training: Any = SimpleNamespace(
         _loop=SimpleNamespace(index=0),
-        _callbacks=(Noted("a"), Noted("b"), Callback()), _where=shared(), _announced=None
+        _callbacks=(Noted("a"), Noted("b"), Callback()),
+        _where=shared(),
+        _announced=None,
     )
     training._notify = partial(Job._notify, training)
     training._announce = partial(Job._announce, training)

@@ -151,13 +151,14 @@ def _weights(folder: Path, model: Any, their: Callable[[str], str], adapters: Ad
 def _longest(model: Any) -> int | None:
     """Tokens of a sample, at most, of a model with a table of positions; None: it has none."""
     limit = getattr(text_of(model.config), "max_position_embeddings", None)
-    tables = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings()
-    ]
-    # Some begin to count behind a padding index.
-    return limit if limit and any(limit <= each.num_embeddings <= limit + 2 for each in tables) else None
+    for module in model.modules():
+        if not isinstance(module, nn.Embedding) or module is model.get_input_embeddings():
+            continue
+        # OPT's table has two rows more; RoBERTa's positions begin behind its padding index.
+        if limit and limit <= module.num_embeddings <= limit + 2:
+            first = 0 if module.padding_idx is None else module.padding_idx + 1
+            return min(limit, module.num_embeddings - first)
+    return None
 
 
 def _logits(model: Any) -> int | None:

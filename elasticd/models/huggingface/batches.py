@@ -55,7 +55,12 @@ class HfBatches:
     absolute: bool = False
     tokens_known: int | None = None  #: rows of the embedding; None: not looked at
     targets_known: int | None = None  #: logits of a token; None: not looked at
+    own_loss: bool = True  #: the model's own loss compares the labels with the logits of each token
     longest: int | None = None  #: tokens of a sample, at most; None: the model has no limit
+
+    def for_other_loss(self) -> HfBatches:
+        """Leaves labels to a loss that is not the model's own."""
+        return dataclasses.replace(self, own_loss=False, targets_known=None)
 
     def alone(self) -> HfBatches:
         """Refuses batches that need a mask or positions in every layer."""
@@ -153,19 +158,18 @@ class HfBatches:
         """Raises Unlike for tokens, labels or lengths that the model does not have."""
         if self.longest is not None and ids.shape[1] > self.longest:
             raise Unlike(0, f"{ids.shape[1]} tokens, and {self.model} has {self.longest} positions: cut it")
-        for name, labels in ((name, batch.get(name)) for name in ("labels", TARGETS)):
-            if isinstance(labels, Tensor) and labels.shape[:2] != ids.shape:
-                raise Unlike(
-                    0, f"{name} {list(labels.shape)} are not of the shape of input_ids, {list(ids.shape)}"
-                )
+        labels = batch.get(TARGETS)
+        if self.own_loss and isinstance(labels, Tensor) and labels.shape != ids.shape:
+            raise Unlike(0, f"labels {list(labels.shape)} are not of the shape of input_ids, {list(ids.shape)}")
         for name, values, rows in (
             ("input_ids", ids, self.tokens_known),
-            ("labels", batch.get(TARGETS), self.targets_known),
+            ("labels", labels, self.targets_known),
         ):
             if not isinstance(values, Tensor) or rows is None or values.is_floating_point():
                 continue
-            wrong = (values < 0) & (values != IGNORED) if name == "labels" else values < 0
-            wrong = wrong | (values >= rows)
+            wrong = (values < 0) | (values >= rows)
+            if name == "labels":
+                wrong = wrong & (values != IGNORED)
             if bool(wrong.any()):
                 place = int(wrong.flatten(1).any(1).nonzero()[0])
                 raise Unlike(

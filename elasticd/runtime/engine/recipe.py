@@ -107,6 +107,8 @@ class Recipe:
     def reads(self) -> BatchFormat | None:
         """Reads samples and batches for the model; None: its sections take them as they are."""
         reads = self.model.reads
+        if reads is not None and self.loss is not self.model.loss:
+            reads = reads.for_other_loss()
         return reads.alone() if reads is not None and self.parallelism.sequence_parallel else reads
 
     @property

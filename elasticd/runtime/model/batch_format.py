@@ -28,6 +28,9 @@ class BatchFormat(Protocol):
     def has_targets(self, batch: Any) -> bool:
         """Whether a batch, as `batch` gives it, has targets of the model's own loss."""
 
+    def for_other_loss(self) -> BatchFormat:
+        """The same for a job with a loss of its own: its labels may be anything."""
+
     def alone(self) -> BatchFormat:
         """The same for layers that are given the activation alone: batches that say more to the layers, by a
         mask say, are refused."""
