@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +16,11 @@ from elasticd_planner.layout.layouts import Layouts
 from elasticd.checkpoints.disk import LocalDisk, WritableFile
 from elasticd.checkpoints.folder import UNFINISHED, damages, scan
 from elasticd.codec.message import Message
+from elasticd.machines.worker.checkpointing import Status
 from elasticd.runtime.checkpoint.loader import longest_trained
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.saver import Saver
+from elasticd.testing.waiting import until
 from elasticd.wire.worker import Saved, SaveFailed
 from tests.checkpoints.support import ONE, SPEC_OF_JOB, THREE, WHOLE
 from tests.migration.ranks import local
@@ -102,10 +105,10 @@ class Gang:
         for device, saver in self.savers.items():
             saver.voted(step, words, self.layouts, lambda device=device: self.states[device])  # type: ignore[misc]
 
-    def settle(self, step: int, until: Callable[[], object], seconds: float = 30) -> None:
+    def settle(self, step: int, done: Callable[[], object], seconds: float = 30) -> None:
         """Votes at steps at which nothing is due until something is true."""
         deadline = time.monotonic() + seconds
-        while not until():
+        while not done():
             assert time.monotonic() < deadline, [saver.word for saver in self.savers.values()]
             self.vote(step)
             time.sleep(0.01)
@@ -262,6 +265,37 @@ def test_a_rank_whose_disk_is_full_says_so_in_plain_words_and_nobody_else_does(
         (2, 7, f"could not write: no space left in {tmp_path}")
     ]
     assert not scan(tmp_path)
+
+
+def test_a_rank_whose_folder_another_removed_tells_no_failure_of_its_own(gang: Gang, tmp_path: Path) -> None:
+    full, *slow = reversed(gang.savers)
+    gang.disks[full].broken = True
+    for device in slow:
+        gang.disks[device].go.clear()
+    gang.vote(2)
+    until(lambda: gang.savers[full].word % 8 == Status.FAILED)
+    words = [saver.word for saver in gang.savers.values()]
+    gang.savers[full].voted(3, words, gang.layouts, lambda: gang.states[full])
+    until(lambda: not names(tmp_path))
+    for device in slow:
+        gang.disks[device].go.set()
+        until(lambda device=device: gang.savers[device].word % 8 == Status.FAILED)
+        gang.savers[device].voted(3, words, gang.layouts, lambda device=device: gang.states[device])  # type: ignore[misc]
+    gang.settle(5, gang.free)
+    assert [said.reason for said in gang.failed] == [f"could not write: no space left in {tmp_path}"]
+
+
+def test_a_folder_that_nobody_gave_up_and_is_gone_is_told(gang: Gang, tmp_path: Path) -> None:
+    slow = next(iter(gang.savers))
+    gang.disks[slow].go.clear()
+    gang.vote(2)
+    others = [saver for device, saver in gang.savers.items() if device != slow]
+    until(lambda: all(saver.word % 8 == Status.WRITTEN for saver in others))
+    shutil.rmtree(next(tmp_path.iterdir()))
+    gang.disks[slow].go.set()
+    gang.settle(3, gang.free)
+    (said,) = gang.failed
+    assert said.reason.startswith("could not write: no such file or directory")
 
 
 def test_a_checkpoint_that_the_first_rank_cannot_complete_is_told(

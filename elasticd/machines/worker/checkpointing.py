@@ -85,6 +85,7 @@ class GiveUp(Value, frozen=True, kw_only=True):
     step: int
     reason: str
     said: bool = False  # a rank failed, and says itself why
+    failed_here: bool = False  # this rank is one that failed
 
 
 class Skip(Value, frozen=True, kw_only=True):
@@ -114,7 +115,7 @@ def voted(state: CheckpointState, step: int, words: Sequence[int], rank: int, *,
         now_due: Whether a checkpoint of this step is wanted.
     """
     told = [(word // _BASE, Status(word % _BASE)) for word in words]
-    state, effects = _settle(state, told)
+    state, effects = _settle(state, told, rank)
     busy = [at for at, status in told if status not in (Status.FREE, Status.ASKED)]
     asked = any(status is Status.ASKED for _, status in told)
     if not now_due and (busy or not asked):
@@ -128,13 +129,14 @@ def voted(state: CheckpointState, step: int, words: Sequence[int], rank: int, *,
     return state, (*effects, Begin(step=step))
 
 
-def _settle(state: CheckpointState, told: Sequence[tuple[int, Status]]) -> _Step:
+def _settle(state: CheckpointState, told: Sequence[tuple[int, Status]], rank: int) -> _Step:
     """Closes the checkpoint that this rank has a part in, or gives it up, as the words say."""
     if state.status not in _PART:
         return state, ()
     part = [status for at, status in told if at == state.step and status in _PART]
     if Status.FAILED in part:
-        return _give_up(state, "a rank could not write its part", said=True)
+        here = told[rank] == (state.step, Status.FAILED)
+        return _give_up(state, "a rank could not write its part", said=True, failed_here=here)
     if len(part) < state.members:
         return _give_up(state, "a rank that began it left the plan")
     if any(status is not Status.WRITTEN for status in part):
@@ -144,10 +146,11 @@ def _settle(state: CheckpointState, told: Sequence[tuple[int, Status]]) -> _Step
     return msgspec.structs.replace(state, status=Status.FREE), ()
 
 
-def _give_up(state: CheckpointState, reason: str, *, said: bool = False) -> _Step:
-    return msgspec.structs.replace(state, status=Status.BUSY), (
-        GiveUp(step=state.step, reason=reason, said=said),
-    )
+def _give_up(
+    state: CheckpointState, reason: str, *, said: bool = False, failed_here: bool = False
+) -> _Step:
+    effect = GiveUp(step=state.step, reason=reason, said=said, failed_here=failed_here)
+    return msgspec.structs.replace(state, status=Status.BUSY), (effect,)
 
 
 def left(state: CheckpointState) -> _Step:

@@ -85,6 +85,7 @@ class Saver:
         self._changed = threading.Condition()
         self._published: set[str] = set()
         self._given_up: set[int] = set()
+        self._why_failed = ""
         self._task: Task | None = None
         self._staging = Staging(accelerator)
         self._share: tuple[int, dict[Item, tuple[Box, ...]]] | None = None
@@ -171,6 +172,9 @@ class Saver:
             log.warning("the checkpoint of step %d is given up: %s", effect.step, effect.reason)
             if not effect.said:
                 self._tell_failed(self._task, f"gives it up: {effect.reason}")
+        if self._task is not None and effect.failed_here:
+            log.warning("%s: no checkpoint of step %d: it %s", self._device, effect.step, self._why_failed)
+            self._tell_failed(self._task, self._why_failed)
         self._put(self._let_go)
 
     def _begin(self, step: int, layouts: Layouts, state: Callable[[], LocalState]) -> None:
@@ -260,10 +264,10 @@ class Saver:
             self._changed.notify_all()
 
     def _failed(self, task: Task, error: Exception) -> None:
-        why = f"could not write: {self._in_words(error)}"
-        log.warning("%s: no checkpoint of step %d: it %s", self._device, task.step, why)
-        self._tell_failed(task, why)
+        """This is told when a vote has it as well: another rank may have given the checkpoint up by then, and
+        removed the folder that this one writes to."""
         with self._changed:
+            self._why_failed = f"could not write: {self._in_words(error)}"
             self._state = checkpointing.wrote(self._state, task.step, ok=False)
             self._changed.notify_all()
 
