@@ -153,18 +153,23 @@ class _Relay:
         threading.Thread(target=self._pass_on, name="elasticd-output", daemon=True).start()
 
     def finish(self) -> None:
-        """No other worker gets these streams: the thread ends with the last process that has one."""
+        """No other worker gets these streams: the thread ends with the last process that has one. What ended
+        workers wrote has been passed on when this returns."""
         for writer in self._writers:
             os.close(writer)
         self._writers = []
+        self._wait_for_rest()
 
     def last_words(self) -> str:
         """The end of what came on stderr; what a process has written before it ended is in it."""
+        self._wait_for_rest()
+        with self._lock:
+            return b"".join(self._kept).decode(errors="replace")
+
+    def _wait_for_rest(self) -> None:
         deadline = time.monotonic() + _REST_SECONDS
         while self._unread() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-        with self._lock:
-            return b"".join(self._kept).decode(errors="replace")
 
     def _unread(self) -> bool:
         with self._lock:
