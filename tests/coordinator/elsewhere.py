@@ -26,6 +26,8 @@ class Elsewhere:
         self._app, self._loop = app, loop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            raise ValueError("served without lifespan messages, as in the product")
         here = asyncio.get_running_loop()
 
         def ferried(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
