@@ -401,7 +401,7 @@ class OutRecord(StoredValue, frozen=True, kw_only=True, tag="torchrun-excluded")
 
 
 class RestartEndRecord(StoredValue, frozen=True, kw_only=True, tag="restart-job-end"):
-    """How a job in restart mode ended, for those that ask later."""
+    """The end of a job in restart mode, for those that ask later."""
 
     phase: Literal["finished", "failed", "stopped"]
     epoch: int  # of the leader that wrote it

@@ -221,7 +221,7 @@ class Rounds:
             self._registrar.release(self._key(job, present.name))
 
     async def _is_gone(self, job: str, pid: int, present: Present) -> bool:
-        """Whether it does not come anew; what it left is ended then, and the others know."""
+        """Returns whether it does not come anew; what it left is ended then, and the others know."""
         deadline = self._loop.time() + RETURN_SECONDS
         while not present.left and not orphans.has_ended(pid) and self._loop.time() < deadline:
             await asyncio.sleep(0.05)
@@ -309,7 +309,7 @@ class Rounds:
         self._registrar.hold(self._key(known.job, body.name), msgspec.json.encode(record), told)
 
     def _holds(self, client: str, known: _Client, body: Present) -> bool:
-        """Whether a torchrun may have the devices that it says it has; if not, it is told why."""
+        """Returns whether a torchrun may have the devices that it says it has; if not, it is told why."""
         slots = body.at_work.slots if body.at_work is not None and not body.left else known.slots
         if slots == known.slots:
             return True

@@ -53,8 +53,8 @@ def now(api: Api, wait: float, job: str | None) -> None:
     last = max((event.id for event in api.events()), default=0)
     status = api.status()
     job = job or job_with_plans(status, None, quiet=False)
-    found = status.job(job)
-    step = found.step if found is not None else 0
+    asked = status.job(job)
+    step = asked.step if asked is not None else 0
     api.checkpoint(job, by=asker())
     click.echo(waited(api, job, last, step, wait) if wait else f"job {job} was asked for a checkpoint")
 
@@ -91,7 +91,7 @@ def waited(api: Api, job: str, last: int, step: int, seconds: float) -> str:
 
 
 def _made(api: Api, job: str, after: int, step: int) -> str | None:
-    """What the first event after this one says that tells of a checkpoint of the job, of this step or later.
+    """The text of the first event after this one that tells of a checkpoint of the job, of this step or later.
     Raises `ClickException` where it tells that one could not be made."""
     for event in api.events(after):
         if event.job != job or event.data.get("step", 0) < step:

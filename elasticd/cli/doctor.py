@@ -219,7 +219,7 @@ def _coordinator(config: Config) -> str:
 
 
 def _certificate(config: Config) -> str:
-    """How long the leader's certificate is good; nothing is sent to it."""
+    """A row for how long the leader's certificate is good; nothing is sent to it."""
     from elasticd.system.certificates import expiry_of, renewal_due
 
     url = urlsplit(leader_url(config))

@@ -147,12 +147,12 @@ class RestartStatus(Value, frozen=True, kw_only=True):
 
     @property
     def stopping(self) -> bool:
-        """Whether a user stopped it, and some of its torchruns have not ended yet."""
+        """True if a user stopped it, and some of its torchruns have not ended yet."""
         return bool(self.stopped_by) and not self.over
 
     @property
     def orderly(self) -> bool:
-        """Whether its torchruns were told to end, as `JobStatus.orderly`."""
+        """True if its torchruns were told to end, as `JobStatus.orderly`."""
         return bool(self.stopped_by)
 
     @property

@@ -684,7 +684,7 @@ class Leading:
             raise unknown("device", device, known)
 
     def has_worker(self, device: str) -> bool:
-        """Whether a job has a worker on a device, or holds it in restart mode."""
+        """Returns whether a job has a worker on a device, or holds it in restart mode."""
         workers = (job.workers.get(device) for job in self.state.jobs.values())
         if any(worker is not None and not worker.left for worker in workers):
             return True

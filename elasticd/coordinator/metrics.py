@@ -337,7 +337,7 @@ def _of_health(nodes: Sequence[NodeState]) -> Iterator[Metric]:
 def _of_job(
     job: JobState, clock: ClockReading | None, now: float
 ) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """What is known of a job: the name of a metric, its labels behind the job, its value. Of a job that is over
+    """The metrics of a job: the name of a metric, its labels behind the job, its value. Of a job that is over
     its end, its last step and its counters are left: it has no speed, no devices, and waits for nobody."""
     yield from _end_of(job)
     yield from _counters_of(clock)
@@ -353,7 +353,7 @@ def _of_job(
 def _times_of(
     job: JobState, clock: ClockReading | None, now: float
 ) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """Where the wall time of a job that is not over went, and how long it waits for what."""
+    """The parts of the wall time of a job that is not over, and how long it waits for what."""
     hung = sum(worker.halted is not None and not worker.halted.waits for worker in job.workers.values())
     yield "elasticd_job_hung_workers", (), hung
     if clock is None:
@@ -370,7 +370,7 @@ def _times_of(
 
 
 def _counters_of(clock: ClockReading | None) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """What was lost, and what switches cost, since the job began."""
+    """Counters of losses, and of the cost of switches, since the job began."""
     if clock is None:
         return
     if (time := clock.time) is not None:
@@ -403,7 +403,7 @@ def _checkpointed(job: JobState, clock: ClockReading) -> float | None:
 
 
 def _gauges_of_restarts(job: RestartStatus) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """What is known of a job in restart mode, as `_of_job`."""
+    """The metrics of a job in restart mode, as `_of_job`."""
     phase = {"finished": JobPhase.DONE, "failed": JobPhase.STOPPED}.get(job.phase) or JobPhase(job.phase)
     for other in JobPhase:
         yield "elasticd_job_phase", (other.value,), float(phase is other)

@@ -187,7 +187,7 @@ def _checkpoint(job: JobState, at: float) -> CheckpointStatus | None:
 
 
 def _script_begins(job: JobState) -> str:
-    """What a job waits for whose workers run, and have not all come to their Job."""
+    """Says what a job waits for whose workers run, and have not all come to their Job."""
     if job.phase is not JobPhase.ASSEMBLING or not job.joined:
         return ""
     there = len(job.workers)

@@ -237,7 +237,7 @@ class Writer:
 
 
 def _is_here(item: KeyValue) -> bool:
-    """Whether a torchrun's record says that it has not ended; one that this release cannot read counts so."""
+    """Returns whether a torchrun has not ended; a record that this release cannot read counts so."""
     try:
         return decode_at(item.key, item.value, Torchrun).status in ("here", "out")
     except msgspec.DecodeError:
@@ -264,7 +264,7 @@ def in_restart_mode(keys: Keys, items: Iterable[KeyValue]) -> list[str]:
 
 
 def restart_ends(keys: Keys, items: Iterable[KeyValue]) -> dict[str, RestartEndRecord]:
-    """How jobs in restart mode ended, in a snapshot of the jobs' prefix. Raises `msgspec.DecodeError` for one
+    """The ends of jobs in restart mode, in a snapshot of the jobs' prefix. Raises `msgspec.DecodeError` for one
     that this program cannot read."""
     jobs = in_restart_mode(keys, items)
     places = {f"{keys.rendezvous(job)}end": job for job in jobs}

@@ -257,7 +257,7 @@ def job_view(known: Knowledge, name: str, told: Sequence[EventRecord], now: floa
 
 
 def restart_view(job: RestartingJob) -> views.RestartView:
-    """What there is to say of a job in restart mode."""
+    """The rows of the page of a job in restart mode."""
     names = sorted({*job.ran_on, *job.members, *job.devices})
     devices = [
         views.RestartDevice(

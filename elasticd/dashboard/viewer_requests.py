@@ -79,7 +79,7 @@ class ViewerRequests:
         return msgspec.json.decode(content or b"null")
 
     async def output(self, node: str, rank: str, job: str, after: int, token: str | None) -> views.OutputView:
-        """What the worker of a device wrote behind the first `after` bytes, in this job, or in the newest one
+        """The output of a device's worker behind the first `after` bytes, in this job, or in the newest one
         where `job` is empty. Raises Failure."""
         where = f"/v1/nodes/{quote(node, safe='')}/devices/{quote(rank, safe='')}/output"
         where += f"?after={after}&job={quote(job, safe='')}"

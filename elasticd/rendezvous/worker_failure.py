@@ -73,7 +73,7 @@ def cause(failures: Iterable[WorkerFailure]) -> WorkerFailure:
 
 
 def ending(failure: WorkerFailure) -> str:
-    """How a worker ended, behind its name: "died (SIGKILL)", "failed: ValueError: no"."""
+    """The end of a worker, behind its name: "died (SIGKILL)", "failed: ValueError: no"."""
     if failure.code < 0:
         return f"died ({_name(-failure.code).removeprefix('signal ')})"
     return f"failed: {failure.line}"

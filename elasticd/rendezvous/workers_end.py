@@ -65,7 +65,7 @@ class WorkersEnd:
 
     @property
     def count(self) -> int:
-        """How many workers `watch` has noted."""
+        """The number of workers that `watch` has noted."""
         return len(self._workers)
 
     def end_left(self) -> None:

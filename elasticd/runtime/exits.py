@@ -76,16 +76,16 @@ def _told(reason: str, key: str) -> JobStopped:
     """The error, whose reason torch's error file has under this key."""
     error = JobStopped(reason)
     if path := os.environ.get(_ERROR_FILE):
-        said = {"message": str(error), "timestamp": int(time.time()), key: reason}
+        outcome = {"message": str(error), "timestamp": int(time.time()), key: reason}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps(said))
+            Path(path).write_text(json.dumps(outcome))
             if os.environ.get(OUTCOME_VARIABLE):
                 error.code = 1
     return error
 
 
 def is_told(error: JobStopped) -> bool:
-    """Whether `elasticd run` prints the reason, in place of this process."""
+    """Returns whether `elasticd run` prints the reason, in place of this process."""
     return error.code == 1
 
 

@@ -81,7 +81,7 @@ def hosts_of(certificate: bytes) -> tuple[str, ...]:
 
 
 def expiry_of(certificate: bytes) -> datetime.datetime:
-    """When a certificate (PEM) ends to be good, in UTC. Raises ValueError where it cannot be read."""
+    """The last moment of a certificate (PEM), in UTC. Raises ValueError where it cannot be read."""
     return x509.load_pem_x509_certificate(certificate).not_valid_after_utc
 
 

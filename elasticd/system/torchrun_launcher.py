@@ -109,7 +109,7 @@ class _Ended:
 
     @property
     def stopped(self) -> bool:
-        """Whether signals ended all, as an agent sends them to torchruns in restart mode that a user stops."""
+        """True if signals ended all, as an agent sends them to torchruns in restart mode that a user stops."""
         return all(code in STOPPED for code in self.codes.values())
 
     @property
@@ -151,7 +151,7 @@ class _News:
 
     @property
     def begun(self) -> bool:
-        """Whether a plan was recorded since the launch."""
+        """True if a plan was recorded since the launch."""
         return self._lines.begun
 
     def _take(self, event: Happened) -> None:
@@ -165,7 +165,7 @@ class _News:
             _say(line)
 
     def end(self) -> str:
-        """How the leader says that the job ended, now or within a moment; empty where it does not."""
+        """The end of the job in the words of the leader, now or within a moment; empty where it does not."""
         self._over.wait(END_SECONDS)
         return self._end
 

@@ -139,7 +139,7 @@ def test_torchrun_has_one_name_that_is_a_key(node: Node, names: tuple[str, ...])
 
 
 def used(node: Node) -> dict[str, str]:
-    """What a launcher is told of the node's devices."""
+    """The launcher's view of the node's devices."""
     launcher = node.trainer()
     launcher.say(FollowEvents(job="other"))
     following = launcher.hear()

@@ -8,17 +8,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import msgspec
 import pytest
-from elasticd_planner.spec.measurement import Measurement
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticd.coordinator.connections import Connections
-from elasticd.coordinator.events.event_log import Journal
-from elasticd.coordinator.metrics import LeaderMetrics
-from elasticd.machines.coordinator.machine import CoordinatorState
-from elasticd.machines.job.state.job_state import JobPhase, fresh
-from elasticd.wire.worker import Report
+from elasticd.machines.job.state.job_state import JobPhase
+from tests.coordinator.test_metrics import exposed
 
 RULES = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "alerts.yaml"
 #: What is expected of the exposition for so many minutes, which are more than any rule waits for.
@@ -28,21 +22,6 @@ pytestmark = pytest.mark.skipif(
     shutil.which("promtool") is None,
     reason="promtool of Prometheus is not installed (apt-get install prometheus)",
 )
-
-
-def exposed(phase: JobPhase, *, orderly: bool) -> str:
-    """What a leader exposes of a job whose steps were a tenth of its time."""
-    journal = Journal()
-    measured = Measurement(
-        device="a/0", plan=1, step=0, tokens=40, block_seconds=0.1, block_work=1.0, step_seconds=0.1
-    )
-    for step in range(12):
-        known = msgspec.structs.replace(measured, step=step)
-        journal.report("j", Report(measurement=known, loss=2.0, tokens=40), 100.0 + step)
-    job = msgspec.structs.replace(fresh("j", phase, 0.0), orderly=orderly)
-    state = CoordinatorState(epoch=1, jobs={"j": job})
-    readings = journal.readings
-    return LeaderMetrics().text(state, Connections(), False, readings, 111.5, listeners=1).decode()
 
 
 def fired(folder: Path, text: str) -> set[str]:
@@ -76,4 +55,4 @@ def fired(folder: Path, text: str) -> set[str]:
 def test_a_job_that_is_over_alarms_nobody_unless_it_failed(
     tmp_path: Path, phase: JobPhase, orderly: bool, alerts: set[str]
 ) -> None:
-    assert fired(tmp_path, exposed(phase, orderly=orderly)) == alerts
+    assert fired(tmp_path, exposed(phase, 111.5, orderly=orderly)) == alerts

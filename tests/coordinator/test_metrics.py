@@ -261,18 +261,22 @@ LASTING = {
 }
 
 
+def exposed(phase: JobPhase, now: float, *, orderly: bool) -> str:
+    """The metrics that a leader exposes of a job "j" whose steps took a tenth of each of 12 seconds."""
+    journal = Journal()
+    for step in range(12):
+        measurement = Measurement(
+            device="a/0", plan=1, step=step, tokens=40, block_seconds=0.1, block_work=1.0, step_seconds=0.1
+        )
+        journal.report("j", Report(measurement=measurement, loss=2.0, tokens=40), 100.0 + step)
+    job = msgspec.structs.replace(fresh("j", phase, 0.0), orderly=orderly)
+    state = CoordinatorState(epoch=1, jobs={"j": job})
+    return LeaderMetrics().text(state, Connections(), False, journal.readings, now, listeners=1).decode()
+
+
 @pytest.mark.parametrize("phase", list(JobPhase))
 def test_a_job_that_is_over_has_no_speed_no_devices_and_no_ettr_any_more(phase: JobPhase) -> None:
-    journal = Journal()
-    measured = Measurement(
-        device="a/0", plan=1, step=0, tokens=40, block_seconds=0.1, block_work=1.0, step_seconds=0.1
-    )
-    for step in range(12):
-        known = msgspec.structs.replace(measured, step=step)
-        journal.report("j", Report(measurement=known, loss=2.0, tokens=40), 100.0 + step)
-    job = msgspec.structs.replace(fresh("j", phase, 0.0), orderly=True)
-    state = CoordinatorState(epoch=1, jobs={"j": job})
-    text = LeaderMetrics().text(state, Connections(), False, journal.readings, 900.0).decode()
+    text = exposed(phase, 900.0, orderly=True)
     found = {name for name, labels in samples(text) if ("job", "j") in labels}
     if phase in OVER:
         assert found == LASTING

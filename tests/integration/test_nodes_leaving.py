@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def nodes(launches: Launches) -> dict[str, bool]:
-    """Whether each node's agent is connected."""
+    """Returns whether each node's agent is connected."""
     return {node["node"]: node["connected"] for node in launches.status()["nodes"]}
 
 

@@ -1,4 +1,4 @@
-"""What steps have taught of a job's model, and the prediction by it, outlive the leader."""
+"""The profile that steps have taught of a job's model, and the prediction by it, outlive the leader."""
 
 from __future__ import annotations
 

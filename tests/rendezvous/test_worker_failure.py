@@ -1,4 +1,4 @@
-"""What a worker's last words say of its failure."""
+"""The failure of a worker, read from its last words."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Journal:
             self._swapped[event.job] = number, {*devices, device} if known == number else {device}
 
     def repeats(self, note: CoordinatorNote) -> bool:
-        """Whether an earlier leader told this already: to a new one agents say again what still holds."""
+        """Returns whether an earlier leader told this: to a new one agents say again what still holds."""
         if note.kind != "swapped":
             return False
         number, devices = self._swapped.get(note.job, (0, frozenset[str]()))
@@ -209,10 +209,10 @@ class Journal:
 
     def _ended(self, job: str, clock: str, ended_at: float, arrived_at: float) -> float:
         """Unix seconds of a step's end, which is not before that of the step before it."""
-        known = self._step_clocks.get(job)
-        if known is None or known.name != clock:
-            known = self._step_clocks[job] = StepClock(clock, arrived_at - ended_at)
-        ended, newest = known.leader_time(ended_at, arrived_at), self.newest(job)
+        step_clock = self._step_clocks.get(job)
+        if step_clock is None or step_clock.name != clock:
+            step_clock = self._step_clocks[job] = StepClock(clock, arrived_at - ended_at)
+        ended, newest = step_clock.leader_time(ended_at, arrived_at), self.newest(job)
         return max(ended, newest.time) if newest is not None and newest.clock == clock else ended
 
     def finished(self, job: str, said: Finished, time: float) -> StepRecord | None:

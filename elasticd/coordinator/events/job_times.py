@@ -135,7 +135,7 @@ class JobClock:
             self.moved_bytes += sent
 
     def _is_in_force(self, kind: str, data: Mapping[str, Any]) -> bool:
-        """Whether an event tells of a plan under which steps were made already: a rank that tells it late, or
+        """Returns whether an event tells of a plan under which steps were made: a rank that tells it late, or
         again to a new leader, stops nobody."""
         number = data.get("number")
         return kind in CAUSES["switch"] and isinstance(number, int) and number <= self._plan

@@ -38,7 +38,7 @@ class StepClock:
     late_offset_seconds: float = 0.0  # the least of those reports
 
     def leader_time(self, ended_at: float, arrived_at: float) -> float:
-        """When a step ended by the leader's clock.
+        """The time of a step's end by the leader's clock.
 
         Args:
             ended_at: seconds of the worker's monotonic clock.

@@ -123,7 +123,7 @@ def _without(jobs: Mapping[str, JobState], gone: Mapping[str, str]) -> Forgotten
 
 
 def _reached(job: JobState) -> dict[str, int]:
-    """How far a job had come: its steps, and the highest number of its plans."""
+    """The progress of a job: its steps, and the highest number of its plans."""
     return {"step": job.progress.step, "number": job.highest}
 
 

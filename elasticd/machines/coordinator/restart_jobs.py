@@ -128,7 +128,7 @@ class RestartJob(Value, frozen=True, kw_only=True):
 
     @property
     def restarts(self) -> int:
-        """How often its workers were started again."""
+        """The number of times that its workers were started again."""
         if not self.torchruns and self.ended is not None:
             return self.ended.restarts
         return max((known.state.at_work.restarts for known in self.torchruns.values()), default=0)

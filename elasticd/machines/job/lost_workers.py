@@ -105,11 +105,11 @@ def strayed(turn: Turn) -> None:
     job, patience = turn.job, turn.settings.reconnect_seconds
     if all(map(turn.here, {worker.node for worker in job.workers.values()})):
         return
-    held = {worker.device for worker in job.holders}
+    holders = {worker.device for worker in job.holders}
     gone = [
         worker.device
         for worker in job.workers.values()
-        if worker.device not in held and not worker.left and _away_seconds(turn, worker) >= patience
+        if worker.device not in holders and not worker.left and _away_seconds(turn, worker) >= patience
     ]
     if gone:
         turn.drop(*gone)

@@ -221,14 +221,14 @@ def _silent(turn: Turn, silent: list[Worker]) -> None:
 
 
 def _leavers_wait(turn: Turn, late: list[Worker]) -> float:
-    """How long these are waited for because all workers but these drain, or their code raised: without these
-    the job would end. That is not for long where the others were told to go: they end by themselves soon."""
+    """Seconds that these are waited for because all other workers drain, or their code raised: without these
+    the job would end. That is not for long where the others were saves to go: they end by themselves soon."""
     job, absent = turn.job, {worker.device for worker in late}
     here = [each for each in job.workers.values() if not each.left and each.device not in absent]
     if job.stopping or not here or not all(worker.draining or worker.raised for worker in here):
         return 0.0
-    told = any(worker.saves for worker in here)
-    return turn.settings.stand_seconds if told else turn.settings.lone_seconds
+    saves = any(worker.saves for worker in here)
+    return turn.settings.stand_seconds if saves else turn.settings.lone_seconds
 
 
 def _late(turn: Turn, worker: Worker) -> bool:

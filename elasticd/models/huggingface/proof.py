@@ -378,7 +378,7 @@ def counts_from_zero(copy: SmallModel) -> bool:
 
 
 def absolute(copy: SmallModel) -> bool:
-    """Whether the copy gives something else for tokens with padding before them, which a mask leaves out."""
+    """Returns whether padding before tokens, which a mask leaves out, changes what the copy gives for them."""
     mask = torch.ones_like(copy.ids)
     mask[:, :PADDED] = 0
     try:

@@ -137,9 +137,9 @@ def start_from(
             return loaded
         reasons.setdefault(why or "another rank cannot read it", []).append(name)
         log.warning("checkpoint %s is not used: %s", name, why or "another rank cannot read it")
-    told = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
+    refusals = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
     raise NoCheckpoint(
-        f"none of the checkpoints in {folder} can be used: {told}. Restore one, or name an empty folder to "
+        f"none of the checkpoints in {folder} can be used: {refusals}. Restore one, or name an empty folder to "
         "train from the beginning"
     )
 

@@ -610,6 +610,6 @@ def _gloo_device(address: str) -> tuple[Any, Address]:
 
 
 def _first_sentence(error: RuntimeError) -> str:
-    """What gloo says happened, without its place in gloo's source and without what it could be due to."""
+    """The event that gloo tells of, without its place in gloo's source and without what it could be due to."""
     text = re.sub(r"^\[[^\]]*\] ", "", (str(error).splitlines() or [""])[0])
     return re.split(r"\.\s", text, maxsplit=1)[0].rstrip(". ")

@@ -151,7 +151,7 @@ class _Swaps:
 
     @property
     def settled(self) -> bool:
-        """Whether no change can help: devices differ in nothing but their places, and the slowest pipeline
+        """True if no change can help: devices differ in nothing but their places, and the slowest pipeline
         talks over the nearest links that there can be between groups of its sizes."""
         if len({kind[:2] for kind in self._kinds.values()}) > 1 or self.task.cluster.levels:
             return False
@@ -163,7 +163,7 @@ class _Swaps:
         return apart and self._spread_least()
 
     def _spread_least(self) -> bool:
-        """Whether the plan's members are on several nodes whatever devices it has."""
+        """Returns whether the plan's members are on several nodes whatever devices it has."""
         members = sum(len(devices) for devices in map(self._devices, self._need))
         return members > max(len(node.devices) for node in self.task.cluster.nodes)
 
@@ -203,16 +203,16 @@ class _Swaps:
             boundary=np.stack([times.boundary for _, times in listed]),
         )
         timing = self.task.cost.timing
-        kept = np.arange(len(listed))
+        remaining = np.arange(len(listed))
         if timing.hidden:
-            kept = np.flatnonzero(at_least(together, micro_batches) <= limit)
-        if len(kept):
+            remaining = np.flatnonzero(at_least(together, micro_batches) <= limit)
+        if len(remaining):
             possible = Times(
-                forward=together.forward[kept],
-                backward=together.backward[kept],
-                boundary=together.boundary[kept],
+                forward=together.forward[remaining],
+                backward=together.backward[remaining],
+                boundary=together.boundary[remaining],
             )
-            for row, seconds in zip(kept.tolist(), timing.seconds(possible, micro_batches), strict=True):
+            for row, seconds in zip(remaining.tolist(), timing.seconds(possible, micro_batches), strict=True):
                 spent[listed[row][0]] = float(seconds)
 
     def _after(self, change: Change) -> float:

@@ -151,7 +151,7 @@ class _Regular:
         return self._refiners[setting]
 
     def _holds(self, candidate: _Candidate) -> bool:
-        """Whether pipelines of such groups may hold the layers."""
+        """Returns whether pipelines of such groups may hold the layers."""
         task, kinds = self._tasks[candidate.setting], candidate.pool.kinds
         most = -(-len(candidate.pool.groups) // candidate.pipelines)
         key = candidate.setting, kinds, most

@@ -79,7 +79,7 @@ def raised(turn: Turn, worker: Worker, body: Raised) -> None:
 
 
 def _kept(job: JobState) -> str:
-    """What became of the last checkpoint, in words."""
+    """The outcome of the last checkpoint, in words."""
     unmade = job.unmade
     return _SAVED if unmade is None else f"the last checkpoint failed ({unmade.reason}): {after_steps(job)}"
 

@@ -41,15 +41,15 @@ def notice(turn: Turn, worker: Worker, body: DrainNotice) -> None:
 
 
 def ending(turn: Turn) -> bool:
-    """Whether the job makes a last checkpoint and ends, with nobody to go on: a user stops it, or all its
-    workers drain."""
+    """Returns whether the job makes a last checkpoint and ends, with nobody to go on: a user stops it, or all
+    its workers drain."""
     job = turn.job
     if job.failing:
         return False
     if job.stopping:
         return True
-    held = {worker.device for worker in job.holders}
-    there = [each for each in job.workers.values() if each.device in held or _goes_on(turn, each)]
+    holders = {worker.device for worker in job.holders}
+    there = [each for each in job.workers.values() if each.device in holders or _goes_on(turn, each)]
     return bool(there) and all(worker.draining and worker.raised is None for worker in there)
 
 
@@ -71,14 +71,14 @@ def all_drain(turn: Turn) -> None:
 
 
 def _goes_on(turn: Turn, worker: Worker) -> bool:
-    """Whether a worker may train on once all others have left: not if the job is being stopped, nor if its node
-    cannot be reached."""
+    """Returns whether a worker may train on once all others have left: not if the job is being stopped, nor if
+    its node cannot be reached."""
     return not (worker.left or worker.draining or turn.job.stopping) and turn.here(worker.node)
 
 
 def saving(turn: Turn) -> bool:
-    """Whether workers that hold the state have a last checkpoint to make. After a loss they recover first, if
-    the job is `ending`."""
+    """Returns whether workers that hold the state have a last checkpoint to make. After a loss they recover
+    first, if the job is `ending`."""
     job = turn.job
     if job.plan is None or (job.fence is not None and not ending(turn)):
         return False

@@ -102,7 +102,7 @@ def due(turn: Turn) -> None:
 
 
 def awaited(job: JobState) -> str:
-    """What a job that is being stopped waits for, in words ("": it is not, or is over)."""
+    """Says what a job that is being stopped waits for ("": it is not, or is over)."""
     if not job.stopping or job.phase in OVER:
         return ""
     if job.phase is JobPhase.RECOVERING:

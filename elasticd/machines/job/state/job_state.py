@@ -390,7 +390,7 @@ class JobState(Value, frozen=True, kw_only=True):
 
     @property
     def prediction_guessed(self) -> bool:
-        """Whether `predicted_seconds` is by the model's shapes alone: no profile has been fitted."""
+        """True if `predicted_seconds` is by the model's shapes alone: no profile has been fitted."""
         fitted = self.profile is not None and self.profile.fitted
         return self.predicted_seconds is not None and not fitted
 

@@ -16,16 +16,16 @@ def newest(job: JobState) -> PublishedCheckpoint | None:
 
 
 def lost_steps(job: JobState) -> int:
-    """How many steps a job that ends now has made since its newest checkpoint; 0 without a folder for any."""
-    found = newest(job)
-    if found is None and not any(worker.saves_now for worker in job.workers.values()):
+    """The steps of a job that ends now since its newest checkpoint; 0 without a folder for any."""
+    checkpoint = newest(job)
+    if checkpoint is None and not any(worker.saves_now for worker in job.workers.values()):
         return 0
     return max(0, job.progress.step - _saved_step(job))
 
 
 def _saved_step(job: JobState) -> int:
-    found = newest(job)
-    return found.step if found is not None else job.read_step
+    checkpoint = newest(job)
+    return checkpoint.step if checkpoint is not None else job.read_step
 
 
 def after_steps(job: JobState) -> str:
@@ -38,4 +38,6 @@ def after_steps(job: JobState) -> str:
         text = f"{text}; the newest checkpoint is of step {saved}"
     elif lost:
         text = f"{text}; it made no checkpoint"
-    return text if not lost else f"{text}: {lost} steps are lost" if lost > 1 else f"{text}: 1 step is lost"
+    if not lost:
+        return text
+    return f"{text}: {counted(lost, 'step')} {'is' if lost == 1 else 'are'} lost"

@@ -124,7 +124,7 @@ class Turn:
 
     @property
     def lone_seconds(self) -> float:
-        """How long a node is waited for that alone holds a part of the state."""
+        """Seconds that a node is waited for that alone holds a part of the state."""
         seconds = self.settings.lone_seconds
         return min(seconds, self.settings.stopping_seconds) if self.job.stopping else seconds
 
