@@ -19,7 +19,7 @@ from elasticd_planner.spec.box import Box
 from elasticd_migration.schema import MASTER as MASTER
 from elasticd_migration.schema import VALUE as VALUE
 from elasticd_migration.schema import Group, Plane, Scalar, Schema, TensorSchema
-from elasticd_migration.text_codec import NotPlain, from_text, to_text
+from elasticd_migration.text_codec import NotPlain, from_text, plain, to_text
 
 #: What a scalar can be.
 Number = torch.Tensor | float | int | bool | None
@@ -200,7 +200,8 @@ def collect(
         if box.empty:
             continue
         # As it is now: the optimizer may step meanwhile, and put other tensors there.
-        kept = dict(optimizer.state.get(parameter, {})) if optimizer is not None else {}
+        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        kept = {key: plain(value) for key, value in dict(state).items()}
         if masters:
             kept = {**kept, MASTER: parameter.detach()}
         parts.setdefault(name, []).append((box, kept))
@@ -235,14 +236,14 @@ def install(state: LocalState, values: Values, *, buffers: Values | None = None)
 
 
 #: Settings of torch's optimizers that choose a kernel for the device at hand.
-_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+KERNEL_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 def restore_optimizer(state: LocalState, owned: Sequence[Owned], optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer that was made anew for `owned` the state and the settings that are carried.
 
     `state` must not be restored a second time: its planes are adopted. A group takes the settings that its
-    parameters had, but for those that say how a step is computed, not what (`_HOW`).
+    parameters had, but for those that say how a step is computed, not what (`KERNEL_SETTINGS`).
     Raises ValueError where the parameters of one group had different settings, or state is missing.
     """
     _take_settings(state, owned, optimizer)
@@ -287,7 +288,9 @@ def _take_settings(state: LocalState, owned: Sequence[Owned], optimizer: torch.o
             )
         for text in found:
             carried = from_text(text, group["params"][0].device if group["params"] else None)
-            group.update({key: value for key, value in carried.items() if key not in _HOW or key not in group})
+            group.update(
+                {key: value for key, value in carried.items() if key not in KERNEL_SETTINGS or key not in group}
+            )
 
 
 def _value(parts: Sequence[tuple[Box, torch.Tensor]]) -> LocalTensor:

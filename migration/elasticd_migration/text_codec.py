@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 #: A tensor among settings is a learning rate or a scale, no state.
@@ -21,8 +22,8 @@ class NotPlain(TypeError):
 
 
 def to_text(value: object, what: str = "value", most: int = MOST_ELEMENTS) -> str:
-    """Raises `NotPlain` for anything but numbers, strings, bytes, None, tensors of up to `most` elements, and
-    lists, tuples and mappings of those; `what` names the value in the message."""
+    """Raises `NotPlain` for anything but numbers (NumPy's too), strings, bytes, None, tensors and arrays of up
+    to `most` elements, and lists, tuples and mappings of those; `what` names the value in the message."""
     return msgspec.json.encode(_written(value, what, most)).decode()
 
 
@@ -31,7 +32,13 @@ def from_text(text: str, device: torch.device | None = None) -> Any:
     return _read(msgspec.json.decode(text), device or torch.device("cpu"))
 
 
+def plain(value: object) -> object:
+    """A number of NumPy as the number of Python that it is; anything else as it is."""
+    return value.item() if isinstance(value, np.number | np.bool_) else value
+
+
 def _written(value: object, what: str, most: int) -> Any:
+    value = plain(value)
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if isinstance(value, float):
@@ -42,6 +49,10 @@ def _written(value: object, what: str, most: int) -> Any:
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         dtype = str(value.dtype).removeprefix("torch.")
         return {"tensor": [dtype, list(value.shape), value.device.type, bytes(raw.tolist()).hex()]}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        if value.size > most:
+            raise NotPlain(f"{what}: an array of {value.size} elements is no setting")
+        return {"array": [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes().hex()]}
     if isinstance(value, bytes):
         return {"bytes": value.hex()}
     if isinstance(value, list):
@@ -71,6 +82,9 @@ def _read(written: Any, device: torch.device) -> Any:
         flat = torch.frombuffer(bytearray.fromhex(raw), dtype=torch.uint8) if raw else torch.empty(0)
         tensor = flat.view(getattr(torch, dtype)) if raw else flat.to(getattr(torch, dtype))
         return tensor.reshape(shape).to("cpu" if kind == "cpu" else device)
+    if tag == "array":
+        dtype, shape, raw = body
+        return np.frombuffer(bytearray.fromhex(raw), dtype=dtype).reshape(shape)
     if tag == "tuple":
         return tuple(_read(item, device) for item in body)
     pairs = {_read(key, device): _read(item, device) for key, item in body}

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from elasticd_migration.text_codec import NotPlain, from_text, to_text
@@ -35,6 +36,27 @@ def test_small_tensors_come_back_bit_by_bit(dtype: torch.dtype, shape: tuple[int
     back = from_text(to_text({"lr": tensor}))["lr"]
     assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(np.int64(7), 7), (np.uint8(255), 255), (np.float32(0.5), 0.5), (np.float64(0.1), 0.1), (np.True_, True)],
+)
+def test_numbers_of_numpy_are_numbers(number: object, expected: object) -> None:
+    back = from_text(to_text({"every": number, 1: Counter([number])}))
+    assert back == {"every": expected, 1: Counter([expected])}
+    assert type(back["every"]) is type(expected)
+    assert to_text(number) == to_text(expected), "ranks compare texts"
+
+
+@pytest.mark.parametrize(
+    "array", [np.linspace(0, 1, 5), np.arange(6).reshape(2, 3).T, np.zeros(0), np.array(3)]
+)
+def test_small_arrays_come_back_bit_by_bit(array: np.ndarray[Any, Any]) -> None:
+    back = from_text(to_text([array]))[0]
+    assert (back.dtype, back.shape) == (array.dtype, array.shape)
+    assert np.array_equal(back, array)
+    back += 1  # as the state that it came from, it can be changed
 
 
 def schedulers(optimizer: torch.optim.Optimizer) -> list[torch.optim.lr_scheduler.LRScheduler]:

@@ -22,7 +22,7 @@ from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.engine.mixed_precision import LossScale, Precision
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.model.optimizer_check import MakeOptimizer
+from elasticd.runtime.model.parameter_groups import MakeOptimizer
 from examples.train_gpt2 import Embed, Head
 from tests import forkserver
 from tests.models.texts import Text

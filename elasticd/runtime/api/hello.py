@@ -30,8 +30,10 @@ from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Loss, Model
-from elasticd.runtime.model.optimizer_check import refuse_others
+from elasticd.runtime.model.optimizer_check import refuse_others, refuse_unsaved
+from elasticd.runtime.model.parameter_groups import OptimizerError
 from elasticd.runtime.parallel.sequence_mixing import packable
+from elasticd.system.logs import is_first_worker
 from elasticd.version import __version__
 from elasticd.wire.unix_socket import ROUND_VARIABLE, SLOT_VARIABLE
 from elasticd.wire.worker import MOST_NAME, Hello, WorkerDevice
@@ -88,17 +90,32 @@ def check_arguments(
 
 
 def check_optimizer(recipe: Recipe) -> None:
-    """Tries the user's optimizer on small parameters with the names of the model's.
+    """Tries the user's optimizer and scheduler on small parameters with the names of the model's. A function
+    that raises, because it asks for what the script makes later, is not tried.
 
     Raises:
+        OptimizerError: the optimizer is of other parameters than its function got.
         NotElementWise: it would step on a part of a parameter differently than on all of it.
+        NotCarried: it or the scheduler would go on otherwise after a switch or from a checkpoint.
     """
-    spec, dims = recipe.model.spec, dict[str, int]()
-    for section in spec.sections(0, len(spec.layers)):
-        for parameter in spec.section(section):
-            if parameter.kind == "trained":
-                dims[spec.owner(f"{section}.{parameter.name}")] = len(parameter.shape)
-    refuse_others(recipe.optimizer, list(dims.items()))
+    try:
+        groups = recipe.parameter_groups
+    except OptimizerError:
+        raise
+    except Exception:
+        log.debug("the optimizer's function could not be tried", exc_info=True)
+        return
+    if (left_out := groups.left_out) and is_first_worker():
+        names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
+        log.warning(
+            "the optimizer leaves out %d of %d parameters, which keep their first values: %s. "
+            "requires_grad_(False) before the Job freezes them, and spares their gradients",
+            len(left_out),
+            len(groups.parameters),
+            names,
+        )
+    refuse_others(recipe.optimizer, groups)
+    refuse_unsaved(recipe.optimizer, recipe.scheduler, groups)
 
 
 def check_plan(recipe: Recipe) -> None:

@@ -48,11 +48,12 @@ from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.parallelism import ParallelismOptions
-from elasticd.runtime.engine.recipe import MakeScheduler, Recipe
+from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.warmup import warm
 from elasticd.runtime.exits import Drained, JobOver, JobStopped, is_told, refused, stopped
 from elasticd.runtime.model.model import Loss, Model
-from elasticd.runtime.model.optimizer_check import MakeOptimizer
+from elasticd.runtime.model.optimizer_check import MakeScheduler
+from elasticd.runtime.model.parameter_groups import MakeOptimizer
 from elasticd.runtime.model.pretrained import SHARD_SIZE
 from elasticd.runtime.snapshot.restore import Snapshots
 from elasticd.runtime.snapshot.snapshotter import Snapper
@@ -132,9 +133,9 @@ class Job(RankInfo):
                 losses and the count of targets. Sums are divided once, by the count of the global batch. None:
                 the model's own, which a model of `from_hf` has.
             optimizer: makes a torch optimizer with element-wise state of (name, parameter) pairs. It is called
-                after every switch, on every rank, with all trained parameters: the slices that this device
-                steps on, which may be several of one parameter, and an empty tensor for a parameter that others
-                step on. State and settings of groups are restored after it, so form groups by name.
+                first with all trained parameters as the modules have them, without memory, which says their
+                groups; and after every switch, on every rank, with the slices that this device steps on, which
+                may be several of one parameter. State and settings of groups are restored after it.
             dataset: a map-style dataset, or a `Stream`.
             global_batch: samples of a step, over all devices.
             micro_batch: samples of one pass through a pipeline. Divides `global_batch`.

@@ -248,7 +248,8 @@ class Engine:
         self._constants.note()
         owned, where = self.zero.attach(state), self.plan_groups.stopwatch.where
         with during(where, OPTIMIZER):
-            self.optimizer = self._recipe.optimizer((part.name, part.parameter) for part in owned)
+            groups, slices = self._recipe.parameter_groups, [(part.name, part.parameter) for part in owned]
+            self.optimizer = groups.optimizer(self._recipe.optimizer, slices)
         unfused(self.optimizer)
         if self._recipe.scheduler is not None:
             with during(where, SCHEDULER):

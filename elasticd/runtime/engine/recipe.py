@@ -27,7 +27,8 @@ from elasticd.runtime.engine.mixed_precision import Precision, lowered, precisio
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.model import Loss, Model
-from elasticd.runtime.model.optimizer_check import MakeOptimizer
+from elasticd.runtime.model.optimizer_check import MakeScheduler
+from elasticd.runtime.model.parameter_groups import MakeOptimizer, ParameterGroups
 from elasticd.runtime.parallel.sequence_parallel import refuse_model
 from elasticd.runtime.snapshot.restore import Snapshots
 from elasticd.runtime.threads import DaemonThreads
@@ -35,8 +36,6 @@ from elasticd.runtime.threads import DaemonThreads
 #: (stages, stage, micro-batches, chunks) -> the passes of that stage in order. Backward passes through one
 #: chunk go by ascending index of the micro-batch.
 Schedule = Callable[[int, int, int, int], Iterator[Pass]]
-#: Makes a learning-rate scheduler of an optimizer.
-MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +114,14 @@ class Recipe:
     def master(self) -> torch.dtype | None:
         """The type of master weights; None: there are none."""
         return self.precision.master if self.precision is not None and self.precision.separate else None
+
+    @cached_property
+    def parameter_groups(self) -> ParameterGroups:
+        """The groups that `optimizer` puts the model's parameters in. Raises OptimizerError, or as it does."""
+        parameters = self.model.trained_parameters()
+        if (master := self.master) is not None:
+            parameters = {name: parameter.to(master) for name, parameter in parameters.items()}
+        return ParameterGroups.of(self.optimizer, parameters)
 
     @cached_property
     def recomputed(self) -> tuple[int, ...]:

@@ -366,6 +366,16 @@ class Model:
         section, rest = split_name(name)
         return tuple(self.sections[section].state_dict(keep_vars=True)[rest].shape)
 
+    def trained_parameters(self) -> dict[str, Tensor]:
+        """The trained parameters by full name, as the user's modules have them, on the meta device. One that
+        several sections share is there once."""
+        trained: dict[str, Tensor] = {}
+        for section, module in self.sections.items():
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    trained.setdefault(self.spec.owner(f"{section}.{name}"), parameter.detach())
+        return trained
+
     def _whole(self, name: str, rule: Parameter, seed: int) -> Tensor:
         """A whole first value, of the shape that its module gives it."""
         shape = self.module_shape(name)

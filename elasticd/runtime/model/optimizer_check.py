@@ -1,47 +1,71 @@
-"""Whether an optimizer steps on a part of a parameter as it would on the whole: else no layout may cut it.
+"""What an optimizer and its scheduler must be able to do, tried on small parameters before a job starts.
 
-Tried on small parameters before a job starts: a whole one beside its quarters. What is kept must be of the
-parameter's shape, or a number, and the parts must come out as the whole did. Adafactor (means over rows and
-columns), Muon (a matrix as a whole), LAMB and LARS (norms) and L-BFGS fail that; AdamW, SGD with momentum and
-their like pass.
+- Step on a part of a parameter as on the whole: else no layout may cut it. A whole one is stepped on beside
+  its quarters. What is kept must be of the parameter's shape, or a number, and the parts must come out as the
+  whole did. Adafactor (means over rows and columns), Muon (a matrix as a whole), LAMB and LARS (norms) and
+  L-BFGS fail that; AdamW, SGD with momentum and their like pass.
+- Go on from its saved state: else no switch, snapshot or checkpoint keeps the training. State and settings are
+  written as they are for other ranks, and read into an optimizer and a scheduler that are made anew.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from elasticd_migration.local_state import NotElementWise
+from elasticd_migration.local_state import (
+    LocalState,
+    LocalTensor,
+    NotElementWise,
+    Owned,
+    Shard,
+    collect,
+    restore,
+    restore_optimizer,
+)
+from elasticd_migration.schema import Schema
+from elasticd_migration.text_codec import from_text
+from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
+
+from elasticd.runtime.model.parameter_groups import MakeOptimizer, ParameterGroups
 
 log = logging.getLogger(__name__)
 
-#: Makes an optimizer of (name, parameter) pairs.
-MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+#: Makes a learning-rate scheduler of an optimizer.
+MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 _STEPS = 3
 _SIDE = 4
+#: Parameters of more dimensions are not tried: their quarters would be many elements.
+_MOST_DIMENSIONS = 4
 #: By how much of an update parts may differ from the whole: rounding of vectors and of what is left over.
 _ROUNDING = 1e-3
+_CPU = torch.device("cpu")
 
 
-def refuse_others(make: MakeOptimizer, names: Sequence[tuple[str, int]]) -> None:
+class NotCarried(ValueError):
+    """A scheduler or an optimizer that cannot go on from its saved state."""
+
+
+def refuse_others(make: MakeOptimizer, groups: ParameterGroups) -> None:
     """Refuses an optimizer whose steps are not element-wise.
 
     Args:
         make: the user's function. If it raises, because the parameters are small or zero, nothing is tried.
-        names: the model's trained parameters by full name, with their numbers of dimensions.
+        groups: those that it forms of the model's parameters.
 
     Raises:
         NotElementWise: with the optimizer's name, and what to use instead.
     """
     try:
-        whole = _Tried(make, names, lambda values: values)
+        whole = _Trial(make, groups, lambda values: values)
         if not whole.steps():
             return
-        quarters = [_Tried(make, names, part) for part in _quarters()]
+        quarters = [_Trial(make, groups, part) for part in _quarters()]
         for quarter in quarters:
             if not quarter.steps():
                 return
@@ -52,12 +76,103 @@ def refuse_others(make: MakeOptimizer, names: Sequence[tuple[str, int]]) -> None
         return
     for index, after in enumerate(whole.values()):
         parts = [quarter.values()[index] for quarter in quarters]
-        gaps = [mine - part(after) for mine, part in zip(parts, _quarters(), strict=True)]
+        gaps = [values - part(after) for values, part in zip(parts, _quarters(), strict=True)]
         apart = max(float(gap.abs().max()) for gap in gaps)
         moved = float((after - whole.before[index]).abs().max())
         if apart > _ROUNDING * moved:
             why = "steps on a part of a parameter unlike on the whole"
             raise NotElementWise(_refusal(whole.optimizer, why))
+
+
+def refuse_unsaved(make: MakeOptimizer, make_scheduler: MakeScheduler | None, groups: ParameterGroups) -> None:
+    """Refuses an optimizer or a scheduler that does not go on as before once its state was written and read.
+
+    Args:
+        make: makes the optimizer.
+        make_scheduler: makes the scheduler; None: there is none. If one of them or their first steps raise,
+            because parameters are small or the script makes later what they ask for, nothing is tried.
+        groups: those that `make` forms of the model's parameters.
+
+    Raises:
+        NotCarried: the scheduler's step asks for an argument; or saved state goes on otherwise, or cannot be
+            loaded.
+        NotElementWise: a value of the state cannot be written.
+    """
+    try:
+        first, anew = (_Trial(make, groups, lambda values: values, make_scheduler) for _ in range(2))
+    except Exception:
+        log.debug("the optimizer and its scheduler could not be tried", exc_info=True)
+        return
+    if first.scheduler is not None:
+        _refuse_arguments(first.scheduler)
+    try:
+        first.steps(1)
+    except Exception:
+        log.debug("the optimizer and its scheduler could not be tried", exc_info=True)
+        return
+    carried = _carried(first.state())
+    try:
+        anew.load(first, carried)
+    except Exception as error:
+        both = " and ".join(type(each).__name__ for each in (first.optimizer, first.scheduler) if each)
+        raise NotCarried(
+            f"{both}: the saved state cannot be loaded again ({type(error).__name__}: {error}): no switch and "
+            "no checkpoint could go on from it"
+        ) from error
+    _refuse_otherwise(first, anew)
+
+
+def _refuse_arguments(scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+    try:
+        inspect.signature(scheduler.step).bind()
+    except TypeError as error:
+        raise NotCarried(
+            f"scheduler: {type(scheduler).__name__}.step() asks for a value ({error}), and a job steps its "
+            "scheduler after every step by itself: give one that goes by the number of steps, LambdaLR say"
+        ) from None
+
+
+def _refuse_otherwise(first: _Trial, anew: _Trial) -> None:
+    """Refuses a pair of which `anew`, which has the other's state, makes another step than it."""
+    before = [values.clone() for values in first.values()]
+    for trial in (first, anew):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            try:
+                trial.steps(1)
+            except Exception:  # a schedule of one step, say: it ends for both
+                if trial is first:
+                    return
+                raise
+    for values, others, old in zip(first.values(), anew.values(), before, strict=True):
+        if float((values - others).abs().max()) > _ROUNDING * float((values - old).abs().max()):
+            raise NotCarried(
+                f"{type(first.optimizer).__name__} goes on otherwise once its state was saved and loaded: keep "
+                "all that its step reads in optimizer.state or in its parameter groups, as numbers and tensors"
+            )
+    pairs = zip(first.optimizer.param_groups, anew.optimizer.param_groups, strict=True)
+    if first.scheduler is not None and any(float(group["lr"]) != float(other["lr"]) for group, other in pairs):
+        raise NotCarried(
+            f"scheduler: {type(first.scheduler).__name__} gives another learning rate once its state was saved "
+            "and loaded: let its state_dict() have all that its step reads, as numbers"
+        )
+
+
+def _carried(state: LocalState) -> LocalState:
+    """The state as another rank gets it: planes are copied, numbers and settings go through their text."""
+    schema = Schema.from_json(state.schema().to_json())
+    tensors = {}
+    for item, tensor in state.tensors.items():
+        described = schema.of(item)
+        assert described is not None
+        tensors[item] = LocalTensor(
+            shards=tuple(
+                Shard(box=shard.box, planes={name: plane.clone() for name, plane in shard.planes.items()})
+                for shard in tensor.shards
+            ),
+            scalars={scalar.name: restore(scalar, _CPU) for scalar in described.scalars},
+        )
+    return LocalState(tensors=tensors, groups=schema.groups, extras=schema.extras)
 
 
 def unfused(optimizer: torch.optim.Optimizer) -> None:
@@ -89,38 +204,66 @@ def _cut(first: slice, last: slice, values: Tensor) -> Tensor:
     return values[first][..., last] if values.dim() > 1 else values[first]
 
 
-class _Tried:
+class _Trial:
     """An optimizer of the user's function, for `part` of one parameter in each group and of each shape; the
     others of the model are there by name, so that groups are as ever, and have no gradients."""
 
     def __init__(
-        self, make: MakeOptimizer, names: Sequence[tuple[str, int]], part: Callable[[Tensor], Tensor]
+        self,
+        make: MakeOptimizer,
+        groups: ParameterGroups,
+        part: Callable[[Tensor], Tensor],
+        make_scheduler: MakeScheduler | None = None,
     ) -> None:
         self._part = part
         generator = torch.Generator().manual_seed(0)
-        self._named = []
-        for name, dims in names:
-            values = torch.randn((_SIDE,) * max(1, dims), generator=generator) if dims <= 4 else torch.zeros(1)
-            self._named.append((name, nn.Parameter(part(values).clone() if dims <= 4 else values)))
-        self.optimizer = make(list(self._named))
-        self._chosen = self._choose(dict(names))
+        self._named: list[tuple[str, nn.Parameter]] = []
+        for name, parameter in groups.parameters.items():
+            if parameter.dim() <= _MOST_DIMENSIONS:
+                values = part(torch.randn((_SIDE,) * max(1, parameter.dim()), generator=generator)).clone()
+            else:
+                values = torch.zeros(1)
+            self._named.append((name, nn.Parameter(values)))
+        self.optimizer = groups.optimizer(make, self._named)
+        self.scheduler = make_scheduler(self.optimizer) if make_scheduler is not None else None
+        self._chosen = self._choose(groups)
         self.before = [value.clone() for value in self.values()]
 
-    def _choose(self, dims: dict[str, int]) -> list[nn.Parameter]:
-        found: dict[tuple[int, int], nn.Parameter] = {}
-        group_of = {id(p): i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
-        for name, parameter in self._named:
-            if dims[name] <= 4 and id(parameter) in group_of:
-                found.setdefault((group_of[id(parameter)], dims[name]), parameter)
-        return list(found.values())
+    def _choose(self, groups: ParameterGroups) -> list[nn.Parameter]:
+        chosen: dict[tuple[int, int], nn.Parameter] = {}
+        by_name = dict(self._named)
+        for index, names in enumerate(groups.names):
+            for name in names:
+                if (dims := groups.parameters[name].dim()) <= _MOST_DIMENSIONS:
+                    chosen.setdefault((index, dims), by_name[name])
+        return list(chosen.values())
 
     def values(self) -> list[Tensor]:
+        """The values of the parameters that are stepped on, by reference."""
         return [parameter.detach() for parameter in self._chosen]
 
-    def steps(self) -> bool:
-        """Whether it stepped. Raises NotElementWise by what it keeps."""
+    def _owned(self) -> list[Owned]:
+        """All parameters, as a device owns them that holds every one whole."""
+        return [Owned(name, Box.whole(tuple(p.shape)), p) for name, p in self._named]
+
+    def state(self) -> LocalState:
+        """Its state, by reference. Raises NotElementWise for a value that cannot be written."""
+        values = {name: [(box, parameter)] for name, box, parameter in self._owned()}
+        extras = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
+        return collect(values, self._owned(), self.optimizer, extras=extras)
+
+    def load(self, other: _Trial, carried: LocalState) -> None:
+        """Takes the values of another trial's parameters, and its state as it was carried."""
+        for (_, parameter), (_, value) in zip(self._named, other._named, strict=True):
+            parameter.data.copy_(value.data)
+        restore_optimizer(carried, self._owned(), self.optimizer)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(from_text(carried.extras["scheduler"]))
+
+    def steps(self, count: int = _STEPS) -> bool:
+        """Returns whether it stepped. Raises NotElementWise by what it keeps."""
         generator = torch.Generator().manual_seed(1)
-        for _ in range(_STEPS):
+        for _ in range(count):
             for parameter in self._chosen:
                 whole = torch.randn((_SIDE,) * max(1, parameter.dim()), generator=generator)
                 parameter.grad = self._part(whole).clone()
@@ -130,6 +273,8 @@ class _Tried:
                 if "closure" in str(error):
                     raise NotElementWise(_refusal(self.optimizer, "asks for a closure")) from None
                 raise
+            if self.scheduler is not None:
+                self.scheduler.step()
         for parameter in self._chosen:
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:

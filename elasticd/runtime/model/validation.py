@@ -71,6 +71,20 @@ def refuse_module(path: str, module: nn.Module) -> None:
         raise ModelError(
             f"{path} has max_norm: its forward changes the weight, so that replicas would differ; leave it out"
         )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+        raise ModelError(
+            f"{path} has scale_grad_by_freq: gradients would be divided by how often an id is in a "
+            "micro-batch, which differs by layout; leave it out"
+        )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        raise ModelError(f"{path} has sparse=True: sparse gradients are not reduced; leave it out")
+    for name, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
+        if isinstance(value, torch.Tensor) and not value.is_leaf:
+            raise ModelError(
+                f"{path} keeps {name!r}, a tensor that was computed from parameters (by weight_norm or prune "
+                "of torch.nn.utils, or in an earlier forward pass), which no copy can follow: use "
+                "torch.nn.utils.parametrizations, or delete it before"
+            )
     if getattr(module, "track_running_stats", False):
         raise ModelError(
             f"{path} keeps running statistics, which would differ by layout; use track_running_stats=False"
