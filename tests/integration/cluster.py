@@ -50,14 +50,15 @@ SLOW = 6.0
 
 class Cluster:
     """`nodes` gives the number of devices of each node. `plans` answers the planner's questions by the
-    slowest device ("" when none is slow); without it the real planner is asked. `etcd`: an endpoint; without it
-    the store is one in memory."""
+    slowest device ("" when none is slow); without it the command `planner` is asked, by default the real one.
+    `etcd`: an endpoint; without it the store is one in memory."""
 
     def __init__(
         self,
         nodes: Mapping[str, int],
         *,
         plans: Mapping[str, Plan] | None = None,
+        planner: tuple[str, ...] = COMMAND,
         settings: JobSettings | None = None,
         forward: float = 5e-4,
         memory: int = 1 << 30,
@@ -69,7 +70,7 @@ class Cluster:
         self._folder = tempfile.TemporaryDirectory(prefix="elasticd-test-")
         self.folder = Path(self._folder.name)
         self._settings = settings
-        self._planner = COMMAND if plans is None else self._scripted(plans)
+        self._planner = planner if plans is None else self._scripted(plans)
         self.config = with_overrides(
             Config(),
             {

@@ -1,0 +1,27 @@
+"""Warm restarts under a chain of schedulers."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import lr_scheduler
+
+from tests.scripts.corpus import ordinary as o
+
+
+def optimizer_of(named):
+    return torch.optim.AdamW(o.parameters(named), lr=1e-2)
+
+
+def scheduler_of(optimizer):
+    restarts = lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=6)
+    return lr_scheduler.ChainedScheduler([restarts, lr_scheduler.ExponentialLR(optimizer, 0.98)])
+
+
+def train(folder):
+    o.trained(**o.arguments(o.made()), optimizer=optimizer_of, scheduler=scheduler_of)
+
+
+def plain(order):
+    gpt = o.made()
+    optimizer = optimizer_of(gpt.named_parameters())
+    return o.loop(gpt, optimizer, order, scheduler=scheduler_of(optimizer))

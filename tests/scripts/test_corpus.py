@@ -1,0 +1,115 @@
+"""Ordinary training scripts: each trains as plain torch does, through a fault and a switch, or is refused.
+
+A script that is not yet right has the number of its finding in `WRONG`, and its test must fail.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests import sizes
+from tests.scripts import corpus, disturbed
+
+NAMES = sorted(
+    path.stem
+    for path in Path(corpus.__file__).parent.glob("*.py")
+    if path.stem not in ("__init__", "ordinary", "keyed")
+)
+REFUSED = [name for name in NAMES if hasattr(disturbed.script(name), "REFUSED")]
+TRAINED = [name for name in NAMES if name not in REFUSED]
+DOCS = Path(__file__).resolve().parents[2] / "docs/training.md"
+
+#: Scripts that are not right yet: the finding of the review of the runtime, or of this corpus.
+WRONG = {
+    "augmented_images": "7: a dataset and a block draw from one generator",
+    "autocast_around_the_loop": "19: weights of the first step are computed with for ever",
+    "auxiliary_attribute": "1: the loss reads an attribute of modules that do not train",
+    "bert_mlm": "3: embedding and loss see different masks",
+    "checkpointed_dropout": "6: recomputed calls have the masks of others",
+    "collate_that_changes": "12: samples are kept between uses",
+    "decay_in_the_loss": "1: the loss reads parameters that do not train",
+    "early_stopping": "20: no checkpoint of the step at which the loop is left",
+    "freezing_in_the_loop": "1: what the loop freezes is not what trains",
+    "layer_drop": "14: draws of Python and NumPy differ when they are repeated",
+    "lists_of_a_tokenizer": "lists are refused without the remedy",
+    "lora_by_a_hook": "1: adapters of a closure do not train",
+    "mixed_dtypes": "targets of uint8 cannot be padded",
+    "moving_average": "11: a parameter without dimensions has no average",
+    "patched_forward": "1: a module of a closure does not train",
+    "resumed_with_another_optimizer": "10: KeyError inside of the update",
+    "rows_of_new_tokens": "8: the hook is dropped",
+    "saving_on_rank_0": "18: the job stands still",
+    "saving_the_modules": "1: the first values are saved",
+    "tied_in_a_list": "1: the head has a copy that does not train",
+}
+#: Those of them that end with nobody's patience.
+ENDLESS = ("saving_on_rank_0",)
+
+
+def _wrong(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.xfail(strict=True, run=name not in ENDLESS, reason=WRONG[name])
+
+
+def cases(representatives: list[str], names: list[str]) -> list[object]:
+    return [
+        pytest.param(
+            name,
+            marks=[
+                *([] if name in representatives else [getattr(pytest.mark, sizes.MARK)]),
+                *([_wrong(name)] if name in WRONG else []),
+            ],
+        )
+        for name in names
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    cases(
+        ["nanogpt", "seq2seq", "evaluation_inside", "milestones_of_numpy", "dropout_in_a_cut"],
+        TRAINED,
+    ),
+)
+def test_it_trains_as_plain_torch_does_in_three_layouts_through_a_fault_and_a_switch(name: str) -> None:
+    ran = disturbed.run(name)
+    assert ran.codes == {"a/0": 0, "b/0": 0}, ran.output
+    assert ran.phase == "done", ran.output
+    assert len(ran.plans) == 3
+    assert ran.apart(disturbed.script(name).plain(disturbed.order(name))) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "name",
+    cases(
+        [
+            "optimizer_of_the_model",
+            "loss_with_parameters",
+            "plateau",
+            "schedule_of_an_object",
+            "embedding_by_frequency",
+        ],
+        REFUSED,
+    ),
+)
+def test_it_is_refused_by_the_message_that_the_docs_have(name: str) -> None:
+    message = disturbed.script(name).REFUSED
+    ran = disturbed.run_alone(name)
+    lines = [line for line in ran.output.splitlines() if message in line]
+    assert ran.codes != {"alone": 0}, f"it trains: {ran.losses}"
+    assert ran.codes != {"alone": -signal.SIGKILL}
+    assert lines, ran.output
+    assert message in DOCS.read_text(), "the table of what is refused has this message"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", REFUSED)
+def test_plain_torch_runs_what_is_refused(name: str) -> None:
+    """So the script is an ordinary one, and no mistake of its own is refused."""
+    if name == "plateau":
+        pytest.skip("its scheduler gets the loss, which the common loop does not give")
+    outcome = disturbed.script(name).plain(disturbed.order(name))
+    assert outcome.losses[-1] != outcome.losses[0]
