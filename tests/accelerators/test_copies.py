@@ -199,7 +199,6 @@ def test_a_dropouts_mask_is_that_of_the_cpu_and_nobody_waits_for_its_keys() -> N
     drop.drawing = Drawing()
     drop.drawing.begin(1, 2)
     here = drop(x)
-    drop.drawing.forget()
     there = accelerator.put(x)
     with vgpu.counting() as spent:
         masked = drop(there)

@@ -177,9 +177,9 @@ def alone(training: Training, whole: nn.Module) -> Run:
         samples = sampler.samples(step)
         drawing.begin(SEED, step)
         drawing.samples = samples
-        drawing.forget()
         batch = training.collate([training.dataset[i] for i in samples])
-        total, count = training.loss(whole(batch), batch)
+        with drawing.section("whole"):
+            total, count = training.loss(whole(batch), batch)
         update.zero_grad()
         (total / count).backward()
         update.step()

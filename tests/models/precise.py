@@ -134,9 +134,9 @@ def alone(course: Course) -> Trained:
         samples = sampler.samples(step)
         drawing.begin(SEED, step)
         drawing.samples = samples
-        drawing.forget()
         batch = training.collate([training.dataset[i] for i in samples])
-        output = model({key: _as(value, precision) for key, value in batch.items()})
+        with drawing.section("whole"):
+            output = model({key: _as(value, precision) for key, value in batch.items()})
         total, count = training.loss(output.to(master), batch)
         model.zero_grad()
         scaler.scale(total).backward()

@@ -1,4 +1,4 @@
-"""Samples read ahead: each once while it is wanted, in the order in which it is wanted, whatever the plan."""
+"""Samples read ahead: each once for each use, in the order in which it is wanted, whatever the plan."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_is_wanted_is_read_before_it_is_taken() -> None:
     assert reader.take(2) == -2
     assert data.reads == [1, 2]
     data.through.set()
-    assert [reader.take(i) for i in (1, 2, 3)] == [-1, -2, -3]
+    assert [reader.take(i) for i in (1, 3)] == [-1, -3]
     assert data.reads == [1, 2, 3]
 
 
@@ -46,10 +46,20 @@ def test_another_plan_neither_repeats_what_it_still_needs_nor_reads_what_it_does
     reader = SampleReader(data)
     reader.want([1, 2, 3, 4, 5])
     assert reader.take(2) == -2
-    reader.want([5, 2, 3, 6])  # 4 was not begun, 3 is under way
+    reader.want([5, 1, 3, 6])  # 4 was not begun, 3 is under way
     data.through.set()
-    assert [reader.take(i) for i in (2, 3, 5, 6)] == [-2, -3, -5, -6]
+    assert [reader.take(i) for i in (1, 3, 5, 6)] == [-1, -3, -5, -6]
     assert sorted(data.reads) == [1, 2, 3, 5, 6]
+
+
+def test_each_use_of_a_sample_reads_it_once() -> None:
+    data = Counting()
+    reader = SampleReader(data)
+    reader.want([1, 2, 1])
+    assert [reader.take(i) for i in (1, 2, 1)] == [-1, -2, -1]
+    assert data.reads == [1, 2, 1]
+    assert reader.take(1) == -1
+    assert data.reads == [1, 2, 1, 1]
 
 
 def test_what_was_never_wanted_is_read_when_it_is_taken() -> None:

@@ -166,7 +166,7 @@ def evaluate(
         ValueError: there is no average to evaluate, or a measure counted nothing.
     """
     measures = {LOSS: held_out.loss or loss, **held_out.measures}
-    loader = Loader(held_out.reader, held_out.collate or data.collate, reads)
+    loader = Loader(held_out.reader, held_out.collate or data.collate, reads, engine.local.drawing)
     packing = data.packing if held_out.collate is None else None
     rows: list[Tensor] = []
     with averaged(engine, weights), _evaluating(engine):

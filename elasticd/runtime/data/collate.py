@@ -3,9 +3,10 @@ makes one of samples of like shape."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -121,6 +122,25 @@ def described(part: Any) -> str:
     if isinstance(part, Tensor | np.ndarray):
         return f"shape {tuple(part.shape)}"
     return f"a {type(part).__name__}" + (f" of {len(part)}" if isinstance(part, tuple) else "")
+
+
+def fresh(part: Any) -> Any:
+    """A copy of a sample, or of a part of it, that `collate` may change: of mappings, lists and tuples, and of
+    tensors and arrays in them. Anything else is the same object."""
+    if isinstance(part, Tensor):
+        return part.clone()
+    if isinstance(part, np.ndarray):
+        return part.copy()
+    if isinstance(part, tuple):
+        parts = map(fresh, part)
+        return type(part)(*parts) if hasattr(part, "_fields") else tuple(parts)
+    if isinstance(part, MutableMapping | list):
+        copied = copy.copy(part)
+        for key, inner in part.items() if isinstance(part, MutableMapping) else enumerate(part):
+            if not isinstance(inner, int | float | str | bytes):
+                copied[key] = fresh(inner)
+        return copied
+    return part
 
 
 def is_text(part: Any) -> bool:

@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from elasticd_planner.spec.batch import MicroBatch
+from elasticd_planner.spec.batch import MicroBatch, ids_of
 from torch import Tensor
 
-from elasticd.runtime.data.collate import Batch, Collate, Unlike, pad
+from elasticd.runtime.data.collate import Batch, Collate, Unlike, fresh, pad
 from elasticd.runtime.data.packing import blank, pack
 from elasticd.runtime.data.prefetch import Dataset, SampleError
 from elasticd.runtime.data.sample_ledger import entries
 from elasticd.runtime.data.step_samples import Samples
 from elasticd.runtime.model.batch_format import BatchFormat
+from elasticd.runtime.model.rng import Drawing
 
 #: The number of first samples that can stand in for a micro-batch of which none can be read.
 _STAND_INS = 16
@@ -97,14 +98,23 @@ class Loader:
     the vote drops the step on all ranks.
     """
 
-    def __init__(self, reader: Samples, collate: Collate, reads: BatchFormat | None = None) -> None:
+    def __init__(
+        self,
+        reader: Samples,
+        collate: Collate,
+        reads: BatchFormat | None = None,
+        drawing: Drawing | None = None,
+    ) -> None:
         """
         Args:
             reader: gives samples by their ids.
             collate: makes a padded batch of samples.
             reads: makes of samples and batches what the model reads; None: they are that.
+            drawing: keys what `collate` and the dataset draw; None: by no seed and no step.
         """
         self._reader, self._collate, self._reads = reader, reading(reads, collate), reads
+        self._drawing = drawing if drawing is not None else Drawing()
+        self._changes = collate is not pad  # what `collate` does with its samples is not known
         self.asked: list[int] = []
         self.failure: SampleError | None = None
 
@@ -122,22 +132,35 @@ class Loader:
         found: dict[int, Any] = {}
         for place, piece in enumerate(micro_batch):
             try:
-                found[place] = self._reader.take(piece.sample)
+                found[place] = self._sample(piece.sample)
             except SampleError as error:
                 self.failure = self.failure or error
-        return self._packed(found, micro_batch) if packed else self._padded(found, micro_batch)
+        with self._drawing.keyed("collate", ids_of(micro_batch)):
+            return self._packed(found, micro_batch) if packed else self._padded(found, micro_batch)
+
+    def _sample(self, index: int) -> Any:
+        """A sample for one use.
+
+        Raises:
+            SampleError: it cannot be read.
+        """
+        sample = self._reader.take(index) if not self._reader.here else None
+        if self._reader.here:  # perhaps since that one was taken
+            with self._drawing.keyed("dataset", (index,)):
+                sample = self._reader.take(index)
+        return fresh(sample) if self._changes else sample
 
     def _padded(self, found: dict[int, Any], micro_batch: MicroBatch) -> Batch:
         count = len(micro_batch)
         if len(found) < count:
             # The same one on every member of a TP group, since they read the same samples.
-            stand_in = next(iter(found.values())) if found else self._stand_in(self._reader.take)
-            found = {place: found.get(place, stand_in) for place in range(count)}
+            stand_in = next(iter(found.values())) if found else self._stand_in(self._sample)
+            found = {place: found[place] if place in found else fresh(stand_in) for place in range(count)}
         try:
             return self._collate([*found.values()])
         except Exception as error:
             self._refuse(error, micro_batch)
-            return self._stand_in(lambda index: self._collate([self._reader.take(index)] * count))
+            return self._stand_in(lambda index: self._collate([self._sample(index) for _ in range(count)]))
 
     def _packed(self, found: dict[int, Any], micro_batch: MicroBatch) -> Batch:
         if len(found) == len(micro_batch):
@@ -153,7 +176,7 @@ class Loader:
         for like in found.values():
             with suppress(Exception):
                 return zeros(like)
-        return self._stand_in(lambda index: zeros(self._reader.take(index)))
+        return self._stand_in(lambda index: zeros(self._sample(index)))
 
     def _rows(self, samples: Sequence[Any]) -> list[Any]:
         """Samples as a packed row takes them."""

@@ -6,12 +6,20 @@ stay as they were read, and only the others are dropped.
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict, deque
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from elasticd.runtime.model.rng import watching
 from elasticd.runtime.threads import DaemonThreads
+
+log = logging.getLogger(__name__)
+
+#: The first reads of a reader are watched for draws, and then one of so many: it takes some 40 microseconds.
+_WATCHED, _EVERY = 64, 8
 
 
 class Dataset(Protocol):
@@ -35,7 +43,16 @@ class SampleError(RuntimeError):
 
 
 class SampleReader:
-    """Reads samples in the order in which they are wanted."""
+    """Reads samples in the order in which they are wanted, each once for each use.
+
+    A dataset that draws from generators which the whole process shares (torch's, Python's, NumPy's) cannot be
+    read beside training: blocks that draw, or are recomputed, would draw other numbers, and the dataset's own
+    would repeat. So reads are watched, and once one has drawn the training thread reads all further samples,
+    inside `Drawing.keyed`.
+    """
+
+    #: Whether a sample is read by the thread that takes it.
+    here: bool
 
     def __init__(self, dataset: Dataset, threads: int = 1) -> None:
         """
@@ -46,35 +63,74 @@ class SampleReader:
         """
         self._dataset = dataset
         self._threads = DaemonThreads("reader", threads) if threads else None
-        self._wanted: dict[int, Future[Any]] = {}
+        self.here = not threads
+        self._reads = 0
+        self._wanted: dict[int, deque[Future[_Read]]] = {}
 
     def want(self, indices: Iterable[int]) -> None:
-        """Reads these samples ahead, and drops all others. A sample that stays wanted is not read again."""
-        if self._threads is None:
+        """Reads these samples ahead, as often as they are named, and drops all others. What stays wanted is not
+        read again."""
+        if self.here:
             return
-        wanted: dict[int, Future[Any]] = {}
+        wanted: dict[int, deque[Future[_Read]]] = defaultdict(deque)
         for index in indices:
-            if index not in wanted:
-                wanted[index] = self._wanted.pop(index) if index in self._wanted else self._ask(index)
-        for future in self._wanted.values():
-            future.cancel()
+            ahead = self._wanted.get(index)
+            wanted[index].append(ahead.popleft() if ahead else self._ask(index))
+        self._drop()
         self._wanted = wanted
 
     def take(self, index: int) -> Any:
-        """Waits for a sample.
+        """Waits for a sample. Where `here` is true afterwards, it was read here.
 
         Raises:
             SampleError: the dataset raised.
         """
         try:
-            if self._threads is None:
-                return self._dataset[index]
-            if index not in self._wanted:
-                self._wanted[index] = self._ask(index)
-            return self._wanted[index].result()
+            if not self.here:
+                ahead = self._wanted.get(index)
+                read = (ahead.popleft() if ahead else self._ask(index)).result()
+                if not read.drew or not self._ask(index, watch=True).result().drew:  # others draw, too
+                    return read.sample
+                self._read_here()
+            return self._dataset[index]
         except Exception as error:
             raise SampleError(index, f"{type(error).__name__}: {error}") from error
 
-    def _ask(self, index: int) -> Future[Any]:
+    def _read_here(self) -> None:
+        log.info(
+            "the dataset draws from a generator that the whole process shares (torch's, Python's or NumPy's): "
+            "its samples are not read ahead any more, and what it draws is a function of seed, step and index; "
+            "to have them read ahead, make a generator in __getitem__, from the index"
+        )
+        self.here = True
+        self._drop()
+
+    def _drop(self) -> None:
+        """Cancels what is still wanted. Before the training thread reads, waits for what is being read: the
+        dataset may not be thread-safe."""
+        for ahead in self._wanted.values():
+            for future in ahead:
+                if not future.cancel() and self.here:
+                    wait([future])
+        self._wanted = {}
+
+    def _ask(self, index: int, *, watch: bool = False) -> Future[_Read]:
         assert self._threads is not None
-        return self._threads(partial(self._dataset.__getitem__, index))
+        self._reads += 1
+        watch = watch or self._reads <= _WATCHED or self._reads % _EVERY == 0
+        return self._threads(partial(_read, self._dataset, index, watch=watch))
+
+
+class _Read(NamedTuple):
+    """A sample, and whether a generator moved while it was read."""
+
+    sample: Any
+    drew: bool
+
+
+def _read(dataset: Dataset, index: int, *, watch: bool) -> _Read:
+    if not watch:
+        return _Read(dataset[index], False)
+    with watching() as draws:
+        sample = dataset[index]
+    return _Read(sample, draws.drew)

@@ -28,6 +28,10 @@ _REMEMBERED = 2
 class Samples(Protocol):
     """Gives samples by their ids, as `elasticd.runtime.data.prefetch.SampleReader`."""
 
+    @property
+    def here(self) -> bool:
+        """Whether a sample is read by the thread that takes it."""
+
     def want(self, indices: Sequence[int]) -> None:
         """Has these samples read ahead, and drops all others."""
 
@@ -111,6 +115,11 @@ class Mapped:
     def ahead(self) -> bool:
         """Whether later steps have the samples of the sampler."""
         return not self._given
+
+    @property
+    def here(self) -> bool:
+        """Whether samples of the dataset are read by the thread that takes them."""
+        return self._reader.here and (self._now is None or self._now.held is None)
 
     def want(self, indices: Sequence[int]) -> None:
         """Reads samples of the dataset ahead."""

@@ -100,7 +100,7 @@ class _Read:
 class Streamed:
     """The `Feed` of a stream, dealt by length. Sample i of step s has the id s x global batch + i."""
 
-    ahead = False
+    ahead = here = False
 
     def __init__(
         self,

@@ -46,6 +46,7 @@ from elasticd.runtime.model.bundle import (
 )
 from elasticd.runtime.model.local_model import LocalModel
 from elasticd.runtime.model.model import Loss
+from elasticd.runtime.model.rng import EVALUATION
 from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
@@ -212,14 +213,14 @@ class StageRunner:
         self._drawing, self._loss, self._loader = (
             local.drawing,
             recipe.loss,
-            Loader(recipe.feed, recipe.data.collate, recipe.reads),
+            Loader(recipe.feed, recipe.data.collate, recipe.reads, local.drawing),
         )
         self._telemetry, self._stopwatch, self._pace = (
             telemetry,
             peers.everyone.plan_groups.stopwatch,
             pace,
         )
-        self._on_section_done = on_section_done
+        self._on_section_done, self._seed = on_section_done, recipe.seed
         self._schedule, self._precision, self._scale = recipe.schedule, recipe.precision, 1.0
         self._accelerator = recipe.accelerator
         place = plan.places[peers.everyone.me]
@@ -260,7 +261,7 @@ class StageRunner:
         self._sums_wait = sums_wait(rows, self._lane, len(self._chunks))
         if self._context is not None:
             self._context.begin_step()
-        with running(self._group):
+        with running(self._group), self._drawing.kept():
             expected = [entries(micro, packed=bool(rows)) for micro in micro_batches]
             return self._run(expected, micro_batches, scale)
 
@@ -363,6 +364,7 @@ class StageRunner:
             loss: called with each output instead of the loss of the training.
             rows: as in `run`.
         """
+        self._drawing.begin(self._seed, EVALUATION)  # a rank that has just joined has made no step
         mine = self._loader, self._loss, self._schedule
         self._loader, self._loss, self._schedule = loader, loss, all_forward
         try:
@@ -505,11 +507,11 @@ class StageRunner:
         if state.loss is not None:
             section, entered, out = rest.pop()
             telemetry.mark()
-            self._drawing.forget(section)  # torch.utils.checkpoint inside may pass forward again
-            if _none(state.targets):  # no sample of it has a target: nothing is added to any gradient
-                backward(out, nothing(out))
-            else:
-                torch.autograd.backward(state.loss, torch.full_like(state.loss, self._scale))
+            with self._drawing.keyed(f"{section}, backward"):
+                if _none(state.targets):  # no sample of it has a target: nothing is added to any gradient
+                    backward(out, nothing(out))
+                else:
+                    torch.autograd.backward(state.loss, torch.full_like(state.loss, self._scale))
             telemetry.passed("head")
             given = gradients(entered)
             if last:
@@ -531,8 +533,8 @@ class StageRunner:
                 start = self._end_pace("forward", state, start, communicated)
                 telemetry.passed("recompute")
             communicated = self._stopwatch.inside
-            self._drawing.forget(section)
-            backward(out, given)
+            with self._drawing.keyed(f"{section}, backward"):
+                backward(out, given)
             start = self._end_pace("backward", state, start, communicated)
             given = gradients(entered)
             if last or self._recomputed or not rest:
@@ -549,8 +551,8 @@ class StageRunner:
             self._made[act] = gradient_messages(out, given)
             return
         if any(x.requires_grad for x in tensors(out)):  # it may be frozen
-            self._drawing.forget(section)
-            backward(out, given)
+            with self._drawing.keyed(f"{section}, backward"):
+                backward(out, given)
             telemetry.passed("embed")
         if last:
             self._on_section_done("embed")

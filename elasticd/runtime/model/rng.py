@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,10 +19,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator
 from torch import Tensor, nn
 
 from elasticd.runtime.accelerator import generators, put
+from elasticd.runtime.exits import ScriptRefusal
 from elasticd.runtime.model.graph_breaks import breaks_graphs
 
 log = logging.getLogger(__name__)
@@ -34,6 +38,8 @@ STATES = threading.RLock()
 _GOLDEN, _FIRST, _SECOND = (
     value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
+#: The step by which draws of an evaluation are keyed, whenever it is made.
+EVALUATION = -1
 #: Bits of a uniform draw.
 _BITS = 24
 
@@ -41,7 +47,10 @@ _BITS = 24
 class Drawing:
     """Keys the random draws of a local model.
 
-    `begin` sets seed and step; `samples` is set before each forward and backward pass.
+    `begin` sets seed and step; `samples` is set before each forward and backward pass. A dropout that a section
+    calls several times in a pass drops something else in each call, by the call's number.
+    `torch.utils.checkpoint` repeats calls in another order; for each it restores the state of torch's
+    generator, which has a mark (`CallMark`) of the call that comes next.
     """
 
     samples: Sequence[int] | None  #: ids of the samples in the pass; None: they are counted from 0
@@ -54,20 +63,19 @@ class Drawing:
     def __init__(self) -> None:
         self.seed = self.step = 0
         self.samples, self.tokens, self.drew = None, None, None
-        self._calls: Counter[str] = Counter()
+        self._keeps = False  # the generators' states are restored at the end of a pass around this one
+        self._passes = 0  # of sections, since `begin`
+        self._calls: Counter[str] | None = None  # by site in the pass of a section; None: outside of any
+        self._first: dict[str, int] = {}  # the mark of the first call in the pass, by site
+        self._numbers: dict[str, dict[int, int]] = {}  # of calls by mark, of sites with several calls in a pass
 
     def begin(self, seed: int, step: int) -> None:
         """Keys the draws of a step: the same seed and step give the same draws."""
-        self.seed, self.step = seed, step
-
-    def forget(self, section: str = "") -> None:
-        """Makes the next draw at each site of a section the first one again. A section may be a site itself."""
-        inside = f"{section}."
-        for site in [site for site in self._calls if not section or site == section or site.startswith(inside)]:
-            del self._calls[site]
+        self.seed, self.step, self._passes = seed, step, 0
+        self._numbers.clear()
 
     def keys(self, site: str, samples: int) -> list[int]:
-        """The keys of the next draw at a site, one for each sample.
+        """The keys of a call of a dropout, one for each sample.
 
         Args:
             site: the full name of the dropout.
@@ -75,6 +83,7 @@ class Drawing:
 
         Raises:
             ValueError: the pass has another number of samples.
+            ScriptRefusal: the call is repeated, and nothing says which one it is.
         """
         ids = range(samples) if self.samples is None else self.samples
         if len(ids) != samples:
@@ -82,8 +91,43 @@ class Drawing:
                 f"{site}: a dropout's input must have the samples as its first dimension: "
                 f"{samples} there, {len(ids)} samples"
             )
+        number = self.called(site)
+        return [_key(self.seed, self.step, i, site, number) for i in ids]
+
+    def called(self, site: str) -> int:
+        """The number of a call of a dropout among its calls in the pass of its section.
+
+        Outside of a pass it is one that torch.utils.checkpoint repeats in the backward pass, or the only one.
+        """
+        mark = self._next_mark()
+        if self._calls is None:
+            if site in self._numbers and mark not in self._numbers[site]:
+                raise ScriptRefusal(
+                    f"{site}: this nn.Dropout is called several times in a pass, and a backward pass repeats "
+                    "a call that the state of torch's generator does not name: give each call an nn.Dropout of "
+                    "its own, or leave torch.utils.checkpoint its preserve_rng_state=True"
+                )
+            return self._numbers[site][mark] if site in self._numbers else 1
         self._calls[site] += 1
-        return [_key(self.seed, self.step, i, site, self._calls[site]) for i in ids]
+        if self._calls[site] == 1:
+            self._first[site] = mark
+        else:
+            marks = self._numbers.setdefault(site, {})
+            marks[mark] = self._calls[site]
+            if site in self._first:  # it is not if a graph of torch.compile made the first call
+                marks[self._first[site]] = 1
+        return self._calls[site]
+
+    def first_called(self, site: str) -> None:
+        """A dropout is called that has the keys of its first call already."""
+        self._first[site] = self._next_mark()
+
+    def _next_mark(self) -> int:
+        """The mark of this call; 0: no pass has begun in which torch's generator would have one."""
+        mark = CallMark.read()
+        if mark:
+            CallMark.write(mark + 1)
+        return mark
 
     def on(self, keys: Sequence[Sequence[int]], device: torch.device) -> Tensor:
         """Keys of samples [draws, samples] on a device; of a packed row those of its tokens [draws, tokens]."""
@@ -94,16 +138,18 @@ class Drawing:
         return _mixed(put_there[:, sample] + (position + 1) * _GOLDEN)
 
     def watch(self, section: str, module: nn.Module) -> None:
-        """Hooks `keyed` around every forward pass of a section, also around those of recomputation."""
+        """Hooks `section` around every forward pass of a section, also around those of recomputation. Where no
+        dropout is, `keyed` is enough."""
         entered = ExitStack()
         dropouts = [each for each in module.modules() if isinstance(each, Dropout)]
 
         def before(_: nn.Module, args: tuple[Any, ...]) -> None:
-            self.forget(section)
             entered.close()  # of a pass that another hook ended
             if dropouts:
+                entered.enter_context(self.section(section))
                 self._give_keys(dropouts, args)
-            entered.enter_context(self.keyed(section))
+            else:
+                entered.enter_context(self.keyed(section))
 
         def after(*_: object) -> None:
             entered.close()
@@ -114,55 +160,160 @@ class Drawing:
         module.register_forward_hook(after, always_call=True)
 
     def _give_keys(self, dropouts: Sequence[Dropout], args: tuple[Any, ...]) -> None:
-        """Gives the dropouts of a section the keys of their first draw in a pass: they go to the device in one
+        """Gives the dropouts of a section the keys of their first call in a pass: they go to the device in one
         copy, and a graph of torch.compile takes them as it takes the activation."""
         drawing = [each for each in dropouts if each.training and each.p > 0]
         device = next((x.device for x in _tensors_of(args)), None)
         if self.samples is None or not drawing or device is None:
             return
-        keys = [self.keys(each.site, len(self.samples)) for each in drawing]
+        keys = [[_key(self.seed, self.step, i, each.site, 1) for i in self.samples] for each in drawing]
         for each, row in zip(drawing, self.on(keys, device), strict=True):
             each.ready = row
+            if self._calls is not None:
+                self._calls[each.site] = 1
 
     @contextmanager
-    def keyed(self, place: str) -> Iterator[None]:
-        """Inside, draws that no site keys (F.dropout, torch.rand) are a function of step, samples and place.
-
-        So members of a TP group draw the same, and so does recomputation. It holds for the CPU's generator and
-        that of the accelerator in use, whose states are restored afterwards. Every pass is keyed, because
-        whether one draws may depend on the step, the samples, or a probability that the user changes.
-
-        Args:
-            place: the section, or "loss".
-        """
-        ids = "all" if self.samples is None else ",".join(map(str, self.samples))
-        seed = _key(self.seed, self.step, ids, place, 0) & (2**62 - 1)
-        with kept_states() as used:
-            with STATES:
-                for generator in used:
-                    generator.manual_seed(seed)
-                seeded = [generator.get_state() for generator in used] if self.drew is not None else []
+    def section(self, place: str) -> Iterator[None]:
+        """`keyed`, and calls of dropouts are counted from 1 on: the forward pass of a section."""
+        with self.keyed(place):
+            self._calls = Counter()
+            self._passes += 1
+            CallMark.write(CallMark.first(self._passes))
             try:
                 yield
             finally:
-                if self.drew is not None:
-                    with STATES:
-                        states = [generator.get_state() for generator in used]
-                    if not all(map(torch.equal, seeded, states)):
-                        self.drew.add(place)
+                self._calls = None
+                self._first.clear()
+
+    @contextmanager
+    def keyed(self, place: str, samples: Sequence[int] | None = None) -> Iterator[None]:
+        """Inside, draws that no site keys (F.dropout, torch.rand) are a function of step, samples and place.
+
+        So members of a TP group draw the same, and so does recomputation. It holds for torch's generators of
+        the CPU and of the accelerator in use, Python's and NumPy's, whose states are restored afterwards. Every
+        pass is keyed, because whether one draws may depend on the step, the samples, or a probability that the
+        user changes.
+
+        Args:
+            place: the section, "loss", "collate" or "dataset".
+            samples: ids of the samples; None: those of the pass.
+        """
+        samples = self.samples if samples is None else samples
+        ids = "all" if samples is None else ",".join(map(str, samples))
+        seed = _key(self.seed, self.step, ids, place, 0) & (2**62 - 1)
+        with self.kept():
+            seed_all(seed)
+            seeded = states() if self.drew is not None else None
+            try:
+                yield
+            finally:
+                if self.drew is not None and states() != seeded:
+                    self.drew.add(place)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restores the states of all generators at the end, once for all that is keyed inside."""
+        if self._keeps:
+            yield
+            return
+        self._keeps = True
+        try:
+            with kept_states():
+                yield
+        finally:
+            self._keeps = False
+
+
+class CallMark:
+    """The number of a dropout's call, in the state of torch's generator, which torch.utils.checkpoint restores.
+
+    It is in the place of the seed by which the generator was begun, which no draw depends on. A mark has a tag
+    in its upper bits, the number of the pass, and the number of the call in that pass, over all dropouts.
+    """
+
+    _TAG, _PASS = 0x6B65 << 48, 1 << 20
+
+    @classmethod
+    def first(cls, number: int) -> int:
+        """The mark of the first call of a pass."""
+        return cls._TAG | (number * cls._PASS) % (1 << 48)
+
+    @classmethod
+    def read(cls) -> int:
+        """The mark in the state of torch's generator; 0: there is none."""
+        seed: int = torch.default_generator.initial_seed()
+        return seed if seed >> 48 == cls._TAG >> 48 else 0
+
+    @staticmethod
+    def write(mark: int) -> None:
+        """Puts a mark into the state of torch's generator. What it draws stays the same."""
+        with STATES:
+            state = torch.default_generator.get_state()
+            state.numpy()[:_MARKED].view(np.int64)[0] = mark
+            torch.default_generator.set_state(state)
+
+
+#: Bytes of the state of torch's generator on the CPU that have the seed.
+_MARKED = 8
+#: How often generators were seeded or restored here.
+_changes = 0
+
+
+def seed_all(seed: int) -> None:
+    """Seeds torch's generators of the CPU and of the accelerator in use, Python's and NumPy's."""
+    global _changes
+    _changes += 1
+    with STATES:
+        for generator in generators():
+            generator.manual_seed(seed)
+        random.seed(seed)
+        if isinstance(get_bit_generator(), np.random.MT19937):  # else the user put another one there
+            np.random.seed(seed % (1 << 32))
+
+
+def states() -> list[object]:
+    """All that draws depend on, to be compared: the mark of a call is left out."""
+    with STATES:
+        host, *others = [generator.get_state() for generator in generators()]
+        numpy = np.random.get_state(legacy=False)
+    inner = numpy["state"]
+    key = inner["key"].tobytes() if "key" in inner else str(inner)
+    drawn = [state.numpy().tobytes() for state in (host[_MARKED:], *others)]
+    return [*drawn, random.getstate(), key, inner.get("pos"), numpy["has_gauss"]]
+
+
+@dataclass
+class Draws:
+    """Whether generators moved between two moments."""
+
+    drew: bool = False
 
 
 @contextmanager
-def kept_states() -> Iterator[list[torch.Generator]]:
-    """The default generators, whose states are restored at the end."""
+def watching() -> Iterator[Draws]:
+    """Notes whether a generator moved inside. If one was seeded or restored here meanwhile, nobody can tell,
+    and the answer is no."""
+    changes, before, draws = _changes, states(), Draws()
+    yield draws
+    draws.drew = states() != before and changes == _changes
+
+
+@contextmanager
+def kept_states() -> Iterator[None]:
+    """Restores the states of torch's default generators, Python's and NumPy's at the end."""
+    global _changes
     with STATES:
         saved = [(generator, generator.get_state()) for generator in generators()]
+        python, numpy = random.getstate(), np.random.get_state(legacy=False)
     try:
-        yield [generator for generator, _ in saved]
+        yield
     finally:
+        _changes += 1
         with STATES:
             for generator, state in saved:
                 generator.set_state(state)
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def _tensors_of(args: Iterable[Any]) -> Iterator[Tensor]:
@@ -267,7 +418,7 @@ class Dropout(nn.Module):
 
     It takes the place of every nn.Dropout of a model. `site` names it; `cut` says where its input is cut in a
     TP group, if it is. Otherwise the input may be a slice of the tokens: `first_token` says by their number
-    which the first one is. `ready` has the keys of the first draw in the pass of its section, [samples]; of a
+    which the first one is. `ready` has the keys of the first call in the pass of its section, [samples]; of a
     packed row [tokens], because each of its tokens is dropped as in its sample."""
 
     def __init__(self, p: float, site: str = "") -> None:
@@ -296,6 +447,8 @@ class Dropout(nn.Module):
         elif self.first_token is not None and x.dim() > 1:
             start[0] = self.first_token(x.shape[1])
         keys, self.ready = self.ready, None
+        if keys is not None and not torch.compiler.is_compiling():
+            self.drawing.first_called(self.site)
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
         drop = dropped if torch.compiler.is_compiling() else _dropped_on(x.device.type)
         if self.drawing.tokens is not None:
