@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import default_collate
 
 from elasticd.runtime.data.collate import Unlike, pad
 from elasticd.runtime.data.loader import Loader, length_of, sample_tokens
+from elasticd.runtime.data.packing import pack
 from elasticd.runtime.data.prefetch import SampleError, SampleReader
 from elasticd.runtime.data.sample_ledger import expected_hashes, hash_samples
 from tests.runtime.test_parity import plan_of, stage
@@ -95,7 +97,7 @@ def test_sequences_alone_are_padded_and_labels_left_out_of_the_loss() -> None:
         ([{"x": [1, 2]}, {"x": [1]}], 0, "x: a list goes into no batch"),
         ([{"x": object()}, {"x": object()}], 0, "x: a object goes into no batch"),
         ([{"labels": torch.ones(n, dtype=torch.bool)} for n in (2, 3)], 0, "labels: -100 is no bool"),
-        ([{"labels": torch.ones(n, dtype=torch.uint8)} for n in (2, 3)], 0, "labels: -100 is no uint8"),
+        ([{"x": torch.ones(2, dtype=torch.uint16)}, {"x": torch.arange(2)}], 0, "x: Promotion for uint16"),
         ([{"x": np.array(["a"])}] * 2, 0, "x: can't convert np.ndarray"),
     ],
 )
@@ -103,6 +105,34 @@ def test_what_makes_no_batch_is_refused_by_key_shape_and_sample(samples: Any, pl
     with pytest.raises(Unlike, match=said + r".*: give DataOptions\(collate=") as refused:
         pad(samples)
     assert refused.value.place == place
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.uint64])
+@pytest.mark.parametrize("key", ["targets", "labels"])
+def test_targets_of_unsigned_types_are_padded_like_others(dtype: Any, key: str) -> None:
+    """As a file of uint16 tokens gives them; torch's losses take no uint16."""
+    samples = [{"inputs": torch.arange(n), key: np.arange(n, dtype=dtype)} for n in (2, 3)]
+    batch = pad(samples)
+    assert torch.equal(batch[key], torch.tensor([[0, 1, -100], [0, 1, 2]]))
+    total = torch.nn.functional.cross_entropy(torch.zeros(6, 4), batch[key].flatten(), reduction="sum")
+    assert float(total) == pytest.approx(5 * math.log(4))
+    pieces = [SequencePiece.whole(i, n) for i, n in enumerate((2, 3))]
+    assert torch.equal(pack(samples, pieces)[key], torch.tensor([[0, 1, 0, 1, 2]]))
+
+
+LISTS = r'call dataset.set_format\("torch"\)'
+
+
+def test_columns_of_a_hugging_face_dataset_are_refused_with_the_remedy() -> None:
+    lists = {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}
+    with pytest.raises(TypeError, match=f"sample 0 .*: input_ids, labels: lists, no tensors: {LISTS}"):
+        sample_tokens([lists])
+    with pytest.raises(TypeError, match=f"text: text, no tensors: tokenize it, then {LISTS}"):
+        sample_tokens([{"text": "a b c"}])
+    with pytest.raises(Unlike, match=f"input_ids: a list goes into no batch .*{LISTS}"):
+        pad([lists, {"input_ids": [1], "labels": [1]}])
+    with pytest.raises(Unlike, match=f"labels: a list has no entry for each token: {LISTS}"):
+        pack([{"input_ids": torch.arange(3), "labels": [1, 2, 3]}], [SequencePiece.whole(0, 3)])
 
 
 def loader(dataset: object, threads: int = 0) -> Loader:

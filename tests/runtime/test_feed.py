@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from elasticd_planner.spec.batch import Sampler
+from PIL import Image
 
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.options import DataOptions
@@ -64,6 +67,64 @@ def test_one_rank_that_gives_another_batch_stops_all_before_anything_is_computed
 
     with pytest.raises(BatchesDiffer, match=r"step 1: a/2 gave another batch than a/0"):
         losses(give)
+
+
+@dataclass(frozen=True)
+class Boxed:
+    boxes: Any
+
+
+ZEROS, PICTURE = np.zeros(4096, dtype=np.int64), Image.new("L", (64, 64))
+#: Pairs of samples that differ in one place.
+UNLIKE: list[tuple[Any, Any]] = [
+    (ZEROS, np.where(np.arange(4096) == 2000, 7, 0)),
+    (ZEROS, ZEROS.astype(np.int32)),
+    (ZEROS, ZEROS.reshape(64, 64)),
+    ({"ids": torch.zeros(4096)}, {"ids": (torch.arange(4096) == 2000).float()}),
+    ((torch.tensor([1.00001]),), (torch.tensor([1.00002]),)),
+    ([PICTURE, PICTURE], [PICTURE, PICTURE.rotate(90).point(lambda value: value + 1)]),
+    ([1, 2, 3] * 1000, [*[1, 2, 3] * 999, 1, 2, 4]),
+    (Boxed([np.ones(3)]), Boxed([np.array([1, 1, 1 + 1e-12])])),
+    (["a", "b"], ["ab"]),
+    ([["a"], "b"], [["a", "b"]]),
+    ({"a": 1, "b": 2}, {"a": 2, "b": 1}),
+    (True, 1),
+    (1.0, 1.0 + 2**-52),
+    ("1", 1),
+    (torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float16)),
+    (np.array([1, "a"], dtype=object), np.array([1, "b"], dtype=object)),
+    (None, ""),
+]
+
+
+def hash_of(value: Any) -> int:
+    made = feed(batch=1)
+    made.give(0, [{"x": value, "inputs": torch.arange(3)}])
+    return made._given[0].hash
+
+
+@pytest.mark.parametrize(("one", "other"), UNLIKE)
+def test_samples_are_compared_by_all_their_values(one: Any, other: Any) -> None:
+    assert hash_of(one) == hash_of(copy.deepcopy(one))
+    assert hash_of(other) == hash_of(copy.deepcopy(other))
+    assert hash_of(one) != hash_of(other)
+
+
+def test_keys_in_another_order_are_the_same_sample() -> None:
+    assert hash_of({"a": 1, 2: 3}) == hash_of({2: 3, "a": 1})
+
+
+def test_what_no_rank_can_compare_by_its_value_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"sample 0 has a object under 'x.1.o', which ranks cannot compare"):
+        hash_of([1, {"o": object()}])
+
+
+def test_indices_of_numpy_are_indices() -> None:
+    made = feed()
+    made.give(0, np.array([3, 1, 2, 0]))  # type: ignore[arg-type]
+    assert made.samples(0) == (3, 1, 2, 0)
+    with pytest.raises(TypeError, match="indices of the dataset, or samples"):
+        made.give(0, np.array([3.0, 1, 2, 0]))  # type: ignore[arg-type]
 
 
 def test_what_is_no_global_batch_is_refused() -> None:

@@ -28,6 +28,11 @@ Collate = Callable[[Sequence[Any]], Batch]
 REMEDY = "give DataOptions(collate=...) a function that makes a batch of them"
 
 
+#: What makes tensors of the lists of a Hugging Face dataset.
+LISTS = 'call dataset.set_format("torch") (of a stream with_format("torch"))'
+_UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
 class Unlike(ValueError):
     """Samples that make no batch, because one differs from the first."""
 
@@ -70,7 +75,12 @@ def _batch(parts: Sequence[Any], keys: tuple[str, ...]) -> Any:
             raise Unlike(0, f"{where(keys)}: {error}: {REMEDY}") from error
         if all(tensor.dim() == 1 for tensor in tensors):
             value = PADDING.get(keys[-1], 0) if keys else 0
-            common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+            if value:
+                tensors = list(map(signed, tensors))
+            try:
+                common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+            except RuntimeError as error:  # torch promotes no uint16 to other types
+                raise Unlike(0, f"{where(keys)}: {error}: {REMEDY}") from error
             tensors = [tensor.to(common) for tensor in tensors]
             if value and len({len(tensor) for tensor in tensors}) > 1 and not _holds(common, value):
                 text = str(common).removeprefix("torch.")
@@ -86,9 +96,16 @@ def _batch(parts: Sequence[Any], keys: tuple[str, ...]) -> Any:
     try:
         return default_collate(list(parts))
     except (TypeError, RuntimeError, ValueError) as error:
+        remedy = f"{REMEDY}, or {LISTS}" if isinstance(first, list) else REMEDY
         raise Unlike(
-            0, f"{where(keys)}: a {type(first).__name__} goes into no batch ({error}): {REMEDY}"
+            0, f"{where(keys)}: a {type(first).__name__} goes into no batch ({error}): {remedy}"
         ) from error
+
+
+def signed(targets: Tensor) -> Tensor:
+    """Targets in a type that has -100, which losses ignore, and that torch's losses take: unsigned ones as
+    int64."""
+    return targets.to(torch.int64) if targets.dtype in _UNSIGNED else targets
 
 
 def _holds(dtype: torch.dtype, value: int) -> bool:
@@ -150,6 +167,16 @@ def is_text(part: Any) -> bool:
     if isinstance(part, list | tuple) and part:
         return is_text(part[0])
     return part is None or isinstance(part, str | bytes)
+
+
+def untokenized(sample: Any) -> str:
+    """What the columns of a dataset's sample lack to be tensors, with the remedy; "": nothing."""
+    named = sample.items() if isinstance(sample, Mapping) else ()
+    text = text_parts(sample)
+    lists = [str(name) for name, part in named if isinstance(part, list) and str(name) not in text]
+    if lists:
+        return f"{', '.join(lists)}: lists, no tensors: {LISTS}"
+    return f"{', '.join(text)}: text, no tensors: tokenize it, then {LISTS}" if text else ""
 
 
 def text_parts(sample: Any) -> list[str]:

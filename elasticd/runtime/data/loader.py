@@ -15,7 +15,7 @@ import torch
 from elasticd_planner.spec.batch import MicroBatch, ids_of
 from torch import Tensor
 
-from elasticd.runtime.data.collate import Batch, Collate, Unlike, fresh, pad
+from elasticd.runtime.data.collate import Batch, Collate, Unlike, fresh, pad, untokenized
 from elasticd.runtime.data.packing import blank, pack
 from elasticd.runtime.data.prefetch import Dataset, SampleError
 from elasticd.runtime.data.sample_ledger import entries
@@ -65,7 +65,8 @@ def sample_tokens(
                 + (
                     "its input_ids are empty or not there: leave such samples out"
                     if reads is not None
-                    else 'a sample must hold its tokens first, as in {"inputs": ..., "targets": ...}'
+                    else untokenized(sample)
+                    or 'a sample must hold its tokens first, as in {"inputs": ..., "targets": ...}'
                 )
             )
         total += tokens

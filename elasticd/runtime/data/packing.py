@@ -20,7 +20,7 @@ from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import Lengths
 from torch import Tensor
 
-from elasticd.runtime.data.collate import MODALITIES, Unlike, described, summed, where
+from elasticd.runtime.data.collate import LISTS, MODALITIES, PADDING, Unlike, described, signed, summed, where
 from elasticd.runtime.data.prefetch import NO_ROW, SampleError
 
 #: What to do where a sample makes no row.
@@ -237,7 +237,8 @@ def _row(parts: Sequence[Any], pieces: Sequence[SequencePiece], keys: tuple[str,
 def _tokens(part: Any, place: int, piece: SequencePiece, keys: tuple[str, ...]) -> Tensor:
     """A part of a sample with an entry for each token."""
     if not isinstance(part, Tensor | np.ndarray):
-        raise Unlike(place, f"{where(keys)}: {described(part)} has no entry for each token: {_REMEDY}")
+        remedy = LISTS if isinstance(part, list) else _REMEDY
+        raise Unlike(place, f"{where(keys)}: {described(part)} has no entry for each token: {remedy}")
     try:
         tensor = torch.as_tensor(part)
     except TypeError as error:  # an array of text or of objects
@@ -247,4 +248,4 @@ def _tokens(part: Any, place: int, piece: SequencePiece, keys: tuple[str, ...]) 
             place,
             f"{where(keys)}: shape {tuple(tensor.shape)}, and its length says {piece.length} tokens: {_REMEDY}",
         )
-    return tensor
+    return signed(tensor) if keys and keys[-1] in PADDING else tensor

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
+from numbers import Integral
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from elasticd_planner.spec.batch import BatchLengths, BatchPlan, Sampler, TokenSampler
 from elasticd_planner.spec.plan import Plan
@@ -216,7 +219,10 @@ class _Given:
                 "indices or samples, the same on every rank"
             )
         self.held: Sequence[Any] | None = None
-        indices = [isinstance(each, int) or (isinstance(each, Tensor) and not each.dim()) for each in batch]
+        indices = [
+            isinstance(each, Integral) or (isinstance(each, Tensor | np.ndarray) and not each.ndim)
+            for each in batch
+        ]
         if all(indices):
             self.ids = tuple(int(each) for each in batch)
             wrong = [index for index in self.ids if not 0 <= index < sampler.size]
@@ -227,25 +233,55 @@ class _Given:
         if any(indices) or not all(isinstance(each, Mapping) for each in batch):
             raise TypeError("job.step() takes indices of the dataset, or samples (mappings of tensors)")
         self.held, self.ids = batch, tuple(range(len(batch)))
-        self.hash = _signed(*(part for sample in batch for part in _bytes(sample)))
+        self.hash = _signed(b"".join(_value(sample, (str(place),)) for place, sample in enumerate(batch)))
 
 
-def _bytes(sample: Mapping[str, Any]) -> list[bytes]:
-    """The parts of a sample in which the copies of all ranks must agree."""
-    found = []
-    for key in sorted(sample):
-        value = sample[key]
-        if isinstance(value, Tensor):
-            raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            found += [f"{key} {value.dtype} {tuple(value.shape)}".encode(), raw]
-        else:
-            found.append(f"{key} {value!r}".encode())
-    return found
+def _value(part: Any, keys: tuple[str, ...]) -> bytes:
+    """A hash of a sample, or of a part of it, by its values: copies of it on other ranks have the same one.
+
+    Args:
+        part: mappings, sequences and dataclasses of tensors, arrays, images, numbers, texts and bytes.
+        keys: where it is in the batch.
+
+    Raises:
+        TypeError: it is, or holds, something else.
+    """
+    inner: Iterable[tuple[Any, Any]] = ()
+    match part:
+        case Tensor():
+            raw = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            head = f"tensor {part.dtype} {tuple(part.shape)}"
+        case np.ndarray() | np.generic() if part.dtype != object:
+            raw, head = part.tobytes(), f"array {part.dtype.str} {part.shape}"
+        case None | bool() | int() | float() | complex() | str():
+            raw, head = repr(part).encode(), type(part).__name__
+        case bytes() | bytearray():
+            raw, head = bytes(part), "bytes"
+        case Mapping():
+            raw, head = b"", f"mapping {len(part)}"
+            inner = sorted(part.items(), key=lambda item: _value(item[0], keys))
+        case list() | tuple() if all(type(value) in (int, float, str) for value in part):
+            raw, head = repr(part).encode(), "plain"
+        case list() | tuple() | np.ndarray():
+            raw, head, inner = b"", f"sequence {len(part)}", enumerate(part)
+        case _ if is_dataclass(part):
+            raw, head = b"", type(part).__qualname__
+            inner = [(field.name, getattr(part, field.name)) for field in fields(part)]
+        case _ if hasattr(part, "__array_interface__"):  # an image
+            return _value(np.asarray(part), keys)
+        case _:
+            raise TypeError(
+                f"job.step(): sample {keys[0]} has a {type(part).__name__} under {'.'.join(keys[1:])!r}, which "
+                "ranks cannot compare by its value: give tensors, arrays, images, numbers, texts, lists and "
+                "mappings of them; or indices of the dataset"
+            )
+    digest = hashlib.blake2b(f"{head}\n".encode(), digest_size=16)
+    digest.update(raw)
+    for key, value in inner:
+        digest.update(_value(key, keys) + _value(value, (*keys, str(key))))
+    return digest.digest()
 
 
-def _signed(*parts: bytes) -> int:
+def _signed(data: bytes) -> int:
     """A hash of 63 bits. It is never 0, which means that no batch was given."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(part)
-    return int.from_bytes(digest.digest(), "little") >> 1 | 1
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1 | 1

@@ -23,6 +23,7 @@ from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
 from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.data.collate import untokenized
 from elasticd.runtime.data.packing import Packing, deal, row_tokens
 from elasticd.runtime.data.prefetch import UNREAD, SampleError
 from elasticd.runtime.model.batch_format import BatchFormat
@@ -246,7 +247,8 @@ def _checked(sample: Any) -> Any:
     """
     if not isinstance(sample, Mapping) or not any(isinstance(value, Tensor) for value in sample.values()):
         raise TypeError(
-            f"it is a {type(sample).__name__}: a sample must be a mapping of 1-D tensors, as in "
+            untokenized(sample)
+            or f"it is a {type(sample).__name__}: a sample must be a mapping of 1-D tensors, as in "
             '{"inputs": ..., "targets": ...}'
         )
     msgspec.msgpack.encode({k: v for k, v in sample.items() if not isinstance(v, Tensor)}, enc_hook=_packed)
