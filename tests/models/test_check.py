@@ -156,7 +156,7 @@ def said(
 def test_good_rules_pass_on_every_layout() -> None:
     good, text = said({})
     assert good, text
-    assert text.count("ok ") == 9
+    assert text.count("ok ") == 10
     for tried in (
         "TP 2 with shares 2:1",
         "wider than the units that follow",
@@ -253,7 +253,7 @@ PRECISIONS = {
 def test_layouts_are_compared_in_the_jobs_precision(name: str) -> None:
     good, text = said({}, precision=PRECISIONS[name])
     assert good, text
-    assert text.count("ok ") == 9
+    assert text.count("ok ") == 10
     good, text = said({"blocks.*.norm2.*": PartialGrad()}, precision=PRECISIONS[name])
     assert not good, "rounding is not taken for the reason"
     assert "blocks.1.norm2.weight: the rule 'blocks.*.norm2.*': PartialGrad() adds what is the same" in text
@@ -387,7 +387,7 @@ def checked(blocks: dict[int, type[bundled.Block]], **options: Any) -> tuple[boo
 def test_sections_that_give_named_tensors_are_checked(precision: Precision | None) -> None:
     good, text = checked({}, precision=precision)
     assert good, text
-    assert text.count("ok ") == 8
+    assert text.count("ok ") == 9
     for tried in ("2 stages of 5 and 1 layers, over gloo", "recomputation in all", "interleaved: 2 stages"):
         assert f"ok    {tried}" in text
 

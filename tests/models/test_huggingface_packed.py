@@ -20,13 +20,13 @@ from elasticd.models import next_token_loss
 from elasticd.models.huggingface.packed_attention import NAME, packed, packed_attention
 from elasticd.models.huggingface.proof import fill, prove
 from elasticd.models.huggingface.sections import Sections, sections_of
-from elasticd.runtime.checking import layouts
-from elasticd.runtime.checking.trial import tried
 from elasticd.runtime.checking.verdict import findings
 from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
+from elasticd.runtime.reference import layouts
+from elasticd.runtime.reference.trial import tried
 from tests import sizes
 from tests.models import families
 from tests.models.test_huggingface import OTHERS, made

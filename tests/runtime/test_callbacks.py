@@ -56,6 +56,7 @@ def test_each_plan_is_told_once_and_every_callback_hears_in_order() -> None:
         _callbacks=(Noted("a"), Noted("b"), Callback()),
         _where=shared(),
         _announced=None,
+        _recipe=SimpleNamespace(model=SimpleNamespace(retire=lambda: None)),
     )
     training._notify = partial(Job._notify, training)
     training._announce = partial(Job._announce, training)

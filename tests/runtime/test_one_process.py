@@ -54,6 +54,7 @@ def job(folder: Path | None = None, *, every: int = 100, **changes: Any) -> elas
         "clip": train.CLIP,
         "scheduler": train.scheduler,
         "checkpointing": elasticd.CheckpointingOptions(folder=folder, every=every),
+        "check": False,  # so that calls and lines can be counted
     }
     return elasticd.Job(model=model, global_batch=train.BATCH, seed=train.SEED, **made | changes)
 
@@ -74,6 +75,19 @@ def test_it_trains_as_plain_torch_does_and_says_in_one_line_that_it_is_alone(
     out = capfd.readouterr()
     assert out.err == "elasticd: one process on cpu, without an agent; begins at step 0\n"
     assert out.out == ""
+
+
+def test_a_step_of_the_own_modules_is_compared_first_and_changes_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    reference, _ = train.reference(STEPS)
+    assert losses(job(check=True)) == pytest.approx(reference, abs=1e-10)
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith(
+        "elasticd: a step of your own modules and one of the copies that train agree: loss 3."
+    )
+    assert first.endswith("s; Job(check=False) leaves it out")
+    assert "begins at step 0" in second
 
 
 @pytest.mark.parametrize(

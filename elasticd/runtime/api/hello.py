@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections.abc import Mapping, MutableMapping, Sized
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +34,8 @@ from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import refuse_others, refuse_unsaved
 from elasticd.runtime.model.parameter_groups import OptimizerError
 from elasticd.runtime.parallel.sequence_mixing import packable
-from elasticd.system.logs import is_first_worker
+from elasticd.runtime.reference.comparison import NotCompared, refuse_differences
+from elasticd.system.logs import is_first_worker, say
 from elasticd.version import __version__
 from elasticd.wire.unix_socket import ROUND_VARIABLE, SLOT_VARIABLE
 from elasticd.wire.worker import MOST_NAME, Hello, WorkerDevice
@@ -42,6 +44,9 @@ log = logging.getLogger(__name__)
 
 #: How many times longer than the mean the sequence of a token of a stream is taken to be.
 _UNLIKE = 3.0
+#: Copies of the parameters that a step of the user's modules and one of the engine take: values and gradients
+#: of both, what is compared, and the optimizer's state.
+_COPIES = 12
 #: How many times longer than those that were asked for their lengths another sample may be.
 _LONGER = 2
 
@@ -214,6 +219,39 @@ def check_packing(recipe: Recipe, held_out: Mapping[str, HeldOut] = MappingProxy
             )
     if found:
         raise ValueError("this job cannot pack its sequences: " + "; ".join(found))
+
+
+def check_modules(recipe: Recipe) -> None:
+    """Compares one step of the user's own modules with one of the copies that train, where that can be done,
+    and says so in one line.
+
+    Raises:
+        ModelError: they differ.
+    """
+    if isinstance(recipe.dataset, Stream):
+        log.info("a stream's samples are not tried before the job starts: run `elasticd check`")
+        return
+    needed, free = _COPIES * _bytes(recipe.model), recipe.accelerator.free_bytes()
+    if needed > free:
+        gib = needed / (1 << 30), free / (1 << 30)
+        log.info("a step of your own modules is not tried: it takes %.1f GiB, and %.1f are free", *gib)
+        return
+    began = time.perf_counter()
+    try:
+        step = refuse_differences(recipe, min(recipe.micro_batch, recipe.samples))
+    except NotCompared as why:
+        log.info("a step of your own modules could not be tried: %s", why)
+        return
+    seconds = time.perf_counter() - began
+    say(
+        "a step of your own modules and one of the copies that train agree: "
+        f"loss {step.loss / step.targets:.6g}, {len(step.gradients)} gradients, {seconds:.1f} s; "
+        "Job(check=False) leaves it out"
+    )
+
+
+def _bytes(model: Model) -> int:
+    return sum(parameter.nbytes for section in model.sections.values() for parameter in section.parameters())
 
 
 def job_spec(recipe: Recipe, job: str, held_out: Mapping[str, HeldOut] = MappingProxyType({})) -> JobSpec:

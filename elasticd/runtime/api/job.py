@@ -24,6 +24,7 @@ from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evalu
 from elasticd.runtime.api.hello import (
     check_arguments,
     check_batch_format,
+    check_modules,
     check_optimizer,
     check_packing,
     check_plan,
@@ -62,6 +63,7 @@ from elasticd.runtime.telemetry.device_probe import Prober
 from elasticd.runtime.telemetry.emulation import Pacer
 from elasticd.runtime.telemetry.main_thread import during, shared
 from elasticd.system import logs
+from elasticd.system.logs import is_first_worker
 from elasticd.wire.main_thread import CALLBACK, EVALUATION, Whereabouts
 from elasticd.wire.snapshots import Freed
 from elasticd.wire.worker import DrainNotice, Goodbye, Probe, Published, Rehearse, SaveNow, ToWorker, Welcome
@@ -123,6 +125,7 @@ class Job(RankInfo):
         evaluation: EvaluationOptions = DEFAULTS.evaluation,
         callbacks: Sequence[Callback] = (),
         grace: float = 25.0,
+        check: bool = True,
         **old: Unpack[OldKeywords],
     ) -> None:
         """Connects to this node's agent and announces the job; a process without a launcher trains alone.
@@ -152,6 +155,8 @@ class Job(RankInfo):
                 moves to the other devices; if every worker gets the signal, they make a last checkpoint and
                 the job stops. The script ends with exit code 0. The signals are SIGTERM, SIGINT, SIGHUP, and
                 SIGUSR1 and SIGUSR2 unless the script has its own handlers for these two.
+            check: before the job starts, its first worker takes one step of your own modules and one of the
+                copies that train, where the model fits on its device, and refuses the job where they differ.
             old: keywords of release 0.1 that are fields of the groups now, with a DeprecationWarning.
 
         Raises:
@@ -188,6 +193,7 @@ class Job(RankInfo):
             check_batch_format(self._recipe)
             check_packing(self._recipe, self._held_out)
             self._callbacks = tuple(callbacks)
+            self._check = check
             self._connect()
         except (ConnectionError, RejectedByAgent) as error:
             raise stopped(str(error)) from error
@@ -196,6 +202,8 @@ class Job(RankInfo):
         self._start(grace)
 
     def _connect(self) -> None:
+        if self._check and is_first_worker():
+            check_modules(self._recipe)
         self._control, spec, longest = connect(self._recipe, self._held_out)
         options = self._recipe.checkpointing
         control, saves, snaps = self._control, options.path is not None, options.snapshot_every
@@ -476,8 +484,9 @@ class Job(RankInfo):
         self._end_threads()
 
     def _with_callbacks(self, running: Iterator[Next | Step]) -> Iterator[Next | Step]:
-        """Calls the callbacks before the loop gets a step."""
+        """Calls the callbacks before the loop gets a step. This device has the first state then."""
         for event in running:
+            self._recipe.model.retire()
             self._loop.index = event.index
             self._announce(event)
             yield event

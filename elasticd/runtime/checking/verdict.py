@@ -9,10 +9,10 @@ import torch
 from elasticd_planner.spec.box import Box
 from torch import Tensor
 
-from elasticd.runtime.checking.trial import Member, Trial
 from elasticd.runtime.model.model import Model, split_name
 from elasticd.runtime.model.rng import Dropout
 from elasticd.runtime.model.tp_rules import PartialGrad
+from elasticd.runtime.reference.trial import Member, Trial
 
 #: Relative differences that rounding explains, by type of the parameters.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.2}

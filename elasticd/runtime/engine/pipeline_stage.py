@@ -176,6 +176,7 @@ class StageRunner:
 
     reads: bool  #: whether samples are read on this device
     calls: BlockCalls  #: with what compiled blocks were called
+    loss: Loss  #: called with each output of the head, and its batch
     before_first_pass: Callable[[], None] | None  #: what is to be called before any
     most_alive: int  #: the largest number of micro-batches whose activations were held at once
 
@@ -210,7 +211,7 @@ class StageRunner:
         self._made: dict[Act, list[Tensor]] = {}  # by pass what it has made for an adjacent stage
         self._batch: object = None  # of the pass that comes next, if it reads one
         self._own: tuple[Sequence[int], int] = ((), 0)  # which of how many rows of the pipeline they are
-        self._drawing, self._loss, self._loader = (
+        self._drawing, self.loss, self._loader = (
             local.drawing,
             recipe.loss,
             Loader(recipe.feed, recipe.data.collate, recipe.reads, local.drawing),
@@ -365,13 +366,13 @@ class StageRunner:
             rows: as in `run`.
         """
         self._drawing.begin(self._seed, EVALUATION)  # a rank that has just joined has made no step
-        mine = self._loader, self._loss, self._schedule
-        self._loader, self._loss, self._schedule = loader, loss, all_forward
+        mine = self._loader, self.loss, self._schedule
+        self._loader, self.loss, self._schedule = loader, loss, all_forward
         try:
             with torch.no_grad():
                 return self.run(micro_batches, rows=rows)
         finally:
-            self._loader, self._loss, self._schedule = mine
+            self._loader, self.loss, self._schedule = mine
 
     def prepare(self, micro_batches: Iterable[MicroBatch]) -> None:
         """Has the samples of these micro-batches read ahead, if this stage reads any."""
@@ -457,7 +458,7 @@ class StageRunner:
             logits = self._precision.leaving(logits) if self._precision else logits
             self._stopwatch.where.at(LOSS)
             with self._drawing.keyed("loss"):  # every member of the last stage computes it
-                state.loss, counted = self._loss(logits, batch)
+                state.loss, counted = self.loss(logits, batch)
             if isinstance(counted, Tensor) and counted.device.type == "cpu":
                 counted = counted.item()
             state.targets = counted

@@ -1,8 +1,9 @@
 """A model as elasticd trains it: its sections, its tensor-parallel rules, its first values.
 
-The user's modules are not changed. A copy of them without storage describes the full model. A device runs
-copies of its sections (`local_model`): parameters have the local shape, attributes that count units have the
-local number, and the TP group's collectives are hooked around the modules whose parameters are cut.
+A copy of the user's modules without storage describes the full model. A device runs copies of its sections
+(`local_model`): parameters have the local shape, attributes that count units have the local number, and the TP
+group's collectives are hooked around the modules whose parameters are cut. The user's own modules give the
+first values, and are retired once the job has them (`handed_over`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.box_reader import BoxReader
+from elasticd.runtime.model.handed_over import HandedOver, without_storage
 from elasticd.runtime.model.pretrained import Pretrained
 from elasticd.runtime.model.rng import STATES, Dropout
 from elasticd.runtime.model.tie_rules import rules_of_ties
@@ -121,12 +123,15 @@ class Model:
             self.rules |= {pattern: rule for pattern, rule in planned.items() if pattern not in self.rules}
         self.ties = shared(given) | dict(ties or {})
         self.sections = {
-            section: replace_dropouts(section, _without_storage(module)) for section, module in given.items()
+            section: replace_dropouts(section, module) for section, module in without_storage(given).items()
         }
+        #: The modules as the user gave them.
+        self.handed_over = HandedOver(given)
         self.width = _width(embed) if width is None else width
         self._reader = init if isinstance(init, BoxReader) else None
         self._init = None if isinstance(init, BoxReader) else init
         self._own = _values(given) if init is None else {}
+        self._given_away: set[str] = set()  # names of values that only the job has now
         #: Parameters of several fused parts, by full name: the dimension that is theirs in what is trained.
         self.fused: dict[str, int] = {}
         self._owners: dict[str, dict[str, dict[str, Rule]]] = {section: {} for section in self.sections}
@@ -190,6 +195,16 @@ class Model:
                 return ""  # made of the job's seed
             digest.update(f"{name} {checksum(self._own[name].contiguous())}\n".encode())
         return digest.hexdigest()
+
+    def retire(self) -> None:
+        """Retires the user's modules: the devices of a job have the first values. Nothing the second time."""
+        if self.handed_over.retired:
+            return
+        kept = frozenset(self.spec.frozen) if self.leaves_out_frozen else frozenset[str]()
+        for name in self._own.keys() - kept:
+            del self._own[name]
+            self._given_away.add(name)
+        self.handed_over.retire()
 
     def rule(self, name: str) -> Rule | None:
         """The rule of a parameter (or of a dropout) by full name: the first whose pattern matches."""
@@ -387,6 +402,11 @@ class Model:
             value, said = self._init(name, shape, _generator(seed, name)), f"init({name!r}) gave"
         elif name in self._own:
             value, said = self._own[name], f"{name} has"
+        elif name in self._given_away:
+            raise ModelError(
+                f"{name} has no first value: a job has begun with this model, and took it. Make the modules "
+                "and the elasticd.Model anew for another job, or resume from a checkpoint"
+            )
         else:
             value, said = self._reset(name, seed), f"reset_parameters made of {name}"
         if tuple(value.shape) != shape:
@@ -442,12 +462,3 @@ def _values(sections: Mapping[str, nn.Module]) -> dict[str, Tensor]:
         for name, value in module.state_dict(keep_vars=True).items()
         if isinstance(value, Tensor) and not value.is_meta
     }
-
-
-def _without_storage(module: nn.Module) -> nn.Module:
-    """A copy of the module on the meta device: shapes without memory. Buffers keep theirs."""
-    memo: dict[int, object] = {
-        id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        for parameter in module.parameters()
-    }
-    return copy.deepcopy(module, memo)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -13,13 +13,13 @@ from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
 
-from elasticd.runtime.checking.layouts import Variation
 from elasticd.runtime.comm.groups import PeerLost, PlanGroups
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads, unpaced
 from elasticd.runtime.comm.torch_store import TorchStore
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices
+from elasticd.runtime.reference.layouts import Variation
 
 
 def _under(recipe: Recipe, variation: Variation) -> Recipe:
@@ -74,8 +74,10 @@ class Trial:
     failed: tuple[str, BaseException] | None = None
 
 
-def tried(recipe: Recipe, variation: Variation) -> Trial:
-    """Takes one step."""
+def tried(
+    recipe: Recipe, variation: Variation, watch: Callable[[Engine], object] = lambda engine: None
+) -> Trial:
+    """Takes one step. watch: called before it with the engine of each member, in that one's thread."""
     plan = variation.plan
     layouts = Layouts(recipe.model.spec, plan)
     members = {name: Member() for name in plan.members}
@@ -85,7 +87,7 @@ def tried(recipe: Recipe, variation: Variation) -> Trial:
         seen = members[memory.me]
         plan_groups = PlanGroups("check", memory.me, "127.0.0.1", store) if variation.gloo else memory
         try:
-            return _step(_under(recipe, variation), layouts, plan_groups, seen)
+            return _step(_under(recipe, variation), layouts, plan_groups, seen, watch)
         finally:
             if variation.gloo:
                 plan_groups.shut()  # frees the others where this one failed
@@ -102,7 +104,9 @@ def tried(recipe: Recipe, variation: Variation) -> Trial:
     return Trial(loss=loss, applied=applied, members=members)
 
 
-def _step(recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, seen: Member) -> tuple[float, bool]:
+def _step(
+    recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, seen: Member, watch: Callable[[Engine], object]
+) -> tuple[float, bool]:
     """One member's step: its loss, and whether its updates were applied."""
     engine = Engine(recipe, layouts, plan_groups, unpaced)
     engine.adopt(first_state(recipe.model, layouts, plan_groups.me, recipe.seed, recipe.master))
@@ -127,6 +131,7 @@ def _step(recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, seen: Membe
 
     engine.optimizer.register_step_pre_hook(reduced)
     engine.local.drawing.drew = seen.drew
+    watch(engine)
     outcome = engine.step(0, lambda: 0, lambda: 0).outcome
     engine.settle()
     for held in chain.from_iterable(seen.gradients.values()):

@@ -1,0 +1,197 @@
+"""One step of the user's own modules beside one of the engine on one device: differences, and likely causes.
+
+Both take the same samples from the same first values with the same draws, so that they agree but for rounding,
+unless something of the script acts on the modules that were given and not on the copies that train: a closure
+(a hook, a patched forward, the loss), an attribute that forward sets, a draw that nothing keys.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.model import Model, split_name
+from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.reference import layouts
+from elasticd.runtime.reference.plain_step import MicroBatch, PlainStep, plain_step
+from elasticd.runtime.reference.trial import Member, tried
+
+#: Relative differences that rounding explains between one order of the same operations and another.
+NEAR = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.05}
+#: Parameters, attributes or sections that a message names.
+_NAMED = 3
+
+_SEE = "see 'What your script still holds' in docs/training.md"
+
+
+class NotCompared(Exception):
+    """The step cannot be made here: why."""
+
+
+def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
+    """Compares one step of the user's modules with one of the engine, on this process's device.
+
+    Args:
+        recipe: of the job.
+        samples: of the micro-batch that both take.
+
+    Returns:
+        The step of the user's modules.
+
+    Raises:
+        ModelError: the steps differ. The message has what differs and the likely cause.
+        NotCompared: one of the two steps cannot be made.
+    """
+    model = recipe.model
+    if model.handed_over.retired:
+        raise NotCompared("your modules were given to an earlier job")
+    data = replace(recipe.data, packing=None, readers=0, global_tokens=None)
+    recipe = replace(recipe, data=data, clip=None)
+    batches = list[MicroBatch]()
+    originals = model.handed_over.parameters()
+    gradients = {name: parameter.grad for name, parameter in originals.items()}
+    for parameter in originals.values():
+        parameter.grad = None
+    try:
+        engine = tried(recipe, layouts.alone(model.spec, samples), lambda engine: _keep_batch(engine, batches))
+        reached = [name for name, parameter in originals.items() if parameter.grad is not None]
+    finally:
+        for name, parameter in originals.items():
+            parameter.grad = gradients[name]
+    if reached:
+        raise ModelError(_closure(reached))
+    if engine.failed is not None:
+        where, error = engine.failed
+        if isinstance(error, ModelError):
+            raise error
+        raise NotCompared(f"{where or 'the step'}: {_first_line(error)}") from error
+    if not engine.applied:
+        raise NotCompared("its gradients are not finite, or its samples have no target")
+    try:
+        plain = plain_step(recipe, batches[0])
+    except ModelError:
+        raise
+    except Exception as error:
+        raise NotCompared(f"your modules cannot run by themselves: {_first_line(error)}") from error
+    (member,) = engine.members.values()
+    if differences := list(_differences(model, plain, engine.loss, member)):
+        raise ModelError(
+            f"a step of your own modules and one of the copies that train differ: {'; '.join(differences)}. "
+            f"{_cause(plain, member)}; {_SEE}"
+        )
+    return plain
+
+
+def _keep_batch(engine: Engine, batches: list[MicroBatch]) -> None:
+    """Keeps the first batch that the engine calls its embedding and its loss with."""
+    assert engine.runner is not None
+    entered, loss = list[Any](), engine.runner.loss
+    ids: list[int] = []
+
+    def enters(_: Any, args: tuple[Any, ...]) -> None:
+        if not entered:
+            entered[:] = [args[0], copy.deepcopy(args[0])]
+            ids[:] = engine.local.drawing.samples or ()
+
+    def watched(output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:
+        if not batches:
+            targets = entered[1] if batch is entered[0] else copy.deepcopy(batch)
+            batches.append(MicroBatch(entered=entered[1], targets=targets, ids=ids))
+        return loss(output, batch)
+
+    engine.local.modules["embed"].register_forward_pre_hook(enters, prepend=True)
+    engine.runner.loss = watched
+
+
+def _differences(model: Model, plain: PlainStep, mean: float, engine: Member) -> Iterator[str]:
+    """What differs: the first section's output, the loss, parameters that lack a gradient, gradients."""
+    types = {x.dtype for named in plain.outputs.values() for x in named.values() if x.is_floating_point()}
+    types |= {gradient.dtype for gradient in plain.gradients.values()}
+    near = max(NEAR.get(dtype, 1e-2) for dtype in (model.dtype, *types))
+    for section, named in plain.outputs.items():
+        for name, expected in named.items():
+            output = engine.outputs[section].get(name)
+            off = math.inf if output is None or output.shape != expected.shape else _apart(output, expected)
+            if off > near:
+                yield f"the output of {section}{f' {name!r}' if name else ''} by {off:.1e} of its size"
+                return
+    right = plain.loss / plain.targets
+    if not math.isclose(mean, right, rel_tol=near, abs_tol=near):
+        yield f"the loss is {right:.6g}, and {mean:.6g} of the copies"
+    lacking = [name for name in plain.gradients if name not in engine.gradients]
+    beyond = [name for name in engine.gradients if name not in plain.gradients]
+    if lacking:
+        yield f"{_some(lacking)} would get no gradient"
+    if beyond:
+        yield f"{_some(beyond)} would get a gradient, and has none in your own step"
+    sizes: dict[str, float] = {}
+    for name, expected in plain.gradients.items():
+        section = split_name(name)[0]
+        sizes[section] = max(sizes.get(section, 0.0), _size(expected))
+    off_by = {}
+    for name in [name for name in plain.gradients if name in engine.gradients]:
+        expected, (part,) = plain.gradients[name], engine.gradients[name]
+        size = max(_size(expected), 1e-3 * sizes[split_name(name)[0]])
+        gap = float((part.reduced.reshape(expected.shape).double() - expected.double()).abs().max())
+        if not gap <= near * size:
+            off_by[name] = gap / max(size, 1e-300)
+    if off_by:
+        worst = max(off_by, key=lambda name: off_by[name])
+        yield f"the gradient of {_some([worst, *(off_by.keys() - {worst})])} by {off_by[worst]:.1e} of its size"
+
+
+def _closure(reached: Sequence[str]) -> str:
+    return (
+        f"{_some(reached)} of your own modules got a gradient from the copies that train: a function that "
+        "closes over your module reaches it (a hook, a patched forward, the loss), and what it reaches would "
+        "never be trained. Write it as a method that uses self, and give the loss what it needs as an output; "
+        f"{_SEE}"
+    )
+
+
+def _cause(plain: PlainStep, engine: Member) -> str:
+    """The likely cause of a difference."""
+    if plain.attributes:
+        return (
+            f"forward sets {_some(plain.attributes)}, which the loss, a hook or another module may read of "
+            "your own modules and not of the copies: return it as a named tensor of the section's output"
+        )
+    if engine.drew:
+        return (
+            f"{_some(sorted(engine.drew))} draws random numbers: use nn.Dropout, whose draws are keyed by "
+            "step, sample and place"
+        )
+    return (
+        "A hook, a patched forward or the loss reads something else than what it is called with: another "
+        "module, a global, a counter, a generator of its own"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    said = ", ".join(names[:_NAMED])
+    return said + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    """The largest difference, in units of the largest finite value. A mask may have infinite ones."""
+    if not other.numel():
+        return 0.0
+    gap = torch.where(one == other, 0.0, (one.double() - other.double()).abs())
+    largest = float(gap.max())
+    return math.inf if largest != largest else largest / (_size(other) or 1.0)
+
+
+def _size(values: Tensor) -> float:
+    return float(values.double().abs().nan_to_num(posinf=0.0).max()) if values.numel() else 0.0
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -1,0 +1,159 @@
+"""The reference step: forward and backward pass of the user's own modules, without the engine.
+
+The modules get the model's first values on the job's device, and keyed dropouts in place of their own, so that
+they draw as the engine does. They are called as a plain script would call them, on a batch that the engine was
+given, and are as they were afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from elasticd_planner.spec.box import Box
+from torch import Tensor, nn
+
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.handed_over import REGISTERED
+from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.rng import Drawing, Dropout
+from elasticd.runtime.model.validation import replace_dropouts
+from elasticd.runtime.parallel.packed_row import passing
+
+#: The tables of a module in which torch registers what it has.
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """A batch as the engine got it, from before any module saw it."""
+
+    entered: Any  #: what the embedding is called with
+    targets: Any  #: what the loss is called with, beside the output
+    ids: Sequence[int]  #: of its samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainStep:
+    """What one step of the user's modules gave. Losses and gradients are sums over targets."""
+
+    loss: float
+    targets: float
+    outputs: dict[str, dict[str, Tensor]]  #: by section, and by the names of its tensors; "" of a single one
+    gradients: dict[str, Tensor]  #: of the parameters that have one, in the shape of their modules
+    attributes: tuple[str, ...]  #: those of modules that forward set, by full name
+
+
+def plain_step(recipe: Recipe, batch: MicroBatch) -> PlainStep:
+    """Takes one step of the modules that the user gave. Raises what they raise."""
+    drawing, precision = Drawing(), recipe.precision
+    drawing.begin(recipe.seed, 0)
+    drawing.samples = list(batch.ids)
+    outputs: dict[str, dict[str, Tensor]] = {}
+    with _lent(recipe.model, recipe.seed, recipe.accelerator.device) as (sections, parameters):
+        before, x = _attributes(sections), batch.entered
+        with torch.enable_grad(), passing(None):
+            for section, module in sections.items():
+                called = _with_keyed_dropouts(section, module, drawing)
+                with drawing.keyed(section):
+                    x = called(x)
+                named = {"": x} if isinstance(x, Tensor) else x
+                outputs[section] = {k: v.detach().clone() for k, v in named.items() if isinstance(v, Tensor)}
+            with drawing.keyed("loss"):
+                total, count = recipe.loss(precision.leaving(x) if precision else x, batch.targets)
+            after = _attributes(sections)
+            if total.requires_grad:
+                total.backward()  # type: ignore[no-untyped-call]
+        return PlainStep(
+            loss=float(total.detach()),
+            targets=float(count),
+            outputs=outputs,
+            gradients={name: p.grad.detach() for name, p in parameters.items() if p.grad is not None},
+            attributes=tuple(name for name, value in after.items() if before.get(name) is not value),
+        )
+
+
+@contextmanager
+def _lent(
+    model: Model, seed: int, device: torch.device
+) -> Iterator[tuple[dict[str, nn.Module], dict[str, nn.Parameter]]]:
+    """The user's modules by section, on a device, with the values that a job of this seed begins with, and
+    their parameters by full name, those that are shared by that of their first use.
+
+    They are the user's own objects, so that whatever else reaches them sees what happens to them; but copies
+    where they lie on the meta device. Afterwards they are as before.
+    """
+    sections = model.handed_over.sections
+    if any(parameter.is_meta for module in sections.values() for parameter in module.parameters()):
+        sections = copy.deepcopy(sections)
+    parameters: dict[str, nn.Parameter] = {}
+    with ExitStack() as undo:
+        for module in {id(each): each for section in sections.values() for each in section.modules()}.values():
+            undo.callback(_restore, module, dict(vars(module)), [dict(vars(module)[t]) for t in _TABLES])
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[name] = buffer.detach().to(device, copy=True)
+        for name, owner, leaf in _places(model, sections):
+            shared = model.spec.owner(name)
+            if shared in parameters:
+                setattr(owner, leaf, parameters[shared])
+                continue
+            value = model.first_value(shared, Box.whole(model.parameter(shared).shape), seed)
+            value = value.reshape(model.module_shape(shared)).to(device)
+            parameter = owner._parameters[leaf]
+            assert parameter is not None
+            if parameter.is_meta:
+                parameter = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                setattr(owner, leaf, parameter)
+            else:
+                undo.callback(_give_back, parameter, parameter.data, parameter.grad)
+                parameter.grad, parameter.data = None, value
+            parameters[shared] = parameter
+        yield sections, parameters
+
+
+def _restore(module: nn.Module, attributes: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> None:
+    vars(module).clear()
+    vars(module).update(attributes)
+    for table, entries in zip(_TABLES, tables, strict=True):
+        vars(module)[table].clear()
+        vars(module)[table].update(entries)
+
+
+def _give_back(parameter: nn.Parameter, value: Tensor, gradient: Tensor | None) -> None:
+    parameter.grad = None
+    parameter.data = value
+    parameter.grad = gradient
+
+
+def _places(model: Model, sections: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str]]:
+    """Each parameter's full name, the module that registers it, and its name there."""
+    for section, module in sections.items():
+        for described in model.spec.section(section):
+            if described.kind != "buffer":
+                path, _, leaf = described.name.rpartition(".")
+                yield f"{section}.{described.name}", module.get_submodule(path), leaf
+
+
+def _with_keyed_dropouts(section: str, module: nn.Module, drawing: Drawing) -> nn.Module:
+    """The section with dropouts that draw as those of the engine's copy: blocks may share a module."""
+    module = replace_dropouts(section, module)
+    for path, each in module.named_modules(prefix=section):
+        if isinstance(each, Dropout):
+            each.site, each.drawing = path, drawing
+    return module
+
+
+def _attributes(sections: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """What modules keep beside what they register, by full name."""
+    return {
+        f"{path}.{name}": value
+        for section, module in sections.items()
+        for path, each in module.named_modules(prefix=section)
+        for name, value in vars(each).items()
+        if name not in REGISTERED and not isinstance(each, Dropout)
+    }
