@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing
@@ -143,11 +144,12 @@ class Recurrent(nn.Module):
 
 
 class Normed(Block):
-    """The weight norm of torch before parametrisations: a tensor that a hook computes."""
+    """Weights that a hook computes before each pass, as torch did before parametrisations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.utils.weight_norm(self.up)
+        prune.random_unstructured(self.down, "weight", 0.3)
 
 
 @pytest.mark.parametrize("block", [Block, Dropping, Attending, Recurrent, Normed])

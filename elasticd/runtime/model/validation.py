@@ -78,13 +78,9 @@ def refuse_module(path: str, module: nn.Module) -> None:
         )
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
         raise ModelError(f"{path} has sparse=True: sparse gradients are not reduced; leave it out")
-    for name, value in (*vars(module).items(), *module.named_buffers(recurse=False)):
-        if isinstance(value, torch.Tensor) and not value.is_leaf:
-            raise ModelError(
-                f"{path} keeps {name!r}, a tensor that was computed from parameters (by weight_norm or prune "
-                "of torch.nn.utils, or in an earlier forward pass), which no copy can follow: use "
-                "torch.nn.utils.parametrizations, or delete it before"
-            )
+    for name, value in module.named_buffers(recurse=False):
+        if not value.is_leaf:
+            raise ModelError(f"{path}.{name} is a buffer that was computed from parameters: detach it")
     if getattr(module, "track_running_stats", False):
         raise ModelError(
             f"{path} keeps running statistics, which would differ by layout; use track_running_stats=False"
