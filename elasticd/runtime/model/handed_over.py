@@ -71,7 +71,7 @@ class RetiredParameter(nn.Parameter):
             f"body) would train. {_INSTEAD}"
         )
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"RetiredParameter({self.retired_name}, {tuple(self.shape)})"
 
 
@@ -94,7 +94,7 @@ class HandedOver:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters by the name of their first use."""
-        named = {}
+        named: dict[str, nn.Parameter] = {}
         for section, module in self.sections.items():
             for name, parameter in module.named_parameters(prefix=section):
                 if not any(parameter is other for other in named.values()):

@@ -67,7 +67,7 @@ def plain_step(recipe: Recipe, batch: MicroBatch) -> PlainStep:
                 total, count = recipe.loss(precision.leaving(x) if precision else x, batch.targets)
             after = _attributes(sections)
             if total.requires_grad:
-                total.backward()  # type: ignore[no-untyped-call]
+                total.backward()
         return PlainStep(
             loss=float(total.detach()),
             targets=float(count),
