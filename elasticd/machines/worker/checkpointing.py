@@ -146,9 +146,7 @@ def _settle(state: CheckpointState, told: Sequence[tuple[int, Status]], rank: in
     return msgspec.structs.replace(state, status=Status.FREE), ()
 
 
-def _give_up(
-    state: CheckpointState, reason: str, *, said: bool = False, failed_here: bool = False
-) -> _Step:
+def _give_up(state: CheckpointState, reason: str, *, said: bool = False, failed_here: bool = False) -> _Step:
     effect = GiveUp(step=state.step, reason=reason, said=said, failed_here=failed_here)
     return msgspec.structs.replace(state, status=Status.BUSY), (effect,)
 

@@ -71,7 +71,7 @@ class RetiredParameter(nn.Parameter):
             f"body) would train. {_INSTEAD}"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"RetiredParameter({self.retired_name}, {tuple(self.shape)})"
 
 
