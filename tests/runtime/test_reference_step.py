@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.packing import Packing
@@ -314,6 +316,50 @@ def test_a_backward_hook_of_a_module_is_not_refused_and_a_module_that_fails_alon
 
     with pytest.raises(NotCompared, match=r"blocks.0: ValueError: wants a row"):
         refuse_differences(Parts(Fails).recipe(), 2)
+
+
+def test_a_backward_pass_that_draws_is_not_compared() -> None:
+    class Noise(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * torch.rand_like(gradient)
+
+    class Noisy(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = Noise.apply(super().forward(x))
+            return out
+
+    with pytest.raises(NotCompared, match="its backward pass draws"):
+        refuse_differences(Parts(Noisy).recipe(), 2)
+
+
+class Checkpointed(nn.Module):
+    """Repeats what drops elements, by torch's own checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.drop = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + checkpoint(lambda y: self.drop(self.one(y)), x, use_reentrant=False)
+        return x + checkpoint(lambda y: self.drop(self.two(y)), x, use_reentrant=False)
+
+
+class Skipping(Block):
+    """Drops layers by Python's generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if random.random() < 0.5 else x
+
+
+@pytest.mark.parametrize("block", [Checkpointed, Skipping])
+def test_repeated_and_pythons_draws_agree(block: Callable[[], nn.Module]) -> None:
+    for seed in range(3):
+        refuse_differences(Parts(block).recipe(seed=seed), 3)
 
 
 def test_a_batch_that_a_section_empties_is_whole_for_the_next_one() -> None:

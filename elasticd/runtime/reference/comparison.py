@@ -81,6 +81,8 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
         raise
     except Exception as error:
         raise NotCompared(f"your modules cannot run by themselves: {_first_line(error)}") from error
+    if plain.draws_backward:
+        raise NotCompared("its backward pass draws random numbers")
     (member,) = engine.members.values()
     if differences := list(_differences(model, plain, engine.loss, member)):
         raise ModelError(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.handed_over import REGISTERED
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.model.rng import Drawing, Dropout
+from elasticd.runtime.model.rng import Drawing, Dropout, watching
 from elasticd.runtime.model.validation import replace_dropouts
 from elasticd.runtime.parallel.packed_row import passing
 
@@ -45,6 +45,7 @@ class PlainStep:
     targets: float
     outputs: dict[str, dict[str, Tensor]]  #: by section, and by the names of its tensors; "" of a single one
     gradients: dict[str, Tensor]  #: of the parameters that have one, in the shape of their modules
+    draws_backward: bool  #: whether its backward pass drew random numbers, which the engine keys by section
     attributes: tuple[str, ...]  #: those of modules that forward set, by full name
 
 
@@ -56,23 +57,25 @@ def plain_step(recipe: Recipe, batch: MicroBatch) -> PlainStep:
     outputs: dict[str, dict[str, Tensor]] = {}
     with _lent(recipe.model, recipe.seed, recipe.accelerator.device) as (sections, parameters):
         before, x = _attributes(sections), batch.entered
-        with torch.enable_grad(), passing(None):
+        with torch.enable_grad(), passing(None), drawing.kept():
             for section, module in sections.items():
                 called = _with_keyed_dropouts(section, module, drawing)
-                with drawing.keyed(section):
+                with drawing.section(section):
                     x = called(x)
                 named = {"": x} if isinstance(x, Tensor) else x
                 outputs[section] = {k: v.detach().clone() for k, v in named.items() if isinstance(v, Tensor)}
             with drawing.keyed("loss"):
                 total, count = recipe.loss(precision.leaving(x) if precision else x, batch.targets)
             after = _attributes(sections)
-            if total.requires_grad:
-                total.backward()
+            with watching() as draws:
+                if total.requires_grad:
+                    total.backward()
         return PlainStep(
             loss=float(total.detach()),
             targets=float(count),
             outputs=outputs,
             gradients={name: p.grad.detach() for name, p in parameters.items() if p.grad is not None},
+            draws_backward=draws.drew,
             attributes=tuple(name for name, value in after.items() if before.get(name) is not value),
         )
 
