@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.sample_order import MOST_PERMUTED
 from PIL import Image
 
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
@@ -158,3 +159,35 @@ def test_a_sample_beyond_a_given_batch_is_named() -> None:
             made.take(4)
 
     run_threads(("a/0",), worker)
+
+
+class Large(Text):
+    """So many samples that no epoch is permuted as a whole."""
+
+    def __len__(self) -> int:
+        return 2 * MOST_PERMUTED
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index % 64)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_the_order_of_a_large_dataset_is_carried_by_the_state(old: bool) -> None:
+    """A state of a release that permuted it, which carries none, keeps that order."""
+    recipe = replace(make_recipe(), dataset=Large())
+    order = Sampler(
+        size=len(Large()), global_batch=BATCH, seed=recipe.seed, order="permutation" if old else "feistel"
+    )
+
+    def worker(plan_groups: MemoryPlanGroups) -> list[tuple[int, ...]]:
+        engine = engine_on(plan_groups, replace(recipe), UNEQUAL)
+        found = [] if old else [engine.step(0, lambda: 0).samples]
+        engine.settle()
+        state = engine.state()
+        assert set(state.extras) == (set() if old else {"data"})
+        later = engine_on(plan_groups, recipe, UNEQUAL, state)
+        return [*found, *(later.step(step, lambda: 0).samples for step in (1, 2))]
+
+    steps = range(1, 3) if old else range(3)
+    expected = [order.samples(step) for step in steps]
+    assert all(each == expected for each in run_threads(UNEQUAL.members, worker).values())

@@ -16,8 +16,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from elasticd_migration.text_codec import from_text, to_text
 from elasticd_planner.spec.batch import BatchLengths, BatchPlan, Sampler, TokenSampler
 from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.sample_order import order_for
+from msgspec import structs
 from torch import Tensor
 
 from elasticd.runtime.comm.groups import Group
@@ -189,11 +192,15 @@ class Mapped:
     ) -> str | None:
         """Compares the hash of the script's batch on all ranks.
 
+        The state carries the order of a large dataset's samples. One that carries none after its first step was
+        begun by a release that permuted every dataset as a whole; it keeps that order.
+
         Raises:
             BatchesDiffer: the ranks gave different batches.
         """
+        order = self._order(step, carried)
         if not self._given:
-            return None
+            return order
         self._now = given = self._given.get(step)
         mine = given.hash if given is not None else 0
         hashes = [int(each) for each in everyone.all_gather(torch.tensor([mine]))]
@@ -203,7 +210,19 @@ class Mapped:
                 f"step {step}: {', '.join(odd)} gave another batch than {plan.members[0]}: give job.step() the "
                 "same on every rank, a function of the index that job.next() gave"
             )
-        return None
+        return order
+
+    def _order(self, step: int, carried: str | None) -> str | None:
+        """Takes the order of samples that a state carries, and gives what it is to carry on."""
+        sampler = self._sampler
+        if not isinstance(sampler, Sampler) or order_for(sampler.size) == "permutation":
+            return None
+        if carried is None and not step:
+            carried = to_text(order_for(sampler.size))
+        order: Any = from_text(carried) if carried is not None else "permutation"
+        if sampler.order != order:
+            self._sampler = structs.replace(sampler, order=order)
+        return carried
 
 
 class _Given:

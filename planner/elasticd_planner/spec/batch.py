@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain, islice, repeat, zip_longest
 from typing import NamedTuple, TypeVar
 
@@ -22,6 +22,7 @@ import numpy as np
 from elasticd_planner.numeric import Ints
 from elasticd_planner.spec import sample_packing
 from elasticd_planner.spec.plan import ModulePlan, Place, Plan
+from elasticd_planner.spec.sample_order import Order, permutation, samples_at
 from elasticd_planner.value import Value, refuse
 
 
@@ -160,6 +161,7 @@ class Sampler(Value, frozen=True, kw_only=True):
     size: int
     global_batch: int
     seed: int
+    order: Order = "permutation"
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -173,7 +175,8 @@ class Sampler(Value, frozen=True, kw_only=True):
         found: list[int] = []
         while left:
             epoch, first = divmod(at, self.size)
-            part = _epoch(self.seed, epoch, self.size)[first : first + left].tolist()
+            stop = min(self.size, first + left)
+            part = samples_at(self.order, self.seed, epoch, self.size, first, stop).tolist()
             found += part
             at, left = at + len(part), left - len(part)
         return tuple(found)
@@ -224,15 +227,10 @@ class TokenSampler:
         if epoch not in self._known:
             if len(self._known) > 1:
                 del self._known[min(self._known)]
-            samples = _epoch(self.seed, epoch, self.size)
+            samples = permutation(self.seed, epoch, self.size)
             ends = np.cumsum(self._lengths[samples])
             self._known[epoch] = samples, ends - self._lengths[samples]
         return self._known[epoch]
-
-
-@lru_cache(maxsize=4)
-def _epoch(seed: int, epoch: int, size: int) -> Ints:
-    return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(size)
 
 
 class BatchLengths(Value, frozen=True, kw_only=True):
