@@ -2,8 +2,8 @@
 
 A parameter has its value, where it is computed with and where its state is kept, and its state: planes
 (element-wise moments and master weights, of the shape of the boxes that are owned) and scalars (0-dim tensors
-and plain numbers). Optimizers that keep anything else for a parameter are refused by name: no box arithmetic
-can move it.
+and plain numbers). Of a parameter without dimensions every tensor but the count of steps is a plane. Optimizers
+that keep anything else for a parameter are refused by name: no box arithmetic can move it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from elasticd_migration.text_codec import NotPlain, from_text, plain, to_text
 
 #: What a scalar can be.
 Number = torch.Tensor | float | int | bool | None
+
+#: The optimizers' count of steps in the state of a parameter, which is no moment where that has no dimensions.
+STEPS = "step"
 
 #: Keys of a parameter group that are no settings.
 _MEMBERS = ("params", "param_names")
@@ -169,9 +172,9 @@ def _master(
 ) -> torch.Tensor:
     tensor = state.tensors.get(Item(name, "state")) if state is not None else None
     shard = next((s for s in tensor.shards if s.box == box), None) if tensor is not None else None
-    if shard is None or MASTER not in shard.planes:
+    kept = None if tensor is None or shard is None else shard.planes.get(MASTER, tensor.scalars.get(MASTER))
+    if not isinstance(kept, torch.Tensor):  # of a parameter without dimensions elasticd 0.1 kept it as a scalar
         return value.to(dtype, copy=True)
-    kept = shard.planes[MASTER]
     if kept.dtype != dtype:
         raise ValueError(f"state of {name}: its master weights are {kept.dtype}, and this job's are {dtype}")
     return kept
@@ -267,10 +270,11 @@ def restore_optimizer(state: LocalState, owned: Sequence[Owned], optimizer: torc
         if planes or tensor.scalars:
             place = counted.get(id(parameter))
             scalars = {
-                key: value.to((place if key == "step" else None) or value.device, copy=True)
+                key: value.to((place if key == STEPS else None) or value.device, copy=True)
                 if isinstance(value, torch.Tensor)
                 else value
                 for key, value in tensor.scalars.items()
+                if key != MASTER
             }
             optimizer.state[parameter] = {**scalars, **planes}
 
@@ -307,7 +311,8 @@ def _state(
         planes: dict[str, torch.Tensor] = {}
         single: dict[str, Number] = {}
         for key, value in kept.items():
-            if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == box.shape:
+            alike = isinstance(value, torch.Tensor) and tuple(value.shape) == box.shape
+            if alike and (box.shape or key != STEPS):
                 planes[key] = value
             elif _single(value):
                 single[key] = value

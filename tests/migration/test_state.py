@@ -12,6 +12,7 @@ from elasticd_migration.local_state import (
     NotElementWise,
     Owned,
     Shard,
+    _master,
     collect,
     install,
     own,
@@ -103,6 +104,42 @@ def test_element_wise_optimizers_go_on_as_if_nothing_happened(
         only(everything).grad = torch.ones(3, 4)
         takes.step()
     assert torch.equal(only(held), only(new))
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop]
+)
+def test_of_a_parameter_without_dimensions_moments_are_planes(
+    kind: Callable[..., torch.optim.Optimizer],
+) -> None:
+    """They are moved, averaged and saved as those of any parameter."""
+    box = Box.whole(())
+    state = {}
+    for shape in ((), (1,)):
+        parameter = torch.nn.Parameter(torch.ones(shape))
+        parameter.grad = torch.full(shape, 0.5)
+        optimizer = kind([parameter], lr=0.1)
+        optimizer.step()
+        held = [Owned("w", Box.whole(shape), parameter)]
+        state[shape] = collect({"w": [(held[0].box, parameter)]}, held, optimizer, masters=True)
+    scalar, vector = (state[shape].tensors[STATE] for shape in ((), (1,)))
+    assert set(vector.shards[0].planes) <= set(scalar.shards[0].planes)
+    assert scalar.shards[0].box == box
+    assert "step" in scalar.scalars
+    assert "master" in scalar.shards[0].planes
+    again = kind([parameter := torch.nn.Parameter(torch.ones(()))], lr=0.1)
+    restore_optimizer(state[()], [Owned("w", box, parameter)], again)
+    assert set(again.state[parameter]) == set(optimizer.state[optimizer.param_groups[0]["params"][0]])
+
+
+def test_a_master_weight_that_was_saved_as_a_number_is_adopted() -> None:
+    """As checkpoints have it in which moments of parameters without dimensions were scalars."""
+    box, weight = Box.whole(()), torch.tensor(0.9993796)
+    tensor = LocalTensor(
+        shards=(Shard(box=box, planes={}),), scalars={"master": weight, "step": torch.tensor(1.0)}
+    )
+    kept = LocalState(tensors={STATE: tensor})
+    assert _master(kept, "w", box, torch.tensor(1.0, dtype=torch.bfloat16), torch.float32) is weight
 
 
 def test_an_optimizer_that_is_not_element_wise_is_refused_by_name() -> None:
