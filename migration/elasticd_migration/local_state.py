@@ -311,8 +311,7 @@ def _state(
         planes: dict[str, torch.Tensor] = {}
         single: dict[str, Number] = {}
         for key, value in kept.items():
-            alike = isinstance(value, torch.Tensor) and tuple(value.shape) == box.shape
-            if alike and (box.shape or key != STEPS):
+            if isinstance(value, torch.Tensor) and _is_plane(key, value, box):
                 planes[key] = value
             elif _single(value):
                 single[key] = value
@@ -328,6 +327,10 @@ def _state(
     if len(described) > 1:
         raise NotElementWise(f"{optimizer} keeps different numbers for parts of {name}: {scalars[0]}")
     return LocalTensor(shards=tuple(shards), scalars=scalars[0])
+
+
+def _is_plane(key: str, value: torch.Tensor, box: Box) -> bool:
+    return tuple(value.shape) == box.shape and (value.dim() > 0 or key != STEPS)
 
 
 def _groups(owned: Sequence[Owned], optimizer: torch.optim.Optimizer | None) -> tuple[Group, ...]:

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.model.optimizer_check import AVERAGE as AVERAGE
 
-#: The name of the average in the optimizer's state.
-AVERAGE = "average"
 #: The name of the parameters themselves.
 VALUE = "value"
 

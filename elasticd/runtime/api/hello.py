@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, MutableMapping, Sized
+from collections.abc import Callable, Mapping, MutableMapping, Sized
 from pathlib import Path
 from types import MappingProxyType
 
@@ -31,7 +31,7 @@ from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Loss, Model
-from elasticd.runtime.model.optimizer_check import refuse_others, refuse_unsaved
+from elasticd.runtime.model.optimizer_check import ScriptOptimizer, refuse_others, refuse_unsaved
 from elasticd.runtime.model.parameter_groups import OptimizerError
 from elasticd.runtime.parallel.sequence_mixing import packable
 from elasticd.runtime.reference.comparison import NotCompared, refuse_differences
@@ -41,6 +41,9 @@ from elasticd.wire.unix_socket import ROUND_VARIABLE, SLOT_VARIABLE
 from elasticd.wire.worker import MOST_NAME, Hello, WorkerDevice
 
 log = logging.getLogger(__name__)
+
+#: (folder, record of the job) -> the names of the checkpoints there that it can go on from, the newest first.
+Offer = Callable[[Path, JobSpec], tuple[str, ...]]
 
 #: How many times longer than the mean the sequence of a token of a stream is taken to be.
 _UNLIKE = 3.0
@@ -94,9 +97,12 @@ def check_arguments(
         raise ValueError("dataset is empty: it must hold at least one sample")
 
 
-def check_optimizer(recipe: Recipe) -> None:
+def check_optimizer(recipe: Recipe) -> ScriptOptimizer | None:
     """Tries the user's optimizer and scheduler on small parameters with the names of the model's. A function
     that raises, because it asks for what the script makes later, is not tried.
+
+    Returns:
+        Both as they begin, to compare with a checkpoint's; None: they were not tried.
 
     Raises:
         OptimizerError: the optimizer is of other parameters than its function got.
@@ -109,7 +115,7 @@ def check_optimizer(recipe: Recipe) -> None:
         raise
     except Exception:
         log.debug("the optimizer's function could not be tried", exc_info=True)
-        return
+        return None
     if (left_out := groups.left_out) and is_first_worker():
         names = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
         log.warning(
@@ -120,7 +126,7 @@ def check_optimizer(recipe: Recipe) -> None:
             names,
         )
     refuse_others(recipe.optimizer, groups)
-    refuse_unsaved(recipe.optimizer, recipe.scheduler, groups)
+    return refuse_unsaved(recipe.optimizer, recipe.scheduler, groups)
 
 
 def check_plan(recipe: Recipe) -> None:
@@ -342,13 +348,14 @@ def _profile(recipe: Recipe) -> ModelProfile | None:
         raise ValueError(f"profile {path}: {error}") from None
 
 
-def hello(spec: JobSpec, folder: Path | None, accelerator: Accelerator) -> Hello:
+def hello(spec: JobSpec, folder: Path | None, accelerator: Accelerator, offer: Offer = offered) -> Hello:
     """This worker's first message.
 
     Args:
         spec: the record of its job.
         folder: where the job keeps checkpoints; None: it keeps none.
         accelerator: what it computes on.
+        offer: gives the checkpoints of a folder that the job can go on from.
 
     Raises:
         ValueError: torchrun did not start this process.
@@ -360,7 +367,7 @@ def hello(spec: JobSpec, folder: Path | None, accelerator: Accelerator) -> Hello
         world_size=int(environment("WORLD_SIZE")),
         pid=os.getpid(),
         spec=spec,
-        checkpoints=offered(folder, spec) if folder is not None else (),
+        checkpoints=offer(folder, spec) if folder is not None else (),
         longest=longest_trained(folder) if folder is not None and spec.packed is not None else 0,
         probes=True,
         rehearses=True,

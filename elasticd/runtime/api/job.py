@@ -53,7 +53,7 @@ from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.warmup import warm
 from elasticd.runtime.exits import Drained, JobOver, JobStopped, is_told, refused, stopped
 from elasticd.runtime.model.model import Loss, Model
-from elasticd.runtime.model.optimizer_check import MakeScheduler
+from elasticd.runtime.model.optimizer_check import MakeScheduler, ScriptOptimizer
 from elasticd.runtime.model.parameter_groups import MakeOptimizer
 from elasticd.runtime.model.pretrained import SHARD_SIZE
 from elasticd.runtime.snapshot.restore import Snapshots
@@ -187,24 +187,24 @@ class Job(RankInfo):
                 snapshots=Snapshots(job=os.environ.get(NAME, ""), fetch=lambda held: self._control.fetch(held)),
                 accelerator=accelerator,
             )
-            check_optimizer(self._recipe)
+            tried = check_optimizer(self._recipe)
             check_plan(self._recipe)
             self._held_out = groups.evaluation.sets
             check_batch_format(self._recipe)
             check_packing(self._recipe, self._held_out)
             self._callbacks = tuple(callbacks)
             self._check = check
-            self._connect()
+            self._connect(tried)
         except (ConnectionError, RejectedByAgent) as error:
             raise stopped(str(error)) from error
         except (ValueError, TypeError, RuntimeError) as error:
             raise refused(str(error)) from error
         self._start(grace)
 
-    def _connect(self) -> None:
+    def _connect(self, optimizer: ScriptOptimizer | None) -> None:
         if self._check and is_first_worker():
             check_modules(self._recipe)
-        self._control, spec, longest = connect(self._recipe, self._held_out)
+        self._control, spec, longest = connect(self._recipe, self._held_out, optimizer)
         options = self._recipe.checkpointing
         control, saves, snaps = self._control, options.path is not None, options.snapshot_every
         accelerator, feed = self._recipe.accelerator, self._recipe.feed

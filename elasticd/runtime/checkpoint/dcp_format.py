@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterable
 from typing import IO, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from elasticd_migration.local_state import restore
 from elasticd_migration.text_codec import from_text
@@ -114,6 +115,8 @@ def _small(manifest: Manifest) -> Iterable[tuple[Path, Any]]:
 
 def _leaves(path: Path, value: Any) -> Iterable[tuple[Path, Any]]:
     """As torch flattens a state dict: into mappings, and into lists that hold mappings or tensors."""
+    if isinstance(value, np.ndarray):  # which torch does not read without pickle
+        value = torch.from_numpy(value)
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _leaves((*path, str(key)), item)

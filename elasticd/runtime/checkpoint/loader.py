@@ -73,11 +73,12 @@ class Loaded:
     state: LocalState
 
 
-def offered(folder: Path, spec: JobSpec) -> tuple[str, ...]:
+def offered(folder: Path, spec: JobSpec, other: Callable[[Manifest], str] = lambda _: "") -> tuple[str, ...]:
     """The checkpoints that this worker sees and that look sound, the newest first.
 
-    Raises `NoCheckpoint` where all are damaged, ValueError where the newest is of another training: each
-    message says what to do.
+    `other` gives why a checkpoint is of another training where the record of the job does not say it, or
+    nothing. Raises `NoCheckpoint` where all are damaged, ValueError where the newest is of another training:
+    each message says what to do.
     """
     found = folders.scan(folder)
     for item in found:
@@ -89,7 +90,8 @@ def offered(folder: Path, spec: JobSpec) -> tuple[str, ...]:
             f"all {len(found)} checkpoints in {folder} are damaged ({found[0].damage}): restore one, or name "
             "an empty folder to train from the beginning"
         )
-    if sound and sound[0].manifest is not None and (why := _foreign(sound[0].manifest, spec)):
+    newest = sound[0].manifest if sound else None
+    if newest is not None and (why := _foreign(newest, spec) or other(newest)):
         raise ValueError(
             f"the checkpoint {sound[0].path} is of another training: {why}; name another folder, or train as "
             "before"

@@ -51,7 +51,7 @@ from elasticd.runtime.engine.vote import Draining, RankRecord, StepOutcome, Step
 from elasticd.runtime.model.buffer_check import Constants
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
-from elasticd.runtime.model.optimizer_check import unfused
+from elasticd.runtime.model.optimizer_check import AVERAGE, kinds_of, refuse_kinds, unfused
 from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, gradient_dtype
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices
@@ -68,6 +68,8 @@ DRAIN = 10.0
 
 #: The part of a state that has the position of its stream, see `elasticd.runtime.data.step_samples.Feed`.
 DATA = "data"
+#: The parts that have the scheduler's state, and the classes of the optimizer and the scheduler.
+SCHEDULER_STATE, KINDS = "scheduler", "kinds"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,9 +256,15 @@ class Engine:
         if self._recipe.scheduler is not None:
             with during(where, SCHEDULER):
                 self.scheduler = self._recipe.scheduler(self.optimizer)
-        restore_optimizer(state, owned, self.optimizer)  # undoes the changes of the new scheduler
         self._carried = dict(state.extras)
-        if self.scheduler is not None and (text := self._carried.pop("scheduler", None)) is not None:
+        kinds = kinds_of(self.optimizer, self.scheduler)
+        saved = from_text(text) if (text := self._carried.pop(KINDS, None)) is not None else kinds
+        refuse_kinds(saved, kinds)
+        restore_optimizer(state, owned, self.optimizer)  # undoes the changes of the new scheduler
+        if AVERAGE in saved and AVERAGE not in kinds:  # the script keeps none any more
+            for kept in self.optimizer.state.values():
+                kept.pop(AVERAGE, None)
+        if self.scheduler is not None and (text := self._carried.pop(SCHEDULER_STATE, None)) is not None:
             self.scheduler.load_state_dict(from_text(text))
         if self.scaler is not None and (text := self._carried.pop("scaler", None)) is not None:
             self.scaler.load_state_dict(from_text(text))
@@ -269,8 +277,9 @@ class Engine:
         if self.lent is not None:
             return self.lent.state
         extras: dict[str, object] = {name: from_text(text) for name, text in self._carried.items()}
+        extras[KINDS] = kinds_of(self.optimizer, self.scheduler)
         if self.scheduler is not None:
-            extras["scheduler"] = self.scheduler.state_dict()
+            extras[SCHEDULER_STATE] = self.scheduler.state_dict()
         if self.scaler is not None:
             extras["scaler"] = self.scaler.state_dict()
         return collect(

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from elasticd_migration.local_state import (
+    KERNEL_SETTINGS,
     LocalState,
     LocalTensor,
     NotElementWise,
@@ -27,13 +30,16 @@ from elasticd_migration.local_state import (
     restore_optimizer,
 )
 from elasticd_migration.schema import Schema
-from elasticd_migration.text_codec import from_text
+from elasticd_migration.text_codec import from_text, to_text
 from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
 
 from elasticd.runtime.model.parameter_groups import MakeOptimizer, ParameterGroups
 
 log = logging.getLogger(__name__)
+
+#: The name of a parameter's moving average in the optimizer's state.
+AVERAGE = "average"
 
 #: Makes a learning-rate scheduler of an optimizer.
 MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -49,6 +55,39 @@ _CPU = torch.device("cpu")
 
 class NotCarried(ValueError):
     """A scheduler or an optimizer that cannot go on from its saved state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptOptimizer:
+    """A script's optimizer and scheduler as they begin: what a saved state is compared with."""
+
+    kinds: Mapping[str, str]  #: names of their classes, see `kinds_of`
+    keeps: frozenset[str]  #: names of what it keeps for parameters after a step
+    settings: Mapping[str, Mapping[str, Any]]  #: of its groups, by parameter; without those that change
+    schedule: Mapping[str, Any]  #: the scheduler's state without what changes
+
+
+def kinds_of(
+    optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler | None
+) -> dict[str, str]:
+    """The names of their classes, and whether there is a moving average: what is saved goes into the same."""
+    kinds = {"optimizer": type(optimizer).__name__}
+    if getattr(optimizer, "averages", False):
+        kinds[AVERAGE] = AVERAGE
+    if scheduler is not None:
+        kinds["scheduler"] = type(scheduler).__name__
+    return kinds
+
+
+def refuse_kinds(saved: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Refuses a saved state of an optimizer or scheduler of another class. One that came or went is none.
+
+    Raises:
+        ValueError: with both names.
+    """
+    for key in saved.keys() & own.keys():
+        if saved[key] != own[key]:
+            raise ValueError(f"its {key} is {saved[key]}, not {own[key]}")
 
 
 def refuse_others(make: MakeOptimizer, groups: ParameterGroups) -> None:
@@ -84,7 +123,9 @@ def refuse_others(make: MakeOptimizer, groups: ParameterGroups) -> None:
             raise NotElementWise(_refusal(whole.optimizer, why))
 
 
-def refuse_unsaved(make: MakeOptimizer, make_scheduler: MakeScheduler | None, groups: ParameterGroups) -> None:
+def refuse_unsaved(
+    make: MakeOptimizer, make_scheduler: MakeScheduler | None, groups: ParameterGroups
+) -> ScriptOptimizer | None:
     """Refuses an optimizer or a scheduler that does not go on as before once its state was written and read.
 
     Args:
@@ -92,6 +133,9 @@ def refuse_unsaved(make: MakeOptimizer, make_scheduler: MakeScheduler | None, gr
         make_scheduler: makes the scheduler; None: there is none. If one of them or their first steps raise,
             because parameters are small or the script makes later what they ask for, nothing is tried.
         groups: those that `make` forms of the model's parameters.
+
+    Returns:
+        What a saved state is compared with; None: nothing was tried.
 
     Raises:
         NotCarried: the scheduler's step asks for an argument; or saved state goes on otherwise, or cannot be
@@ -102,14 +146,15 @@ def refuse_unsaved(make: MakeOptimizer, make_scheduler: MakeScheduler | None, gr
         first, anew = (_Trial(make, groups, lambda values: values, make_scheduler) for _ in range(2))
     except Exception:
         log.debug("the optimizer and its scheduler could not be tried", exc_info=True)
-        return
+        return None
     if first.scheduler is not None:
         _refuse_arguments(first.scheduler)
+    begins = _carried(first.state())
     try:
         first.steps(1)
     except Exception:
         log.debug("the optimizer and its scheduler could not be tried", exc_info=True)
-        return
+        return None
     carried = _carried(first.state())
     try:
         anew.load(first, carried)
@@ -120,6 +165,36 @@ def refuse_unsaved(make: MakeOptimizer, make_scheduler: MakeScheduler | None, gr
             "no checkpoint could go on from it"
         ) from error
     _refuse_otherwise(first, anew)
+    return _script_optimizer(kinds_of(first.optimizer, first.scheduler), begins, carried)
+
+
+#: Settings that a scheduler changes.
+_SCHEDULED = frozenset({"lr", "momentum", "betas"})
+
+
+def _script_optimizer(kinds: dict[str, str], begins: LocalState, carried: LocalState) -> ScriptOptimizer:
+    """What stays of an optimizer and a scheduler from their begin to the state after a step."""
+    changes = KERNEL_SETTINGS | (_SCHEDULED if "scheduler" in kinds else frozenset())
+    settings = {
+        name: {key: value for key, value in _same(old.settings, new.settings).items() if key not in changes}
+        for old, new in zip(begins.groups, carried.groups, strict=True)
+        for name in new.names
+    }
+    kept = [tensor for item, tensor in carried.tensors.items() if item.role == "state"]
+    planes = {name for tensor in kept for shard in tensor.shards for name in shard.planes}
+    scheduler = (state.extras.get("scheduler", "{}") for state in (begins, carried))
+    return ScriptOptimizer(
+        kinds=kinds,
+        keeps=frozenset(planes | {name for tensor in kept for name in tensor.scalars}),
+        settings=settings,
+        schedule={key: value for key, value in _same(*scheduler).items() if not key.startswith("_")},
+    )
+
+
+def _same(one: str, two: str) -> dict[str, Any]:
+    """What two texts of mappings have in common."""
+    values, others = (from_text(text) if text != "{}" else {} for text in (one, two))
+    return {k: v for k, v in values.items() if k in others and to_text(v) == to_text(others[k])}
 
 
 def _refuse_arguments(scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
