@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from elasticd.runtime.data.stream import Stream
     from elasticd.runtime.engine.mixed_precision import LossScale, Precision
     from elasticd.runtime.engine.parallelism import ParallelismOptions
+    from elasticd.runtime.engine.stability import StabilityOptions
     from elasticd.runtime.exits import JobStopped
     from elasticd.runtime.model.model import Model
     from elasticd.runtime.model.module_sections import from_module
@@ -52,6 +53,7 @@ __all__ = [
     "Row",
     "Rule",
     "Sharded",
+    "StabilityOptions",
     "Step",
     "Stream",
     "UnitsOf",
@@ -79,6 +81,7 @@ _NAMES = {
     "elasticd.runtime.data.stream": ("Stream",),
     "elasticd.runtime.engine.mixed_precision": ("LossScale", "Precision"),
     "elasticd.runtime.engine.parallelism": ("ParallelismOptions",),
+    "elasticd.runtime.engine.stability": ("StabilityOptions",),
     "elasticd.runtime.exits": ("JobStopped",),
     "elasticd.runtime.model.model": ("Model",),
     "elasticd.runtime.model.module_sections": ("from_module",),

@@ -163,6 +163,12 @@ FAMILIES = {
         "The same, where a step counts for what it takes at the healthy speed: the median of the fastest plan.",
     ),
     "elasticd_job_stalled_seconds": Family("gauge", ("job",), "Seconds since the end of the newest step."),
+    "elasticd_job_steps_without_update": Family(
+        "gauge",
+        ("job",),
+        "Steps in a row, up to the newest one, that changed no weight: their loss or gradient was not finite, "
+        "or was a spike; 0 below 3 (of gradients that overflow: 30).",
+    ),
     "elasticd_job_stopping_seconds": Family(
         "gauge",
         ("job",),
@@ -356,6 +362,7 @@ def _times_of(
     """The parts of the wall time of a job that is not over, and how long it waits for what."""
     hung = sum(worker.halted is not None and not worker.halted.waits for worker in job.workers.values())
     yield "elasticd_job_hung_workers", (), hung
+    yield "elasticd_job_steps_without_update", (), job.left_out.count if job.left_out is not None else 0
     if clock is None:
         return
     time, asked = clock.time, clock.stop_asked_at if job.stopping else None

@@ -154,7 +154,7 @@ def job_status(
     return JobStatus(
         job=job.job,
         phase=job.phase.value,
-        reason=stop_request.awaited(job) or job.reason or _script_begins(job) or awaits,
+        reason=stop_request.awaited(job) or job.reason or _script_begins(job) or awaits or _left_out(job),
         orderly=job.orderly,
         stopping=bool(job.stopping),
         checkpoint=_checkpoint(job, at),
@@ -184,6 +184,11 @@ def _checkpoint(job: JobState, at: float) -> CheckpointStatus | None:
         failed_step=unmade.step if unmade is not None else None,
         failure=unmade.reason if unmade is not None else "",
     )
+
+
+def _left_out(job: JobState) -> str:
+    """Says that the newest steps change no weight."""
+    return job.left_out.words if job.left_out is not None and job.phase in LIVE else ""
 
 
 def _script_begins(job: JobState) -> str:

@@ -40,7 +40,7 @@ MOST_STAGES = 128
 #: Kinds of events that are marks on a time axis, by what they mark.
 _MARKS: Mapping[str, tuple[str, ...]] = {
     "plan": ("recorded",),
-    "fault": ("fenced", "worker_lost", "raised", "halted", "node_down", "waiting"),
+    "fault": ("fenced", "worker_lost", "raised", "halted", "node_down", "waiting", "no_progress"),
     "slow": (*SLOWDOWN_KINDS, "link"),
     "snapshot": ("snapshot",),
     "checkpoint": ("checkpoint",),

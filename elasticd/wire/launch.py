@@ -92,7 +92,18 @@ class OutputPart(Message, frozen=True, kw_only=True, tag="output-part"):
 
 #: Kinds of events that launchers hear of.
 FOLLOWED = frozenset(
-    ("job_gathered", "proposed", "recorded", "fenced", "leaving", "stopping", "waiting", "finished", "stopped")
+    (
+        "job_gathered",
+        "proposed",
+        "recorded",
+        "fenced",
+        "leaving",
+        "stopping",
+        "waiting",
+        "no_progress",
+        "finished",
+        "stopped",
+    )
 )
 #: Jobs that the launchers of a node may follow at once.
 MOST_FOLLOWED = 1000

@@ -87,6 +87,9 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
     ended_at: float = 0.0
     paced: int = 0  # sections that an emulated device slowed down to its speed
     overruns: int = 0  # sections that took longer than the emulated speed allows
+    #: steps in a row that changed no weight, up to this one, once people are to know; from rank 0 alone
+    left_out: int = 0
+    left_out_why: str = ""  # of the last of them
 
 
 class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
@@ -185,6 +188,7 @@ class Finished(Message, frozen=True, kw_only=True, tag="finished"):
     plan: int = 0  # number of the last step's plan
     loss: float | None = None  # mean per token of the last step
     tokens: int | None = None  # tokens of the last step, over all ranks
+    saved: bool = True  # the job keeps no checkpoints, or there is one after this step; False: it was not made
 
 
 class Raised(Message, frozen=True, kw_only=True, tag="user-exception"):

@@ -10,7 +10,7 @@ from elasticd.coordinator.status import job_status
 from elasticd.machines.job.state.events import CoordinatorSend, Effect, StopAsked
 from elasticd.machines.job.state.job_state import OVER, JobPhase
 from elasticd.wire.coordinator import End
-from elasticd.wire.worker import DrainNotice, PeersLost, Saved, SaveFailed
+from elasticd.wire.worker import DrainNotice, Finished, PeersLost, Saved, SaveFailed
 from tests import sizes
 from tests.machines.cast import JOB, FakeWorker
 from tests.machines.test_coordinator_faults import ROOM
@@ -219,6 +219,25 @@ def test_a_stop_whose_last_checkpoint_failed_is_no_orderly_end_and_says_why() ->
     assert [n.text for n in world.notes if n.kind == "checkpoint_failed"] == [
         f"no checkpoint of step 3: beta/0 {why}"
     ]
+
+
+def test_a_last_step_without_its_checkpoint_ends_no_job_well() -> None:
+    world = begun()
+    world.outcome(world.workers["alpha/0"], Saved(name="step-00000001.plan-1.x", step=1, plan=1))
+    why = "could not write: no space left in /full"
+    world.outcome(world.workers["beta/0"], SaveFailed(step=world.steps, plan=1, reason=why))
+    for device in [*world.workers]:
+        world.outcome(world.workers[device], Finished(step=world.steps, saved=False))
+    world.settle()
+    done = world.done()
+    assert done is not None
+    assert not done.orderly
+    assert world.job.phase is JobPhase.STOPPED
+    assert done.reason.startswith(
+        f"made all its steps, and not its last checkpoint, after 3 steps; the last checkpoint failed ({why}); "
+        "the newest checkpoint is of step 1: 2 steps are lost"
+    )
+    assert "finished" not in world.kinds()
 
 
 @pytest.mark.parametrize("then", ["nothing", "a newer one is made"])

@@ -31,6 +31,7 @@ GROUPS = (
     elasticd.ParallelismOptions,
     elasticd.CheckpointingOptions,
     elasticd.EvaluationOptions,
+    elasticd.StabilityOptions,
 )
 HELD = [{"inputs": torch.arange(4)}]
 
@@ -71,7 +72,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Job]]:
     """The Jobs that got as far as their agent."""
     jobs: list[Job] = []
 
-    def connect(job: Job) -> None:
+    def connect(job: Job, optimizer: object) -> None:
         jobs.append(job)
         raise Reached
 

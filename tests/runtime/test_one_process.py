@@ -20,6 +20,7 @@ import torch
 
 import elasticd
 from elasticd.annotations import Annotation, plan_of
+from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import damages, scan
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.accelerator import CPU
@@ -315,3 +316,25 @@ def test_checkpoints_that_cannot_be_read_end_the_script(tmp_path: Path) -> None:
             path.write_bytes(b"\0" * path.stat().st_size)
     with pytest.raises(elasticd.JobStopped, match="checkpoints"):
         losses(job(tmp_path / "c"))
+
+
+def test_a_last_checkpoint_that_is_not_made_fails_the_job_after_the_last_steps_body(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(disk: LocalDisk, path: Path) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LocalDisk, "create", full)
+    trained, seen = job(tmp_path), []
+
+    def script() -> None:
+        for step in trained.steps(2):
+            seen.append(step.index)
+            assert trained.state_dict(), "the script can still save by itself"
+
+    with pytest.raises(SystemExit) as end:
+        script()
+    assert seen == [0, 1]
+    assert str(end.value) == (
+        f"elasticd: no checkpoint after 2 steps, the last: could not write: no space left in {tmp_path}"
+    )

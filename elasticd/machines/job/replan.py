@@ -14,13 +14,14 @@ from elasticd_planner.policy.policy import Decision, decide, measured_price
 from elasticd_planner.policy.stability import payoff_horizon, settled
 from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.profiling.fit import fit
-from elasticd_planner.readable import readable_seconds
+from elasticd_planner.readable import counted, readable_seconds
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sequence_lengths import even
 from elasticd_planner.spec.step_measurements import NONE_REPORTED, Step
 from elasticd_planner.value import Invalid
 
+from elasticd.codec.safe_text import shortened
 from elasticd.machines.job.faults import user_exceptions
 from elasticd.machines.job.faults.network_partition import stepped, unplanned, usable
 from elasticd.machines.job.lifecycle.drain import ending, saving, to_leave, words
@@ -40,6 +41,7 @@ from elasticd.machines.job.state.job_state import (
     JobPhase,
     JobProgress,
     JobState,
+    LeftOut,
     Remedy,
     Worker,
 )
@@ -56,6 +58,8 @@ FINE = 0.01
 MOST_RECENT = 3
 #: Steps that some members have not reported are kept until this many newer ones have begun.
 MOST_PARTIAL = 64
+#: Characters that are kept of why steps change no weight, whatever a worker says.
+MOST_WHY = 200
 
 
 def measured(turn: Turn, worker: Worker, report: Report) -> None:
@@ -66,6 +70,7 @@ def measured(turn: Turn, worker: Worker, report: Report) -> None:
         slowest = max(measurement.step_seconds, FADING * job.progress.slowest)
         progress = JobProgress(step=done, at=turn.now, slowest=slowest)
         turn.set(progress=progress, batch=measurement.batch)
+        _left_out(turn, report)
         if measurement.plan == job.number:
             stepped(turn)
             if job.phase is JobPhase.RUNNING and job.reason:  # a hang that was none
@@ -90,6 +95,22 @@ def measured(turn: Turn, worker: Worker, report: Report) -> None:
     del gathered[measurement.step]
     turn.set(gathered=gathered)
     _observe(turn, plan, step.whole(plan.number, measurement.step, plan.members))
+
+
+def _left_out(turn: Turn, report: Report) -> None:
+    """Tells of steps that change no weight: of the first, at every tenfold of them, and when they end."""
+    before, step = turn.job.left_out, report.measurement.step
+    if not report.left_out:
+        if before is not None:
+            turn.set(left_out=None)
+            text = f"step {step} changed weights again, after {counted(before.count, 'step')} that changed none"
+            turn.note("no_progress", text, step=step, count=0)
+        return
+    first = step - report.left_out + 1
+    now = LeftOut(first=first, count=report.left_out, why=shortened(report.left_out_why, MOST_WHY))
+    turn.set(left_out=now)
+    if before is None or before.first != first or len(str(before.count)) != len(str(now.count)):
+        turn.note("no_progress", now.words, step=first, count=now.count)
 
 
 def _observe(turn: Turn, plan: Plan, step: Step) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict, get_type_hints
 
 from elasticd.runtime.api.evaluation import EvaluationOptions, HeldOut
@@ -19,6 +19,7 @@ from elasticd.runtime.data.prefetch import Dataset
 from elasticd.runtime.engine.activation_checkpoint import Recompute
 from elasticd.runtime.engine.mixed_precision import Name, Precision
 from elasticd.runtime.engine.parallelism import ParallelismOptions
+from elasticd.runtime.engine.stability import StabilityOptions
 
 
 class OldKeywords(TypedDict, total=False):
@@ -48,6 +49,7 @@ class OptionGroups:
     parallelism: ParallelismOptions
     checkpointing: CheckpointingOptions
     evaluation: EvaluationOptions
+    stability: StabilityOptions = field(default_factory=StabilityOptions)
 
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(OptionGroups).items():

@@ -50,6 +50,7 @@ from elasticd.runtime.data.stream import Stream
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.engine.stability import StabilityOptions
 from elasticd.runtime.engine.warmup import warm
 from elasticd.runtime.exits import Drained, JobOver, JobStopped, is_told, refused, stopped
 from elasticd.runtime.model.model import Loss, Model
@@ -123,6 +124,7 @@ class Job(RankInfo):
         parallelism: ParallelismOptions = DEFAULTS.parallelism,
         checkpointing: CheckpointingOptions = DEFAULTS.checkpointing,
         evaluation: EvaluationOptions = DEFAULTS.evaluation,
+        stability: StabilityOptions = DEFAULTS.stability,
         callbacks: Sequence[Callback] = (),
         grace: float = 25.0,
         check: bool = True,
@@ -150,6 +152,7 @@ class Job(RankInfo):
             parallelism: ZeRO, precision, recomputation; the first plan, or a profile to make it from.
             checkpointing: checkpoints on a shared disk, snapshots in memory. The default keeps neither.
             evaluation: held-out sets for `evaluate`.
+            stability: what becomes of steps whose gradient is not finite, or far larger than usual.
             callbacks: called in order, on every rank of the plan; see `Callback`.
             grace: seconds from a signal until this process ends, whatever it is doing. Within them its state
                 moves to the other devices; if every worker gets the signal, they make a last checkpoint and
@@ -164,7 +167,11 @@ class Job(RankInfo):
         """
         try:
             groups = OptionGroups(
-                data=data, parallelism=parallelism, checkpointing=checkpointing, evaluation=evaluation
+                data=data,
+                parallelism=parallelism,
+                checkpointing=checkpointing,
+                evaluation=evaluation,
+                stability=stability,
             )
             groups = with_old_keywords(groups, old)
             check_arguments(model, optimizer, scheduler, dataset, groups.data.collate)
@@ -184,6 +191,7 @@ class Job(RankInfo):
                 data=groups.data,
                 parallelism=groups.parallelism,
                 checkpointing=groups.checkpointing,
+                stability=groups.stability,
                 snapshots=Snapshots(job=os.environ.get(NAME, ""), fetch=lambda held: self._control.fetch(held)),
                 accelerator=accelerator,
             )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from traceback import clear_frames
 
 import torch
+from elasticd_planner.readable import counted
 from msgspec.structs import replace
 
 from elasticd.records import Vote
@@ -39,9 +40,6 @@ log = logging.getLogger(__name__)
 #: Seconds that members wait for the job's end once their last checkpoint is made, before they train on: steps
 #: beyond it would be lost.
 _END_SECONDS = 2.0
-#: Steps in a row that change no weight until there is a warning: whose loss is not finite; whose gradient
-#: is not, which a loss scale that begins too large explains for a while.
-SKIPPED, OVERFLOWED = 3, 30
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,10 @@ class Next:
     """A plan uses this device, and a step is trained next."""
 
     index: int  #: of the step
+
+
+class NoProgress(RuntimeError):
+    """The job ends because steps changed no weight, or would have harmed them."""
 
 
 class _Closed(Cancelled):
@@ -68,8 +70,6 @@ class Loop:
     snapper: Snapper | None  #: None: the job makes no snapshots
     #: All members are to leave, and the last checkpoint is made.
     _drained: bool = field(default=False, init=False)
-    #: Steps in a row whose update was left out.
-    _skipped: int = field(default=0, init=False)
     #: Of the step that the script has, or is about to have: it is in the loop's body, or waits for the step.
     index: int | None = field(default=None, init=False)
     #: The last step whose vote this rank knows of, with the number of its plan.
@@ -92,7 +92,13 @@ class Loop:
             if self.control.ending and not switcher.draining:
                 switcher.begin_drain()
             yield from self.missed()
-            made, done = switcher.step, None
+            made, done, saved = switcher.step, None, True
+            if made < total and (why := engine.guard.stop_reason):
+                try:
+                    raise self.no_progress(engine, made, why)
+                except (PeerLost, Cancelled) as error:
+                    switcher.peers_lost(error)
+                    continue
             if made < total:
                 yield Next(made)
             if switcher.engine is not engine:
@@ -103,11 +109,9 @@ class Loop:
                     done = self._train(engine, made, last=made + 1 >= total)
                     made += 1
                     self._last = engine.plan.number, done.outcome.vote
-                    self._report(done, first=engine.rank == 0)  # before others can end the job
-                    if engine.rank == 0:
-                        self._warn_of_skipped(done.outcome.vote)
+                    self._report(engine, done)  # before others can end the job
                 if made >= total:
-                    self.finish(engine, made)
+                    saved = self.finish(engine, made)
                 elif done is not None and done.outcome.last:
                     # All are to leave. The leader, which also knows the devices on standby, then ends the job,
                     # or continues it with others.
@@ -125,12 +129,18 @@ class Loop:
                     raise
                 switcher.peers_lost(lost)
                 continue
-            if made >= total:
+            if made >= total and saved:
                 self.control.send(self._finished(made))
             elif done is not None and done.outcome.last:
                 self.control.send(DrainNotice(reason="it is done with its last checkpoint"))
-            if done is not None:
-                yield self._step(engine.plan.number, done.outcome.vote)
+            try:
+                if done is not None:
+                    yield self._step(engine.plan.number, done.outcome.vote)
+            finally:
+                if not saved:  # after the body of the last step, in which the script may save by itself
+                    self.control.send(replace(self._finished(made), saved=False))
+            if not saved:
+                raise stopped(f"no checkpoint after {counted(made, 'step')}, the last: {self._unsaved()}")
             if done is None or made >= total:
                 return
             if switcher.engine is engine:  # else a recovery came after this vote
@@ -246,6 +256,12 @@ class Loop:
             self._say(engine, error, ends=True)
         return stopped(str(error))
 
+    def no_progress(self, engine: Engine, step: int, why: str) -> JobStopped:
+        """The end of the job because its steps change no weight. Every rank saves the state."""
+        self.finish(engine, step)
+        self._say(engine, NoProgress(why), ends=True)
+        return stopped(why)
+
     def stopped(self, engine: Engine, error: Exception) -> JobStopped:
         """The end of the job because of an error that every rank has."""
         self._say(engine, error, ends=True, saves=False)
@@ -256,38 +272,43 @@ class Loop:
             return Draining.NO
         return Draining.UNSAVED if self.saver is not None and not self._drained else Draining.SAVED
 
-    def finish(self, engine: Engine, step: int) -> None:
-        """Makes the last checkpoint. All members of the plan call it, and again after a fault during it."""
+    def finish(self, engine: Engine, step: int) -> bool:
+        """Makes the last checkpoint. All members of the plan call it, and again after a fault during it.
+
+        Returns:
+            Whether the state is in a checkpoint, or the job keeps none; the same on every member.
+        """
+        saved = True
         if self.saver is not None and step > 0 and not self.switcher.loaded(step):
             with during(engine.plan_groups.stopwatch.where, SAVING):
-                self.saver.finish(step, engine.gather, engine.layouts, engine.delivered_state)
+                saved = self.saver.finish(step, engine.gather, engine.layouts, engine.delivered_state)
         engine.settle()
+        return saved
 
-    def _warn_of_skipped(self, vote: Vote) -> None:
-        self._skipped = 0 if vote.apply else self._skipped + 1
-        why, most = "its gradient is not finite", OVERFLOWED
-        if vote.loss is None:
-            why, most = "its loss is not finite", SKIPPED
-        if not vote.count:
-            why = "it has no target, since all labels are -100"
-        if self._skipped == most:
+    def _unsaved(self) -> str:
+        """Why the last checkpoint was not made, if this rank knows."""
+        return (self.saver.failure if self.saver is not None else "") or "see the output of the other workers"
+
+    def _report(self, engine: Engine, done: StepDone) -> None:
+        first, guard, vote = engine.rank == 0, engine.guard, done.outcome.vote
+        if first and guard.left_out == guard.limit:
             log.warning(
                 "the last %d steps changed no weight: of step %d, %s. Look at the samples and the learning "
                 "rate; float16 needs a loss that is scaled, ParallelismOptions(precision='fp16')",
-                most,
+                guard.left_out,
                 vote.step,
-                why,
+                guard.why,
             )
-
-    def _report(self, done: StepDone, *, first: bool) -> None:
         paced, overruns = self.pacer.take()
         self.control.send(
             Report(
                 measurement=done.measurement,
-                loss=done.outcome.vote.loss if first else None,
-                tokens=done.outcome.vote.tokens if first else None,
+                loss=vote.loss if first else None,
+                tokens=vote.tokens if first else None,
                 ended_at=time.monotonic() if first else 0.0,
                 paced=paced,
                 overruns=overruns,
+                left_out=guard.told if first else 0,
+                left_out_why=guard.why if first and guard.told else "",
             )
         )

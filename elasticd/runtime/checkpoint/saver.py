@@ -35,8 +35,12 @@ from elasticd.wire.worker import Saved, SaveFailed
 
 log = logging.getLogger(__name__)
 
-#: Seconds that the end of a job waits for its last checkpoint to be written, or published.
-PATIENCE = 600.0
+#: Seconds without a byte written, or without the word that a checkpoint is published, after which the end of a
+#: job gives its last checkpoint up.
+STALLED_SECONDS = 600.0
+#: Seconds that ranks wait for their own part before they say again how far they are: less than a collective may
+#: take, so that nobody waits in one for a rank that writes.
+_ROUND_SECONDS = 20.0
 #: Seconds that the end of a process waits for the thread that writes.
 _LEAVE = 5.0
 
@@ -85,7 +89,9 @@ class Saver:
         self._changed = threading.Condition()
         self._published: set[str] = set()
         self._given_up: set[int] = set()
-        self._why_failed = ""
+        self._completed = -1  # updates in the last checkpoint that this rank, as the first, gave its name
+        self._moved_at = 0.0  # when the checkpoint under way last came forward
+        self._why_failed = self._failure = ""
         self._task: Task | None = None
         self._staging = Staging(accelerator)
         self._share: tuple[int, dict[Item, tuple[Box, ...]]] | None = None
@@ -110,27 +116,28 @@ class Saver:
         gather: Callable[[int], Sequence[int]],
         layouts: Layouts,
         state: Callable[[], LocalState],
-    ) -> None:
+    ) -> bool:
         """Makes the last checkpoint, of `step`, and returns when it is published or cannot be.
 
         Every member of the plan calls this, also one that recovered from a fault in the midst of it: then what
-        some had begun is made anew. `gather` gives all members' words, in rank order."""
+        some had begun is made anew. `gather` gives all members' words, in rank order.
+
+        Returns:
+            Whether there is a whole checkpoint of that step under its name; the same on every member.
+        """
         tried = False
         while True:
             self._rest()
             with self._changed:
-                mine = self._state.busy_word
-            words = gather(mine)
+                busy = self._state.busy_word
+            words = gather(busy)
             free = not any(words)
-            if free and (tried or all(gather(int(self._made(step))))):
-                return
+            if free and any(gather(int(self._completed == step))):
+                return True
+            if free and tried:
+                return False
             self._feed(step, words, layouts, state, due=free)
             tried = tried or free
-
-    def _made(self, step: int) -> bool:
-        """Whether this rank had a part in a checkpoint of that step that was not given up."""
-        with self._changed:
-            return self._state.step == step and step not in self._given_up
 
     def _feed(
         self,
@@ -193,6 +200,7 @@ class Saver:
             frozen=self._frozen,
         )
         self._task, self._given_up = task, self._given_up - {step}
+        self._completed = -1
         try:
             local, mine = state(), self._share[1]
             self._task = replace(
@@ -207,18 +215,21 @@ class Saver:
         self._put(self._write)
 
     def _rest(self) -> None:
-        """Waits until the thread has nothing under way; what takes too long is given up."""
-        deadline = time.monotonic() + PATIENCE
+        """Waits until the thread has nothing under way, for a round at most; what stalls is given up."""
+        deadline = time.monotonic() + _ROUND_SECONDS
         with self._changed:
-            while (busy := self._state.status in (Status.WRITING, Status.BUSY)) and time.monotonic() < deadline:
+            while self._state.status in (Status.WRITING, Status.BUSY):
+                now, step = time.monotonic(), self._state.step
+                if now - self._moved_at >= STALLED_SECONDS:
+                    why = f"it did not come forward for {STALLED_SECONDS:g} s"
+                    log.warning("the checkpoint of step %d is given up: %s", step, why)
+                    if self._task is not None:
+                        self._tell_failed(self._task, f"gives it up: {why}")
+                    self._given_up.add(step)
+                    self._state = checkpointing.done(checkpointing.wrote(self._state, step, ok=False), step)
+                if now >= deadline:
+                    return
                 self._changed.wait(0.5)
-            if busy:
-                step = self._state.step
-                log.warning("the checkpoint of step %d takes more than %g s: given up", step, PATIENCE)
-                if self._task is not None:
-                    self._tell_failed(self._task, f"gives it up: it takes more than {PATIENCE:g} s")
-                self._given_up.add(step)
-                self._state = checkpointing.done(checkpointing.wrote(self._state, step, ok=False), step)
 
     def end(self) -> None:
         """Lets the thread leave what it is at: an interpreter that ends while it is in torch could abort."""
@@ -244,15 +255,21 @@ class Saver:
 
     def _put(self, work: Callable[[Task], None]) -> None:
         assert self._task is not None
+        self._moved_at = time.monotonic()
         self._writer.run(partial(work, self._task))
 
     def _check(self, step: int) -> None:
         if self._ending or step in self._given_up:
             raise _Stopped
 
+    def _advance(self, step: int) -> None:
+        """Before each block."""
+        self._moved_at = time.monotonic()
+        self._check(step)
+
     def _write(self, task: Task) -> None:
         try:
-            write_part(self._disk, task, lambda: self._check(task.step))
+            write_part(self._disk, task, lambda: self._advance(task.step))
         except _Stopped:
             return  # `_let_go` follows
         except Exception as error:  # also what nobody thought of: the others wait for this rank's word
@@ -271,7 +288,13 @@ class Saver:
             self._state = checkpointing.wrote(self._state, task.step, ok=False)
             self._changed.notify_all()
 
+    @property
+    def failure(self) -> str:
+        """Why this rank could not do its part in a checkpoint, the last time; empty: it always could."""
+        return self._failure
+
     def _tell_failed(self, task: Task, reason: str) -> None:
+        self._failure = reason
         self._tell(SaveFailed(step=task.step, plan=task.origin.plan, reason=reason))
 
     def _in_words(self, error: Exception) -> str:
@@ -288,12 +311,13 @@ class Saver:
         folder = self._folder
         try:
             serial = folders.next_serial(folders.scan(folder))
-            write_whole(self._disk, task, serial, lambda: self._check(task.step))
+            write_whole(self._disk, task, serial, lambda: self._advance(task.step))
             if damage := folders.look(task.path).damage:
                 raise Damaged(damage)
             if self._is_published(task):
                 self._disk.rename(task.path, folder / task.name)
                 self._disk.sync_folder(folder)
+                self._completed = task.step
                 self._retain()
         except _Stopped:
             pass
@@ -322,7 +346,10 @@ class Saver:
     def _retain(self) -> None:
         found = folders.scan(self._folder)
         for item in folders.superfluous(found, self.options.keep, self.options.keep_every):
-            folders.remove(self._disk, item)
+            try:
+                folders.remove(self._disk, item)
+            except OSError as error:
+                log.warning("%s is left behind: %s", item.path, error)
 
     def _let_go(self, task: Task) -> None:
         """Given up; after `_write`, on the same thread, so that nothing of it is at work here any more. Other

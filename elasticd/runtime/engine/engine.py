@@ -35,6 +35,7 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sample_packing import linear_of
+from msgspec.structs import replace
 
 from elasticd.records import Vote
 from elasticd.runtime.accelerator import CPU, Accelerator, DeviceLost, Event
@@ -47,6 +48,7 @@ from elasticd.runtime.engine.mixed_precision import LossScaler
 from elasticd.runtime.engine.pipeline_stage import Pace, Passed, StageRunner
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import SetAside
+from elasticd.runtime.engine.stability import StabilityGuard
 from elasticd.runtime.engine.vote import Draining, RankRecord, StepOutcome, StepVote
 from elasticd.runtime.model.buffer_check import Constants
 from elasticd.runtime.model.local_model import LocalModel, local_model
@@ -68,8 +70,9 @@ DRAIN = 10.0
 
 #: The part of a state that has the position of its stream, see `elasticd.runtime.data.step_samples.Feed`.
 DATA = "data"
-#: The parts that have the scheduler's state, and the classes of the optimizer and the scheduler.
-SCHEDULER_STATE, KINDS = "scheduler", "kinds"
+#: The parts that have the scheduler's state, the classes of the optimizer and the scheduler, and the updates
+#: that were left out.
+SCHEDULER_STATE, KINDS, STABILITY = "scheduler", "kinds", "stability"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +155,7 @@ class Engine:
     last: Vote | None  #: that of the last update
     spent: bool  #: its memory holds the state of another plan, by a move in place: it cannot train any more
     lent: SetAside | None  #: its state, a part of which lies in host memory until `back`; None: nothing does
+    guard: StabilityGuard  #: leaves updates out
     torn: bool  #: an update began and did not end: the state here is of no step
     after_recovery: bool  #: its members may be at different places between two steps, see `between_steps`
 
@@ -174,6 +178,7 @@ class Engine:
         self._recipe, self.communicators = recipe, peers.communicators
         precision = recipe.precision
         self.scaler = LossScaler(precision.scale) if precision is not None and precision.scale else None
+        self.guard = StabilityGuard(recipe.stability, scaled=self.scaler is not None)
         if precision is not None:
             precision.add_up(parameter for _, parameter in local.parameters.values())
         self._telemetry = Telemetry(
@@ -268,6 +273,8 @@ class Engine:
             self.scheduler.load_state_dict(from_text(text))
         if self.scaler is not None and (text := self._carried.pop("scaler", None)) is not None:
             self.scaler.load_state_dict(from_text(text))
+        if (text := self._carried.pop(STABILITY, None)) is not None:
+            self.guard.load_state_dict(from_text(text))
 
     def state(self) -> LocalState:
         """The state of this device, by reference: values, its part of the optimizer's state, settings.
@@ -277,6 +284,7 @@ class Engine:
         if self.lent is not None:
             return self.lent.state
         extras: dict[str, object] = {name: from_text(text) for name, text in self._carried.items()}
+        extras[STABILITY] = self.guard.state_dict()
         extras[KINDS] = kinds_of(self.optimizer, self.scheduler)
         if self.scheduler is not None:
             extras[SCHEDULER_STATE] = self.scheduler.state_dict()
@@ -451,6 +459,7 @@ class Engine:
                 next=after.digest if (after := self._batches.next(step)) is not None and after.packed else 0,
             )
             outcome = self._vote.vote(record, expected_hashes(self.plan, batch))
+            outcome = replace(outcome, vote=self.guard.judged(outcome.vote))
             self._batches.voted(batch, outcome.seconds)
             self.communicators.received()
             if outcome.failed is not None:
@@ -561,7 +570,8 @@ class Engine:
             self.optimizer.step()
             self.zero.round()
         if self.scaler is not None and vote.count:  # without a target nothing was scaled
-            self.scaler.after(applied=vote.apply)
+            self.scaler.after(applied=vote.norm is not None)
+        self.guard.after(vote)
         if self.scheduler is not None:
             self.scheduler.step()
         self.torn = False

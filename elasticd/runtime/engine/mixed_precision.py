@@ -49,14 +49,20 @@ class LossScale:
     growth: float = 2.0  #: factor after `interval` steps in a row whose gradients were all finite, at least 1
     backoff: float = 0.5  #: factor after a step with a gradient that was not finite, between 0 and 1
     interval: int = 2000  #: steps, at least 1
+    least: float = 0.0  #: the scale is not made smaller than this; 0: than 2**-32 times `first`
 
     def __post_init__(self) -> None:
         good = 0 < self.first < math.inf and self.growth >= 1 and 0 < self.backoff < 1 and self.interval >= 1
-        if not good:
+        if not (good and 0 <= self.least <= self.first):
             raise ValueError(
-                f"LossScale: first must be positive, growth at least 1, backoff between 0 and 1 and interval "
-                f"at least 1, not {self}"
+                f"LossScale: first must be positive, growth at least 1, backoff between 0 and 1, interval "
+                f"at least 1 and least between 0 and first, not {self}"
             )
+
+    @property
+    def floor(self) -> float:
+        """The smallest scale: gradients that overflow at it would at any."""
+        return self.least or self.first * 2.0**-32
 
     @classmethod
     def for_steps_of(cls, targets: float) -> LossScale:
@@ -188,7 +194,7 @@ class LossScaler:
     def after(self, *, applied: bool) -> None:
         """Changes the scale after a step. `applied`: its gradients were finite."""
         if not applied:
-            self.scale, self.good = self.scale * self._rules.backoff, 0
+            self.scale, self.good = max(self._rules.floor, self.scale * self._rules.backoff), 0
             return
         self.good += 1
         if self.good >= self._rules.interval:

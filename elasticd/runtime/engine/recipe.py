@@ -25,6 +25,7 @@ from elasticd.runtime.data.stream import Stream, Streamed
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.mixed_precision import Precision, lowered, precision_of
 from elasticd.runtime.engine.parallelism import ParallelismOptions
+from elasticd.runtime.engine.stability import StabilityOptions
 from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.optimizer_check import MakeScheduler
@@ -58,6 +59,7 @@ class Recipe:
     data: DataOptions = field(default_factory=DataOptions)
     parallelism: ParallelismOptions = field(default_factory=ParallelismOptions)
     checkpointing: CheckpointingOptions = field(default_factory=CheckpointingOptions)
+    stability: StabilityOptions = field(default_factory=StabilityOptions)
     snapshots: Snapshots = field(default_factory=Snapshots)  #: those that this node's agent keeps
     accelerator: Accelerator = CPU  #: where this process computes
     schedule: Schedule = passes  #: of a stage: 1F1B

@@ -12,15 +12,21 @@ from elasticd.codec.decoding import tag_of
 from elasticd.codec.safe_text import shortened
 from elasticd.machines.job.state.events import CancelPlan, Unwritten
 from elasticd.machines.job.state.job_state import OVER, JobPhase
+from elasticd.machines.job.state.last_checkpoint import after_steps
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import DoneRecord, Proposal
 from elasticd.wire.worker import Closed, Finished, Rejected
 
 
 def finished(turn: Turn, body: Finished) -> None:
-    """The last step's vote is complete: the job is over, whatever was being planned or proposed."""
+    """The last step's vote is complete: the job is over, whatever was being planned. Without its last
+    checkpoint it has stopped: its command makes the steps after the newest one again."""
     job = turn.job
     progress = msgspec.structs.replace(job.progress, step=body.step)
+    if not body.saved:
+        turn.set(progress=progress)
+        stop(turn, f"made all its steps, and not its last checkpoint, {after_steps(turn.job)}")
+        return
     turn.enter(JobPhase.DONE, proposal=None, asked=None, progress=progress, done_epoch=turn.epoch)
     turn.effects.append(CancelPlan(job=job.job))
     _answer_waiting(

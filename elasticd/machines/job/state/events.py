@@ -53,6 +53,7 @@ EventKind = Literal[
     "link",  # A link between nodes became slow, or normal again.
     "shares",  # A lane gets another share of the tokens, since it has become slower or faster. No state moves.
     "shifted",  # The sequence lengths of the data have changed.
+    "no_progress",  # Steps in a row change no weight (their loss or gradient is not finite), or do again.
     "kept_plan",  # The running plan stays: a switch would not pay, or the job keeps its plan.
     "put_off",  # After failed switches the next one is put off.
     "refused",  # A plan or a profile was refused; the one in force stays.

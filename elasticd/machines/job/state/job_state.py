@@ -44,6 +44,7 @@ from elasticd_planner.policy.policy import Moved, PolicySettings
 from elasticd_planner.policy.stability import Stability
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiling.fit import STEPS
+from elasticd_planner.readable import counted
 from elasticd_planner.spec.batch import BatchSummary
 from elasticd_planner.spec.cluster import Device, Level, Link, node_of
 from elasticd_planner.spec.packed_sequences import PackedSequences
@@ -288,6 +289,20 @@ class StepPrediction(Value, frozen=True, kw_only=True):
     seconds: float  # of a step, at the slowdowns that the plan was made for
 
 
+class LeftOut(Value, frozen=True, kw_only=True):
+    """Steps in a row whose update was left out, up to the newest one."""
+
+    first: int  # index of the first of them
+    count: int  # of them
+    why: str  # of the last of them
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        steps = f"{counted(self.count, 'step')} in a row, from step {self.first} on"
+        return f"no progress: {steps}, changed no weight; of the last one, {self.why}"
+
+
 class JobState(Value, frozen=True, kw_only=True):
     """One job as its leader knows it. Values are frozen: a step makes another one. Times are seconds of the
     leader's clock."""
@@ -348,6 +363,7 @@ class JobState(Value, frozen=True, kw_only=True):
     shares_plan: int = 0  # number of the plan that those are of
     batch: BatchSummary | None = None  # the newest packed batch
     progress: JobProgress = JobProgress()  # the newest step
+    left_out: LeftOut | None = None  # the newest steps, if they change no weight
     done_epoch: int = 0  # epoch of the job's end in the store
     orderly: bool = False  # it ended since its workers were told to go, by a user who stopped it or by signals
     stopping: str = ""  # who stops the job (empty: nobody)
