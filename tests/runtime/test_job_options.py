@@ -122,7 +122,7 @@ def test_the_new_spelling_gives_the_same_without_a_warning(
     groups: dict[str, dict[str, Any]] = {}
     for value, group, field in MOVED.values():
         groups.setdefault(group, {})[field] = value
-    types = dict(zip(groups, GROUPS, strict=True))
+    types = dict(zip(groups, GROUPS, strict=False))
     new = {group: types[group](**values) for group, values in groups.items()}
     with pytest.raises(Reached):
         job(**new)
