@@ -196,7 +196,7 @@ def test_whatever_report_an_agent_passes_on_costs_its_leader_that_report_alone(d
     [
         b'{"type":"agent-rejected","reason":"\xff"}',
         b'{"type":"agent-rejected","reason":"x","more":' + b"[" * 100_000,
-        b'{"type":"agent-rejected","reason":"x","more":' + b'{"a":' * 100_000,
+        b'{"type":"agent-rejected","reason":"x","more":' + b'{"a":' * 50_000,
         b'{"type":"agent-rejected","reason":"\\ud800"}',
     ],
 )

@@ -19,7 +19,7 @@ from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
 from elasticd.backoff import Backoff
 from elasticd.codec.decoding import shown, skip
-from elasticd.codec.message import encode
+from elasticd.codec.message import encode, largest_of
 from elasticd.config.credentials import Credentials
 from elasticd.config.tree import ConfigError
 from elasticd.machines.agent.state import AgentDrained, Event, Heard, LinkDown, LinkUp
@@ -33,8 +33,8 @@ from elasticd.wire.coordinator import (
     PassedReport,
     ToAgent,
     ToClient,
+    frames,
     to_agent,
-    together,
 )
 from elasticd.wire.worker import Report
 from elasticd_agent.internal_errors import outlived
@@ -228,8 +228,8 @@ class Link:
             while len(waiting) < MOST_TOGETHER and not outgoing.empty():
                 waiting.append(outgoing.get_nowait())
             written = [data for message in waiting if (data := _encoded(message)) is not None]
-            if written:
-                await connection.send(together(written))
+            for frame in frames(written):
+                await connection.send(frame)
 
     async def _wait_moved(self, seconds: float) -> None:
         with suppress(TimeoutError):
@@ -238,9 +238,13 @@ class Link:
 
 
 def _encoded(message: FromAgent) -> bytes | None:
-    """None for a message that cannot be sent, with a line in the log: it costs none of the others."""
+    """None for a message that cannot be sent, with a line in the log: it costs none of the others. One that is
+    larger than the leader takes would be repeated on the next connection, and end that too."""
     try:
-        return encode(message)
+        data = encode(message)
+        if len(data) > (largest := largest_of(message)):
+            raise ValueError(f"it has {len(data)} bytes, where {largest} are the most")
+        return data
     except Exception as error:
         outlived(f"{type(message).__name__} to the leader", error)
         return None

@@ -1,6 +1,6 @@
 """Decodes bytes that another process wrote, which may be of another release, into values of this one.
 
-Five things may be wrong with the bytes, and every receiver does the same about each:
+Six things may be wrong with the bytes, and every receiver does the same about each:
 
     no JSON object with a tag            `msgspec.DecodeError`, whatever the bytes are; it refuses them
     a tag that this release lacks        `MessageReader` gives None: the receiver skips it; one log line a tag
@@ -9,6 +9,7 @@ Five things may be wrong with the bytes, and every receiver does the same about 
     a field that this release lacks      the field is skipped; one log line for each tag and field
     a version that is too far away       `DecodeError` that names both versions and the remedy; so, too, that of
                                          a stored value within a message: it is content that cannot be decoded
+    more bytes than its class may have   as a known tag with other content, and none of it is decoded
 
 Two processes that talk may be one version apart. A stored value is decoded for ever: its version may be any
 older one, or one newer. The log lines come once in a process, and all that is skipped is counted (`skipped`).
@@ -18,7 +19,10 @@ a busy leader loses no time.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +33,10 @@ import msgspec
 from elasticd_planner.value import StoredValue
 
 from elasticd.version import __version__
+
+#: Bytes of a message at most, unless its class names more: of one about a process, a step or a device. Fields
+#: that this release lacks are looked for in none that is larger.
+SMALL = 256 << 10
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -196,9 +204,28 @@ class _Envelope(msgspec.Struct):
     body: msgspec.Raw = msgspec.Raw()
 
 
-def _check_count(messages: Sequence[Any], most: int) -> None:
-    if len(messages) > most:
-        raise msgspec.ValidationError(f"{len(messages)} messages in one, where {most} are the most")
+#: The tag that a message begins with, and that of the message within it, as every release writes them.
+_TAG = re.compile(rb'\{"type":"([a-z-]{1,64})"')
+_BODY = re.compile(rb'"body":\{"type":"([a-z-]{1,64})"')
+#: Bytes in which the second of them is looked for.
+_HEAD_BYTES = 4096
+
+
+@cache
+def _parts_of(most: int) -> type[msgspec.Struct]:
+    """An array of that many elements at most, undecoded. One with more is refused at the first too many: a list
+    would have all of them before it could be counted."""
+    fields = [(f"part{at}", msgspec.Raw, msgspec.Raw()) for at in range(most)]
+    return msgspec.defstruct("Parts", fields, array_like=True, forbid_unknown_fields=True)
+
+
+def _parts(data: bytes, most: int) -> list[bytes]:
+    """The elements of an array, which has `most` of them at most. Raises `msgspec.DecodeError`."""
+    try:
+        array = decoded_as(_parts_of(most), data)
+    except msgspec.ValidationError as error:
+        raise msgspec.ValidationError(f"no array of messages, of which {most} are the most: {error}") from None
+    return [part for part in map(bytes, msgspec.structs.astuple(array)) if part]
 
 
 class MessageReader(Generic[T]):
@@ -213,11 +240,20 @@ class MessageReader(Generic[T]):
         self._decode = decoder_of(kind).decode
         self._decode_list = decoder_of(list[kind]).decode
         self._sender = sender
-        self._tags = {tag_of(each): _tags_within(each) for each in get_args(kind) or (kind,)}
+        kinds = get_args(kind) or (kind,)
+        within = {tag_of(each): _kinds_within(each) for each in kinds}
+        self._tags = {tag: frozenset(map(tag_of, bodies)) or None for tag, bodies in within.items()}
+        every = (*kinds, *itertools.chain.from_iterable(within.values()))
+        #: Bytes that a message of each tag may have; what is no message but a value has no limit of its own.
+        self._largest: dict[str, float] = {tag_of(each): getattr(each, "largest", math.inf) for each in every}
 
     def one(self, data: bytes, *, first: bool = False) -> T | None:
         """A message; None for one to be skipped. Raises `msgspec.DecodeError` for bytes that are no message,
         and for the `first` message of a connection if its content cannot be decoded."""
+        if len(data) > SMALL:
+            tag, too_large = self._too_large(data)
+            if too_large:
+                return self._refuse_size(data, tag, too_large, first=first)
         try:
             message: T = decoded(self._decode, data)
             if refusal := _held_refusal(message):
@@ -232,21 +268,47 @@ class MessageReader(Generic[T]):
     def several(self, data: bytes, *, most: int, first: bool = False) -> Sequence[T | None]:
         """The messages of a JSON array; None for each that is to be skipped. Raises `msgspec.DecodeError` where
         `one` does, and for more than `most` of them."""
+        if len(data) > SMALL:  # one of them may be too large: each is counted before it is decoded
+            return self._one_by_one(data, most, first=first)
         try:
             messages: list[T] = decoded(self._decode_list, data)
             if any(map(_held_refusal, messages)):
                 raise VersionRefused("of one of them, which is named when each is decoded by itself")
         except msgspec.DecodeError:
-            parts = decoded_as(list[msgspec.Raw], data)
-            _check_count(parts, most)
-            return [self.one(bytes(part), first=first and not at) for at, part in enumerate(parts)]
-        _check_count(messages, most)
+            return self._one_by_one(data, most, first=first)
+        if len(messages) > most:
+            raise msgspec.ValidationError(f"{len(messages)} messages in one, where {most} are the most")
         now, next_look = time.monotonic(), _next_look.get
         for message in messages:  # a busy leader is here for each report
             if next_look(getattr(message, "body", message).__class__, 0.0) <= now:
                 self._look_at_all(messages, data)
                 break
         return messages
+
+    def _one_by_one(self, data: bytes, most: int, *, first: bool) -> list[T | None]:
+        return [self.one(part, first=first and not at) for at, part in enumerate(_parts(data, most))]
+
+    def _too_large(self, data: bytes) -> tuple[str, str]:
+        """The tag with which a message begins, and why it is too large for that; or nothing."""
+        outer = _TAG.match(data)
+        tag = outer[1].decode() if outer else ""
+        largest = self._largest.get(tag, SMALL)
+        if self._tags.get(tag) and (inner := _BODY.search(data, 0, _HEAD_BYTES)):
+            tag = inner[1].decode()
+            largest += self._largest.get(tag, 0)
+        if len(data) <= largest:
+            return tag, ""
+        return tag, f"it has {len(data)} bytes, where {largest} are the most"
+
+    def _refuse_size(self, data: bytes, tag: str, why: str, *, first: bool) -> T | None:
+        if first:
+            raise msgspec.ValidationError(f"a message {tag!r} is too large: {why}")
+        skip(
+            "content",
+            ("size", self._sender, tag),
+            f"{self._sender} sent a message {tag!r} that is too large ({why}): it is skipped",
+        )
+        return self._instead(data, why)
 
     def _look_at_all(self, messages: list[T], data: bytes) -> None:
         for message, part in zip(messages, decoded_as(list[msgspec.Raw], data), strict=True):
@@ -291,11 +353,11 @@ class MessageReader(Generic[T]):
         return True
 
 
-def _tags_within(kind: type[msgspec.Struct]) -> frozenset[str] | None:
-    """The tags that the message in this message's `body` may have; None where it has none."""
+def _kinds_within(kind: type[msgspec.Struct]) -> list[type[msgspec.Struct]]:
+    """The classes that the message in this message's `body` may be of; none where it has none."""
     body = get_type_hints(kind).get("body")
     kinds = [each for each in get_args(body) or (body,) if isinstance(each, type)]
-    return frozenset(tag_of(each) for each in kinds if issubclass(each, msgspec.Struct)) or None
+    return [each for each in kinds if issubclass(each, msgspec.Struct)]
 
 
 # -- unknown names ---------------------------------------------------------------------------------------------
@@ -340,7 +402,7 @@ def skipped() -> dict[Kind, int]:
 def look(value: object, data: bytes) -> None:
     """Logs the fields in `data` that the value decoded from it lacks, if values of its class are due."""
     kind, now = getattr(value, "body", value).__class__, time.monotonic()
-    if now < _next_look.get(kind, 0.0):
+    if now < _next_look.get(kind, 0.0) or len(data) > SMALL:
         return
     _next_look[kind] = now + _LOOK_SECONDS
     tag = tag_of(value) if isinstance(value, msgspec.Struct) else ""

@@ -43,8 +43,9 @@ class SecuritySection(Value, frozen=True, kw_only=True):
     client_cert: str | None = None
     # [path] At agents and commands: the key (PEM) of their own certificate.
     client_key: str | None = None
-    # [MiB] The largest message that the coordinator's port accepts.
-    message_mib: int = 64
+    # [MiB] The largest message that the coordinator's port accepts: a frame of an agent. Each message in it has
+    # a limit of its own, of 4 MiB for a job's spec and 256 KiB for most others.
+    message_mib: int = 8
     # [connections] The most connections at once.
     connections: int = 8192
     # [requests/s] The most REST requests from one address.
@@ -61,8 +62,8 @@ class SecuritySection(Value, frozen=True, kw_only=True):
             refuse("client_ca needs cert and key: without TLS nobody shows a certificate")
         if self.client_cert is not None and self.ca is None:
             refuse("client_cert needs ca: whoever shows a certificate checks the coordinator's too")
-        if not 1 <= self.message_mib <= 1024:
-            refuse(f"message_mib = {self.message_mib} must be MiB between 1 and 1024, as 64")
+        if not 1 <= self.message_mib <= 64:
+            refuse(f"message_mib = {self.message_mib} must be MiB between 1 and 64, as 8")
         if self.connections < 1:
             refuse(f"connections = {self.connections} must be at least 1; each agent has one")
         if not 1 <= self.requests_per_second < math.inf:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
@@ -43,6 +45,8 @@ from elasticd.version import __version__
 
 #: Seconds that the leader's key outlives its last refresh: the least that etcd grants with its default timing.
 LEASE_SECONDS = 2
+#: Seconds for which the event loop of a leader may stand still until its lease is left to run out.
+STILL_SECONDS = 10.0
 #: Seconds between attempts of an election that the store broke off.
 PAUSE = 0.2
 
@@ -178,8 +182,8 @@ def write_schema(store: Store, keys: Keys, leadership: Leadership) -> None:
 def keep(
     store: Store, term: Term, lost: Callable[[CannotLead], None], memory: StateFile | None = None
 ) -> LeaseKeeper:
-    """Keeps the leader's lease from a thread of its own; `lost` is called on the running loop, with `Deposed`
-    or with why the store refuses us."""
+    """Keeps the leader's lease from a thread of its own, while the running loop answers; `lost` is called on
+    that loop, with `Deposed` or with why the store refuses us."""
     loop = asyncio.get_running_loop()
     leadership = term.leadership
 
@@ -195,7 +199,25 @@ def keep(
     def on_refused(error: StoreRefused) -> None:
         tell(refused(error, memory))
 
-    return LeaseKeeper(store, leadership.lease, leadership.ttl, on_lost, on_refused=on_refused).start()
+    asked_at: float | None = None
+
+    def answer() -> None:
+        nonlocal asked_at
+        asked_at = None
+
+    def works() -> bool:
+        nonlocal asked_at
+        if asked_at is not None:
+            return time.monotonic() - asked_at < STILL_SECONDS
+        asked_at = time.monotonic()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(answer)
+        return True
+
+    keeper = LeaseKeeper(
+        *(store, leadership.lease, leadership.ttl, on_lost), on_refused=on_refused, works=works
+    )
+    return keeper.start()
 
 
 async def resign(executor: Executor, keeper: LeaseKeeper) -> None:

@@ -4,6 +4,9 @@ An outage is no loss: an etcd that returns gives its leases their full time agai
 called only when the store answers that the lease is gone.  A store that refuses us (it was restored from
 an old copy, say) is no loss either, but nothing that passes: `on_refused` is called, or the log says so,
 once for each time.
+
+A lease says that its holder works, not that this thread does: while `works` says no, the lease is not
+refreshed, and another holder may have it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ _log = logging.getLogger(__name__)
 
 
 class LeaseKeeper:
-    """Refreshes `lease` three times every `ttl` seconds; `on_lost(reason)` is called once, on its thread."""
+    """Refreshes `lease` three times every `ttl` seconds, while `works()`; `on_lost(reason)` is called once, on
+    its thread."""
 
     def __init__(
         self,
@@ -28,9 +32,11 @@ class LeaseKeeper:
         on_lost: Callable[[str], None],
         *,
         on_refused: Callable[[StoreRefused], None] | None = None,
+        works: Callable[[], bool] = lambda: True,
     ) -> None:
         self._on_refused = on_refused or _say
-        self._refused = self._failed = False
+        self._works = works
+        self._refused = self._failed = self._idle = False
         self._store = store
         self._lease = lease
         self._ttl = ttl
@@ -82,6 +88,12 @@ class LeaseKeeper:
 
     def _run(self) -> None:
         while not self._stop.wait(self._ttl / 3):
+            if not self._works():
+                if not self._idle:
+                    _log.error("this process stands still: lease %x is left to run out", self._lease)
+                self._idle = True
+                continue
+            self._idle = False
             try:
                 if not self.refresh():
                     return

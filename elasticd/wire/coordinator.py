@@ -6,14 +6,14 @@ bootstrap store's calls, a user's wishes and hints: orders to workers are read f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 from elasticd_planner.value import Value
 
-from elasticd.codec.decoding import MessageReader, decoded_as, tag_of
-from elasticd.codec.message import WIRE_VERSION, Message
+from elasticd.codec.decoding import SMALL, MessageReader, decoded_as, tag_of
+from elasticd.codec.message import LARGE, WIRE_VERSION, Message
 from elasticd.records import NodeRecord
 from elasticd.wire.launch import FollowJob, Happened, OutputPart, ReadOutput
 from elasticd.wire.main_thread import Halted
@@ -28,8 +28,9 @@ DEVICE_PREFIX = "device:"
 AGENT_LEAVES = 4000
 #: Characters that are told of why a message cannot be decoded.
 MOST_WHY = 200
-#: Messages in one at most. One that is skipped costs its reader more than one that is read.
-MOST_TOGETHER = 64
+#: Messages in one frame at most, and bytes of a frame of several. A message that is skipped costs its reader
+#: more than one that is read.
+MOST_TOGETHER, BYTES_TOGETHER = 64, SMALL
 
 
 # -- agent to leader ---------------------------------------------------------------------------------------
@@ -84,6 +85,8 @@ class Crossed(Message, frozen=True, kw_only=True, tag="link-probe-result"):
 
 class Unreached(Message, frozen=True, kw_only=True, tag="unreached-nodes"):
     """To the leader, the answer to `TryReach`."""
+
+    largest = LARGE
 
     job: str  # the job's name
     round: int  # as in `TryReach`
@@ -146,6 +149,8 @@ class End(Message, frozen=True, kw_only=True, tag="end-job"):
 class TryReach(Message, frozen=True, kw_only=True, tag="try-reach"):
     """The agent tests which nodes it reaches on the data network, and answers with `Unreached`."""
 
+    largest = LARGE
+
     job: str  # the job's name
     round: int  # number of the test, which the answer repeats
     targets: dict[str, str]  # "host:port" by node
@@ -192,8 +197,21 @@ to_leader, to_agent = _to_leader.one, MessageReader[ToAgent](ToAgent, "the leade
 
 
 def together(texts: Sequence[bytes]) -> bytes:
-    """Encoded messages as one, in order; a single one as it is."""
+    """Encoded messages as one frame, in order; a single one as it is."""
     return texts[0] if len(texts) == 1 else b"[" + b",".join(texts) + b"]"
+
+
+def frames(texts: Sequence[bytes]) -> Iterator[bytes]:
+    """Encoded messages in frames, in order, of at most `MOST_TOGETHER` messages and `BYTES_TOGETHER` bytes. A
+    message that has more is a frame of its own."""
+    start, size = 0, 0
+    for at, text in enumerate(texts):
+        if start < at and (size + len(text) > BYTES_TOGETHER or at - start == MOST_TOGETHER):
+            yield together(texts[start:at])
+            start, size = at, 0
+        size += len(text) + 1
+    if texts:
+        yield together(texts[start:])
 
 
 def all_to_leader(data: bytes, *, first: bool = False) -> Sequence[ToLeader | Unread | None]:
@@ -202,9 +220,10 @@ def all_to_leader(data: bytes, *, first: bool = False) -> Sequence[ToLeader | Un
     content cannot be decoded."""
     if not data.startswith(b"["):
         return (to_leader(data, first=first),)
-    if not data.strip(b"[] \t\r\n"):
+    messages = _to_leader.several(data, most=MOST_TOGETHER, first=first)
+    if not messages:
         raise msgspec.ValidationError("several messages as one are one at least")
-    return _to_leader.several(data, most=MOST_TOGETHER, first=first)
+    return messages
 
 
 class _HelloOpening(msgspec.Struct, tag=tag_of(Hello)):

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 from elasticd_planner.value import StoredValue, Value
 
-from elasticd.codec.message import Message
+from elasticd.codec.message import LARGE, Message
 
 # -- to the agent --------------------------------------------------------------------------------------------
 
@@ -98,6 +98,8 @@ class ReadRound(Message, frozen=True, kw_only=True, tag="rendezvous-read"):
 class WriteRound(Message, frozen=True, kw_only=True, tag="rendezvous-write"):
     """Sets the state of the job's rendezvous, if it still has this token."""
 
+    largest = LARGE
+
     id: int  # by which it knows the answer
     value: bytes  # the state, which is torch's own
     token: int  # of the state that it replaces (0: there is none)
@@ -153,6 +155,8 @@ class Torchrun(StoredValue, frozen=True, kw_only=True, tag="torchrun"):
 
 class RoundAnswer(Message, frozen=True, kw_only=True, tag="rendezvous-state"):
     """The state of the job's rendezvous, after what was asked."""
+
+    largest = LARGE
 
     id: int  # of what it answers
     value: bytes = b""  # the state, which is torch's own

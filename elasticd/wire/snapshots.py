@@ -6,7 +6,7 @@ import msgspec
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import refuse
 
-from elasticd.codec.message import Message
+from elasticd.codec.message import LARGE, Message
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +28,8 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 class Snapped(Message, frozen=True, kw_only=True, tag="snapshot-taken"):
     """A snapshot was copied. Its memory file comes with the message; the worker leaves it alone until it is
     `Freed`."""
+
+    largest = LARGE
 
     held: Held  # the snapshot
     plan: Plan | None = None  # from the first rank alone: without it a set of snapshots is not complete
@@ -55,6 +57,8 @@ class Fetched(Message, frozen=True, kw_only=True, tag="snapshot-fetched"):
 
 class SnapshotInventory(Message, frozen=True, kw_only=True, tag="snapshot-inventory"):
     """All snapshots of a job that this agent holds, of its own workers and of others."""
+
+    largest = LARGE
 
     job: str  # the job's name
     snapshots: tuple[Held, ...]  # what it holds

@@ -34,7 +34,7 @@ from elasticd.backoff import jittered
 #: Bytes; larger messages travel by memfd.
 LARGEST_PACKET = 64 * 1024
 #: Bytes; a larger message is refused on both sides, for it is an error and not a message.
-LARGEST_MESSAGE = 1 << 30
+LARGEST_MESSAGE = 32 << 20
 #: Names the agent's socket for everything that runs on a node.
 SOCKET_VARIABLE = "ELASTICD_SOCKET"
 #: Where the agent of `systemd/elasticd-agent.service` listens.
@@ -195,8 +195,8 @@ def send(sock: socket.socket, data: bytes, fd: int | None = None) -> None:
 
 
 def receive(sock: socket.socket) -> bytes | None:
-    """The next message, or None at the end of the connection. Raises PacketError for what no `send` sent, and
-    for a descriptor, which is closed."""
+    """Returns the next message, or None at the end of the connection. Raises PacketError for what no `send`
+    sent, and for a descriptor, which is closed."""
     data, fd = accept(sock)
     if fd is not None:
         os.close(fd)
@@ -204,9 +204,10 @@ def receive(sock: socket.socket) -> bytes | None:
     return data
 
 
-def accept(sock: socket.socket) -> tuple[bytes | None, int | None]:
-    """The next message and the descriptor that came with it, which the caller closes. Both are None at the end
-    of the connection. Raises PacketError for what no `send` sent."""
+def accept(sock: socket.socket, most: int = LARGEST_MESSAGE) -> tuple[bytes | None, int | None]:
+    """Returns the next message and the descriptor that came with it, which the caller closes. Both are None at
+    the end of the connection. Raises PacketError for what no `send` sent, and for a message of more than `most`
+    bytes, of which none is read."""
     try:
         data, ancillary, flags = _packet(sock)
     except ConnectionResetError:
@@ -224,7 +225,7 @@ def accept(sock: socket.socket) -> tuple[bytes | None, int | None]:
         if size == 0 and len(data) > _SIZE.size and len(fds) == 1:
             given = fds[0]
             return data[_SIZE.size :], given
-        message = _read_memfd(fds[0], data)
+        message = _read_memfd(fds[0], data, most)
         given = fds[1] if len(fds) == 2 else None
         return message, given
     finally:
@@ -258,7 +259,7 @@ def _filled_memfd(data: bytes) -> int:
     return fd
 
 
-def _read_memfd(fd: int, header: bytes) -> bytes:
+def _read_memfd(fd: int, header: bytes, most: int) -> bytes:
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError:
@@ -266,8 +267,10 @@ def _read_memfd(fd: int, header: bytes) -> bytes:
     if not sealed or len(header) != _SIZE.size:
         raise PacketError("a descriptor came that is no sealed memory file: not elasticd's framing")
     (size,) = _SIZE.unpack(header)
-    if not 0 < size <= LARGEST_MESSAGE or os.fstat(fd).st_size != size:
+    if not size > 0 or os.fstat(fd).st_size != size:
         raise PacketError(f"a memory file of {os.fstat(fd).st_size} bytes came where {size} were announced")
+    if size > most:
+        raise PacketError(f"a message of {size} bytes came, where {most} are the most")
     parts: list[bytes] = []
     at = 0
     while at < size:

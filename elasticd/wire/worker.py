@@ -14,7 +14,8 @@ from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.value import Value, refuse
 
 from elasticd.codec.decoding import MessageReader, decoder_of, tag_of
-from elasticd.codec.message import WIRE_VERSION, Message
+from elasticd.codec.message import LARGE, WIRE_VERSION, Message
+from elasticd.codec.record_parts import MOST_BYTES
 from elasticd.records import JobSpec, Proposal, Vote
 from elasticd.wire.launch import Following, Happened, OfLaunch, OutputKept
 from elasticd.wire.main_thread import Whereabouts
@@ -60,6 +61,8 @@ class WorkerDevice(Value, frozen=True, kw_only=True):
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """A worker's first message."""
+
+    largest = LARGE
 
     job: str  # the job's name
     local_rank: int  # index of its device on the node
@@ -240,6 +243,8 @@ class Rehearsed(Message, frozen=True, kw_only=True, tag="all-reduce-probe-result
 class StoreCall(Message, frozen=True, kw_only=True, tag="store-call"):
     """A call on the job's bootstrap store, which the leader keeps."""
 
+    largest = LARGE
+
     id: int  # by which the caller knows the answer
     #: "set", "get" (waits until the key is there), "add", "check" or "delete"; any other is answered with an
     #: error
@@ -282,6 +287,8 @@ class Rejected(Message, frozen=True, kw_only=True, tag="rejected"):
 class Propose(Message, frozen=True, kw_only=True, tag="propose"):
     """The open proposal, as read from the store."""
 
+    largest = MOST_BYTES
+
     proposal: Proposal  # as the leader wrote it
 
 
@@ -321,6 +328,8 @@ class Published(Message, frozen=True, kw_only=True, tag="checkpoint-published"):
 
 class StoreAnswer(Message, frozen=True, kw_only=True, tag="store-answer"):
     """The answer to a `StoreCall`."""
+
+    largest = LARGE
 
     id: int  # of the call
     value: bytes = b""  # of `get`

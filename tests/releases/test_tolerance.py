@@ -270,12 +270,12 @@ def test_whose_opening_the_leader_cannot_decode_is_told_so_through_an_agent_that
     kind: type[Message], node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The agent is of the worker's release, the leader is not."""
-    newer, together = f'"type":"{decoding.tag_of(kind)}"'.encode(), coordinator_link.together
+    newer, frames = f'"type":"{decoding.tag_of(kind)}"'.encode(), coordinator_link.frames
 
     def changed(text: bytes) -> bytes:
         return text.replace(b'"pid":', b'"pid":"of a container",  "p":') if newer in text else text
 
-    monkeypatch.setattr(coordinator_link, "together", lambda texts: together([changed(text) for text in texts]))
+    monkeypatch.setattr(coordinator_link, "frames", lambda texts: frames([changed(text) for text in texts]))
 
     def said_to(client: Any) -> str:
         client.say(JOIN if kind is Join else HELLO)

@@ -237,10 +237,10 @@ def test_a_worker_of_a_torchrun_waits_as_long_as_for_one_that_returns(
     torchruns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its torchrun has had its place from an agent a moment ago; a script by itself may have none at all."""
-    waited: list[float] = []
+    waited: dict[str, float] = {}  # by path: clients of tests before this one may still look for their agents
 
     def connect(path: str, seconds: float) -> socket.socket:
-        waited.append(seconds)
+        waited[path] = seconds
         raise unix_socket.NoAgent("no agent listens")
 
     monkeypatch.setattr(unix_socket, "connect", connect)
@@ -249,7 +249,7 @@ def test_a_worker_of_a_torchrun_waits_as_long_as_for_one_that_returns(
         monkeypatch.setenv(process_mark.VARIABLE, "1:2")
     with pytest.raises(unix_socket.NoAgent):
         AgentClient(str(tmp_path / "s"), hello())
-    assert waited == [pytest.approx(120.0 if torchruns else 10.0, abs=1.0)]
+    assert waited[str(tmp_path / "s")] == pytest.approx(120.0 if torchruns else 10.0, abs=1.0)
 
 
 def test_no_agent_is_one_clear_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -168,6 +169,49 @@ def test_a_defect_does_not_end_the_thread_that_keeps_a_lease(caplog):
     keeper.stop()
     assert store.asked >= 4
     assert caplog.text.count("elasticd failed to refresh lease") == 1
+
+
+def test_a_holder_that_does_not_work_loses_its_lease(caplog):
+    store, lost = MemoryStore(MemoryServer()), threading.Event()
+    working = threading.Event()
+    working.set()
+    keeper = LeaseKeeper(store, store.grant(1), 1, lambda _: lost.set(), works=working.is_set).start()
+    assert not lost.wait(2.0), "it works"
+    working.clear()
+    deadline = time.monotonic() + PATIENCE
+    while "stands still" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(1.5)
+    working.set()
+    assert lost.wait(PATIENCE)
+    keeper.stop()
+    assert caplog.text.count("stands still") == 1
+
+
+def test_a_leader_whose_loop_stands_still_lets_another_lead(monkeypatch):
+    monkeypatch.setattr(election, "STILL_SECONDS", 1.0)
+    server, keys, lost = MemoryServer(), Keys(cluster="test"), []
+    store = MemoryStore(server)
+
+    async def lead() -> None:
+        term = await asyncio.to_thread(
+            election.elect, store, keys, "a", "u", told=print, ready=lambda: None, stopped=threading.Event()
+        )
+        keeper = election.keep(store, term, lost.append)
+        try:
+            other = MemoryStore(server)
+            time.sleep(1.0)  # the loop hangs
+            deadline = time.monotonic() + PATIENCE
+            while read_leader(other, keys.leader) is not None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert read_leader(other, keys.leader) is None
+            while not lost and time.monotonic() < deadline:
+                await asyncio.sleep(0.05)
+        finally:
+            await asyncio.to_thread(keeper.stop)
+
+    asyncio.run(lead())
+    assert isinstance(lost[0], election.Deposed)
 
 
 def test_the_keeper_takes_an_outage_for_no_loss(store, world):

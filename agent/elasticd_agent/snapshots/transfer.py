@@ -21,7 +21,7 @@ import msgspec
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.codec.decoding import MessageReader, shown, version_refusal
-from elasticd.codec.message import WIRE_VERSION, Message
+from elasticd.codec.message import LARGE, WIRE_VERSION, Message
 from elasticd.codec.record_parts import MOST_BYTES
 from elasticd.version import __version__
 from elasticd.wire.snapshots import Held
@@ -45,6 +45,8 @@ SLOWEST = 1 << 20
 class Request(Message, frozen=True, kw_only=True, tag="stream-request"):
     """Keep what is `held`, its bytes follow. The plan comes with the first rank's. Or, with nothing held, a
     probe of the link: `echoes` frames are to be answered, then so many bytes follow, and are answered."""
+
+    largest = LARGE
 
     held: Held | None = None
     plan: Plan | None = None

@@ -38,6 +38,9 @@ HELLO_SECONDS = 10.0
 #: Messages a second of one agent, twice as many at once; one that sends more is read more slowly, and is cut
 #: off where its answers to pings are stuck behind them.
 MESSAGES_PER_SECOND = 5000.0
+#: Bytes a second of one agent, and bytes at once: those of a start, with each worker's spec. One that sends
+#: more is read more slowly.
+BYTES_PER_SECOND, BYTES_AT_ONCE = 4 << 20, 32 << 20
 #: Messages of one agent that are dealt with at once, before others have their turn: a node's reports of a step.
 TOGETHER = 8
 #: Calls on bootstrap stores that wait for their key, of a node: for each of its devices, and in all.
@@ -151,6 +154,7 @@ async def _listen(leading: Leading, socket: WebSocket, connection: Connection, e
     calls: set[asyncio.Task[None]] = set()
     most = min(MOST_GETS, GETS_OF_A_DEVICE * (len(connection.record.devices) + 1))
     allowance = Allowance(2 * MESSAGES_PER_SECOND, MESSAGES_PER_SECOND)
+    bytes_allowance = Allowance(BYTES_AT_ONCE, BYTES_PER_SECOND)
 
     async def handle(message: ToLeader | Unread) -> None:
         if isinstance(message, AgentHello) and message.record.node != connection.node:
@@ -189,6 +193,10 @@ async def _listen(leading: Leading, socket: WebSocket, connection: Connection, e
                     await asyncio.sleep(min(wait, LONGEST_PAUSE))
                 await leading.turns.take(partial(handle_all, some))
             data = await _received(socket)
+            bytes_allowance.spend(len(data), time.monotonic())
+            while wait := bytes_allowance.wait(time.monotonic()):
+                leading.metrics.refused("rate")
+                await asyncio.sleep(min(wait, LONGEST_PAUSE))
             messages = await leading.turns.take(partial(decoded, data))
     finally:
         for call in calls:

@@ -36,6 +36,8 @@ LATE = 0.1
 PINGS_A_SECOND = 1000
 #: Bytes of a request's line and headers.
 _LARGEST_HEAD = 16 * 1024
+#: Frames of one agent that wait to be read; more of them wait in its own socket.
+_FRAMES_WAITING = 4
 #: What is said of a coordinator that others can reach, and that asks nobody who he is.
 OPEN_TO_ALL = "whoever reaches this may look at, drain and change the cluster"
 #: What to do about it.
@@ -104,6 +106,7 @@ def configured(
         server_header=False,
         h11_max_incomplete_event_size=_LARGEST_HEAD,
         ws_max_size=section.message_mib << 20,
+        ws_max_queue=_FRAMES_WAITING,
         ws_per_message_deflate=False,  # reports are small and many
         ws_ping_interval=PING,
         ws_ping_timeout=SILENCE,
