@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from elasticd.codec.safe_text import MARK, MOST_TEXT, shortened
-from elasticd.machines.coordinator.message_checks import bounded
+from elasticd.machines.coordinator.message_checks import MOST_PRESSURES, bounded
 from elasticd.machines.job.lifecycle.job_end import MOST_REASON
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase
+from elasticd.names import MOST_DEVICES
 from elasticd.records import DoneRecord, Fence, decode, encode
 from elasticd.wire.coordinator import FromClient, Frozen, Unreached, WorkerLost
+from elasticd.wire.node_health import DeviceHealth, Health
 from elasticd.wire.worker import (
     DrainNotice,
     Goodbye,
@@ -114,3 +116,16 @@ def test_many_reasons_together_make_no_large_end() -> None:
     assert world.phase is JobPhase.STOPPED
     done = decode(world.store.get(KEYS.job("demo", "done")).value, DoneRecord)  # type: ignore[union-attr]
     assert len(done.reason) < 2 * MOST_REASON
+
+
+def test_a_nodes_health_has_as_many_words_as_a_machine_has_resources() -> None:
+    """Each becomes a series of the metrics."""
+    devices = tuple(DeviceHealth(name=f"alpha/{index}") for index in range(MOST_DEVICES + 5))
+    many = {f"kind-{index}": 0.5 for index in range(1000)}
+    health = Health(pressure={"\x1b[31m": 0.9} | many, devices=devices)
+    cut = bounded(health)
+    assert isinstance(cut, Health)
+    assert list(cut.pressure) == [f"kind-{index}" for index in range(MOST_PRESSURES - 1)]
+    assert cut.devices == devices[:MOST_DEVICES]
+    usual = Health(pressure={"cpu": 0.1, "io": 0.0, "memory": 0.2}, devices=devices[:8])
+    assert bounded(usual) == usual

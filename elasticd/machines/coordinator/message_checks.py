@@ -12,6 +12,7 @@ events and the reasons of others, and etcd holds what is made of them for all jo
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from itertools import islice
 from typing import TypeVar
 
 import msgspec
@@ -55,6 +56,8 @@ from elasticd.wire.worker import (
 LONGEST_ID = 256
 #: Names of nodes that one node does not reach, and characters of why.
 MOST_UNREACHED, MOST_WHY = 4096, 200
+#: Resources that a node's work waits for: Linux tells of three.
+MOST_PRESSURES = 8
 #: Checkpoints that a worker sees: the newest of those that it tells of.
 MOST_CHECKPOINTS = 256
 #: The text in each message.
@@ -158,6 +161,10 @@ def bounded(message: ToMachine | Unread) -> ToMachine | Unread:
             return msgspec.structs.replace(message, body=msgspec.structs.replace(body, checkpoints=names))
         cut = _cut(body)
         return message if cut is body else msgspec.structs.replace(message, body=cut)
+    if isinstance(message, Health):
+        first = islice(message.pressure.items(), MOST_PRESSURES)
+        pressure = {resource: part for resource, part in first if harmless(resource)}
+        return msgspec.structs.replace(message, pressure=pressure, devices=message.devices[:MOST_DEVICES])
     if isinstance(message, Unreached):
         nodes = dict(list(message.nodes.items())[:MOST_UNREACHED])
         nodes = {node: shortened(why, MOST_WHY) for node, why in nodes.items() if harmless(node)}
