@@ -32,7 +32,7 @@ SCHEMA_VERSION = 1
 #: those that agents write, or that torchruns have written, or that records need. (In release 0.1 a job's agents
 #: had `members` there; all agents are told of what is below jobs.)
 CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "journal", "nodes", "members", "jobs")
-LEADER_KEYS = ("spec", "plan", "proposal", "fence", "done", "checkpoints", "profile", "history")
+LEADER_KEYS = ("spec", "plan", "proposal", "fence", "done", "checkpoints", "profile", "stop", "history")
 OTHER_KEYS = ("members", "rendezvous", "ranks", "parts")
 #: Those of a job's keys that live as long as it does, and are changed by each step of its control.
 LASTING: tuple[Literal["plan", "fence"], ...] = ("plan", "fence")
@@ -43,7 +43,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 # fmt: off
 #: How a key below a job's begins; all of them begin with the empty one.
 JobPart = Literal[
-    "", "spec", "plan", "proposal", "fence", "done", "checkpoints", "profile", "history/", "ranks/", "parts/"
+    "", "spec", "plan", "proposal", "fence", "done", "checkpoints", "profile", "stop", "history/", "ranks/",
+    "parts/"
 ]
 # fmt: on
 
@@ -423,6 +424,15 @@ class DoneRecord(StoredValue, frozen=True, kw_only=True, tag="job-done"):
     reason: str = ""  # why it stopped (empty: it finished)
     orderly: bool = False  # its workers were told to go, by a user who stopped it or by signals, and did
     at: float = 0.0  # unix seconds (0: release 0.1 did not say)
+    version: int = RECORD_VERSION
+
+
+class StopRecord(StoredValue, frozen=True, kw_only=True, tag="job-stop"):
+    """A user stops this job, and no leader has ended it yet. Later leaders go on with it."""
+
+    by: str  # the user
+    seconds: float  # that its workers have for a last checkpoint
+    at: float = 0.0  # unix seconds of the newest wish
     version: int = RECORD_VERSION
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
@@ -27,8 +27,8 @@ from elasticd.coordinator.metrics import LeaderMetrics
 from elasticd.coordinator.pages_shown import PagesShown
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
-from elasticd.coordinator.store_transactions import Asked, Rank, Rounds
-from elasticd.coordinator.store_writer import Writer
+from elasticd.coordinator.store_transactions import Asked, Leads, Rank, Rounds
+from elasticd.coordinator.store_writer import NotWritten, Writer
 from elasticd.coordinator.worker_output import WorkerOutputs
 from elasticd.machines.coordinator import absent_nodes, finished_jobs, machine, message_checks, restart_jobs
 from elasticd.machines.coordinator.machine import CoordinatorState
@@ -56,7 +56,7 @@ from elasticd.machines.job.state.events import (
     Write,
 )
 from elasticd.machines.job.state.job_state import OVER, JobState, NodeState
-from elasticd.records import ConfigRecord, DoneRecord, Proposal, RestartEndRecord
+from elasticd.records import ConfigRecord, DoneRecord, Proposal, RestartEndRecord, StopRecord
 from elasticd.store.write_allowance import Allowance
 from elasticd.wire.coordinator import (
     AgentHello,
@@ -91,6 +91,7 @@ TICK_SHARE = 10
 PAGE_SECONDS, STEPS_SELDOM = 1.0, 5
 #: Seconds that a user waits for etcd to take what he changed.
 WRITE_SECONDS = 5.0
+UNCHANGED = "nothing was changed; try again when it is back"
 #: Bytes of all bootstrap stores together.
 MOST_STORED = 1 << 30
 #: Jobs in restart mode whose laps are judged; beyond them the one that was silent longest is forgotten.
@@ -119,6 +120,7 @@ LARGEST_RANK, RANKS_AT_ONCE, RANKS_A_SECOND = 16 << 10, 4 << 20, 4 << 10
 WRITES_AT_ONCE, WRITES_A_SECOND = 32 << 20, 64 << 10
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Leading:
@@ -140,6 +142,7 @@ class Leading:
         self.outputs = WorkerOutputs(self.connections)
         self.pages_shown = PagesShown()
         self.turns = Turns()
+        self._changing = asyncio.Lock()
         self.recorders = Recorders()
         self.feed = LiveFeed(state.epoch)
         self.planning = Planning(self.apply, command=planner)
@@ -303,11 +306,13 @@ class Leading:
             self.planning.cancel(effect.job)
 
     def unwritten(self, asked: Asked, error: Exception) -> None:
-        """The store does not take what was to be written: that is the failure of the job whose it was."""
+        """The store does not take what was to be written. The job whose record it was has failed; of a wish to
+        stop a job the user is told."""
         _log.error("not written: %s: %s", _named(asked), error)
         if isinstance(asked, Paged) and self._pages is not None:
             self._pages.refused()
-        if isinstance(asked, Write):
+        wish = isinstance(asked, Write) and bool(asked.records) and isinstance(asked.records[0], StopRecord)
+        if isinstance(asked, Write) and not wish:
             records = tuple(tag_of(record) for record in asked.records)
             self.apply(Unwritten(job=asked.job, records=records, reason=str(error)))
 
@@ -555,30 +560,55 @@ class Leading:
         if not self.chaos:
             raise ApiError("forbidden", CHAOS_OFF)
 
-    async def change(self, asked: Mapping[str, Any], by: str) -> None:
-        """Changes detection and policy: written first, then followed. Raises `ApiError`."""
+    async def change(self, asked: Mapping[str, Any], by: str, audit: Callable[[], None]) -> None:
+        """Changes detection and policy: written first, then followed, one change after the other. Raises
+        `ApiError`."""
+        assert self.writer is not None
+        async with self._changing:
+            before = self.changes
+            try:
+                changes = before.changed(asked, time.time(), by)
+            except ConfigError as error:
+                raise ApiError("invalid", str(error)) from error
+            if why := self.writer.refusal(changes.history[-1]):
+                raise ApiError("invalid", f"this change cannot be kept: {why}")
+            words = _words(before.values, changes.values, by)
+            await self.decide(lambda: self.follow(changes, words), audit, changes.history[-1])
+
+    async def decide(
+        self, decision: Callable[[], T], audit: Callable[[], None], record: Asked | None = None
+    ) -> T:
+        """Makes a user's decision, and returns what it returns once all that it has written is in the store.
+
+        First `record` is written, or it is found out that this leader still leads. `audit` tells who asked,
+        once the decision was made.
+
+        Raises `ApiError` "unavailable" where etcd does not answer or does not take it, or another coordinator
+        leads by now: nothing was decided then, unless etcd went away in the midst of it, which the text says.
+        """
+        assert self.writer is not None
+        if self.writer.away:
+            raise ApiError("unavailable", f"etcd does not answer, and decisions are kept there: {UNCHANGED}")
+        mark = self.writer.marked
+        self.writer.put(record or Leads())
+        await self._durable(mark, UNCHANGED)
+        mark, made = self.writer.marked, decision()
+        audit()
+        await self._durable(
+            mark, "it is decided here, and kept only once etcd has taken it: look at the status"
+        )
+        return made
+
+    async def _durable(self, mark: int, otherwise: str) -> None:
         assert self.writer is not None
         try:
-            changes = self.changes.changed(asked, time.time(), by)
-        except ConfigError as error:
-            raise ApiError("invalid", str(error)) from error
-        if why := self.writer.refusal(changes.history[-1]):
-            raise ApiError("invalid", f"this change cannot be kept: {why}")
-        if self.writer.away:
-            raise ApiError(
-                "unavailable", "etcd does not answer, and a change is kept there: try again when it is back"
-            )
-        before, self.changes = self.changes, changes
-        self.writer.put(changes.history[-1])
-        try:
-            await asyncio.wait_for(self.writer.drained(), WRITE_SECONDS)
+            await asyncio.wait_for(self.writer.durable(mark), WRITE_SECONDS)
+        except NotWritten as error:
+            raise ApiError("unavailable", f"etcd did not take it ({error}): {otherwise}") from None
         except TimeoutError:
             raise ApiError(
-                "unavailable",
-                "etcd stopped answering meanwhile: the change holds now, and is kept once etcd is back",
+                "unavailable", f"etcd does not answer for {WRITE_SECONDS:g} s: {otherwise}"
             ) from None
-        finally:
-            self.follow(changes, _words(before.values, changes.values, by))
 
     def follow(self, changes: Changes, words: str) -> None:
         """Goes by these from now on."""
@@ -611,6 +641,17 @@ class Leading:
         unheard = stop_request.unheard(job, self.state.nodes, seconds)
         self.apply(StopAsked(job=name, by=by, seconds=seconds))
         return unheard
+
+    def wish(self, name: str, seconds: float, by: str) -> Write | None:
+        """Returns what is to be written before a job is stopped, so that later leaders know of it; None for one
+        in restart mode. Raises `ApiError` as `stop` does."""
+        job = self.state.jobs.get(name)
+        if job is None and name in self.restarts:
+            return None
+        if job is None:
+            raise unknown("job", name, self.state.jobs)
+        _not_over(job)
+        return _dated(Write(job=name, records=(StopRecord(by=by, seconds=seconds),)))
 
     def _stop_torchruns(self, job: restart_jobs.RestartJob, seconds: float, by: str) -> dict[str, str]:
         now = self._clock()
@@ -747,10 +788,10 @@ class Leading:
 
 
 def _dated(write: Write) -> Write:
-    """With the time in a record of a job's end, which the machine has no clock for."""
+    """With the time in a record of a job's end, or of a wish for it, which the machine has no clock for."""
     records = tuple(
         msgspec.structs.replace(record, at=time.time())
-        if isinstance(record, DoneRecord | RestartEndRecord)
+        if isinstance(record, DoneRecord | StopRecord | RestartEndRecord)
         else record
         for record in write.records
     )

@@ -32,6 +32,7 @@ from elasticd.records import (
     ProfileRecord,
     Proposal,
     RestartEndRecord,
+    StopRecord,
     encode,
 )
 from elasticd.store.protocol import (
@@ -67,6 +68,7 @@ _SINGLE: dict[type, JobPart] = {
     CheckpointsRecord: "checkpoints",
     ProfileRecord: "profile",
     DoneRecord: "done",
+    StopRecord: "stop",
 }
 
 Ops = tuple[Op, ...]
@@ -87,13 +89,17 @@ class Sweep(Value, frozen=True, kw_only=True):
     job: str  # the job's name
 
 
+class Leads(Value, frozen=True, kw_only=True):
+    """Nothing is to be written: whether this leader still leads is to be found out."""
+
+
 class Rounds(Value, frozen=True, kw_only=True):
     """What torchruns in restart mode keep of a job is to be deleted, if none of them is there any more."""
 
     job: str  # the job's name
 
 
-Asked = Write | Rank | ConfigRecord | Sweep | Rounds | Paged
+Asked = Write | Rank | ConfigRecord | Sweep | Rounds | Paged | Leads
 
 
 class Ledger:

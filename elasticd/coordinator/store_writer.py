@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
@@ -23,6 +24,7 @@ from elasticd.codec.record_parts import Shelf
 from elasticd.coordinator.store_transactions import (
     MOST_TOGETHER,
     Asked,
+    Leads,
     Ledger,
     Ops,
     Rank,
@@ -45,6 +47,7 @@ from elasticd.records import (
     ProfileRecord,
     Proposal,
     RestartEndRecord,
+    StopRecord,
     decode_at,
     numbered,
 )
@@ -65,6 +68,8 @@ from elasticd.wire.rendezvous import Torchrun
 
 #: Seconds between attempts while the store is away.
 PAUSE = 0.2
+#: Writes that the store refused of late, for whoever waits for one of them.
+MOST_REFUSALS = 256
 
 R = TypeVar("R", bound=StoredValue)
 
@@ -73,6 +78,10 @@ _log = logging.getLogger(__name__)
 
 class WriteConflict(Exception):
     """Somebody else changed the leader's records although the leader's key is ours: nobody may."""
+
+
+class NotWritten(Exception):
+    """What was asked to be written is not in the store; the message says why."""
 
 
 class Writer:
@@ -105,6 +114,9 @@ class Writer:
         self._held: Asked | None = None  # the first in the queue, if it was taken from there already
         self.away = False
         self._put = self._settled = 0
+        self._refusals: deque[tuple[int, str]] = deque(maxlen=MOST_REFUSALS)
+        self._moved = asyncio.Event()
+        self._ended = ""
 
     def put(self, asked: Asked) -> None:
         """Has something written, after all that was put before."""
@@ -126,6 +138,23 @@ class Writer:
             return str(error)
         return ""
 
+    @property
+    def marked(self) -> int:
+        """A mark for `durable`: what is put from now on lies behind it."""
+        return self._put
+
+    async def durable(self, mark: int) -> None:
+        """Returns when all that was put since `mark` is in the store. Raises `NotWritten` where some of it was
+        refused, or this leader may not write any more."""
+        until = self._put
+        while self._settled < until:
+            if self._ended:
+                raise NotWritten(self._ended)
+            self._moved.clear()
+            await self._moved.wait()
+        if why := next((why for number, why in self._refusals if mark < number <= until), ""):
+            raise NotWritten(why)
+
     async def drained(self) -> None:
         """Returns when all that was put is written, or refused."""
         await self._queue.join()
@@ -135,10 +164,12 @@ class Writer:
         while True:
             taken = await self._take()
             if not await self._write(taken):
+                self._moved.set()
                 return
             for _ in taken:
                 self._queue.task_done()
             self._settled += len(taken)
+            self._moved.set()
 
     async def _take(self) -> Sequence[Asked]:
         """The next that was put. Of ranks all that follow each other are taken: when a job starts there is one
@@ -162,6 +193,7 @@ class Writer:
             while not await loop.run_in_executor(self._executor, self._attempt, taken):
                 await asyncio.sleep(PAUSE)
         except (LeadershipLost, StoreRefused, WriteConflict) as error:
+            self._ended = str(error)
             self._failed(error)
             return False
         except (StoreError, ValueError) as error:  # of this write alone; ValueError: it cannot be encoded
@@ -170,6 +202,7 @@ class Writer:
                     if not await self._write([asked]):
                         return False
                 return True
+            self._refusals.append((self._settled + 1, str(error)))
             self._refused(taken[0], error)
         else:
             if isinstance(taken[0], Write):
@@ -187,6 +220,8 @@ class Writer:
         try:
             if isinstance(taken[0], Rounds):
                 self._clear(taken[0])
+            elif isinstance(taken[0], Leads):
+                self._leadership.transact(self._store, (), ())
             else:
                 for ops in filter(None, self._ledger.transactions(*taken)):
                     self._make(ops)
@@ -304,7 +339,7 @@ def _stored(job: str, found: dict[str, KeyValue], shelf: Shelf) -> Stored:
         if part.startswith("history/") and (number := numbered(part.removeprefix("history/"))) is not None
     }
     plan, proposal = read("plan", PlanRecord), read("proposal", Proposal)
-    done = read("done", DoneRecord)
+    done, stop = read("done", DoneRecord), read("stop", StopRecord)
     number = proposal.number if proposal is not None else plan.plan.number if plan is not None else 0
     return Stored(
         job=job,
@@ -316,6 +351,8 @@ def _stored(job: str, found: dict[str, KeyValue], shelf: Shelf) -> Stored:
         history=read(history.get(number, ""), HistoryRecord),
         checkpoints=read("checkpoints", CheckpointsRecord),
         profile=read("profile", ProfileRecord),
+        stop=stop,
+        stop_seconds=max(0.0, time.time() - stop.at) if stop is not None and stop.at else 0.0,
         highest=max(history, default=0),
         over_seconds=max(0.0, time.time() - done.at) if done is not None and done.at else 0.0,
     )

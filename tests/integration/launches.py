@@ -58,9 +58,13 @@ class Launches:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        for run in self._runs:
-            run.stop()
+        self.end()
         self.cluster.close()
+
+    def end(self) -> None:
+        """Ends what is left of the runs so far: after a test that failed they would hold their devices."""
+        while self._runs:
+            self._runs.pop().stop()
 
     def script(self, text: str, name: str = "train.py") -> Path:
         """Writes a user's script."""

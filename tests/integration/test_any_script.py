@@ -33,6 +33,12 @@ def launches() -> Iterator[Launches]:
         yield launches
 
 
+@pytest.fixture(autouse=True)
+def _end_of_runs(launches: Launches) -> Iterator[None]:
+    yield
+    launches.end()
+
+
 def workers(run: Launched) -> list[psutil.Process]:
     return torchrun_workers(psutil.Process(run.process.pid))
 

@@ -59,6 +59,12 @@ def launches() -> Iterator[Launches]:
         yield launches
 
 
+@pytest.fixture(autouse=True)
+def _end_of_runs(launches: Launches) -> Iterator[None]:
+    yield
+    launches.end()
+
+
 def start(launches: Launches, job: str, *options: str) -> Launched:
     """`elasticd run` with the script, as a job that keeps its checkpoints under its name."""
     command = (

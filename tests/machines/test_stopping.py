@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from elasticd.coordinator.store_writer import stored
+from elasticd.machines.coordinator import machine
 from elasticd.machines.job.lifecycle.stop_request import unheard
 from elasticd.machines.job.state.events import StopAsked
 from elasticd.machines.job.state.job_state import JobPhase
@@ -14,7 +16,7 @@ from elasticd.wire.worker import Closed
 from tests.machines.cast import JOB
 from tests.machines.test_coordinator_faults import running
 from tests.machines.test_draining import tell
-from tests.machines.world import World
+from tests.machines.world import KEYS, World
 
 
 def ask(world: World, seconds: float = 60.0) -> None:
@@ -116,7 +118,7 @@ def test_an_agent_that_comes_back_and_a_worker_that_torchrun_starts_meanwhile_ar
 
 
 @pytest.mark.parametrize("heard", [False, True])
-def test_a_new_leader_ends_it_if_the_workers_had_heard_and_is_asked_again_else(heard: bool) -> None:
+def test_a_new_leader_ends_it_whether_the_workers_had_heard_or_not(heard: bool) -> None:
     world = running()
     ask(world)
     if heard:
@@ -125,10 +127,9 @@ def test_a_new_leader_ends_it_if_the_workers_had_heard_and_is_asked_again_else(h
     world.new_leader()
     world.settle()
     if not heard:
-        world.train(3)
-        assert world.phase is JobPhase.RUNNING
-        ask(world)
-        assert len(told(world)) == 4
+        assert world.job.stopping == "stopped by alice@host"
+        before = len(told(world))
+        assert before > 2, "the new leader tells both nodes' agents again"
         tell(world, *world.workers)
         world.settle()
     assert world.phase is JobPhase.STOPPED
@@ -151,3 +152,14 @@ def test_a_job_that_is_over_stays_as_it_ended() -> None:
     world.settle()
     ask(world)
     assert world.phase is JobPhase.DONE
+
+
+def test_a_new_leader_gives_the_workers_the_time_that_is_left() -> None:
+    world = running()
+    ask(world, seconds=100.0)
+    (job,) = stored(KEYS, world.store.snapshot(KEYS.jobs).items)
+    assert job.stop is not None
+    for elapsed, left in ((0.0, 100.0), (30.0, 70.0), (500.0, 0.0)):
+        found = msgspec.structs.replace(job, stop_seconds=elapsed)
+        state = machine.takeover(9, [found], world.settings, 1000.0)
+        assert (state.jobs[JOB].stopping, state.jobs[JOB].stop_at) == ("stopped by alice@host", 1000.0 + left)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -145,47 +146,55 @@ class Rest:
         cut = len(decoder.getstate()[0])  # bytes of a character of which the rest comes with the next part
         return OutputText(device=device, job=part.job, begin=part.begin, end=part.end - cut, text=text)
 
-    @post("/v1/nodes/{node}/drain", refuses=(409,), example=DrainRequest(on=True))
+    @post("/v1/nodes/{node}/drain", refuses=(409, 503), example=DrainRequest(on=True))
     async def drain(self, node: str, body: DrainRequest, caller: Caller | None) -> DrainRequest:
         """Lets the devices of a node be left by all plans, or be used again."""
-        self._served.leading.drain(node, body.on)
+        leading = self._served.leading
         what = f"asked for node {node} to be {'drained' if body.on else 'used again'}"
-        self._asked(caller, what, action="drain" if body.on else "undrain", node=node)
+        audit = partial(self._asked, caller, what, action="drain" if body.on else "undrain", node=node)
+        await leading.decide(lambda: leading.drain(node, body.on), audit)
         return body
 
-    @post("/v1/nodes/{node}/forget", refuses=(409,), example=ByRequest(by="alice"))
+    @post("/v1/nodes/{node}/forget", refuses=(409, 503), example=ByRequest(by="alice"))
     async def forget_node(self, node: str, body: ByRequest, caller: Caller | None) -> ByRequest:
         """Shows a node no more that is away; it is known again once its agent comes back."""
         by = _by(body.by, caller)
-        self._served.leading.forget_node(node, by)
-        self._served.leading.asked(by, f"asked for node {node} to be forgotten", action="forget", node=node)
+        leading = self._served.leading
+        what = f"asked for node {node} to be forgotten"
+        audit = partial(leading.asked, by, what, action="forget", node=node)
+        await leading.decide(lambda: leading.forget_node(node, by), audit)
         return body
 
-    @post("/v1/jobs/{job}/stop", refuses=(409,), example=StopRequest(by="alice"))
+    @post("/v1/jobs/{job}/stop", refuses=(409, 503), example=StopRequest(by="alice"))
     async def stop(self, job: str, body: StopRequest, caller: Caller | None) -> Stopping:
         """Ends a job: its workers make a last checkpoint, where they have a folder for it, and leave. Says
         which nodes' workers will not hear of it, and train on until the time is up."""
         by = _by(body.by, caller)
-        unheard = self._served.leading.stop(job, body.seconds, by)
+        leading = self._served.leading
+        record = leading.wish(job, body.seconds, by)
         what = f"asked for job {job} to stop within {body.seconds:g} s"
-        self._served.leading.asked(by, what, job=job, action="stop", seconds=body.seconds)
+        audit = partial(leading.asked, by, what, job=job, action="stop", seconds=body.seconds)
+        unheard = await leading.decide(lambda: leading.stop(job, body.seconds, by), audit, record)
         return Stopping(by=body.by, seconds=body.seconds, unheard=unheard)
 
-    @post("/v1/jobs/{job}/checkpoint", refuses=(409,), example=ByRequest(by="alice"))
+    @post("/v1/jobs/{job}/checkpoint", refuses=(409, 503), example=ByRequest(by="alice"))
     async def checkpoint(self, job: str, body: ByRequest, caller: Caller | None) -> ByRequest:
         """Has a job make a checkpoint as soon as no other one is being written. An event tells of it once it is
         whole."""
         by = _by(body.by, caller)
-        self._served.leading.checkpoint(job)
-        self._served.leading.asked(by, f"asked for a checkpoint of job {job}", job=job, action="checkpoint")
+        leading = self._served.leading
+        what = f"asked for a checkpoint of job {job}"
+        audit = partial(leading.asked, by, what, job=job, action="checkpoint")
+        await leading.decide(lambda: leading.checkpoint(job), audit)
         return body
 
-    @post("/v1/jobs/{job}/forget", refuses=(409,), example=ByRequest(by="alice"))
+    @post("/v1/jobs/{job}/forget", refuses=(409, 503), example=ByRequest(by="alice"))
     async def forget(self, job: str, body: ByRequest, caller: Caller | None) -> ByRequest:
         """Deletes all that is kept of a job that is over; its name can be used again."""
         by = _by(body.by, caller)
-        self._served.leading.forget(job, by)
-        self._served.leading.asked(by, f"asked for job {job} to be forgotten", action="forget")
+        leading = self._served.leading
+        audit = partial(leading.asked, by, f"asked for job {job} to be forgotten", action="forget")
+        await leading.decide(lambda: leading.forget(job, by), audit)
         return body
 
     @get("/v1/config")
@@ -201,11 +210,12 @@ class Rest:
     async def change(self, body: ConfigRequest, caller: Caller | None) -> Settings:
         """Changes detection and policy while running; the values are checked, kept, and followed at once."""
         by = _by(body.by, caller)
-        await self._served.leading.change(body.values, by)
+        leading = self._served.leading
         values = {key: "the file's" if value is None else value for key, value in body.values.items()}
-        told = ", ".join(f"{key} = {value}" for key, value in values.items())
-        self._served.leading.asked(by, f"changed {told}", action="config", values=body.values)
-        return self._served.leading.changes.shown()
+        words = ", ".join(f"{key} = {value}" for key, value in values.items())
+        audit = partial(leading.asked, by, f"changed {words}", action="config", values=body.values)
+        await leading.change(body.values, by, audit)
+        return leading.changes.shown()
 
     @get("/v1/record", media="application/jsonl")
     async def record(self) -> AsyncIterator[bytes]:

@@ -15,6 +15,7 @@ from elasticd_planner.value import Value
 
 from elasticd.machines.coordinator import absent_nodes, finished_jobs, message_checks, node_links
 from elasticd.machines.job import assembly, machine
+from elasticd.machines.job.lifecycle import stop_request
 from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
@@ -76,7 +77,10 @@ Result = tuple[CoordinatorState, tuple[Effect, ...]]
 
 def takeover(epoch: int, stored: Iterable[Stored], settings: JobSettings, now: float) -> CoordinatorState:
     """A new leader's state, from the store alone."""
-    jobs = {found.job: restored(found, now, settings) for found in stored}
+    jobs = {
+        found.job: stop_request.restored(restored(found, now, settings), found.stop, found.stop_seconds, now)
+        for found in stored
+    }
     return CoordinatorState(epoch=epoch, settings=settings, jobs=jobs)
 
 

@@ -2,8 +2,8 @@
 
 The leader has the agents send SIGTERM to the job's workers. What follows is what follows any SIGTERM to all of
 them (`lifecycle.drain`). The job ends at once where nothing trains or nobody is there, and at the latest when
-the time is up that the user gave. A new leader knows nothing of the wish, but the workers that drain say so
-again; where none drains, the user asks once more.
+the time is up that the user gave. The wish is written to the store (`StopRecord`): a new leader goes on with
+it, and tells the agents as they come.
 
 An agent of release 0.1 skips the order: the user is told of its node, whose workers train on until the time is
 up.
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from elasticd.codec.decoding import shown
 from elasticd.machines.job.lifecycle.fence import FALLIBLE
 from elasticd.machines.job.lifecycle.job_end import stop
@@ -20,6 +22,7 @@ from elasticd.machines.job.state.events import StopAsked
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, NodeState
 from elasticd.machines.job.state.last_checkpoint import after_steps, lost_steps
 from elasticd.machines.job.state.transaction import Turn
+from elasticd.records import StopRecord
 from elasticd.wire.coordinator import End, is_first
 
 #: How the reason of a job begins that was stopped because somebody asked for it.
@@ -40,11 +43,20 @@ def asked(turn: Turn, event: StopAsked) -> None:
     text = f"{event.by} stops the job: its workers drain, and have {event.seconds:g} s"
     if deaf := unheard(job, turn.nodes, event.seconds):
         text = f"{text}; {words(deaf)}"
-    turn.note("stopping", text, by=event.by, seconds=event.seconds, unheard=sorted(deaf))
+    told = turn.told("stopping", text, by=event.by, seconds=event.seconds, unheard=sorted(deaf))
+    turn.write(StopRecord(by=event.by, seconds=event.seconds), notes=(told,))
     turn.set(stopping=f"{BY_REQUEST}{event.by}", stop_asked_at=turn.now, stop_at=turn.now + event.seconds)
     for name in turn.nodes:
         if turn.here(name):
             remind(turn, name)
+
+
+def restored(job: JobState, record: StopRecord | None, seconds: float, now: float) -> JobState:
+    """The job as a new leader finds it, so many seconds after a user's wish to stop it."""
+    if record is None or job.phase in OVER:
+        return job
+    left = max(0.0, record.seconds - seconds)
+    return replace(job, stopping=f"{BY_REQUEST}{record.by}", stop_asked_at=now, stop_at=now + left)
 
 
 def at_once(turn: Turn, event: StopAsked) -> None:

@@ -24,6 +24,7 @@ from elasticd.records import (
     ProfileRecord,
     Proposal,
     RestartEndRecord,
+    StopRecord,
 )
 from elasticd.wire.coordinator import FromMachine, Harm, ToMachine, Unread
 
@@ -97,6 +98,7 @@ Record = (
     | ProfileRecord
     | CheckpointsRecord
     | DoneRecord
+    | StopRecord
     | OutRecord
     | RestartEndRecord
 )
@@ -249,6 +251,8 @@ class Stored(Value, frozen=True, kw_only=True):
     history: HistoryRecord | None = None  # why the proposal, else the plan, was made
     checkpoints: CheckpointsRecord | None = None  # published ones
     profile: ProfileRecord | None = None  # of its model, where steps have taught it
+    stop: StopRecord | None = None  # a user's wish to stop it
+    stop_seconds: float = 0.0  # since that, as far as clocks agree
     highest: int = 0  # highest number in its history
     over_seconds: float = 0.0  # since its end, as far as its record says when that was
 

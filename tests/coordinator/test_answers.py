@@ -1,0 +1,171 @@
+"""What a user is told is true: an answer of success means that the decision is in the store, for every leader;
+any other one says why, and nothing was changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from elasticd.coordinator import leader as leading
+from elasticd.coordinator.daemon import Coordinator
+from elasticd.machines.job.state.job_state import JobPhase
+from elasticd.records import Keys, StopRecord, decode
+from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.store.protocol import Compare, Op, Put, StoreError, TransactResult
+from elasticd.wire.coordinator import End
+from tests.coordinator.agents import agent, config, coordinating, get, lead, post, until
+from tests.coordinator.test_daemon import started
+from tests.machines.cast import JOB, FakeWorker, node_record
+from tests.machines.world import World
+
+KEYS = Keys(cluster="test")
+ASKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "stop": (f"/v1/jobs/{JOB}/stop", {"by": "alice", "seconds": 60.0}),
+    "stop at once": (f"/v1/jobs/{JOB}/stop", {"by": "alice", "seconds": 0.0}),
+    "forget": ("/v1/nodes/gamma/forget", {"by": "alice"}),
+    "drain": ("/v1/nodes/alpha/drain", {"on": True}),
+    "config": ("/v1/config", {"by": "alice", "values": {"policy.paused": True}}),
+}
+
+
+class Full(MemoryStore):
+    """A store that is at its quota: it deletes and reads, and puts nothing."""
+
+    full = False
+
+    def transact(self, compares: Sequence[Compare], then: Sequence[Op]) -> TransactResult:
+        if self.full and any(isinstance(op, Put) for op in then):
+            raise StoreError("etcdserver: mvcc: database space exceeded")
+        return super().transact(compares, then)
+
+
+@asynccontextmanager
+async def training(
+    server: MemoryServer, store: MemoryStore
+) -> AsyncIterator[tuple[Coordinator, list[FakeWorker]]]:
+    """A job of two nodes, and a third node that is away."""
+    coordinator = Coordinator(config(), store)
+    await lead(coordinator)
+    try:
+        async with (
+            agent(coordinator, node_record("alpha")) as alpha,
+            agent(coordinator, node_record("beta")) as beta,
+        ):
+            async with agent(coordinator, node_record("gamma")):
+                await until(lambda: "gamma" in coordinator.leading.state.nodes)
+            workers = await started(server, [alpha, beta])
+            await until(lambda: coordinator.leading.state.jobs[JOB].phase is JobPhase.RUNNING)
+            await until(lambda: not coordinator.leading.state.nodes["gamma"].connected)
+            yield coordinator, workers
+    finally:
+        await coordinator.stop()
+
+
+def decided(coordinator: Coordinator) -> Any:
+    """All that a user's wish may change."""
+    state = coordinator.leading.state
+    job = state.jobs[JOB]
+    return job.phase, job.stopping, sorted(state.nodes), coordinator.leading.changes, state.settings
+
+
+def test_while_etcd_is_away_nothing_is_changed_and_the_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "WRITE_SECONDS", 0.5)
+
+    async def body() -> None:
+        server = MemoryServer()
+        async with training(server, MemoryStore(server)) as (coordinator, _):
+            before = decided(coordinator)
+            server.outage(True)
+            for path, wish in ASKS.values():  # the first finds out that etcd is away, and the others know
+                status, answer = await post(coordinator, path, wish)
+                assert status == 503, answer
+                assert "etcd does not answer" in answer["error"]
+                assert "nothing was changed" in answer["error"]
+            assert decided(coordinator) == before
+            server.outage(False)
+            assert coordinator.leading.writer is not None
+            await asyncio.wait_for(coordinator.leading.writer.drained(), 60)
+            assert (await post(coordinator, *ASKS["stop"]))[0] == 200
+            assert coordinator.leading.state.jobs[JOB].stopping == "stopped by alice"
+
+    asyncio.run(body())
+
+
+def test_at_etcds_quota_a_wish_is_refused() -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        store = Full(server)
+        async with training(server, store) as (coordinator, _):
+            assert coordinator.leading.writer is not None
+            await asyncio.wait_for(coordinator.leading.writer.drained(), 60)
+            before = decided(coordinator)
+            store.full = True
+            for ask in ("stop", "stop at once", "config"):
+                status, answer = await post(coordinator, *ASKS[ask])
+                assert (status, "space exceeded" in answer["error"]) == (503, True), answer
+            assert decided(coordinator) == before
+            store.full = False
+
+    asyncio.run(body())
+
+
+def test_a_leader_that_was_replaced_says_so_and_changes_nothing() -> None:
+    """It stood still for longer than its lease, and the first that it hears again is a user's wish."""
+
+    async def body() -> None:
+        server = MemoryServer()
+        async with training(server, MemoryStore(server)) as (coordinator, _):
+            before = decided(coordinator)
+            item = MemoryStore(server).get(KEYS.leader)
+            assert item is not None
+            MemoryStore(server).revoke(item.lease)
+            answers = await asyncio.gather(*(post(coordinator, *ask) for ask in ASKS.values()))
+            assert [status for status, _ in answers] == [503] * len(ASKS), answers
+            assert decided(coordinator) == before
+
+    asyncio.run(body())
+
+
+def test_the_next_leader_goes_on_with_a_stop() -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        async with training(server, MemoryStore(server)) as (coordinator, workers):
+            assert (await post(coordinator, *ASKS["stop"]))[0] == 200
+            item = MemoryStore(server).get(KEYS.job(JOB, "stop"))
+            assert item is not None
+            record = decode(item.value, StopRecord)
+            assert (record.by, record.seconds, record.at > 1e9) == ("alice", 60.0, True)
+        async with coordinating(server) as second, agent(second, node_record("alpha")) as alpha:
+            job = second.leading.state.jobs[JOB]
+            assert job.stopping == "stopped by alice"
+            assert 0 < job.stop_at - second.leading.now() <= 60.0
+            (shown,) = (await get(second, "/v1/status"))[1]["jobs"]
+            assert shown["stopping"] is True
+            await until(lambda: "alpha" in second.leading.state.nodes)
+            await alpha.tell(workers[0].up(World().hello(workers[0])))
+            await until(lambda: any(isinstance(order, End) for order in alpha.heard))
+
+    asyncio.run(body())
+
+
+def test_changes_of_the_configuration_at_one_moment_are_all_kept() -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        async with coordinating(server) as coordinator:
+            wishes: list[dict[str, Any]] = [
+                {"policy.paused": True},
+                {"policy.horizon_steps": 77},
+                {"policy.paused": False},
+            ]
+            asks = [post(coordinator, "/v1/config", {"by": "alice", "values": values}) for values in wishes]
+            assert [status for status, _ in await asyncio.gather(*asks)] == [200, 200, 200]
+            kept = (await get(coordinator, "/v1/config"))[1]
+            assert len(kept["history"]) == 3
+            assert [change["number"] for change in kept["history"]] == [1, 2, 3]
+            assert kept["values"]["policy.horizon_steps"] == 77
+
+    asyncio.run(body())
