@@ -806,6 +806,8 @@ def _named(asked: Asked) -> str:
         return f"{shown(asked.key)} of job {shown(asked.job)}"
     if isinstance(asked, Paged):
         return "a page of the journal"
+    if isinstance(asked, Leads):
+        return "nothing, as whether this leader leads"
     return "a change of the configuration" if isinstance(asked, ConfigRecord) else f"job {shown(asked.job)}"
 
 

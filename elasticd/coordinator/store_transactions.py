@@ -125,6 +125,8 @@ class Ledger:
             return self._of_ranks([each for each in (asked, *others) if isinstance(each, Rank)])
         if isinstance(asked, ConfigRecord):
             return [operations(self._keys, asked)]
+        if isinstance(asked, Leads):
+            return []
         if isinstance(asked, Rounds):
             return [(DeletePrefix(self._keys.rendezvous(asked.job)),)]
         if isinstance(asked, Sweep):
