@@ -492,14 +492,18 @@ class Leading:
             )
         return ""
 
-    def _turn_away(self, connection: Connection, message: ToLeader | Unread, why: str) -> None:
-        """A message that this agent may not say. A client that waits for an answer gets one."""
+    def _foreign(self, node: str, message: msgspec.Struct, why: str) -> None:
+        """A message that this node may not say."""
         self.metrics.refused("foreign")
-        said = message.body if isinstance(message, FromClient) else message
-        key = connection.node, tag_of(said)
+        key = node, tag_of(message)
         if key not in self._turned_away and len(self._turned_away) < MOST_TOLD:
             self._turned_away.add(key)
             _log.warning("node %s: a message %r is not heard: %s", *key, why)
+
+    def _turn_away(self, connection: Connection, message: ToLeader | Unread, why: str) -> None:
+        """A message that this agent may not say. A client that waits for an answer gets one."""
+        said = message.body if isinstance(message, FromClient) else message
+        self._foreign(connection.node, said, why)
         if isinstance(message, FromClient) and isinstance(said, StoreCall):
             connection.send(ToClient(client=message.client, body=StoreAnswer(id=said.id, error=why)))
         elif isinstance(message, Unread) or (
@@ -529,12 +533,18 @@ class Leading:
             self.metrics.refused("foreign")
             return
         job = self._restarting(told.job)
+        if why := restart_jobs.state_refusal(job, node, told, self._clock()):
+            self._foreign(node, told, why)
+            return
         self._causes[told.job] = node
         self._goes_on(*restart_jobs.attended(job, node, told, self.state.epoch, self._clock()))
 
     def _lap(self, node: str, heard: StepTime) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""
         job = self._restarting(heard.by.job)
+        if why := restart_jobs.lap_refusal(job, node, heard):
+            self._foreign(node, heard, why)
+            return
         settings = self.state.settings
         try:
             job, effects = restart_jobs.lap(
