@@ -143,6 +143,8 @@ class Leading:
         self.pages_shown = PagesShown()
         self.turns = Turns()
         self._changing = asyncio.Lock()
+        #: Whether the store does not answer, as the keeper of the lease finds out while nothing is written.
+        self.lease_fails: Callable[[], bool] = lambda: False
         self.recorders = Recorders()
         self.feed = LiveFeed(state.epoch)
         self.planning = Planning(self.apply, command=planner)
@@ -585,6 +587,11 @@ class Leading:
             words = _words(before.values, changes.values, by)
             await self.decide(lambda: self.follow(changes, words), audit, changes.history[-1])
 
+    @property
+    def store_away(self) -> bool:
+        """Whether etcd does not answer."""
+        return self.lease_fails() or (self.writer is not None and self.writer.away)
+
     async def decide(
         self, decision: Callable[[], T], audit: Callable[[], None], record: Asked | None = None
     ) -> T:
@@ -597,7 +604,7 @@ class Leading:
         leads by now: nothing was decided then, unless etcd went away in the midst of it, which the text says.
         """
         assert self.writer is not None
-        if self.writer.away:
+        if self.store_away:
             raise ApiError("unavailable", f"etcd does not answer, and decisions are kept there: {UNCHANGED}")
         mark = self.writer.marked
         self.writer.put(record or Leads())
@@ -762,7 +769,7 @@ class Leading:
             restarts=tuple(self.restarts.values()),
             clock=time.monotonic(),
             newest_event=self.journal.newest_id,
-            store_away=self.writer is not None and self.writer.away,
+            store_away=self.store_away,
             chaos=self.chaos,
             at=self.now(),
             now=time.time(),
@@ -776,7 +783,7 @@ class Leading:
 
     def exposition(self, clocks: Mapping[str, ClockReading] | None = None) -> bytes:
         """The body of `GET /metrics`; `clocks` as read in the loop, where this is called beside it."""
-        away = self.writer is not None and self.writer.away
+        away = self.store_away
         clocks = self.clocks() if clocks is None else clocks
         restarts = status.restarting(tuple(self.restarts.values()), self._clock())
         return self.metrics.text(
