@@ -154,7 +154,7 @@ async def run(read: Callable[[], Config]) -> None:
 async def with_address(config: Config, store: Store) -> Config:
     """The configuration with this node's address in it: the file's, else that of the route to the leader. The
     leader is waited for a little. Raises StoreError and AgentError."""
-    from elasticd.store.session import split_endpoint
+    from elasticd.store.session import host_of
 
     if config.agent.address is not None:
         return config
@@ -167,7 +167,7 @@ async def with_address(config: Config, store: Store) -> Config:
     except ValueError as error:
         raise AgentError(f"{error}: another program's key? choose another [cluster] name") from error
     host = urlsplit(leader.value).hostname if leader is not None else None
-    stores = [split_endpoint(endpoint)[0] for endpoint in config.etcd.endpoints]
+    stores = [host_of(endpoint) for endpoint in config.etcd.endpoints]
     address, why = await asyncio.to_thread(network_addresses.chosen, host, stores)
     text = "workers of this node listen for others at %s, by %s; [agent] address names another one"
     _log.info(text, address, why)

@@ -50,7 +50,7 @@ from elasticd.records import LASTING, HistoryRecord, Keys, decode_at, numbered
 from elasticd.store.leader import Leader, LeadershipLost
 from elasticd.store.lease import LeaseKeeper
 from elasticd.store.protocol import Store, StoreError, StoreRefused, StoreReplaced
-from elasticd.store.session import split_endpoint
+from elasticd.store.session import host_of
 from elasticd.store.state_file import NOTE_SECONDS, StateError, StateFile
 from elasticd.system.certificates import renewal_due
 from elasticd.system.network_addresses import is_loopback
@@ -101,7 +101,7 @@ class Coordinator:
             listener = bind(self.config.coordinator.host, self.config.coordinator.port)
             self._exits.callback(listener.close)
             host, port = self.config.coordinator.host, listener.getsockname()[1]
-            stores = [split_endpoint(endpoint)[0] for endpoint in self.config.etcd.endpoints]
+            stores = [host_of(endpoint) for endpoint in self.config.etcd.endpoints]
             secure = self._context is not None
             self.url = await asyncio.to_thread(url_of, host, port, secure=secure, stores=stores)
             if not self.access.asks and not is_loopback(host):

@@ -294,6 +294,11 @@ def split_endpoint(endpoint: str) -> tuple[str, int, bool]:
     return host, int(port), scheme == "https"
 
 
+def host_of(endpoint: str) -> str:
+    """The host of an endpoint, as addresses are looked up: "::1" of "http://[::1]:2379"."""
+    return split_endpoint(endpoint)[0].removeprefix("[").removesuffix("]")
+
+
 def prefix_end(prefix: str) -> bytes:
     """The first key after all keys that begin with the prefix, as etcd's ranges need it."""
     # UTF-8 never holds the byte 0xff, so the last byte can always be incremented.

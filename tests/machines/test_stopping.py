@@ -163,3 +163,11 @@ def test_a_new_leader_gives_the_workers_the_time_that_is_left() -> None:
         found = msgspec.structs.replace(job, stop_seconds=elapsed)
         state = machine.takeover(9, [found], world.settings, 1000.0)
         assert (state.jobs[JOB].stopping, state.jobs[JOB].stop_at) == ("stopped by alice@host", 1000.0 + left)
+
+
+def test_a_job_that_finishes_has_no_reason_left_of_a_fault_before() -> None:
+    world = running()
+    waiting = msgspec.structs.replace(world.job, reason="worker beta/1 died: killed by signal 9")
+    world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, JOB: waiting})
+    world.finish()
+    assert (world.phase, world.job.reason) == (JobPhase.DONE, "")

@@ -446,3 +446,11 @@ def test_a_defect_does_not_end_the_thread_of_a_watch(etcd_server, caplog, monkey
         assert caplog.text.count("elasticd failed on the watch") == 1
     finally:
         store.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host"),
+    [("http://[::1]:2379", "::1"), ("[2001:db8::7]:2379", "2001:db8::7"), ("127.0.0.1:2379", "127.0.0.1")],
+)
+def test_host_of_an_endpoint_is_one_that_addresses_are_looked_up_by(endpoint: str, host: str) -> None:
+    assert sessions.host_of(endpoint) == host

@@ -15,6 +15,10 @@ _ENCODED = {
 }
 
 
+#: The least noise and rounding, the least probability, and the most steps that settings may say.
+LEAST_FRACTION, LEAST_PROBABILITY, MOST_STEPS = 1e-6, 1e-30, 1_000_000
+
+
 class DetectSettings(Value, frozen=True, kw_only=True, rename=_ENCODED):
     """When a device counts as a straggler, a link as slow, and the data as shifted."""
 
@@ -61,22 +65,22 @@ class DetectSettings(Value, frozen=True, kw_only=True, rename=_ENCODED):
                 f"detect: recovered ({self.recovered}) must be at least 1 and below slow ({self.slow}); "
                 "the room between them is what keeps a device from flapping"
             )
-        if not 0 < self.false_alarms < 1:
+        if not LEAST_PROBABILITY <= self.false_alarms < 1:
             refuse(f"detect: false_alarms ({self.false_alarms}) is a part of all steps, as 2e-6")
-        if not 0 < self.noise < 1:
-            refuse(f"detect: noise ({self.noise}) must be above 0 and below 1, as 0.05")
+        if not LEAST_FRACTION <= self.noise < 1:
+            refuse(f"detect: noise ({self.noise}) must be from {LEAST_FRACTION:g} to below 1, as 0.05")
         if not 1 + self.tolerance < self.slow or self.tolerance < 0:
             refuse(f"detect: tolerance ({self.tolerance}) must be at least 0 and less than slow is above 1")
         for name in ("min_steps", "refine_after_steps", "window", "persistent_steps"):
-            if getattr(self, name) < 1:
-                refuse(f"detect: {name} ({getattr(self, name)}) must be at least 1 step")
+            if not 1 <= getattr(self, name) <= MOST_STEPS:
+                refuse(f"detect: {name} must be from 1 to {MOST_STEPS:,} steps")
         if self.refine_after_steps < self.min_steps:
             refuse(
                 f"detect: refine_after_steps ({self.refine_after_steps}) must be at least min_steps "
                 f"({self.min_steps})"
             )
-        if self.warmup < 0:
-            refuse(f"detect: warmup ({self.warmup}) must be at least 0 steps")
+        if not 0 <= self.warmup <= MOST_STEPS:
+            refuse(f"detect: warmup must be from 0 to {MOST_STEPS:,} steps")
         for name in ("slowdown_change", "shift"):
             if not 0 < getattr(self, name) < math.inf:
                 refuse(f"detect: {name} ({getattr(self, name)}) must be above 0, as 0.1")
@@ -84,8 +88,8 @@ class DetectSettings(Value, frozen=True, kw_only=True, rename=_ENCODED):
             refuse(f"detect: link ({self.link}) must be above 1, as 1.5")
         if not 0 <= self.outside_seconds < math.inf:
             refuse(f"detect: outside_seconds ({self.outside_seconds}) must be at least 0, which is no limit")
-        if not 0 <= self.refine < 1 or not 0 < self.rounding <= 1:
-            refuse("detect: refine must be at least 0 and below 1, rounding above 0 and at most 1")
+        if not 0 <= self.refine < 1 or not LEAST_FRACTION <= self.rounding <= 1:
+            refuse(f"detect: refine must be from 0 to below 1, rounding from {LEAST_FRACTION:g} to 1")
 
     @property
     def kept(self) -> int:

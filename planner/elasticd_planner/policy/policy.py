@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from elasticd_planner.policy.stability import PayoffHorizon
 from elasticd_planner.value import Value, refuse
 
+#: The most that settings may say: steps, chunks of layers in a stage, and lanes of a pipeline.
+MOST_STEPS, MOST_CHUNKS, MOST_LANES = 1_000_000_000, 64, 1024
+
 
 class PolicySettings(Value, frozen=True, kw_only=True):
     """When a new plan is worth its switch."""
@@ -31,16 +34,16 @@ class PolicySettings(Value, frozen=True, kw_only=True):
     lanes: int = 0
 
     def __post_init__(self) -> None:
-        if self.horizon_steps < 1:
-            refuse(f"policy: horizon_steps must be at least 1, not {self.horizon_steps}")
-        if self.interleave < 1:
-            refuse(f"policy: interleave must be at least 1 (plain stages), not {self.interleave}")
-        if self.lanes < 0:
-            refuse(f"policy: lanes must be at least 1 (pipelines of one lane) or 0, not {self.lanes}")
+        if not 1 <= self.horizon_steps <= MOST_STEPS:
+            refuse(f"policy: horizon_steps must be from 1 to {MOST_STEPS:,}")
+        if not 1 <= self.interleave <= MOST_CHUNKS:
+            refuse(f"policy: interleave must be from 1 (plain stages) to {MOST_CHUNKS}")
+        if not 0 <= self.lanes <= MOST_LANES:
+            refuse(f"policy: lanes must be from 1 (pipelines of one lane) to {MOST_LANES}, or 0")
         if not 0 <= self.minimum_saving < 1:
             refuse(f"policy: minimum_saving is a fraction from 0 to below 1, not {self.minimum_saving}")
-        if not self.bandwidth > 0 or self.pause_seconds < 0:
-            refuse("policy: bandwidth must be positive and pause_seconds not negative")
+        if not 1 <= self.bandwidth < math.inf or not 0 <= self.pause_seconds < math.inf:
+            refuse("policy: bandwidth must be at least 1 and pause_seconds not negative, and both finite")
 
 
 class Decision(Value, frozen=True, kw_only=True):

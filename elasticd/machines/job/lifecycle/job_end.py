@@ -27,7 +27,7 @@ def finished(turn: Turn, body: Finished) -> None:
         turn.set(progress=progress)
         stop(turn, f"made all its steps, and not its last checkpoint, {after_steps(turn.job)}")
         return
-    turn.enter(JobPhase.DONE, proposal=None, asked=None, progress=progress, done_epoch=turn.epoch)
+    turn.enter(JobPhase.DONE, reason="", proposal=None, asked=None, progress=progress, done_epoch=turn.epoch)
     turn.effects.append(CancelPlan(job=job.job))
     _answer_waiting(
         turn, Closed(reason=f"job {job.job} is over: it finished after {counted(body.step, 'step')}; {ANEW}")
