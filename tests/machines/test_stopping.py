@@ -170,4 +170,5 @@ def test_a_job_that_finishes_has_no_reason_left_of_a_fault_before() -> None:
     waiting = msgspec.structs.replace(world.job, reason="worker beta/1 died: killed by signal 9")
     world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, JOB: waiting})
     world.finish()
+    world.settle()
     assert (world.phase, world.job.reason) == (JobPhase.DONE, "")
