@@ -51,6 +51,8 @@ ROUND, DEVICES, PULSE = 0.25, 1.0, 1.0
 SHARE = 0.008
 #: Who may listen at once. A dashboard is one listener, however many browsers look at it.
 MOST_LISTENERS = 16
+#: Of these, how many are left to operators: viewers that sleep lock nobody out who can act.
+FOR_OPERATORS = 4
 #: Bytes of lines that may wait for one listener, and of those that are kept for who comes back.
 MOST_WAITING, MOST_KEPT = 8 << 20, 8 << 20
 #: Events and steps that wait for a round, at most: more are left to the journal, and a hello says so.
@@ -194,7 +196,13 @@ class LiveFeed:
     # -- listeners -----------------------------------------------------------------------------------------
 
     def listen(
-        self, after: str, known: Callable[[], FeedSource], beside: Beside, *, measured: bool = True
+        self,
+        after: str,
+        known: Callable[[], FeedSource],
+        beside: Beside,
+        *,
+        measured: bool = True,
+        operator: bool = True,
     ) -> AsyncGenerator[bytes, None]:
         """Lines, until the leader ends or the listener goes.
 
@@ -203,14 +211,16 @@ class LiveFeed:
             known: what the leader knows at the time of the call.
             beside: runs work in the viewers' thread.
             measured: whether the listener wants what devices measure.
+            operator: whether the listener may change the cluster; for others there are fewer places.
 
         Raises:
             ApiError: as many listen as may.
         """
-        if len(self._listeners) >= MOST_LISTENERS:
+        most = MOST_LISTENERS if operator else MOST_LISTENERS - FOR_OPERATORS
+        if len(self._listeners) >= most:
             raise ApiError(
                 "unavailable",
-                f"{MOST_LISTENERS} listen to this leader already: let browsers ask one 'elasticd dashboard', "
+                f"{most} listen to this leader already: let browsers ask one 'elasticd dashboard', "
                 "which listens once for all of them",
             )
         return self._lines(after, known, beside, measured)

@@ -20,8 +20,9 @@ from elasticd.codec import decoding
 from elasticd.config.credentials import Credentials
 from elasticd.coordinator import live_feed
 from elasticd.coordinator import live_types as live
-from elasticd.coordinator.api_types import LeaderStatus, Settings
+from elasticd.coordinator.api_types import ApiError, LeaderStatus, Settings
 from elasticd.coordinator.daemon import Coordinator
+from elasticd.coordinator.http import server
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.state.events import CoordinatorNote
 from elasticd.wire.node_health import Health
@@ -222,6 +223,53 @@ def test_only_so_many_may_listen() -> None:
                 status, answer = await get(coordinator, "/v1/live")
                 assert status == 503
                 assert "elasticd dashboard" in answer["error"]
+
+    running(body)
+
+
+def test_viewers_that_sleep_leave_places_for_operators() -> None:
+    async def body() -> None:
+        async with coordinating() as coordinator:
+            feed, known = coordinator.leading.feed, coordinator.listening
+
+            async def beside(work: Any, *given: Any) -> Any:
+                return work(*given)
+
+            streams = []
+            for _ in range(live_feed.MOST_LISTENERS - live_feed.FOR_OPERATORS):
+                streams.append(feed.listen("", known, beside, operator=False))
+                await anext(streams[-1])
+            with pytest.raises(ApiError, match="12 listen to this leader already"):
+                feed.listen("", known, beside, operator=False)
+            for _ in range(live_feed.FOR_OPERATORS):
+                streams.append(feed.listen("", known, beside))
+                await anext(streams[-1])
+            with pytest.raises(ApiError, match="16 listen to this leader already"):
+                feed.listen("", known, beside)
+            for stream in streams:
+                await stream.aclose()
+
+    running(body)
+
+
+def test_a_listener_that_reads_nothing_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "UNREAD_SECONDS", 0.5)
+
+    async def body() -> None:
+        async with coordinating() as coordinator:
+            host, _, port = coordinator.url.partition("//")[2].rpartition(":")
+            _, writer = await asyncio.open_connection(host, int(port), limit=1)
+            writer.write(f"GET /v1/live HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
+            listeners = coordinator.leading.feed._listeners
+            await until(lambda: len(listeners) == 1, 30.0)
+
+            def dropped() -> bool:
+                for _ in range(20):
+                    coordinator.leading.tell(CoordinatorNote(kind="chaos", text="x" * 20_000))
+                return not listeners
+
+            await until(dropped, 60.0)
+            writer.close()
 
     running(body)
 

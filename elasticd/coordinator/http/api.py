@@ -9,6 +9,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
+from elasticd.config.security import Role
 from elasticd.coordinator.api_types import (
     ApiError,
     CallerStatus,
@@ -224,13 +225,18 @@ class Rest:
         return self._served.leading.recording()
 
     @get("/v1/live", media="application/jsonl", refuses=(503,))
-    async def live_feed(self, after: str = "", measured: bool = True, page: str = "") -> AsyncIterator[bytes]:
+    async def live_feed(
+        self, caller: Caller | None, after: str = "", measured: bool = True, page: str = ""
+    ) -> AsyncIterator[bytes]:
         """All that the leader knows, then what changes, until it ends or the caller goes: a JSON object in each
         line (`elasticd.coordinator.live_types`). `after`: the id of the last line that the caller has; it goes
         on from there, where what followed is still kept. `measured`: false leaves out what devices measure each
         step. `page`: the URL of the caller's pages, which users are told of."""
         served, feed = self._served, self._served.leading.feed
-        lines = feed.listen(after, served.listening, served.viewers.beside, measured=measured)
+        operator = (caller or ANYBODY).role is Role.OPERATOR
+        lines = feed.listen(
+            after, served.listening, served.viewers.beside, measured=measured, operator=operator
+        )
         return served.leading.pages_shown.during(page, lines) if page else lines
 
     @get("/v1/caller")

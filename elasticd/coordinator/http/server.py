@@ -28,6 +28,8 @@ _WebSocketBase: Any = AutoWebSocketsProtocol
 
 #: Seconds in which whoever connects must have asked for something.
 SILENT_SECONDS = 10.0
+#: Seconds in which whoever asked must have taken some of the answer that waits for it.
+UNREAD_SECONDS = 30.0
 #: Seconds between pings to an agent, and until one that did not answer is away: no packet may say so.
 PING, SILENCE = 0.2, 0.75
 #: Seconds by which the loop may be late and still judge others by the clock.
@@ -93,7 +95,13 @@ def configured(
     silent_seconds: float = SILENT_SECONDS,
 ) -> uvicorn.Config:
     """The server's configuration, by [security]'s limits; `refused` counts by a word."""
-    http: Any = limited_http(section.connections, refused, silent_seconds=silent_seconds, around=_with_peer)
+    http: Any = limited_http(
+        section.connections,
+        refused,
+        silent_seconds=silent_seconds,
+        unread_seconds=UNREAD_SECONDS,
+        around=_with_peer,
+    )
     websocket: Any = _websocket()
     return uvicorn.Config(
         application,
