@@ -41,6 +41,18 @@ def line_rows(before: str, others: Collection[str]) -> Iterator[Row]:
     )
 
 
+def lines_of(paths: Collection[str], commit: str = "") -> int:
+    """Lines of code of files and of folders, of a commit or now. A path that is not there has none."""
+    if commit:
+        listed = _git("ls-tree", "-r", "--name-only", commit, "--", *paths).split()
+    else:
+        listed = _git("ls-files", "--cached", "--others", "--exclude-standard", "--", *paths).split()
+    files = [path for path in listed if path.endswith(".py") and (commit or (ROOT / path).exists())]
+    return sum(
+        code_lines(_git("show", f"{commit}:{path}") if commit else (ROOT / path).read_text()) for path in files
+    )
+
+
 def code_lines(text: str) -> int:
     """Without blank lines, comments and docstrings."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

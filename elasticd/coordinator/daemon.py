@@ -48,7 +48,6 @@ from elasticd.machines.coordinator.machine import takeover
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.records import LASTING, HistoryRecord, Keys, decode_at, numbered
 from elasticd.store.leader import Leader, LeadershipLost
-from elasticd.store.lease import LeaseKeeper
 from elasticd.store.protocol import Store, StoreError, StoreRefused, StoreReplaced
 from elasticd.store.session import host_of
 from elasticd.store.state_file import NOTE_SECONDS, StateError, StateFile
@@ -79,7 +78,6 @@ class Coordinator:
         self.keys = Keys(cluster=config.cluster.name)
         self.url = ""
         self.leading: Leading
-        self._keeper: LeaseKeeper
         self.access = Access.read(config.security)
         self._context = server_context(config.security)
         self._store = store
@@ -198,7 +196,7 @@ class Coordinator:
         except StoreRefused as error:
             raise election.refused(error, self._memory) from error
         assert term is not None, "only a cancelled campaign wins nothing"
-        keeper = self._keeper = election.keep(self._store, term, self.fail, self._memory)
+        keeper = election.keep(self._store, term, self.fail, self._memory)
         self._exits.push_async_callback(election.resign, self._executor, keeper)
         return term
 
@@ -236,7 +234,6 @@ class Coordinator:
         leading.remember_rounds(in_restart_mode(self.keys, term.jobs.items), ended)
         changes = msgspec.structs.replace(changes, detect=self._settings.detect, policy=self._settings.policy)
         leading.follow(changes, f"as changed while running: {', '.join(sorted(changes.values))}")
-        leading.lease_fails = lambda: self._keeper.away
         self.leading = leading
         self._exits.push_async_callback(leading.planning.close)
         self._start(leading.writer.run(), "writer")

@@ -34,6 +34,13 @@ SETTINGS = JobSettings(gather_seconds=0.05, probe_seconds=0.5, retry_seconds=0.5
 SCRIPT = Path(worker.__file__)
 
 
+DOCS = Path(__file__).resolve().parents[2] / "docs/training.md"
+#: What can become of a script beside plain torch; only the first two are right.
+EQUAL, REFUSED, WRONG, FAILED = "equal", "refused", "wrong in silence", "failed"
+#: The largest difference of losses and weights in float64.
+APART = 1e-10
+
+
 @dataclass
 class Ran:
     """A job that ended: losses by step, as the history has them that survived, and what else it left."""
@@ -142,3 +149,16 @@ def run_alone(name: str, seconds: float = PATIENCE) -> Ran:
         ran = Ran.left_in(folder)
         ran.codes = {"alone": code}
         return ran
+
+
+def judged(name: str) -> str:
+    """Runs a script and says what became of it: EQUAL, REFUSED, WRONG or FAILED."""
+    message = getattr(script(name), "REFUSED", None)
+    try:
+        ran = run(name) if message is None else run_alone(name)
+    except AssertionError:
+        return FAILED
+    if any(ran.codes.values()) or (message is None and ran.phase != "done"):
+        documented = message is not None and message in ran.output and message in DOCS.read_text()
+        return REFUSED if documented else FAILED
+    return EQUAL if ran.apart(script(name).plain(order(name))) < APART else WRONG

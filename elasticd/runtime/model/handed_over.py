@@ -108,7 +108,7 @@ class HandedOver:
             shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
             parameter.grad = None
             if not parameter.is_meta:
-                parameter.data = torch.full((1,), torch.nan, dtype=dtype, device=device).expand(shape)
+                parameter.data = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
             try:
                 parameter.__class__ = RetiredParameter
             except TypeError:  # a class of the user's own, of another layout

@@ -6,10 +6,14 @@ import torch
 
 from tests.scripts.corpus import ordinary as o
 
-REFUSED = "is set in forward"
+REFUSED = "forward sets"
 
 
 class Block(o.Block):
+    def __init__(self):
+        super().__init__()
+        self.aux = torch.zeros(())
+
     def forward(self, x):
         inner = self.up(self.norm(x))
         self.aux = inner.square().mean()

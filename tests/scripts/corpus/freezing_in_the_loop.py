@@ -7,7 +7,7 @@ import torch
 import elasticd
 from tests.scripts.corpus import ordinary as o
 
-REFUSED = "the job has trained copies"
+REFUSED = "is of the module that you gave to the job"
 
 
 def optimizer_of(named):

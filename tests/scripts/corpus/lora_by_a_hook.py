@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.scripts.corpus import ordinary as o
 
-REFUSED = "closes over your module"
+REFUSED = "a function that closes over your module reaches it"
 
 
 class Block(o.Block):

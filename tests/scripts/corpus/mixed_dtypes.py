@@ -1,4 +1,4 @@
-"""Norms in float32 inside of a float64 model, inputs in int8, and images in float32."""
+"""Tokens in int8, features in float32 and float16, targets in uint8, under a model in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ class Mixed:
         generator = torch.Generator().manual_seed(index)
         ids = torch.randint(0, o.VOCABULARY, (o.TOKENS + 1,), generator=generator)
         feature = torch.rand(o.TOKENS, 3, generator=generator, dtype=torch.float32)
-        return {"inputs": ids[:-1].to(torch.int8), "feature": feature, "targets": ids[1:].to(torch.uint8)}
+        return {
+            "inputs": ids[:-1].to(torch.int8),
+            "feature": feature,
+            "weight": feature[:, 0].half(),
+            "targets": ids[1:].to(torch.uint8),
+        }
 
 
 class Embed(nn.Module):
@@ -25,19 +30,12 @@ class Embed(nn.Module):
         self.tokens, self.feature = nn.Embedding(o.VOCABULARY, o.WIDTH), nn.Linear(3, o.WIDTH)
 
     def forward(self, batch):
-        return self.tokens(batch["inputs"].long()) + self.feature(batch["feature"].double())
-
-
-class Block(o.Block):
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x.float()).double())))
+        hidden = self.tokens(batch["inputs"].long()) * batch["weight"].double().unsqueeze(-1)
+        return hidden + self.feature(batch["feature"].double())
 
 
 def network():
-    gpt = o.Network(Block, Embed).double()
-    for block in gpt.blocks:
-        block.norm.float()
-    return gpt
+    return o.Network(embed=Embed)
 
 
 def loss(output, batch):
@@ -45,19 +43,14 @@ def loss(output, batch):
     return nn.functional.cross_entropy(output.flatten(0, 1), targets, reduction="sum"), targets.numel()
 
 
-def made():
-    torch.manual_seed(0)
-    return network()
-
-
 def optimizer_of(named):
     return torch.optim.SGD(o.parameters(named), lr=0.2, momentum=0.9)
 
 
 def train(folder):
-    o.trained(**o.arguments(made(), loss=loss, dataset=Mixed()), optimizer=optimizer_of)
+    o.trained(**o.arguments(o.made(network), loss=loss, dataset=Mixed()), optimizer=optimizer_of)
 
 
 def plain(order):
-    gpt = made()
+    gpt = o.made(network)
     return o.loop(gpt, optimizer_of(gpt.named_parameters()), order, Mixed(), loss=loss)

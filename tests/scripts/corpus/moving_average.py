@@ -54,7 +54,7 @@ def plain(order):
                 average.lerp_(value, 0.1)
         if step % 7 == 6:
             notes[f"held out {step}"] = o.held_out_loss(mean, o.Text(10, first=1000))
-            notes[f"alpha {step}"] = float(mean.blocks[0].alpha)
+            notes[f"alpha {step}"] = float(mean.blocks[0].alpha.detach())
 
     outcome = o.loop(gpt, optimizer_of(gpt.named_parameters()), order, after=after)
     outcome.notes = notes

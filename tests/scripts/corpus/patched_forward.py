@@ -6,7 +6,7 @@ import torch
 
 from tests.scripts.corpus import ordinary as o
 
-REFUSED = "closes over your module"
+REFUSED = "a function that closes over your module reaches it"
 
 
 def network():

@@ -6,7 +6,7 @@ import torch
 
 from tests.scripts.corpus import ordinary as o
 
-REFUSED = "has a hook"
+REFUSED = "has a hook (register_hook or register_post_accumulate_grad_hook)"
 
 
 def hooked(gpt):

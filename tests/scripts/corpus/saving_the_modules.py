@@ -6,7 +6,7 @@ import torch
 
 from tests.scripts.corpus import ordinary as o
 
-REFUSED = "the job has trained copies"
+REFUSED = "is of the module that you gave to the job"
 
 
 def optimizer_of(named):
