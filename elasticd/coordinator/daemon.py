@@ -52,7 +52,7 @@ from elasticd.store.protocol import Store, StoreError, StoreRefused, StoreReplac
 from elasticd.store.session import host_of
 from elasticd.store.state_file import NOTE_SECONDS, StateError, StateFile
 from elasticd.system.certificates import renewal_due
-from elasticd.system.network_addresses import is_loopback, own_names
+from elasticd.system.network_addresses import is_loopback
 from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
 
@@ -271,9 +271,7 @@ class Coordinator:
 
     async def _serve(self, listener: socket.socket) -> None:
         security = self.config.security
-        host = self.config.coordinator.host
-        hosts = own_names(host) if is_loopback(host) else frozenset[str]()
-        app = application(self, security.requests_per_second, hosts)
+        app = application(self, security.requests_per_second)
         server = Server(configured(app, security, self._context, self.leading.metrics.refused))
         task = asyncio.create_task(server.serve(sockets=[listener]), name="server")
         self._exits.push_async_callback(self._close, server, task)

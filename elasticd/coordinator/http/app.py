@@ -33,10 +33,8 @@ STATUS: dict[Reason, int] = {
 }
 
 
-def application(
-    served: Served, requests_per_second: float, hosts: frozenset[str] = frozenset()
-) -> Starlette:
-    """The ASGI application, which lets one address ask so often; `hosts` as in `Gate`."""
+def application(served: Served, requests_per_second: float) -> Starlette:
+    """The ASGI application, which lets one address ask so often."""
     rest, chaos = Rest(served), ChaosRoutes(lambda: served.leading)
     declared = (*endpoints(rest), *endpoints(chaos))
     rest.document = document(declared, asks=served.access.asks)
@@ -54,7 +52,6 @@ def application(
         access=lambda: served.access,
         refused=lambda word: served.leading.metrics.refused(word),
         rate=requests_per_second,
-        hosts=hosts,
     )
     return Starlette(
         routes=[

@@ -6,7 +6,7 @@ import torch
 
 from tests.scripts.corpus import ordinary as o
 
-REFUSED = "forward sets"
+REFUSED = "a step of your own modules and one of the copies that train differ"
 
 
 class Block(o.Block):
