@@ -5,7 +5,8 @@ few times a second, so that it is known also where that thread holds the interpr
 of the process runs.
 
     word 0   `MAGIC`
-    word 1   the step that is under way, and one more; 0 between two steps
+    word 1   the step that is under way, and one more; 0 between two steps; there in a task of `TASKS` the
+             number of that, from -1 downwards
     word 2   a count of changes (31 bits) above the rank that is waited for, and one more (24 bits), above the
              place (8 bits)
     word 3   microseconds that a step takes at most, of late; 0 before that is known
@@ -56,6 +57,8 @@ NAMES = (
     "the move of its state to another plan",
     "the writing of the last checkpoint",
 )
+#: What all members of a plan do together between two steps, as the script calls it.
+TASKS = ("job.evaluate()", "job.state_dict()", "job.save_pretrained()")
 #: In a step, what takes about as long each time.
 COMPUTES = frozenset({FORWARD, LOSS, BACKWARD, UPDATE})
 #: In which it waits for other ranks.
@@ -85,6 +88,7 @@ class Place(NamedTuple):
     changes: int  # count of changes: the same place at another time is another value
     usual: float  # seconds that a step takes at most (0: not known)
     stay: float  # seconds at one place of a step's computation, at most
+    task: str = ""  # of `TASKS`, that is under way between two steps
 
     @property
     def name(self) -> str:
@@ -131,6 +135,7 @@ def read(data: bytes) -> Place | None:
         changes=word >> 32,
         usual=max(0, usual) / 1e6,
         stay=max(0, stay) / 1e6,
+        task=TASKS[-step - 1] if -len(TASKS) <= step < 0 else "",
     )
 
 
@@ -153,3 +158,4 @@ class Halted(Message, frozen=True, kw_only=True, tag="worker-halt"):
     computes: bool = False  # it is in a computation of the step, for longer than that has taken of late
     seconds: float = 0.0  # at this place so far
     stack: str = ""  # of its threads
+    task: str = ""  # what all members do together between two steps, as the script calls it (empty: nothing)

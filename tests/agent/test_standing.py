@@ -21,7 +21,7 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd.machines.agent.state import LinkDown, LinkUp, Stood
 from elasticd.machines.job.faults.hangs import awaited
 from elasticd.machines.job.state.events import Received
-from elasticd.runtime.telemetry.main_thread import Shared
+from elasticd.runtime.telemetry.main_thread import Shared, during_task
 from elasticd.system.parent_death_signal import ending_with_us
 from elasticd.wire import unix_socket
 from elasticd.wire.main_thread import (
@@ -37,6 +37,7 @@ from elasticd.wire.main_thread import (
     SAVING,
     SCRIPT,
     STACK,
+    TASKS,
     VOTE,
     Halted,
     Whereabouts,
@@ -279,6 +280,19 @@ def test_what_is_outside_of_a_steps_computation_is_told_by_its_name(
     assert rank.standing.outside() == {"w"}
 
 
+def test_a_wait_in_what_all_members_do_between_two_steps_is_told_with_its_name(rank: Rank) -> None:
+    rank.step(0.1)
+    with during_task(rank.where, TASKS.index("job.state_dict()")):
+        rank.where.at(OTHER)
+        halted, _ = rank.beats(3.0)
+        (found,) = (told_of(halt, "") for halt in halted)
+        assert (found.task, found.step, found.waits) == ("job.state_dict()", -1, True)
+    rank.where.at(OTHER)
+    halted, moving = rank.beats(3.0)
+    assert moving == ["w"]
+    assert [told_of(halt, "").task for halt in halted] == [""]
+
+
 def test_a_wait_for_the_coordinator_is_no_standstill(rank: Rank) -> None:
     """A device that stands by waits for days."""
     usual(rank)
@@ -354,7 +368,7 @@ HANGS = """
 import re, socket, sys
 from elasticd.codec.message import encode
 from elasticd.wire import unix_socket
-from elasticd.runtime.telemetry.main_thread import Shared
+from elasticd.runtime.telemetry.main_thread import Shared, during_task
 from elasticd.wire.main_thread import LOSS, Whereabouts
 where = Shared()
 end = socket.socket(fileno=int(sys.argv[1]))

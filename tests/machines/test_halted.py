@@ -500,3 +500,50 @@ def test_one_that_alone_holds_a_part_of_the_state_of_a_recovery_is_waited_for() 
     for _ in range(5):
         world.train(1)
     assert recovered(world), world.job.reason
+
+
+def asks(world: World, device: str, task: str = "job.state_dict()", seconds: float = 1.0) -> None:
+    """In a collective of what it asked for between two steps."""
+    place = {"place": "a collective", "waits": True, "seconds": seconds, "task": task}
+    say(world, told(world, device, **place))
+
+
+def test_members_at_different_places_of_the_script_meet_again_under_the_plan_in_force() -> None:
+    """`if job.rank == 0: job.state_dict()`: none of them is to blame, and none would ever go on."""
+    world = running()
+    asks(world, "alpha/0")
+    waits(world, "alpha/1", "beta/0", "beta/1")
+    pass_time(world, 8.0)
+    assert world.job.fence is None, "one may be about to come"
+    pass_time(world, 4.0)
+    assert recovered(world)
+    assert len(members(world)) == 4
+    assert world.job.gone == {}
+    fenced = next(note.text for note in world.notes if note.kind == "fenced")
+    assert f"alpha/0 is in job.state_dict(), alpha/1 is in step {world.steps}: every member must call" in fenced
+
+
+@pytest.mark.parametrize("also", ["all ask", "one is in its own code", "none asks"])
+def test_members_that_can_come_together_are_left_alone(also: str) -> None:
+    world = running()
+    if also == "all ask":
+        for device in (*OTHERS, "beta/1"):
+            asks(world, device)
+    elif also == "one is in its own code":
+        asks(world, "alpha/0")
+        waits(world, "alpha/1", "beta/0")
+        outside(world, "beta/1")
+    else:
+        waits(world, *OTHERS, "beta/1")
+    pass_time(world, 15.0)
+    assert world.job.fence is None
+
+
+def test_two_different_tasks_are_different_places() -> None:
+    world = running()
+    asks(world, "alpha/0")
+    for device in ("alpha/1", "beta/0", "beta/1"):
+        asks(world, device, "job.evaluate()")
+    pass_time(world, 12.0)
+    assert recovered(world)
+    assert len(members(world)) == 4

@@ -24,6 +24,7 @@ from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import damages, scan
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.accelerator import CPU
+from elasticd.testing.waiting import until
 from tests import forkserver
 from tests.integration import train
 
@@ -338,3 +339,26 @@ def test_a_last_checkpoint_that_is_not_made_fails_the_job_after_the_last_steps_b
     assert str(end.value) == (
         f"elasticd: no checkpoint after 2 steps, the last: could not write: no space left in {tmp_path}"
     )
+
+
+def test_a_job_that_its_script_stops_makes_one_more_step_and_its_checkpoint(tmp_path: Path) -> None:
+    trained, seen = job(tmp_path), []
+    for step in trained.steps(50):
+        seen.append(step.index)
+        if step.index == 2:
+            trained.stop()
+    assert seen == [0, 1, 2, 3]
+    assert scan(tmp_path)[0].step == 4
+    with pytest.raises(RuntimeError, match="call it in the body of the loop"):
+        trained.stop()
+    with pytest.raises(RuntimeError, match="in that of its last step at the latest"):
+        trained.state_dict()
+
+
+def test_a_loop_that_is_left_by_break_leaves_a_checkpoint_of_all_its_steps(tmp_path: Path) -> None:
+    trained = job(tmp_path, layers=1)
+    for step in trained.steps(50):
+        if step.index == 2:
+            break
+    until(lambda: scan(tmp_path) and scan(tmp_path)[0].step == 3)
+    assert damages(scan(tmp_path)[0].path) == ()

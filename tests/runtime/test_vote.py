@@ -114,3 +114,8 @@ def test_a_sample_that_one_rank_could_not_read_is_named_on_all_and_nothing_is_ap
     assert outcome.failed == (1, 17)
     assert not outcome.vote.apply
     assert fold([record()], [7]).failed is None
+
+
+def test_one_rank_whose_script_stops_the_job_is_enough() -> None:
+    assert fold([record(), record(stop=True)], [7, 7]).stop
+    assert not fold([record(), record()], [7, 7]).stop

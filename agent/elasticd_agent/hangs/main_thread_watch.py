@@ -134,7 +134,7 @@ class Standing:
 
 
 def _same(one: Place, other: Place) -> bool:
-    return (one.step, one.place, one.changes) == (other.step, other.place, other.changes)
+    return (one.step, one.task, one.place, one.changes) == (other.step, other.task, other.place, other.changes)
 
 
 def _moments(place: Place) -> tuple[float, ...]:
@@ -168,6 +168,7 @@ def told_of(halt: Halt, stack: str) -> Halted:
         computes=place.computes and not busy,
         seconds=halt.seconds,
         stack=stack,
+        task=place.task,
     )
 
 

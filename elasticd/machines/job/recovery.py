@@ -19,7 +19,7 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd.machines.job import replan
 from elasticd.machines.job.copies.holdings import lost_boxes
 from elasticd.machines.job.copies.rollback import Source, older, older_state, waits
-from elasticd.machines.job.faults.hangs import busy, culprits, described, note, tell
+from elasticd.machines.job.faults.hangs import apart, busy, culprits, described, note, tell
 from elasticd.machines.job.faults.network_partition import divided, regroup
 from elasticd.machines.job.lifecycle.drain import ending
 from elasticd.machines.job.lifecycle.fence import fault
@@ -88,7 +88,11 @@ def suspect(turn: Turn) -> None:
             note(turn, found)
             fault(turn, gone, why)
         return
-    if since is None:
+    if since is None and (why := apart(turn)):
+        fault(turn, {}, why)
+        for worker in job.workers.values():  # which the fence moves on: agents tell where it stands next
+            turn.worker(turn.job.workers[worker.device], halted=None)
+    elif since is None:
         tell(turn)
     elif turn.now - since >= turn.settings.peers_lost_seconds:
         who = ", ".join(device for device, w in job.workers.items() if w.peers_lost_at is not None)

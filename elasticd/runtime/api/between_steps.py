@@ -78,7 +78,10 @@ class BetweenSteps:
                 try:
                     self._switcher.peers_lost(error)
                 except JobOver:
-                    log.warning("the others ended before what was asked for after the last step was done")
+                    log.warning(
+                        "the others ended before what was asked for after the last step was done: call it on "
+                        "every rank, without `if job.rank == 0`"
+                    )
                     return None
         return None
 

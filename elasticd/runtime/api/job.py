@@ -62,15 +62,17 @@ from elasticd.runtime.snapshot.snapshotter import Snapper
 from elasticd.runtime.switch.switcher import Switcher
 from elasticd.runtime.telemetry.device_probe import Prober
 from elasticd.runtime.telemetry.emulation import Pacer
-from elasticd.runtime.telemetry.main_thread import during, shared
+from elasticd.runtime.telemetry.main_thread import during, during_task, shared
 from elasticd.system import logs
 from elasticd.system.logs import is_first_worker
-from elasticd.wire.main_thread import CALLBACK, EVALUATION, Whereabouts
+from elasticd.wire.main_thread import CALLBACK, EVALUATION, TASKS, Whereabouts
 from elasticd.wire.snapshots import Freed
 from elasticd.wire.worker import DrainNotice, Goodbye, Probe, Published, Rehearse, SaveNow, ToWorker, Welcome
 
 log = logging.getLogger(__name__)
 
+#: What the script calls for a task of another name.
+_CALLS = {"state": "state_dict"}
 #: The weights that an evaluation may be of.
 WEIGHTS = ("value", "average")
 
@@ -274,10 +276,7 @@ class Job(RankInfo):
         self._show()
         self._failed = False
         self._uncaught = Uncaught(self._fail_later)
-        self._farewell = Farewell(
-            lambda: self._part(f"the script left the loop after {self._switcher.step} of {self._total} steps"),
-            self._control.alone,
-        )
+        self._farewell = Farewell(self._left_early, self._control.alone)
         self._grace = grace
         self._notice = self._make_notice()
         if not self._control.alone:
@@ -411,6 +410,19 @@ class Job(RankInfo):
         self._now = each if isinstance(each, Next) else None
         return each if isinstance(each, Step) else None
 
+    def stop(self) -> None:
+        """Ends the job after the next step, on all ranks, as if that were the last: with its checkpoint.
+
+        Call it in the loop's body, for early stopping: on every rank, or on any one. The step that follows is
+        the last that the loop gives.
+
+        Raises:
+            RuntimeError: called outside of the loop's body.
+        """
+        if not self._taken or self._left or self._ended:
+            raise RuntimeError("stop: call it in the body of the loop, between two steps")
+        self._loop.stopping = True
+
     def close(self) -> None:
         """Leaves a loop of `next` and `step` before its last step: the job continues without this process."""
         if self._running is not None:
@@ -467,6 +479,17 @@ class Job(RankInfo):
         self._notice.restore()
         self._farewell.later(handled)
         self._notify(lambda each: each.on_end(self))
+
+    def _left_early(self) -> None:
+        """The script left the loop by `break`: takes leave. A process that is alone saves its state before."""
+        step, engine = self._switcher.step, self._switcher.engine
+        why = f"the script left the loop after {step} of {self._total} steps"
+        if engine is not None and self._saver is not None and not (engine.torn or self._ended):
+            if self._control.alone:
+                self._loop.finish(engine, step)
+            else:
+                log.warning("%s, without a checkpoint of them: job.stop() ends a job with one", why)
+        self._part(why)
 
     def _fail_later(self, error: Exception) -> None:
         """An exception ends the main thread. If the loop's body raised it, this rank is still running."""
@@ -662,8 +685,11 @@ class Job(RankInfo):
 
     def _together(self, *what: str) -> Any:
         if not self._taken or self._left or self._ended:
-            raise RuntimeError(f"{what[0]}: ask for it in the body of the loop, between two steps")
-        return self._between_steps.run(list(self._known()).index(what))
+            raise RuntimeError(
+                f"{what[0]}: ask for it in the body of the loop, in that of its last step at the latest"
+            )
+        with during_task(self._where, TASKS.index(f"job.{_CALLS.get(what[0], what[0])}()")):
+            return self._between_steps.run(list(self._known()).index(what))
 
     def _evaluate(self, name: str, weights: str, engine: Engine, step: int) -> Evaluation:
         recipe = self._recipe

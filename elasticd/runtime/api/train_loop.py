@@ -68,6 +68,8 @@ class Loop:
     between_steps: BetweenSteps
     saver: Saver | None  #: None: the job makes no checkpoints
     snapper: Snapper | None  #: None: the job makes no snapshots
+    #: The script wants the next step to be the last.
+    stopping: bool = field(default=False, init=False)
     #: All members are to leave, and the last checkpoint is made.
     _drained: bool = field(default=False, init=False)
     #: Of the step that the script has, or is about to have: it is in the loop's body, or waits for the step.
@@ -76,7 +78,7 @@ class Loop:
     _last: tuple[int, Vote] | None = field(default=None, init=False)
 
     def run(self, total: int) -> Iterator[Next | Step]:
-        """Trains until `total` updates are made.
+        """Trains until `total` updates are made, or the script of a rank stops the job.
 
         Yields:
             `Next` before each step, and the `Step` after it.
@@ -110,7 +112,8 @@ class Loop:
                     made += 1
                     self._last = engine.plan.number, done.outcome.vote
                     self._report(engine, done)  # before others can end the job
-                if made >= total:
+                ends = made >= total or (done is not None and done.outcome.stop)
+                if ends:
                     saved = self.finish(engine, made)
                 elif done is not None and done.outcome.last:
                     # All are to leave. The leader, which also knows the devices on standby, then ends the job,
@@ -129,7 +132,7 @@ class Loop:
                     raise
                 switcher.peers_lost(lost)
                 continue
-            if made >= total and saved:
+            if ends and saved:
                 self.control.send(self._finished(made))
             elif done is not None and done.outcome.last:
                 self.control.send(DrainNotice(reason="it is done with its last checkpoint"))
@@ -141,7 +144,7 @@ class Loop:
                     self.control.send(replace(self._finished(made), saved=False))
             if not saved:
                 raise stopped(f"no checkpoint after {counted(made, 'step')}, the last: {self._unsaved()}")
-            if done is None or made >= total:
+            if done is None or ends:
                 return
             if switcher.engine is engine:  # else a recovery came after this vote
                 switcher.voted(done.outcome.prepared)
@@ -240,6 +243,7 @@ class Loop:
                 lambda: saver.word if saver else 0,
                 lambda: snapper is not None and snapper.ready(engine.plan.number, step + 1),
                 self._draining,
+                lambda: self.stopping,
             )
         except SampleError as error:
             raise self.unreadable(engine, step, error) from error

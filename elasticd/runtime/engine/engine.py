@@ -417,6 +417,7 @@ class Engine:
         saving: Callable[[], int] = int,
         snapshot: Callable[[], bool] = bool,
         draining: Callable[[], Draining] = lambda: Draining.NO,
+        stopping: Callable[[], bool] = bool,
     ) -> StepDone:
         """Trains one step. The functions are called once, when the record for the vote is made.
 
@@ -426,6 +427,7 @@ class Engine:
             saving: gives its word on checkpoints.
             snapshot: gives whether a snapshot is due and this rank can make it.
             draining: gives whether this process is to leave the job.
+            stopping: gives whether its script wants this step to be the last.
 
         Raises:
             SampleError: a rank could not read a sample; on every rank. The state is that before the step.
@@ -455,6 +457,7 @@ class Engine:
                 samples=passed.samples,
                 failed=passed.failure.index + 1 if passed.failure is not None else 0,
                 draining=draining(),
+                stop=stopping(),
                 seconds=self._telemetry.block_seconds() if batch.packed else 0.0,
                 next=after.digest if (after := self._batches.next(step)) is not None and after.packed else 0,
             )

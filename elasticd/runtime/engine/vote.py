@@ -20,8 +20,8 @@ from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.sample_ledger import LedgerError
 
-#: The fields of `RankRecord` in their order, 91 bytes.
-_RECORD = struct.Struct("<qqq??qdddQqbQd")
+#: The fields of `RankRecord` in their order, 92 bytes.
+_RECORD = struct.Struct("<qqq??qdddQqbQd?")
 
 
 class Draining(IntEnum):
@@ -49,6 +49,7 @@ class RankRecord(NamedTuple):
     draining: int = Draining.NO
     next: int = 0  #: digest of the next step's batch plan; 0: it is not known yet, or not packed
     seconds: float = 0.0  #: that its blocks computed in this step
+    stop: bool = False  #: its script wants this step to be the last
 
 
 class StepOutcome(Value, frozen=True, kw_only=True):
@@ -61,6 +62,7 @@ class StepOutcome(Value, frozen=True, kw_only=True):
     snapshot: tuple[bool, ...]  # of each rank, as in its record
     failed: tuple[int, int] | None = None  # the first rank that could not read a sample, and the sample's index
     seconds: tuple[float, ...] = ()  # of each rank, as in its record
+    stop: bool = False  # a rank's script wants this step to be the last
     last: bool = False  # all ranks leave the job, and a last checkpoint is to be made
 
 
@@ -107,6 +109,7 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> StepOut
         snapshot=every.snapshot,
         seconds=every.seconds,
         failed=None if unread is None else (unread, every.failed[unread] - 1),
+        stop=any(every.stop),
         last=all(every.draining) and Draining.UNSAVED in every.draining,
     )
 

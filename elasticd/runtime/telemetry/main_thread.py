@@ -34,6 +34,9 @@ class Where:
     def end(self, seconds: float | None) -> None:
         """It ended, and took so long (None: it failed)."""
 
+    def task(self, number: int) -> None:
+        """A task of all members begins between two steps, by its place in `TASKS`; -1: it ended."""
+
 
 @contextlib.contextmanager
 def during(where: Where, place: int) -> Iterator[None]:
@@ -44,6 +47,16 @@ def during(where: Where, place: int) -> Iterator[None]:
         yield
     finally:
         where.at(before)
+
+
+@contextlib.contextmanager
+def during_task(where: Where, number: int) -> Iterator[None]:
+    """A task of all members is under way meanwhile, by its place in `TASKS`."""
+    where.task(number)
+    try:
+        yield
+    finally:
+        where.task(-1)
 
 
 @contextlib.contextmanager
@@ -105,6 +118,11 @@ class Shared(Where):
             self._words[3] = self._words[4] = 0
         self._longest = 0.0
         self._words[1] = step + 1
+
+    def task(self, number: int) -> None:
+        """Writes it in the place of the step."""
+        self._words[1] = -(number + 1)
+        self.at(self.place)
 
     def end(self, seconds: float | None) -> None:
         """The first step of a plan has the cost of all that is done once, and tells nothing."""

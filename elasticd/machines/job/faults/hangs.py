@@ -13,6 +13,9 @@ computed in the first two steps under a plan. A member that the others wait for 
 
 Whoever is waited for, to blame or not, the job's status says which workers these are, and where (`awaited`).
 Where most members hang in a step's computation, or a job's only device does, events have their stacks (`tell`).
+Members that all wait, some in a step and others in an evaluation, say, which the script asks for on one rank
+alone, would wait for ever (`apart`). Nobody is to blame: a fence has them meet under the same plan, where all
+do first what one has asked for (`runtime.api.between_steps`).
 In a switch all who take part in it wait for one another, also those who join; in the job's start these are all
 of its first plan.
 """
@@ -43,8 +46,8 @@ def stood(turn: Turn, node: str, message: Halted) -> None:
         turn.worker(worker, halted=None, halted_at=turn.now)
         return
     place, stack = message.place[:MOST_PLACE], message.stack[-MOST_STACK:]
-    seconds = max(0.0, message.seconds)
-    found = msgspec.structs.replace(message, place=place, stack=stack, seconds=seconds)
+    seconds, task = max(0.0, message.seconds), message.task[:MOST_PLACE]
+    found = msgspec.structs.replace(message, place=place, stack=stack, seconds=seconds, task=task)
     turn.worker(worker, halted=found, halted_at=turn.now - seconds)
 
 
@@ -81,6 +84,25 @@ def _switching(job: JobState) -> tuple[Worker, ...]:
 
 def _waits(worker: Worker) -> bool:
     return worker.halted is not None and worker.halted.waits
+
+
+def apart(turn: Turn) -> str:
+    """Why members that wait for one another never come together: they are at different places of the script."""
+    members = _training(turn.job)
+    halts = [worker.halted for worker in members if worker.halted is not None and worker.halted.waits]
+    if len(halts) < len(members) or not any(halt.task for halt in halts):
+        return ""
+    places = [halt.task or (f"step {halt.step}" if halt.step >= 0 else halt.place) for halt in halts]
+    since = max(worker.halted_at for worker in members)
+    if len(set(places)) < 2 or turn.now - since < TOLD_SECONDS:
+        return ""
+    named = {place: worker.device for worker, place in reversed([*zip(members, places, strict=True)])}
+    texts = ", ".join(f"{device} is in {place}" for place, device in sorted(named.items(), key=lambda x: x[1]))
+    task = next(place for place, halt in zip(places, halts, strict=True) if halt.task)
+    return (
+        f"{texts}: every member must call {task}, at the same place of the script, without "
+        "`if job.rank == 0`. All do it now, after a wait of some seconds"
+    )
 
 
 def awaited(job: JobState, now: float, limit: float = 0.0) -> str:
