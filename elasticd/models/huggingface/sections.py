@@ -55,6 +55,11 @@ _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_pre_hooks"),
 )
+#: And those of its state dict, which nobody asks a section's shell for. Mamba's is a method of the whole model.
+_STATE_HOOKS = (
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
 
 
 class _Reached(BaseException):
@@ -371,7 +376,7 @@ def bare(module: Any) -> Any:
     """A copy of a module without its children and without hooks; its settings are the module's."""
     made = copy.copy(module)
     made._modules = {}
-    for name in _HOOKS:
+    for name in (*_HOOKS, *_STATE_HOOKS):
         made.__dict__[name] = OrderedDict()
     return made
 

@@ -43,7 +43,7 @@ def recipe_of(script: str, arguments: Sequence[str]) -> Recipe:
     if not Path(script).is_file():
         raise CannotRun(f"there is no file {script}")
 
-    def give(job: Job) -> None:
+    def give(job: Job, *_: object) -> None:
         raise _Given(job._recipe)
 
     connect, chosen, path, argv = Job._connect, Job._accelerator_of, list(sys.path), sys.argv
