@@ -90,8 +90,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def job_of(model: Model, *, loss: Any = summed) -> elasticd.Job:
+def job_of(model: Model, *, loss: Any = summed, **options: Any) -> elasticd.Job:
     return elasticd.Job(
+        **options,
         model=model,
         loss=loss,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
@@ -169,3 +170,64 @@ def test_the_first_values_are_there_until_the_job_has_them() -> None:
         weights = job.state_dict()
     assert weights is not None
     assert not torch.equal(weights["embed.tokens.weight"], first)
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        (lambda: torch.autocast("cpu", torch.bfloat16), r"^torch.autocast is on .*precision=\"bf16\""),
+        (torch.no_grad, r"^gradients are off around"),
+        (torch.inference_mode, r"^gradients are off around"),
+    ],
+    ids=["autocast", "no_grad", "inference_mode"],
+)
+def test_modes_around_the_loop_that_would_train_something_else_are_refused(
+    mode: Callable[[], Any], said: str
+) -> None:
+    job = job_of(model_of(Parts()))
+    with mode(), pytest.raises(ModelError, match=said):
+        list(job.steps(1))
+
+
+def test_autocast_inside_of_forward_stays_allowed() -> None:
+    class Casting(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    assert len(list(job_of(model_of(Parts(Casting))).steps(2))) == 2
+
+
+class Schedule(elasticd.Callback):
+    """Freezes the embedding from step 2 on, and cools the blocks."""
+
+    def before_step(self, job: elasticd.Job, index: int) -> None:
+        job.modules()["embed"].requires_grad_(index < 2)
+        job.modules()["blocks.0"].temperature = 1.0 + index  # type: ignore[assignment]
+
+
+class Cooling(Block):
+    temperature = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.temperature
+
+
+def test_a_callback_freezes_and_schedules_what_trains() -> None:
+    changed, kept = list[bool](), list[float]()
+    job = job_of(model_of(Parts(Cooling)), callbacks=[Schedule()])
+    before = torch.zeros(())
+    for _ in job.steps(4):
+        after = job.parameters()["embed.tokens.weight"][1].clone()
+        changed.append(not torch.equal(before, after))
+        kept.append(float(job.modules()["blocks.0"].temperature))  # type: ignore[arg-type]
+        before = after
+    assert changed == [True, True, False, False]
+    assert kept == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_what_was_given_frozen_cannot_be_unfrozen_in_the_loop() -> None:
+    parts = Parts()
+    parts.embed.requires_grad_(False)
+    with pytest.raises(ModelError, match=r"^embed.tokens.weight was frozen when its module was given"):
+        list(job_of(model_of(parts), callbacks=[Schedule()]).steps(1))

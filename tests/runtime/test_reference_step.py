@@ -288,9 +288,27 @@ def test_a_loss_that_reads_what_forward_keeps_is_named() -> None:
         total, count = summed(output, batch)
         return total + count * sum(block.balance for block in parts.blocks), count
 
-    with pytest.raises(ModelError, match=r"the loss is .*forward sets blocks.0.balance, blocks.1.balance"):
+    with pytest.raises(ModelError, match=r"the loss is .*blocks.0.balance, blocks.1.balance is set in forward"):
         refuse_differences(parts.recipe(loss=balanced), 2)
     refuse_differences(Parts(Routing).recipe(), 2)  # whoever keeps it for himself alone may
+
+
+def test_a_loss_that_fails_without_what_forward_keeps_is_named() -> None:
+    class Late(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.balance = self.up(x).square().mean()
+            return super().forward(x)
+
+    parts = Parts(Late)
+
+    def balanced(output: Tensor, batch: Any) -> tuple[Tensor, float]:
+        total, count = summed(output, batch)
+        return total + count * sum(block.balance for block in parts.blocks), count
+
+    with pytest.raises(
+        ModelError, match=r"fail in the loss with AttributeError.*blocks.0.balance.* is set in forward"
+    ):
+        refuse_differences(parts.recipe(loss=balanced), 2)
 
 
 def test_what_reads_a_counter_of_the_script_differs() -> None:
@@ -314,7 +332,7 @@ def test_a_backward_hook_of_a_module_is_not_refused_and_a_module_that_fails_alon
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("wants a row")
 
-    with pytest.raises(NotCompared, match=r"blocks.0: ValueError: wants a row"):
+    with pytest.raises(NotCompared, match=r"ValueError: wants a row"):
         refuse_differences(Parts(Fails).recipe(), 2)
 
 

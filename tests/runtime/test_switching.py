@@ -371,7 +371,7 @@ def fails_from_here(trained: elasticd.Job, loss: Any = bad_loss) -> None:
     engine = trained._switcher.engine
     assert engine is not None
     assert engine.runner is not None
-    engine.runner._loss = loss
+    engine.runner.loss = loss
 
 
 class Bad(torch.optim.SGD):

@@ -23,7 +23,6 @@ TRAINED = [name for name in NAMES if name not in REFUSED]
 
 #: Scripts that are not right yet: the finding of the review of the runtime, or of this corpus.
 WRONG = {
-    "autocast_around_the_loop": "19: weights of the first step are computed with for ever",
     "early_stopping": "20: no checkpoint of the step at which the loop is left",
     "saving_on_rank_0": "18: the job stands still",
 }

@@ -44,6 +44,10 @@ __all__ = ["from_hf", "refuse_at_sight", "their_name"]
 _FLATTENED = {"opt": "blocks.0.layer.fc1"}
 
 
+#: Words by which transformers names what a forward takes beside tokens.
+_MODALITIES = ("pixel_values", "image_patches", "input_features", "input_values")
+
+
 def from_hf(
     model: Any,
     *,
@@ -200,6 +204,11 @@ def refuse_at_sight(model: Any) -> None:
         )
     if not isinstance(getattr(model.get_input_embeddings(), "weight", None), Tensor):
         raise ModelError(f"{kind} has no embedding that takes one stream of tokens: {REMEDY}")
+    if beside := _of_other_modalities(model):
+        raise ModelError(
+            f"{kind} takes {', '.join(beside)} beside tokens, and would be trained as text alone. Give its text "
+            f"model by itself, a ...ForCausalLM: {REMEDY}"
+        )
     if getattr(text_of(config), "output_router_logits", False):
         raise ModelError(
             f"output_router_logits = True of {kind} adds a loss of all layers' routers together, which no "
@@ -220,6 +229,12 @@ def refuse_at_sight(model: Any) -> None:
             f"{kind} checkpoints its gradients: turn that off and give ParallelismOptions(recompute=True), "
             "which repeats its dropouts"
         )
+
+
+def _of_other_modalities(model: Any) -> list[str]:
+    """The arguments of a model's forward that take images, video or sound."""
+    named = inspect.signature(type(model).forward).parameters
+    return [name for name in named if any(word in name for word in _MODALITIES)]
 
 
 def _has_double_experts(model: Any) -> bool:

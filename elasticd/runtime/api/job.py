@@ -93,6 +93,10 @@ class Callback:
     def on_plan(self, job: Job, plan: Plan) -> None:
         """A new plan is in force, and uses this device. Devices on standby are not called."""
 
+    def before_step(self, job: Job, index: int) -> None:
+        """The step of this index comes next: `job.modules()` may be changed for it, as a function of the index
+        alone. A device that joins begins with it, and after a fault an earlier one may come again."""
+
     def on_step(self, job: Job, step: Step) -> None:
         """A step is done; the loop gets it next."""
 
@@ -529,6 +533,8 @@ class Job(RankInfo):
             self._notify(lambda each: each.on_plan(self, plan))
         if isinstance(event, Step):
             self._notify(lambda each: each.on_step(self, event))
+        else:
+            self._notify(lambda each: each.before_step(self, event.index))
 
     def _notify(self, call: Callable[[Callback], None]) -> None:
         """Calls each callback, in order."""

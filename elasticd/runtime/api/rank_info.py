@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Place, Plan
-from torch import Tensor
+from torch import Tensor, nn
 
 from elasticd.runtime.control.control import Control
 from elasticd.runtime.engine.engine import Engine
@@ -103,6 +103,13 @@ class RankInfo:
         """
         held = self._engine.local.parameters if self._engine is not None else {}
         return {name: (box, parameter.detach()) for name, (box, parameter) in held.items()}
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The sections that this device trains, by name: "embed", "blocks.3", "head". Empty on standby.
+
+        They are made anew under each plan: set attributes, and freeze parameters, in `Callback.before_step`.
+        """
+        return dict(self._engine.local.modules) if self._engine is not None else {}
 
     @property
     def _engine(self) -> Engine | None:

@@ -54,6 +54,7 @@ from elasticd.runtime.model.buffer_check import Constants
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.optimizer_check import AVERAGE, kinds_of, refuse_kinds, unfused
+from elasticd.runtime.model.validation import ModelError, refuse_modes
 from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.parallel.gradient_reduction import GradientReducer, gradient_dtype
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices
@@ -191,6 +192,7 @@ class Engine:
         self.zero = ZeroState(layouts, peers, local, self.reducer, recipe.master, accelerator)
         self._vote = StepVote(peers.everyone)
         self._constants = Constants(local.modules)
+        self._frozen = {name: p for name, (_, p) in local.parameters.items() if not p.requires_grad}
         self._carried: dict[str, str] = {}
         self._after: str | None = None
         self._delivered: Event | None = None  # after the last step's deliveries; None: they are over
@@ -435,6 +437,8 @@ class Engine:
         where = self.plan_groups.stopwatch.where
         with during_step(where, step, self.plan.number):
             self.accelerator.use()  # whatever the user's code has made of it since
+            refuse_modes(self.accelerator.device)
+            self._refuse_unfrozen()
             self.meet()
             batch, passed = self._passes(step)
             # The one wait for the device in a step: all its gradients are reduced then.
@@ -485,6 +489,14 @@ class Engine:
                 longest_so_far=self._recipe.feed.longest,
             )
             return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
+
+    def _refuse_unfrozen(self) -> None:
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise ModelError(
+                    f"{name} was frozen when its module was given to elasticd.Model, and the job's optimizer "
+                    "does not have it: give it unfrozen, and freeze it in Callback.before_step until then"
+                )
 
     def meet(self) -> None:
         """Before the first passes of the plan: connects its members on the device. All of them call it

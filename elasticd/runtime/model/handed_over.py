@@ -66,8 +66,8 @@ class RetiredParameter(nn.Parameter):
             return super().__torch_function__(function, types, args, kwargs or {})
         name = next((each.retired_name for each in _retired([*args, *(kwargs or {}).values()])), "a parameter")
         raise ModelError(
-            f"{name} is of the module that you gave to the job, which trains copies of it: this one has no "
-            f"values any more, and nothing that reaches it (a hook, a patched forward, the loss, the loop's "
+            f"{name} is of the module that you gave to the job: the job has trained copies of it, and this one "
+            "has no values any more. Nothing that reaches it (a hook, a patched forward, the loss, the loop's "
             f"body) would train. {_INSTEAD}"
         )
 

@@ -173,13 +173,12 @@ def _prepare(
             if isinstance(rule, Sharded):
                 units = unit_range(model.spec, rule.units, stage.shares, position)
                 submodule.cut = DropoutCut(dim=rule.dim, first=units.start, units=len(units))
-    trains = any(parameter.kind == "trained" for parameter in model.spec.section(section))
-    module.register_forward_hook(partial(_refuse_others, section, trains))
+    module.register_forward_hook(partial(_refuse_others, section))
     drawing.watch(section, module)
 
 
-def _refuse_others(section: str, trains: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """A section gives one tensor or named tensors. `trains`: parameters of it are trained."""
+def _refuse_others(section: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """A section gives one tensor or named tensors."""
     if isinstance(output, Tensor):
         return
     if not isinstance(output, Mapping):
@@ -192,6 +191,7 @@ def _refuse_others(section: str, trains: bool, module: nn.Module, args: tuple[An
         raise ModelError(f"{section} gave {reason}")
     if not torch.is_grad_enabled() or any(x.requires_grad for x in output.values()):
         return
+    trains = any(parameter.requires_grad for parameter in module.parameters())  # the script may freeze them
     came = args[0].values() if args and isinstance(args[0], Mapping) else args[:1]
     if trains or any(isinstance(x, Tensor) and x.requires_grad for x in came):
         raise ModelError(

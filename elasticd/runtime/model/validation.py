@@ -98,6 +98,28 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ModelError(f"{name} is of {parameter.dtype}: parameters must be floating point; use a buffer")
 
 
+def refuse_modes(device: torch.device) -> None:
+    """Refuses modes of torch around a job's loop that would train something else, or nothing.
+
+    Args:
+        device: that the job computes on.
+
+    Raises:
+        ModelError: autocast is on, or gradients are off.
+    """
+    if torch.is_autocast_enabled(device.type):
+        raise ModelError(
+            "torch.autocast is on around the job's loop, and keeps the weights that it cast until it ends: "
+            "every step would compute with those of the first. Take it away, and give "
+            'ParallelismOptions(precision="bf16")'
+        )
+    if not torch.is_grad_enabled():
+        raise ModelError(
+            "gradients are off around the job's loop (torch.no_grad, torch.inference_mode or "
+            "torch.set_grad_enabled(False)), so that nothing would be trained: switch them on again before it"
+        )
+
+
 def shared(sections: Mapping[str, nn.Module]) -> dict[str, str]:
     """The parameters that several sections share.
 

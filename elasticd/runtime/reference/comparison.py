@@ -68,19 +68,24 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
             parameter.grad = gradients[name]
     if reached:
         raise ModelError(_closure(reached))
-    if engine.failed is not None:
-        where, error = engine.failed
-        if isinstance(error, ModelError):
-            raise error
-        raise NotCompared(f"{where or 'the step'}: {_first_line(error)}") from error
-    if not engine.applied:
+    where, error = engine.failed or ("", None)
+    if isinstance(error, ModelError):
+        raise error
+    if error is not None and not batches:
+        raise NotCompared(_first_line(error)) from error
+    if error is None and not engine.applied:
         raise NotCompared("its gradients are not finite, or its samples have no target")
     try:
-        plain = plain_step(recipe, batches[0])
+        plain = plain_step(recipe, batches[-1])
     except ModelError:
         raise
-    except Exception as error:
-        raise NotCompared(f"your modules cannot run by themselves: {_first_line(error)}") from error
+    except Exception as failure:
+        raise NotCompared(f"your modules cannot run by themselves: {_first_line(failure)}") from failure
+    if error is not None:
+        raise ModelError(
+            f"your own modules take a step, and the copies that train fail in {where or 'the loss'} with "
+            f"{_first_line(error)}. {_cause(plain, next(iter(engine.members.values())))}; {_SEE}"
+        ) from error
     if plain.draws_backward:
         raise NotCompared("its backward pass draws random numbers")
     (member,) = engine.members.values()
@@ -102,11 +107,11 @@ def _keep_batch(engine: Engine, batches: list[MicroBatch]) -> None:
         if not entered:
             entered[:] = [args[0], copy.deepcopy(args[0])]
             ids[:] = engine.local.drawing.samples or ()
+            batches.append(MicroBatch(entered=entered[1], targets=entered[1], ids=ids))
 
     def watched(output: Any, batch: Any) -> tuple[Tensor, float | Tensor]:
-        if not batches:
-            targets = entered[1] if batch is entered[0] else copy.deepcopy(batch)
-            batches.append(MicroBatch(entered=entered[1], targets=targets, ids=ids))
+        if len(batches) == 1 and batch is not entered[0]:  # converted for the modules
+            batches.append(MicroBatch(entered=entered[1], targets=copy.deepcopy(batch), ids=ids))
         return loss(output, batch)
 
     engine.local.modules["embed"].register_forward_pre_hook(enters, prepend=True)
@@ -163,8 +168,8 @@ def _cause(plain: PlainStep, engine: Member) -> str:
     """The likely cause of a difference."""
     if plain.attributes:
         return (
-            f"forward sets {_some(plain.attributes)}, which the loss, a hook or another module may read of "
-            "your own modules and not of the copies: return it as a named tensor of the section's output"
+            f"{_some(plain.attributes)} is set in forward: the loss, a hook or another module may read it of "
+            "your own modules, and the copies set theirs. Return it as a named tensor of the section's output"
         )
     if engine.drew:
         return (
