@@ -234,9 +234,18 @@ def test_a_checkpoint_that_describes_no_model_needs_its_base(
         exporting.export(checkpoint, tmp_path / "out", other, "5GB")
 
 
-def test_a_checkpoint_takes_of_its_base_what_no_section_holds(tmp_path: Path) -> None:
-    """The vision part of Fuyu, which its forward does not call with text."""
-    model = small("FuyuForCausalLM")
+def test_a_checkpoint_takes_of_its_base_what_no_section_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module that the class makes and its forward does not call."""
+    make = transformers.Qwen2ForCausalLM.__init__
+
+    def with_idle_module(self: Any, config: Any) -> None:
+        make(self, config)
+        self.idle = torch.nn.Linear(2, 2)
+
+    monkeypatch.setattr(transformers.Qwen2ForCausalLM, "__init__", with_idle_module)
+    model = qwen2()
     described = elasticd.from_hf(model)
     assert isinstance(described.pretrained, HfPretrained)
     own = described.pretrained.values

@@ -119,6 +119,18 @@ def test_each_later_use_of_the_modules_fails_with_what_to_do(begun: tuple[Parts,
         USES[use](begun[0])
 
 
+def test_an_attribute_that_the_loop_sets_is_named(begun: tuple[Parts, Model]) -> None:
+    block = begun[0].blocks[0]
+    with pytest.raises(
+        ModelError, match=r"^blocks.0.temperature is set on the module that you gave to the job"
+    ):
+        block.temperature = 2.0
+    with pytest.raises(ModelError, match=r"^blocks.0.up.bias is set on the module"):
+        block.up.bias = None
+    assert isinstance(block.eval(), Block)
+    assert not block.up.training
+
+
 def test_shapes_stay_and_the_memory_of_the_values_is_free(begun: tuple[Parts, Model]) -> None:
     parameters = begun[0].parameters()
     assert sum(p.numel() for p in parameters if p.requires_grad) > 400

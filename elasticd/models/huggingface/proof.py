@@ -39,6 +39,7 @@ from elasticd.models.huggingface.loss import causal_lm_loss
 from elasticd.models.huggingface.sections import Sections, sections_of
 from elasticd.runtime.model.validation import ModelError, replace_dropouts
 from elasticd.runtime.parallel.sequence_mixing import RowAndSequences, mixing
+from elasticd.runtime.reference.comparison import difference, first_line
 
 #: Of the micro-batch that is tried.
 SAMPLES, TOKENS = 2, 7
@@ -224,7 +225,7 @@ def compared(copy: SmallModel) -> tuple[Anatomy, bool]:
             raise ModelError(f"{full} of {name} acts where no module that has it is called: {REMEDY}")
     found = _gradients(model, logits, weights)
     for full in own.keys() | found.keys():
-        apart = _apart(found.get(full), own.get(full))
+        apart = difference(found.get(full), own.get(full))
         exact = exact and apart == 0
         if apart > copy.near:
             raise ModelError(f"the gradient of {full} of {name} is {apart:.0e} off in its section: {REMEDY}")
@@ -246,10 +247,9 @@ def _outputs(copy: SmallModel, sections: Sections, watched: Watched) -> tuple[Te
                 x = module(x)
             except Exception as error:
                 raise ModelError(
-                    f"{section} of {copy.name} cannot run by itself "
-                    f"({type(error).__name__}: {_first_line(error)}): {REMEDY}"
+                    f"{section} of {copy.name} cannot run by itself ({_said(error)}): {REMEDY}"
                 ) from error
-            apart = 0.0 if wanted is None else _apart(x.detach(), wanted.detach())
+            apart = 0.0 if wanted is None else difference(x.detach(), wanted.detach())
             exact = exact and apart == 0
             if apart > copy.near:
                 raise ModelError(f"{_why(copy.name, section, given, watched)}: {REMEDY}")
@@ -313,11 +313,11 @@ def refuse_other_tokens(copy: SmallModel) -> None:
     other[-1, -1] = (other[-1, -1] + 1) % model.get_input_embeddings().weight.shape[0]
     with torch.no_grad():
         found = logits_of(model(input_ids=other, **arguments(model)))
-    if _apart(found[:-1], copy.logits[:-1]) > copy.near:
+    if difference(found[:-1], copy.logits[:-1]) > copy.near:
         raise ModelError(
             f"what {copy.name} gives for a sample depends on the others of the micro-batch: {REMEDY}"
         )
-    if _apart(found[:, :-1], copy.logits[:, :-1]) > copy.near:
+    if difference(found[:, :-1], copy.logits[:, :-1]) > copy.near:
         decoder = "set is_decoder=True in its configuration, or " if hasattr(model.config, "is_decoder") else ""
         raise ModelError(
             f"{copy.name} attends to later tokens, as an encoder does, so that padding at the end of a sample "
@@ -341,7 +341,7 @@ def why_unpackable(copy: SmallModel, anatomy: Anatomy) -> str:
         x = outcome
     with torch.no_grad():
         own = [logits_of(copy.model(input_ids=ids, **arguments(copy.model))) for ids in sequences]
-    if (apart := _apart(x.together, torch.cat(own, dim=1))) > copy.near:
+    if (apart := difference(x.together, torch.cat(own, dim=1))) > copy.near:
         return f"{refused}: the logits of a packed row are {apart:.0e} off"
     return ""
 
@@ -359,7 +359,7 @@ def shifts_labels(copy: SmallModel) -> bool | None:
     for shifts, targets in ((True, shifted(labels)), (False, labels)):
         total, count = causal_lm_loss(copy.logits, {TARGETS: targets})
         # The model's own is computed in single precision.
-        if isinstance(own, Tensor) and _apart((total / count).float(), own.float()) < NEAR[torch.float32]:
+        if isinstance(own, Tensor) and difference((total / count).float(), own.float()) < NEAR[torch.float32]:
             return shifts
     return None
 
@@ -374,7 +374,7 @@ def counts_from_zero(copy: SmallModel) -> bool:
             own = logits_of(copy.model(input_ids=copy.ids, position_ids=places, **arguments(copy.model)))
     except Exception:
         return False
-    return _apart(own, copy.logits) <= copy.near
+    return difference(own, copy.logits) <= copy.near
 
 
 def absolute(copy: SmallModel) -> bool:
@@ -388,7 +388,7 @@ def absolute(copy: SmallModel) -> bool:
     except Exception:  # it takes no mask, and such a batch is refused
         return False
     # Rotary tables are computed in single precision.
-    return _apart(logits_of(padded)[:, PADDED:], own) > max(copy.near, NEAR[torch.float32])
+    return difference(logits_of(padded)[:, PADDED:], own) > max(copy.near, NEAR[torch.float32])
 
 
 def lacking_layer_inputs(copy: SmallModel, anatomy: Anatomy) -> dict[str, str]:
@@ -413,9 +413,9 @@ def _why_not_taken(copy: SmallModel, anatomy: Anatomy, name: str, given: Mapping
                 for _, section in sections_of(copy.model, anatomy):
                     x = section(x)
         except Exception as error:
-            return f"{copy.name} fails with it on a small copy ({type(error).__name__}: {_first_line(error)})"
+            return f"{copy.name} fails with it on a small copy ({_said(error)})"
         seen = beside.get("attention_mask", torch.ones_like(copy.ids)).bool()
-        if not _apart(x[seen], own[seen]) <= copy.near:
+        if not difference(x[seen], own[seen]) <= copy.near:
             return f"the stages of {copy.name} give something else with it"
     return ""
 
@@ -472,7 +472,7 @@ def _small(model: Any, kind: Any) -> SmallModel:
     except Exception as error:
         raise ModelError(
             f"no small copy of {kind.__name__} can be made to compare it with its stages "
-            f"({type(error).__name__}: {_first_line(error)}): {REMEDY}"
+            f"({_said(error)}): {REMEDY}"
         ) from error
 
 
@@ -527,19 +527,8 @@ def _gradients(model: nn.Module, logits: Tensor, weights: Tensor) -> dict[str, T
     return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
 
 
-def _apart(found: Tensor | None, expected: Tensor | None) -> float:
-    """The largest difference, in units of the largest value."""
-    if found is None or expected is None or found.shape != expected.shape:
-        return float("inf")
-    if torch.equal(found, expected):
-        return 0.0
-    size = float(expected.abs().max()) or 1.0
-    gap = float((found - expected).abs().max()) / size
-    return gap if gap == gap else float("inf")
-
-
-def _first_line(error: Exception) -> str:
-    return shortened((str(error).splitlines() or [""])[0], 200)
+def _said(error: Exception) -> str:
+    return shortened(first_line(error), 240)
 
 
 @contextmanager

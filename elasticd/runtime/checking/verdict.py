@@ -12,6 +12,7 @@ from torch import Tensor
 from elasticd.runtime.model.model import Model, split_name
 from elasticd.runtime.model.rng import Dropout
 from elasticd.runtime.model.tp_rules import PartialGrad
+from elasticd.runtime.reference.comparison import difference
 from elasticd.runtime.reference.trial import Member, Trial
 
 #: Relative differences that rounding explains, by type of the parameters.
@@ -56,7 +57,7 @@ def _outputs(model: Model, alone: Trial, other: Trial, near: float) -> Iterator[
                     f"Column rule cut, a Row rule must sum (or gather=True). {_rules(model, section)}"
                 )
                 return
-            worst = max((_apart(out.double(), expected.double()) for out in here), default=0.0)
+            worst = max((difference(out, expected) for out in here), default=0.0)
             if worst > near:
                 yield (
                     f"{section}: its {output} differs from one process's by {worst:.1e} of its size, and its "
@@ -123,13 +124,13 @@ def _gradient(model: Model, name: str, whole: Tensor, other: Trial, near: float,
     rule, said = model.rule(name), _said(model, name)
     alike = [part for part in held if part.box.shape == tuple(whole.shape)]
     terms = [part.term for part in alike]
-    if isinstance(rule, PartialGrad) and terms and all(_apart(term, whole) <= near for term in terms):
+    if isinstance(rule, PartialGrad) and terms and all(difference(term, whole) <= near for term in terms):
         ratio = float((alike[0].reduced * whole).sum() / whole.square().sum())
         yield (
             f"{name}: {said} adds what is the same: every member has the whole gradient, so that it came out "
             f"{ratio:.2f} times too large. Leave the rule out"
         )
-    elif rule is None and len(terms) > 1 and _apart(torch.stack(terms).sum(0), whole) <= near:
+    elif rule is None and len(terms) > 1 and difference(torch.stack(terms).sum(0), whole) <= near:
         yield (
             f"{name}: has no rule, but members hold terms of its gradient, which must be added: give it "
             "PartialGrad()"
@@ -180,12 +181,3 @@ def _said(model: Model, name: str) -> str:
     fields = ", ".join(repr(v) if k == "units" else f"{k}={v!r}" for k, v in vars(rule).items() if v)
     fields = fields.replace(", parts=1", "")
     return f"the rule {model.pattern(name)!r}: {type(rule).__name__}({fields})"
-
-
-def _apart(a: Tensor, b: Tensor) -> float:
-    """The largest difference, in units of the largest finite value. A mask may have infinite ones."""
-    if not b.numel():
-        return 0.0
-    scale = float(b.abs().nan_to_num(posinf=0.0).max())
-    gap = float(torch.where(a == b, 0.0, (a - b).abs()).max())
-    return gap / scale if scale else gap

@@ -103,7 +103,7 @@ class HandedOver:
 
     def retire(self) -> None:
         """Takes the values of the parameters away, so that each later use raises ModelError, and their memory
-        is free."""
+        is free. Setting an attribute of a module raises it, too."""
         for name, parameter in self.parameters().items():
             shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
             parameter.grad = None
@@ -115,7 +115,35 @@ class HandedOver:
                 log.debug("%s stays a %s", name, type(parameter).__name__)
                 continue
             parameter.retired_name = name  # type: ignore[attr-defined]
+        kinds: dict[type, type] = {}
+        for section, module in self.sections.items():
+            for path, each in module.named_modules(prefix=section):
+                _retire_module(path, each, kinds)
         self.sections, self.retired = {}, True
+
+
+def _retire_module(path: str, module: nn.Module, kinds: dict[type, type]) -> None:
+    """kinds: the retired class of each class, made here where it lacks."""
+    kind = type(module)
+    if "retired_name" in vars(module):  # several sections have it
+        return
+    module.__dict__["retired_name"] = path
+    if kind not in kinds:
+
+        def refuse(self: nn.Module, name: str, value: object) -> None:
+            if name != "training":  # which `eval` sets
+                raise ModelError(
+                    f"{self.retired_name}.{name} is set on the module that you gave to the job: the job has "
+                    f"trained copies of it, which do not see that. {_INSTEAD}"
+                )
+            kind.__setattr__(self, name, value)
+
+        names = {"__setattr__": refuse, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        kinds[kind] = type(kind)(kind.__name__, (kind,), names)
+    try:
+        module.__class__ = kinds[kind]
+    except TypeError:  # a class with slots, or one of TorchScript
+        log.debug("%s stays a %s", path, kind.__name__)
 
 
 def without_storage(sections: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -69,10 +69,11 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
     if reached:
         raise ModelError(_closure(reached))
     where, error = engine.failed or ("", None)
+    (member,) = engine.members.values()
     if isinstance(error, ModelError):
         raise error
-    if error is not None and not batches:
-        raise NotCompared(_first_line(error)) from error
+    if error is not None and (not batches or member.gradients):  # in the dataset, or in the update
+        raise NotCompared(first_line(error)) from error
     if error is None and not engine.applied:
         raise NotCompared("its gradients are not finite, or its samples have no target")
     try:
@@ -80,15 +81,14 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
     except ModelError:
         raise
     except Exception as failure:
-        raise NotCompared(f"your modules cannot run by themselves: {_first_line(failure)}") from failure
+        raise NotCompared(f"your modules cannot run by themselves: {first_line(failure)}") from failure
     if error is not None:
         raise ModelError(
             f"your own modules take a step, and the copies that train fail in {where or 'the loss'} with "
-            f"{_first_line(error)}. {_cause(plain, next(iter(engine.members.values())))}; {_SEE}"
+            f"{first_line(error)}. {_cause(plain, member)}; {_SEE}"
         ) from error
     if plain.draws_backward:
         raise NotCompared("its backward pass draws random numbers")
-    (member,) = engine.members.values()
     if differences := list(_differences(model, plain, engine.loss, member)):
         raise ModelError(
             f"a step of your own modules and one of the copies that train differ: {'; '.join(differences)}. "
@@ -125,8 +125,7 @@ def _differences(model: Model, plain: PlainStep, mean: float, engine: Member) ->
     near = max(NEAR.get(dtype, 1e-2) for dtype in (model.dtype, *types))
     for section, named in plain.outputs.items():
         for name, expected in named.items():
-            output = engine.outputs[section].get(name)
-            off = math.inf if output is None or output.shape != expected.shape else _apart(output, expected)
+            off = difference(engine.outputs[section].get(name), expected)
             if off > near:
                 yield f"the output of {section}{f' {name!r}' if name else ''} by {off:.1e} of its size"
                 return
@@ -187,8 +186,12 @@ def _some(names: Sequence[str]) -> str:
     return said + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
-    """The largest difference, in units of the largest finite value. A mask may have infinite ones."""
+def difference(one: Tensor | None, other: Tensor | None) -> float:
+    """The largest difference of two tensors, in units of the other's largest finite value; infinite where one
+    is missing, of another shape, or not a number. A mask may have infinite elements, where the other has them.
+    """
+    if one is None or other is None or one.shape != other.shape:
+        return math.inf
     if not other.numel():
         return 0.0
     gap = torch.where(one == other, 0.0, (one.double() - other.double()).abs())
@@ -200,5 +203,6 @@ def _size(values: Tensor) -> float:
     return float(values.double().abs().nan_to_num(posinf=0.0).max()) if values.numel() else 0.0
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The class of an error, and the first line of its text."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
