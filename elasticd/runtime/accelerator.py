@@ -169,6 +169,11 @@ class Accelerator:
         """Bytes of memory of the device in all."""
         return self._kind.total_bytes(self.device)
 
+    def give_back(self) -> None:
+        """Gives memory that no tensor has, and its allocator keeps, back to the device."""
+        if not self.immediate:
+            self._module.empty_cache()
+
     def put(self, values: Tensor) -> Tensor:
         """The values on this device, see `put`."""
         return put(values, self.device)

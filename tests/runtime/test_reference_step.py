@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -309,6 +310,29 @@ def test_a_loss_that_fails_without_what_forward_keeps_is_named() -> None:
         ModelError, match=r"fail in the loss with AttributeError.*blocks.0.balance.* is set in forward"
     ):
         refuse_differences(parts.recipe(loss=balanced), 2)
+
+
+def test_a_step_that_memory_does_not_hold_is_not_compared() -> None:
+    calls = list[int]()
+
+    def large(output: Tensor, batch: Any) -> tuple[Tensor, float]:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("for this one")
+        return summed(output, batch)
+
+    with pytest.raises(NotCompared, match="OutOfMemoryError: for this one"):
+        refuse_differences(Parts().recipe(loss=large), 2)
+
+
+def test_an_optimizer_that_fails_is_no_difference() -> None:
+    class Bad(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ValueError("bad update")
+
+    recipe = replace(Parts().recipe(), optimizer=lambda named: Bad([p for _, p in named], lr=0.1))
+    with pytest.raises(NotCompared, match="ValueError: bad update"):
+        refuse_differences(recipe, 2)
 
 
 def test_what_reads_a_counter_of_the_script_differs() -> None:

@@ -248,6 +248,8 @@ def check_modules(recipe: Recipe) -> None:
     except NotCompared as why:
         log.info("a step of your own modules could not be tried: %s", why)
         return
+    finally:
+        recipe.accelerator.give_back()
     seconds = time.perf_counter() - began
     say(
         "a step of your own modules and one of the copies that train agree: "

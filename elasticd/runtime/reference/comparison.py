@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elasticd.runtime.comm.communicators import GlooCommunicators
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model, split_name
@@ -26,6 +27,8 @@ from elasticd.runtime.reference.trial import Member, tried
 
 #: Relative differences that rounding explains between one order of the same operations and another.
 NEAR = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.05}
+#: What a device or the host raises where a step does not fit.
+_NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 #: Parameters, attributes or sections that a message names.
 _NAMED = 3
 
@@ -54,7 +57,7 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
     if model.handed_over.retired:
         raise NotCompared("your modules were given to an earlier job")
     data = replace(recipe.data, packing=None, readers=0, global_tokens=None)
-    recipe = replace(recipe, data=data, clip=None)
+    recipe = replace(recipe, data=data, clip=None, connect=GlooCommunicators)  # which one member needs not
     batches = list[MicroBatch]()
     originals = model.handed_over.parameters()
     gradients = {name: parameter.grad for name, parameter in originals.items()}
@@ -72,7 +75,8 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
     (member,) = engine.members.values()
     if isinstance(error, ModelError):
         raise error
-    if error is not None and (not batches or member.gradients):  # in the dataset, or in the update
+    elsewhere = not batches or member.gradients or isinstance(error, _NO_MEMORY)
+    if error is not None and elsewhere:  # in the dataset, or in the update
         raise NotCompared(first_line(error)) from error
     if error is None and not engine.applied:
         raise NotCompared("its gradients are not finite, or its samples have no target")

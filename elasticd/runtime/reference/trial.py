@@ -109,7 +109,8 @@ def _step(
 ) -> tuple[float, bool]:
     """One member's step: its loss, and whether its updates were applied."""
     engine = Engine(recipe, layouts, plan_groups, unpaced)
-    engine.adopt(first_state(recipe.model, layouts, plan_groups.me, recipe.seed, recipe.master))
+    place = recipe.accelerator
+    engine.adopt(first_state(recipe.model, layouts, plan_groups.me, recipe.seed, recipe.master, place))
     first = {name: p.detach().clone() for name, (_, p) in engine.local.parameters.items()}
     terms: dict[str, Tensor] = {}
     scaled = recipe.precision.scale if recipe.precision is not None else None
@@ -148,7 +149,7 @@ def _cut(engine: Engine, terms: dict[str, Tensor], name: str, box: Box) -> Tenso
     """What the member computed of a box; nothing where it computes with another one."""
     around = engine.local.parameters[name][0] if name in terms else None
     if around is None or not around.contains(box):
-        return torch.zeros(box.shape)
+        return torch.zeros(box.shape, device=engine.accelerator.device)
     return terms[name][box.slices(around)]
 
 
