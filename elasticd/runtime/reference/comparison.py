@@ -23,7 +23,7 @@ from elasticd.runtime.model.model import Model, split_name
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.reference import layouts
 from elasticd.runtime.reference.plain_step import MicroBatch, PlainStep, plain_step
-from elasticd.runtime.reference.trial import Member, tried
+from elasticd.runtime.reference.trial import Member, Trial, tried
 
 #: Relative differences that rounding explains between one order of the same operations and another.
 NEAR = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.05}
@@ -58,19 +58,7 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
         raise NotCompared("your modules were given to an earlier job")
     data = replace(recipe.data, packing=None, readers=0, global_tokens=None)
     recipe = replace(recipe, data=data, clip=None, connect=GlooCommunicators)  # which one member needs not
-    batches = list[MicroBatch]()
-    originals = model.handed_over.parameters()
-    gradients = {name: parameter.grad for name, parameter in originals.items()}
-    for parameter in originals.values():
-        parameter.grad = None
-    try:
-        engine = tried(recipe, layouts.alone(model.spec, samples), lambda engine: _keep_batch(engine, batches))
-        reached = [name for name, parameter in originals.items() if parameter.grad is not None]
-    finally:
-        for name, parameter in originals.items():
-            parameter.grad = gradients[name]
-    if reached:
-        raise ModelError(_closure(reached))
+    engine, batches = _engine_step(recipe, samples)
     where, error = engine.failed or ("", None)
     (member,) = engine.members.values()
     if isinstance(error, ModelError):
@@ -99,6 +87,31 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
             f"{_cause(plain, member)}; {_SEE}"
         )
     return plain
+
+
+def _engine_step(recipe: Recipe, samples: int) -> tuple[Trial, list[MicroBatch]]:
+    """A step of the engine, and the batch that it got; none where it failed before. Raises ModelError where its
+    backward pass reaches parameters of the user's modules."""
+    batches = list[MicroBatch]()
+    originals = recipe.model.handed_over.parameters()
+    gradients = {name: parameter.grad for name, parameter in originals.items()}
+    for parameter in originals.values():
+        parameter.grad = None
+    try:
+        alone = layouts.alone(recipe.model.spec, samples)
+        trial = tried(recipe, alone, lambda engine: _keep_batch(engine, batches))
+        reached = [name for name, parameter in originals.items() if parameter.grad is not None]
+    finally:
+        for name, parameter in originals.items():
+            parameter.grad = gradients[name]
+    if reached:
+        raise ModelError(
+            f"{_some(reached)} of your own modules got a gradient from the copies that train: a function that "
+            "closes over your module reaches it (a hook, a patched forward, the loss), and what it reaches "
+            "would never be trained. Write it as a method that uses self, and give the loss what it needs as "
+            f"an output; {_SEE}"
+        )
+    return trial, batches
 
 
 def _keep_batch(engine: Engine, batches: list[MicroBatch]) -> None:
@@ -158,15 +171,6 @@ def _differences(model: Model, plain: PlainStep, mean: float, engine: Member) ->
         yield f"the gradient of {_some([worst, *(off_by.keys() - {worst})])} by {off_by[worst]:.1e} of its size"
 
 
-def _closure(reached: Sequence[str]) -> str:
-    return (
-        f"{_some(reached)} of your own modules got a gradient from the copies that train: a function that "
-        "closes over your module reaches it (a hook, a patched forward, the loss), and what it reaches would "
-        "never be trained. Write it as a method that uses self, and give the loss what it needs as an output; "
-        f"{_SEE}"
-    )
-
-
 def _cause(plain: PlainStep, engine: Member) -> str:
     """The likely cause of a difference."""
     if plain.attributes:
@@ -192,13 +196,14 @@ def _some(names: Sequence[str]) -> str:
 
 def difference(one: Tensor | None, other: Tensor | None) -> float:
     """The largest difference of two tensors, in units of the other's largest finite value; infinite where one
-    is missing, of another shape, or not a number. A mask may have infinite elements, where the other has them.
+    is missing, of another shape, or no number where the other is. Elements that are not finite may be equal.
     """
     if one is None or other is None or one.shape != other.shape:
         return math.inf
     if not other.numel():
         return 0.0
-    gap = torch.where(one == other, 0.0, (one.double() - other.double()).abs())
+    same = (one == other) | (one.isnan() & other.isnan())
+    gap = torch.where(same, 0.0, (one.double() - other.double()).abs())
     largest = float(gap.max())
     return math.inf if largest != largest else largest / (_size(other) or 1.0)
 
