@@ -120,7 +120,7 @@ def test_each_later_use_of_the_modules_fails_with_what_to_do(begun: tuple[Parts,
 
 
 def test_an_attribute_that_the_loop_sets_is_named(begun: tuple[Parts, Model]) -> None:
-    block = begun[0].blocks[0]
+    block: Any = begun[0].blocks[0]
     with pytest.raises(
         ModelError, match=r"^blocks.0.temperature is set on the module that you gave to the job"
     ):

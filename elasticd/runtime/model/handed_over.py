@@ -125,8 +125,8 @@ class HandedOver:
 def _retire_module(path: str, module: nn.Module, kinds: dict[type, type]) -> None:
     """kinds: the retired class of each class, made here where it lacks."""
     kind = type(module)
-    if "retired_name" in vars(module):  # several sections have it
-        return
+    if "retired_name" in vars(module) or not any(True for _ in module.parameters()):
+        return  # several sections have it, or another model may: an activation, a dropout
     module.__dict__["retired_name"] = path
     if kind not in kinds:
 
@@ -136,12 +136,12 @@ def _retire_module(path: str, module: nn.Module, kinds: dict[type, type]) -> Non
                     f"{self.retired_name}.{name} is set on the module that you gave to the job: the job has "
                     f"trained copies of it, which do not see that. {_INSTEAD}"
                 )
-            kind.__setattr__(self, name, value)
+            super(type(self), self).__setattr__(name, value)
 
         names = {"__setattr__": refuse, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         kinds[kind] = type(kind)(kind.__name__, (kind,), names)
     try:
-        module.__class__ = kinds[kind]
+        object.__setattr__(module, "__class__", kinds[kind])
     except TypeError:  # a class with slots, or one of TorchScript
         log.debug("%s stays a %s", path, kind.__name__)
 
