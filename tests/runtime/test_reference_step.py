@@ -289,7 +289,7 @@ def test_a_loss_that_reads_what_forward_keeps_is_named() -> None:
         total, count = summed(output, batch)
         return total + count * sum(block.balance for block in parts.blocks), count
 
-    with pytest.raises(ModelError, match=r"the loss is .*blocks.0.balance, blocks.1.balance is set in forward"):
+    with pytest.raises(ModelError, match=r"the loss is .*forward sets blocks.0.balance, blocks.1.balance"):
         refuse_differences(parts.recipe(loss=balanced), 2)
     refuse_differences(Parts(Routing).recipe(), 2)  # whoever keeps it for himself alone may
 
@@ -307,7 +307,7 @@ def test_a_loss_that_fails_without_what_forward_keeps_is_named() -> None:
         return total + count * sum(block.balance for block in parts.blocks), count
 
     with pytest.raises(
-        ModelError, match=r"fail in the loss with AttributeError.*blocks.0.balance.* is set in forward"
+        ModelError, match=r"fail in the loss with AttributeError.*forward sets blocks.0.balance"
     ):
         refuse_differences(parts.recipe(loss=balanced), 2)
 

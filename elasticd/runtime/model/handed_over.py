@@ -65,14 +65,18 @@ class RetiredParameter(nn.Parameter):
         if function in _DESCRIBE:
             return super().__torch_function__(function, types, args, kwargs or {})
         name = next((each.retired_name for each in _retired([*args, *(kwargs or {}).values()])), "a parameter")
-        raise ModelError(
-            f"{name} is of the module that you gave to the job: the job has trained copies of it, and this one "
-            "has no values any more. Nothing that reaches it (a hook, a patched forward, the loss, the loop's "
-            f"body) would train. {_INSTEAD}"
-        )
+        raise ModelError(_taken(name))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"RetiredParameter({self.retired_name}, {tuple(self.shape)})"
+
+
+def _taken(name: object) -> str:
+    return (
+        f"{name} is of the module that you gave to the job: the job has trained copies of it, and this one "
+        "has no values any more. Nothing that reaches it (a hook, a patched forward, the loss, the loop's "
+        f"body) would train. {_INSTEAD}"
+    )
 
 
 def _retired(values: Sequence[Any]) -> Iterator[RetiredParameter]:
@@ -138,7 +142,11 @@ def _retire_module(path: str, module: nn.Module, kinds: dict[type, type]) -> Non
                 )
             super(type(self), self).__setattr__(name, value)
 
-        names = {"__setattr__": refuse, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        def unsaved(self: nn.Module, protocol: object) -> None:
+            raise ModelError(_taken(self.retired_name))
+
+        names = {"__setattr__": refuse, "__reduce_ex__": unsaved}
+        names |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         kinds[kind] = type(kind)(kind.__name__, (kind,), names)
     try:
         object.__setattr__(module, "__class__", kinds[kind])

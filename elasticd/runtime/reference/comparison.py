@@ -175,8 +175,8 @@ def _cause(plain: PlainStep, engine: Member) -> str:
     """The likely cause of a difference."""
     if plain.attributes:
         return (
-            f"{_some(plain.attributes)} is set in forward: the loss, a hook or another module may read it of "
-            "your own modules, and the copies set theirs. Return it as a named tensor of the section's output"
+            f"forward sets {_some(plain.attributes)}, which the loss, a hook or another module may read of "
+            "your own modules, while the copies set theirs: return it as a named tensor of the section's output"
         )
     if engine.drew:
         return (
