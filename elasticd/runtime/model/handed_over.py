@@ -145,9 +145,10 @@ def _retire_module(path: str, module: nn.Module, kinds: dict[type, type]) -> Non
         def unsaved(self: nn.Module, protocol: object) -> None:
             raise ModelError(_taken(self.retired_name))
 
-        names = {"__setattr__": refuse, "__reduce_ex__": unsaved}
+        names: dict[str, Any] = {"__setattr__": refuse, "__reduce_ex__": unsaved}
         names |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        kinds[kind] = type(kind)(kind.__name__, (kind,), names)
+        make: Any = type(kind)
+        kinds[kind] = make(kind.__name__, (kind,), names)
     try:
         object.__setattr__(module, "__class__", kinds[kind])
     except TypeError:  # a class with slots, or one of TorchScript
