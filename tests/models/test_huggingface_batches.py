@@ -153,7 +153,13 @@ def compared(model: Any, training: Training, plan: Any, near: float = 1e-12) -> 
             ("GPT2", "DataCollatorForLanguageModeling", "replicas"),
             ("Qwen2", "elasticd's own", "replicas"),
         ],
-        [(kind, collator, layout) for kind in MODELS for collator in COLLATORS for layout in PLANS],
+        [
+            (kind, collator, layout)
+            for kind in MODELS
+            for collator in COLLATORS
+            for layout in PLANS
+            if (kind, collator) != ("GPT2", "left padding")  # refused
+        ],
     ),
 )
 def test_batches_of_collators_train_as_in_plain_transformers(
