@@ -88,7 +88,7 @@ def _recipe(network: Any, dataset: Rows, micro_batch: int) -> Recipe:
     class Described(Exception):
         pass
 
-    def describe(job: Job) -> None:
+    def describe(job: Job, *_: object) -> None:
         recipes.append(job._recipe)
         raise Described
 
