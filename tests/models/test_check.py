@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from elasticd.annotations import Annotation, devices, redistribute
 from elasticd.models import next_token_loss
 from elasticd.runtime.api.script import CannotRun, recipe_of
 from elasticd.runtime.checking.__main__ import compared
+from elasticd.runtime.data.collate import pad
 from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.engine.mixed_precision import LossScale, Precision
 from elasticd.runtime.engine.parallelism import ParallelismOptions
@@ -363,6 +365,27 @@ def test_draws_that_are_no_module_are_named() -> None:
     good, text = said({}, Drawing)
     assert not good
     assert "blocks.0: draws random numbers that no other layout repeats" in text
+
+
+class Masked(Text):
+    """Draws in the dataset."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        return sample | {"inputs": sample["inputs"].masked_fill(torch.rand(len(sample["inputs"])) < 0.3, 0)}
+
+
+def test_draws_of_collate_are_named_and_those_of_the_dataset_are_the_same_everywhere() -> None:
+    def masked(samples: Sequence[Any]) -> Any:
+        batch = pad(samples)
+        return batch | {"inputs": batch["inputs"].masked_fill(torch.rand(batch["inputs"].shape) < 0.3, 0)}
+
+    lines: list[str] = []
+    assert not compared(replace(subject({}), data=DataOptions(collate=masked)), lines.append)
+    assert "collate: draws random numbers that no other layout repeats" in "\n".join(lines)
+    assert "draw in __getitem__ of the dataset" in "\n".join(lines)
+    lines.clear()
+    assert compared(replace(subject({}), dataset=Masked(41)), lines.append), "\n".join(lines)
 
 
 def test_a_block_that_redistributes_is_checked_and_a_gradient_of_some_tokens_alone_is_found() -> None:

@@ -8,7 +8,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,7 +87,7 @@ def training(whole: Whole, **changes: Any) -> Training:
 
 
 def recomputing(again: bool) -> dict[str, Any]:
-    return {"options": {"parallelism": ParallelismOptions(recompute=again)}}
+    return {"options": {"parallelism": ParallelismOptions(recompute=lambda _: again)}}
 
 
 def assert_equal(one: Run, other: Run) -> None:
@@ -363,8 +363,7 @@ class Drops(Block):
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(1e-3)
         mask = F.dropout(torch.ones_like(x), 0.5)
-        if torch.is_grad_enabled() or x.requires_grad:
-            self.masks.append(mask)
+        self.masks.append(mask)
         return super().forward(x * mask)
 
 
@@ -417,3 +416,40 @@ def test_a_dataset_beside_others_that_draw_is_read_ahead() -> None:
     data.through.set()
     reader.take(1)
     assert not reader.here
+
+
+class Streaming(Augmented):
+    """An iterable of samples that draws for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while True:
+            self.at += 1
+            yield self[self.at % 64]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_stream_that_draws_disturbs_no_recomputation_and_goes_on_with_the_scripts_own_numbers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "elasticd.runtime.data.stream")
+    monkeypatch.setattr(Drops, "masks", [], raising=False)
+    data = Streaming()
+    of = training(Whole(Drops), dataset=elasticd.Stream(dataset=data, tokens=9.0), **recomputing(True))
+    with kept_states():
+        random.seed(5)
+        under(replace(of, steps=5), ONE, threads=False)
+    passes = Drops.masks
+    assert len(passes) == 5 * 8 * LAYERS * 2  # forward, and once more
+    assert len({tuple(mask.flatten().tolist()) for mask in passes}) == len(passes) / 2
+    assert "is not read ahead any more" in caplog.text
+    numbers = random.Random(5)
+    assert [each for _, each, _ in data.drawn] == [numbers.random() for _ in data.drawn]

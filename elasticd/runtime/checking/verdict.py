@@ -19,6 +19,11 @@ from elasticd.runtime.reference.trial import Member, Trial
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
 
 
+#: Instead of draws without a key.
+_SECTION = "use nn.Dropout, which is keyed by step, sample and place"
+_COLLATE = "draw in __getitem__ of the dataset, where draws are keyed by step and sample"
+
+
 def findings(model: Model, alone: Trial, other: Trial, *, outputs: bool) -> Iterator[str]:
     """One line for each thing that is wrong, the first causes first; none where all is as in one process.
     outputs: those of sections can be compared, since all samples went through together."""
@@ -26,10 +31,10 @@ def findings(model: Model, alone: Trial, other: Trial, *, outputs: bool) -> Iter
         yield _failure(model, *other.failed)
         return
     (one,) = alone.members.values()
-    for section in sorted(one.drew):
+    for place in sorted(one.drew):
         yield (
-            f"{section}: draws random numbers that no other layout repeats (F.dropout, torch.rand): use "
-            "nn.Dropout, which is keyed by step, sample and place"
+            f"{place}: draws random numbers that no other layout repeats (F.dropout, torch.rand, np.random): "
+            f"{_COLLATE if place == 'collate' else _SECTION}"
         )
     if one.drew:
         return

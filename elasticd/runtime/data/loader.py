@@ -7,7 +7,7 @@ the activations, so that the hash in the vote proves which samples a forward pas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from elasticd.runtime.data.prefetch import Dataset, SampleError
 from elasticd.runtime.data.sample_ledger import entries
 from elasticd.runtime.data.step_samples import Samples
 from elasticd.runtime.model.batch_format import BatchFormat
-from elasticd.runtime.model.rng import Drawing
+from elasticd.runtime.model.rng import DATASET, Drawing
 
 #: The number of first samples that can stand in for a micro-batch of which none can be read.
 _STAND_INS = 16
@@ -115,7 +115,7 @@ class Loader:
         """
         self._reader, self._collate, self._reads = reader, reading(reads, collate), reads
         self._drawing = drawing if drawing is not None else Drawing()
-        self._changes = collate is not pad  # what `collate` does with its samples is not known
+        self._own = collate is not pad  # it may draw, and change its samples
         self.asked: list[int] = []
         self.failure: SampleError | None = None
 
@@ -136,8 +136,7 @@ class Loader:
                 found[place] = self._sample(piece.sample)
             except SampleError as error:
                 self.failure = self.failure or error
-        with self._drawing.keyed("collate", ids_of(micro_batch)):
-            return self._packed(found, micro_batch) if packed else self._padded(found, micro_batch)
+        return self._packed(found, micro_batch) if packed else self._padded(found, micro_batch)
 
     def _sample(self, index: int) -> Any:
         """A sample for one use.
@@ -147,9 +146,9 @@ class Loader:
         """
         sample = self._reader.take(index) if not self._reader.here else None
         if self._reader.here:  # perhaps since that one was taken
-            with self._drawing.keyed("dataset", (index,)):
+            with self._drawing.keyed(DATASET, (index,)):
                 sample = self._reader.take(index)
-        return fresh(sample) if self._changes else sample
+        return fresh(sample) if self._own else sample
 
     def _padded(self, found: dict[int, Any], micro_batch: MicroBatch) -> Batch:
         count = len(micro_batch)
@@ -158,10 +157,17 @@ class Loader:
             stand_in = next(iter(found.values())) if found else self._stand_in(self._sample)
             found = {place: found[place] if place in found else fresh(stand_in) for place in range(count)}
         try:
-            return self._collate([*found.values()])
+            return self._collated([*found.values()], micro_batch)
         except Exception as error:
             self._refuse(error, micro_batch)
-            return self._stand_in(lambda index: self._collate([self._sample(index) for _ in range(count)]))
+            return self._stand_in(
+                lambda index: self._collated([self._sample(index) for _ in range(count)], micro_batch)
+            )
+
+    def _collated(self, samples: Sequence[Any], micro_batch: MicroBatch) -> Batch:
+        """A batch of samples in the place of those of a micro-batch, whose draws are the same on every rank."""
+        with self._drawing.keyed("collate", ids_of(micro_batch)) if self._own else nullcontext():
+            return self._collate(samples)
 
     def _packed(self, found: dict[int, Any], micro_batch: MicroBatch) -> Batch:
         if len(found) == len(micro_batch):

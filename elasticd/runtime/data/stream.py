@@ -9,9 +9,10 @@ fault undid are read again from the position before it, unless the reader still 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,7 +28,10 @@ from elasticd.runtime.data.collate import untokenized
 from elasticd.runtime.data.packing import Packing, deal, row_tokens
 from elasticd.runtime.data.prefetch import UNREAD, SampleError
 from elasticd.runtime.model.batch_format import BatchFormat
+from elasticd.runtime.model.rng import watching
 from elasticd.runtime.threads import DaemonThreads
+
+log = logging.getLogger(__name__)
 
 #: Tags of messages beside those of stages and of ZeRO.
 _SIZE, _HANDED = (1 << 24) + 16, (1 << 24) + 17
@@ -96,6 +100,7 @@ class _Read:
     samples: Sequence[Any]
     failed: int = 0  #: 1 + id of a sample that could not be read; 0: none
     why: str = ""  #: the error of that sample
+    drew: bool = False  #: it drew from a generator that the whole process shares
 
 
 class Streamed:
@@ -282,12 +287,23 @@ class _Source:
         if ahead is None or ahead.before != position or ahead.failed:
             ahead = self._submit(lambda: self._read(step, position)).result()
         self._last, self._next = ahead, None
+        if ahead.drew and self._threaded:
+            log.info(
+                "the stream draws from a generator that the whole process shares (torch's, Python's or "
+                "NumPy's): it is not read ahead any more; give it a generator of its own to have it read ahead"
+            )
+            self._threaded, self._submit = False, _at_once
         if self._threaded and not ahead.failed:
             self._next = self._submit(lambda: self._read(step + 1, ahead.after))
         return ahead
 
     def _read(self, step: int, position: str | None) -> _Read:
         """Reads a step's samples, on the reading thread."""
+        with watching() as draws:
+            read = self._samples(step, position)
+        return replace(read, drew=draws.drew)
+
+    def _samples(self, step: int, position: str | None) -> _Read:
         found: list[Any] = []
         try:
             if self._iterator is None or self._at != position:

@@ -14,7 +14,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -38,6 +38,8 @@ STATES = threading.RLock()
 _GOLDEN, _FIRST, _SECOND = (
     value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
+#: The place where draws are those of one sample, the same under every layout.
+DATASET = "dataset"
 #: The step by which draws of an evaluation are keyed, whenever it is made.
 EVALUATION = -1
 #: Bits of a uniform draw.
@@ -50,7 +52,7 @@ class Drawing:
     `begin` sets seed and step; `samples` is set before each forward and backward pass. A dropout that a section
     calls several times in a pass drops something else in each call, by the call's number.
     `torch.utils.checkpoint` repeats calls in another order; for each it restores the state of torch's
-    generator, which has a mark (`CallMark`) of the call that comes next.
+    generator, which has a mark (`next_mark`) of the call that comes next.
     """
 
     samples: Sequence[int] | None  #: ids of the samples in the pass; None: they are counted from 0
@@ -66,13 +68,13 @@ class Drawing:
         self._keeps = False  # the generators' states are restored at the end of a pass around this one
         self._passes = 0  # of sections, since `begin`
         self._calls: Counter[str] | None = None  # by site in the pass of a section; None: outside of any
-        self._first: dict[str, int] = {}  # the mark of the first call in the pass, by site
-        self._numbers: dict[str, dict[int, int]] = {}  # of calls by mark, of sites with several calls in a pass
+        # By site and mark the number of a call that is not the first in its pass.
+        self._later: dict[str, dict[int, int]] = {}
 
     def begin(self, seed: int, step: int) -> None:
         """Keys the draws of a step: the same seed and step give the same draws."""
         self.seed, self.step, self._passes = seed, step, 0
-        self._numbers.clear()
+        self._later.clear()
 
     def keys(self, site: str, samples: int) -> list[int]:
         """The keys of a call of a dropout, one for each sample.
@@ -95,39 +97,22 @@ class Drawing:
         return [_key(self.seed, self.step, i, site, number) for i in ids]
 
     def called(self, site: str) -> int:
-        """The number of a call of a dropout among its calls in the pass of its section.
-
-        Outside of a pass it is one that torch.utils.checkpoint repeats in the backward pass, or the only one.
-        """
-        mark = self._next_mark()
+        """The number of a call of a dropout in the pass of its section. Outside of a pass the call is one that
+        torch.utils.checkpoint repeats in the backward pass, or the only one."""
+        mark = next_mark()
+        later = self._later.get(site)
+        if self._calls is None and later is not None and not mark:
+            raise ScriptRefusal(
+                f"{site}: this nn.Dropout is called several times in a pass, and a backward pass repeats a "
+                "call that the state of torch's generator does not name: give each call an nn.Dropout of its "
+                "own, or leave torch.utils.checkpoint its preserve_rng_state=True"
+            )
         if self._calls is None:
-            if site in self._numbers and mark not in self._numbers[site]:
-                raise ScriptRefusal(
-                    f"{site}: this nn.Dropout is called several times in a pass, and a backward pass repeats "
-                    "a call that the state of torch's generator does not name: give each call an nn.Dropout of "
-                    "its own, or leave torch.utils.checkpoint its preserve_rng_state=True"
-                )
-            return self._numbers[site][mark] if site in self._numbers else 1
+            return later.get(mark, 1) if later is not None else 1
         self._calls[site] += 1
-        if self._calls[site] == 1:
-            self._first[site] = mark
-        else:
-            marks = self._numbers.setdefault(site, {})
-            marks[mark] = self._calls[site]
-            if site in self._first:  # it is not if a graph of torch.compile made the first call
-                marks[self._first[site]] = 1
+        if self._calls[site] > 1:
+            self._later.setdefault(site, {})[mark] = self._calls[site]
         return self._calls[site]
-
-    def first_called(self, site: str) -> None:
-        """A dropout is called that has the keys of its first call already."""
-        self._first[site] = self._next_mark()
-
-    def _next_mark(self) -> int:
-        """The mark of this call; 0: no pass has begun in which torch's generator would have one."""
-        mark = CallMark.read()
-        if mark:
-            CallMark.write(mark + 1)
-        return mark
 
     def on(self, keys: Sequence[Sequence[int]], device: torch.device) -> Tensor:
         """Keys of samples [draws, samples] on a device; of a packed row those of its tokens [draws, tokens]."""
@@ -178,12 +163,11 @@ class Drawing:
         with self.keyed(place):
             self._calls = Counter()
             self._passes += 1
-            CallMark.write(CallMark.first(self._passes))
+            set_mark((_TAG << 48) + (self._passes << 20) % (1 << 48))
             try:
                 yield
             finally:
                 self._calls = None
-                self._first.clear()
 
     @contextmanager
     def keyed(self, place: str, samples: Sequence[int] | None = None) -> Iterator[None]:
@@ -195,19 +179,21 @@ class Drawing:
         user changes.
 
         Args:
-            place: the section, "loss", "collate" or "dataset".
-            samples: ids of the samples; None: those of the pass.
+            place: the section, "loss", "collate" or `DATASET`.
+            samples: ids of the samples, of draws that communicate with nobody; None: those of the pass.
         """
+        # What needs no other rank is done by one thread at a time: ranks in threads share the generators.
+        alone = nullcontext() if samples is None else STATES
         samples = self.samples if samples is None else samples
         ids = "all" if samples is None else ",".join(map(str, samples))
         seed = _key(self.seed, self.step, ids, place, 0) & (2**62 - 1)
-        with self.kept():
+        with self.kept(), alone:
             seed_all(seed)
-            seeded = states() if self.drew is not None else None
+            seeded = states() if self.drew is not None and place != DATASET else None
             try:
                 yield
             finally:
-                if self.drew is not None and states() != seeded:
+                if self.drew is not None and seeded is not None and states() != seeded:
                     self.drew.add(place)
 
     @contextmanager
@@ -224,37 +210,29 @@ class Drawing:
             self._keeps = False
 
 
-class CallMark:
-    """The number of a dropout's call, in the state of torch's generator, which torch.utils.checkpoint restores.
-
-    It is in the place of the seed by which the generator was begun, which no draw depends on. A mark has a tag
-    in its upper bits, the number of the pass, and the number of the call in that pass, over all dropouts.
-    """
-
-    _TAG, _PASS = 0x6B65 << 48, 1 << 20
-
-    @classmethod
-    def first(cls, number: int) -> int:
-        """The mark of the first call of a pass."""
-        return cls._TAG | (number * cls._PASS) % (1 << 48)
-
-    @classmethod
-    def read(cls) -> int:
-        """The mark in the state of torch's generator; 0: there is none."""
-        seed: int = torch.default_generator.initial_seed()
-        return seed if seed >> 48 == cls._TAG >> 48 else 0
-
-    @staticmethod
-    def write(mark: int) -> None:
-        """Puts a mark into the state of torch's generator. What it draws stays the same."""
-        with STATES:
-            state = torch.default_generator.get_state()
-            state.numpy()[:_MARKED].view(np.int64)[0] = mark
-            torch.default_generator.set_state(state)
+#: Bytes of the state of torch's generator on the CPU that have the seed by which it was begun. No draw depends
+#: on them, and a seed of ours is less than 2^62, so that they have room for a mark: a tag, 28 bits with the
+#: number of the pass, and 20 with the number of the call in it, over all dropouts.
+_MARKED, _TAG = 8, 0x6B65
 
 
-#: Bytes of the state of torch's generator on the CPU that have the seed.
-_MARKED = 8
+def next_mark() -> int:
+    """The mark in the state of torch's generator, which gets that of the next call; 0: there is none."""
+    mark: int = torch.default_generator.initial_seed()
+    if mark >> 48 != _TAG:
+        return 0
+    set_mark(mark + 1)
+    return mark
+
+
+def set_mark(mark: int) -> None:
+    """Puts a mark into the state of torch's generator. What it draws stays the same."""
+    with STATES:
+        state = torch.default_generator.get_state()
+        state.numpy()[:_MARKED].view(np.int64)[0] = mark
+        torch.default_generator.set_state(state)
+
+
 #: How often generators were seeded or restored here.
 _changes = 0
 
@@ -284,18 +262,18 @@ def states() -> list[object]:
 
 @dataclass
 class Draws:
-    """Whether generators moved between two moments."""
+    """Whether somebody drew between two moments."""
 
     drew: bool = False
 
 
 @contextmanager
 def watching() -> Iterator[Draws]:
-    """Notes whether a generator moved inside. If one was seeded or restored here meanwhile, nobody can tell,
-    and the answer is no."""
+    """Notes whether somebody drew inside. If generators were seeded or restored here meanwhile, nobody can
+    tell, and the answer is no."""
     changes, before, draws = _changes, states(), Draws()
     yield draws
-    draws.drew = states() != before and changes == _changes
+    draws.drew = changes == _changes and states() != before
 
 
 @contextmanager
@@ -448,7 +426,7 @@ class Dropout(nn.Module):
             start[0] = self.first_token(x.shape[1])
         keys, self.ready = self.ready, None
         if keys is not None and not torch.compiler.is_compiling():
-            self.drawing.first_called(self.site)
+            next_mark()
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
         drop = dropped if torch.compiler.is_compiling() else _dropped_on(x.device.type)
         if self.drawing.tokens is not None:
