@@ -48,11 +48,12 @@ from elasticd.machines.coordinator.machine import takeover
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.records import LASTING, HistoryRecord, Keys, decode_at, numbered
 from elasticd.store.leader import Leader, LeadershipLost
+from elasticd.store.lease import LeaseKeeper
 from elasticd.store.protocol import Store, StoreError, StoreRefused, StoreReplaced
 from elasticd.store.session import host_of
 from elasticd.store.state_file import NOTE_SECONDS, StateError, StateFile
 from elasticd.system.certificates import renewal_due
-from elasticd.system.network_addresses import is_loopback
+from elasticd.system.network_addresses import is_loopback, own_names
 from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
 
@@ -78,6 +79,7 @@ class Coordinator:
         self.keys = Keys(cluster=config.cluster.name)
         self.url = ""
         self.leading: Leading
+        self._keeper: LeaseKeeper
         self.access = Access.read(config.security)
         self._context = server_context(config.security)
         self._store = store
@@ -196,7 +198,7 @@ class Coordinator:
         except StoreRefused as error:
             raise election.refused(error, self._memory) from error
         assert term is not None, "only a cancelled campaign wins nothing"
-        keeper = election.keep(self._store, term, self.fail, self._memory)
+        keeper = self._keeper = election.keep(self._store, term, self.fail, self._memory)
         self._exits.push_async_callback(election.resign, self._executor, keeper)
         return term
 
@@ -234,6 +236,7 @@ class Coordinator:
         leading.remember_rounds(in_restart_mode(self.keys, term.jobs.items), ended)
         changes = msgspec.structs.replace(changes, detect=self._settings.detect, policy=self._settings.policy)
         leading.follow(changes, f"as changed while running: {', '.join(sorted(changes.values))}")
+        leading.lease_fails = lambda: self._keeper.away
         self.leading = leading
         self._exits.push_async_callback(leading.planning.close)
         self._start(leading.writer.run(), "writer")
@@ -271,7 +274,9 @@ class Coordinator:
 
     async def _serve(self, listener: socket.socket) -> None:
         security = self.config.security
-        app = application(self, security.requests_per_second)
+        host = self.config.coordinator.host
+        hosts = own_names(host) if is_loopback(host) else frozenset[str]()
+        app = application(self, security.requests_per_second, hosts)
         server = Server(configured(app, security, self._context, self.leading.metrics.refused))
         task = asyncio.create_task(server.serve(sockets=[listener]), name="server")
         self._exits.push_async_callback(self._close, server, task)

@@ -143,6 +143,8 @@ class Leading:
         self.pages_shown = PagesShown()
         self.turns = Turns()
         self._changing = asyncio.Lock()
+        #: Whether the store does not answer, as the keeper of the lease finds out while nothing is written.
+        self.lease_fails: Callable[[], bool] = lambda: False
         self.recorders = Recorders()
         self.feed = LiveFeed(state.epoch)
         self.planning = Planning(self.apply, command=planner)
@@ -492,14 +494,18 @@ class Leading:
             )
         return ""
 
-    def _turn_away(self, connection: Connection, message: ToLeader | Unread, why: str) -> None:
-        """A message that this agent may not say. A client that waits for an answer gets one."""
+    def _foreign(self, node: str, message: msgspec.Struct, why: str) -> None:
+        """A message that this node may not say."""
         self.metrics.refused("foreign")
-        said = message.body if isinstance(message, FromClient) else message
-        key = connection.node, tag_of(said)
+        key = node, tag_of(message)
         if key not in self._turned_away and len(self._turned_away) < MOST_TOLD:
             self._turned_away.add(key)
             _log.warning("node %s: a message %r is not heard: %s", *key, why)
+
+    def _turn_away(self, connection: Connection, message: ToLeader | Unread, why: str) -> None:
+        """A message that this agent may not say. A client that waits for an answer gets one."""
+        said = message.body if isinstance(message, FromClient) else message
+        self._foreign(connection.node, said, why)
         if isinstance(message, FromClient) and isinstance(said, StoreCall):
             connection.send(ToClient(client=message.client, body=StoreAnswer(id=said.id, error=why)))
         elif isinstance(message, Unread) or (
@@ -529,12 +535,18 @@ class Leading:
             self.metrics.refused("foreign")
             return
         job = self._restarting(told.job)
+        if why := restart_jobs.state_refusal(job, node, told, self._clock()):
+            self._foreign(node, told, why)
+            return
         self._causes[told.job] = node
         self._goes_on(*restart_jobs.attended(job, node, told, self.state.epoch, self._clock()))
 
     def _lap(self, node: str, heard: StepTime) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""
         job = self._restarting(heard.by.job)
+        if why := restart_jobs.lap_refusal(job, node, heard):
+            self._foreign(node, heard, why)
+            return
         settings = self.state.settings
         try:
             job, effects = restart_jobs.lap(
@@ -575,6 +587,11 @@ class Leading:
             words = _words(before.values, changes.values, by)
             await self.decide(lambda: self.follow(changes, words), audit, changes.history[-1])
 
+    @property
+    def store_away(self) -> bool:
+        """Whether etcd does not answer."""
+        return self.lease_fails() or (self.writer is not None and self.writer.away)
+
     async def decide(
         self, decision: Callable[[], T], audit: Callable[[], None], record: Asked | None = None
     ) -> T:
@@ -587,7 +604,7 @@ class Leading:
         leads by now: nothing was decided then, unless etcd went away in the midst of it, which the text says.
         """
         assert self.writer is not None
-        if self.writer.away:
+        if self.store_away:
             raise ApiError("unavailable", f"etcd does not answer, and decisions are kept there: {UNCHANGED}")
         mark = self.writer.marked
         self.writer.put(record or Leads())
@@ -752,7 +769,7 @@ class Leading:
             restarts=tuple(self.restarts.values()),
             clock=time.monotonic(),
             newest_event=self.journal.newest_id,
-            store_away=self.writer is not None and self.writer.away,
+            store_away=self.store_away,
             chaos=self.chaos,
             at=self.now(),
             now=time.time(),
@@ -766,7 +783,7 @@ class Leading:
 
     def exposition(self, clocks: Mapping[str, ClockReading] | None = None) -> bytes:
         """The body of `GET /metrics`; `clocks` as read in the loop, where this is called beside it."""
-        away = self.writer is not None and self.writer.away
+        away = self.store_away
         clocks = self.clocks() if clocks is None else clocks
         restarts = status.restarting(tuple(self.restarts.values()), self._clock())
         return self.metrics.text(

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import logging
-import platform
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from importlib.resources import files
@@ -44,6 +42,7 @@ from elasticd.dashboard.switch_page import KINDS, nothing, switch_view
 from elasticd.dashboard.viewer_requests import AskedLeader, Failure, ViewerRequests, role
 from elasticd.dashboard.why import earlier_starts
 from elasticd.records import HistoryRecord, JobSpec
+from elasticd.system.network_addresses import is_address
 
 JSON = "application/json"
 #: What a page may load and do: nothing from elsewhere, no script or style of its own text, no HTML from text.
@@ -627,7 +626,7 @@ class PageGate:
             foreign = origin is not None and urlsplit(origin.decode("latin-1")).netloc != host
         except ValueError:
             return "the header Host or Origin is none"
-        if not self._served.asks and name not in self._served.hosts and not _is_address(name):
+        if not self._served.asks and name not in self._served.hosts and not is_address(name):
             return (
                 f"this dashboard is not {name!r}: ask it under its address, or set tokens in section "
                 "[security] of the coordinator's configuration"
@@ -637,21 +636,6 @@ class PageGate:
         if changing and (foreign or site not in (b"same-origin", b"none")):
             return "a page of another site may not ask this: use the dashboard's own"
         return ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def own_names(host: str) -> frozenset[str]:
-    """The names of a dashboard that serves at `host`."""
-    return frozenset(
-        {"localhost", host.lower(), platform.node().lower(), platform.node().split(".")[0].lower()}
-    )
 
 
 def application(served: ServedDashboard, assets: Assets | None = None) -> Starlette:

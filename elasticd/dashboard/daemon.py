@@ -27,7 +27,7 @@ from elasticd.client import Api, CannotReach, checked_url, leader_url
 from elasticd.config.credentials import Credentials, credentials, of_another, server_context
 from elasticd.config.tree import Config, ConfigError
 from elasticd.coordinator import live_types as live
-from elasticd.dashboard.app import application, own_names
+from elasticd.dashboard.app import application
 from elasticd.dashboard.board import Board
 from elasticd.dashboard.history import EventQuery, HistoryReader, StepRow, opened
 from elasticd.dashboard.session import Sessions
@@ -37,7 +37,7 @@ from elasticd.dashboard.viewer_requests import CANNOT_CHECK, ViewerRequests
 from elasticd.records import JobSpec
 from elasticd.store.state_file import StateError, default_folder
 from elasticd.system.http_connections import limited_http
-from elasticd.system.network_addresses import is_loopback
+from elasticd.system.network_addresses import is_loopback, own_names
 from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
 

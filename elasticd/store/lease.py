@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from elasticd.store.protocol import LeaseLost, Store, StoreError, StoreRefused
+
+#: Seconds without an answer after which the store counts as away.
+AWAY_SECONDS = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +40,8 @@ class LeaseKeeper:
     ) -> None:
         self._on_refused = on_refused or _say
         self._works = works
-        self._refused = self._failed = self._idle = False
+        self._refused = self._failed = self._idle = self._said_away = False
+        self._failing_since: float | None = None  # seconds of the monotonic clock
         self._store = store
         self._lease = lease
         self._ttl = ttl
@@ -73,7 +78,21 @@ class LeaseKeeper:
             self._refused = True
         except StoreError as error:
             _log.debug("lease %x was not refreshed: %s", self._lease, error)
+            self._failing_since = self._failing_since or time.monotonic()
+            if self.away and not self._said_away:
+                _log.warning("the store does not answer: %s", error)
+                self._said_away = True
+        else:
+            if self._said_away:
+                _log.warning("the store answers again")
+            self._failing_since, self._said_away = None, False
         return True
+
+    @property
+    def away(self) -> bool:
+        """Whether the store has not answered for `AWAY_SECONDS`."""
+        since = self._failing_since
+        return since is not None and time.monotonic() - since >= AWAY_SECONDS
 
     def stop(self, *, revoke: bool = False) -> None:
         """End the thread; with `revoke` give the lease back, if the store can be reached."""

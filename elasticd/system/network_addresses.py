@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
+import platform
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -28,6 +29,21 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_address(host: str) -> bool:
+    """Returns whether this is an address, and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def own_names(host: str) -> frozenset[str]:
+    """The names under which a server at `host` of this machine is asked, in lower case."""
+    node = platform.node().lower()
+    return frozenset({"localhost", host.lower(), node, node.split(".")[0]})
 
 
 def local_address(host: str) -> str | None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from websockets.exceptions import InvalidStatus
 
 from elasticd.codec.message import encode
+from elasticd.config.credentials import Credentials
 from elasticd.config.security import Role, SecuritySection
 from elasticd.config.tree import ConfigError
 from elasticd.coordinator.auth import Access, Caller, needed
@@ -159,6 +160,28 @@ def test_page_of_another_site_may_change_nothing() -> None:
             with pytest.raises(InvalidStatus, match="403"):
                 await link(coordinator, bearer(""), origin="https://evil.example")
             assert refusals(coordinator) == {"origin": 2}
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_name_that_another_site_had_lead_here_is_answered_where_tokens_are_asked_for_alone(
+    asks: bool, tmp_path: Path
+) -> None:
+    """DNS rebinding: the browser sends the page's own name as Host and Origin."""
+
+    async def body() -> None:
+        async with secured(tokens(tmp_path) if asks else SecuritySection()) as coordinator:
+            port = coordinator.url.rpartition(":")[2]
+            known = bearer(OPERATOR) if asks else Credentials()
+            for name in ("evil.example", "localhost.evil.example", "[::1", ""):
+                rebound = {"Host": f"{name}:{port}", "Origin": f"http://{name}:{port}"}
+                config = {"method": "POST", "content": b'{"by": "x", "values": {"policy.paused": true}}'}
+                answer = await ask(coordinator, "/v1/config", known, headers=rebound, **config)  # type: ignore[arg-type]
+                assert asks or answer.status_code in (400, 403), name
+            for name in ("localhost", "127.0.0.1", "[::1]", "192.0.2.7"):
+                answer = await ask(coordinator, "/v1/status", known, headers={"Host": f"{name}:{port}"})
+                assert answer.status_code == 200
 
     asyncio.run(body())
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from elasticd.coordinator import election
 from elasticd.coordinator import leader as leading
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import Keys, StopRecord, decode
+from elasticd.store import lease
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Compare, Op, Put, StoreError, TransactResult
 from elasticd.wire.coordinator import End
@@ -167,5 +169,26 @@ def test_changes_of_the_configuration_at_one_moment_are_all_kept() -> None:
             assert len(kept["history"]) == 3
             assert [change["number"] for change in kept["history"]] == [1, 2, 3]
             assert kept["values"]["policy.horizon_steps"] == 77
+
+    asyncio.run(body())
+
+
+def test_a_leader_with_nothing_to_write_finds_out_that_etcd_is_away(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(election, "LEASE_SECONDS", 1)
+    monkeypatch.setattr(lease, "AWAY_SECONDS", 0.2)
+
+    async def body() -> None:
+        server = MemoryServer()
+        async with coordinating(server) as coordinator:
+            assert not coordinator.leading.store_away
+            server.outage(True)
+            await until(lambda: coordinator.leading.store_away and "does not answer" in caplog.text)
+            assert b"elasticd_store_away 1" in coordinator.leading.exposition()
+            server.outage(False)
+            await until(lambda: not coordinator.leading.store_away)
+            assert caplog.text.count("the store does not answer") == 1
+            assert caplog.text.count("the store answers again") == 1
 
     asyncio.run(body())

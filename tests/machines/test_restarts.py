@@ -14,7 +14,9 @@ from elasticd.machines.coordinator.restart_jobs import (
     RestartJob,
     attended,
     lap,
+    lap_refusal,
     restored,
+    state_refusal,
     stop_asked,
     stop_due,
     verdict,
@@ -296,3 +298,36 @@ def test_user_who_stops_a_job_has_its_torchruns_ended_and_those_that_come_later(
     (record,) = (record for effect in effects if isinstance(effect, Write) for record in effect.records)
     assert isinstance(record, RestartEndRecord)
     assert (record.phase, record.stopped_by) == ("stopped", "alice")
+
+
+def state(torchrun: str, number: int = 0, workers: int = 1, world: int = 2) -> TorchrunState:
+    work = AtWork(phase="runs", workers=workers, world=world, round=number)
+    return TorchrunState(job="j", torchrun=torchrun, status="here", at_work=work)
+
+
+def step_of(torchrun: str, number: int = 0, world: int = 2) -> StepTime:
+    by = Watching(job="j", torchrun=torchrun, local_rank=0, pid=1, round=number, world=world, nodes=2, least=1)
+    return StepTime(device="x/0", by=by, lap=Lap(step=1, seconds=1.0, wall=1.0))
+
+
+def test_a_node_speaks_for_the_torchruns_alone_that_its_own_agent_told_of() -> None:
+    job = RestartJob(job="j")
+    assert lap_refusal(job, "mallory", step_of("t0", 9)) == "", "agents of 0.1 tell of no torchruns"
+    for node, torchrun in (("alpha", "t0"), ("beta", "t1")):
+        job, _ = attended(job, node, state(torchrun), 7, 0.0)
+    assert lap_refusal(job, "alpha", step_of("t0")) == ""
+    assert lap_refusal(job, "beta", step_of("t1", 1)) == "", "a round begins before its agents tell of it"
+    assert lap_refusal(job, "mallory", step_of("t0")) == "node mallory has no torchrun t0 in job j"
+    assert lap_refusal(job, "beta", step_of("t0")) == "node beta has no torchrun t0 in job j"
+    assert lap_refusal(job, "mallory", step_of("t9")) == "node mallory has no torchrun t9 in job j"
+    assert lap_refusal(job, "alpha", step_of("t0", 2)) == "round 2 of job j does not follow round 0"
+    assert lap_refusal(job, "alpha", step_of("t0", 2**62)) != ""
+    assert lap_refusal(job, "alpha", step_of("t0", world=1)) == "round 0 of job j has 2 processes, not 1"
+
+
+def test_a_node_cannot_take_another_nodes_torchrun_while_its_agent_tells_of_it() -> None:
+    job, _ = attended(RestartJob(job="j"), "alpha", state("t0"), 7, 0.0)
+    assert state_refusal(job, "alpha", state("t0"), 1.0) == ""
+    assert state_refusal(job, "mallory", state("t0"), 1.0) == "torchrun t0 of job j is of node alpha"
+    assert state_refusal(job, "mallory", state("t1"), 1.0) == ""
+    assert state_refusal(job, "gamma", state("t0"), SILENT_SECONDS) == "", "a node may have another name now"

@@ -33,8 +33,10 @@ STATUS: dict[Reason, int] = {
 }
 
 
-def application(served: Served, requests_per_second: float) -> Starlette:
-    """The ASGI application, which lets one address ask so often."""
+def application(
+    served: Served, requests_per_second: float, hosts: frozenset[str] = frozenset()
+) -> Starlette:
+    """The ASGI application, which lets one address ask so often; `hosts` as in `Gate`."""
     rest, chaos = Rest(served), ChaosRoutes(lambda: served.leading)
     declared = (*endpoints(rest), *endpoints(chaos))
     rest.document = document(declared, asks=served.access.asks)
@@ -52,6 +54,7 @@ def application(served: Served, requests_per_second: float) -> Starlette:
         access=lambda: served.access,
         refused=lambda word: served.leading.metrics.refused(word),
         rate=requests_per_second,
+        hosts=hosts,
     )
     return Starlette(
         routes=[

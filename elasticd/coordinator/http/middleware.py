@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -13,8 +13,10 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from elasticd.codec.decoding import shown
 from elasticd.coordinator.auth import MOST_SAID, USER_HEADER, Access, Caller, needed
 from elasticd.store.write_allowance import Allowance
+from elasticd.system.network_addresses import is_address
 
 #: Bytes of a request's body, and seconds for all of it: ours are a few hundred bytes.
 LARGEST_BODY = 64 * 1024
@@ -29,7 +31,9 @@ _log = logging.getLogger(__name__)
 
 class Gate:
     """ASGI middleware. `access` gives who is known now; `refused` counts by a word. An address may ask `rate`
-    times a second, and twice as many times at once."""
+    times a second, and twice as many times at once. While the coordinator asks for no token, it answers under
+    an address or one of `hosts` alone, unless there are none: a page of another site could have its own name
+    lead here."""
 
     def __init__(
         self,
@@ -38,8 +42,10 @@ class Gate:
         access: Callable[[], Access],
         refused: Callable[[str], None],
         rate: float,
+        hosts: frozenset[str] = frozenset(),
     ) -> None:
         self._app, self._access, self._refused, self._rate = app, access, refused, rate
+        self._hosts = hosts
         self._allowances: dict[str, Allowance] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,6 +71,9 @@ class Gate:
         changing = scope["type"] == "websocket" or method not in ("GET", "HEAD")
         if changing and _foreign(headers):
             raise _Refusal(403, "origin", "a page of another site may not ask this: call it from a program")
+        if self._hosts and not self._access().asks and (name := self._strange_name(headers)) is not None:
+            text = f"this coordinator is not {shown(name)!r}: ask it under its address, or give it tokens"
+            raise _Refusal(403, "origin", text)
         if int_of(headers.get(b"content-length")) > LARGEST_BODY:
             raise _Refusal(413, "oversized", f"the body must have at most {LARGEST_BODY} bytes")
         roles = needed(scope["type"], method, scope["path"])
@@ -83,6 +92,15 @@ class Gate:
             said = f"role {caller.role} may not do this: it needs a token of {' or '.join(roles)}"
             raise _Refusal(403, "forbidden", said)
         return replace(caller, said=_said(headers, scope)) if changing else caller
+
+    def _strange_name(self, headers: Mapping[bytes, bytes]) -> str | None:
+        """The name under which this coordinator is asked, if that is none of its own."""
+        host = headers.get(b"host", b"").decode("latin-1")
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return host
+        return None if name in self._hosts or is_address(name) else name
 
     def _may_ask(self, address: str) -> bool:
         allowance = self._allowances.pop(address, None) or Allowance(2 * self._rate, self._rate)

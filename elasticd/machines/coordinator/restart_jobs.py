@@ -26,6 +26,7 @@ from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.spec.step_measurements import Step
 from elasticd_planner.value import Value
 
+from elasticd.codec.decoding import shown
 from elasticd.codec.safe_text import shortened
 from elasticd.machines.job.state.events import (
     CoordinatorNote,
@@ -300,6 +301,33 @@ class Verdict(Value, frozen=True, kw_only=True):
     reason: str  # for people
     saving_seconds: float  # saved over the horizon without it
     price_seconds: float  # that the restart costs
+
+
+def state_refusal(job: RestartJob, node: str, told: TorchrunState, now: float) -> str:
+    """Returns why a node may not tell of a torchrun, or nothing: another node's agent tells of it."""
+    known = job.torchruns.get(told.torchrun)
+    if known is None or known.node == node or now - known.heard >= SILENT_SECONDS:
+        return ""
+    return f"torchrun {told.torchrun} of job {job.job} is of node {known.node}"
+
+
+def lap_refusal(job: RestartJob, node: str, heard: StepTime) -> str:
+    """Returns why a node may not tell of a process' step, or nothing.
+
+    A node speaks for the torchruns that its agent has told of, in a round that there may be. The agents of
+    release 0.1 tell of none: where no torchrun of a job is known, its laps are heard as they come.
+    """
+    by, known = heard.by, job.torchruns.get(heard.by.torchrun)
+    if not job.torchruns:
+        return ""
+    if known is None or known.node != node:
+        return f"node {node} has no torchrun {shown(by.torchrun)} in job {job.job}"
+    if by.round > job.gathered + 1:
+        return f"round {by.round} of job {job.job} does not follow round {job.gathered}"
+    work = known.state.at_work
+    if work.round == by.round and work.world and by.world != work.world:
+        return f"round {by.round} of job {job.job} has {work.world} processes, not {by.world}"
+    return ""
 
 
 def lap(
