@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from elasticd.codec.message import encode
 from elasticd.config.security import SecuritySection
-from elasticd.coordinator.http import agent_socket, middleware
+from elasticd.coordinator.http import agent_socket, middleware, server
 from elasticd.coordinator.http.middleware import LARGEST_BODY
 from elasticd.coordinator.http.server import configured
 from elasticd.store.write_allowance import Allowance
@@ -196,3 +197,27 @@ def test_limits_that_make_no_sense_are_refused() -> None:
     for half in ({"cert": "a"}, {"client_cert": "a"}, {"client_ca": "a"}, {"key": "a"}):
         with pytest.raises(ValueError, match=r"go together|needs c"):
             msgspec.structs.replace(SecuritySection(), **half)
+
+
+def test_whoever_takes_nothing_of_an_answer_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a listener of the live feed that sleeps."""
+    monkeypatch.setattr(server, "UNREAD_SECONDS", 0.3)
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(1000):
+            await send({"type": "http.response.body", "body": b"x" * (1 << 16), "more_body": True})
+
+    async def body() -> None:
+        words: list[str] = []
+        serving = uvicorn.Server(configured(endless, SecuritySection(), None, words.append))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            task = asyncio.create_task(serving.serve(sockets=[listener]))
+            await until(lambda: serving.started)
+            with socket.create_connection(listener.getsockname()) as silent:
+                silent.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                await until(lambda: words == ["unread"])
+            serving.should_exit = True
+            await task
+
+    asyncio.run(body())
