@@ -24,6 +24,8 @@ from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import damages, scan
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.accelerator import CPU
+from elasticd.runtime.exits import JobStopped
+from elasticd.runtime.model.validation import ModelError
 from elasticd.testing.waiting import until
 from tests import forkserver
 from tests.integration import train
@@ -107,6 +109,15 @@ def test_a_step_of_the_own_modules_is_compared_first_and_changes_nothing(
 def test_whatever_a_job_asks_for_the_losses_are_the_same(changes: dict[str, Any]) -> None:
     reference, _ = train.reference(STEPS, replace(train.CONFIG, layers=changes.get("layers", 3)))
     assert losses(job(**changes)) == pytest.approx(reference, abs=1e-10)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_loss_that_returns_a_mean_is_refused_with_what_to_write(check: bool) -> None:
+    def mean(logits: Any, batch: Any) -> Any:
+        return next_token_loss(logits, batch)[0]
+
+    with pytest.raises((ModelError, JobStopped), match="the sum over targets and their count"):
+        losses(job(loss=mean, check=check))
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_in_the_same_process(

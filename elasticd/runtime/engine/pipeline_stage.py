@@ -47,6 +47,7 @@ from elasticd.runtime.model.bundle import (
 from elasticd.runtime.model.local_model import LocalModel
 from elasticd.runtime.model.model import Loss
 from elasticd.runtime.model.rng import EVALUATION
+from elasticd.runtime.model.validation import sum_and_count
 from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
@@ -458,7 +459,7 @@ class StageRunner:
             logits = self._precision.leaving(logits) if self._precision else logits
             self._stopwatch.where.at(LOSS)
             with self._drawing.keyed("loss"):  # every member of the last stage computes it
-                state.loss, counted = self.loss(logits, batch)
+                state.loss, counted = sum_and_count(self.loss(logits, batch))
             if isinstance(counted, Tensor) and counted.device.type == "cpu":
                 counted = counted.item()
             state.targets = counted

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from elasticd.runtime.exits import ScriptRefusal
@@ -41,6 +42,23 @@ _WRAPS = {
 
 class ModelError(ScriptRefusal):
     """The model cannot be trained as it is described: what is wrong and what would be right."""
+
+
+def sum_and_count(returned: Any) -> tuple[Tensor, float | Tensor]:
+    """Returns what a loss returned, if it is the sum over targets [] and their count.
+
+    Raises:
+        ModelError: it is something else, as a mean alone.
+    """
+    if isinstance(returned, tuple | list) and len(returned) == 2 and isinstance(returned[0], Tensor):
+        return returned[0], returned[1]
+    what = type(returned).__name__
+    if isinstance(returned, Tensor):
+        what = f"a tensor of shape {list(returned.shape)}"
+    raise ModelError(
+        f"loss must return the sum over targets and their count, and returned {what}: write "
+        "total = F.cross_entropy(..., reduction='sum') and return total, (targets != -100).sum()"
+    )
 
 
 def refuse_module(path: str, module: nn.Module) -> None:

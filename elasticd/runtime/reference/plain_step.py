@@ -21,7 +21,7 @@ from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.handed_over import REGISTERED
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.rng import Drawing, Dropout, watching
-from elasticd.runtime.model.validation import replace_dropouts
+from elasticd.runtime.model.validation import replace_dropouts, sum_and_count
 from elasticd.runtime.parallel.packed_row import passing
 
 #: The tables of a module in which torch registers what it has.
@@ -65,7 +65,8 @@ def plain_step(recipe: Recipe, batch: MicroBatch) -> PlainStep:
                 named = {"": x} if isinstance(x, Tensor) else x
                 outputs[section] = {k: v.detach().clone() for k, v in named.items() if isinstance(v, Tensor)}
             with drawing.keyed("loss"):
-                total, count = recipe.loss(precision.leaving(x) if precision else x, batch.targets)
+                returned = recipe.loss(precision.leaving(x) if precision else x, batch.targets)
+                total, count = sum_and_count(returned)
             after = _attributes(sections)
             with watching() as draws:
                 if total.requires_grad:
