@@ -143,6 +143,7 @@ def _module() -> SimpleNamespace:
         default_generators=generators,
         device=lambda device: torch.accelerator.device_index(index_of(device)),
         device_count=lambda: DEVICES,
+        empty_cache=torch.accelerator.empty_cache,
         get_amp_supported_dtype=lambda: [torch.float16, torch.bfloat16],
         get_rng_state=lambda device=None: generators[index_of(device)].get_state(),
         is_available=lambda: True,

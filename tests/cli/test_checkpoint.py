@@ -88,7 +88,7 @@ def test_export_is_what_safetensors_reads_bit_by_bit(
     if moments:
         for name, _, parameter in WHOLE.owned:
             for key, value in WHOLE.optimizer.state[parameter].items():
-                if value.dim():
+                if value.shape == parameter.shape and key != "step":
                     expected[f"optimizer.state.{name}.{key}"] = value
     assert set(found) == set(expected)
     for name, value in expected.items():
