@@ -60,7 +60,7 @@ def test_a_change_is_followed_kept_and_found_by_the_next_leader() -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"policy.horizon_steps": 0}, "horizon_steps must be at least 1"),
+        ({"policy.horizon_steps": 0}, "horizon_steps must be from 1"),
         ({"policy.horizon_steps": "many"}, "expected `int`"),
         ({"policy.horizon": 5}, "did you mean 'horizon_steps'?"),
         ({"agent.devices": 5}, "cannot be changed while running"),
@@ -152,7 +152,7 @@ def test_history_is_bounded_in_the_leader_and_in_the_store() -> None:
         server = MemoryServer()
         async with coordinating(server) as coordinator:
             for number in range(1, MOST_HISTORY + 4):
-                await coordinator.leading.change({"policy.horizon_steps": number}, "me")
+                await coordinator.leading.change({"policy.horizon_steps": number}, "me", lambda: None)
             kept = [record.number for record in coordinator.leading.changes.history]
             store = MemoryStore(server)
             found = store.snapshot(f"{coordinator.keys.config}-history/").items

@@ -28,6 +28,7 @@ from elasticd.runtime.api.hello import (
     check_optimizer,
     check_packing,
     check_plan,
+    job_spec,
     loss_of,
 )
 from elasticd.runtime.api.pretrained_folder import Folder
@@ -217,6 +218,7 @@ class Job(RankInfo):
 
     def _connect(self, optimizer: ScriptOptimizer | None) -> None:
         if self._check and is_first_worker():
+            job_spec(self._recipe, "tried", self._held_out)  # refuses a wrong batch before a step is tried
             check_modules(self._recipe)
         self._control, spec, longest = connect(self._recipe, self._held_out, optimizer)
         options = self._recipe.checkpointing
