@@ -22,6 +22,8 @@ from elasticd.testing.waiting import PATIENCE, until
 
 #: The steps after which ranks wait at a gate.
 GATES = {"fault": 4, "switch": 17}
+#: Steps from one snapshot to the next.
+SNAPSHOT_EVERY = 2
 
 
 class Watched(elasticd.Callback):
@@ -50,7 +52,7 @@ def main() -> None:
 
     class WatchedJob(original):  # type: ignore[misc,valid-type]
         def __init__(self, **arguments: Any) -> None:
-            arguments.setdefault("checkpointing", elasticd.CheckpointingOptions(snapshot_every=2))
+            arguments.setdefault("checkpointing", elasticd.CheckpointingOptions(snapshot_every=SNAPSHOT_EVERY))
             callbacks = (*arguments.pop("callbacks", ()), watched)
             super().__init__(callbacks=callbacks, **arguments)
 

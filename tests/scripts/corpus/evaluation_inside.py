@@ -26,8 +26,9 @@ def train(folder):
         if step.index == o.STEPS - 1:
             state = job.state_dict()
             if job.rank == 0:
-                gpt.load_state_dict({name: value.double() for name, value in state.items()})
-                notes["sum"] = float(sum(p.sum() for p in gpt.parameters()))
+                trained = o.made()  # new modules: those of the job have no values any more
+                trained.load_state_dict({name: value.double() for name, value in state.items()})
+                notes["sum"] = float(sum(p.sum() for p in trained.parameters()))
     return notes
 
 
