@@ -14,8 +14,8 @@ from elasticd_agent.coordinator_link import Link
 from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.codec import decoding
-from elasticd.codec.decoding import SMALL, tag_of
-from elasticd.codec.message import LARGE, Message, encode, largest_of
+from elasticd.codec.decoding import LARGE, SMALL, tag_of
+from elasticd.codec.message import Message, encode, largest_of
 from elasticd.codec.record_parts import MOST_BYTES
 from elasticd.machines.agent.state import Event, LinkUp
 from elasticd.wire import unix_socket

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from elasticd.codec.decoding import SMALL
-from elasticd.codec.message import LARGE, Message, encode
+from elasticd.codec.decoding import LARGE
+from elasticd.codec.message import Message, encode
 from elasticd.machines.agent.state import Ended, Event, Opened, Said
 from elasticd.system import process_mark
 from elasticd.system.logs import Seldom
@@ -59,8 +59,6 @@ _LINGER_SECONDS = 2.0
 _MOST_WAITING = 1024
 #: Clients at once: workers, torchruns, and those of them that have just ended.
 _MOST_CLIENTS = 1024
-#: Bytes of a client's message: none that is legal has more.
-LARGEST = LARGE + SMALL
 #: Seconds until the next try where this process has no descriptor left for a client.
 _PAUSE_SECONDS = 0.2
 #: linux/socket.h; Python has no names for these.
@@ -355,7 +353,7 @@ class _Connection:
     def _readable(self) -> None:
         """One message for each wakeup, so that one client's flood does not keep the others waiting."""
         try:
-            data, fd = unix_socket.accept(self._sock, LARGEST)
+            data, fd = unix_socket.accept(self._sock, LARGE)
         except BlockingIOError:
             return
         except OSError as error:

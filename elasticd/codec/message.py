@@ -33,9 +33,6 @@ WIRE_VERSION = 1
 #: which all of them share, since these bytes carry no version. Raise it also for another way of computing what
 #: each rank computes for itself and all must find alike: batches, shares of lanes, launches.
 PEERS_VERSION = 2
-#: Bytes of a message at most that carries a job's spec, a plan, or a value of a store. A leader decodes a spec
-#: of 4 MiB in 40 ms; a plan for 20,000 devices has 2 MiB.
-LARGE = 4 << 20
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=explicit_tag):

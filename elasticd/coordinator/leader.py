@@ -589,7 +589,7 @@ class Leading:
 
     @property
     def store_away(self) -> bool:
-        """Whether etcd does not answer."""
+        """True while etcd does not answer."""
         return self.lease_fails() or (self.writer is not None and self.writer.away)
 
     async def decide(

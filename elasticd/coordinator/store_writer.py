@@ -81,7 +81,7 @@ class WriteConflict(Exception):
 
 
 class NotWritten(Exception):
-    """What was asked to be written is not in the store; the message says why."""
+    """A write is not in the store; the message says why."""
 
 
 class Writer:

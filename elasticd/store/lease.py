@@ -90,7 +90,7 @@ class LeaseKeeper:
 
     @property
     def away(self) -> bool:
-        """Whether the store has not answered for `AWAY_SECONDS`."""
+        """True once the store has not answered for `AWAY_SECONDS`."""
         since = self._failing_since
         return since is not None and time.monotonic() - since >= AWAY_SECONDS
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import msgspec
 from elasticd_planner.value import Value
 
-from elasticd.codec.decoding import SMALL, MessageReader, decoded_as, tag_of
-from elasticd.codec.message import LARGE, WIRE_VERSION, Message
+from elasticd.codec.decoding import LARGE, SMALL, MessageReader, decoded_as, tag_of
+from elasticd.codec.message import WIRE_VERSION, Message
 from elasticd.records import NodeRecord
 from elasticd.wire.launch import FollowJob, Happened, OutputPart, ReadOutput
 from elasticd.wire.main_thread import Halted

@@ -10,7 +10,8 @@ from typing import Literal
 import msgspec
 from elasticd_planner.value import StoredValue, Value
 
-from elasticd.codec.message import LARGE, Message
+from elasticd.codec.decoding import LARGE
+from elasticd.codec.message import Message
 
 # -- to the agent --------------------------------------------------------------------------------------------
 

@@ -6,7 +6,8 @@ import msgspec
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import refuse
 
-from elasticd.codec.message import LARGE, Message
+from elasticd.codec.decoding import LARGE
+from elasticd.codec.message import Message
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,8 @@ import msgspec
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.value import Value, refuse
 
-from elasticd.codec.decoding import MessageReader, decoder_of, tag_of
-from elasticd.codec.message import LARGE, WIRE_VERSION, Message
+from elasticd.codec.decoding import LARGE, MessageReader, decoder_of, tag_of
+from elasticd.codec.message import WIRE_VERSION, Message
 from elasticd.codec.record_parts import MOST_BYTES
 from elasticd.records import JobSpec, Proposal, Vote
 from elasticd.wire.launch import Following, Happened, OfLaunch, OutputKept

@@ -1,4 +1,4 @@
-"""What a user is told is true: an answer of success means that the decision is in the store, for every leader;
+"""Users are told the truth: an answer of success means that the decision is in the store, for every leader;
 any other one says why, and nothing was changed."""
 
 from __future__ import annotations

@@ -407,7 +407,7 @@ class Held(Text):
 
 
 def test_a_dataset_beside_others_that_draw_is_read_ahead() -> None:
-    """What the script draws meanwhile is not taken for the dataset's: it is read once more."""
+    """Draws of the script meanwhile are not taken for the dataset's: it is read once more."""
     data = Held()
     reader = SampleReader(data)
     reader.want([1])

@@ -36,7 +36,7 @@ def guard(*, scaled: bool = False, **options: Any) -> StabilityGuard:
 
 
 def see(guard: StabilityGuard, *votes: Vote) -> list[bool]:
-    """Whether each update is made."""
+    """Returns whether each update is made."""
     made = []
     for each in votes:
         judged = guard.judged(each)

@@ -20,8 +20,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import msgspec
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.codec.decoding import MessageReader, shown, version_refusal
-from elasticd.codec.message import LARGE, WIRE_VERSION, Message
+from elasticd.codec.decoding import LARGE, MessageReader, shown, version_refusal
+from elasticd.codec.message import WIRE_VERSION, Message
 from elasticd.codec.record_parts import MOST_BYTES
 from elasticd.version import __version__
 from elasticd.wire.snapshots import Held

@@ -170,7 +170,7 @@ def is_text(part: Any) -> bool:
 
 
 def untokenized(sample: Any) -> str:
-    """What the columns of a dataset's sample lack to be tensors, with the remedy; "": nothing."""
+    """Returns why columns of a dataset's sample are no tensors, with the remedy; or "" where all are."""
     named = sample.items() if isinstance(sample, Mapping) else ()
     text = text_parts(sample)
     lists = [str(name) for name, part in named if isinstance(part, list) and str(name) not in text]

@@ -36,7 +36,7 @@ class Samples(Protocol):
 
     @property
     def here(self) -> bool:
-        """Whether a sample is read by the thread that takes it."""
+        """True where a sample is read by the thread that takes it."""
 
     def want(self, indices: Sequence[int]) -> None:
         """Has these samples read ahead, and drops all others."""
@@ -124,7 +124,7 @@ class Mapped:
 
     @property
     def here(self) -> bool:
-        """Whether samples of the dataset are read by the thread that takes them."""
+        """True where samples of the dataset are read by the thread that takes them."""
         return self._reader.here and (self._now is None or self._now.held is None)
 
     def want(self, indices: Sequence[int]) -> None:

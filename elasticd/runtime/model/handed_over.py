@@ -226,7 +226,7 @@ def _hidden(section: str, module: nn.Module, tensor: Tensor, names: Mapping[int,
 
 
 def _reaches(value: Any, tensor: Tensor, depth: int = 4) -> bool:
-    """Whether a value is or holds the tensor."""
+    """Returns whether a value is or holds the tensor."""
     if value is tensor or depth == 0:
         return value is tensor
     if isinstance(value, nn.Module):

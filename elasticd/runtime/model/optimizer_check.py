@@ -1,4 +1,4 @@
-"""What an optimizer and its scheduler must be able to do, tried on small parameters before a job starts.
+"""Tries on small parameters, before a job starts, all that an optimizer and its scheduler must be able to do.
 
 - Step on a part of a parameter as on the whole: else no layout may cut it. A whole one is stepped on beside
   its quarters. What is kept must be of the parameter's shape, or a number, and the parts must come out as the
@@ -173,7 +173,7 @@ _SCHEDULED = frozenset({"lr", "momentum", "betas"})
 
 
 def _script_optimizer(kinds: dict[str, str], begins: LocalState, carried: LocalState) -> ScriptOptimizer:
-    """What stays of an optimizer and a scheduler from their begin to the state after a step."""
+    """Returns what the optimizer keeps, and the settings of both that a step leaves as they began."""
     changes = KERNEL_SETTINGS | (_SCHEDULED if "scheduler" in kinds else frozenset())
     settings = {
         name: {key: value for key, value in _same(old.settings, new.settings).items() if key not in changes}
@@ -192,7 +192,7 @@ def _script_optimizer(kinds: dict[str, str], begins: LocalState, carried: LocalS
 
 
 def _same(one: str, two: str) -> dict[str, Any]:
-    """What two texts of mappings have in common."""
+    """Returns the entries that two texts of mappings have in common."""
     values, others = (from_text(text) if text != "{}" else {} for text in (one, two))
     return {k: v for k, v in values.items() if k in others and to_text(v) == to_text(others[k])}
 

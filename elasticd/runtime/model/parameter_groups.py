@@ -33,7 +33,7 @@ _MEMBERS = frozenset({"params", "param_names"})
 
 
 class OptimizerError(ValueError):
-    """What the user's function returned is no optimizer of the parameters that it was called with."""
+    """The user's function returned no optimizer of the parameters that it was called with."""
 
 
 @dataclass(frozen=True)

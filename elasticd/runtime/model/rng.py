@@ -262,7 +262,7 @@ def states() -> list[object]:
 
 @dataclass
 class Draws:
-    """Whether somebody drew between two moments."""
+    """Says whether somebody drew between two moments."""
 
     drew: bool = False
 

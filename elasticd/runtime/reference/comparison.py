@@ -136,7 +136,7 @@ def _keep_batch(engine: Engine, batches: list[MicroBatch]) -> None:
 
 
 def _differences(model: Model, plain: PlainStep, mean: float, engine: Member) -> Iterator[str]:
-    """What differs: the first section's output, the loss, parameters that lack a gradient, gradients."""
+    """Names the differences: of the first section's output, the loss, gradients, and parameters without one."""
     types = {x.dtype for named in plain.outputs.values() for x in named.values() if x.is_floating_point()}
     types |= {gradient.dtype for gradient in plain.gradients.values()}
     near = max(NEAR.get(dtype, 1e-2) for dtype in (model.dtype, *types))
@@ -190,8 +190,8 @@ def _cause(plain: PlainStep, engine: Member) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    said = ", ".join(names[:_NAMED])
-    return said + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    first = ", ".join(names[:_NAMED])
+    return first + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def difference(one: Tensor | None, other: Tensor | None) -> float:

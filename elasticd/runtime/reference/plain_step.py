@@ -39,7 +39,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainStep:
-    """What one step of the user's modules gave. Losses and gradients are sums over targets."""
+    """The result of one step of the user's modules. Losses and gradients are sums over targets."""
 
     loss: float
     targets: float
@@ -153,7 +153,7 @@ def _with_keyed_dropouts(section: str, module: nn.Module, drawing: Drawing) -> n
 
 
 def _attributes(sections: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """What modules keep beside what they register, by full name."""
+    """Returns the attributes of modules that torch does not register, by full name."""
     return {
         f"{path}.{name}": value
         for section, module in sections.items()

@@ -103,7 +103,7 @@ def token_loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
 
 
 def arguments(gpt: Any, **changes: Any) -> dict[str, Any]:
-    """What the jobs of most scripts have in common."""
+    """The arguments that the jobs of most scripts have in common."""
     if "model" not in changes:
         changes["model"] = elasticd.Model(embed=gpt.embed, blocks=gpt.blocks, head=gpt.head)
     common = {
