@@ -27,7 +27,7 @@ from elasticd.coordinator.metrics import LeaderMetrics
 from elasticd.coordinator.pages_shown import PagesShown
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
-from elasticd.coordinator.store_transactions import Asked, Leads, Rank, Rounds
+from elasticd.coordinator.store_transactions import Asked, Probe, Rank, Rounds
 from elasticd.coordinator.store_writer import NotWritten, Writer
 from elasticd.coordinator.worker_output import WorkerOutputs
 from elasticd.machines.coordinator import absent_nodes, finished_jobs, machine, message_checks, restart_jobs
@@ -308,13 +308,11 @@ class Leading:
             self.planning.cancel(effect.job)
 
     def unwritten(self, asked: Asked, error: Exception) -> None:
-        """The store does not take what was to be written. The job whose record it was has failed; of a wish to
-        stop a job the user is told."""
+        """The store does not take what was to be written: that is the failure of the job whose it was."""
         _log.error("not written: %s: %s", _named(asked), error)
         if isinstance(asked, Paged) and self._pages is not None:
             self._pages.refused()
-        wish = isinstance(asked, Write) and bool(asked.records) and isinstance(asked.records[0], StopRecord)
-        if isinstance(asked, Write) and not wish:
+        if isinstance(asked, Write):
             records = tuple(tag_of(record) for record in asked.records)
             self.apply(Unwritten(job=asked.job, records=records, reason=str(error)))
 
@@ -573,8 +571,7 @@ class Leading:
             raise ApiError("forbidden", CHAOS_OFF)
 
     async def change(self, asked: Mapping[str, Any], by: str, audit: Callable[[], None]) -> None:
-        """Changes detection and policy: written first, then followed, one change after the other. Raises
-        `ApiError`."""
+        """Changes detection and policy, one change after the other. Raises `ApiError`."""
         assert self.writer is not None
         async with self._changing:
             before = self.changes
@@ -584,30 +581,31 @@ class Leading:
                 raise ApiError("invalid", str(error)) from error
             if why := self.writer.refusal(changes.history[-1]):
                 raise ApiError("invalid", f"this change cannot be kept: {why}")
-            words = _words(before.values, changes.values, by)
-            await self.decide(lambda: self.follow(changes, words), audit, changes.history[-1])
+            await self.decide(lambda: self._changed(before, changes, by), audit)
+
+    def _changed(self, before: Changes, changes: Changes, by: str) -> None:
+        self._put(changes.history[-1])
+        self.follow(changes, _words(before.values, changes.values, by))
 
     @property
     def store_away(self) -> bool:
         """True while etcd does not answer."""
         return self.lease_fails() or (self.writer is not None and self.writer.away)
 
-    async def decide(
-        self, decision: Callable[[], T], audit: Callable[[], None], record: Asked | None = None
-    ) -> T:
+    async def decide(self, decision: Callable[[], T], audit: Callable[[], None]) -> T:
         """Makes a user's decision, and returns what it returns once all that it has written is in the store.
 
-        First `record` is written, or it is found out that this leader still leads. `audit` tells who asked,
-        once the decision was made.
+        Before that it is found out whether this leader still leads, and etcd takes what it writes. `audit`
+        tells who asked, once the decision was made.
 
-        Raises `ApiError` "unavailable" where etcd does not answer or does not take it, or another coordinator
-        leads by now: nothing was decided then, unless etcd went away in the midst of it, which the text says.
+        Raises `ApiError` "unavailable" where that is not so: nothing was decided then, unless etcd went away in
+        the midst of it, which the text says.
         """
         assert self.writer is not None
         if self.store_away:
             raise ApiError("unavailable", f"etcd does not answer, and decisions are kept there: {UNCHANGED}")
         mark = self.writer.marked
-        self.writer.put(record or Leads())
+        self.writer.put(Probe())
         await self._durable(mark, UNCHANGED)
         mark, made = self.writer.marked, decision()
         audit()
@@ -658,17 +656,6 @@ class Leading:
         unheard = stop_request.unheard(job, self.state.nodes, seconds)
         self.apply(StopAsked(job=name, by=by, seconds=seconds))
         return unheard
-
-    def wish(self, name: str, seconds: float, by: str) -> Write | None:
-        """Returns what is to be written before a job is stopped, so that later leaders know of it; None for one
-        in restart mode. Raises `ApiError` as `stop` does."""
-        job = self.state.jobs.get(name)
-        if job is None and name in self.restarts:
-            return None
-        if job is None:
-            raise unknown("job", name, self.state.jobs)
-        _not_over(job)
-        return _dated(Write(job=name, records=(StopRecord(by=by, seconds=seconds),)))
 
     def _stop_torchruns(self, job: restart_jobs.RestartJob, seconds: float, by: str) -> dict[str, str]:
         now = self._clock()
@@ -823,8 +810,8 @@ def _named(asked: Asked) -> str:
         return f"{shown(asked.key)} of job {shown(asked.job)}"
     if isinstance(asked, Paged):
         return "a page of the journal"
-    if isinstance(asked, Leads):
-        return "nothing, as whether this leader leads"
+    if isinstance(asked, Probe):
+        return "the schema's record, as it is"
     return "a change of the configuration" if isinstance(asked, ConfigRecord) else f"job {shown(asked.job)}"
 
 

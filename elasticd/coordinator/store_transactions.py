@@ -32,6 +32,7 @@ from elasticd.records import (
     ProfileRecord,
     Proposal,
     RestartEndRecord,
+    SchemaRecord,
     StopRecord,
     encode,
 )
@@ -46,6 +47,7 @@ from elasticd.store.protocol import (
     StoreTooLarge,
     request_bytes,
 )
+from elasticd.version import __version__
 
 #: Records of history that are kept for a job, and bytes of its parts above which older ones go before that.
 MOST_HISTORY = 256
@@ -89,8 +91,9 @@ class Sweep(Value, frozen=True, kw_only=True):
     job: str  # the job's name
 
 
-class Leads(Value, frozen=True, kw_only=True):
-    """Nothing is to be written: whether this leader still leads is to be found out."""
+class Probe(Value, frozen=True, kw_only=True):
+    """Finds out whether this leader still leads, and etcd takes what it writes: the schema's record is written
+    again, as it is."""
 
 
 class Rounds(Value, frozen=True, kw_only=True):
@@ -99,7 +102,7 @@ class Rounds(Value, frozen=True, kw_only=True):
     job: str  # the job's name
 
 
-Asked = Write | Rank | ConfigRecord | Sweep | Rounds | Paged | Leads
+Asked = Write | Rank | ConfigRecord | Sweep | Rounds | Paged | Probe
 
 
 class Ledger:
@@ -125,8 +128,8 @@ class Ledger:
             return self._of_ranks([each for each in (asked, *others) if isinstance(each, Rank)])
         if isinstance(asked, ConfigRecord):
             return [operations(self._keys, asked)]
-        if isinstance(asked, Leads):
-            return []
+        if isinstance(asked, Probe):
+            return [(Put(self._keys.schema, encode(SchemaRecord(release=__version__))),)]
         if isinstance(asked, Rounds):
             return [(DeletePrefix(self._keys.rendezvous(asked.job)),)]
         if isinstance(asked, Sweep):

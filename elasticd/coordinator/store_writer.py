@@ -24,9 +24,9 @@ from elasticd.codec.record_parts import Shelf
 from elasticd.coordinator.store_transactions import (
     MOST_TOGETHER,
     Asked,
-    Leads,
     Ledger,
     Ops,
+    Probe,
     Rank,
     Rounds,
     Sweep,
@@ -220,8 +220,9 @@ class Writer:
         try:
             if isinstance(taken[0], Rounds):
                 self._clear(taken[0])
-            elif isinstance(taken[0], Leads):
-                self._leadership.transact(self._store, (), ())
+            elif isinstance(taken[0], Probe):
+                (ops,) = self._ledger.transactions(taken[0])
+                self._leadership.transact(self._store, (), ops)
             else:
                 for ops in filter(None, self._ledger.transactions(*taken)):
                     self._make(ops)

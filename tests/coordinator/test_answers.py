@@ -87,10 +87,12 @@ def test_while_etcd_is_away_nothing_is_changed_and_the_answer_says_so(monkeypatc
                 assert status == 503, answer
                 assert "etcd does not answer" in answer["error"]
                 assert "nothing was changed" in answer["error"]
-            assert decided(coordinator) == before
             server.outage(False)
             assert coordinator.leading.writer is not None
             await asyncio.wait_for(coordinator.leading.writer.drained(), 60)
+            assert decided(coordinator) == before
+            for key in (KEYS.job(JOB, "stop"), KEYS.config):
+                assert MemoryStore(server).get(key) is None, "no later leader does what was refused"
             assert (await post(coordinator, *ASKS["stop"]))[0] == 200
             assert coordinator.leading.state.jobs[JOB].stopping == "stopped by alice"
 

@@ -172,10 +172,9 @@ class Rest:
         which nodes' workers will not hear of it, and train on until the time is up."""
         by = _by(body.by, caller)
         leading = self._served.leading
-        record = leading.wish(job, body.seconds, by)
         what = f"asked for job {job} to stop within {body.seconds:g} s"
         audit = partial(leading.asked, by, what, job=job, action="stop", seconds=body.seconds)
-        unheard = await leading.decide(lambda: leading.stop(job, body.seconds, by), audit, record)
+        unheard = await leading.decide(lambda: leading.stop(job, body.seconds, by), audit)
         return Stopping(by=body.by, seconds=body.seconds, unheard=unheard)
 
     @post("/v1/jobs/{job}/checkpoint", refuses=(409, 503), example=ByRequest(by="alice"))

@@ -226,7 +226,7 @@ def _silent(turn: Turn, silent: list[Worker]) -> None:
 
 def _leavers_wait(turn: Turn, late: list[Worker]) -> float:
     """Seconds that these are waited for because all other workers drain, or their code raised: without these
-    the job would end. That is not for long where the others were saves to go: they end by themselves soon."""
+    the job would end. That is not for long where the others were told to go: they end by themselves soon."""
     job, absent = turn.job, {worker.device for worker in late}
     here = [each for each in job.workers.values() if not each.left and each.device not in absent]
     if job.stopping or not here or not all(worker.draining or worker.raised for worker in here):
