@@ -27,7 +27,7 @@ from elasticd.coordinator.metrics import LeaderMetrics
 from elasticd.coordinator.pages_shown import PagesShown
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
-from elasticd.coordinator.store_transactions import Asked, Probe, Rank, Rounds
+from elasticd.coordinator.store_transactions import Asked, LeadershipProbe, Rank, Rounds
 from elasticd.coordinator.store_writer import NotWritten, Writer
 from elasticd.coordinator.worker_output import WorkerOutputs
 from elasticd.machines.coordinator import absent_nodes, finished_jobs, machine, message_checks, restart_jobs
@@ -605,7 +605,7 @@ class Leading:
         if self.store_away:
             raise ApiError("unavailable", f"etcd does not answer, and decisions are kept there: {UNCHANGED}")
         mark = self.writer.marked
-        self.writer.put(Probe())
+        self.writer.put(LeadershipProbe())
         await self._durable(mark, UNCHANGED)
         mark, made = self.writer.marked, decision()
         audit()
@@ -810,7 +810,7 @@ def _named(asked: Asked) -> str:
         return f"{shown(asked.key)} of job {shown(asked.job)}"
     if isinstance(asked, Paged):
         return "a page of the journal"
-    if isinstance(asked, Probe):
+    if isinstance(asked, LeadershipProbe):
         return "the schema's record, as it is"
     return "a change of the configuration" if isinstance(asked, ConfigRecord) else f"job {shown(asked.job)}"
 

@@ -91,7 +91,7 @@ class Sweep(Value, frozen=True, kw_only=True):
     job: str  # the job's name
 
 
-class Probe(Value, frozen=True, kw_only=True):
+class LeadershipProbe(Value, frozen=True, kw_only=True):
     """Finds out whether this leader still leads, and etcd takes what it writes: the schema's record is written
     again, as it is."""
 
@@ -102,7 +102,7 @@ class Rounds(Value, frozen=True, kw_only=True):
     job: str  # the job's name
 
 
-Asked = Write | Rank | ConfigRecord | Sweep | Rounds | Paged | Probe
+Asked = Write | Rank | ConfigRecord | Sweep | Rounds | Paged | LeadershipProbe
 
 
 class Ledger:
@@ -128,7 +128,7 @@ class Ledger:
             return self._of_ranks([each for each in (asked, *others) if isinstance(each, Rank)])
         if isinstance(asked, ConfigRecord):
             return [operations(self._keys, asked)]
-        if isinstance(asked, Probe):
+        if isinstance(asked, LeadershipProbe):
             return [(Put(self._keys.schema, encode(SchemaRecord(release=__version__))),)]
         if isinstance(asked, Rounds):
             return [(DeletePrefix(self._keys.rendezvous(asked.job)),)]

@@ -24,9 +24,9 @@ from elasticd.codec.record_parts import Shelf
 from elasticd.coordinator.store_transactions import (
     MOST_TOGETHER,
     Asked,
+    LeadershipProbe,
     Ledger,
     Ops,
-    Probe,
     Rank,
     Rounds,
     Sweep,
@@ -220,7 +220,7 @@ class Writer:
         try:
             if isinstance(taken[0], Rounds):
                 self._clear(taken[0])
-            elif isinstance(taken[0], Probe):
+            elif isinstance(taken[0], LeadershipProbe):
                 (ops,) = self._ledger.transactions(taken[0])
                 self._leadership.transact(self._store, (), ops)
             else:
