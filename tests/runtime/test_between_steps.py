@@ -87,7 +87,7 @@ def asks(*kinds: int) -> Callable[[Member], list[Any]]:
     return script
 
 
-def test_members_of_a_plan_that_no_fault_made_need_not_meet() -> None:
+def test_members_that_ask_for_the_same_do_it_in_the_order_of_the_script() -> None:
     found = run(dict.fromkeys(MEMBERS, asks(GATHER, EVALUATE)), after_recovery=False)
     assert found == dict.fromkeys(MEMBERS, ([71, 70], [GATHER, EVALUATE, -1]))
 

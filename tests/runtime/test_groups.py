@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elasticd.runtime.comm.groups import AT_ONCE, Cancelled, PlanGroups
+from elasticd.testing.waiting import until
 from tests.runtime import gang
 
 
@@ -74,6 +75,32 @@ def test_collectives_of_any_size_give_all_members_the_same_bits() -> None:
         assert result["wrong"] == []
         assert result["sums"] == results["a"]["sums"]
         assert result["kept"] == 2, "the terms of the last exchange alone"
+
+
+def meeting(name: str, store: Any) -> list[Any]:
+    """One member is at a meeting while the other is at a sum of another size, and the other way round."""
+    group = PlanGroups("plan/1", name, "127.0.0.1", store).group(("a", "b"), "vote")
+    numbers = list[list[int]]()
+    thread = threading.Thread(target=lambda: numbers.append(group.meet(group.rank + 5)), daemon=True)
+    if name == "a":
+        thread.start()
+        until(lambda: len(group._meeting) == 1)
+        store.set("meets", b"")
+    else:
+        store.get("meets", 20)
+    total = float(group.all_reduce(torch.ones(100)).sum())
+    if name == "b":
+        thread.start()
+    thread.join(20)
+    store.set(f"done/{name}", b"")
+    for member in group.members:
+        store.get(f"done/{member}", 20)
+    return [numbers, total]
+
+
+def test_a_meeting_is_not_taken_for_another_operation_of_its_group() -> None:
+    results = gang.run(__file__, "meeting", ["a", "b"])
+    assert results == {"a": [[[5, 6]], 200.0], "b": [[[5, 6]], 200.0]}
 
 
 def shut_in_gloo(name: str, store: Any) -> dict[str, Any]:

@@ -66,6 +66,9 @@ class Ran:
             ran.weights = torch.load(path)
         for path in folder.glob("notes-*"):
             ran.notes |= json.loads(path.read_text())
+        saved = [path.name.partition(".")[0] for path in (folder / "checkpoints").glob("step-*")]
+        if saved:
+            ran.notes["steps saved"] = int(max(saved).removeprefix("step-"))
         return ran
 
     def apart(self, plain: ordinary.Outcome) -> float:
@@ -169,7 +172,7 @@ def judged(name: str) -> str:
         ran = run(name) if message is None else run_alone(name)
     except AssertionError:
         return FAILED
-    if any(ran.codes.values()) or (message is None and ran.phase != "done"):
+    if any(ran.codes.values()) or (message is None and ran.phase != getattr(script(name), "PHASE", "done")):
         documented = message is not None and message in ran.output and message in DOCS.read_text()
         return REFUSED if documented else FAILED
     return EQUAL if ran.apart(script(name).plain(order(name))) < APART else WRONG

@@ -33,9 +33,7 @@ STATUS: dict[Reason, int] = {
 }
 
 
-def application(
-    served: Served, requests_per_second: float, hosts: frozenset[str] = frozenset()
-) -> Starlette:
+def application(served: Served, requests_per_second: float, hosts: frozenset[str] = frozenset()) -> Starlette:
     """The ASGI application, which lets one address ask so often; `hosts` as in `Gate`."""
     rest, chaos = Rest(served), ChaosRoutes(lambda: served.leading)
     declared = (*endpoints(rest), *endpoints(chaos))

@@ -1,20 +1,23 @@
 """Work that all members of a plan do together between two steps: an evaluation, a full state dict.
 
-The members of a plan are at the same place of the script, so nothing needs to be agreed on; devices on standby
-take no part. This changes when a fault interrupts such a task: some members still wait for its end, others have
-begun the next step, and others joined by the recovery and know nothing of it. So after a recovery the members
-agree before each task, until all of them train: each all-gathers the number of its next task, the smallest
-number is done first, and members with another number take part in it and drop the result. For that every
-process numbers the tasks alike, see `BetweenSteps`.
+The members agree before each task: each sends all others the number of its next task, the smallest number is
+done first, and members with another number take part in it and drop the result. For that every process numbers
+the tasks alike, see `BetweenSteps`. Devices on standby take no part.
+
+As a rule the members of a plan are at the same place of the script, and their numbers are the same. A script
+may ask on some ranks alone: those wait for the others, which are in the next step and wait for them, until the
+leader sees that no main thread moves and fences the plan (`machines.job.faults.hangs`). And a fault may
+interrupt a task: some members still wait for its end, others have begun the next step, and others joined by the
+recovery and know nothing of it. So after a recovery the members agree before the next step, too.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
-
-import torch
 
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
 from elasticd.runtime.engine.engine import Engine
@@ -27,6 +30,8 @@ log = logging.getLogger(__name__)
 _TRAIN = 1 << 62
 #: A task's number is its count since the last step times this, plus its kind.
 _KINDS = 1 << 20
+#: Seconds that a member whose script left the loop waits for the others to leave theirs.
+_LEAVE_SECONDS = 5.0
 
 #: A task: called with the engine and the number of updates made.
 Run = Callable[[Engine, int], Any]
@@ -71,8 +76,7 @@ class BetweenSteps:
             try:
                 if not self._switcher.at_work:
                     raise Cancelled("a fault came before it began")
-                if engine.after_recovery:
-                    self._until(engine, mine)
+                self._until(engine, mine)
                 return self._known[kind](engine, self._switcher.step)
             except (PeerLost, Cancelled) as error:
                 try:
@@ -85,6 +89,22 @@ class BetweenSteps:
                     return None
         return None
 
+    def all_leave(self, engine: Engine, step: int) -> bool:
+        """Whether all members have left their loops after the same number of updates. Waits `_LEAVE_SECONDS`
+        for them, at most."""
+        left = _TRAIN + 1 + step
+        numbers = list[int]()
+
+        def meet() -> None:
+            with suppress(PeerLost, Cancelled):
+                numbers.extend(engine.everyone.meet(left))
+
+        thread = threading.Thread(target=meet, name="elasticd-leave", daemon=True)
+        engine.plan_groups.helped_by(thread)
+        thread.start()
+        thread.join(_LEAVE_SECONDS)
+        return numbers == [left] * engine.everyone.size
+
     def close(self, engine: Engine) -> None:
         """Runs `closing` on all members of a recovered plan, on behalf of one whose script raised."""
         last = len(self._known) - 1  # a task's count is at least 1, so this number is smaller than any other
@@ -94,5 +114,5 @@ class BetweenSteps:
     def _until(self, engine: Engine, mine: int) -> None:
         """Takes part in the tasks of other members until that of the number `mine` is the next of all: the
         smallest number among the members' next tasks."""
-        while (first := min(map(int, engine.everyone.all_gather(torch.tensor([mine]))))) != mine:
+        while (first := min(engine.everyone.meet(mine))) != mine:
             self._known[first % _KINDS](engine, self._switcher.step)

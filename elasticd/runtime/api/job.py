@@ -487,14 +487,19 @@ class Job(RankInfo):
         self._notify(lambda each: each.on_end(self))
 
     def _left_early(self) -> None:
-        """The script left the loop by `break`: takes leave. A process that is alone saves its state before."""
+        """The script left the loop by `break`: takes leave. Before that the state is saved if every member of
+        the plan left the loop after the same step."""
         step, engine = self._switcher.step, self._switcher.engine
         why = f"the script left the loop after {step} of {self._total} steps"
         if engine is not None and self._saver is not None and not (engine.torn or self._ended):
             if self._control.alone:
                 self._loop.finish(engine, step)
-            else:
-                log.warning("%s, without a checkpoint of them: job.stop() ends a job with one", why)
+            elif not self._loop.saved_by_all(engine):
+                log.warning(
+                    "%s, without a checkpoint of them, since not every rank left it there: on one rank alone, "
+                    "job.stop() ends the job with a checkpoint",
+                    why,
+                )
         self._part(why)
 
     def _fail_later(self, error: Exception) -> None:

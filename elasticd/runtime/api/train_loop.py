@@ -289,6 +289,14 @@ class Loop:
         engine.settle()
         return saved
 
+    def saved_by_all(self, engine: Engine) -> bool:
+        """Whether all members have left their loops after the same step, and made a checkpoint of it."""
+        step = self.switcher.step
+        try:
+            return self.between_steps.all_leave(engine, step) and self.finish(engine, step)
+        except (PeerLost, Cancelled):
+            return False
+
     def _unsaved(self) -> str:
         """Why the last checkpoint was not made, if this rank knows."""
         return (self.saver.failure if self.saver is not None else "") or "see the output of the other workers"

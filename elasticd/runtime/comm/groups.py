@@ -40,6 +40,8 @@ from elasticd.runtime.telemetry.comm_timer import Stopwatch
 AT_ONCE, A_FLIGHT, TOGETHER = 1 << 14, 1 << 13, 1 << 16
 #: The tag of those messages: no boundary of two stages has it, nor what `parallel.zero` sends.
 TERMS = 1 << 25
+#: The tag of the messages of `Group.meet`.
+MEET = 1 << 27
 #: Seconds that payloads have to arrive before the sockets of a plan's groups are shut.
 _DRAIN = 0.2
 
@@ -145,6 +147,7 @@ class Group:
         self._count = 0
         self._exchanged: list[int] = []
         self._awaited: list[tuple[Any, Tensor]] = []
+        self._meeting: list[Any] = []
         nodes = {node_of(member) for member in members}
         self._limit = min(AT_ONCE if len(nodes) == 1 else A_FLIGHT, TOGETHER // max(1, self.size - 1))
 
@@ -237,6 +240,27 @@ class Group:
         self._awaited = []
         self.arrived(self._exchanged)  # a member that sends a term has received those of the exchange before
         self._exchanged = sent
+
+    def meet(self, number: int) -> list[int]:
+        """Every member's number, by rank. Its messages are apart from all others of the group: members that
+        are at something else are waited for, where a collective would be taken for theirs.
+
+        Args:
+            number: this member's, of 64 bits.
+
+        Raises:
+            PeerLost: a member is gone.
+            Cancelled: `shut` was called meanwhile.
+        """
+        numbers = [torch.tensor([number]) for _ in self.members]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._meeting = [self.post(numbers[rank], rank, MEET) for rank in others]  # kept where one fails
+        for rank in others:
+            self.send(numbers[self.rank], rank, MEET, self.label)
+        for work, rank in zip(self._meeting, others, strict=True):
+            self.take(work, self.label, rank)
+        self._meeting = []
+        return [int(each) for each in numbers]
 
     def begin_all_reduce(self, tensor: Tensor) -> Any:
         """Starts an all-reduce in place, which runs while the caller computes. Returns the work for `finish`.
