@@ -13,6 +13,7 @@ kind, or with another `PYTHONPATH` than ours, is started as ever.
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import pickle
 import runpy
@@ -89,7 +90,13 @@ def set_environment(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     if environment.get("PYTHONUNBUFFERED"):
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        _unbuffer()
+
+
+def _unbuffer() -> None:
+    """As `python -u`: what is printed is written at once, and not when a buffer is full."""
+    sys.stdout.flush()
+    sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)  # noqa: SIM115
 
 
 # -- in the program ------------------------------------------------------------------------------------------
@@ -228,7 +235,7 @@ def _become(asked: bytes, files: Sequence[int], program: int) -> None:
         module = "elasticd.__main__" if command[0] == "elasticd" else command[0]
         run_module(module, command[1:])
     elif option == "-u":
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        _unbuffer()
         run_script(command[0], command[1:])
     else:
         run_script(option, command)

@@ -18,8 +18,9 @@ UNSET = "(unset)"
 
 
 def environment() -> dict[str, str]:
-    """Of a torchrun: ours, without what was set for elasticd and etcd."""
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("ELASTICD_", "ETCD_"))}
+    """Of a torchrun: ours, without what was set for elasticd, etcd and Python's output."""
+    others = ("ELASTICD_", "ETCD_", "PYTHONUNBUFFERED")
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     return {**ours, "ELASTICD_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(forkserver.ROOT)}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from elasticd_planner.layout.layouts import Item
+from elasticd_planner.layout.layouts import Item, Role
 from elasticd_planner.spec.box import Box
 
 from elasticd.checkpoints.manifest import Manifest, PlaneEntry
@@ -51,13 +51,15 @@ class CannotExport(ValueError):
 
 
 def export(path: Path, manifest: Manifest, out: Path, *, moments: bool = False) -> int:
-    """Writes `out` from the checkpoint at `path`, and returns its bytes. Parameters and buffers have their own
-    names; with `moments` the optimizer's planes follow as "optimizer.state.NAME.PLANE".
+    """Writes `out` from the checkpoint at `path`, and returns its bytes. Parameters and buffers have the names
+    of the user's own modules, a tied one the first of its names; with `moments` the optimizer's planes follow
+    as "optimizer.state.NAME.PLANE".
 
     The file gets its name when it is whole. Raises `Damaged` and `CannotExport`.
     """
+    own = {full: names[0] for full, names in manifest.own_names().items()}
     tensors = [
-        (name if role != "state" else f"optimizer.state.{name}.{plane.name}", Item(name, role), plane)
+        (_key(own.get(name, name), role, plane), Item(name, role), plane)
         for role, entries in manifest.tensors.items()
         if role != "state" or moments
         for name, entry in entries.items()
@@ -97,6 +99,10 @@ def export(path: Path, manifest: Manifest, out: Path, *, moments: bool = False) 
     finally:
         part.unlink(missing_ok=True)
     return 8 + len(text) + at
+
+
+def _key(name: str, role: Role, plane: PlaneEntry) -> str:
+    return name if role != "state" else f"optimizer.state.{name}.{plane.name}"
 
 
 def _slabs(box: Box, plane: PlaneEntry) -> Iterator[Box]:

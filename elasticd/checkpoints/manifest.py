@@ -127,9 +127,11 @@ class Part(StoredValue, frozen=True, kw_only=True, tag="checkpoint-part"):
 
 class Manifest(StoredValue, frozen=True, kw_only=True, tag="checkpoint-manifest"):
     """A whole checkpoint. `serial` grows by one from checkpoint to checkpoint of a folder: the newest is the
-    one that was written last, also where steps were gone back. groups and extras are a `Schema`'s. pretrained:
-    the model as its library describes it, for an export; empty: it is of none. frozen: a digest of the frozen
-    parameters, which are left out because the script makes them again; empty: none are left out."""
+    one that was written last, also where steps were gone back. groups and extras are a `Schema`'s. names: the
+    full name of each value by its name in the state dict of the user's own modules; of one that is not in it,
+    the two are the same. pretrained: the model as its library describes it, for an export; empty: it is of
+    none. frozen: a digest of the frozen parameters, which are left out because the script makes them again;
+    empty: none are left out."""
 
     origin: Origin
     serial: int
@@ -137,6 +139,7 @@ class Manifest(StoredValue, frozen=True, kw_only=True, tag="checkpoint-manifest"
     files: tuple[FileSums, ...]
     groups: tuple[Group, ...] = ()
     extras: dict[str, str] = msgspec.field(default_factory=dict)
+    names: dict[str, str] = msgspec.field(default_factory=dict)
     pretrained: str = ""
     frozen: str = ""
     version: int = VERSION
@@ -145,6 +148,14 @@ class Manifest(StoredValue, frozen=True, kw_only=True, tag="checkpoint-manifest"
     def bytes(self) -> int:
         """Bytes of all files that the manifest names."""
         return sum(file.size for file in self.files)
+
+    def own_names(self) -> dict[str, tuple[str, ...]]:
+        """The values' names in the state dict of the user's own modules, by full name: several of a tied one.
+        A value whose full name is missing here has the same one there."""
+        own: dict[str, tuple[str, ...]] = {}
+        for name, full in self.names.items():
+            own[full] = (*own.get(full, ()), name)
+        return own
 
 
 class _Sealed(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.accelerator import CPU
 from elasticd.runtime.exits import JobStopped
 from elasticd.runtime.model.validation import ModelError
+from elasticd.system import process_mark
 from elasticd.testing.waiting import until
 from tests import forkserver
 from tests.integration import train
@@ -278,6 +279,7 @@ def test_a_process_that_was_launched_never_trains_alone(
 ) -> None:
     monkeypatch.setattr("elasticd.runtime.control.parent_death.end_with", lambda parent: None)
     monkeypatch.setattr("elasticd.runtime.control.agent_client._CONNECT_SECONDS", 0.0)
+    monkeypatch.delenv(process_mark.VARIABLE, raising=False)  # another test may have set it
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(elasticd.JobStopped, match=words):

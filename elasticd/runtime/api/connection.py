@@ -37,6 +37,13 @@ class JobConnection(NamedTuple):
     longest: int  # [tokens] the longest sequence that its checkpoints know of (0: nothing is known)
 
 
+def refuse_torch_groups() -> None:
+    """Raises ValueError where the script of a launched process made torch's process group itself, and has one
+    that it makes later fail at once."""
+    if not runs_alone(os.environ):
+        leave_torch_groups(os.environ)
+
+
 def connect(
     recipe: Recipe, held_out: Mapping[str, HeldOut], optimizer: ScriptOptimizer | None = None
 ) -> JobConnection:
@@ -56,7 +63,6 @@ def connect(
     if runs_alone(os.environ):
         return _alone(recipe, held_out, offer)
     name = environment(NAME)
-    leave_torch_groups(os.environ)
     parent_death.end_with(os.getppid())
     if remedy := parent_death.without_restarts(os.environ):
         log.warning(remedy)

@@ -7,6 +7,7 @@ no case for any layout, and every piece is verified.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from elasticd_migration.local_state import LocalState, LocalTensor, Shard
@@ -25,6 +26,10 @@ from elasticd.runtime.switch.move import SOUND
 #: What a state dict can hold: parameters and buffers; the moving average of the parameters in their place, and
 #: buffers; parameters, buffers and the optimizer's state.
 CONTENTS = ("value", "average", "all")
+#: Before the names of averages and of the optimizer's state.
+_AVERAGE, _STATE = f"{AVERAGE}.", "optimizer.state."
+
+T = TypeVar("T")
 
 
 def of(state: LocalState, contents: str) -> LocalState:
@@ -57,11 +62,31 @@ def named(state: LocalState, contents: str) -> dict[str, list[tuple[Box, Tensor]
                 if item.role != "state":
                     name = item.name
                 elif contents == AVERAGE:
-                    name = f"average.{item.name}"
+                    name = f"{_AVERAGE}{item.name}"
                 else:
-                    name = f"optimizer.state.{item.name}.{plane}"
+                    name = f"{_STATE}{item.name}.{plane}"
                 found.setdefault(name, []).append((shard.box, values))
     return found
+
+
+def by_own_names(held: Mapping[str, T], own_names: Mapping[str, str]) -> dict[str, T]:
+    """The same with the names that the state dict of the user's own modules has: a tied parameter has all of
+    its names, its average and its optimizer's state have the first.
+
+    Args:
+        held: by names as those of `named`.
+        own_names: `Model.own_names`.
+    """
+    first = {full: own for own, full in reversed(list(own_names.items()))}
+    renamed = {own: held[full] for own, full in own_names.items() if full in held}
+    for name, value in held.items():
+        kind = next((kind for kind in (_STATE, _AVERAGE) if name.startswith(kind)), "")
+        full, plane = name.removeprefix(kind), ""
+        if kind == _STATE:
+            full, _, plane = full.rpartition(".")
+        if kind or name not in first:
+            renamed[f"{kind}{first.get(full, full)}{'.' * bool(plane)}{plane}"] = value
+    return renamed
 
 
 def gathered(engine: Engine, contents: str, names: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -144,6 +169,5 @@ def alone(plan: Plan) -> Plan:
 
 def _put_in_place(full: dict[str, Tensor]) -> dict[str, Tensor]:
     """Replaces parameters by their averages, where there are any."""
-    prefix = f"{AVERAGE}."
-    averages = {name.removeprefix(prefix): value for name, value in full.items() if name.startswith(prefix)}
-    return {name: averages.get(name, value) for name, value in full.items() if not name.startswith(prefix)}
+    averages = {name.removeprefix(_AVERAGE): value for name, value in full.items() if name.startswith(_AVERAGE)}
+    return {name: averages.get(name, value) for name, value in full.items() if not name.startswith(_AVERAGE)}

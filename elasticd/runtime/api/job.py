@@ -18,7 +18,7 @@ from torch import Tensor
 from elasticd.runtime.accelerator import Accelerator, placed
 from elasticd.runtime.api import full_state_dict, pretrained_folder
 from elasticd.runtime.api.between_steps import BetweenSteps, Run
-from elasticd.runtime.api.connection import NAME, connect
+from elasticd.runtime.api.connection import NAME, connect, refuse_torch_groups
 from elasticd.runtime.api.deprecated import DEFAULTS, OldKeywords, OptionGroups, with_old_keywords
 from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evaluate
 from elasticd.runtime.api.hello import (
@@ -217,6 +217,7 @@ class Job(RankInfo):
         self._start(grace)
 
     def _connect(self, optimizer: ScriptOptimizer | None) -> None:
+        refuse_torch_groups()
         if self._check and is_first_worker():
             job_spec(self._recipe, "tried", self._held_out)  # refuses a wrong batch before a step is tried
             check_modules(self._recipe)
@@ -227,6 +228,8 @@ class Job(RankInfo):
         feed.longest = max(feed.longest, longest)  # so that the next checkpoints know of it, too
         self._saver = self._snapper = None
         if saves:
+            own_names = self._recipe.model.own_names
+            names = own_names if any(own != full for own, full in own_names.items()) else {}
             self._saver = Saver(
                 options,
                 spec,
@@ -235,6 +238,7 @@ class Job(RankInfo):
                 lambda: control.lost,
                 accelerator=accelerator,
                 longest=lambda: feed.longest,
+                names=names,
                 pretrained=self._recipe.model.pretrained.describe() if self._recipe.model.pretrained else "",
                 frozen=self._recipe.model.frozen_digest,
             )
@@ -608,7 +612,9 @@ class Job(RankInfo):
     def state_dict(
         self, contents: str = "value", *, sharded: bool = False
     ) -> dict[str, Tensor] | dict[str, list[tuple[Box, Tensor]]] | None:
-        """The state between two steps, by name.
+        """The state between two steps, by the names that the state dict of your own modules has: that of the
+        module of `from_module`; "embed.…", "blocks.3.…", "head.…" of a `Model`. A tied parameter has all of its
+        names.
 
         Args:
             contents: "value": parameters and buffers; "average": the moving average in place of the parameters;
@@ -631,7 +637,10 @@ class Job(RankInfo):
         if sharded:
             if engine is None:
                 return {}
-            return full_state_dict.named(full_state_dict.of(engine.delivered_state(), contents), contents)
+            held = full_state_dict.of(engine.delivered_state(), contents)
+            return full_state_dict.by_own_names(
+                full_state_dict.named(held, contents), self._recipe.model.own_names
+            )
         return self._together("state", contents)
 
     def save_pretrained(
@@ -717,7 +726,8 @@ class Job(RankInfo):
             raise self._loop.stopped(engine, error) from error
 
     def _gathered(self, contents: str, engine: Engine, step: int) -> dict[str, Tensor]:
-        return full_state_dict.gathered(engine, contents)
+        held = full_state_dict.gathered(engine, contents)
+        return full_state_dict.by_own_names(held, self._recipe.model.own_names)
 
     def _save_pretrained(self, weights: str, engine: Engine, step: int) -> str:
         assert self._recipe.model.pretrained is not None

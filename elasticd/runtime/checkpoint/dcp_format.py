@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
@@ -81,10 +81,13 @@ def _data(head: bytearray) -> int:
     raise FormatChanged(f"torch {torch.__version__} wrote an archive without data/0")
 
 
-def key_of(role: str, name: str, plane: str) -> Path:
-    """Where plain torch finds a plane: `model` is a module's state dict, `optimizer` is what
-    `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives."""
-    return ("optimizer", "state", name, plane) if role == "state" else ("model", name)
+def paths_of(role: str, names: Sequence[str], plane: str) -> list[Path]:
+    """Where plain torch finds a plane: `model` is a module's state dict, in which a tied parameter has several
+    `names`; `optimizer` is what `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives, in
+    which it has the first of them."""
+    if role == "state":
+        return [("optimizer", "state", names[0], plane)]
+    return [("model", name) for name in names]
 
 
 def write_small(stream: SummedStream, file: str, manifest: Manifest) -> list[Small]:
@@ -96,16 +99,19 @@ def write_small(stream: SummedStream, file: str, manifest: Manifest) -> list[Sma
 
 
 def _small(manifest: Manifest) -> Iterable[tuple[Path, Any]]:
-    cpu = torch.device("cpu")
+    cpu, own = torch.device("cpu"), manifest.own_names()
     for role, entries in manifest.tensors.items():
         for name, entry in entries.items():
             for scalar in entry.scalars:
                 value = restore(scalar, cpu)
-                yield key_of(role, name, scalar.name), value.cpu() if torch.is_tensor(value) else value
+                for path in paths_of(role, own.get(name, (name,)), scalar.name):
+                    yield path, value.cpu() if torch.is_tensor(value) else value
     for index, group in enumerate(manifest.groups):
         for key, value in from_text(group.settings).items():
             yield from _leaves(("optimizer", "param_groups", index, key), value)
-        yield from _leaves(("optimizer", "param_groups", index, "params"), list(group.names))
+        yield from _leaves(
+            ("optimizer", "param_groups", index, "params"), [own.get(name, (name,))[0] for name in group.names]
+        )
     for name, text in manifest.extras.items():
         yield from _leaves(("extras", name), from_text(text))
     origin = manifest.origin
@@ -138,18 +144,19 @@ def metadata(manifest: Manifest, small: Iterable[Small]) -> bytes:
     kinds: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, Path] = {}
     places: dict[MetadataIndex, Any] = {}
+    own = manifest.own_names()
     for role, entries in manifest.tensors.items():
         for name, entry in entries.items():
             for plane in entry.planes:
-                path = key_of(role, name, plane.name)
-                key = ".".join(map(str, path))
                 boxes = [entry.own(chunk) for chunk in plane.chunks]
                 chunks = [ChunkStorageMetadata(torch.Size(b.start), torch.Size(b.shape)) for b in boxes]
                 properties = TensorProperties(dtype=getattr(torch, plane.dtype))
-                kinds[key] = TensorStorageMetadata(properties, torch.Size(entry.own_shape), chunks)
-                paths[key] = path
-                for box, chunk in zip(boxes, plane.chunks, strict=True):
-                    places[MetadataIndex(key, box.start)] = _place(chunk.record)
+                for path in paths_of(role, own.get(name, (name,)), plane.name):
+                    key = ".".join(map(str, path))
+                    kinds[key] = TensorStorageMetadata(properties, torch.Size(entry.own_shape), chunks)
+                    paths[key] = path
+                    for box, chunk in zip(boxes, plane.chunks, strict=True):
+                        places[MetadataIndex(key, box.start)] = _place(chunk.record)
     for one in small:
         key = ".".join(map(str, one.path))
         paths[key] = one.path

@@ -11,7 +11,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -59,7 +59,7 @@ def _cause(error: BaseException) -> BaseException:
 
 class Saver:
     """Makes this rank's checkpoints. `tell` sends to the leader; `lost` says that nobody hears it any more;
-    `pretrained` and `frozen` are the manifest's.
+    `names`, `pretrained` and `frozen` are the manifest's.
 
     The thread that trains calls `voted` after each vote, and `finish` after the last; `published` and `ask` are
     called by the control thread, `end` by whoever ends the process.
@@ -75,6 +75,7 @@ class Saver:
         disk: Disk | None = None,
         accelerator: Accelerator = CPU,
         longest: Callable[[], int] = lambda: 0,
+        names: Mapping[str, str] | None = None,
         pretrained: str = "",
         frozen: str = "",
     ) -> None:
@@ -83,6 +84,7 @@ class Saver:
         self.options, self._folder = options, options.path
         self._spec, self._device, self._tell, self._lost = spec, device, tell, lost
         self._longest, self._pretrained, self._frozen = longest, pretrained, frozen
+        self._names = dict(names or {})
         self._left_out = frozenset(spec.model.frozen) if frozen else frozenset[str]()
         self._disk: Disk = disk or LocalDisk()
         self._state = checkpointing.CheckpointState(every=options.every)
@@ -196,6 +198,7 @@ class Saver:
             shapes={},
             fused=self._spec.model.fused,
             small=LocalState(),
+            names=self._names,
             pretrained=self._pretrained,
             frozen=self._frozen,
         )

@@ -46,7 +46,7 @@ class Task:
     """One rank's part in a checkpoint that goes to `path`. `held` are its pieces on the host; `shapes` has
     the whole shape of every item that it writes something of, `fused` the dimension of the parts of fused
     parameters by name, `small` the rest of its state: scalars, groups and extras, which no step changes any
-    more. `pretrained` and `frozen` are the manifest's."""
+    more. `names`, `pretrained` and `frozen` are the manifest's."""
 
     origin: Origin
     path: Path
@@ -56,6 +56,7 @@ class Task:
     shapes: dict[Item, tuple[int, ...]]
     fused: Mapping[str, int] = field(default_factory=dict)
     small: LocalState
+    names: Mapping[str, str] = field(default_factory=dict)
     pretrained: str = ""
     frozen: str = ""
 
@@ -162,16 +163,19 @@ def write_whole(disk: Disk, task: Task, serial: int, check: Callable[[], None]) 
     """What the first rank adds, once all parts are there. Raises `Damaged` or ValueError where they do not
     make a whole."""
     names = [_part_file(rank) for rank in range(len(task.members))]
-    manifest = merge(task.origin, serial, [unseal(task.path / name, Part) for name in names])
+    manifest = msgspec.structs.replace(
+        merge(task.origin, serial, [unseal(task.path / name, Part) for name in names]),
+        names=dict(task.names),
+        pretrained=task.pretrained,
+        frozen=task.frozen,
+    )
     small = dcp_format.data_file(len(task.members))
     with closing(disk.create(task.path / small)) as stream:
         summed = SummedStream(stream, check)
         records = dcp_format.write_small(summed, small, manifest)
         files = [*manifest.files, summed.finish(small)]
     files.append(_write_file(disk, task.path / METADATA, dcp_format.metadata(manifest, records), check))
-    manifest = msgspec.structs.replace(
-        manifest, files=tuple(files), pretrained=task.pretrained, frozen=task.frozen
-    )
+    manifest = msgspec.structs.replace(manifest, files=tuple(files))
     _write_file(disk, task.path / MANIFEST, seal(manifest), check)
     for name in names:
         disk.remove(task.path / name)

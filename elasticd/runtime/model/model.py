@@ -139,6 +139,13 @@ class Model:
         #: By full name, and before the user's patterns: the rules that tied parameters take from each other.
         self.rules = {**rules_of_ties(self.ties, self.sections, self._named), **self.rules}
         self.spec = self._describe()
+        #: The full name of every value by its name in the state dict of the user's own modules: a tied one has
+        #: several there.
+        self.own_names = {
+            name: self.ties.get(name, name)
+            for section in self.sections
+            for name in (f"{section}.{each.name}" for each in self.spec.section(section))
+        }
         if is_first_worker() and not any(parameter.cut for kind in self.spec.kinds for parameter in kind):
             warnings.warn(
                 f"elasticd: the model {name!r} has no tensor-parallel rules for its blocks: TP groups are not "

@@ -35,8 +35,9 @@ def from_module(
 ) -> Model:
     """A module that has embedding, layers and head in one forward, as elasticd trains it. It is not changed.
 
-    Parameters are named by their section: "embed.wte.weight", "blocks.3.attn.c_attn.weight",
-    "head.lm_head.weight", each with the rest of the name that it has in the module.
+    Rules and messages name parameters by their section: "embed.wte.weight", "blocks.3.attn.c_attn.weight",
+    "head.lm_head.weight", each with the rest of the name that it has in the module. `job.state_dict()`,
+    checkpoints as torch reads them and exports have the module's own names.
 
     Args:
         module: a model whose forward computes an activation [samples, tokens, width] of the batch, passes it
@@ -47,7 +48,7 @@ def from_module(
         inputs: what forward is called with for a batch: a mapping of keywords, or a sequence. None: those keys
             of the batch that forward has as parameters.
         options: further arguments of `elasticd.Model`: rules, tp_plan, units, init, name, width. A `tp_plan`
-            may name modules as the module does.
+            may name modules as the module does, and a mapping for `init` parameters.
 
     Returns:
         The model, whose head's output is what the job's loss gets.
@@ -69,7 +70,13 @@ def from_module(
             _in_section(n, chain, watched, layers): word for n, word in options["tp_plan"].items()
         }
     options.setdefault("name", type(module).__name__.lower())
-    return Model(embed=sections[0], blocks=sections[1], head=sections[2], **options)
+    full_names = _full_names(blocks, sections)
+    if isinstance(init := options.get("init"), Mapping):
+        options["init"] = {**init, **{full: init[own] for full, own in full_names.items() if own in init}}
+    model = Model(embed=sections[0], blocks=sections[1], head=sections[2], **options)
+    by_own = {own: model.ties.get(full, full) for full, own in reversed(list(full_names.items()))}
+    model.own_names = {own: by_own[own] for own in module.state_dict()}
+    return model
 
 
 # -- calling the module --------------------------------------------------------------------------------------
@@ -211,6 +218,18 @@ def _without(module: nn.Module, paths: Sequence[str]) -> nn.Module:
         else:
             shell._modules[name] = _without(part, rest)
     return shell
+
+
+def _full_names(blocks: str, sections: tuple[nn.Module, list[nn.Module], nn.Module]) -> dict[str, str]:
+    """The module's own name of each parameter and buffer, by its name in the sections."""
+    embed, layers, head = sections
+    return {
+        **{f"embed.{name}": name for name in embed.state_dict()},
+        **{
+            f"blocks.{i}.{n}": f"{blocks}.{i}.{n}" for i, layer in enumerate(layers) for n in layer.state_dict()
+        },
+        **{f"head.{name}": name for name in head.state_dict()},
+    }
 
 
 def _in_section(name: str, chain: Sequence[str], watched: _Watched, layers: nn.ModuleList) -> str:
