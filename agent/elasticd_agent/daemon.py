@@ -457,7 +457,8 @@ class Agent:
 
     def _pidfd(self, device: str) -> int | None:
         worker = self._state.worker_of(device)
-        return self._workers.pidfd(worker.id) if worker is not None else None
+        client = worker.id if worker is not None else self._rounds.watched(device)
+        return self._workers.pidfd(client) if client else None
 
     def _pids(self) -> dict[str, int]:
         """The process that drives each device that has one."""

@@ -199,6 +199,13 @@ class Rounds:
         there = {device.name for device in self._state().record.devices}
         return [name for slot in slots if (name := f"{self._node}/{slot}") in there]
 
+    def watched(self, device: str) -> str:
+        """The connection of the process on a device that calls `elasticd.watch()`; empty where none does."""
+        for client, known in self._clients.items():
+            if known.watching is not None and f"{self._node}/{self._slot(known.watching)}" == device:
+                return client
+        return ""
+
     def _slot(self, watching: Watching) -> int:
         """The device's index of a process that is watched."""
         for known in self._clients.values():

@@ -729,11 +729,16 @@ class Leading:
             raise unknown("device", device, known)
 
     def has_worker(self, device: str) -> bool:
-        """Returns whether a job has a worker on a device, or holds it in restart mode."""
+        """Returns whether a job has a worker on a device that its agent knows: in restart mode one that calls
+        `elasticd.watch()`."""
         workers = (job.workers.get(device) for job in self.state.jobs.values())
         if any(worker is not None and not worker.left for worker in workers):
             return True
-        return any(device in job.members(self.now()) or device in job.laps for job in self.restarts.values())
+        return any(device in job.laps for job in self.restarts.values())
+
+    def restarting(self, device: str) -> str:
+        """The job that holds a device in restart mode; empty where none does."""
+        return next((name for name, job in self.restarts.items() if device in job.members(self.now())), "")
 
     def recording(self) -> AsyncIterator[bytes]:
         """Lines of a recording from now on (`elasticd.recording`). Raises `ApiError` where too many record."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from elasticd.chaos.client import Chaos
+from elasticd.client import Api
 from elasticd.store.server import EtcdServer
 from elasticd.testing.waiting import until
 from tests import sizes
@@ -159,6 +161,18 @@ def test_slow_node_is_left_out_where_going_on_without_it_is_faster_and_stands_by
             "nobody else is put out, however busy it is"
         )
         assert len(job.status()["out"]) == 1, "status tells who is out"
+
+
+def test_chaos_kills_a_watched_worker_and_all_go_on(shared_etcd: SharedEtcd) -> None:
+    options = (f"--script={DDP}", "--steps=60", "--pause=0.1")
+    with RestartJob(shared_etcd, {"a": 2}, WATCHED, *options, nnodes="1") as job:
+        run = job.start("a")
+        job.runs(2, steps=3)
+        with Api(job.cluster.coordinator.url) as api:
+            until(lambda: "a/1" in job.status()["devices"], job.said)
+            Chaos(api).kill("a/1")
+        until(lambda: job.status()["restarts"] == 1, job.said)
+        assert run.wait() == 0, job.said()
 
 
 def test_plain_torchrun_stands_in_the_status_with_its_workers_devices_and_end(shared_etcd: SharedEtcd) -> None:

@@ -122,6 +122,16 @@ class ChaosRoutes:
         await self._cuts.stay(node, socket)
 
 
+def _no_worker(leading: Leading, device: str, action: str) -> str:
+    """Why there is nothing that an agent can do this to."""
+    if job := leading.restarting(device):
+        return (
+            f"job {job} runs on {device} in restart mode without elasticd.watch(): its agent "
+            f"does not know the worker's process. To {action} it, use its process id"
+        )
+    return f"device {device} has no worker to {action}"
+
+
 def order(leading: Leading, cuts: NetworkCuts, body: ChaosRequest) -> None:
     """Carries a request out. Raises `ApiError` with what would be right."""
     leading.allow_chaos()
@@ -130,7 +140,7 @@ def order(leading: Leading, cuts: NetworkCuts, body: ChaosRequest) -> None:
     elif body.action in TO_DEVICES:
         leading.know_device(body.device)
         if body.action != "thaw" and not leading.has_worker(body.device):  # who was frozen may be known no more
-            raise ApiError("conflict", f"device {body.device} has no worker to {body.action}")
+            raise ApiError("conflict", _no_worker(leading, body.device, body.action))
         _harm(leading, node_of(body.device), Harm(how=body.action, device=body.device))  # type: ignore[arg-type]
     elif body.action in TO_NODES and body.other:
         _data(leading, body)
