@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from elasticd.client import CannotReach
-from elasticd.coordinator.api_types import ClusterStatus
+from elasticd.coordinator.api_types import ClusterStatus, RestartStatus
 
 
 def running_jobs(status: ClusterStatus) -> list[str]:
@@ -27,6 +27,23 @@ def named_job(status: ClusterStatus, job: str) -> str:
     if job not in (names := job_names(status)):
         raise CannotReach(f"there is no job {job!r}; there are: {', '.join(names) or 'none'}")
     return job
+
+
+def in_restart_mode(status: ClusterStatus, job: str | None) -> RestartStatus | None:
+    """The job in restart mode that a command is about.
+
+    Args:
+        status: the cluster's.
+        job: the name that the user gave. None: the one job that runs.
+
+    Returns:
+        None where the job has plans, or none is meant so.
+    """
+    running = running_jobs(status)
+    name = job if job is not None else (running[0] if len(running) == 1 else None)
+    if name is None or name in [other.job for other in status.jobs if job is not None or not other.over]:
+        return None
+    return next((other for other in status.restarts if other.job == name), None)
 
 
 def job_with_plans(status: ClusterStatus, job: str | None, *, quiet: bool) -> str:

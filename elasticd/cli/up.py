@@ -28,9 +28,8 @@ from elasticd.store.state_file import default_folder
 from elasticd.system.child_processes import Child, Interrupted, ProcessError, Processes
 from elasticd.wire.unix_socket import own_path
 
-START_SECONDS = 60.0
-#: Seconds for the agent to reach the coordinator, after both are there.
-LINK_SECONDS = 10.0
+#: Seconds for a program to start; and for the agent to reach the coordinator, after both are there.
+START_SECONDS, LINK_SECONDS = 60.0, 10.0
 #: Seconds between two looks at what runs.
 _LOOK = 0.5
 
@@ -118,7 +117,7 @@ def _served(processes: Processes, pages: Child | None) -> str:
         return found[1] if found is not None else None
 
     try:
-        url = processes.until(said, "the start of the dashboard", LINK_SECONDS, needs=[pages])
+        url = processes.until(said, "the start of the dashboard", START_SECONDS, needs=[pages])
     except ProcessError as error:
         return f"no dashboard: {error}"
     return f"dashboard at {url}"

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from elasticd.cli.console import command_console
-from elasticd.cli.job_argument import job_with_plans, named_job
+from elasticd.cli.job_argument import in_restart_mode, job_with_plans, named_job
 from elasticd.cli.options import asking, json_option, write_json
 from elasticd.cli.picture import picture
 from elasticd.cli.status import exception
@@ -43,12 +43,16 @@ def why(api: Api, as_json: bool, option: str | None, words: tuple[str, ...]) -> 
     Without JOB it is about the job that runs; of several, about the one that uses the device.
     """
     status = api.status()
+    answer: dict[str, object]
     job, what = _asked(status, words, option)
+    if what is None and (restarting := in_restart_mode(status, job)) is not None:
+        answer = {"reason": restarting.reason, "exception": None, "failure": restarting.failure}
+        _show(restarting.job, answer, [*now(restarting.reason), *failure(restarting.failure)], as_json)
+        return
     name = job_with_plans(status, job or _user_of(what, status), quiet=as_json)
     told, records = api.events(), api.history(name)
     steps = api.steps(name).steps
     told = tuple(event for event in told if event.job in ("", name))
-    answer: dict[str, object]
     shown: Iterable[RenderableType]
     if what is not None and not _is_number(what):
         about = (what, name, status, told, records)
@@ -64,8 +68,12 @@ def why(api: Api, as_json: bool, option: str | None, words: tuple[str, ...]) -> 
         shown = (*now(reason), *exception(raised))
         if record is not None:
             answer, shown = answer | plan_told(record, told, steps), (*shown, *plan(record, told, steps))
+    _show(name, answer, shown, as_json)
+
+
+def _show(job: str, answer: dict[str, object], shown: Iterable[RenderableType], as_json: bool) -> None:
     if as_json:
-        write_json({"job": name, **answer})
+        write_json({"job": job, **answer})
     else:
         command_console().print(Group(*shown))
 
@@ -114,6 +122,12 @@ def now(reason: str) -> Iterator[Text]:
     """Why the job does not train at this moment, or whom it waits for."""
     if reason:
         yield Text.assemble(("now       ", "dim"), reason)
+
+
+def failure(text: str) -> Iterator[Text]:
+    """The last failure of a worker in restart mode."""
+    if text:
+        yield Text(text)
 
 
 # -- a plan --------------------------------------------------------------------------------------------------

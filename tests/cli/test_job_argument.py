@@ -19,7 +19,14 @@ from tests.cli.test_looking import record
 from tests.cli.test_status import STATUS
 
 RESTARTING = RestartStatus(
-    job="torch", round=1, step=1, step_seconds=1.0, silent_seconds=0.0, devices={}, out={}
+    job="torch",
+    round=1,
+    step=1,
+    step_seconds=1.0,
+    silent_seconds=0.0,
+    devices={},
+    out={},
+    sentence="no steps heard",
 )
 
 
@@ -90,7 +97,11 @@ def test_a_name_that_is_none_is_answered_with_those_there_are_running_ones_first
 
 def test_a_job_in_restart_mode_has_a_status_and_no_plans() -> None:
     with cluster(job("a", "done"), restarts=(RESTARTING,)) as options:
-        assert "job torch is in restart mode, which has no plans" in refused("why", "torch", *options)
+        assert "job torch is in restart mode, which has no plans" in refused("history", "torch", *options)
+        for command in (("why", "torch"), ("why",)):
+            assert call(*command, *options).stdout == f"now       {RESTARTING.sentence}\n"
+        told = json.loads(call("why", "torch", "--json", *options).stdout)
+        assert told == {"job": "torch", "reason": RESTARTING.sentence, "exception": None, "failure": ""}
         shown = call("status", "torch", *options).stdout
         assert "job torch  restart mode, round 1" in shown
         assert "job a" not in shown

@@ -231,7 +231,9 @@ def test_a_script_whose_body_raises_ends_with_its_traceback_and_a_last_checkpoin
     process = forkserver.start(Path(train.__file__), environment=environment, output=tmp_path / "log")
     assert process.wait(120) == 1, (tmp_path / "log").read_text()
     log = (tmp_path / "log").read_text()
-    assert f"ValueError: sample {samples} is bad" in log.splitlines()[-1]
+    raised, saved = log.splitlines()[-2:]
+    assert f"ValueError: sample {samples} is bad" in raised
+    assert saved == f"elasticd: 3 steps are saved in {tmp_path / 'c'}: the same command goes on from there"
     assert [item.step for item in scan(tmp_path / "c")] == [3], log
 
 

@@ -218,7 +218,8 @@ class Job(RankInfo):
 
     def _connect(self, optimizer: ScriptOptimizer | None) -> None:
         refuse_torch_groups()
-        if self._check and is_first_worker():
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # then it was compared before
+        if self._check and is_first_worker() and not restarted:
             job_spec(self._recipe, "tried", self._held_out)  # refuses a wrong batch before a step is tried
             check_modules(self._recipe)
         self._control, spec, longest = connect(self._recipe, self._held_out, optimizer)
@@ -497,7 +498,7 @@ class Job(RankInfo):
         why = f"the script left the loop after {step} of {self._total} steps"
         if engine is not None and self._saver is not None and not (engine.torn or self._ended):
             if self._control.alone:
-                self._loop.finish(engine, step)
+                self._loop.save_alone(engine)
             elif not self._loop.saved_by_all(engine):
                 log.warning(
                     "%s, without a checkpoint of them, since not every rank left it there: on one rank alone, "

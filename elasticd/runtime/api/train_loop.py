@@ -32,6 +32,7 @@ from elasticd.runtime.snapshot.snapshotter import Snapper
 from elasticd.runtime.switch.switcher import Switcher
 from elasticd.runtime.telemetry.emulation import Pacer
 from elasticd.runtime.telemetry.main_thread import during
+from elasticd.system.logs import say
 from elasticd.wire.main_thread import SAVING
 from elasticd.wire.worker import DrainNotice, Finished, Raised, Report
 
@@ -178,7 +179,7 @@ class Loop:
         if not word.holds:
             return
         if self.control.alone:
-            self.finish(engine, switcher.step)
+            self.save_alone(engine)
             return
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             # The frames keep the activations of the step, whose memory the move of the state needs.
@@ -288,6 +289,13 @@ class Loop:
                 saved = self.saver.finish(step, engine.gather, engine.layouts, engine.delivered_state)
         engine.settle()
         return saved
+
+    def save_alone(self, engine: Engine) -> None:
+        """Makes a checkpoint where this process trains alone, and says so."""
+        step = self.switcher.step
+        if self.finish(engine, step) and self.saver is not None and step > 0:
+            where = self.saver.options.path
+            say(f"{counted(step, 'step')} are saved in {where}: the same command goes on from there")
 
     def saved_by_all(self, engine: Engine) -> bool:
         """Whether all members have left their loops after the same step, and made a checkpoint of it."""
