@@ -1,6 +1,6 @@
 """A plain FSDP2 script with torch's distributed checkpoints: it knows nothing of elasticd.
 
-    elasticd run --job my-job --nnodes 1:4 --devices 8 examples/fsdp2.py --folder /shared/my-job
+elasticd run --job my-job --nnodes 1:4 --devices 8 examples/fsdp2.py --folder /shared/my-job
 """
 
 from __future__ import annotations

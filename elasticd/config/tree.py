@@ -113,6 +113,11 @@ class CoordinatorSection(Value, frozen=True, kw_only=True):
     keep_days: float = 7.0
     # [jobs] If more jobs than this are over, the oldest of them are forgotten earlier.
     keep_jobs: int = 1000
+    # [seconds] A job that has not begun is stopped if no torchrun or worker has come for this long.
+    assemble_seconds: float = 900.0
+    # [days] A job that recovers, and waits for devices or for a copy of its state, is stopped this long after
+    # its last step.
+    recover_days: float = 7.0
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
@@ -120,6 +125,11 @@ class CoordinatorSection(Value, frozen=True, kw_only=True):
             refuse(f"keep_days = {self.keep_days} must be days, as 7, or a part of one, as 0.5")
         if not 0 <= self.keep_jobs <= 10_000:
             refuse(f"keep_jobs = {self.keep_jobs} must be a number of jobs up to 10000, as 1000")
+        if not 1 <= self.assemble_seconds <= 30 * 86_400:
+            text = f"assemble_seconds = {self.assemble_seconds} must be seconds between 1 and 2592000 (30 days)"
+            refuse(f"{text}, as 900")
+        if not 0 < self.recover_days <= 365:
+            refuse(f"recover_days = {self.recover_days} must be days up to 365, as 7, or a part of one, as 0.5")
         if not self.host:
             refuse("host must be an address that the agents can reach, for example 127.0.0.1")
         if not 0 <= self.port < 65536:

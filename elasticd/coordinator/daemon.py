@@ -44,6 +44,7 @@ from elasticd.coordinator.store_writer import (
     restart_ends,
     stored,
 )
+from elasticd.coordinator.trusted_time import newest_of
 from elasticd.machines.coordinator.machine import takeover
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.records import LASTING, HistoryRecord, Keys, decode_at, numbered
@@ -213,7 +214,10 @@ class Coordinator:
                 raise election.refused(error, self._memory) from error
         known = (*term.jobs.items, *term.config.items, *term.journal.items)
         try:
-            jobs, restarted = stored(self.keys, term.jobs.items), ranks(self.keys, term.jobs.items)
+            pages = Pages(self.keys, term.journal.items)
+            kept = [*pages.restored()]
+            jobs = stored(self.keys, term.jobs.items, newest_of(kept))
+            restarted = ranks(self.keys, term.jobs.items)
             ended = restart_ends(self.keys, term.jobs.items)
             ledger = Ledger(self.keys, self._store.limits, known)
         except msgspec.DecodeError as error:
@@ -231,7 +235,7 @@ class Coordinator:
             failed=self._unwritable,
             wrote=leading.wrote,
         )
-        leading.keep(Pages(self.keys, term.journal.items))
+        leading.keep(pages, kept)
         leading.remember(restarted)
         leading.remember_rounds(in_restart_mode(self.keys, term.jobs.items), ended)
         changes = msgspec.structs.replace(changes, detect=self._settings.detect, policy=self._settings.policy)
@@ -374,6 +378,8 @@ def settings_of(config: Config) -> JobSettings:
         policy=config.policy,
         keep_seconds=config.coordinator.keep_days * 86_400,
         keep_jobs=config.coordinator.keep_jobs,
+        assemble_seconds=config.coordinator.assemble_seconds,
+        recover_seconds=config.coordinator.recover_days * 86_400,
         flops=config.planner.flops,
         inside=config.planner.inside.link,
         between=config.planner.between.link,

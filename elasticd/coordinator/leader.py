@@ -17,7 +17,7 @@ from elasticd.coordinator import status
 from elasticd.coordinator.api_types import CHAOS_OFF, ApiError, LeaderStatus, Settings, unknown
 from elasticd.coordinator.bootstrap_store import BootstrapRoom, BootstrapStore
 from elasticd.coordinator.connections import Connection, Connections
-from elasticd.coordinator.events.event_log import Journal
+from elasticd.coordinator.events.event_log import Journal, Lines
 from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, Paged, Pages
 from elasticd.coordinator.events.job_times import ClockReading
 from elasticd.coordinator.fair_queue import Turns
@@ -211,9 +211,9 @@ class Leading:
             self._end_due()
             spent = time.monotonic() - began
 
-    def keep(self, pages: Pages) -> None:
-        """The journal goes on from what an earlier leader kept, and is kept in its turn."""
-        for lines in pages.restored():
+    def keep(self, pages: Pages, kept: Iterable[Lines]) -> None:
+        """The journal goes on from what earlier leaders `kept`, and is kept in its turn."""
+        for lines in kept:
             self.journal.restore(lines)
         self.journal.forget(*self.journal.jobs - self.state.jobs.keys())
         self._pages = pages

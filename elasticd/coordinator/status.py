@@ -25,8 +25,8 @@ from elasticd.coordinator.events.training_speed import TrainingSpeed
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.coordinator.restart_jobs import RestartJob
 from elasticd.machines.job.faults.hangs import awaited
-from elasticd.machines.job.lifecycle import stop_request
-from elasticd.machines.job.state.job_state import LIVE, JobPhase, JobState, NodeState
+from elasticd.machines.job.lifecycle import phase_time, stop_request
+from elasticd.machines.job.state.job_state import LIVE, JobState, NodeState
 from elasticd.machines.job.state.last_checkpoint import newest
 
 
@@ -154,7 +154,7 @@ def job_status(
     return JobStatus(
         job=job.job,
         phase=job.phase.value,
-        reason=stop_request.awaited(job) or job.reason or _script_begins(job) or awaits or _left_out(job),
+        reason=stop_request.awaited(job) or job.reason or phase_time.missing(job) or awaits or _left_out(job),
         orderly=job.orderly,
         stopping=bool(job.stopping),
         checkpoint=_checkpoint(job, at),
@@ -189,15 +189,6 @@ def _checkpoint(job: JobState, at: float) -> CheckpointStatus | None:
 def _left_out(job: JobState) -> str:
     """Says that the newest steps change no weight."""
     return job.left_out.words if job.left_out is not None and job.phase in LIVE else ""
-
-
-def _script_begins(job: JobState) -> str:
-    """Says what a job waits for whose workers run, and have not all come to their Job."""
-    if job.phase is not JobPhase.ASSEMBLING or not job.joined:
-        return ""
-    there = len(job.workers)
-    have = f"{there} of {job.world_size} have" if there else "none has"
-    return f"its workers run, and {have} made an elasticd.Job so far"
 
 
 def member_list(job: JobState) -> tuple[MemberStatus, ...]:

@@ -33,6 +33,7 @@ from elasticd.coordinator.store_transactions import (
     operations,
     rank_put,
 )
+from elasticd.coordinator.trusted_time import ReadTimes
 from elasticd.machines.job.state.events import CoordinatorNote, Stored, Write
 from elasticd.records import (
     LEADER_KEYS,
@@ -311,16 +312,30 @@ def restart_ends(keys: Keys, items: Iterable[KeyValue]) -> dict[str, RestartEndR
     }
 
 
-def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:
-    """Every job in a snapshot of the jobs' prefix. Raises `msgspec.DecodeError` with the key of a record
-    that this program cannot read."""
+def stored(keys: Keys, items: Iterable[KeyValue], newest: float = 0.0) -> list[Stored]:
+    """Every job in a snapshot of the jobs' prefix; `newest` is the newest time (unix seconds) that leaders
+    wrote elsewhere, by which the ages of ends and wishes are checked. Raises `msgspec.DecodeError` with the key
+    of a record that this program cannot read."""
     jobs: dict[str, dict[str, KeyValue]] = {}
     shelf = Shelf(keys.jobs)
     for item in items:
         job, _, part = item.key.removeprefix(keys.jobs).partition("/")
         if not shelf.take(item.key, item.value) and not keys.note_unknown(item.key):
             jobs.setdefault(job, {})[part] = item
-    return [_stored(job, parts, shelf) for job, parts in sorted(jobs.items()) if _decided(parts)]
+    found = [_stored(job, parts, shelf) for job, parts in sorted(jobs.items()) if _decided(parts)]
+    written = [record.at for one in found for record in (one.done, one.stop) if record is not None]
+    times = ReadTimes.of(time.time(), (newest, *written))
+    return [_aged(one, times) for one in found]
+
+
+def _aged(job: Stored, times: ReadTimes) -> Stored:
+    """With the ages of its end and of a wish to stop it."""
+    done, stop = job.done, job.stop
+    return msgspec.structs.replace(
+        job,
+        stop_seconds=max(0.0, times.written - stop.at) if stop is not None and stop.at else 0.0,
+        over_seconds=max(0.0, times.trusted - done.at) if done is not None and done.at else 0.0,
+    )
 
 
 def _decided(parts: dict[str, KeyValue]) -> bool:
@@ -353,7 +368,5 @@ def _stored(job: str, found: dict[str, KeyValue], shelf: Shelf) -> Stored:
         checkpoints=read("checkpoints", CheckpointsRecord),
         profile=read("profile", ProfileRecord),
         stop=stop,
-        stop_seconds=max(0.0, time.time() - stop.at) if stop is not None and stop.at else 0.0,
         highest=max(history, default=0),
-        over_seconds=max(0.0, time.time() - done.at) if done is not None and done.at else 0.0,
     )

@@ -19,6 +19,11 @@ def readable_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 
+def readable_duration(seconds: float) -> str:
+    """A time that people wait: "45 s", "1800 s", "2.5 days"."""
+    return f"{seconds / 86_400:.1f} days" if seconds >= 86_400 else f"{seconds:.0f} s"
+
+
 def counted(number: int, noun: str) -> str:
     """A number with its noun: "1 step", "3 steps"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

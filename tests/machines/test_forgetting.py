@@ -195,7 +195,7 @@ def test_job_that_nobody_waits_for_any_more_before_it_began_is_forgotten() -> No
     world = World()
     world.join("alpha")
     world.settle()
-    world.tick(10_000)
+    world.tick(800)
     assert world.phase is JobPhase.GATHERING, "its torchrun waits for another node"
     world.leave("alpha")
     world.tick()

@@ -2,15 +2,19 @@
 
 A node whose agent ended without a word is unreachable, and stays so: its workers may well train on. So does one
 whose agent ended in good order while a job had workers there, until none has: agents are started again beside
-jobs that train. Whoever comes back says hello, and is known again.
+jobs that train. A node that has been away for a day, and that no job needs, is gone for good: instances of a
+cloud and nodes of Slurm come and go under ever new names. Whoever comes back says hello, and is known again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+
+from elasticd_planner.readable import readable_duration
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.state.events import CoordinatorNote
-from elasticd.machines.job.state.job_state import OVER, JobState, NodeState
+from elasticd.machines.job.state.job_state import OVER, JobSettings, JobState, NodeState
 
 
 def users(jobs: Mapping[str, JobState], node: str) -> list[str]:
@@ -23,13 +27,41 @@ def users(jobs: Mapping[str, JobState], node: str) -> list[str]:
     ]
 
 
-def gone(nodes: Mapping[str, NodeState], jobs: Mapping[str, JobState]) -> list[str]:
-    """The nodes whose agents have left, and that no job has workers on."""
-    left = [name for name, node in nodes.items() if node.left and not node.connected]
-    return [name for name in left if not users(jobs, name)]
+def needed(jobs: Mapping[str, JobState], nodes: Collection[str]) -> set[str]:
+    """Those of `nodes` that jobs which are not over need: workers are there, a plan names devices of them, or
+    their agents keep snapshots."""
+    found: set[str] = set()
+    for job in jobs.values():
+        if job.phase in OVER:
+            continue
+        found |= {worker.node for worker in job.workers.values() if not worker.left}
+        found |= {node_of(device) for device in job.unmet}
+        found |= {node_of(device) for plan in job.candidates for device in (*plan.members, *plan.idle)}
+        found |= {node for node, sets in job.snapshots.kept.items() if sets}
+    return found & {*nodes}
 
 
-def note(node: str, by: str = "") -> CoordinatorNote:
-    """The words for a node that is shown no more; by: the user who had it forgotten."""
-    how = f"{by} had it forgotten" if by else "its agent ended in good order"
-    return CoordinatorNote(kind="node_left", text=f"node {node} has left: {how}", data={"node": node})
+def gone(
+    nodes: Mapping[str, NodeState], jobs: Mapping[str, JobState], settings: JobSettings, now: float
+) -> dict[str, str]:
+    """The nodes that are known no more, and why: their agents ended in good order and no job has workers there,
+    or they have been away for too long and no job needs them, the longest first where too many are."""
+    away = {name: node for name, node in nodes.items() if not node.connected}
+    ended = "its agent ended in good order"
+    found = {name: ended for name, node in away.items() if node.left and not users(jobs, name)}
+    oldest = sorted((node.since, name) for name, node in away.items() if name not in found)
+    many = len(oldest) - settings.keep_nodes
+    late = {
+        name: f"it was away for {readable_duration(now - since)}"
+        for at, (since, name) in enumerate(oldest)
+        if now - since >= settings.node_away_seconds or at < many
+    }
+    if late:
+        kept = needed(jobs, late)
+        found.update((name, why) for name, why in late.items() if name not in kept)
+    return found
+
+
+def note(node: str, why: str) -> CoordinatorNote:
+    """The words for a node that is shown no more."""
+    return CoordinatorNote(kind="node_left", text=f"node {node} has left: {why}", data={"node": node})

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
+from elasticd_planner.readable import readable_duration
 from elasticd_planner.value import Value
 
 from elasticd.machines.job.state.events import CoordinatorNote, Effect, EventKind, ForgetAsked, Write
@@ -51,7 +52,7 @@ def due(
     gone = [job for job in old if not living(job, nodes)][:AT_ONCE]
     if not gone and not left:
         return None
-    ended = {job.job: f"forgotten: it was over for {_lasting(now - job.since)}" for job in gone}
+    ended = {job.job: f"forgotten: it was over for {readable_duration(now - job.since)}" for job in gone}
     return _without(jobs, {**ended, **unbegun})
 
 
@@ -128,11 +129,8 @@ def _reached(job: JobState) -> dict[str, int]:
 
 
 def _never_began(seconds: float) -> str:
-    return f"forgotten: it was started again, and no torchrun has waited for it for {_lasting(seconds)}"
-
-
-def _lasting(seconds: float) -> str:
-    return f"{seconds / 86_400:.1f} days" if seconds >= 86_400 else f"{seconds:.0f} s"
+    waited = readable_duration(seconds)
+    return f"forgotten: it was started again, and no torchrun has waited for it for {waited}"
 
 
 def arrived(job: JobState, node: str) -> JobState:

@@ -7,7 +7,7 @@ writes carry the leader's key, so that a leader that was replaced changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from elasticd_planner.spec.cluster import node_of
@@ -106,12 +106,12 @@ def step(state: CoordinatorState, event: Event, now: float) -> Result:
         return _without(state, finished_jobs.asked(state.jobs, state.nodes, event))
     if isinstance(event, ForgetNodeAsked):
         away = event.node in state.nodes and not state.nodes[event.node].connected
-        return _without_nodes(state, [event.node] if away else [], event.by)
+        return _without_nodes(state, {event.node: f"{event.by} had it forgotten"} if away else {})
     state, told = _links(state, now)
     live = tuple(name for name, job in state.jobs.items() if job.phase not in OVER)
     state, effects = _jobs(state, event, now, live if isinstance(event, CoordinatorTick) else tuple(state.jobs))
     state, gone = _without(state, finished_jobs.due(state.jobs, state.nodes, state.settings, now))
-    state, left = _without_nodes(state, absent_nodes.gone(state.nodes, state.jobs))
+    state, left = _without_nodes(state, absent_nodes.gone(state.nodes, state.jobs, state.settings, now))
     return state, (*told, *effects, *gone, *left)
 
 
@@ -121,14 +121,14 @@ def _without(state: CoordinatorState, forgotten: finished_jobs.Forgotten | None)
     return msgspec.structs.replace(state, jobs=forgotten.jobs), forgotten.effects
 
 
-def _without_nodes(state: CoordinatorState, names: Collection[str], by: str = "") -> Result:
-    """Nodes that are away are known no more, with what was measured of their links."""
+def _without_nodes(state: CoordinatorState, names: Mapping[str, str]) -> Result:
+    """Nodes that are away are known no more, with what was measured of their links. names: why, by node."""
     if not names:
         return state, ()
     nodes = {name: node for name, node in state.nodes.items() if name not in names}
     links = node_links.without(state.links, names)
     state = msgspec.structs.replace(state, nodes=nodes, links=links)
-    return state, tuple(absent_nodes.note(name, by) for name in names)
+    return state, tuple(absent_nodes.note(name, why) for name, why in names.items())
 
 
 def _links(state: CoordinatorState, now: float) -> Result:
@@ -190,8 +190,9 @@ def _agent_down(state: CoordinatorState, event: AgentDown, now: float) -> Result
     text = f"node {event.node} cannot be reached; its workers may well train on"
     note = CoordinatorNote(kind="node_down", text=text, data={"node": event.node})
     state, effects = _jobs(state, event, now, tuple(state.jobs))
-    if gone := [name for name in absent_nodes.gone(state.nodes, state.jobs) if name == event.node]:
-        state, left = _without_nodes(state, gone)
+    gone = absent_nodes.gone(state.nodes, state.jobs, state.settings, now)
+    if event.node in gone:
+        state, left = _without_nodes(state, {event.node: gone[event.node]})
         return state, (*left, *effects)
     return state, (note, *effects)
 

@@ -6,13 +6,13 @@ moves are judged apart: they go over other connections, and a byte does not cost
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Literal
 
 import msgspec
 from elasticd_planner.detection.links import LinkState, Transfer, observe_links
 from elasticd_planner.detection.settings import DetectSettings
-from elasticd_planner.detection.stragglers import Change
+from elasticd_planner.detection.stragglers import Change, forget
 from elasticd_planner.spec.cluster import Link, node_of
 from elasticd_planner.value import Value
 
@@ -53,9 +53,25 @@ class Links(Value, frozen=True, kw_only=True):
 
 
 def without(links: Links, nodes: Collection[str]) -> Links:
-    """Without the last probes of links to these nodes, which have left."""
-    probes = {name: probe for name, probe in links.probes.items() if not {*name.split(" - ")} & {*nodes}}
-    return msgspec.structs.replace(links, probes=probes)
+    """Without what is known of links to these nodes, which have left."""
+    away = frozenset(nodes)
+
+    def stays(link: str) -> bool:
+        return away.isdisjoint(link.split(" - "))
+
+    probes = {name: probe for name, probe in links.probes.items() if stays(name)}
+    gathered = tuple((kind, one) for kind, one in links.gathered if stays(one.name))
+    judged = {kind: _of_links(state, stays) for kind, state in links.judged.items()}
+    return msgspec.structs.replace(links, probes=probes, gathered=gathered, judged=judged)
+
+
+def _of_links(state: LinkState, stays: Callable[[str], bool]) -> LinkState:
+    """What detection knows of the links that stay."""
+    rates = state.rates
+    for name in (name for name in [*rates.devices] if not stays(name)):
+        rates = forget(rates, name)
+    first = {name: seconds for name, seconds in state.first.items() if stays(name)}
+    return msgspec.structs.replace(state, rates=rates, first=first)
 
 
 def crossed(links: Links, source: str, probe: Crossed, nodes: Collection[str], now: float) -> Links:

@@ -32,6 +32,8 @@ def join(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     if wrong := _disagreement(turn, _place(node, body), body):
         turn.send(node, up.client, Rejected(reason=wrong))
     elif not failed_to_start(turn, _place(node, body), body.failure, node, up):
+        if _place(node, body) not in turn.job.joiners:
+            turn.set(arrived=turn.now)
         _remember(turn, node, up, body)
         turn.set(fresh=turn.job.fresh or body.fresh)
 
@@ -441,7 +443,7 @@ def assemble(turn: Turn) -> None:
     if not job.world_size or len(job.workers) < job.world_size:
         return
     if not any(worker.orphan for worker in job.workers.values()):
-        turn.enter(JobPhase.PLANNING)
+        turn.enter(JobPhase.PLANNING, reason="")
 
 
 def _unwelcome(turn: Turn, up: FromClient, body: Hello) -> str:

@@ -24,7 +24,7 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd.machines.job import assembly, lost_workers, recovery, replan, switch
 from elasticd.machines.job.copies import checkpoints, snapshots
 from elasticd.machines.job.faults import hangs, network_partition, user_exceptions
-from elasticd.machines.job.lifecycle import drain, job_end, stop_request
+from elasticd.machines.job.lifecycle import drain, job_end, phase_time, stop_request
 from elasticd.machines.job.lifecycle.fence import FALLIBLE
 from elasticd.machines.job.measurements import all_reduce_probes, idle_probes
 from elasticd.machines.job.state.events import (
@@ -249,6 +249,7 @@ DUE: tuple[tuple[Handler, Collection[JobPhase], bool], ...] = (
     (checkpoints.due, LIVE, False),
     (replan.request, ASKING, False),
     (recovery.recover, RECOVERING, True),
+    (phase_time.due, GATHERING | ASSEMBLING | ABORTING | RECOVERING, False),
 )
 
 

@@ -101,10 +101,15 @@ ASKING = frozenset({JobPhase.PLANNING, JobPhase.RUNNING, JobPhase.RECOVERING})
 class JobSettings(Value, frozen=True, kw_only=True):
     """Settings of the jobs' machine.
 
-    Detection, policy, how long jobs that are over are kept, and speeds until they are measured come from the
-    leader's configuration. The other times are constants, which tests and the simulator change."""
+    Detection, policy, how long jobs wait, how long those that are over are kept, and speeds until they are
+    measured come from the leader's configuration. The other times are constants, which tests and the simulator
+    change."""
 
     gather_seconds: float = 1.0  # from enough nodes to the start, for more to come
+    #: for torchruns and workers that a job waits for before it begins, since the last one came
+    assemble_seconds: float = 900.0
+    recover_seconds: float = 7 * 86_400.0  # for a job that recovers, since its last step
+    event_seconds: float = 60.0  # from the begin of a wait to the event that names who is missing
     prepare_seconds: float = 30.0  # for members to prepare a proposal
     reconnect_seconds: float = 3.0  # for agents to return to a new leader, or after a broken connection
     #: from an abort to the next proposal; doubled for each further one from the same basis that is given up as
@@ -128,6 +133,8 @@ class JobSettings(Value, frozen=True, kw_only=True):
     fit_steps: int = STEPS  # measured steps that a profile is fitted from
     keep_seconds: float = 7 * 86_400.0  # until a job that is over is forgotten
     keep_jobs: int = 1000  # jobs that are over and not forgotten; with more, the oldest are
+    node_away_seconds: float = 86_400.0  # until a node that is away, and that no job needs, is forgotten
+    keep_nodes: int = 1000  # nodes that are away and not forgotten; with more, the longest away are
     #: detection of stragglers and of changes in the data
     detect: DetectSettings = msgspec.field(default_factory=DetectSettings)
     #: when a better plan is worth a switch
@@ -140,7 +147,7 @@ class JobSettings(Value, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         times = [getattr(self, name) for name in self.__struct_fields__ if name.endswith("_seconds")]
-        if min(*times, self.keep_jobs) < 0 or self.fit_steps < STEPS:
+        if min(*times, self.keep_jobs, self.keep_nodes) < 0 or self.fit_steps < STEPS:
             refuse(f"coordinator: times must not be negative and fit_steps at least {STEPS}, not {self}")
 
     def usable(self, memory: int) -> int:
@@ -382,7 +389,7 @@ class JobState(Value, frozen=True, kw_only=True):
     unpublished: tuple[Saved, ...] = ()  # checkpoints of a plan that is not recorded yet
     republish: bool = False  # the list of checkpoints is to be written again
     published_at: float = -math.inf  # when that list was last written
-    arrived: float = -math.inf  # when a worker last came
+    arrived: float = -math.inf  # when a worker last came, or a torchrun that the job waits for
     patient_until: float = 0.0  # until then a new leader takes nothing for lost that it has not heard of
     #: incarnations by device that a leader before this one bound, and that this one has not heard of: they may
     #: live, and hold copies

@@ -1,0 +1,42 @@
+"""The wall clock of a new leader, as far as it can be trusted: a machine's clock may be days ahead before NTP.
+
+The age of a record is the wall time less the time in the record. A leader whose clock is eight days ahead would
+take a job that ended a minute ago for one of a week ago, and delete it. It would take a user's wish to stop a
+job, which leaves ten minutes for a last checkpoint, for one whose time is up. So a wish ages by the times that
+leaders wrote alone. What is deleted by age has an age of at most a `JUMP` beyond these. Where no leader led for
+longer than that, records are kept for longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elasticd_planner.value import Value
+
+from elasticd.coordinator.events.event_log import Lines
+
+#: Seconds that may have passed since the newest time that a leader wrote.
+JUMP = 86_400.0
+
+
+class ReadTimes(Value, frozen=True, kw_only=True):
+    """The times (unix seconds) by which a new leader reckons the ages of what it reads."""
+
+    written: float  # the newest that leaders wrote, no later than this machine's clock says
+    trusted: float  # this machine's clock, a `JUMP` beyond `written` at most
+
+    @classmethod
+    def of(cls, wall: float, written: Iterable[float]) -> ReadTimes:
+        """By this machine's clock, `wall`, and the times that leaders wrote, 0 for none (unix seconds)."""
+        newest = max((time for time in written if time > 0), default=wall)
+        return cls(written=min(wall, newest), trusted=min(wall, newest + JUMP))
+
+
+def newest_of(pages: Iterable[Lines]) -> float:
+    """The newest time in the journal, in unix seconds; 0 where it is empty."""
+    newest = 0.0
+    for lines in pages:
+        times = [event.time for event in lines.events]
+        times += [step.time for steps in lines.steps.values() for step in steps]
+        newest = max(newest, *times) if times else newest
+    return newest
