@@ -9,7 +9,7 @@ import pytest
 
 from elasticd.coordinator import leader as module
 from elasticd.coordinator.connections import Connection
-from elasticd.coordinator.leader import Leading
+from elasticd.coordinator.leader import LOOK_SECONDS, Leading
 from elasticd.machines.coordinator.finished_jobs import EMPTY_SECONDS
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import CoordinatorNote, CoordinatorTick
@@ -87,7 +87,7 @@ def test_the_store_of_a_job_that_never_began_goes_with_it() -> None:
     led.says(alpha, "left", Leave(job="left"))
     led.tick(EMPTY_SECONDS / 2)
     assert led.leading._room.used == 2002
-    led.tick(EMPTY_SECONDS)
-    led.tick(EMPTY_SECONDS)
+    led.tick(EMPTY_SECONDS / 2)
+    led.tick(LOOK_SECONDS)
     assert "left" not in led.leading.state.jobs
     assert led.leading._room.used == 1001
