@@ -27,6 +27,7 @@ from elasticd.coordinator.api_types import ClusterStatus, LeaderStatus
 from elasticd.coordinator.auth import Access
 from elasticd.coordinator.election import CannotLead, Deposed, Term
 from elasticd.coordinator.events.event_pages import Pages
+from elasticd.coordinator.events.trusted_time import newest_of
 from elasticd.coordinator.garbage_collector import collecting
 from elasticd.coordinator.http.app import application
 from elasticd.coordinator.http.response_encoder import Viewers
@@ -44,7 +45,6 @@ from elasticd.coordinator.store_writer import (
     restart_ends,
     stored,
 )
-from elasticd.coordinator.trusted_time import newest_of
 from elasticd.machines.coordinator.machine import takeover
 from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.records import LASTING, HistoryRecord, Keys, decode_at, numbered

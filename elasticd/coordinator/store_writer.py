@@ -21,6 +21,7 @@ import msgspec
 from elasticd_planner.value import StoredValue
 
 from elasticd.codec.record_parts import Shelf
+from elasticd.coordinator.events.trusted_time import ReadTimes
 from elasticd.coordinator.store_transactions import (
     MOST_TOGETHER,
     Asked,
@@ -33,7 +34,6 @@ from elasticd.coordinator.store_transactions import (
     operations,
     rank_put,
 )
-from elasticd.coordinator.trusted_time import ReadTimes
 from elasticd.machines.job.state.events import CoordinatorNote, Stored, Write
 from elasticd.records import (
     LEADER_KEYS,

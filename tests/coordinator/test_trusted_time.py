@@ -8,8 +8,8 @@ import pytest
 
 from elasticd.coordinator.events.event_log import EventRecord, Lines
 from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.coordinator.events.trusted_time import JUMP, newest_of
 from elasticd.coordinator.store_writer import stored
-from elasticd.coordinator.trusted_time import JUMP, newest_of
 from elasticd.machines.coordinator import machine
 from elasticd.machines.job.state.events import CoordinatorTick
 from elasticd.machines.job.state.job_state import JobSettings
