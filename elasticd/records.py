@@ -265,6 +265,8 @@ class Recovery(Value, frozen=True, kw_only=True):
     stale: tuple[str, ...] = ()
     #: by member of `old`: the source that reads the snapshot of its share at `step` from its own agent
     snapshots: dict[str, str] = msgspec.field(default_factory=dict)
+    #: index of the last step whose update is to be left out, with those before it (-1: of none)
+    leave_out: int = -1
 
 
 class Thrown(Value, frozen=True, kw_only=True):
@@ -287,6 +289,8 @@ class Fence(StoredValue, frozen=True, kw_only=True, tag="fence"):
     reason: str  # what happened, for people
     #: last exceptions of the script's own code: a new leader is to know that a step was tried before
     thrown: tuple[Thrown, ...] = ()
+    #: the members want an older state, and to leave out the updates from there up to this step's (-1: not)
+    back: int = -1
     version: int = RECORD_VERSION
 
 

@@ -141,11 +141,13 @@ class InDoubt(Message, frozen=True, kw_only=True, tag="in-doubt"):
 
 
 class PeersLost(Message, frozen=True, kw_only=True, tag="peers-lost"):
-    """A collective of the plan in force failed: this rank stands still."""
+    """This rank stands still, because a collective of the plan in force failed, or because its members want to
+    go on from an older state."""
 
     step: int  # updates so far
-    reason: str  # the collective's error
+    reason: str  # the collective's error, or why an older state is wanted
     plan: int = 0  # number of that plan (0: of a release that does not say)
+    back: int = -1  # index of the last step whose update is to be left out then (-1: the state here will do)
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True):

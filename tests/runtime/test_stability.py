@@ -57,6 +57,52 @@ def test_what_is_usual_follows_the_norms() -> None:
     assert all(see(seen, *(vote(step, 1.02**step) for step in range(300))))
 
 
+def test_who_goes_back_leaves_out_the_updates_up_to_the_harmful_one_and_asks_once() -> None:
+    seen = guard(action="roll back")
+    see(seen, *(vote(step) for step in range(8)))
+    older = seen.state_dict()
+    see(seen, vote(8), vote(9), vote(10, None, lost=None))
+    assert seen.back_reason == "step 10 would have harmed the weights: its loss is not finite"
+    assert seen.stop_reason == ""
+    back = guard(action="roll back")
+    back.load_state_dict(older)
+    back.leave_out(10)
+    assert see(back, vote(8), vote(9), vote(10, None, lost=None)) == [False] * 3
+    assert (back.back_reason, back.told, back.left_out, back.first) == ("", 0, 3, 8)
+    assert back.why == "it is left out, since the job went back from step 10"
+    again = guard(action="roll back")
+    again.load_state_dict(back.state_dict())
+    assert see(again, vote(11), vote(12, None, lost=None)) == [True, False]
+    assert again.back_reason.startswith("step 12 would have harmed")
+
+
+def test_who_finds_nothing_to_go_back_to_goes_on_and_asks_no_more() -> None:
+    seen = guard(action="roll back")
+    see(seen, vote(0), vote(1, None, lost=None))
+    seen.leave_out(1)
+    assert seen.back_reason == ""
+    assert see(seen, vote(2)) == [True]
+
+
+@pytest.mark.parametrize(
+    ("every", "stop_after", "why"),
+    [
+        (None, 100, "goes back to snapshots: CheckpointingOptions"),
+        (100, 100, "stop_after is 100, and a job that goes back may leave 100 updates out"),
+        (100, 101, ""),
+        (100, None, ""),
+    ],
+)
+def test_a_job_that_could_not_go_back_is_refused(every: int | None, stop_after: int | None, why: str) -> None:
+    StabilityOptions(stop_after=1).check(None)
+    options = StabilityOptions(action="roll back", stop_after=stop_after)
+    if not why:
+        options.check(every)
+        return
+    with pytest.raises(ValueError, match=why):
+        options.check(every)
+
+
 @pytest.mark.parametrize(
     ("bad", "why", "limit"),
     [
@@ -110,7 +156,7 @@ def test_a_guard_goes_on_from_its_state_and_one_that_stopped_counts_anew() -> No
     [
         ({"spike": 0.5}, "spike is 0.5; it must be above 1"),
         ({"spike": math.nan}, "spike is nan; it must be above 1"),
-        ({"action": "explode"}, "action is 'explode'; it must be one of 'skip', 'stop'"),
+        ({"action": "explode"}, "action is 'explode'; it must be one of 'skip', 'roll back', 'stop'"),
         ({"stop_after": 0}, "stop_after is 0; it must be at least 1, or None"),
     ],
 )

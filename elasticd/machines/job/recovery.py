@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import msgspec
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job import replan
@@ -37,13 +38,16 @@ _NOBODY_ELSE = "they are waited for, as nobody else holds"
 
 
 def peers_lost(turn: Turn, worker: Worker, body: PeersLost) -> None:
-    """A member lost the others: most likely one of them died, and the word of it is on its way. Of who is no
+    """A member lost the others: most likely one of them died, and the word of it is on its way. Or all want an
+    older state. Of who is no
     member, or lost those of another plan, the job lacks nothing: such words are said again to a new leader."""
     job = turn.job
     if worker.peers_lost_at is not None:
         return
     if job.is_member(worker.device, worker.incarnation) and body.plan in (0, job.number):
         turn.worker(worker, peers_lost_at=turn.now)
+        if body.back >= 0 and job.fence is None:
+            fault(turn, {}, body.reason, back=body.back)
 
 
 def froze(turn: Turn, node: str, message: Frozen) -> None:
@@ -178,6 +182,8 @@ def recover(turn: Turn) -> None:
     if divided(turn, owners, lambda nodes: isinstance(survey(turn, nodes), Source)):
         return
     source = survey(turn)
+    if job.fence.back >= 0 and isinstance(older_one := older(turn, survivors=True), Source):
+        source = older_one
     if job.failing:
         _once_more(turn, source)
     elif isinstance(source, str):
@@ -190,6 +196,8 @@ def _go_on(turn: Turn, source: Source) -> None:
     job = turn.job
     assert job.fence is not None
     if job.remedy is not None:
+        recovery = msgspec.structs.replace(source.recovery, leave_out=job.fence.back)
+        source = msgspec.structs.replace(source, recovery=recovery)
         propose(turn, job.remedy.plan, job.remedy.problem, job.fence.reason, source)
 
 

@@ -96,6 +96,9 @@ class Loop:
                 switcher.begin_drain()
             yield from self.missed()
             made, done, saved = switcher.step, None, True
+            if made < total and not self.control.alone and (why := engine.guard.back_reason):
+                switcher.go_back(why)
+                continue
             if made < total and (why := engine.guard.stop_reason):
                 try:
                     raise self.no_progress(engine, made, why)
@@ -251,7 +254,9 @@ class Loop:
         if saver is not None:
             saver.voted(step + 1, done.outcome.saving, engine.layouts, engine.delivered_state)
         if snapper is not None:
-            snapper.voted(step + 1, done.outcome.snapshot, engine.layouts, engine.delivered_state)
+            goes_back = bool(engine.guard.back_reason)  # to a snapshot of before this step
+            ready = [each and not goes_back for each in done.outcome.snapshot]
+            snapper.voted(step + 1, ready, engine.layouts, engine.delivered_state)
         return done
 
     def unreadable(self, engine: Engine, step: int, error: SampleError) -> JobStopped:
@@ -311,7 +316,7 @@ class Loop:
 
     def _report(self, engine: Engine, done: StepDone) -> None:
         first, guard, vote = engine.rank == 0, engine.guard, done.outcome.vote
-        if first and guard.left_out == guard.limit:
+        if first and guard.told == guard.limit:
             log.warning(
                 "the last %d steps changed no weight: of step %d, %s. Look at the samples and the learning "
                 "rate; float16 needs a loss that is scaled, ParallelismOptions(precision='fp16')",

@@ -158,6 +158,7 @@ class Engine:
     lent: SetAside | None  #: its state, a part of which lies in host memory until `back`; None: nothing does
     guard: StabilityGuard  #: leaves updates out
     torn: bool  #: an update began and did not end: the state here is of no step
+    leave_out: int  #: index of the last step whose update is left out, since the job went back; -1: of none
     after_recovery: bool  #: its members may be at different places between two steps, see `between_steps`
 
     def __init__(self, recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, pace: Pace) -> None:
@@ -199,6 +200,7 @@ class Engine:
         self.after_recovery = self.torn = self.stale = self.spent = self._met = False
         self._batches = BatchesAhead(recipe.feed, self.plan, self.linear, recipe.planning)
         self.reduced = self.last = self.lent = None
+        self.leave_out = -1
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         self.slices = None
         self.runner = None
@@ -277,6 +279,7 @@ class Engine:
             self.scaler.load_state_dict(from_text(text))
         if (text := self._carried.pop(STABILITY, None)) is not None:
             self.guard.load_state_dict(from_text(text))
+        self.guard.leave_out(self.leave_out)
 
     def state(self) -> LocalState:
         """The state of this device, by reference: values, its part of the optimizer's state, settings.

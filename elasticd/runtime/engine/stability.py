@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from elasticd.records import Vote
 
-Action = Literal["skip", "stop"]
+Action = Literal["skip", "roll back", "stop"]
 
 #: Updates left out in a row until people are told; of a gradient that overflowed more, since a loss scale that
 #: begins too large explains those for a while.
@@ -38,8 +38,9 @@ class StabilityOptions:
     #: A gradient of a norm above this many times the mean of the last norms is a spike, and its update is left
     #: out, too. None: none is.
     spike: float | None = None
-    #: "skip": the next step is made. "stop": the job saves the state before the step, and stops; an overflow
-    #: that a loss scale halves itself for does not count.
+    #: "skip": the next step is made. "roll back": the job goes back to its newest snapshot, or to a checkpoint
+    #: that is newer, and leaves out the updates from there up to that of the step. "stop": the job saves the
+    #: state before the step, and stops. The last two not for an overflow that a loss scale halves itself for.
     action: Action = "skip"
     #: Updates left out in a row after which the job saves its state and stops. None: it never does.
     stop_after: int | None = 100
@@ -52,6 +53,24 @@ class StabilityOptions:
             raise ValueError(f"stability: action is {self.action!r}; it must be one of {known}")
         if self.stop_after is not None and self.stop_after < 1:
             raise ValueError(f"stability: stop_after is {self.stop_after!r}; it must be at least 1, or None")
+
+    def check(self, every: int | None) -> None:
+        """Raises ValueError where a job could not go back, or would stop for going back.
+
+        Args:
+            every: steps from one snapshot, or checkpoint, to the next; None: there are none.
+        """
+        if self.action != "roll back":
+            return
+        if every is None:
+            raise ValueError(
+                "stability: action 'roll back' goes back to snapshots: CheckpointingOptions(snapshot_every=10)"
+            )
+        if self.stop_after is not None and self.stop_after <= every:
+            raise ValueError(
+                f"stability: stop_after is {self.stop_after}, and a job that goes back may leave {every} "
+                "updates out: give a larger one, or make snapshots more often"
+            )
 
 
 class StabilityGuard:
@@ -68,11 +87,19 @@ class StabilityGuard:
         self.first = -1  # index of the first of them
         self.why = ""  # of the last of them
         self._harmful = False  # that one would have harmed the weights
+        self._through = -1  # index of the last step whose update is left out since the job went back
         self._mean, self._updates = 0.0, 0  # of the norms of updates that were made; how many were
 
     def judged(self, vote: Vote) -> Vote:
-        """The vote, without its update if that is a spike."""
-        return replace(vote, apply=False) if vote.apply and self._is_spike(vote) else vote
+        """The vote, without its update if that is a spike, or is left out since the job went back."""
+        left_out = vote.step <= self._through or self._is_spike(vote)
+        return replace(vote, apply=False) if vote.apply and left_out else vote
+
+    def leave_out(self, through: int) -> None:
+        """Has the updates of all steps up to this index left out: the job went back from it, or could not."""
+        self._through = max(self._through, through)
+        if self.left_out and self.first + self.left_out - 1 <= self._through:
+            self._harmful = False
 
     def after(self, vote: Vote) -> None:
         """Counts a step once its update is made or left out."""
@@ -87,17 +114,25 @@ class StabilityGuard:
         self.left_out += 1
         self.why = self._why(vote)
         overflow = self.why == _OVERFLOWED and self._scaled
-        self._harmful = bool(vote.count) and not overflow
+        self._harmful = bool(vote.count) and not overflow and vote.step > self._through
 
     @property
     def told(self) -> int:
         """`left_out`, once they are so many that people are told; else 0."""
-        return self.left_out if self.left_out >= self.limit else 0
+        went_back = self.left_out and self.first + self.left_out - 1 <= self._through
+        return self.left_out if self.left_out >= self.limit and not went_back else 0
 
     @property
     def limit(self) -> int:
         """Updates left out in a row at which people are told."""
         return TOLD_OVERFLOWS if self.why == _OVERFLOWED else TOLD
+
+    @property
+    def back_reason(self) -> str:
+        """Why the job is to go back before its next step; empty: it goes on."""
+        if self._options.action != "roll back" or not (self.left_out and self._harmful):
+            return ""
+        return f"step {self.first + self.left_out - 1} would have harmed the weights: {self.why}"
 
     @property
     def stop_reason(self) -> str:
@@ -121,6 +156,7 @@ class StabilityGuard:
             "harmful": self._harmful,
             "mean": self._mean,
             "updates": self._updates,
+            "through": self._through,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -128,6 +164,7 @@ class StabilityGuard:
         self._mean, self._updates = float(state["mean"]), int(state["updates"])
         self.left_out, self.first, self.why = int(state["left_out"]), int(state["first"]), str(state["why"])
         self._harmful = bool(state["harmful"])
+        self._through = int(state.get("through", -1))
         if self.stop_reason:
             self.left_out, self.first, self.why, self._harmful = 0, -1, "", False
 
@@ -137,6 +174,8 @@ class StabilityGuard:
         return usual and vote.norm > limit * self._mean  # type: ignore[operator]
 
     def _why(self, vote: Vote) -> str:
+        if vote.step <= self._through:
+            return f"it is left out, since the job went back from step {self._through}"
         if not vote.count:
             return "it has no target, since all labels are -100"
         if vote.loss is None:

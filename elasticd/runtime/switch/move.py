@@ -108,6 +108,7 @@ def prepare(
     if device in plan.members:
         engine = Engine(recipe, layouts, plan_groups_of("groups"), pace)
         engine.after_recovery = recovery is not None
+        engine.leave_out = recovery.leave_out if recovery is not None else -1
         if recipe.parallelism.compile:
             _compile(recipe, plan, engine, training)
     snapshot = None

@@ -239,9 +239,28 @@ class Switcher:
             self._lose_peers(str(error))
         self._rest()
 
-    def _lose_peers(self, reason: str) -> None:
+    def go_back(self, reason: str) -> None:
+        """Has the job go on from an older state, and leave out the updates from there up to that of the last
+        step. All members call it after the same step. Returns once a recovery swapped, or this rank stands by.
+
+        Where there is no older state, the job goes on from the one here.
+
+        Raises:
+            JobOver: The job is over.
+            DeviceLost: the device does not come to rest.
+        """
         assert self.engine is not None
-        self._feed(PeersLost(step=self.step, reason=reason, plan=self.engine.plan.number))
+        self.engine.rest()
+        with self._lock:
+            if self._over is not None:
+                raise JobOver(self._over)
+            log.warning("%s: waiting for the coordinator", reason)
+            self._lose_peers(reason, self.step - 1)
+        self._rest()
+
+    def _lose_peers(self, reason: str, back: int = -1) -> None:
+        assert self.engine is not None
+        self._feed(PeersLost(step=self.step, reason=reason, plan=self.engine.plan.number, back=back))
 
     @property
     def draining(self) -> bool:

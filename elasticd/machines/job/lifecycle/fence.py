@@ -22,16 +22,22 @@ FALLIBLE = frozenset({JobPhase.PROPOSED, JobPhase.ABORTING, JobPhase.RUNNING, Jo
 MOST_STORED = 2
 
 
-def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
+def fault(turn: Turn, gone: Mapping[str, str], why: str, *, back: int = -1) -> None:
     """Fences `gone` (device to incarnation) off, and every number that is under way. A job that was to end
-    with a last checkpoint ends without it."""
+    with a last checkpoint ends without it. back: as `Fence.back`; that of a fence which stands stays."""
     job = turn.job
+    back = max(back, job.fence.back if job.fence is not None else -1)
     if job.failing:
         stop(turn, f"{job.failing}; no last checkpoint could be made: {why}")
         return
     number, why = job.highest + 1, shortened(why, MOST_REASON)
     fence = Fence(
-        number=number, epoch=turn.epoch, gone={**job.gone, **gone}, reason=why, thrown=job.thrown[-MOST_STORED:]
+        number=number,
+        epoch=turn.epoch,
+        gone={**job.gone, **gone},
+        reason=why,
+        thrown=job.thrown[-MOST_STORED:],
+        back=back,
     )
     proposal = job.proposal
     records: list[Fence | Proposal] = [fence]
