@@ -100,7 +100,7 @@ def suspect(turn: Turn) -> None:
         tell(turn)
     elif turn.now - since >= turn.settings.peers_lost_seconds:
         who = ", ".join(device for device, w in job.workers.items() if w.peers_lost_at is not None)
-        regroup(turn, f"{who} lost the other members, of whom none is known to have died", at_once=True)
+        regroup(turn, f"{who} lost the other members, and none of them is known to have died", at_once=True)
 
 
 def _without_steps(turn: Turn) -> float:

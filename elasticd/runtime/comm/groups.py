@@ -163,7 +163,7 @@ class Group:
         turns = 0
         while not work.is_completed():
             if self.plan_groups.dead:
-                raise Cancelled("shut while waiting for a collective")
+                raise Cancelled("its connections were closed meanwhile")
             turns += 1
             time.sleep(pause(turns, time.perf_counter() - start))
         with self._told():
@@ -178,7 +178,7 @@ class Group:
                 work.work.wait()
             return True
         if self.plan_groups.dead:
-            raise Cancelled("shut while waiting for a collective")
+            raise Cancelled("its connections were closed meanwhile")
         return False
 
     @contextmanager
@@ -188,7 +188,7 @@ class Group:
             yield
         except RuntimeError as error:
             if self.plan_groups.dead:
-                raise Cancelled("shut while waiting for the others") from None
+                raise Cancelled("its connections were closed meanwhile") from None
             raise PeerLost(f"{self.label} among {', '.join(self.members)}: {_first_sentence(error)}") from error
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
