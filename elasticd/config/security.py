@@ -46,7 +46,7 @@ class SecuritySection(Value, frozen=True, kw_only=True):
     # [MiB] The largest message that the coordinator's port accepts: a frame of an agent. Each message in it has
     # a limit of its own, of 4 MiB for a job's spec and 256 KiB for most others.
     message_mib: int = 8
-    # [connections] The most connections at once.
+    # [connections] The most connections at once that showed a token; without tokens, that asked for something.
     connections: int = 8192
     # [requests/s] The most REST requests from one address.
     requests_per_second: float = 500.0

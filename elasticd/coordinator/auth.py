@@ -8,9 +8,8 @@ is a node's, and its token speaks for that node alone. A certificate says both i
 from __future__ import annotations
 
 import hashlib
-import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from elasticd.config.credentials import check_token, private_text
@@ -35,6 +34,14 @@ class Caller:
     def words(self) -> str:
         """The sender in an audit: what it says, and by the name of its token."""
         return f"{self.said} ({self.name})" if self.said and self.name else self.said or self.name or "somebody"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proof:
+    """The credentials that a request showed."""
+
+    authorization: bytes = field(default=b"", repr=False)  # the header's value; empty: none
+    certificate: Mapping[str, Any] | None = None  # verified by the handshake, as `ssl` gives it
 
 
 #: The header in which a sender says who it is, and characters of it that are kept.
@@ -76,24 +83,19 @@ class Access:
                     )
         return cls(found, asks=section.asks)
 
-    def caller(self, authorization: bytes, certificate: Mapping[str, Any] | None) -> Caller | None:
-        """Who shows this header (empty: none) and this certificate (as `ssl` gives it); None: a stranger.
-        A token that is wrong is not made good by a certificate."""
+    def caller(self, proof: Proof) -> Caller | None:
+        """Returns the caller that showed these credentials; None: a stranger. A token that is wrong is not made
+        good by a certificate."""
         if not self.asks:
             return ANYBODY
-        if authorization:
-            scheme, _, token = authorization.partition(b" ")
+        if proof.authorization:
+            scheme, _, token = proof.authorization.partition(b" ")
             return self._holder(token.strip()) if scheme.lower() == b"bearer" else None
-        return _named(certificate) if certificate else None
+        return _named(proof.certificate) if proof.certificate else None
 
     def _holder(self, token: bytes) -> Caller | None:
-        """Compares with every token, each in constant time: how long it takes tells nothing."""
-        digest = _digest(token)
-        found: Caller | None = None
-        for known, caller in self._tokens.items():
-            if hmac.compare_digest(known, digest):
-                found = caller
-        return found
+        """Looks a token up by its digest: how long that takes tells nothing of any token."""
+        return self._tokens.get(_digest(token))
 
 
 def _entries(path: str, role: Role) -> list[tuple[bytes, Caller]]:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvicorn
 
 from elasticd.codec.record_parts import Shelf
 from elasticd.config.credentials import load_pair, server_context
@@ -24,14 +23,14 @@ from elasticd.config.tree import Config, ConfigError, reloaded
 from elasticd.coordinator import election
 from elasticd.coordinator import live_config as changed
 from elasticd.coordinator.api_types import ClusterStatus, LeaderStatus
-from elasticd.coordinator.auth import Access
+from elasticd.coordinator.auth import Access, Proof
 from elasticd.coordinator.election import CannotLead, Deposed, Term
 from elasticd.coordinator.events.event_pages import Pages
 from elasticd.coordinator.events.trusted_time import newest_of
 from elasticd.coordinator.garbage_collector import collecting
 from elasticd.coordinator.http.app import application
 from elasticd.coordinator.http.response_encoder import Viewers
-from elasticd.coordinator.http.server import CLOSE_IT, OPEN_TO_ALL, Server, bind, configured, url_of
+from elasticd.coordinator.http.server import CLOSE_IT, OPEN_TO_ALL, bind, serving, url_of
 from elasticd.coordinator.leader import Leading
 from elasticd.coordinator.live_feed import FeedSource
 from elasticd.coordinator.planner_process import COMMAND
@@ -54,6 +53,7 @@ from elasticd.store.protocol import Store, StoreError, StoreRefused, StoreReplac
 from elasticd.store.session import host_of
 from elasticd.store.state_file import NOTE_SECONDS, StateError, StateFile
 from elasticd.system.certificates import renewal_due
+from elasticd.system.http_connections import Server
 from elasticd.system.network_addresses import is_loopback, own_names
 from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
@@ -92,7 +92,7 @@ class Coordinator:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exits = contextlib.AsyncExitStack()
-        self._serving = False
+        self._server: Server | None = None  # once it serves
 
     async def start(self) -> None:
         """Leads when it returns. Raises `CannotLead`."""
@@ -135,7 +135,7 @@ class Coordinator:
             self.config, detect=config.detect, policy=config.policy, chaos=config.chaos
         )
         self._renew()
-        if not self._serving:
+        if self._server is None:
             return
         changes = msgspec.structs.replace(self.leading.changes, detect=config.detect, policy=config.policy)
         self.leading.follow(changes, "the file of the configuration was read anew")
@@ -150,10 +150,26 @@ class Coordinator:
         except ConfigError as error:
             _log.error("tokens and certificate stay as they are: %s", error)
             return
-        self.access = access
+        before, self.access = self.access, access
+        self._end_revoked(before)
         if self.config.security.cert is not None or access.asks:
             _log.info("tokens and certificate are as in their files now")
         self._warn_of_expiry()
+
+    def _end_revoked(self, before: Access) -> None:
+        """Ends connections whose token is gone, or is now of another role or name: links, live feeds."""
+        door = self._server.door if self._server is not None else None
+        if door is None:
+            return
+        revoked = [
+            guest
+            for guest in door.guests
+            if isinstance(guest.proof, Proof) and self.access.caller(guest.proof) != before.caller(guest.proof)
+        ]
+        for guest in revoked:
+            door.drop(guest, "revoked")
+        if revoked:
+            _log.info("%s connections ended: their tokens are not known any more", len(revoked))
 
     def _warn_of_expiry(self) -> None:
         """Says so where the certificate has expired, or will soon."""
@@ -281,7 +297,7 @@ class Coordinator:
         host = self.config.coordinator.host
         hosts = own_names(host) if is_loopback(host) else frozenset[str]()
         app = application(self, security.requests_per_second, hosts)
-        server = Server(configured(app, security, self._context, self.leading.metrics.refused))
+        server = serving(app, security, self._context, self.leading.metrics.refused)
         task = asyncio.create_task(server.serve(sockets=[listener]), name="server")
         self._exits.push_async_callback(self._close, server, task)
         while not server.started:
@@ -289,10 +305,10 @@ class Coordinator:
                 await task
                 raise CannotLead(f"the server at {self.url} ended at once")
             await asyncio.sleep(0.005)
-        self._serving = True
+        self._server = server
 
-    async def _close(self, server: uvicorn.Server, task: asyncio.Task[None]) -> None:
-        self._serving = False
+    async def _close(self, server: Server, task: asyncio.Task[None]) -> None:
+        self._server = None
         self.leading.connections.close()
         self.leading.recorders.close()
         self.leading.feed.close()
@@ -368,7 +384,7 @@ class Coordinator:
 
     def ready(self) -> str:
         """Why it does not serve, or nothing."""
-        return "" if self._serving and not self._end.done() else "this coordinator is ending"
+        return "" if self._server is not None and not self._end.done() else "this coordinator is ending"
 
 
 def settings_of(config: Config) -> JobSettings:

@@ -48,7 +48,8 @@ FAMILIES = {
         "node's device or about a job without this node; writes: a node that has too much written to etcd; "
         "failed: a message on which elasticd itself failed; unauthenticated; forbidden; origin: a page of "
         "another site; oversized; slow: a body that did not arrive in time; rate: too many requests or "
-        "messages; crowded: too many connections.",
+        "messages; crowded: too many connections; handshake: TLS that failed; revoked: a connection whose "
+        "token is not known any more.",
     ),
     "elasticd_events": Family("counter", ("kind",), "Events of the leader, by kind."),
     "elasticd_http_requests": Family("counter", ("status",), "REST requests, by HTTP status."),

@@ -42,6 +42,7 @@ from elasticd.dashboard.switch_page import KINDS, nothing, switch_view
 from elasticd.dashboard.viewer_requests import AskedLeader, Failure, ViewerRequests, role
 from elasticd.dashboard.why import earlier_starts
 from elasticd.records import HistoryRecord, JobSpec
+from elasticd.system.front_door import GUEST, Guest
 from elasticd.system.network_addresses import is_address
 
 JSON = "application/json"
@@ -166,13 +167,18 @@ class Answers:
     async def _session(self, request: Request) -> Session | None:
         """The session of whoever asks; None where there is none."""
         served = self._served
+        word = request.cookies.get(served.cookie, "")
         if not served.asks:
             now = time.monotonic()
-            return Session(token=None, name="", role="operator", began=now, used=now, checked=now)
-        word = request.cookies.get(served.cookie, "")
-        session = served.sessions.find(word)
-        if session is None or not await self._requests.checked(word, session):
-            return None
+            session = Session(token=None, name="", role="operator", began=now, used=now, checked=now)
+        else:
+            known = served.sessions.find(word)
+            if known is None or not await self._requests.checked(word, known):
+                return None
+            session = known
+        guest: Guest | None = request.scope.get(GUEST)
+        if guest is not None and not guest.enter(word):
+            raise Failure(503, "too many browsers are connected: close some of your pages, or try again later")
         return session
 
     def _json(self, made: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:

@@ -36,7 +36,7 @@ from elasticd.dashboard.subscription import Subscription, Told
 from elasticd.dashboard.viewer_requests import CANNOT_CHECK, ViewerRequests
 from elasticd.records import JobSpec
 from elasticd.store.state_file import StateError, default_folder
-from elasticd.system.http_connections import limited_http
+from elasticd.system.http_connections import Server, limited_http
 from elasticd.system.network_addresses import is_loopback, own_names
 from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
@@ -68,15 +68,6 @@ def history_path(config: Config) -> Path:
     if named is not None:
         return Path(named).expanduser()
     return default_folder() / f"dashboard-{config.cluster.name}.db"
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the daemon."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Captures none."""
-        yield
 
 
 class Dashboard:
@@ -177,9 +168,9 @@ class Dashboard:
 
     async def _serve(self, listener: socket.socket) -> None:
         context = self._context
+        drops = _Drops()
         http: Any = limited_http(
-            most_connections(),
-            _Drops(),
+            drops,
             silent_seconds=SILENT_SECONDS,
             unread_seconds=UNREAD_SECONDS,
         )
@@ -197,7 +188,7 @@ class Dashboard:
             timeout_keep_alive=KEPT_SECONDS,
             ssl_context_factory=(lambda config, default: context) if context is not None else None,
         )
-        server = _Server(config)
+        server = Server(config, most_connections=most_connections(), refused=drops)
         task = asyncio.create_task(server.serve(sockets=[listener]), name="server")
 
         async def close() -> None:

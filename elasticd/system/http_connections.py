@@ -1,57 +1,119 @@
-"""HTTP connections of a server, with what uvicorn does not offer: how many there may be, how long one may ask
-for nothing, and how long it may leave an answer unread.
+"""An HTTP server with what uvicorn does not offer: a front door that bounds strangers (`front_door`), and
+limits of the time in which a connection asks for nothing, or leaves an answer unread.
 
-The one file that knows uvicorn's HTTP protocol class; its tests fail where a release changes it.
+The one file that knows uvicorn's server and HTTP protocol class; its tests fail where a release changes them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from elasticd.system.front_door import GUEST, FrontDoor, Guest
 
 _HttpBase: Any = AutoHTTPProtocol
 
 
+class Server(uvicorn.Server):
+    """uvicorn's server behind a front door. It leaves signals to its daemon, which ends it itself.
+
+    Args:
+        config: its `http` is made by `limited_http`.
+        most_connections: connections at once of clients that the application knows.
+        refused: counts by a word what the front door drops.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, *, most_connections: int, refused: Callable[[str], None]
+    ) -> None:
+        super().__init__(config)
+        self.door: FrontDoor | None = None  # once it has started
+        self._most_connections, self._refused = most_connections, refused
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves connections of one socket, which is bound, and may listen already."""
+        await super().startup(sockets=[])
+        [listener] = sockets if sockets is not None else [self.config.bind_socket()]
+        listener.setblocking(False)
+        listener.listen(512)
+        self.door = FrontDoor(
+            listener,
+            self._protocol,
+            context=self.config.ssl,
+            most=self._most_connections,
+            refused=self._refused,
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets nobody in any more, then ends as uvicorn's server does."""
+        if self.door is not None:
+            self.door.close()
+        await super().shutdown(sockets=sockets)
+
+    def _protocol(self, guest: Guest) -> asyncio.Protocol:
+        protocol: Any = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        protocol.guest = guest
+        return protocol  # type: ignore[no-any-return]
+
+
+def with_guest(app: ASGIApp, guest: Guest) -> ASGIApp:
+    """Returns the application of one connection, whose scopes have its guest."""
+
+    async def known(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[GUEST] = guest
+        await app(scope, receive, send)
+
+    return known
+
+
 def limited_http(
-    most: int,
     refused: Callable[[str], None],
     *,
     silent_seconds: float,
     unread_seconds: float | None = None,
     around: Callable[[ASGIApp, asyncio.Transport], ASGIApp] = lambda app, transport: app,
 ) -> type[asyncio.Protocol]:
-    """uvicorn's protocol with limits.
+    """uvicorn's protocol with limits, for a `Server`.
 
     Args:
-        most: connections at once.
-        refused: counts by a word what is dropped: "crowded", "silent", "unread".
+        refused: counts by a word what is dropped: "silent", "unread".
         silent_seconds: in which whoever connects must have asked for something, again after each answer.
         unread_seconds: in which whoever asked must have taken some of what waits for him; None: any time.
         around: what the application of a connection is wrapped in.
     """
 
     class Http(_HttpBase):  # type: ignore[misc]
-        """Limits connections, and drops one that asks for nothing or reads nothing."""
+        """Drops a connection that asks for nothing or reads nothing."""
 
+        guest: Guest
+        ws_protocol_class: Any
         _silent: asyncio.TimerHandle | None = None
         _unread: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            if len(self.connections) > most:
-                refused("crowded")
-                transport.abort()
-                return
-            self.app: ASGIApp = self._asked(around(self.app, transport))
+            self.guest.seat(transport)
+            self.app: ASGIApp = self._asked(with_guest(around(self.app, transport), self.guest))
             self._expect()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._expect_no_more()
             self._is_read()
+            self.guest.leave()
             super().connection_lost(exc)
 
         def pause_writing(self) -> None:
@@ -67,7 +129,16 @@ def limited_http(
         def handle_websocket_upgrade(self, *event: Any) -> None:
             self._expect_no_more()
             self._is_read()
+            self.ws_protocol_class = self._websocket_of_guest(self.ws_protocol_class)
             super().handle_websocket_upgrade(*event)
+
+        def _websocket_of_guest(self, websocket: Callable[..., Any]) -> Callable[..., Any]:
+            def made(**options: Any) -> Any:
+                protocol = websocket(**options)
+                protocol.guest = self.guest
+                return protocol
+
+            return made
 
         def on_response_complete(self) -> None:
             self._expect()

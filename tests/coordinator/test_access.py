@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials
 from elasticd.config.security import Role, SecuritySection
 from elasticd.config.tree import ConfigError
-from elasticd.coordinator.auth import Access, Caller, needed
+from elasticd.coordinator.auth import Access, Caller, Proof, needed
 from elasticd.machines.job.state.events import AgentUp
 from elasticd.system.network_addresses import is_loopback
 from elasticd.wire.coordinator import AgentHello, AgentRejected, to_agent
@@ -148,6 +150,39 @@ def test_tokens_are_read_anew_and_wrong_ones_change_nothing(
     asyncio.run(body())
 
 
+async def read_all(lines: AsyncIterator[str]) -> list[str]:
+    return [line async for line in lines]
+
+
+def test_token_that_was_taken_back_ends_its_link_and_its_live_feed(tmp_path: Path) -> None:
+    async def body() -> None:
+        section = tokens(tmp_path)
+        async with (
+            secured(section) as coordinator,
+            link(coordinator, bearer(ALPHA)) as revoked,
+            link(coordinator, bearer(AGENT)) as stays,
+            httpx2.AsyncClient(base_url=coordinator.url, trust_env=False, timeout=60) as client,
+            client.stream("GET", "/v1/live", headers=bearer(VIEWER).headers()) as feed,
+        ):
+            await revoked.send(encode(AgentHello(record=node_record("alpha"))))
+            await stays.send(encode(AgentHello(record=node_record("beta"))))
+            await until(lambda: set(coordinator.leading.state.nodes) == {"alpha", "beta"})
+            lines = feed.aiter_lines()
+            await anext(lines)
+            private(tmp_path / "viewers", "other-0123456789abcdef\n")
+            private(tmp_path / "agents", f"{AGENT}\n")
+            coordinator.reconfigure(coordinator.config)
+            await asyncio.wait_for(revoked.wait_closed(), 60)
+            with pytest.raises(httpx2.TransportError):
+                await asyncio.wait_for(read_all(lines), 60)
+            with pytest.raises(InvalidStatus, match="401"):
+                await link(coordinator, bearer(ALPHA))
+            assert coordinator.leading.state.nodes["beta"].connected
+            assert refusals(coordinator)["revoked"] == 2
+
+    asyncio.run(body())
+
+
 def test_page_of_another_site_may_change_nothing() -> None:
     async def body() -> None:
         async with secured(SecuritySection()) as coordinator:
@@ -251,7 +286,7 @@ def test_file_that_everybody_may_read_and_a_token_of_two_roles_are_refused(tmp_p
 @given(st.binary(max_size=80))
 def test_any_header_gives_a_caller_or_none(header: bytes) -> None:
     access = Access({}, asks=True)
-    assert access.caller(header, None) is None
+    assert access.caller(Proof(authorization=header)) is None
 
 
 @pytest.mark.parametrize(
@@ -265,8 +300,9 @@ def test_any_header_gives_a_caller_or_none(header: bytes) -> None:
 )
 def test_certificate_says_its_role_and_name(subject: dict[str, str], caller: Caller | None) -> None:
     shown = {"subject": tuple(((key, value),) for key, value in subject.items())}
-    assert Access({}, asks=True).caller(b"", shown) == caller
-    assert Access({}, asks=True).caller(b"Bearer wrong", shown) is None, "a wrong token is not made good"
+    assert Access({}, asks=True).caller(Proof(certificate=shown)) == caller
+    wrong = Proof(authorization=b"Bearer wrong", certificate=shown)
+    assert Access({}, asks=True).caller(wrong) is None, "a wrong token is not made good"
 
 
 @given(st.sampled_from(["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"]), st.text())

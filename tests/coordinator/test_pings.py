@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ def test_many_connections_are_asked_less_often(connections: int, seconds: float)
     """Fails where a release of uvicorn no longer schedules pings by this method."""
     kind: Any = server._websocket()
     protocol = kind.__new__(kind)
-    protocol.connections, protocol.last_ping_rtt, protocol.loop = set(range(connections)), 0.0, Loop()
+    protocol.last_ping_rtt, protocol.loop = 0.0, Loop()
+    protocol.guest = SimpleNamespace(door=SimpleNamespace(guest_count=connections))
     protocol.schedule_ping()
     assert protocol.loop.delays == [seconds]

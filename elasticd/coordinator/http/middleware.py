@@ -14,14 +14,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elasticd.codec.decoding import shown
-from elasticd.coordinator.auth import MOST_SAID, USER_HEADER, Access, Caller, needed
+from elasticd.coordinator.auth import MOST_SAID, USER_HEADER, Access, Caller, Proof, needed
 from elasticd.store.write_allowance import Allowance
+from elasticd.system.front_door import GUEST, Guest
 from elasticd.system.network_addresses import is_address
 
 #: Bytes of a request's body, and seconds for all of it: ours are a few hundred bytes.
 LARGEST_BODY = 64 * 1024
 BODY_SECONDS = 10.0
-#: Addresses whose requests are counted; those that were silent longest are forgotten.
+#: Addresses and callers there whose requests are counted; those that were silent longest are forgotten.
 _MOST_ADDRESSES = 4096
 #: Under which keys a scope has the certificate of who connected, and who asks.
 PEER, CALLER = "elasticd.peer", "elasticd.caller"
@@ -30,10 +31,17 @@ _log = logging.getLogger(__name__)
 
 
 class Gate:
-    """ASGI middleware. `access` gives who is known now; `refused` counts by a word. An address may ask `rate`
-    times a second, and twice as many times at once. While the coordinator asks for no token, it answers under
-    an address or one of `hosts` alone, unless there are none: a page of another site could have its own name
-    lead here."""
+    """ASGI middleware in front of every request.
+
+    Args:
+        access: the callers that are known now.
+        refused: counts a refusal by a word.
+        rate: requests a second of an address, twice as many at once; a token has as many of its own at each
+            address, whatever else is asked from there. A connection that shows a token is no stranger to the
+            port any longer (`front_door`).
+        hosts: names of this coordinator: while it asks for no token, it answers under an address or one of
+            these alone, unless there are none: a page of another site could have its own name lead here.
+    """
 
     def __init__(
         self,
@@ -46,7 +54,7 @@ class Gate:
     ) -> None:
         self._app, self._access, self._refused, self._rate = app, access, refused, rate
         self._hosts = hosts
-        self._allowances: dict[str, Allowance] = {}
+        self._allowances: dict[tuple[str, Caller | None], Allowance] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -64,9 +72,15 @@ class Gate:
 
     def _judge(self, scope: Scope) -> Caller | None:
         """Raises `_Refusal`. Order: what costs least is asked first."""
-        if not self._may_ask((scope.get("client") or ("",))[0]):
-            raise _Refusal(429, "rate", "too many requests come from this address: ask less often")
         headers = dict(reversed(scope["headers"]))  # of one that came twice, the first
+        proof = Proof(authorization=headers.get(b"authorization", b""), certificate=scope.get(PEER))
+        caller = self._access().caller(proof)
+        if not self._may_ask((scope.get("client") or ("",))[0], caller):
+            raise _Refusal(429, "rate", "too many requests come from this address: ask less often")
+        guest: Guest | None = scope.get(GUEST)
+        if guest is not None and caller is not None and not guest.enter(proof):
+            text = "all connections are taken ([security] connections): ask again later"
+            raise _Refusal(503, "crowded", text)
         method = scope.get("method", "GET")
         changing = scope["type"] == "websocket" or method not in ("GET", "HEAD")
         if changing and _foreign(headers):
@@ -79,9 +93,8 @@ class Gate:
         roles = needed(scope["type"], method, scope["path"])
         if not roles:
             return None
-        caller = self._access().caller(headers.get(b"authorization", b""), scope.get(PEER))
         if caller is None:
-            known = b"authorization" in headers or scope.get(PEER)
+            known = b"authorization" in headers or proof.certificate
             said = (
                 "this token or certificate is not known here" if known else "this coordinator asks for a token"
             )
@@ -102,9 +115,10 @@ class Gate:
             return host
         return None if name in self._hosts or is_address(name) else name
 
-    def _may_ask(self, address: str) -> bool:
-        allowance = self._allowances.pop(address, None) or Allowance(2 * self._rate, self._rate)
-        self._allowances[address] = allowance  # at the end: the first is the one that was silent longest
+    def _may_ask(self, address: str, caller: Caller | None) -> bool:
+        key = (address, caller)
+        allowance = self._allowances.pop(key, None) or Allowance(2 * self._rate, self._rate)
+        self._allowances[key] = allowance  # at the end: the first is the one that was silent longest
         if len(self._allowances) > _MOST_ADDRESSES:
             del self._allowances[next(iter(self._allowances))]
         return allowance.take(1, time.monotonic())
@@ -120,7 +134,7 @@ class _Refusal(Exception):
         found = [(b"content-type", b"application/json"), (b"connection", b"close")]
         if self.status == 401:
             found.append((b"www-authenticate", b"Bearer"))
-        if self.status == 429:
+        if self.status in (429, 503):
             found.append((b"retry-after", b"1"))
         return found
 

@@ -7,11 +7,10 @@ The one file that knows uvicorn's WebSocket protocol class; its test fails where
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import uvicorn
@@ -21,20 +20,19 @@ from uvicorn.protocols.websockets.auto import AutoWebSocketsProtocol
 from elasticd.config.security import SecuritySection
 from elasticd.coordinator.election import CannotLead
 from elasticd.coordinator.http.middleware import PEER
-from elasticd.system.http_connections import limited_http
+from elasticd.system.front_door import SILENT_SECONDS, Guest
+from elasticd.system.http_connections import Server, limited_http, with_guest
 from elasticd.system.network_addresses import outward
 
 _WebSocketBase: Any = AutoWebSocketsProtocol
 
-#: Seconds in which whoever connects must have asked for something.
-SILENT_SECONDS = 10.0
 #: Seconds in which whoever asked must have taken some of the answer that waits for it.
 UNREAD_SECONDS = 30.0
 #: Seconds between pings to an agent, and until one that did not answer is away: no packet may say so.
 PING, SILENCE = 0.2, 0.75
 #: Seconds by which the loop may be late and still judge others by the clock.
 LATE = 0.1
-#: Pings a second of all connections together: with more than 200 each is asked less often.
+#: Pings a second of all connections together: with more than 200 known ones each is asked less often.
 PINGS_A_SECOND = 1000
 #: Bytes of a request's line and headers.
 _LARGEST_HEAD = 16 * 1024
@@ -47,15 +45,6 @@ CLOSE_IT = (
     "set viewers, operators and agents in section [security] to files of tokens, or host in [coordinator] to "
     "127.0.0.1; or, in a network that only the cluster's users reach, insecure = true in [security]"
 )
-
-
-class Server(uvicorn.Server):
-    """Leaves signals to the daemon, which ends the server itself."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Captures none."""
-        yield
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -86,19 +75,27 @@ def url_of(host: str, port: int, *, secure: bool, stores: Iterable[str] = ()) ->
     return f"{'https' if secure else 'http'}://{address}"
 
 
+def serving(
+    application: ASGIApp,
+    section: SecuritySection,
+    context: ssl.SSLContext | None,
+    refused: Callable[[str], None],
+) -> Server:
+    """The port's server, by [security]'s limits; `refused` counts by a word."""
+    config = configured(application, section, context, refused)
+    return Server(config, most_connections=section.connections, refused=refused)
+
+
 def configured(
     application: ASGIApp,
     section: SecuritySection,
     context: ssl.SSLContext | None,
     refused: Callable[[str], None],
-    *,
-    silent_seconds: float = SILENT_SECONDS,
 ) -> uvicorn.Config:
     """The server's configuration, by [security]'s limits; `refused` counts by a word."""
     http: Any = limited_http(
-        section.connections,
         refused,
-        silent_seconds=silent_seconds,
+        silent_seconds=SILENT_SECONDS,
         unread_seconds=UNREAD_SECONDS,
         around=_with_peer,
     )
@@ -128,6 +125,7 @@ def _websocket() -> type[asyncio.Protocol]:
         """Says whose certificate was shown, asks less often for life where there are many, and holds nobody's
         silence against it while it is this side that does not listen."""
 
+        guest: Guest
         _due = _listening = 0.0
         _paused = False
 
@@ -143,11 +141,15 @@ def _websocket() -> type[asyncio.Protocol]:
             self._paused = paused
 
         def connection_made(self, transport: asyncio.Transport) -> None:
-            self.app: ASGIApp = _with_peer(self.app, transport)
+            self.app: ASGIApp = with_guest(_with_peer(self.app, transport), self.guest)
             super().connection_made(transport)
 
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.guest.leave()
+            super().connection_lost(exc)
+
         def schedule_ping(self) -> None:
-            self.ping_interval = max(PING, len(self.connections) / PINGS_A_SECOND)
+            self.ping_interval = max(PING, self.guest.door.guest_count / PINGS_A_SECOND)
             super().schedule_ping()
 
         def send_keepalive_ping(self) -> None:
