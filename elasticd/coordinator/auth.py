@@ -37,7 +37,7 @@ class Caller:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Proof:
+class CallerProof:
     """The credentials that a request showed."""
 
     authorization: bytes = field(default=b"", repr=False)  # the header's value; empty: none
@@ -83,7 +83,7 @@ class Access:
                     )
         return cls(found, asks=section.asks)
 
-    def caller(self, proof: Proof) -> Caller | None:
+    def caller(self, proof: CallerProof) -> Caller | None:
         """Returns the caller that showed these credentials; None: a stranger. A token that is wrong is not made
         good by a certificate."""
         if not self.asks:

@@ -23,7 +23,7 @@ from elasticd.config.tree import Config, ConfigError, reloaded
 from elasticd.coordinator import election
 from elasticd.coordinator import live_config as changed
 from elasticd.coordinator.api_types import ClusterStatus, LeaderStatus
-from elasticd.coordinator.auth import Access, Proof
+from elasticd.coordinator.auth import Access, CallerProof
 from elasticd.coordinator.election import CannotLead, Deposed, Term
 from elasticd.coordinator.events.event_pages import Pages
 from elasticd.coordinator.events.trusted_time import newest_of
@@ -164,7 +164,8 @@ class Coordinator:
         revoked = [
             guest
             for guest in door.guests
-            if isinstance(guest.proof, Proof) and self.access.caller(guest.proof) != before.caller(guest.proof)
+            if isinstance(guest.proof, CallerProof)
+            and self.access.caller(guest.proof) != before.caller(guest.proof)
         ]
         for guest in revoked:
             door.drop(guest, "revoked")

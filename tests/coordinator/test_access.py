@@ -17,7 +17,7 @@ from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials
 from elasticd.config.security import Role, SecuritySection
 from elasticd.config.tree import ConfigError
-from elasticd.coordinator.auth import Access, Caller, Proof, needed
+from elasticd.coordinator.auth import Access, Caller, CallerProof, needed
 from elasticd.machines.job.state.events import AgentUp
 from elasticd.system.network_addresses import is_loopback
 from elasticd.wire.coordinator import AgentHello, AgentRejected, to_agent
@@ -286,7 +286,7 @@ def test_file_that_everybody_may_read_and_a_token_of_two_roles_are_refused(tmp_p
 @given(st.binary(max_size=80))
 def test_any_header_gives_a_caller_or_none(header: bytes) -> None:
     access = Access({}, asks=True)
-    assert access.caller(Proof(authorization=header)) is None
+    assert access.caller(CallerProof(authorization=header)) is None
 
 
 @pytest.mark.parametrize(
@@ -300,8 +300,8 @@ def test_any_header_gives_a_caller_or_none(header: bytes) -> None:
 )
 def test_certificate_says_its_role_and_name(subject: dict[str, str], caller: Caller | None) -> None:
     shown = {"subject": tuple(((key, value),) for key, value in subject.items())}
-    assert Access({}, asks=True).caller(Proof(certificate=shown)) == caller
-    wrong = Proof(authorization=b"Bearer wrong", certificate=shown)
+    assert Access({}, asks=True).caller(CallerProof(certificate=shown)) == caller
+    wrong = CallerProof(authorization=b"Bearer wrong", certificate=shown)
     assert Access({}, asks=True).caller(wrong) is None, "a wrong token is not made good"
 
 

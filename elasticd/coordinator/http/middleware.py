@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elasticd.codec.decoding import shown
-from elasticd.coordinator.auth import MOST_SAID, USER_HEADER, Access, Caller, Proof, needed
+from elasticd.coordinator.auth import MOST_SAID, USER_HEADER, Access, Caller, CallerProof, needed
 from elasticd.store.write_allowance import Allowance
 from elasticd.system.front_door import GUEST, Guest
 from elasticd.system.network_addresses import is_address
@@ -73,7 +73,7 @@ class Gate:
     def _judge(self, scope: Scope) -> Caller | None:
         """Raises `_Refusal`. Order: what costs least is asked first."""
         headers = dict(reversed(scope["headers"]))  # of one that came twice, the first
-        proof = Proof(authorization=headers.get(b"authorization", b""), certificate=scope.get(PEER))
+        proof = CallerProof(authorization=headers.get(b"authorization", b""), certificate=scope.get(PEER))
         caller = self._access().caller(proof)
         if not self._may_ask((scope.get("client") or ("",))[0], caller):
             raise _Refusal(429, "rate", "too many requests come from this address: ask less often")
