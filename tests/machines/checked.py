@@ -33,7 +33,11 @@ class Checked:
             over, begun = (self.store.get(KEYS.job(JOB, part)) for part in ("done", "spec"))
             assert over is not None or begun is None, "only what is over, or never began, is forgotten"
             assert not effect.records
-            if not effect.keep_history:  # else the job starts again, and its numbers go on
+            if effect.keep_history:  # the job starts again, and the numbers of its plans go on
+                history = KEYS.job(JOB, "history/")
+                plans = {int(item.key.removeprefix(history)) for item in self.store.snapshot(history).items}
+                self.numbers = [number for number in self.numbers if number in plans]
+            else:
                 self.numbers.clear()
                 self.recorded.clear()
             return
@@ -45,7 +49,7 @@ class Checked:
             if isinstance(record, Proposal) and record.status == "open":
                 assert before is None or before.status == "aborted", "one proposal is open at a time"
                 assert record.number > max(self.numbers, default=0), "numbers only grow"
-                if self._unresolved() and self.plan() is not None:
+                if self._unresolved() and (self.plan() is not None or record.recovery is not None):
                     self._check_stood(before, record)
                 else:
                     self._check_kept(before, record)

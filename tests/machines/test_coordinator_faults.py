@@ -149,6 +149,61 @@ def test_a_death_before_the_first_swap_starts_the_job_anew_whichever_comes_first
     assert "beta/1" not in plan.members
 
 
+def _first_plan_is_proposed(nodes: tuple[str, ...]) -> World:
+    world = World(nodes, memory=ROOM)
+    world.deaf = {f"{nodes[-1]}/0"}  # it prepares nothing
+    for node in nodes:
+        world.join(node, len(nodes), len(nodes))
+    world.settle()
+    assert world.phase is JobPhase.PROPOSED
+    return world
+
+
+@pytest.mark.parametrize("leaders", [1, 2])
+def test_job_whose_workers_all_die_before_the_first_swap_starts_with_those_that_torchruns_start(
+    leaders: int,
+) -> None:
+    world = _first_plan_is_proposed(("alpha", "beta"))
+    for device in [*world.workers]:
+        world.kill(device)
+    world.settle()
+    assert world.phase is JobPhase.ASSEMBLING, "no worker is left whom a plan could be made for"
+    if leaders == 2:
+        world.new_leader()
+        world.settle()
+    world.deaf = set()
+    for node in world.records:
+        world.restart(node)
+    world.settle()
+    world.tick(5.0)
+    world.train(2)
+    assert recovered(world), f"{world.phase} {world.job.reason}"
+    plan = world.plan()
+    assert plan is not None
+    assert len(plan.members) == 4
+
+
+def test_job_that_begins_anew_without_a_node_does_not_wait_for_it_when_another_worker_dies() -> None:
+    world = _first_plan_is_proposed(("alpha", "beta", "gamma"))
+    world.planner_waits = True
+    for device in ("gamma/0", "gamma/1"):
+        world.kill(device)
+    world.settle()
+    assert world.phase is JobPhase.PLANNING
+    for device in ("beta/0", "beta/1"):
+        world.kill(device)
+    world.settle()
+    assert world.phase is JobPhase.ASSEMBLING
+    world.planner_waits, world.deaf = False, set()
+    world.restart("beta")
+    world.settle()
+    world.train(2)
+    assert recovered(world), f"{world.phase} {world.job.reason}"
+    plan = world.plan()
+    assert plan is not None
+    assert {*plan.members} == {"alpha/0", "alpha/1", "beta/0", "beta/1"}
+
+
 def test_a_new_leader_says_the_fence_again_for_those_who_refuse_the_old_ones_word() -> None:
     """An agent that has seen the new leader's epoch takes no order of the old one: its workers never heard of
     the fence, and are not lost for that."""

@@ -10,7 +10,7 @@ from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings, Joiner, Worker, fresh
-from elasticd.wire.coordinator import FromClient, Unread
+from elasticd.wire.coordinator import FromClient, Unreached, Unread
 from elasticd.wire.rendezvous import Joined, Leave
 from elasticd.wire.worker import Hello, Report
 from tests.machines.asked import refused
@@ -254,3 +254,66 @@ def test_answer_to_a_join_that_was_lost_is_given_again() -> None:
     world.settle()
     answers = [body for body in world.told["talpha"] if isinstance(body, Joined)]
     assert answers == [Joined(node_rank=0, nodes=1)] * 2
+
+
+def planning(nodes: tuple[str, ...] = ("alpha", "beta"), most: int = 2) -> World:
+    """The first plan is being made."""
+    world = World(nodes, memory=ROOM)
+    world.planner_waits = world.counts_joined = True
+    for node in nodes[:2]:
+        world.join(node, 2, most)
+    world.settle()
+    world.tick(2.0)
+    assert world.phase is JobPhase.PLANNING
+    return world
+
+
+def test_torchrun_that_was_heard_of_again_before_the_first_plan_may_start_its_workers_again() -> None:
+    world = planning()
+    world.disconnect("beta")
+    world.reconnect("beta")  # its agent repeats that a torchrun has joined
+    for device in ("beta/0", "beta/1"):
+        world.kill(device)
+    world.settle()
+    assert world.phase is JobPhase.ASSEMBLING
+    world.restart("beta")
+    world.planner_waits = False
+    world.settle()
+    world.train(2)
+    assert world.phase is JobPhase.RUNNING
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_torchrun_that_comes_while_the_first_plan_is_made_is_none_of_those_that_are_waited_for(
+    leaves: bool,
+) -> None:
+    world = planning(("alpha", "beta", "gamma"), most=3)
+    world.join("gamma", 2, 3)
+    world.settle()
+    assert world.job.joined == ("alpha", "beta")
+    if leaves:
+        world.leave("gamma")
+        world.settle()
+        assert {*world.job.joiners} == {"alpha", "beta"}
+    for device in ("beta/0", "beta/1"):
+        world.kill(device)
+    world.settle()
+    assert world.phase is JobPhase.ASSEMBLING
+    world.restart("beta")
+    world.settle()
+    assert world.phase is JobPhase.PLANNING, "all that it waits for are there"
+    world.planner_waits = False
+    world.settle()
+    world.train(2)
+    assert world.phase is JobPhase.RUNNING
+    assert ("gamma" in world.joined) is not leaves, "it starts its workers once the first plan runs"
+
+
+def test_late_answers_of_agents_and_workers_to_a_leader_before_fill_no_log() -> None:
+    world = World()
+    world.join("alpha")
+    world.settle()
+    assert world.phase is JobPhase.GATHERING
+    world.say(Received(node="alpha", message=Unreached(job=JOB, round=1, nodes={"beta": "no answer"})))
+    world.settle()
+    assert not world.logs

@@ -14,7 +14,7 @@ from elasticd.wire.worker import DrainNotice, Finished, PeersLost, Saved, SaveFa
 from tests import sizes
 from tests.machines.cast import JOB, FakeWorker
 from tests.machines.test_coordinator_faults import ROOM
-from tests.machines.test_walks import whole
+from tests.machines.walk import whole
 from tests.machines.world import World
 
 #: Seconds from the last thing that happens to a job that is being stopped until it is over.

@@ -93,6 +93,7 @@ class World(Checked):
         self.saved_longest = 0  # of the checkpoints that workers see
         self.slowdowns: dict[str, int] = {}  # by which devices say that their lanes get shares of tokens
         self.of_spec: dict[str, object] = {}  # what workers say of the job beside what is usual
+        self.counts_joined = False  # the world size is that of the nodes that have joined, not of all there are
         self.closes = True  # workers can make a last checkpoint that another one asks for
         self.saves_now = True  # workers have a folder for checkpoints
         self.refuse: set[str] = set()
@@ -253,6 +254,8 @@ class World(Checked):
 
     def hello(self, worker: FakeWorker, **changes: object) -> Hello:
         world_size = sum(len(record.devices) for record in self.records.values())
+        if self.counts_joined and worker.node in self.joined:
+            world_size = self.joined[worker.node].nodes * len(self.records[worker.node].devices)
         made = spec(**{**self.of_spec, **changes})
         return Hello(
             job=JOB,

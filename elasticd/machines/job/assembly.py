@@ -44,8 +44,8 @@ def join_assembling(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     job, place = turn.job, _place(node, body)
     if job.joined and failed_to_start(turn, place, body.failure, node, up):
         return
-    job, known = turn.job, turn.job.joiners.get(place)
-    if place in job.joined and (known is None or known.answered):
+    job = turn.job
+    if place in job.joined:
         if not _has_workers(turn, place):
             _remember(turn, node, up, body)
             _answered(turn, place)
@@ -79,23 +79,29 @@ def join_late(turn: Turn, node: str, up: FromClient, body: Join) -> None:
         return
     if place not in job.joined:
         others = {*job.joined} or _places_of_members(turn, by_device=body.slot is not None)
-        if len({other for other in others if _there(turn, other)} - {place}) >= body.max_nodes:
+        waiting = {*job.joiners} if job.starting else set[str]()
+        if len({other for other in others | waiting if _there(turn, other)} - {place}) >= body.max_nodes:
             turn.send(node, up.client, Rejected(reason=_full(turn)))
             return
-        joined = job.joined or tuple(sorted(others))
-        turn.set(joined=joined if place in joined else (*joined, place))
+        if not job.starting:  # else the others are waited for alone
+            joined = job.joined or tuple(sorted(others))
+            turn.set(joined=joined if place in joined else (*joined, place))
     _remember(turn, node, up, body)
 
 
 def answer_late(turn: Turn) -> None:
     """Lets those start their workers who came late, and have none. These stand by, and the next plan may use
-    them."""
+    them. Before the first plan those alone that the job waits for."""
     job = turn.job
     if job.stopping or job.failing:
         return
     for place, joiner in job.joiners.items():
         # One that has workers may only have been heard of again; if it has not, its workers are about to end.
         if not joiner.answered and not _has_workers(turn, place):
+            if place not in turn.job.joined:
+                if job.starting:
+                    continue
+                turn.set(joined=(*turn.job.joined, place))
             turn.note("joined", f"{_called(place)} joins", node=joiner.node)
             _answered(turn, place)
 
@@ -196,6 +202,8 @@ def leave(turn: Turn, node: str, up: FromClient, body: Leave) -> None:
             _stopped_by_signal(turn, body)
     elif place in job.joined:
         _gone(turn, place, body)
+    elif place in job.joiners:  # which would have come late
+        turn.set(joiners={other: known for other, known in job.joiners.items() if other != place})
 
 
 def failed_to_start(
@@ -465,8 +473,9 @@ def _unwelcome(turn: Turn, up: FromClient, body: Hello) -> str:
             f"worker {up.device} trains something else than job {job.job}: {wrong}; "
             "start all nodes with the same script and options"
         )
-    starting = job.phase in (JobPhase.GATHERING, JobPhase.ASSEMBLING)
-    if starting and job.world_size is not None and body.world_size != job.world_size:
+    # After a first plan that failed those are counted that live: workers that start then say other numbers.
+    counted_alike = job.phase in (JobPhase.GATHERING, JobPhase.ASSEMBLING) and job.highest == job.earlier
+    if counted_alike and job.world_size is not None and body.world_size != job.world_size:
         return (
             f"worker {up.device} was started as one of {body.world_size}, the others as one of "
             f"{job.world_size}: start all nodes with the same --nnodes and --nproc-per-node"

@@ -194,6 +194,7 @@ ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
     (Halted, NOT_OVER, hangs.stood),
     (SnapshotInventory, NOT_OVER, snapshots.keeps),
     (Unreached, LIVE, network_partition.heard),
+    (Unreached, GATHERING, ignored),  # asked before the job was started again
     # What workers say of plans and faults.
     (Report, FALLIBLE, replan.measured),
     (Prepared, PROPOSED | ABORTING | RECOVERING, switch.prepared),
@@ -215,7 +216,7 @@ ROWS: tuple[tuple[type, Collection[JobPhase], Handler], ...] = (
     (DrainNotice, NOT_OVER, drain.notice),
     (Probed, NOT_OVER, idle_probes.probed),
     (Rehearsed, ASSEMBLING | PLANNING, all_reduce_probes.rehearsed),
-    (Rehearsed, FALLIBLE, met),
+    (Rehearsed, GATHERING | FALLIBLE, met),
     (Goodbye, NOT_OVER, met),  # its `WorkerLost` follows, and says that it was clean
     # Words on their way as the job ended, or repeated to a new leader.
     *((kind, OVER, ignored) for kind in (*get_args(Statement), *_ASIDE)),
@@ -231,7 +232,7 @@ DUE: tuple[tuple[Handler, Collection[JobPhase], bool], ...] = (
     (assembly.complete, GATHERING | ASSEMBLING, False),
     (assembly.assemble, ASSEMBLING, False),
     (settle, LIVE, False),
-    (assembly.answer_late, FALLIBLE, True),
+    (assembly.answer_late, FALLIBLE | ASSEMBLING, True),
     (lost_workers.deserted, LIVE, True),
     (lost_workers.absent, FALLIBLE, True),
     (lost_workers.strayed, FALLIBLE, True),

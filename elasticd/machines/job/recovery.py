@@ -273,13 +273,26 @@ def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
             waits(turn, source)
         return
     if job.plan is None and not any(_copies(turn, worker) for worker in _owners(turn)):
-        # The plan that was made meanwhile was to go on from a fence that is no more: another is asked for.
-        turn.enter(JobPhase.PLANNING, proposal=None, fence=None, remedy=None, decided=None, unmet={})
+        _begin_anew(turn)
         return
     assert job.fence is not None
     stop(
         turn, f"{job.fence.reason}; state is lost: {lost}, and there is no snapshot or checkpoint to go back to"
     )
+
+
+def _begin_anew(turn: Turn) -> None:
+    """Has another first plan made, as nothing was trained, for the workers that live. Where there are none,
+    torchruns start others, and are counted again."""
+    # The plan that was made meanwhile was to go on from a fence that is no more: another is asked for.
+    turn.set(proposal=None, fence=None, remedy=None, decided=None, unmet={})
+    workers = turn.job.workers.values()
+    if not workers:
+        turn.enter(JobPhase.ASSEMBLING, joined=(), world_size=None, enough_since=None, reason="")
+        return
+    places = {place for worker in workers for place in (worker.node, worker.device)}
+    joined = tuple(place for place in turn.job.joined if place in places)
+    turn.enter(JobPhase.PLANNING, joined=joined, world_size=len(workers))
 
 
 def survey(turn: Turn, nodes: Collection[str] | None = None) -> Source | str:

@@ -86,7 +86,7 @@ TRANSITIONS: dict[JobPhase, frozenset[JobPhase]] = {
     JobPhase.PROPOSED: frozenset({JobPhase.RUNNING, JobPhase.ABORTING, JobPhase.RECOVERING}) | OVER,
     JobPhase.ABORTING: frozenset({JobPhase.RUNNING, JobPhase.RECOVERING}) | OVER,
     JobPhase.RUNNING: frozenset({JobPhase.PROPOSED, JobPhase.RECOVERING}) | OVER,
-    JobPhase.RECOVERING: frozenset({JobPhase.PLANNING, JobPhase.PROPOSED}) | OVER,
+    JobPhase.RECOVERING: frozenset({JobPhase.ASSEMBLING, JobPhase.PLANNING, JobPhase.PROPOSED}) | OVER,
     JobPhase.DONE: frozenset(),
     JobPhase.STOPPED: frozenset(),
 }
