@@ -271,7 +271,8 @@ def metrics_page() -> str:
         rows.append([f"`{shown}`", family.type, code(family.labels), family.help])
     text = (
         "The leader serves them at `GET /metrics`, in the format of Prometheus. A coordinator that stands by\n"
-        "refuses connections. A dashboard of all of them is\n"
+        "refuses connections. Each series has the label `cluster` too. Scrape with `honor_labels: true`,\n"
+        "since `job` is the name of a job here. A dashboard of all of them is\n"
         "[`docs/grafana/elasticd.json`](../grafana/elasticd.json).\n"
     )
     return "\n".join([WRITTEN, "# Metrics\n", text, table(["metric", "type", "labels", "meaning"], rows), ""])

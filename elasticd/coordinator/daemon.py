@@ -244,7 +244,8 @@ class Coordinator:
         except ConfigError as error:
             raise CannotLead(str(error)) from error
         state = takeover(term.leadership.term, jobs, self._settings, time.monotonic())
-        leading = Leading(state, chaos=self.config.chaos.enabled, failed=self.fail, planner=self._planner)
+        chaos, cluster = self.config.chaos.enabled, self.config.cluster.name
+        leading = Leading(state, chaos=chaos, cluster=cluster, failed=self.fail, planner=self._planner)
         leading.writer = Writer(
             *(self._store, self._executor, term.leadership, self.keys, ledger),
             told=leading.tell,

@@ -19,11 +19,10 @@ from elasticd.coordinator.bootstrap_store import BootstrapRoom, BootstrapStore
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.events.event_log import Journal, Lines
 from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, Paged, Pages
-from elasticd.coordinator.events.job_times import ClockReading
 from elasticd.coordinator.fair_queue import Turns
 from elasticd.coordinator.live_config import Changes, Scalar
 from elasticd.coordinator.live_feed import FeedSource, LiveFeed
-from elasticd.coordinator.metrics import LeaderMetrics
+from elasticd.coordinator.metrics import LeaderMetrics, LeaderReading
 from elasticd.coordinator.pages_shown import PagesShown
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
@@ -131,13 +130,14 @@ class Leading:
         state: CoordinatorState,
         *,
         chaos: bool,
+        cluster: str = "",
         failed: Callable[[Exception], None],
         planner: tuple[str, ...] = COMMAND,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
         self.journal = Journal(term=state.epoch)
-        self.metrics = LeaderMetrics()
+        self.metrics = LeaderMetrics(cluster)
         self.connections = Connections()
         self.outputs = WorkerOutputs(self.connections)
         self.pages_shown = PagesShown()
@@ -773,18 +773,22 @@ class Leading:
             self._settings_of, self._settings = self.changes, self.changes.shown()
         return self._settings
 
-    def exposition(self, clocks: Mapping[str, ClockReading] | None = None) -> bytes:
-        """The body of `GET /metrics`; `clocks` as read in the loop, where this is called beside it."""
-        away = self.store_away
-        clocks = self.clocks() if clocks is None else clocks
-        restarts = status.restarting(tuple(self.restarts.values()), self._clock())
-        return self.metrics.text(
-            self.state, self.connections, away, clocks, time.time(), len(self.feed), restarts
-        )
+    def exposition(self, reading: LeaderReading | None = None) -> bytes:
+        """The body of `GET /metrics`; by a reading that the loop made, where this is called beside it."""
+        return self.metrics.text(self.reading() if reading is None else reading)
 
-    def clocks(self) -> dict[str, ClockReading]:
-        """Where the time of each job went, and how fast it trains."""
-        return self.journal.readings
+    def reading(self) -> LeaderReading:
+        """What metrics show of this leader now."""
+        return LeaderReading(
+            state=self.state,
+            agents=len(self.connections),
+            store_away=self.store_away,
+            clocks=self.journal.readings,
+            now=time.time(),
+            at=self.now(),
+            listeners=len(self.feed),
+            restarts=status.restarting(tuple(self.restarts.values()), self._clock()),
+        )
 
     def pace(self, device: str, factor: float) -> None:
         """Chaos on a device's speed; raises `ApiError`."""

@@ -6,6 +6,7 @@ A coordinator that stands by serves no metrics, so a query over all coordinators
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -14,11 +15,10 @@ from prometheus_client.registry import Collector
 
 from elasticd.codec.decoding import skipped
 from elasticd.coordinator.api_types import RestartStatus
-from elasticd.coordinator.connections import Connections
 from elasticd.coordinator.events.job_times import CAUSES, OTHER, REASONS, REPEATED, ClockReading
 from elasticd.coordinator.events.training_speed import TrainingSpeed
 from elasticd.machines.coordinator.machine import CoordinatorState
-from elasticd.machines.job.lifecycle import stop_request
+from elasticd.machines.job.lifecycle import phase_time, stop_request
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, NodeState
 
 #: The content type of `GET /metrics`.
@@ -36,6 +36,8 @@ class Family(NamedTuple):
     help: str  # its meaning and unit
 
 
+#: The label of each series beside its own: one Prometheus may scrape several clusters.
+CLUSTER = "cluster"
 #: By name; a counter's samples have `_total` behind it. docs/reference/metrics.md is written from this table.
 FAMILIES = {
     "elasticd_agent_messages": Family("counter", ("type",), "Messages from agents, by type."),
@@ -163,7 +165,18 @@ FAMILIES = {
         ("job",),
         "The same, where a step counts for what it takes at the healthy speed: the median of the fastest plan.",
     ),
-    "elasticd_job_stalled_seconds": Family("gauge", ("job",), "Seconds since the end of the newest step."),
+    "elasticd_job_stalled_seconds": Family(
+        "gauge",
+        ("job",),
+        "Seconds since the end of the newest step; of a job that has a plan, and has made no step that the "
+        "leader knows of, since the begin of its phase.",
+    ),
+    "elasticd_job_waiting_seconds": Family(
+        "gauge",
+        ("job",),
+        "Seconds for which a job has waited, in any phase but running, for torchruns, workers, members or "
+        "devices, since the last of them came; 0 where nobody waits.",
+    ),
     "elasticd_job_steps_without_update": Family(
         "gauge",
         ("job",),
@@ -208,10 +221,28 @@ FAMILIES = {
 }
 
 
-class LeaderMetrics:
-    """What one leader counts from its start on."""
+#: The samples of a family: the values of its labels, and the value.
+_Values = tuple[str, Iterable[tuple[tuple[str, ...], float]]]
 
-    def __init__(self) -> None:
+
+class LeaderReading(NamedTuple):
+    """What a scrape shows of a leader, read in the leader's loop: the text is made beside it."""
+
+    state: CoordinatorState
+    agents: int = 0  # connected
+    store_away: bool = False  # etcd does not answer
+    clocks: Mapping[str, ClockReading] = MappingProxyType({})  # where the time of jobs went, by job
+    now: float = 0.0  # [unix seconds] of the scrape
+    at: float = 0.0  # [seconds] of the machine's clock
+    listeners: int = 0  # of the live feed
+    restarts: Sequence[RestartStatus] = ()  # jobs in restart mode
+
+
+class LeaderMetrics:
+    """What one leader of a cluster counts from its start on."""
+
+    def __init__(self, cluster: str) -> None:
+        self._cluster = cluster
         self._registry = CollectorRegistry()
         self._kinds: dict[str, Counter] = {}
         self._messages = self._counter("elasticd_agent_messages")
@@ -219,133 +250,117 @@ class LeaderMetrics:
         self._events = self._counter("elasticd_events")
         self._requests = self._counter("elasticd_http_requests")
         handling = "elasticd_message_handling_seconds"
-        self._handling = Histogram(
-            handling, FAMILIES[handling].help, buckets=_HANDLING, registry=self._registry
+        histogram = Histogram(
+            *(handling, FAMILIES[handling].help, (CLUSTER,)), buckets=_HANDLING, registry=self._registry
         )
+        self._handling = histogram.labels(cluster)
 
     def _counter(self, name: str) -> Counter:
-        return Counter(name, FAMILIES[name].help, FAMILIES[name].labels, registry=self._registry)
+        known = FAMILIES[name]
+        return Counter(name, known.help, (CLUSTER, *known.labels), registry=self._registry)
 
     def message(self, kind: str, seconds: float) -> None:
         """Counts a message of an agent, and the seconds that it took."""
         counted = self._kinds.get(kind)
         if counted is None:
-            counted = self._kinds[kind] = self._messages.labels(kind)
+            counted = self._kinds[kind] = self._messages.labels(self._cluster, kind)
         counted.inc()
         self._handling.observe(seconds)
 
     def refused(self, reason: str) -> None:
         """`reason`: one of the words in the help text."""
-        self._refused.labels(reason).inc()
+        self._refused.labels(self._cluster, reason).inc()
 
     def event(self, kind: str) -> None:
         """Counts an event of the journal."""
-        self._events.labels(kind).inc()
+        self._events.labels(self._cluster, kind).inc()
 
     def request(self, status: int) -> None:
         """Counts a REST request by its HTTP status."""
-        self._requests.labels(str(status)).inc()
+        self._requests.labels(self._cluster, str(status)).inc()
 
-    def text(
-        self,
-        state: CoordinatorState,
-        connections: Connections,
-        store_away: bool,
-        clocks: Mapping[str, ClockReading] | None = None,
-        now: float = 0.0,
-        listeners: int = 0,
-        restarts: Sequence[RestartStatus] = (),
-    ) -> bytes:
-        """The exposition: counters, then the gauges of `state`; `clocks` say where the time of jobs went, and
-        `now` is the unix time that they are read at. `listeners` are those of the live feed, `restarts` the
-        jobs in restart mode."""
+    def text(self, reading: LeaderReading) -> bytes:
+        """The exposition: counters, then the gauges of what was read of the leader."""
         registry = CollectorRegistry()
-        registry.register(_Now(state, connections, store_away, clocks or {}, now, listeners, restarts))
+        registry.register(_Now(self._cluster, reading))
         return generate_latest(self._registry) + generate_latest(registry)
 
 
 class _Now(Collector):
     """The leader's state at the time of the scrape."""
 
-    def __init__(
-        self,
-        state: CoordinatorState,
-        connections: Connections,
-        store_away: bool,
-        clocks: Mapping[str, ClockReading],
-        now: float,
-        listeners: int,
-        restarts: Sequence[RestartStatus],
-    ) -> None:
-        self._state, self._connections, self._away = state, connections, store_away
-        self._clocks, self._at, self._listeners = clocks, now, listeners
-        self._restarts = restarts
+    def __init__(self, cluster: str, reading: LeaderReading) -> None:
+        self._cluster, self._reading = cluster, reading
 
     def collect(self) -> Iterator[Metric]:
-        nodes = sorted(self._state.nodes.values(), key=lambda node: node.record.node)
+        for name, values in self._families():
+            yield _family(self._cluster, name, values)
+
+    def _families(self) -> Iterator[_Values]:
+        reading, state = self._reading, self._reading.state
+        nodes = sorted(state.nodes.values(), key=lambda node: node.record.node)
         devices = [(node.record.node, device) for node in nodes for device in node.record.devices]
-        slow = self._state.slowdowns
+        slow = state.slowdowns
         slowdowns = [((node, device.name), slow.get(device.name, 1.0)) for node, device in devices]
-        yield _family("elasticd_leader_epoch", [((), self._state.epoch)])
-        yield _family("elasticd_store_away", [((), self._away)])
-        yield _family("elasticd_live_listeners", [((), self._listeners)])
-        yield _family("elasticd_agents_connected", [((), len(self._connections))])
-        yield _family("elasticd_node_connected", [((node.record.node,), node.connected) for node in nodes])
-        yield _family("elasticd_node_draining", [((node.record.node,), node.record.draining) for node in nodes])
-        yield _family("elasticd_device_slowdown", slowdowns)
-        yield _family("elasticd_device_rate", slowdowns)
+        yield "elasticd_leader_epoch", [((), state.epoch)]
+        yield "elasticd_store_away", [((), reading.store_away)]
+        yield "elasticd_live_listeners", [((), reading.listeners)]
+        yield "elasticd_agents_connected", [((), reading.agents)]
+        yield "elasticd_node_connected", [((node.record.node,), node.connected) for node in nodes]
+        yield "elasticd_node_draining", [((node.record.node,), node.record.draining) for node in nodes]
+        yield "elasticd_device_slowdown", slowdowns
+        yield "elasticd_device_rate", slowdowns
         memory = [((node, device.name), device.memory) for node, device in devices]
-        yield _family("elasticd_device_memory_bytes", memory)
-        links = {name: self._state.links.rate(name) for name in self._state.links.probes}
-        yield _family("elasticd_link_slowdown", [((name,), rate) for name, rate in sorted(links.items())])
+        yield "elasticd_device_memory_bytes", memory
+        links = {name: state.links.rate(name) for name in state.links.probes}
+        yield "elasticd_link_slowdown", [((name,), rate) for name, rate in sorted(links.items())]
         yield from _of_health(nodes)
         # Of this process, also from before it led.
-        yield _family("elasticd_skipped", [((kind,), times) for kind, times in skipped().items()])
+        yield "elasticd_skipped", [((kind,), times) for kind, times in skipped().items()]
         of_jobs: dict[str, list[tuple[tuple[str, ...], float]]] = {
             name: [] for name in FAMILIES if name.startswith("elasticd_job_")
         }
-        for job in self._state.jobs.values():
-            for name, labels, value in _of_job(job, self._clocks.get(job.job), self._at):
+        for job in state.jobs.values():
+            for name, labels, value in _of_job(job, reading):
                 of_jobs[name].append(((job.job, *labels), value))
-        for restarting in self._restarts:
+        for restarting in reading.restarts:
             for name, labels, value in _gauges_of_restarts(restarting):
                 of_jobs[name].append(((restarting.job, *labels), value))
-        yield from (_family(name, values) for name, values in of_jobs.items())
+        yield from of_jobs.items()
 
 
-def _family(name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+def _family(cluster: str, name: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
     known = FAMILIES[name]
     kind = CounterMetricFamily if known.type == "counter" else GaugeMetricFamily
-    family = kind(name, known.help, labels=known.labels)
+    family = kind(name, known.help, labels=(CLUSTER, *known.labels))
     for labels, value in values:
-        family.add_metric(labels, value)
+        family.add_metric((cluster, *labels), value)
     return family
 
 
-def _of_health(nodes: Sequence[NodeState]) -> Iterator[Metric]:
+def _of_health(nodes: Sequence[NodeState]) -> Iterator[_Values]:
     """What agents saw of nodes and devices, as far as the system offers it."""
     seen = [(node.record.node, node.health) for node in nodes if node.health is not None]
     known = [(node, device) for node, health in seen for device in health.devices]
     used = [((n, d.name), d.memory_used) for n, d in known if d.memory_used is not None]
-    yield _family("elasticd_device_memory_used_bytes", used)
+    yield "elasticd_device_memory_used_bytes", used
     busy = [((n, d.name), d.utilisation) for n, d in known if d.utilisation is not None]
-    yield _family("elasticd_device_utilisation", busy)
+    yield "elasticd_device_utilisation", busy
     devices = [(node, device) for node, device in known if device.pid is None]
     hot = [((n, d.name), d.temperature) for n, d in devices if d.temperature is not None]
-    yield _family("elasticd_device_temperature_celsius", hot)
-    yield _family("elasticd_device_throttled", [((n, d.name), bool(d.throttled)) for n, d in devices])
+    yield "elasticd_device_temperature_celsius", hot
+    yield "elasticd_device_throttled", [((n, d.name), bool(d.throttled)) for n, d in devices]
     ecc = [((n, d.name), d.uncorrected) for n, d in devices if d.uncorrected is not None]
-    yield _family("elasticd_device_ecc_uncorrected", ecc)
-    yield _family("elasticd_device_xids", [((n, d.name), len(d.xids)) for n, d in devices])
+    yield "elasticd_device_ecc_uncorrected", ecc
+    yield "elasticd_device_xids", [((n, d.name), len(d.xids)) for n, d in devices]
     waits = [((n, what), part) for n, health in seen for what, part in sorted(health.pressure.items())]
-    yield _family("elasticd_node_pressure", waits)
+    yield "elasticd_node_pressure", waits
 
 
-def _of_job(
-    job: JobState, clock: ClockReading | None, now: float
-) -> Iterator[tuple[str, tuple[str, ...], float]]:
+def _of_job(job: JobState, reading: LeaderReading) -> Iterator[tuple[str, tuple[str, ...], float]]:
     """The metrics of a job: the name of a metric, its labels behind the job, its value. Of a job that is over
     its end, its last step and its counters are left: it has no speed, no devices, and waits for nobody."""
+    clock = reading.clocks.get(job.job)
     yield from _end_of(job)
     yield from _counters_of(clock)
     newest = clock.speed.newest if clock is not None and clock.speed is not None else None
@@ -354,27 +369,35 @@ def _of_job(
     if job.phase not in OVER:
         yield from _gauges_of(job)
         yield from _speed_of(clock.speed if clock is not None else None)
-        yield from _times_of(job, clock, now)
+        yield from _waits_of(job, clock, reading)
+        if clock is not None:
+            yield from _times_of(job, clock, reading.now)
 
 
-def _times_of(
-    job: JobState, clock: ClockReading | None, now: float
+def _waits_of(
+    job: JobState, clock: ClockReading | None, reading: LeaderReading
 ) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """The parts of the wall time of a job that is not over, and how long it waits for what."""
+    """How long a job that is not over waits for what."""
     hung = sum(worker.halted is not None and not worker.halted.waits for worker in job.workers.values())
     yield "elasticd_job_hung_workers", (), hung
     yield "elasticd_job_steps_without_update", (), job.left_out.count if job.left_out is not None else 0
-    if clock is None:
-        return
-    time, asked = clock.time, clock.stop_asked_at if job.stopping else None
+    yield "elasticd_job_waiting_seconds", (), phase_time.waited_seconds(job, reading.at)
+    if clock is not None and clock.time is not None:
+        yield "elasticd_job_stalled_seconds", (), max(0.0, reading.now - clock.time.last)
+    elif job.plan is not None:
+        yield "elasticd_job_stalled_seconds", (), max(0.0, reading.at - job.since)
+
+
+def _times_of(job: JobState, clock: ClockReading, now: float) -> Iterator[tuple[str, tuple[str, ...], float]]:
+    """The parts of the wall time of a job that is not over."""
+    asked = clock.stop_asked_at if job.stopping else None
     yield "elasticd_job_stopping_seconds", (), max(0.0, now - asked) if asked is not None else 0.0
     if (since := _checkpointed(job, clock)) is not None:
         yield "elasticd_job_checkpoint_age_seconds", (), max(0.0, now - since)
-    if time is not None:
+    if (time := clock.time) is not None:
         for name, value in (("ettr", time.ettr), ("goodput", time.goodput)):
             if (part := value(now)) is not None:
                 yield f"elasticd_job_{name}", (), part
-        yield "elasticd_job_stalled_seconds", (), max(0.0, now - time.last)
 
 
 def _counters_of(clock: ClockReading | None) -> Iterator[tuple[str, tuple[str, ...], float]]:

@@ -78,4 +78,4 @@ def refusals(coordinator: Coordinator) -> dict[str, float]:
     """What was refused, by its word."""
     lines = coordinator.leading.exposition().decode().splitlines()
     found = [line for line in lines if line.startswith("elasticd_refused_total{")]
-    return {line.partition('"')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in found}
+    return {line.partition('reason="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in found}

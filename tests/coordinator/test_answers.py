@@ -21,6 +21,7 @@ from elasticd.store.protocol import Compare, Op, Put, StoreError, TransactResult
 from elasticd.wire.coordinator import End
 from tests.coordinator.agents import agent, config, coordinating, get, lead, post, until
 from tests.coordinator.test_daemon import started
+from tests.coordinator.test_metrics import samples
 from tests.machines.cast import JOB, FakeWorker, node_record
 from tests.machines.world import World
 
@@ -187,7 +188,7 @@ def test_a_leader_with_nothing_to_write_finds_out_that_etcd_is_away(
             assert not coordinator.leading.store_away
             server.outage(True)
             await until(lambda: coordinator.leading.store_away and "does not answer" in caplog.text)
-            assert b"elasticd_store_away 1" in coordinator.leading.exposition()
+            assert samples(coordinator.leading.exposition().decode())["elasticd_store_away", ()] == 1
             server.outage(False)
             await until(lambda: not coordinator.leading.store_away)
             assert caplog.text.count("the store does not answer") == 1

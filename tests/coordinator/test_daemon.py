@@ -548,8 +548,8 @@ def test_what_is_skipped_counts_among_the_messages_of_an_agent(monkeypatch: pyte
         ):
             await alpha.takes_part(JOB)
             await alpha.socket.send(together([b'{"type": "quota-report"}'] * MOST_TOGETHER))
-            leader, slowed = coordinator.leading, b'elasticd_refused_total{reason="rate"}'
-            await until(lambda: slowed in leader.metrics.text(leader.state, leader.connections, False))
+            leader, slowed = coordinator.leading, b'reason="rate"}'
+            await until(lambda: slowed in leader.exposition())
 
     asyncio.run(body())
 

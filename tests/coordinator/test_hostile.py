@@ -294,7 +294,7 @@ def test_leader_leads_on_and_another_jobs_steps_count_whatever_is_said(
                 calm.check()
         assert min(sent.values()) > 0
         refused = coordinator.leading.exposition().decode()
-        assert 'elasticd_refused_total{reason="unreadable"}' in refused
+        assert 'reason="unreadable"}' in refused
 
     async def survived(coordinator: Coordinator, path: str, evil: Identity) -> None:
         """An honest worker, agent and peer are served as before."""

@@ -16,13 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from elasticd.codec import decoding
 from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials
-from elasticd.coordinator.connections import Connections
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.events import event_pages
 from elasticd.coordinator.events.event_log import Journal
 from elasticd.coordinator.events.job_times import JobClock
 from elasticd.coordinator.events.switch_gain import StepRecord
-from elasticd.coordinator.metrics import FAMILIES, LeaderMetrics
+from elasticd.coordinator.metrics import FAMILIES, LeaderMetrics, LeaderReading
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobState, Worker, fresh
 from elasticd.records import Keys
@@ -38,9 +37,10 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def samples(text: str) -> Samples:
-    """Every sample by its name and labels; raises ValueError for text that is not the format."""
+    """Every sample by its name and labels, without the label of its cluster; raises ValueError for text that is
+    not the format."""
     return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        (sample.name, tuple(sorted((k, v) for k, v in sample.labels.items() if k != "cluster"))): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -149,12 +149,12 @@ def test_what_is_skipped_of_the_store_is_counted_though_it_is_logged_once() -> N
 
 
 def test_the_dashboard_asks_for_metrics_that_are_there_and_for_each_of_them() -> None:
-    metrics = LeaderMetrics()
+    metrics = LeaderMetrics("test")
     metrics.message("Up", 0.01)
     metrics.refused("silent")
     metrics.event("swapped")
     metrics.request(200)
-    text = metrics.text(CoordinatorState(epoch=1), Connections(), store_away=False).decode()
+    text = metrics.text(LeaderReading(state=CoordinatorState(epoch=1))).decode()
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP")}
     families = {name for name in families if not name.endswith("_created")}  # when each count began
     families.remove("elasticd_device_rate")  # the name of a slowdown before release 0.2
@@ -177,10 +177,28 @@ def test_the_dashboard_asks_for_metrics_that_are_there_and_for_each_of_them() ->
 def test_a_job_that_somebody_stopped_has_not_failed(phase: JobPhase, reason: str, failed: int) -> None:
     job = msgspec.structs.replace(fresh("j", phase, 0.0), reason=reason)
     state = CoordinatorState(epoch=1, jobs={"j": job})
-    found = samples(LeaderMetrics().text(state, Connections(), False, {}, 115.0).decode())
+    found = samples(LeaderMetrics("test").text(LeaderReading(state=state, now=115.0)).decode())
     assert found["elasticd_job_failed", (("job", "j"),)] == failed
     rules = DASHBOARD.with_name("alerts.yaml").read_text()
     assert 'phase="stopped"' not in rules
+
+
+def test_each_series_has_the_label_of_its_cluster_and_each_panel_asks_for_it() -> None:
+    metrics = LeaderMetrics("mine")
+    metrics.message("Up", 0.01)
+    metrics.refused("silent")
+    job = msgspec.structs.replace(fresh("j", JobPhase.RUNNING, 0.0))
+    text = metrics.text(LeaderReading(state=CoordinatorState(epoch=1, jobs={"j": job}))).decode()
+    found = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    assert {"elasticd_refused_total", "elasticd_message_handling_seconds_bucket", "elasticd_job_step"} < {
+        sample.name for sample in found
+    }
+    assert {sample.labels["cluster"] for sample in found} == {"mine"}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    for expression in asked:
+        selectors = re.findall(r"elasticd_[a-z_]+(\{[^}]*\})?", expression)
+        assert all('cluster=~"$cluster"' in selector for selector in selectors), expression
 
 
 def test_alert_rules_ask_for_metrics_that_are_there_and_name_a_page() -> None:
@@ -207,7 +225,8 @@ def test_the_time_of_a_job_is_in_the_metrics_as_on_its_page() -> None:
     reading = clock.reading
     job = fresh("j", JobPhase.RUNNING, 0.0)
     state = CoordinatorState(epoch=1, jobs={"j": job})
-    text = LeaderMetrics().text(state, Connections(), False, {"j": reading}, 115.0).decode()
+    seen = LeaderReading(state=state, clocks={"j": reading}, now=115.0)
+    text = LeaderMetrics("test").text(seen).decode()
     found = samples(text)
     labels = (("job", "j"),)
     assert found["elasticd_job_stalled_seconds", labels] == 2.0
@@ -228,8 +247,8 @@ def test_the_age_of_the_newest_checkpoint_and_of_a_wish_to_stop_are_metrics_of_a
 
     def scraped(job: JobState, now: float) -> Samples:
         state = CoordinatorState(epoch=1, jobs={"j": job})
-        text = LeaderMetrics().text(state, Connections(), False, {"j": clock.reading}, now, 3)
-        return samples(text.decode())
+        seen = LeaderReading(state=state, clocks={"j": clock.reading}, now=now, listeners=3)
+        return samples(LeaderMetrics("test").text(seen).decode())
 
     found = scraped(running, 150.0)
     assert ("elasticd_job_checkpoint_age_seconds", labels) not in found, "it has no folder for checkpoints"
@@ -271,7 +290,8 @@ def exposed(phase: JobPhase, now: float, *, orderly: bool) -> str:
         journal.report("j", Report(measurement=measurement, loss=2.0, tokens=40), 100.0 + step)
     job = msgspec.structs.replace(fresh("j", phase, 0.0), orderly=orderly)
     state = CoordinatorState(epoch=1, jobs={"j": job})
-    return LeaderMetrics().text(state, Connections(), False, journal.readings, now, listeners=1).decode()
+    seen = LeaderReading(state=state, clocks=journal.readings, now=now, listeners=1)
+    return LeaderMetrics("test").text(seen).decode()
 
 
 @pytest.mark.parametrize("phase", list(JobPhase))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from elasticd.coordinator.metrics import _of_job
+from elasticd.coordinator.metrics import LeaderReading, _of_job
 from elasticd.coordinator.status import job_status
 from tests.machines.test_endings import begun
 from tests.machines.world import World
@@ -31,7 +31,9 @@ def texts(world: World) -> list[str]:
 
 def shown(world: World) -> tuple[str, float]:
     reason = job_status(world.job, world.now, 0.0, None).reason
-    metrics = {name: value for name, _, value in _of_job(world.job, None, world.now)}
+    metrics = {
+        name: value for name, _, value in _of_job(world.job, LeaderReading(state=world.state, at=world.now))
+    }
     return reason, metrics["elasticd_job_steps_without_update"]
 
 

@@ -248,7 +248,7 @@ class Rest:
     async def metrics(self) -> bytes:
         """Counters and the present state, for Prometheus."""
         leading = self._served.leading
-        return await self._served.viewers.beside(leading.exposition, leading.clocks())
+        return await self._served.viewers.beside(leading.exposition, leading.reading())
 
     @get("/livez")
     async def live(self) -> Live:

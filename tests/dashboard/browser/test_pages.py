@@ -531,8 +531,8 @@ def first_lines(text: str) -> list[str]:
 
 
 def metrics(api: Api) -> dict[str, float]:
-    """The leader's, by name and labels."""
-    text = api._ask("GET", "/metrics").decode()
+    """The leader's, by name and labels beside that of the cluster."""
+    text = re.sub(r'cluster="[^"]*",?', "", api._ask("GET", "/metrics").decode())
     return {
         name: float(value)
         for name, _, value in (line.rpartition(" ") for line in text.splitlines() if line[:1] not in ("#", ""))
