@@ -248,6 +248,7 @@ class Vote(Value, frozen=True, kw_only=True):
     count: float  # targets of the step, over all ranks
     tokens: int  # tokens of the step, over all ranks
     apply: bool  # the update is made
+    unreached: tuple[str, ...] = ()  # parameters of which no rank has a gradient: the optimizer skips them
 
 
 class Recovery(Value, frozen=True, kw_only=True):

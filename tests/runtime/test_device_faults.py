@@ -10,11 +10,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from elasticd_migration.local_state import Owned
 from elasticd_planner.layout.channels import Channel
-from elasticd_planner.layout.gradient_reduction import Delivery
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.spec.box import Box
 
 from elasticd.machines.worker.switch import SwitchPhase
 from elasticd.runtime.accelerator import Accelerator, DeviceLost
@@ -23,7 +20,6 @@ from elasticd.runtime.comm.groups import Cancelled, Group, PeerLost, PlanGroups,
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
 from elasticd.runtime.engine import engine as engines
 from elasticd.runtime.engine.engine import Engine
-from elasticd.runtime.parallel.zero import ZeroState
 from elasticd.runtime.switch import switcher
 from elasticd.runtime.switch.switcher import Switcher
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
@@ -315,20 +311,3 @@ def test_a_rank_that_is_fenced_anywhere_brings_its_device_to_rest_before_it_repo
     made._feed = feed  # type: ignore[method-assign]
     made._rest()
     assert done == ["rest", "Rested"]
-
-
-def test_a_received_gradient_is_dropped_only_if_no_source_had_a_term_of_it() -> None:
-    """Parts of one parameter may come from several devices, of which some had no gradient."""
-    halves = [Box(start=(0,), stop=(2,)), Box(start=(2,), stop=(4,))]
-    state = ZeroState.__new__(ZeroState)
-    state._device = "a/0"
-    state._away = tuple(
-        Delivery(round=0, source=f"b/{at}", destinations=("a/0",), pieces=(("w", half),))
-        for at, half in enumerate(halves)
-    )
-    for first, second, kept in ((-0.0, -0.0, False), (-0.0, 1e-300, True), (0.0, -0.0, True), (2.0, 3.0, True)):
-        parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
-        parameter.grad = torch.tensor([first, first, second, second], dtype=torch.float64)
-        state._boxes = {"w": [Owned("w", Box.whole((4,)), parameter)]}
-        state._drop_without_terms()
-        assert (parameter.grad is not None) == kept

@@ -370,6 +370,26 @@ def test_a_job_that_its_script_stops_makes_one_more_step_and_its_checkpoint(tmp_
         trained.state_dict()
 
 
+def test_behind_a_with_the_checkpoint_of_a_loop_that_was_left_is_there(tmp_path: Path) -> None:
+    with job(tmp_path, layers=1) as trained:
+        for step in trained.steps(50):
+            if step.index == 2:
+                break
+    assert [found.step for found in scan(tmp_path)] == [3]
+
+    def raising() -> None:
+        with job(tmp_path / "raises", layers=1) as trained:
+            for _ in trained.steps(50):
+                raise ValueError("mine")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="mine"):
+            raising()
+    assert [found.step for found in scan(tmp_path / "raises")] == [2, 1]
+    with job(layers=1) as trained:
+        assert len(losses(trained, 2)) == 2
+
+
 def test_a_loop_that_is_left_by_break_leaves_a_checkpoint_of_all_its_steps(tmp_path: Path) -> None:
     trained = job(tmp_path, layers=1)
     for step in trained.steps(50):

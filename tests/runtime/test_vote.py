@@ -14,7 +14,7 @@ from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.sample_ledger import LedgerError, hash_samples
-from elasticd.runtime.engine.vote import RankRecord, StepVote, fold
+from elasticd.runtime.engine.vote import RankRecord, StepVote, bits_of, fold
 
 
 def record(**changes: object) -> RankRecord:
@@ -52,6 +52,19 @@ def test_a_record_survives_the_wire(**fields: object) -> None:
 
     for found in run_threads([*made], votes).values():
         assert found == [[*made.values()]] * 2
+
+
+def test_a_parameter_that_no_rank_has_a_gradient_of_is_named() -> None:
+    trained = [f"w{index}" for index in range(19)]
+    made = {"a/0": record(reached=bits_of({"w0", "w8", "w18"}, trained)), "b/0": record(reached=bytes(3))}
+    made["c/0"] = record(reached=bits_of({*trained} - {"w0", "w3"}, trained))
+
+    def vote(plan_groups: MemoryPlanGroups) -> Vote:
+        voting = StepVote(cast(Group, plan_groups.group([*made], "vote")), trained)
+        return voting.vote(made[plan_groups.me], [7] * 3).vote
+
+    assert {each.unreached for each in run_threads([*made], vote).values()} == {("w3",)}
+    assert fold([record()], [7]).vote.unreached == (), "a model without trained parameters"
 
 
 def test_a_rank_that_deals_the_next_batch_otherwise_is_named() -> None:

@@ -8,7 +8,8 @@ import os
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from typing import Any, Unpack
+from types import TracebackType
+from typing import Any, Self, Unpack
 
 import torch
 from elasticd_planner.spec.box import Box
@@ -435,6 +436,20 @@ class Job(RankInfo):
         if not self._taken or self._left or self._ended:
             raise RuntimeError("stop: call it in the body of the loop, between two steps")
         self._loop.stopping = True
+
+    def __enter__(self) -> Self:
+        """`with elasticd.Job(...) as job:` tells at its end whether the body raised, or left the loop."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """After an exception of the body: tells the other ranks, and returns once the state here is of no more
+        use. After a `break`: returns once the state is saved, or cannot be. Else nothing is left to do."""
+        if isinstance(error, Exception):
+            self._fail_later(error)
+        elif self._left:
+            self._farewell.now()
 
     def close(self) -> None:
         """Leaves a loop of `next` and `step` before its last step: the job continues without this process."""

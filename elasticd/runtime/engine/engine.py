@@ -49,7 +49,7 @@ from elasticd.runtime.engine.pipeline_stage import Pace, Passed, StageRunner
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import SetAside
 from elasticd.runtime.engine.stability import StabilityGuard
-from elasticd.runtime.engine.vote import Draining, RankRecord, StepOutcome, StepVote
+from elasticd.runtime.engine.vote import Draining, RankRecord, StepOutcome, StepVote, bits_of
 from elasticd.runtime.model.buffer_check import Constants
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
@@ -191,7 +191,9 @@ class Engine:
         )
         self.reducer = self._reducer(peers)
         self.zero = ZeroState(layouts, peers, local, self.reducer, recipe.master, accelerator)
-        self._vote = StepVote(peers.everyone)
+        self._trained = self.layouts.trained
+        self._vote = StepVote(peers.everyone, self._trained)
+        self._bits = set[str](), bits_of((), self._trained)
         self._constants = Constants(local.modules)
         self._frozen = {name: p for name, (_, p) in local.parameters.items() if not p.requires_grad}
         self._carried: dict[str, str] = {}
@@ -465,6 +467,7 @@ class Engine:
                 failed=passed.failure.index + 1 if passed.failure is not None else 0,
                 draining=draining(),
                 stop=stopping(),
+                reached=self._reached(),
                 seconds=self._telemetry.block_seconds() if batch.packed else 0.0,
                 next=after.digest if (after := self._batches.next(step)) is not None and after.packed else 0,
             )
@@ -492,6 +495,12 @@ class Engine:
                 longest_so_far=self._recipe.feed.longest,
             )
             return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
+
+    def _reached(self) -> bytes:
+        """The bits of `RankRecord.reached`, which are the same in most steps."""
+        if self._bits[0] != self.reducer.reached:
+            self._bits = self.reducer.reached, bits_of(self.reducer.reached, self._trained)
+        return self._bits[1]
 
     def _refuse_unfrozen(self) -> None:
         for name, parameter in self._frozen.items():
@@ -579,6 +588,7 @@ class Engine:
             self._carried[DATA], self._after = self._after, None
         self.stale, self._delivered = self.plan.state.zero > 0, None
         if vote.apply:
+            self.zero.agree(frozenset(vote.unreached))
             scale = 1.0 / vote.count / self.scale
             if self._recipe.clip is not None and vote.norm is not None:
                 scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))

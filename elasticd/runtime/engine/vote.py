@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.sample_ledger import LedgerError
 
-#: The fields of `RankRecord` in their order, 92 bytes.
-_RECORD = struct.Struct("<qqq??qdddQqbQd?")
+#: The fields of `RankRecord` in their order but for the last one, 92 bytes.
+_FIELDS = "<qqq??qdddQqbQd?"
 
 
 class Draining(IntEnum):
@@ -50,6 +50,7 @@ class RankRecord(NamedTuple):
     next: int = 0  #: digest of the next step's batch plan; 0: it is not known yet, or not packed
     seconds: float = 0.0  #: that its blocks computed in this step
     stop: bool = False  #: its script wants this step to be the last
+    reached: bytes = b""  #: a bit for each trained parameter, the first in the lowest: it had a gradient here
 
 
 class StepOutcome(Value, frozen=True, kw_only=True):
@@ -66,12 +67,15 @@ class StepOutcome(Value, frozen=True, kw_only=True):
     last: bool = False  # all ranks leave the job, and a last checkpoint is to be made
 
 
-def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> StepOutcome:
+def fold(
+    records: Sequence[tuple[Any, ...]], expected: Sequence[int], trained: Sequence[str] = ()
+) -> StepOutcome:
     """Folds the records of all ranks.
 
     Args:
         records: of each rank in rank order, as tuples of the fields of `RankRecord`.
         expected: of each rank the hash of the samples that the batch plan gives it.
+        trained: names of the parameters that `RankRecord.reached` has bits of.
 
     Raises:
         LedgerError: steps, samples or the next batch plan differ; on every rank alike.
@@ -100,6 +104,7 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> StepOut
         count=count,
         tokens=sum(every.tokens),
         apply=all(every.finite) and math.isfinite(squares) and unread is None and count > 0,
+        unreached=_unreached(every.reached, trained),
     )
     return StepOutcome(
         vote=vote,
@@ -112,6 +117,22 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> StepOut
         stop=any(every.stop),
         last=all(every.draining) and Draining.UNSAVED in every.draining,
     )
+
+
+def bits_of(names: Collection[str], trained: Sequence[str]) -> bytes:
+    """`RankRecord.reached` of a rank that has gradients of these parameters."""
+    bits = sum(1 << index for index, name in enumerate(trained) if name in names)
+    return bits.to_bytes(-(-len(trained) // 8), "little")
+
+
+def _unreached(reached: Iterable[bytes], trained: Sequence[str]) -> tuple[str, ...]:
+    """The parameters that no rank has a gradient of."""
+    wanted, bits = (1 << len(trained)) - 1, 0
+    for each in set(reached):
+        bits |= int.from_bytes(each, "little")
+        if bits == wanted:
+            return ()
+    return tuple(name for index, name in enumerate(trained) if not bits >> index & 1)
 
 
 def _total(values: Iterable[float]) -> float:
@@ -130,18 +151,25 @@ def _finite(value: float) -> float | None:
 class StepVote:
     """All-gathers one fixed-size record per rank at the end of a step. Buffers are allocated once."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._mine, self._all = bytearray(_RECORD.size), bytearray(_RECORD.size * group.size)
+    def __init__(self, group: Group, trained: Sequence[str] = ()) -> None:
+        """
+        Args:
+            group: all members of the plan.
+            trained: names of the parameters that `RankRecord.reached` has bits of, the same on all ranks.
+        """
+        self._group, self._trained = group, tuple(trained)
+        self._record = struct.Struct(f"{_FIELDS}{-(-len(trained) // 8)}s")
+        self._mine = bytearray(self._record.size)
+        self._all = bytearray(self._record.size * group.size)
         self._packed = torch.frombuffer(self._mine, dtype=torch.uint8)
         self._gathered = torch.frombuffer(self._all, dtype=torch.uint8).view(group.size, -1)
 
     def gather(self, record: RankRecord) -> list[tuple[Any, ...]]:
         """The records of all ranks, in rank order, as tuples of their fields."""
-        _RECORD.pack_into(self._mine, 0, *record)
+        self._record.pack_into(self._mine, 0, *record)
         self._group.all_gather(self._packed, self._gathered)
-        return list(_RECORD.iter_unpack(self._all))
+        return list(self._record.iter_unpack(self._all))
 
     def vote(self, record: RankRecord, expected: Sequence[int]) -> StepOutcome:
         """Gathers the records of all ranks and folds them, see `fold`."""
-        return fold(self.gather(record), expected)
+        return fold(self.gather(record), expected, self._trained)

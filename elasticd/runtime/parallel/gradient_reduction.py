@@ -7,9 +7,9 @@ pieces belong to, and is waited for after all passes. A gradient that lies in on
 then, because its sum stays in the bucket. If only the devices that keep the optimizer's state keep gradients
 (ZeRO 2), what a device keeps is copied out of the bucket, and the bucket is dropped.
 
-A parameter that no backward pass of the step reached has no gradient afterwards either, so that the optimizer
-skips it, as in one process. A device without a gradient sends a term of -0.0; the others' terms begin with any
-other number. Since -0.0 + -0.0 is -0.0, and -0.0 + x is x, a sum whose first element is -0.0 has no term.
+A device without a gradient of a piece adds zeros to its sum. Which parameters a backward pass of the step
+reached on this device, `reached` says. The vote tells of all devices, and a parameter that none has reached has
+no gradient in the update, so that the optimizer skips it, as in one process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -50,6 +49,7 @@ class GradientReducer:
     #: Of the gradients that this device counts, their sum, perhaps still on the accelerator; each piece counts
     #: on one device.
     squares: float | Tensor
+    reached: set[str]  #: parameters of which this device had a gradient in the last step
     most_bytes: int  #: largest sum of local gradients, buffers and kept gradients in the last step of ZeRO 2
 
     def __init__(
@@ -88,7 +88,6 @@ class GradientReducer:
         everyone = Channel("state", peers.everyone.members)
         self._mesh = peers.communicators.mesh(everyone) if passed_on else None
         late = [bucket for together in passed_on for bucket in together]
-        self._firsts = [_firsts(bucket, parameters) for bucket in (*queue, *late)]
         self._users = _users(parameters, modules, gates or {})
         self._used_by: dict[str, list[str]] = {}  # names by section
         for name, users in self._users.items():
@@ -100,7 +99,7 @@ class GradientReducer:
                 self._where.setdefault(name, []).append(index)
         self._pieces = Counter(piece.name for bucket in (*queue, *late) for piece in bucket.pieces)
         self._pieces.update(piece.name for piece in self._alone)
-        self.squares = 0.0
+        self.squares, self.reached = 0.0, set()
         self.most_bytes = 0
         self._begin()
 
@@ -116,7 +115,7 @@ class GradientReducer:
         self._missing = [len({piece.name for piece in bucket.pieces}) for bucket in self._queue]
         self._left = Counter(self._pieces)
         self._flying: list[tuple[Tensor, Any]] = []  # of the queue's first buckets
-        self._complete: list[bool] = []  # of each bucket: this device has a gradient of every piece
+        self._reached = set[str]()
         self._flat_bytes = 0
 
     def section_done(self, section: str) -> None:
@@ -137,15 +136,13 @@ class GradientReducer:
     def _launch(self) -> None:
         with self._stopwatch.measure("reduce"):
             index = len(self._flying)
-            flat = self._flattened(self._queue[index], self._firsts[index])
+            flat = self._flattened(self._queue[index])
             self._flying.append((flat, self._teams[index].begin_all_reduce(flat)))
 
-    def _flattened(self, bucket: Bucket, firsts: Tensor) -> Tensor:
+    def _flattened(self, bucket: Bucket) -> Tensor:
         """This device's term of a bucket. Gradients that are in it completely are dropped."""
         flat = torch.cat([self._term(piece).reshape(-1) for piece in bucket.pieces])
-        made = [self._parameters[piece.name][1].grad is not None for piece in bucket.pieces]
-        self._complete.append(all(made))
-        flat[firsts if all(made) else firsts[made]] += 0.0
+        self._look(bucket.pieces)
         self._flat_bytes += _bytes(flat)
         self._note(0)
         for piece in bucket.pieces:
@@ -154,14 +151,16 @@ class GradientReducer:
                 self._parameters[piece.name][1].grad = None
         return flat
 
-    def _passed(self) -> Iterator[tuple[Bucket, Tensor, Tensor]]:
+    def _look(self, pieces: Iterable[Piece]) -> None:
+        """Notes which of these parameters have a gradient here."""
+        self._reached.update(piece.name for piece in pieces if self._parameters[piece.name][1].grad is not None)
+
+    def _passed(self) -> Iterator[tuple[Bucket, Tensor]]:
         """The buckets of sets without a communicator, with their sums."""
-        firsts = iter(self._firsts[len(self._queue) :])
         for together in self._passed_on:
             assert self._mesh is not None
-            flats = [(bucket, next(firsts)) for bucket in together]
             with self._stopwatch.measure("reduce"):
-                terms = [self._flattened(bucket, first) for bucket, first in flats]
+                terms = [self._flattened(bucket) for bucket in together]
             out: list[tuple[str, Tensor]] = []  # to whom, and what
             back: list[tuple[str, Tensor]] = []
             added: list[tuple[Tensor, list[tuple[str, Tensor]]]] = []
@@ -181,15 +180,16 @@ class GradientReducer:
             sums = [(device, copy) for copy, came in copies for device, _ in came]
             self._mesh.finish(self._mesh.begin_round(sums, back))
             received = iter(back)
-            for (bucket, first), flat in zip(flats, terms, strict=True):
-                yield bucket, flat if bucket.counter == self._device else next(received)[1], first
+            for bucket, flat in zip(together, terms, strict=True):
+                yield bucket, flat if bucket.counter == self._device else next(received)[1]
 
-    def _landed(self) -> Iterator[tuple[Bucket, Tensor, Tensor | None]]:
-        """Every bucket with its sums, once all are launched; and where its pieces begin, if some have no
-        gradient here, so that they may have no term at all."""
+    def _landed(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """Every bucket with its sums, once all are launched."""
         while len(self._flying) < len(self._queue):
             self._launch()
         passed = list(self._passed())
+        self._look(self._alone)
+        self.reached = self._reached
         self.squares = sum_of_squares(
             self._gradient(piece.name, piece.box)
             for piece in self._alone
@@ -198,16 +198,15 @@ class GradientReducer:
         for index, (flat, work) in enumerate(self._flying):
             self._teams[index].finish(work)
             self._flying[index] = (flat.new_empty(0), None)
-            yield self._queue[index], flat, None if self._complete[index] else self._firsts[index]
-        for complete, (bucket, flat, firsts) in zip(self._complete[len(self._queue) :], passed, strict=True):
-            yield bucket, flat, None if complete else firsts
+            yield self._queue[index], flat
+        yield from passed
 
     def __call__(self) -> None:
         """Waits for all reductions: every local gradient becomes the sum over the devices with a term of it."""
-        for bucket, flat, firsts in self._landed():
+        for bucket, flat in self._landed():
             if bucket.counter == self._device:
                 self.squares += sum_of_squares([flat])
-            for piece, part in _sums(bucket, flat, firsts):
+            for piece, part in _sums(bucket, flat):
                 if self._whole(piece):
                     self._parameters[piece.name][1].grad = part
                 else:
@@ -224,8 +223,8 @@ class GradientReducer:
         for each in owned:
             boxes.setdefault(each.name, []).append(each)
         kept = 0
-        for bucket, flat, firsts in self._landed():
-            for piece, part in _sums(bucket, flat, firsts):
+        for bucket, flat in self._landed():
+            for piece, part in _sums(bucket, flat):
                 kept += _keep(piece, part, boxes.get(piece.name, ()))
                 self._note(kept)
             self._flat_bytes -= _bytes(flat)
@@ -261,22 +260,13 @@ class GradientReducer:
         parameter = self._parameters[piece.name][1]
         if parameter.grad is not None and self._device in piece.counting:
             return self._gradient(piece.name, piece.box)
-        return parameter.new_full((piece.box.size,), -0.0, dtype=gradient_dtype(parameter))
+        return parameter.new_zeros((piece.box.size,), dtype=gradient_dtype(parameter))
 
     def _gradient(self, name: str, box: Box) -> Tensor:
         held, parameter = self._parameters[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
         return parameter.grad[box.slices(held)]
-
-
-def no_terms(sums: Tensor) -> Tensor:
-    """Which sums have no term: a mask [pieces].
-
-    Args:
-        sums: the first element of each sum [pieces].
-    """
-    return (sums == 0) & sums.signbit()
 
 
 def _users(
@@ -291,21 +281,11 @@ def _users(
     }
 
 
-def _firsts(bucket: Bucket, parameters: Parameters) -> Tensor:
-    """The index of each piece's first element in the bucket's flat buffer: [pieces], int64, beside it."""
-    sizes = [piece.box.size for piece in bucket.pieces]
-    place = parameters[bucket.pieces[0].name][1].device
-    return torch.tensor([0, *accumulate(sizes[:-1])], device=place)
-
-
-def _sums(bucket: Bucket, flat: Tensor, firsts: Tensor | None) -> Iterator[tuple[Piece, Tensor]]:
-    """The pieces that have terms, with their sums, each of its box's shape; `firsts` as `_landed` gives it. To
-    look for those without terms is to wait for the device."""
+def _sums(bucket: Bucket, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    """The pieces with their sums, each of its box's shape."""
     parts = flat.split([piece.box.size for piece in bucket.pieces])
-    without = [False] * len(parts) if firsts is None else no_terms(flat[firsts]).tolist()
-    for piece, part, none in zip(bucket.pieces, parts, without, strict=True):
-        if not none:
-            yield piece, part.view(piece.box.shape)
+    for piece, part in zip(bucket.pieces, parts, strict=True):
+        yield piece, part.view(piece.box.shape)
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> float | Tensor:

@@ -8,7 +8,7 @@ the updated values of each part go from a keeper to all devices that compute wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 from operator import attrgetter
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.model.local_model import LocalModel
-from elasticd.runtime.parallel.gradient_reduction import GradientReducer, no_terms, sum_of_squares
+from elasticd.runtime.parallel.gradient_reduction import GradientReducer, sum_of_squares
 
 Values = dict[str, list[tuple[Box, nn.Parameter]]]
 
@@ -107,7 +107,6 @@ class ZeroState:
         else:
             self._reducer.into([part for parts in self._boxes.values() for part in parts])
         self._deliver(self._away, self._outgoing, self._incoming)
-        self._drop_without_terms()
         led = [(self._part(name, box), box) for name, box in self._leads]
         return sum_of_squares(
             part.parameter.grad[box.slices(part.box)] for part, box in led if part.parameter.grad is not None
@@ -132,6 +131,18 @@ class ZeroState:
         All members call it together.
         """
         self._deliver(self._copies, self._buffer, self._buffer)
+
+    def agree(self, unreached: Collection[str]) -> None:
+        """Has all parts of a parameter have a gradient, or none, before the optimizer's step.
+
+        Args:
+            unreached: the parameters that no backward pass of the step reached on any device.
+        """
+        for part in self.owned:
+            if part.name in unreached:
+                part.parameter.grad = None
+            elif part.parameter.grad is None and not part.box.empty:
+                part.parameter.grad = torch.zeros_like(part.parameter)
 
     def clear(self) -> None:
         """Drops all gradients."""
@@ -162,11 +173,11 @@ class ZeroState:
         return next(part for part in self._boxes[name] if part.box.contains(box))
 
     def _outgoing(self, name: str, box: Box) -> Tensor:
-        """A gradient for the device that keeps its state; -0.0 stands for none, as in `GradientReducer`."""
+        """A gradient for the device that keeps its state."""
         _, around, parameter = self._part(name, box)
         if parameter.grad is None:
-            return parameter.new_full(box.shape, -0.0)
-        return parameter.grad[box.slices(around)] + 0.0
+            return parameter.new_zeros(box.shape)
+        return parameter.grad[box.slices(around)]
 
     def _incoming(self, name: str, box: Box) -> Tensor:
         """Where a gradient from another device goes."""
@@ -174,26 +185,6 @@ class ZeroState:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad[box.slices(around)]
-
-    def _drop_without_terms(self) -> None:
-        """Drops the received gradients that stand for none: one wait for the device tells of all."""
-        received: list[tuple[nn.Parameter, Tensor]] = []
-        for delivery in self._away:
-            if delivery.source != self._device:
-                for name, box in delivery.pieces:
-                    part = self._part(name, box)
-                    if part.parameter.grad is not None:
-                        came = part.parameter.grad[box.slices(part.box)].reshape(-1)
-                        received.append((part.parameter, no_terms(came[:1])))
-        if not received:
-            return
-        with_terms: dict[nn.Parameter, bool] = {}
-        without = torch.cat([mark for _, mark in received]).tolist()
-        for (parameter, _), none in zip(received, without, strict=True):
-            with_terms[parameter] = with_terms.get(parameter, False) or not none
-        for parameter, some in with_terms.items():
-            if not some:
-                parameter.grad = None
 
     def _deliver(
         self,
