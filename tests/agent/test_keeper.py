@@ -118,6 +118,17 @@ def test_snapshot_is_kept_here_and_on_the_next_node_and_both_say_so(scene: Scene
     kept(leader, "n1", ("n0/0", 3))  # again, on the new link
 
 
+def test_leader_hears_of_snapshots_again_when_a_worker_of_their_job_says_hello(scene: Scene) -> None:
+    """It hears a node only once the node has a part in the job."""
+    leader = scene.leader()
+    scene.start("n0")
+    scene.worker("n0").snap(3, first=True)
+    kept(leader, "n0", ("n0/0", 3))
+    leader.keeps.clear()
+    scene.worker("n0", 1)
+    kept(leader, "n0", ("n0/0", 3))
+
+
 def test_whole_set_frees_older_ones_on_all_nodes(scene: Scene) -> None:
     leader = scene.leader()
     scene.start("n0", "n1")

@@ -29,7 +29,7 @@ import psutil
 
 from elasticd.backoff import Backoff
 from elasticd.config.tree import AgentSection
-from elasticd.machines.agent.state import AgentState, AgentTick, DoneRead, Event, LinkUp, PlanRead
+from elasticd.machines.agent.state import AgentState, AgentTick, DoneRead, Event, LinkUp, Opened, PlanRead
 from elasticd.records import NodeRecord
 from elasticd.wire.snapshots import (
     Fetch,
@@ -113,6 +113,10 @@ class Keeper:
                 self._send_all()
         elif isinstance(event, LinkUp):
             self._mark(self._vault.jobs())
+        elif isinstance(event, Opened):  # a leader hears this node of a job only once it has a part in it
+            client = self._state().clients.get(event.client)
+            if client is not None and client.job in self._vault.jobs():
+                self._mark([client.job])
         elif isinstance(event, PlanRead):
             self._send_all()
         elif isinstance(event, DoneRead) and (event.record is None or not event.record.reason):

@@ -15,19 +15,24 @@ NOTE_SECONDS = 10.0
 
 
 def keeps(turn: Turn, node: str, body: SnapshotInventory) -> None:
-    """All that an agent holds of this job. Said again it changes nothing."""
-    turn.set(snapshots=turn.job.snapshots.replaced(node, body.snapshots, body.plans))
-    snapshots = turn.job.snapshots
-    before = snapshots.whole
+    """All that an agent holds of this job. Said again it changes nothing. A node that has no part in the job
+    has no say in this: its agent repeats it once a worker of the job says hello there."""
+    sender = turn.nodes.get(node)
+    if sender is None or not turn.job.has_part(sender.record):
+        return
+    snapshots = [held for held in body.snapshots if held.job == turn.job.job]
+    turn.set(snapshots=turn.job.snapshots.replaced(node, snapshots, body.plans))
+    sets = turn.job.snapshots
+    before = sets.whole
     # A first rank's agent brings the plan, maybe after all others have said what they hold.
-    for moment in sorted(snapshots.kept[node], reverse=True):
+    for moment in sorted(sets.kept[node], reverse=True):
         if before is not None and moment <= before:
             break
         plan = plan_of(turn, moment.plan)
-        if plan is not None and snapshots.is_whole(moment, plan, _takers(turn)):
+        if plan is not None and sets.is_whole(moment, plan, _takers(turn)):
             _whole(turn, moment, plan)
             return
-    if before is not None and any(moment < before for moment in snapshots.kept[node]):
+    if before is not None and any(moment < before for moment in sets.kept[node]):
         turn.order(node, _complete(turn, before))  # it missed the word, or a leader before this one gave it
 
 

@@ -439,9 +439,13 @@ class JobState(Value, frozen=True, kw_only=True):
         return node.node in self.joiners or any(device.name in self.joiners for device in node.devices)
 
     def involves(self, node: NodeRecord) -> bool:
-        """Whether a torchrun of this node has joined, or a worker on one of its devices is known, or bound by a
+        """Whether this node has a part in the job, or a torchrun of it waits for one."""
+        return self.joined_from(node) or self.has_part(node)
+
+    def has_part(self, node: NodeRecord) -> bool:
+        """Whether a torchrun of this node was let in, or a worker on one of its devices is known, or bound by a
         plan."""
-        if node.node in self.joined or self.joined_from(node):
+        if node.node in self.joined:
             return True
         held = (self.joined, self.workers, *(plan.binding for plan in self.plans))
         return any(device.name in devices for devices in held for device in node.devices)
