@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elasticd
 from tests.scripts.corpus import ordinary as o
@@ -46,15 +45,13 @@ def train(folder):
 
 def plain(order):
     gpt, notes = o.made(network), {}
-    mean = copy.deepcopy(gpt)
+    mean = AveragedModel(gpt, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     def after(step, loss):
-        with torch.no_grad():
-            for average, value in zip(mean.parameters(), gpt.parameters(), strict=True):
-                average.lerp_(value, 0.1)
+        mean.update_parameters(gpt)
         if step % 7 == 6:
             notes[f"held out {step}"] = o.held_out_loss(mean, o.Text(10, first=1000))
-            notes[f"alpha {step}"] = float(mean.blocks[0].alpha.detach())
+            notes[f"alpha {step}"] = float(mean.module.blocks[0].alpha.detach())
 
     outcome = o.loop(gpt, optimizer_of(gpt.named_parameters()), order, after=after)
     outcome.notes = notes

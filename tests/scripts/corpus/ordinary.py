@@ -14,7 +14,7 @@ import elasticd
 
 WIDTH, HEADS, VOCABULARY, TOKENS = 8, 2, 11, 6
 #: Steps of a script; samples of a step, of which each is a micro-batch; the seed of its job.
-STEPS, BATCH, SEED = 22, 4, 3
+STEPS, BATCH, SEED = 45, 4, 3
 #: indices of the samples of each step
 Order = Sequence[Sequence[int]]
 
