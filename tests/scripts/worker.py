@@ -20,8 +20,8 @@ from elasticd.runtime.api.job import Job
 from elasticd.runtime.api.step import Step
 from elasticd.testing.waiting import PATIENCE, until
 
-#: The steps after which ranks wait at a gate. Before the second one the profile must be fitted to the lengths that
-#: were measured, since no plan is replaced before, and no step is made at a gate.
+#: The steps after which ranks wait at a gate. Before the second one the profile must be fitted to the lengths
+#: that were measured, since no plan is replaced before, and no step is made at a gate.
 GATES = {"fault": 4, "switch": 40}
 #: Steps from one snapshot to the next.
 SNAPSHOT_EVERY = 2
