@@ -115,6 +115,7 @@ def run(name: str) -> Ran:
         _wait(cluster, lambda: len(cluster.events("prepared")) >= 3)
         (cluster.folder / "switch").touch()
         codes = cluster.wait()
+        until(lambda: cluster.job()["phase"] in ("done", "stopped"))
         ran = Ran.left_in(cluster.folder)
         ran.codes, ran.phase = codes, cluster.job()["phase"]
         return ran
