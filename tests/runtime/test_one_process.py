@@ -370,6 +370,16 @@ def test_a_job_that_its_script_stops_makes_one_more_step_and_its_checkpoint(tmp_
         trained.state_dict()
 
 
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        elasticd.JobStopped, match=f"no checkpoint can be written to {tmp_path}/file/c: Not a dir"
+    ):
+        job(tmp_path / "file/c")
+    job(tmp_path / "new/c")
+    assert list((tmp_path / "new/c").iterdir()) == [], "it is there from the start, and nothing is left in it"
+
+
 def test_behind_a_with_the_checkpoint_of_a_loop_that_was_left_is_there(tmp_path: Path) -> None:
     with job(tmp_path, layers=1) as trained:
         for step in trained.steps(50):

@@ -8,6 +8,7 @@ optimizer stepped on is then what is gone on from, as master weights or as the p
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,12 +75,13 @@ class Loaded:
 
 
 def offered(folder: Path, spec: JobSpec, other: Callable[[Manifest], str] = lambda _: "") -> tuple[str, ...]:
-    """The checkpoints that this worker sees and that look sound, the newest first.
+    """The checkpoints that this worker sees and that look sound, the newest first. Makes the folder.
 
     `other` gives why a checkpoint is of another training where the record of the job does not say it, or
-    nothing. Raises `NoCheckpoint` where all are damaged, ValueError where the newest is of another training:
-    each message says what to do.
+    nothing. Raises `NoCheckpoint` where all are damaged, ValueError where the newest is of another training, or
+    none could be written: each message says what to do.
     """
+    _refuse_unwritable(folder)
     found = folders.scan(folder)
     for item in found:
         if item.damage:
@@ -97,6 +99,19 @@ def offered(folder: Path, spec: JobSpec, other: Callable[[Manifest], str] = lamb
             "before"
         )
     return tuple(item.name for item in sound[:MOST_TOLD])
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    """Before the job starts, and not at its first checkpoint."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"no checkpoint can be written to {folder}: {error.strerror}; its folder must "
+            "be one that all workers share and can write to: CheckpointingOptions(folder=...)"
+        ) from None
 
 
 def longest_trained(folder: Path) -> int:
