@@ -29,7 +29,7 @@ from tests.planner.models import cluster
 BEATEN = (46, 64, 98, 125)
 
 
-@pytest.mark.parametrize("seed", sizes.beside([58, *BEATEN], sorted({*BEATEN, *range(50, 98)})))
+@pytest.mark.parametrize("seed", sizes.beside([58, 73, *BEATEN], sorted({*BEATEN, *range(50, 98)})))
 def test_a_tp_group_crosses_no_node_where_one_fits_and_no_other_order_of_devices_is_faster(seed: int) -> None:
     found = placed(seed)
     assert not found.across or found.must

@@ -270,10 +270,13 @@ class Settings:
 
 
 def roomy(task: Task, pipelines: int) -> bool:
-    """Whether so many pipelines can hold the model, each layer at the least bytes that any stage needs."""
+    """Whether so many pipelines can hold the model, each layer at the least bytes that any stage needs. They
+    cannot where devices are fewer than a TP group must have."""
     devices = alive(task)
     most = min(len(devices), DEEPEST)
-    widest = max(len(group) for group, _ in hosts(task.cluster, task.rates, task.cost))
+    widest = max((len(group) for group, _ in hosts(task.cluster, task.rates, task.cost)), default=0)
+    if not widest:
+        return False
     layer, empty = least_need(task.cost, min(widest, DEEPEST), (1, min(task.layers, most)))
     room = sum(max(0.0, device.memory - empty) for device in devices)
     return layer * task.layers * pipelines <= room * (1 + EQUAL)
