@@ -18,7 +18,7 @@ from elasticd_planner.cost.memory import need
 from elasticd_planner.grouping.node_partitions import hosts
 from elasticd_planner.numeric import Floats
 from elasticd_planner.readable import readable
-from elasticd_planner.search.task import Task
+from elasticd_planner.search.task import Task, alive
 from elasticd_planner.spec.cluster import Device
 
 Groups = tuple[tuple[Device, ...], ...]
@@ -54,9 +54,9 @@ def explain_infeasible(task: Task, *, setting: str = "", micro_batch: int = 1) -
     places = [devices for devices, _ in hosts(task.cluster, task.rates, task.cost)]
     usable, pipelines = sum(map(len, places)), task.fixed_dp or 1
     counted = f"{pipelines} pipeline{'s' if pipelines > 1 else ''}"
-    if not usable:
+    if not alive(task):
         return "no device to plan for: every device is dead or in no group; add a node"
-    widths = task.cost.widths(max(map(len, places)))
+    widths = task.cost.widths(max(map(len, places), default=0))
     if not widths:
         return "does not fit: no TP group of an allowed size can be made of the devices; allow a smaller size"
     widest = max(map(len, places))
