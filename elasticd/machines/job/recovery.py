@@ -39,8 +39,8 @@ _NOBODY_ELSE = "they are waited for, as nobody else holds"
 
 def peers_lost(turn: Turn, worker: Worker, body: PeersLost) -> None:
     """A member lost the others: most likely one of them died, and the word of it is on its way. Or all members
-    want an older state. Of who is no member, or lost those of another plan, the job lacks nothing: such words are
-    said again to a new leader."""
+    want an older state. Of who is no member, or lost those of another plan, the job lacks nothing: such words
+    are said again to a new leader."""
     job = turn.job
     if worker.peers_lost_at is not None:
         return
