@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
 import pytest
 
 from elasticd.chaos.faults import Faults
+from elasticd.coordinator.leader import Leading
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.run import Simulation
-from tests.soak.random_faults import Soaking, draw
-from tests.soak.simulated import TIMES, Play, cluster, play, scenario
+from tests import sizes
+from tests.soak.random_faults import WEIGHTS, Soaking, draw
+from tests.soak.simulated import FAULTS, TAKEOVERS, TIMES, Play, cluster, play, scenario
 
 SHAPE = cluster(3, 2)
 DEVICES = [device.name for device in SHAPE.cluster().devices]
@@ -61,3 +66,36 @@ def test_random_scripts_break_nothing() -> None:
     ]
     assert {one.seed: one.wrong for one in plays if one.wrong} == {}
     assert sum(one.fences for one in plays) > 0
+
+
+def _with_users(seeds: range) -> list[Play]:
+    """Random scripts, with a store that is late, loses and repeats, and users who ask for decisions."""
+    planner = Planner(TIMES)
+    soaking = Soaking(count=12, most=8, weights={**WEIGHTS, "takeover": TAKEOVERS})
+    return [play(scenario(draw(soaking, DEVICES, seed), SHAPE, seed), planner, FAULTS) for seed in seeds]
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_what_users_were_told_is_so_in_the_store_whatever_becomes_of_store_and_leaders(
+    part: int, seed: int
+) -> None:
+    count = sizes.number(full=400, quick=8)
+    first = seed * 1000 + part * count
+    plays = _with_users(range(first, first + count))
+    assert {one.seed: one.wrong for one in plays if one.wrong} == {}
+    answers = sum((Counter(one.answers) for one in plays), Counter[str]())
+    assert min(answers["ok"], answers["unchanged"], answers["none"]) > 0, "each answer is given"
+    assert sum(one.leaders for one in plays) > 2 * count
+
+
+def test_leader_that_answers_before_its_decision_is_in_the_store_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def decide(self: Leading, decision: Callable[[], object], audit: Callable[[], None]) -> object:
+        answer = decision()
+        audit()
+        return answer
+
+    monkeypatch.setattr(Leading, "decide", decide)
+    wrong = [line for one in _with_users(range(3)) for line in one.wrong]
+    assert any("the store never had it" in line for line in wrong)

@@ -1,13 +1,16 @@
 """The soak in the simulator: the same scripts against the real state machines, over thousands of seeds.
 
     python -m tests.soak.simulated --seeds 2000
+    python -m tests.soak.simulated --seed 17        # replays one, and prints all that happened
 
-Each seed draws a script, plays it on a small modelled cluster, and checks what must hold of the records and of
-the steps. Without noise, so that one planner's answers serve many seeds.
+Each seed draws a script, plays it on a small modelled cluster, and checks what must hold of the records, of the
+steps, and of the answers that users were given (`tests.soak.deciding`). Without noise, so that one planner's
+answers serve many seeds.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import sys
 import time
@@ -25,6 +28,8 @@ from elasticd.simulator.scenarios.model_shapes import Shapes
 from elasticd.simulator.scenarios.scenario import ClusterShape, Scenario, Times, Training
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent, WatchItem
+from tests.soak.deciding import Deciding
+from tests.soak.faulty_store import StoreFaults
 from tests.soak.history import History
 from tests.soak.random_faults import WEIGHTS, Soaking, draw
 
@@ -41,6 +46,8 @@ class Play(Value, frozen=True, kw_only=True):
 
     seed: int
     faults: int
+    leaders: int
+    answers: dict[str, int]  # of users' calls, by what they were told
     steps: int
     plans: int
     fences: int
@@ -65,11 +72,20 @@ def scenario(script: Faults, shape: ClusterShape, seed: int) -> Scenario:
     )
 
 
-def play(given: Scenario, planner: Planner | None = None) -> Play:
-    """One run, checked. An error of the simulation, or of a machine in it, is among what is wrong."""
+def play(given: Scenario, planner: Planner | None = None, faults: StoreFaults | None = None) -> Play:
+    """Plays and checks a scenario. With `faults` of the store leaders write as the daemon does, and users ask
+    them for decisions."""
+    if faults is None:
+        return checked(Simulation(given, planner=planner))
+    return checked(Deciding(given, planner or Planner(given.times), faults))
+
+
+def checked(simulation: Simulation) -> Play:
+    """Plays a simulation, and checks it. An error of it, or of a machine in it, is among what is wrong."""
+    given = simulation.scenario
     seen: list[WatchEvent] = []
     wrong: list[str] = []
-    simulation = Simulation(given, planner=planner)
+    deciding = simulation if isinstance(simulation, Deciding) else None
 
     def see(item: WatchItem) -> None:
         if isinstance(item, WatchEvent):
@@ -77,7 +93,7 @@ def play(given: Scenario, planner: Planner | None = None) -> Play:
         else:
             wrong.append("the store forgot records before they were read")
 
-    MemoryStore(simulation.server).watch(KEYS.root, 1, see)
+    MemoryStore(simulation.server).watch(KEYS.root, deciding.first_revision if deciding else 1, see)
     try:
         simulation.run()
     except Exception as error:
@@ -87,9 +103,12 @@ def play(given: Scenario, planner: Planner | None = None) -> Play:
     history.read(seen)
     wrong += history.wrong
     wrong += _steps(simulation, history, given) if not wrong else []
+    wrong += deciding.wrong if deciding is not None else []
     return Play(
         seed=given.seed,
         faults=len(given.faults),
+        leaders=len(history.leaders),
+        answers=dict(Counter(call.answer for call in deciding.calls)) if deciding is not None else {},
         steps=simulation.worker_group.step,
         plans=sum(len(job.plans) for job in history.jobs.values()),
         fences=sum(len(job.gone) for job in history.jobs.values()),
@@ -120,36 +139,69 @@ def _steps(simulation: Simulation, history: History, given: Scenario) -> list[st
     return wrong
 
 
+#: Of the store, and of a leader that dies more often than in the soak of processes.
+FAULTS, TAKEOVERS = StoreFaults(), 4.0
+
+
 @click.command()
 @click.option("--first", type=click.IntRange(min=0), help="The first seed (default: any, printed).")
 @click.option("--seeds", type=click.IntRange(min=1), default=200, show_default=True, help="How many.")
+@click.option("--seed", type=click.IntRange(min=0), help="Replay this one, and print all that happened.")
 @click.option("--faults", type=click.IntRange(min=1), default=12, show_default=True, help="Of each script.")
 @click.option("--nodes", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--devices", type=click.IntRange(min=1), default=2, show_default=True, help="Of each node.")
 @click.option("--only", multiple=True, help="Draw these kinds alone.")
 def command(
-    first: int | None, seeds: int, faults: int, nodes: int, devices: int, only: tuple[str, ...]
+    first: int | None,
+    seeds: int,
+    seed: int | None,
+    faults: int,
+    nodes: int,
+    devices: int,
+    only: tuple[str, ...],
 ) -> None:
     """Plays random scripts of faults in the simulator, and checks what must hold."""
+    if seed is not None:
+        first, seeds = seed, 1
     first = secrets.randbelow(1_000_000) if first is None else first
     print(f"simulated soak: --first {first} --seeds {seeds} --faults {faults}", flush=True)
+    logging.disable(logging.WARNING)  # of a store that is away, by each leader
     shape, planner, began = cluster(nodes, devices), Planner(TIMES), time.monotonic()
     names = [device.name for device in shape.cluster().devices]
-    soaking = Soaking(count=faults, most=8, weights={kind: WEIGHTS[kind] for kind in only or WEIGHTS})
+    weights = {**WEIGHTS, "takeover": TAKEOVERS}
+    soaking = Soaking(count=faults, most=8, weights={kind: weights[kind] for kind in only or weights})
     plays: list[Play] = []
-    for seed in range(first, first + seeds):
-        script = draw(soaking, names, seed)
-        plays.append(play(scenario(script, shape, seed), planner))
+    for number in range(first, first + seeds):
+        simulation = Deciding(scenario(draw(soaking, names, number), shape, number), planner, FAULTS)
+        plays.append(checked(simulation))
+        if seed is not None:
+            _tell(simulation)
         for line in plays[-1].wrong[:3]:
-            print(f"WRONG: seed {seed}: {line}", flush=True)
+            print(f"WRONG: seed {number}: {line}", flush=True)
+    sys.exit(_sum_up(plays, time.monotonic() - began))
+
+
+def _tell(simulation: Deciding) -> None:
+    """Prints all that happened, in its order, and what users were told."""
+    for event in simulation.timeline:
+        print(f"{event.seconds:9.2f} s  step {event.step:4}  {event.kind}: {event.text}")
+    for call in simulation.calls:
+        print(f"{call.by} asked the leader of term {call.term} for {call.what} {call.about}: {call.answer}")
+
+
+def _sum_up(plays: list[Play], seconds: float) -> int:
+    """Prints what became of all seeds. Returns the exit code."""
     wrong = [one.seed for one in plays if one.wrong]
     ends = Counter("stopped" if one.stopped else "finished" for one in plays if not one.wrong)
-    print(
-        f"{seeds} seeds, {sum(one.faults for one in plays)} faults, {sum(one.plans for one in plays)} plans, "
-        f"{sum(one.fences for one in plays)} fences, {sum(one.restarts for one in plays)} restarts in "
-        f"{time.monotonic() - began:.0f} s; {dict(ends)}; {len(wrong)} seeds with something wrong: {wrong[:20]}"
-    )
-    sys.exit(1 if wrong else 0)
+    answers = sum((Counter(one.answers) for one in plays), Counter[str]())
+    counts = {
+        name: sum(getattr(one, name) for one in plays)
+        for name in ("faults", "plans", "fences", "restarts", "leaders")
+    }
+    print(f"{len(plays)} seeds in {seconds:.0f} s, {dict(ends)}; answers to users {dict(answers)}")
+    print(", ".join(f"{count} {name}" for name, count in counts.items()))
+    print(f"{len(wrong)} seeds with something wrong: {wrong[:20]}")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
