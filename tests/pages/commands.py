@@ -112,6 +112,7 @@ NOT_HERE = {
     r"pip install torch --index-url .*": "a download of gigabytes for a machine with GPUs",
     r"make (venv|lint|test|test-all)": "they run this test",
     r"make demo": "tests/integration/test_demo.py runs elasticd demo",
+    r"python -m tests\.machines\.test_wide_walks .*": "the same walks as tests/machines/test_wide_walks.py",
     r"make soak|python -m tests\.soak\.(soak|simulated) .*": "hours; tests/soak runs them at a smaller size",
     r"make bench (NAME=\w+|ARGS=).*": "every benchmark starts at its smallest size in tests/benchmarks",
     r"(\.venv/bin/)?python -m pytest -m (gpu|nccl)": "needs GPUs; elsewhere these tests are skipped",
