@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import tracemalloc
 from typing import get_args
 
@@ -14,14 +15,16 @@ from elasticd_agent.coordinator_link import Link
 from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.codec import decoding
-from elasticd.codec.decoding import LARGE, SMALL, tag_of
+from elasticd.codec.decoding import LARGE, MOST_COMMAS, SMALL, tag_of
 from elasticd.codec.message import Message, encode, largest_of
 from elasticd.codec.record_parts import MOST_BYTES
+from elasticd.coordinator.http import agent_socket
 from elasticd.machines.agent.state import Event, LinkUp
 from elasticd.wire import unix_socket
 from elasticd.wire.coordinator import (
     BYTES_TOGETHER,
     MOST_TOGETHER,
+    AgentHello,
     FromClient,
     ToLeader,
     Unread,
@@ -30,6 +33,7 @@ from elasticd.wire.coordinator import (
     to_leader,
     together,
 )
+from elasticd.wire.node_health import Health
 from elasticd.wire.worker import (
     FromWorker,
     Hello,
@@ -40,8 +44,8 @@ from elasticd.wire.worker import (
     ToAgentAlone,
     from_worker,
 )
-from tests.coordinator.agents import coordinating, until
-from tests.machines.cast import FakeWorker, spec
+from tests.coordinator.agents import agent, coordinating, until
+from tests.machines.cast import FakeWorker, node_record, spec
 from tests.machines.hostile import plain
 
 WORKER = FakeWorker(device="alpha/0", incarnation="a")
@@ -124,6 +128,42 @@ def test_an_array_without_end_is_refused_at_its_first_elements(element: bytes) -
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_large_message_has_so_many_values_at_most() -> None:
+    """Else one of 4 MiB would hold the loop up: a value costs as much as hundreds of bytes of text."""
+    hello = Hello(job="j", local_rank=0, world_size=1, pid=1, spec=spec())
+    layers = (0,) * (MOST_COMMAS - 2000)
+    model = msgspec.structs.replace(spec().model, layers=layers)
+    few = msgspec.structs.replace(hello, spec=msgspec.structs.replace(spec(), model=model))
+    assert isinstance(to_leader(encode(WORKER.up(few))), FromClient)
+    many = encode(WORKER.up(few)).replace(b'"layers":[', b'"layers":[' + b"0," * 3000)
+    unread = to_leader(many)
+    assert isinstance(unread, Unread)
+    assert f"commas, where {MOST_COMMAS} are the most" in unread.reason
+    assert from_worker(encode(few).replace(b'"layers":[', b'"layers":[' + b"0," * 3000)) is None
+
+
+def test_large_frame_is_decoded_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[str] = set()
+
+    def decode(data: bytes, **options: bool) -> object:
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return all_to_leader(data, **options)
+
+    monkeypatch.setattr(agent_socket, "all_to_leader", decode)
+
+    async def body() -> None:
+        async with coordinating() as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            await until(lambda: "alpha" in coordinator.leading.state.nodes)
+            assert threads == {threading.current_thread().name}
+            threads.clear()
+            await alpha.socket.send(padded(Health, agent_socket.DECODED_BESIDE + 1))
+            await alpha.tell(AgentHello(record=node_record("alpha", memory=7)))
+            await until(lambda: coordinator.leading.state.nodes["alpha"].record.devices[0].memory == 7)
+            assert threads == {"decode", threading.current_thread().name}
+
+    asyncio.run(body())
 
 
 def test_one_that_is_too_large_does_not_spoil_what_came_with_it() -> None:

@@ -261,6 +261,7 @@ class Coordinator:
         leading.lease_fails = lambda: self._keeper.away
         self.leading = leading
         self._exits.push_async_callback(leading.planning.close)
+        self._exits.callback(leading.decoding.shutdown, wait=False, cancel_futures=True)
         self._start(leading.writer.run(), "writer")
         self._exits.push_async_callback(self._flush, leading)
         self._start(leading.ticks(), "ticks")

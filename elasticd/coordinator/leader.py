@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -142,6 +143,7 @@ class Leading:
         self.outputs = WorkerOutputs(self.connections)
         self.pages_shown = PagesShown()
         self.turns = Turns()
+        self.decoding = ThreadPoolExecutor(1, thread_name_prefix="decode")  # of large frames of agents
         self._changing = asyncio.Lock()
         #: Whether the store does not answer, as the keeper of the lease finds out while nothing is written.
         self.lease_fails: Callable[[], bool] = lambda: False

@@ -41,6 +41,8 @@ MESSAGES_PER_SECOND = 5000.0
 #: Bytes a second of one agent, and bytes at once: those of a start, with each worker's spec. One that sends
 #: more is read more slowly.
 BYTES_PER_SECOND, BYTES_AT_ONCE = 4 << 20, 32 << 20
+#: Bytes of a frame above which it is decoded beside the loop.
+DECODED_BESIDE = 64 << 10
 #: Messages of one agent that are dealt with at once, before others have their turn: a node's reports of a step.
 TOGETHER = 8
 #: Calls on bootstrap stores that wait for their key, of a node: for each of its devices, and in all.
@@ -61,7 +63,7 @@ async def serve_agent(leading: Leading, socket: WebSocket) -> None:
     await socket.accept()
     try:
         async with asyncio.timeout(HELLO_SECONDS):
-            hello, *early = all_to_leader(await _received(socket), first=True)
+            hello, *early = await _decoded(leading, await _received(socket), first=True)
         if not isinstance(hello, AgentHello):
             await _reject(leading, socket, "silent", "an agent's first message must be its hello")
             return
@@ -176,9 +178,6 @@ async def _listen(leading: Leading, socket: WebSocket, connection: Connection, e
             if message is not None:
                 await handle(message)
 
-    async def decoded(data: bytes) -> Sequence[Taken]:
-        return all_to_leader(data)
-
     try:
         messages = early
         while True:
@@ -197,10 +196,25 @@ async def _listen(leading: Leading, socket: WebSocket, connection: Connection, e
             while wait := bytes_allowance.wait(time.monotonic()):
                 leading.metrics.refused("rate")
                 await asyncio.sleep(min(wait, LONGEST_PAUSE))
-            messages = await leading.turns.take(partial(decoded, data))
+            messages = await _decoded(leading, data)
     finally:
         for call in calls:
             call.cancel()
+
+
+async def _decoded(leading: Leading, data: bytes, *, first: bool = False) -> Sequence[Taken]:
+    """The messages of a frame. A large one is decoded in a thread, which lets the loop have its turn."""
+    decode = partial(all_to_leader, data, first=first)
+    if len(data) > DECODED_BESIDE:
+        return await asyncio.get_running_loop().run_in_executor(leading.decoding, decode)
+
+    if first:
+        return decode()
+
+    async def decoded() -> Sequence[Taken]:
+        return decode()
+
+    return await leading.turns.take(decoded)
 
 
 async def _received(socket: WebSocket) -> bytes:

@@ -105,14 +105,24 @@ class ModelSpec(Value, frozen=True, kw_only=True):
 
     def _check_ties(self) -> None:
         """Tied parameters are one tensor: both exist and are cut alike."""
-        sections = {"embed": self.embed, "head": self.head}
-        sections |= {f"blocks.{i}": self.kinds[kind] for i, kind in enumerate(self.layers)}
-        named = {f"{section}.{p.name}": p for section, held in sections.items() for p in held}
+        if not self.ties:
+            return
+        sections = [{p.name: p for p in held} for held in (*self.kinds, self.embed, self.head)]
+        places = {"embed": len(self.kinds), "head": len(self.kinds) + 1}
+        blocks = {str(index): kind for index, kind in enumerate(self.layers)}
+
+        def find(name: str) -> Parameter:
+            section, _, rest = name.partition(".")
+            place = places.get(section)
+            if section == "blocks":
+                block, _, rest = rest.partition(".")
+                place = blocks.get(block)
+            if place is None or rest not in sections[place]:
+                refuse(f"model {self.name}: tied parameter {name!r} is not in the model")
+            return sections[place][rest]
+
         for names in self.ties:
-            for name in names:
-                if name not in named:
-                    refuse(f"model {self.name}: tied parameter {name!r} is not in the model")
-            a, b = (named[name] for name in names)
+            a, b = map(find, names)
             if (a.shape, a.dtype, a.cut, a.kind) != (b.shape, b.dtype, b.cut, b.kind):
                 refuse(
                     f"model {self.name}: tied parameters {names[0]} and {names[1]} must be alike in shape, "
