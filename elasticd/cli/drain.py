@@ -37,12 +37,22 @@ def drain(api: Api, undo: bool, wait: float, node: str) -> None:
     deadline = time.monotonic() + wait
     while (left := _left(api, node)) and time.monotonic() < deadline:
         time.sleep(_POLL)
+    if _unheard(api, node):
+        text = f"the agent of node {node} has not heard of it yet; it is told again when it comes back"
+        raise click.ClickException(
+            f"{text}, while this coordinator leads: 'elasticd status' shows it till then"
+        )
     if left and wait:
         raise click.ClickException(
             f"jobs still use {left} devices of node {node}, which goes on to be drained: 'elasticd status' "
             "shows which; a job in restart mode has no plans, and leaves once you stop its torchrun there"
         )
     click.echo(f"node {node} is being drained" if left else f"no job uses node {node}: it can be stopped")
+
+
+def _unheard(api: Api, node: str) -> bool:
+    """Whether the agent has not confirmed the drain."""
+    return any(found.node == node and found.drain_asked is not None for found in api.status().nodes)
 
 
 def _left(api: Api, node: str) -> int:

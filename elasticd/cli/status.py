@@ -131,7 +131,7 @@ def screen(
         f"{leader.name} at {leader.url}",
         (f"   epoch {leader.epoch}", "dim"),
     )
-    parts: list[RenderableType] = [title, *paused(cluster)]
+    parts: list[RenderableType] = [title, *unwritten(cluster), *paused(cluster)]
     if not cluster.nodes and not one:
         parts.append(Text("no agent is connected: start one on each node with 'elasticd-agent'"))
         return Group(*parts)
@@ -217,11 +217,16 @@ def abnormal_nodes(listed: Sequence[NodeStatus]) -> Iterator[RenderableType]:
 
 def _odd(node: NodeStatus) -> bool:
     odd = any(device.rate > 1 or device.pace != 1 for device in node.devices)
-    return odd or node.draining or not node.connected
+    return odd or node.draining or _pending(node) or not node.connected
 
 
 def _badness(node: NodeStatus) -> tuple[bool, float, str]:
     return node.connected, -max((device.rate for device in node.devices), default=1.0), node.node
+
+
+def _pending(node: NodeStatus) -> bool:
+    """Whether the agent has not confirmed what a user asked of a drain."""
+    return node.drain_asked is not None
 
 
 def _glyphs(node: NodeStatus) -> Text:
@@ -241,6 +246,7 @@ def _notes(node: NodeStatus) -> str:
     told += [f"{len(slow) - 3} more are slow"] if len(slow) > 3 else []
     told += [] if node.connected else ["node unreachable"]
     told += [f"draining, {node.members} devices in use"] if node.draining else []
+    told += [f"{'drain' if node.drain_asked else 'its use'} asked for, not heard"] if _pending(node) else []
     paced = [device for device in node.devices if device.pace != 1]
     told += [f"chaos: {device.name} {device.pace:g}x slower" for device in paced[:1]]
     return ", ".join(told)
@@ -249,6 +255,13 @@ def _notes(node: NodeStatus) -> str:
 def rates_of(found: ClusterStatus) -> dict[str, float]:
     """How many times slower than normal each device is."""
     return {device.name: device.rate for node in found.nodes for device in node.devices}
+
+
+def unwritten(found: ClusterStatus) -> Iterator[Text]:
+    """Says that what is shown is not in etcd yet, and may be lost with this leader."""
+    if seconds := found.unwritten_seconds:
+        text = f"etcd has not taken what was decided for {seconds:.0f} s: if this leader ends now, that is lost"
+        yield Text(text, style="red")
 
 
 def paused(found: ClusterStatus) -> Iterator[Text]:
@@ -291,7 +304,7 @@ def device_table(cluster: ClusterStatus) -> Table:
         for device in node.devices:
             notes = [
                 "" if node.connected else "node unreachable",
-                "draining" if node.draining else "",
+                "draining" if node.draining else "drain asked for, not heard" if node.drain_asked else "",
                 "emulated" if node.emulated else "",
                 f"chaos: {device.pace:g}x slower" if device.pace != 1 else "",
                 slowness(device),

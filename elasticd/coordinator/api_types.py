@@ -49,6 +49,8 @@ class NodeStatus(Value, frozen=True, kw_only=True):
     address: str  # host that its workers listen on
     emulated: bool  # its devices run at an emulated speed
     draining: bool = False  # its devices are to be left
+    #: what a user asked of a drain, and the agent has not confirmed: it is told again (None: nothing)
+    drain_asked: bool | None = None
     members: int = 0  # devices that plans use
     health: Health | None = None  # what its agent last said of machine and devices
     devices: tuple[DeviceStatus, ...]  # by local rank
@@ -193,6 +195,8 @@ class ClusterStatus(Value, frozen=True, kw_only=True):
     restarts: tuple[RestartStatus, ...] = ()  # jobs in restart mode
     links: tuple[LinkStatus, ...] = ()  # between nodes
     paused: bool = False  # no plan is replaced by a better one (`elasticd pause`)
+    #: seconds for which something that is shown here has waited to be in etcd, once above 1 (0: all is there)
+    unwritten_seconds: float = 0.0
 
     def job(self, name: str) -> JobStatus | None:
         """The status of one job; None where there is none of this name."""

@@ -367,6 +367,7 @@ class Coordinator:
             time.monotonic(),
             self.leading.now(),
             self.leading.journal.speeds,
+            self.leading.unwritten_seconds,
         )
 
     async def history(self, job: str, after: int) -> list[HistoryRecord]:

@@ -91,6 +91,8 @@ TICK_SHARE = 10
 PAGE_SECONDS, STEPS_SELDOM = 1.0, 5
 #: Seconds that a user waits for etcd to take what he changed.
 WRITE_SECONDS = 5.0
+#: Seconds that a write may take until the status says that what it shows is not in etcd.
+UNWRITTEN_SECONDS = 1.0
 UNCHANGED = "nothing was changed; try again when it is back"
 #: Bytes of all bootstrap stores together.
 MOST_STORED = 1 << 30
@@ -593,6 +595,12 @@ class Leading:
     def store_away(self) -> bool:
         """True while etcd does not answer."""
         return self.lease_fails() or (self.writer is not None and self.writer.away)
+
+    @property
+    def unwritten_seconds(self) -> float:
+        """Seconds for which the oldest of what was decided waits for etcd; 0 up to `UNWRITTEN_SECONDS`."""
+        seconds = self.writer.oldest_seconds if self.writer is not None else 0.0
+        return seconds if seconds > UNWRITTEN_SECONDS else 0.0
 
     async def decide(self, decision: Callable[[], T], audit: Callable[[], None]) -> T:
         """Makes a user's decision, and returns what it returns once all that it has written is in the store.

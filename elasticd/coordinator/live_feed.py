@@ -526,7 +526,12 @@ def _plan_of(job: JobState) -> tuple[int, int, object]:
 def _said_anew(before: NodeState | None, node: NodeState) -> bool:
     if before is None or before is node:
         return before is None
-    return before.record != node.record or before.connected != node.connected or before.paces != node.paces
+    return (
+        before.record != node.record
+        or before.connected != node.connected
+        or before.paces != node.paces
+        or before.drain_asked != node.drain_asked
+    )
 
 
 def _of_rates(state: CoordinatorState, told: _Told, next_id: Callable[[], str]) -> Iterator[live.News]:

@@ -38,10 +38,11 @@ def status(
     now: float,
     at: float,
     speeds: Mapping[str, TrainingSpeed],
+    unwritten_seconds: float = 0.0,
 ) -> ClusterStatus:
     """The whole cluster; `restarts` are the jobs in restart mode that report laps, `now` the seconds of their
     clock, `at` those of the machine's, which stands still while the store is away; `speeds` are those of jobs,
-    with their newest steps."""
+    with their newest steps; `unwritten_seconds` is for how long the oldest decision has waited for etcd."""
     found, slow, used = state.slowdowns, slowness(state), members(state)
     restarting_jobs = restarting(restarts, now)
     used += Counter(node_of(device) for job in restarting_jobs for device in job.members)
@@ -53,6 +54,7 @@ def status(
         jobs=tuple(job_status(job, at, limit, speeds.get(name)) for name, job in sorted(state.jobs.items())),
         restarts=restarting_jobs,
         paused=state.settings.policy.paused,
+        unwritten_seconds=unwritten_seconds,
         links=links(state),
     )
 
@@ -117,6 +119,7 @@ def node_status(
         address=record.address,
         emulated=record.emulated,
         draining=record.draining,
+        drain_asked=node.drain_asked,
         members=members,
         health=node.health,
         devices=tuple(

@@ -115,6 +115,7 @@ class Writer:
         self._held: Asked | None = None  # the first in the queue, if it was taken from there already
         self.away = False
         self._put = self._settled = 0
+        self._put_at: deque[float] = deque()  # of what is not settled yet, the oldest first
         self._refusals: deque[tuple[int, str]] = deque(maxlen=MOST_REFUSALS)
         self._moved = asyncio.Event()
         self._ended = ""
@@ -123,11 +124,17 @@ class Writer:
         """Has something written, after all that was put before."""
         self._queue.put_nowait(asked)
         self._put += 1
+        self._put_at.append(time.monotonic())
 
     @property
     def busy(self) -> bool:
         """Whether something that was put is neither written nor refused yet."""
         return self._put > self._settled
+
+    @property
+    def oldest_seconds(self) -> float:
+        """Seconds since the oldest of what is neither written nor refused was put; 0 where there is nothing."""
+        return time.monotonic() - self._put_at[0] if self._put_at else 0.0
 
     def refusal(self, asked: Rank | ConfigRecord) -> str:
         """Why the store would not take it, or nothing: known before it is put, so that its sender hears it."""
@@ -170,6 +177,8 @@ class Writer:
             for _ in taken:
                 self._queue.task_done()
             self._settled += len(taken)
+            for _ in taken:
+                self._put_at.popleft()
             self._moved.set()
 
     async def _take(self) -> Sequence[Asked]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elasticd.cli.status import unwritten
 from elasticd.coordinator import election
 from elasticd.coordinator import leader as leading
 from elasticd.coordinator.daemon import Coordinator
@@ -193,5 +194,29 @@ def test_a_leader_with_nothing_to_write_finds_out_that_etcd_is_away(
             await until(lambda: not coordinator.leading.store_away)
             assert caplog.text.count("the store does not answer") == 1
             assert caplog.text.count("the store answers again") == 1
+
+    asyncio.run(body())
+
+
+def test_status_says_for_how_long_etcd_has_not_taken_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "UNWRITTEN_SECONDS", 0.05)
+
+    async def body() -> None:
+        server = MemoryServer()
+        async with training(server, MemoryStore(server)) as (coordinator, _):
+            assert coordinator.leading.writer is not None
+            await asyncio.wait_for(coordinator.leading.writer.drained(), 60)
+            assert (await coordinator.status()).unwritten_seconds == 0.0
+            server.outage(True)
+            coordinator.leading.stop(JOB, 600.0, "alice")
+            await until(lambda: coordinator.leading.unwritten_seconds > 0.1)
+            found = await coordinator.status()
+            assert found.unwritten_seconds > 0.1
+            (line,) = unwritten(found)
+            assert "etcd has not taken what was decided" in line.plain
+            server.outage(False)
+            await asyncio.wait_for(coordinator.leading.writer.drained(), 60)
+            found = await coordinator.status()
+            assert (found.unwritten_seconds, [*unwritten(found)]) == (0.0, [])
 
     asyncio.run(body())

@@ -159,14 +159,30 @@ def _agent_up(state: CoordinatorState, event: AgentUp, now: float) -> Result:
     node = NodeState(record=record, connected=True, since=now, release=event.release, version=event.version)
     event = AgentUp(record=record, anew=known is not None and known.record.agent != record.agent)
     if known is not None:
-        node = msgspec.structs.replace(node, paces=known.paces, health=known.health)
-    jobs = state.jobs
+        asked = known.drain_asked if known.drain_asked != record.draining else None
+        node = msgspec.structs.replace(node, paces=known.paces, health=known.health, drain_asked=asked)
+    jobs, again = state.jobs, tuple[CoordinatorSend, ...]()
     if known is None or not known.connected:  # else its record has changed, and it says nothing again
         jobs = {name: finished_jobs.arrived(job, record.node) for name, job in jobs.items()}
+        again = _said_again(node)
     state = msgspec.structs.replace(state, nodes={**state.nodes, record.node: node}, jobs=jobs)
     note = _arrived(known, record)
     state, effects = _jobs(state, event, now, tuple(state.jobs))
-    return state, (note, *effects)
+    return state, (note, *again, *effects)
+
+
+def _said_again(node: NodeState) -> tuple[CoordinatorSend, ...]:
+    """What users asked of a node, for an agent that has a new connection: it may not have heard it on the last
+    one."""
+    name = node.record.node
+    paces = (
+        ToClient(client=DEVICE_PREFIX + device, body=EmulatedSpeed(factor=factor))
+        for device, factor in node.paces.items()
+    )
+    sent = [CoordinatorSend(node=name, message=message) for message in paces]
+    if node.drain_asked is not None:
+        sent.append(CoordinatorSend(node=name, message=Drain(on=node.drain_asked)))
+    return tuple(sent)
 
 
 def _arrived(known: NodeState | None, record: NodeRecord) -> CoordinatorNote:
@@ -341,10 +357,15 @@ def _configured(state: CoordinatorState, event: Configured, now: float) -> Resul
 
 
 def _drained(state: CoordinatorState, event: NodeDrained) -> Result:
-    """The agent puts it into its node's record, which outlasts this leader, and comes with that."""
+    """The agent puts it into its node's record, which outlasts this leader, and comes with that. Until then it
+    is told again whenever it has a new connection."""
     node = state.nodes.get(event.node)
-    if node is None or not node.connected or node.record.draining == event.on:
+    if node is None or not node.connected:
         return state, ()
+    if node.record.draining == event.on and node.drain_asked is None:
+        return state, ()
+    node = msgspec.structs.replace(node, drain_asked=event.on)
+    state = msgspec.structs.replace(state, nodes={**state.nodes, event.node: node})
     return state, (CoordinatorSend(node=event.node, message=Drain(on=event.on)),)
 
 

@@ -160,6 +160,8 @@ class NodeState(Value, frozen=True, kw_only=True):
 
     record: NodeRecord  # as the agent wrote it
     connected: bool  # its connection stands
+    #: what a user asked of a drain, and the agent has not confirmed (None: nothing)
+    drain_asked: bool | None = None
     left: bool = False  # it ended in good order, while workers of its node may have trained on
     since: float  # when the connection came or went
     #: factors of chaos by device, above 1 for slower

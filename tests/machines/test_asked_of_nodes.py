@@ -1,0 +1,74 @@
+"""What users ask of a node reaches its agent, or is shown as not heard."""
+
+from __future__ import annotations
+
+import msgspec
+
+from elasticd.coordinator.status import node_status
+from elasticd.machines.coordinator import machine
+from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.job.state.events import (
+    AgentDown,
+    AgentUp,
+    CoordinatorSend,
+    Effect,
+    Event,
+    NodeDrained,
+    Paced,
+)
+from elasticd.wire.coordinator import DEVICE_PREFIX, Drain, ToClient
+from elasticd.wire.worker import EmulatedSpeed
+from tests.machines.cast import node_record
+
+RECORD = node_record("alpha")
+DRAINED = msgspec.structs.replace(RECORD, draining=True)
+
+
+def after(*events: Event) -> tuple[CoordinatorState, list[Effect]]:
+    """The leader after these events, and what follows of the last one."""
+    state, effects = CoordinatorState(epoch=1), ()
+    for event in events:
+        state, effects = machine.step(state, event, 1.0)
+    return state, list(effects)
+
+
+def sent(effects: list[Effect]) -> list[object]:
+    return [effect.message for effect in effects if isinstance(effect, CoordinatorSend)]
+
+
+def pending(state: CoordinatorState) -> bool | None:
+    return node_status(state.nodes["alpha"], {}, {}, 0).drain_asked
+
+
+UP, DOWN, DRAIN = AgentUp(record=RECORD), AgentDown(node="alpha"), NodeDrained(node="alpha", on=True)
+
+
+def test_drain_that_the_agent_has_not_confirmed_is_pending_and_told_again() -> None:
+    state, effects = after(UP, DRAIN)
+    assert (pending(state), sent(effects)) == (True, [Drain(on=True)])
+    state, effects = after(UP, DRAIN, DOWN)
+    assert (pending(state), sent(effects)) == (True, [])
+    state, effects = after(UP, DRAIN, DOWN, UP)
+    assert (pending(state), sent(effects)) == (True, [Drain(on=True)])
+    state, effects = after(UP, DRAIN, DOWN, UP, AgentUp(record=DRAINED))
+    assert (pending(state), sent(effects)) == (None, []), "it has said so"
+
+
+def test_drain_that_is_taken_back_before_it_is_confirmed_is_told_too() -> None:
+    back = NodeDrained(node="alpha", on=False)
+    state, effects = after(UP, DRAIN, back)
+    assert (pending(state), sent(effects)) == (False, [Drain(on=False)])
+    assert pending(after(UP, DRAIN, back, AgentUp(record=DRAINED))[0]) is False, "it heard the first as yet"
+    assert pending(after(UP, DRAIN, back, AgentUp(record=DRAINED), UP)[0]) is None
+    state, effects = after(UP, back)
+    assert (pending(state), sent(effects)) == (None, []), "it is used already"
+
+
+def test_speeds_that_chaos_set_are_told_to_an_agent_that_comes_back() -> None:
+    slow, normal = Paced(device="alpha/0", factor=3.0), Paced(device="alpha/1", factor=1.0)
+    _, effects = after(UP, slow, normal, DOWN, UP)
+    assert sent(effects) == [
+        ToClient(client=f"{DEVICE_PREFIX}alpha/{index}", body=EmulatedSpeed(factor=factor))
+        for index, factor in ((0, 3.0), (1, 1.0))
+    ]
+    assert sent(after(UP, slow, AgentUp(record=DRAINED))[1]) == [], "it has the connection on which it was told"
