@@ -190,6 +190,10 @@ class Api:
         """Has a node that is away shown no more. Raises as `stop`."""
         self._ask("POST", f"/v1/nodes/{_quoted(node)}/forget", msgspec.json.encode({"by": by}))
 
+    def adopt(self, job: str, by: str) -> None:
+        """Has the plan that a job's workers run written to etcd, which lacks it."""
+        self._ask("POST", f"/v1/jobs/{_quoted(job)}/adopt", msgspec.json.encode({"by": by}))
+
     def forget(self, job: str, by: str) -> None:
         """Deletes all that is kept of a job that is over."""
         self._ask("POST", f"/v1/jobs/{_quoted(job)}/forget", msgspec.json.encode({"by": by}))

@@ -19,7 +19,7 @@ from elasticd.cli.demo import demo
 from elasticd.cli.doctor import doctor
 from elasticd.cli.drain import drain
 from elasticd.cli.history import history
-from elasticd.cli.jobs import forget, jobs, stop
+from elasticd.cli.jobs import adopt, forget, jobs, stop
 from elasticd.cli.logs import logs
 from elasticd.cli.plan import plan
 from elasticd.cli.profile import profile
@@ -46,7 +46,7 @@ _EXPECTED = (CannotReach, ConfigError, EtcdClientMissing, ExtraMissing, Invalid,
 
 #: The commands by what they are for, in the order of the help.
 _GROUPS = {
-    "Run": (up, run, stop, forget, demo),
+    "Run": (up, run, stop, adopt, forget, demo),
     "Look": (status, jobs, top, why, history, logs, report, record, doctor),
     "Operate": (coordinator, dashboard, drain, pause, resume, config, checkpoint, security, chaos),
     "Offline tools": (check, profile, plan, simulate, completion),

@@ -1,4 +1,4 @@
-"""`elasticd jobs`, `stop` and `forget`: the jobs in a line each, the end of one, and what is kept of it."""
+"""`elasticd jobs`, `stop`, `adopt` and `forget`: the jobs in a line each, the end of one, and what is kept."""
 
 from __future__ import annotations
 
@@ -93,6 +93,19 @@ def stop(api: Api, now: bool, wait: float, job: str) -> None:
     if told and not now and found.phase == "stopped" and not found.orderly:
         raise click.ClickException(line)
     click.echo(line)
+
+
+@click.command()
+@asking
+@click.argument("job")
+def adopt(api: Api, job: str) -> None:
+    """Take up JOB, whose workers run a plan that etcd lacks.
+
+    That is so after etcd was lost and set up anew. Workers train on meanwhile, and nothing is decided for them.
+    This command writes the plan that they run to etcd; faults are handled again from then on.
+    """
+    api.adopt(job, by=asker())
+    click.echo(f"job {job} is adopted: its plan is in etcd again")
 
 
 @click.command()

@@ -102,6 +102,11 @@ class Connections:
         del self._live[connection.node]
         return True
 
+    def renew(self, node: str) -> None:
+        """Ends the connection of a node's agent, which comes back and says all anew."""
+        if (connection := self._live.get(node)) is not None:
+            connection.closed.set()
+
     def send(self, node: str, message: FromMachine) -> None:
         """To the node's agent; nothing where none is connected: what matters is said again."""
         connection = self._live.get(node)

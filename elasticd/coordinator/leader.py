@@ -32,9 +32,11 @@ from elasticd.coordinator.store_writer import NotWritten, Writer
 from elasticd.coordinator.worker_output import WorkerOutputs
 from elasticd.machines.coordinator import absent_nodes, finished_jobs, machine, message_checks, restart_jobs
 from elasticd.machines.coordinator.machine import CoordinatorState
+from elasticd.machines.job import adoption
 from elasticd.machines.job.copies import checkpoints
 from elasticd.machines.job.lifecycle import stop_request
 from elasticd.machines.job.state.events import (
+    AdoptAsked,
     AgentDown,
     AgentUp,
     CancelPlan,
@@ -663,6 +665,11 @@ class Leading:
         if job is None:
             raise unknown("job", name, self.state.jobs)
         _not_over(job)
+        if job.unadopted is not None and seconds > 0:
+            why = f"job {name} is left alone, and cannot be told to make a last checkpoint: run 'elasticd adopt"
+            raise ApiError(
+                "conflict", f"{why} {name}' first, or end it without one by 'elasticd stop --now {name}'"
+            )
         unheard = stop_request.unheard(job, self.state.nodes, seconds)
         self.apply(StopAsked(job=name, by=by, seconds=seconds))
         return unheard
@@ -703,6 +710,17 @@ class Leading:
         if why := checkpoints.refusal(job):
             raise ApiError("conflict", why)
         self.apply(CheckpointAsked(job=name))
+
+    def adopt(self, name: str, by: str) -> None:
+        """Has the plan that a job's workers run written to etcd, which lacks it. Raises `ApiError`."""
+        job = self.state.jobs.get(name)
+        if job is None:
+            raise unknown("job", name, self.state.jobs)
+        if why := adoption.refusal(job):
+            raise ApiError("conflict", why)
+        self.apply(AdoptAsked(job=name, by=by))
+        for node in {worker.node for worker in job.workers.values()}:
+            self.connections.renew(node)  # what was not heard while the job was left alone is said again
 
     def forget(self, name: str, by: str) -> None:
         """Nothing of a job that is over is kept. Raises `ApiError`."""

@@ -11,6 +11,7 @@ import re
 
 import msgspec
 from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value, refuse
 
 from elasticd.codec.decoding import LARGE, MessageReader, decoder_of, tag_of
@@ -59,6 +60,14 @@ class WorkerDevice(Value, frozen=True, kw_only=True):
         return self.name if self.model in ("", self.name) else f"{self.name} ({self.model})"
 
 
+class RunningPlan(Value, frozen=True, kw_only=True):
+    """The plan that a worker trains under, for a leader whose etcd was set up anew."""
+
+    plan: Plan  # as it was proposed
+    step: int  # updates before the first step under it
+    highest: int  # the highest number of a proposal or fence that the worker has heard of
+
+
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """A worker's first message."""
 
@@ -78,6 +87,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     release: str = ""  # of the sender's elasticd
     computes_on: WorkerDevice | None = None  # None: a worker of release 0.1
     longest: int = 0  # [tokens] the longest sequence that its checkpoints know of
+    running: RunningPlan | None = None  # of one that comes back, and has a part in a plan
 
 
 class Report(Message, frozen=True, kw_only=True, tag="report"):

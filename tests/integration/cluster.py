@@ -141,6 +141,20 @@ class Cluster:
 
         self.call(restart())
 
+    def lose_store(self) -> None:
+        """The store is lost with all that is in it; coordinator and agents are started anew over an empty one.
+        Workers train on."""
+
+        async def begin_anew() -> None:
+            for node in self.nodes:
+                self._agents[node].stop()
+                await self._serving[node]
+            await self.coordinator.stop()
+            self.server = MemoryServer()
+            await self._start()
+
+        self.call(begin_anew())
+
     def lose_node(self, node: str) -> None:
         """Ends a node's agent, and then kills its workers, so that nobody tells of their deaths."""
 
@@ -274,6 +288,13 @@ class Cluster:
     def checkpoint(self) -> None:
         async def ask() -> None:
             self.coordinator.leading.checkpoint(JOB)
+
+        self.call(ask())
+
+    def adopt(self) -> None:
+        async def ask() -> None:
+            leading = self.coordinator.leading
+            await leading.decide(lambda: leading.adopt(JOB, "alice"), lambda: None)
 
         self.call(ask())
 

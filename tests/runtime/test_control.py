@@ -13,9 +13,10 @@ import pytest
 from elasticd_planner.spec.measurement import Measurement
 
 from elasticd.codec.message import Message, encode
-from elasticd.records import JobSpec
+from elasticd.records import JobSpec, Proposal
 from elasticd.runtime.control.agent_client import AgentClient, AgentKeyValue, RejectedByAgent
 from elasticd.system import process_mark
+from elasticd.testing.waiting import until
 from elasticd.wire import unix_socket
 from elasticd.wire.main_thread import Whereabouts
 from elasticd.wire.worker import (
@@ -23,16 +24,20 @@ from elasticd.wire.worker import (
     Goodbye,
     Hello,
     PeersLost,
+    Propose,
     Recorded,
     Rejected,
     Report,
+    RunningPlan,
     StateReport,
     StayedOnPlan,
     StoreAnswer,
+    Switched,
     ToWorker,
     Welcome,
     from_worker,
 )
+from tests.machines.test_vaults import plan as made_plan
 from tests.runtime.test_model import decoder
 
 
@@ -271,6 +276,30 @@ def test_a_worker_comes_back_to_another_agent_as_itself_and_says_what_it_had_sai
         assert isinstance(second.hello, Hello)
         assert second.hello.incarnation == WELCOME.incarnation
         assert second.receive() == StayedOnPlan(number=4, step=5)
+        control.close(Goodbye())
+    finally:
+        second.close()
+
+
+def test_a_worker_says_to_another_agent_which_plan_it_runs(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    first = Agent(path, WELCOME)
+    control = AgentClient(path, hello())
+    first.ready()
+    heard: list[object] = []
+    control.start(heard.append)
+    assert isinstance(first.hello, Hello)
+    assert first.hello.running is None
+    plan = made_plan(["a/0"], 4)
+    first.send(Propose(proposal=Proposal(number=4, epoch=1, plan=plan, old=None)))
+    until(lambda: bool(heard))
+    control.send(Switched(number=4, step=7, pause_seconds=0, bytes_sent=0, bytes_lacking=0, bytes_state=0))
+    assert isinstance(first.receive(), Switched)
+    first.close()
+    second = Agent(path, WELCOME).ready()
+    try:
+        assert isinstance(second.hello, Hello)
+        assert second.hello.running == RunningPlan(plan=plan, step=7, highest=4)
         control.close(Goodbye())
     finally:
         second.close()

@@ -6,13 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.codec.message import Message, encode
-from elasticd.runtime.control.outbox import LASTING, Outbox
+from elasticd.records import Proposal
+from elasticd.runtime.control.outbox import LASTING, Outbox, PlanMemory
 from elasticd.wire.worker import (
+    Abort,
     DrainNotice,
+    Fenced,
     Finished,
     InDoubt,
     PeersLost,
     Prepared,
+    Propose,
+    Recorded,
     Refused,
     Saved,
     StateReport,
@@ -20,6 +25,7 @@ from elasticd.wire.worker import (
     Switched,
     from_worker,
 )
+from tests.machines.test_vaults import plan as made_plan
 
 
 def swapped(number: int) -> Switched:
@@ -92,3 +98,30 @@ def test_what_is_left_is_in_the_order_in_which_it_was_said_and_the_last_word_is_
     assert last == sorted(last)
     assert kept == [said[i] for i in last], "of each kind the newest"
     assert all(type(word) in LASTING for word in kept)
+
+
+def proposed(number: int) -> Propose:
+    plan = made_plan(["a/0"], number)
+    return Propose(proposal=Proposal(number=number, epoch=1, plan=plan, old=None))
+
+
+def running(*words: Message) -> tuple[int, int, int] | None:
+    """The number, first step and highest number of the plan that a worker runs after these words."""
+    memory = PlanMemory()
+    for word in words:
+        memory.said(word) if isinstance(word, Switched) else memory.heard(word)
+    found = memory.plan
+    return None if found is None else (found.plan.number, found.step, found.highest)
+
+
+def test_plan_that_runs_is_the_last_one_switched_to_whatever_was_proposed_since() -> None:
+    assert running(proposed(1)) is None
+    assert running(proposed(1), swapped(1)) == (1, 3, 1)
+    assert running(proposed(1), swapped(1), proposed(2), Abort(number=2, reason="")) == (1, 3, 2)
+    assert running(proposed(1), swapped(1), Fenced(number=4, reason="")) == (1, 3, 4)
+    assert running(proposed(1), swapped(1), proposed(2), swapped(2), Recorded(number=2)) == (2, 3, 2)
+    assert running(proposed(1), swapped(1), proposed(2), Recorded(number=2), swapped(2)) == (2, 3, 2)
+
+
+def test_worker_that_a_recorded_plan_leaves_out_runs_none() -> None:
+    assert running(proposed(1), swapped(1), proposed(2), Recorded(number=2)) is None

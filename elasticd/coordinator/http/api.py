@@ -188,6 +188,15 @@ class Rest:
         await leading.decide(lambda: leading.checkpoint(job), audit)
         return body
 
+    @post("/v1/jobs/{job}/adopt", refuses=(409, 503), example=ByRequest(by="alice"))
+    async def adopt(self, job: str, body: ByRequest, caller: Caller | None) -> ByRequest:
+        """Writes the plan that a job's workers run to etcd, which was set up anew and lacks it."""
+        by = _by(body.by, caller)
+        leading = self._served.leading
+        audit = partial(leading.asked, by, f"asked for job {job} to be adopted", job=job, action="adopt")
+        await leading.decide(lambda: leading.adopt(job, by), audit)
+        return body
+
     @post("/v1/jobs/{job}/forget", refuses=(409, 503), example=ByRequest(by="alice"))
     async def forget(self, job: str, body: ByRequest, caller: Caller | None) -> ByRequest:
         """Deletes all that is kept of a job that is over; its name can be used again."""

@@ -14,9 +14,10 @@ from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Value
 
 from elasticd.machines.coordinator import absent_nodes, finished_jobs, message_checks, node_links
-from elasticd.machines.job import assembly, machine
+from elasticd.machines.job import adoption, assembly, machine
 from elasticd.machines.job.lifecycle import stop_request
 from elasticd.machines.job.state.events import (
+    AdoptAsked,
     AgentDown,
     AgentUp,
     CheckpointAsked,
@@ -100,7 +101,7 @@ def step(state: CoordinatorState, event: Event, now: float) -> Result:
         return _drained(state, event)
     if isinstance(event, Configured):
         return _configured(state, event, now)
-    if isinstance(event, Planned | StopAsked | CheckpointAsked | Unwritten):
+    if isinstance(event, Planned | StopAsked | CheckpointAsked | AdoptAsked | Unwritten):
         return _jobs(state, event, now, (event.job,))
     if isinstance(event, ForgetAsked):
         return _without(state, finished_jobs.asked(state.jobs, state.nodes, event))
@@ -237,7 +238,8 @@ def _received(state: CoordinatorState, event: Received, now: float) -> Result:
             return state, ()
         known = fresh(message.job, JobPhase.GATHERING, now)
         taken = _crowded(state, event.node) or taken
-        if isinstance(message.body, Hello):  # its torchrun would have joined before
+        if isinstance(message.body, Hello) and not adoption.trains_unknown(known, message.body):
+            # Its torchrun would have joined before.
             taken = taken or assembly.uninvited(known, event.node, message.device)
         if not taken:
             state = msgspec.structs.replace(state, jobs={**state.jobs, message.job: known})

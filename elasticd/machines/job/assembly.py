@@ -34,7 +34,7 @@ def join(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     elif not failed_to_start(turn, _place(node, body), body.failure, node, up):
         if _place(node, body) not in turn.job.joiners:
             turn.set(arrived=turn.now)
-        _remember(turn, node, up, body)
+        remember(turn, node, up, body)
         turn.set(fresh=turn.job.fresh or body.fresh)
 
 
@@ -47,7 +47,7 @@ def join_assembling(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     job = turn.job
     if place in job.joined:
         if not _has_workers(turn, place):
-            _remember(turn, node, up, body)
+            remember(turn, node, up, body)
             _answered(turn, place)
     elif job.joined:
         join_late(turn, node, up, body)
@@ -83,10 +83,16 @@ def join_late(turn: Turn, node: str, up: FromClient, body: Join) -> None:
         if len({other for other in others | waiting if _there(turn, other)} - {place}) >= body.max_nodes:
             turn.send(node, up.client, Rejected(reason=_full(turn)))
             return
+<<<<<<< HEAD
         if not job.starting:  # else the others are waited for alone
             joined = job.joined or tuple(sorted(others))
             turn.set(joined=joined if place in joined else (*joined, place))
     _remember(turn, node, up, body)
+=======
+        joined = job.joined or tuple(sorted(others))
+        turn.set(joined=joined if place in joined else (*joined, place))
+    remember(turn, node, up, body)
+>>>>>>> fc6f5ef4 (elasticd adopt: a job that trains over an etcd that was set up anew is left alone, and taken up from what its workers say)
 
 
 def answer_late(turn: Turn) -> None:
@@ -114,7 +120,8 @@ def _answered(turn: Turn, place: str) -> None:
         turn.send(joiner.node, joiner.client, Joined(node_rank=joined.index(place), nodes=len(joined)))
 
 
-def _remember(turn: Turn, node: str, up: FromClient, body: Join) -> None:
+def remember(turn: Turn, node: str, up: FromClient, body: Join) -> None:
+    """A torchrun takes part, or waits for that."""
     joiner = Joiner(
         node=node, client=up.client, pid=body.pid, min_nodes=body.min_nodes, max_nodes=body.max_nodes
     )
@@ -352,7 +359,7 @@ def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
         turn.write(body.spec)
     turn.set(spec=body.spec, world_size=job.world_size or body.world_size, arrived=turn.now)
     turn.set(likely=max(job.likely, body.longest))
-    turn.worker(_new_worker(turn, node, up, body))
+    turn.worker(new_worker(turn, node, up, body))
     turn.set(probes=job.probes.forgotten(up.device))
     if job.phase not in (JobPhase.GATHERING, JobPhase.ASSEMBLING):
         turn.set(decided=None)
@@ -367,7 +374,7 @@ def hello_after_end(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
     if job.gone.get(up.device) == up.incarnation or _said_again(turn, node, up, body):
         return
     if job.is_member(up.device, up.incarnation):
-        turn.worker(_new_worker(turn, node, up, body))
+        turn.worker(new_worker(turn, node, up, body))
     else:
         turn.send(node, up.client, Rejected(reason=f"job {job.job} is over; {AGAIN}"))
 
@@ -390,7 +397,8 @@ def _said_again(turn: Turn, node: str, up: FromClient, body: Hello) -> bool:
     return True
 
 
-def _new_worker(turn: Turn, node: str, up: FromClient, body: Hello) -> Worker:
+def new_worker(turn: Turn, node: str, up: FromClient, body: Hello) -> Worker:
+    """The worker that says this hello."""
     return Worker(
         device=up.device,
         incarnation=up.incarnation,

@@ -21,7 +21,7 @@ from typing import Any, get_args
 
 from elasticd_planner.spec.cluster import node_of
 
-from elasticd.machines.job import assembly, lost_workers, recovery, replan, switch
+from elasticd.machines.job import adoption, assembly, lost_workers, recovery, replan, switch
 from elasticd.machines.job.copies import checkpoints, snapshots
 from elasticd.machines.job.faults import hangs, network_partition, user_exceptions
 from elasticd.machines.job.lifecycle import drain, job_end, phase_time, stop_request
@@ -121,6 +121,9 @@ def agent_down(turn: Turn, event: AgentDown) -> None:
 
 def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
     """A worker is there, and is told if its job is being stopped."""
+    if adoption.trains_unknown(turn.job, body):
+        adoption.meet(turn, node, up, body)
+        return
     assembly.hello(turn, node, up, body)
     stop_request.remind(turn, node)
 
@@ -275,18 +278,21 @@ def _hear(turn: Turn, event: Event) -> None:
     body = up.body if up is not None else said
     kind = type(body)
     handler = TABLE.get((turn.job.phase, kind))
-    if handler is ignored:
+    if handler is ignored and turn.job.unadopted is None:
         return
     heard: tuple[object, ...] = (said,)
     if isinstance(event, Received):
         heard = (event.node, said)
     if isinstance(event, Received) and up is not None:
         heard = (event.node, up, body)
-        if kind not in OPENINGS:
-            worker = _speaker(turn, up)
-            if worker is None:
-                return
-            heard = (worker, body)
+    if turn.job.unadopted is not None:
+        adoption.hear(turn, kind, heard)
+        return
+    if up is not None and kind not in OPENINGS:
+        worker = _speaker(turn, up)
+        if worker is None:
+            return
+        heard = (worker, body)
     if handler is None:
         turn.unexpected(kind.__name__)
     else:
@@ -301,6 +307,8 @@ def _speaker(turn: Turn, up: FromClient) -> Worker | None:
 
 
 def _due(turn: Turn) -> None:
+    if turn.job.unadopted is not None:
+        return
     for act, phases, settled in DUE:
         if turn.job.phase in phases and not (settled and turn.job.settle_until is not None):
             act(turn)

@@ -25,7 +25,7 @@ import msgspec
 from elasticd.backoff import jittered
 from elasticd.codec.decoding import shown, skip
 from elasticd.codec.message import Message, encode
-from elasticd.runtime.control.outbox import Outbox
+from elasticd.runtime.control.outbox import Outbox, PlanMemory
 from elasticd.system import process_mark
 from elasticd.wire import unix_socket
 from elasticd.wire.snapshots import Fetch, Fetched, Held
@@ -62,6 +62,7 @@ class AgentClient:
         self._socket, self.welcome = _open_first(path, hello, connect_seconds)
         self._socket.setblocking(False)
         self._said = Outbox()
+        self._running = PlanMemory()
         self._renewing: threading.Event | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
@@ -89,6 +90,7 @@ class AgentClient:
         data = encode(message)
         with self._lock:
             self._said.add(message, data)
+            self._running.said(message)
             if self.lost:
                 return
             if not self._outbox:
@@ -153,6 +155,7 @@ class AgentClient:
             if self.lost:
                 return
             self._said.clear()
+            self._running = PlanMemory()
             self._empty_outbox()
             done = self._renewing = threading.Event()
             with contextlib.suppress(OSError):  # it is gone already: the control thread is on its way back
@@ -199,9 +202,9 @@ class AgentClient:
             renewing = self._renewing
             same = "" if renewing is not None else self.welcome.incarnation
             try:
-                opened, welcome = _open(
-                    self._path, msgspec.structs.replace(self._hello, incarnation=same), _RETURN_SECONDS
-                )
+                running = self._running.plan if same else None
+                hello = msgspec.structs.replace(self._hello, incarnation=same, running=running)
+                opened, welcome = _open(self._path, hello, _RETURN_SECONDS)
             except (OSError, RejectedByAgent) as error:
                 # An agent that was killed resets what it had not read.
                 if isinstance(error, ConnectionError | HungUp) and time.monotonic() < deadline:
@@ -283,6 +286,7 @@ class AgentClient:
 
     def _handle(self, message: ToWorker) -> None:
         """A defect costs the message. It must not end this thread, without which the worker is deaf."""
+        self._running.heard(message)
         try:
             self._handler(message)
         except Exception:

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from elasticd_planner.spec.plan import Plan
+
 from elasticd.codec.message import Message
 from elasticd.wire.worker import (
+    Abort,
     DrainNotice,
+    Fenced,
     Finished,
     InDoubt,
     PeersLost,
     Prepared,
+    Propose,
     Raised,
+    Recorded,
     Refused,
+    RunningPlan,
     Saved,
     SaveFailed,
     StateReport,
@@ -67,6 +74,46 @@ class Outbox:
     def clear(self) -> None:
         """Forgets all words, because they are of an incarnation that is left behind."""
         self._said.clear()
+
+
+class PlanMemory:
+    """The plan that this worker runs, as far as it has a part in one: a leader whose etcd was set up anew is
+    told it. Proposals are heard on the control thread, and a switch to one is said on any."""
+
+    def __init__(self) -> None:
+        self._proposed: dict[int, Plan] = {}  # by number, those that may still be switched to
+        self._running: tuple[Plan, int] | None = None  # and the updates before its first step
+        self._highest = 0
+
+    @property
+    def plan(self) -> RunningPlan | None:
+        """The plan in force here, with the highest number that was heard; None where there is none."""
+        if self._running is None:
+            return None
+        plan, step = self._running
+        return RunningPlan(plan=plan, step=step, highest=self._highest)
+
+    def heard(self, message: object) -> None:
+        """Takes up what an agent says of numbers."""
+        if isinstance(message, Propose):
+            plan = message.proposal.plan
+            self._proposed = {**self._proposed, plan.number: plan}
+            self._highest = max(self._highest, plan.number)
+        elif isinstance(message, Abort | Fenced | Recorded):
+            self._highest = max(self._highest, message.number)
+            if isinstance(message, Recorded) and self._running is not None:
+                self._left(message.number)
+
+    def _left(self, recorded: int) -> None:
+        """A plan was recorded that this worker has no part in: it stands by."""
+        if self._running is not None and self._running[0].number < recorded:
+            self._running = None
+
+    def said(self, message: object) -> None:
+        """Takes up that this worker has switched."""
+        if isinstance(message, Switched) and (plan := self._proposed.get(message.number)) is not None:
+            self._running = plan, message.step
+            self._proposed = {number: one for number, one in self._proposed.items() if number > message.number}
 
 
 def _outdated(old: Message, number: int) -> bool:

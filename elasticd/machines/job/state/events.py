@@ -201,6 +201,13 @@ class CheckpointAsked(Value, frozen=True, kw_only=True):
     job: str  # the job's name
 
 
+class AdoptAsked(Value, frozen=True, kw_only=True):
+    """A user wants the plan that this job's workers run written to the store, which lacks it."""
+
+    job: str  # the job's name
+    by: str  # the user
+
+
 class ForgetAsked(Value, frozen=True, kw_only=True):
     """A user wants nothing kept of this job, which is over."""
 
@@ -231,6 +238,7 @@ Event = (
     | NodeDrained
     | StopAsked
     | CheckpointAsked
+    | AdoptAsked
     | ForgetAsked
     | ForgetNodeAsked
     | CoordinatorTick

@@ -58,7 +58,7 @@ from elasticd.machines.job.state.snapshot_sets import SnapshotSets
 from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint, Thrown
 from elasticd.wire.main_thread import Halted
 from elasticd.wire.node_health import Health
-from elasticd.wire.worker import Raised, Saved, SaveFailed, StateReport, WorkerDevice
+from elasticd.wire.worker import Raised, RunningPlan, Saved, SaveFailed, StateReport, WorkerDevice
 
 
 class JobPhase(enum.Enum):
@@ -329,6 +329,7 @@ class JobState(Value, frozen=True, kw_only=True):
     world_size: int | None = None  # workers that torchrun started
     workers: dict[str, Worker] = msgspec.field(default_factory=dict)  # processes that said hello, by device
     plan: Plan | None = None  # in force
+    unadopted: RunningPlan | None = None  # the plan that its workers run, and that the store lacks
     proposal: Proposal | None = None  # open or aborting
     highest: int = 0  # the highest number ever used
     earlier: int = 0  # that of its earlier starts under this name, as far as this leader knows of any
