@@ -153,9 +153,8 @@ class StateFile:
         """What to say of a store that is not the one remembered, or older."""
         return (
             f"{error}. What this daemon remembers is in {self.path}: if this etcd is the right one (it was set "
-            "up anew, say), delete that file (jobs that run are left alone then, and 'elasticd adopt JOB' "
-            "takes each up again), or use another cluster name (--cluster, or name in section "
-            "[cluster] of the configuration)"
+            "up anew, say), delete that file, or use another cluster name (--cluster, or name in section "
+            "[cluster] of the configuration). Jobs that run are left alone then, until 'elasticd adopt JOB'"
         )
 
     def _read(self) -> Remembered:

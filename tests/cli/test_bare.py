@@ -28,6 +28,7 @@ ASKING: dict[str, tuple[str, ...]] = {
     "jobs": (),
     "checkpoint now": ("job\n",),
     "stop": ("job\n",),
+    "adopt": ("job\n",),
     "forget": ("job\n",),
     "record": ("{folder}/run.jsonl",),
     "drain": ("alpha\n",),

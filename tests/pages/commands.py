@@ -119,6 +119,7 @@ NOT_HERE = {
     r"torchrun --nnodes=2:8 .*": "two nodes of eight devices; tests/integration/test_restart_mode.py has fewer",
     r"elasticd run --job my-job --nnodes 2:8 .*": "the same; tests/integration/test_any_script.py has one node",
     r"srun .*": "needs Slurm; tests/integration/test_slurm_text.py runs it as a step of one task",
+    r"elasticd adopt .*": "needs an etcd that was lost; tests/integration/test_adopted_job.py loses one",
     r"elasticd forget --node .*": "needs a node that died; tests/integration/test_nodes_leaving.py forgets one",
     r"elasticd security init /etc/.*": "writes to /etc; tests/cli/test_security.py writes to a folder",
     r"elasticd checkpoint export --hf .*": "needs a job of transformers: tests/models/test_huggingface_folders",
