@@ -83,16 +83,10 @@ def join_late(turn: Turn, node: str, up: FromClient, body: Join) -> None:
         if len({other for other in others | waiting if _there(turn, other)} - {place}) >= body.max_nodes:
             turn.send(node, up.client, Rejected(reason=_full(turn)))
             return
-<<<<<<< HEAD
         if not job.starting:  # else the others are waited for alone
             joined = job.joined or tuple(sorted(others))
             turn.set(joined=joined if place in joined else (*joined, place))
-    _remember(turn, node, up, body)
-=======
-        joined = job.joined or tuple(sorted(others))
-        turn.set(joined=joined if place in joined else (*joined, place))
     remember(turn, node, up, body)
->>>>>>> fc6f5ef4 (elasticd adopt: a job that trains over an etcd that was set up anew is left alone, and taken up from what its workers say)
 
 
 def answer_late(turn: Turn) -> None:
