@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 
 from elasticd.machines.agent.state import Event, Opened, Said
@@ -92,9 +92,10 @@ class Torchruns:
         self._run(self._end(marked))
 
     async def _end(self, marked: str) -> None:
+        entry = f"{process_mark.VARIABLE}={marked}"
         for pause in (0.0, _AGAIN_SECONDS):
             await asyncio.sleep(pause)
-            ended = await asyncio.to_thread(_end, f"{process_mark.VARIABLE}={marked}")
+            ended = await asyncio.to_thread(_end, lambda environment: entry in environment)
             if ended:
                 _log.warning("a torchrun (%s) is gone: its workers %s are ended", marked, ended)
 
@@ -164,22 +165,43 @@ def has_ended(pid: int) -> bool:
     return process_mark.mark(pid) is None
 
 
-def end(torchrun: str) -> list[int]:
-    """Kills all that the torchrun of this name, in restart mode, left behind; their process ids."""
-    return _end(f"{TORCHRUN_VARIABLE}={torchrun}")
+def end(torchrun: str, marked: str) -> list[int]:
+    """Kills all that the torchrun of this name, in restart mode, left behind.
+
+    A process gives itself its name, and could give another's. So the time of its start has to fit, too, which
+    the agent knows by itself; the process's number may be another one in a container.
+
+    Args:
+        torchrun: the name.
+        marked: the mark (`process_mark`) that the process had while it ran. Empty: it is not known, and nothing
+            is killed.
+
+    Returns:
+        The process ids of those that were killed.
+    """
+    if not marked:
+        return []
+    named, started = f"{TORCHRUN_VARIABLE}={torchrun}", f"-{marked.partition('-')[2]}"
+
+    def left(environment: set[str]) -> bool:
+        return named in environment and any(
+            entry.startswith(f"{process_mark.VARIABLE}=") and entry.endswith(started) for entry in environment
+        )
+
+    return _end(left)
 
 
-def _end(entry: str) -> list[int]:
-    """Kills all processes with this entry in their environment; their process ids."""
+def _end(left: Callable[[set[str]], bool]) -> list[int]:
+    """Kills all processes whose environment `left` takes; their process ids."""
     ended = []
     for pid, environment in _environments():
-        if entry not in environment:
+        if not left(environment):
             continue
         with contextlib.suppress(ProcessLookupError, PermissionError):
             # By a descriptor, and looked at again, so that the number cannot be another process' by now.
             fd = os.pidfd_open(pid)
             try:
-                if entry in _environment(pid):
+                if left(_environment(pid)):
                     signal.pidfd_send_signal(fd, signal.SIGKILL)
                     ended.append(pid)
             finally:

@@ -26,6 +26,7 @@ from elasticd.records import Keys, NodeRecord, OutRecord, decode
 from elasticd.store.confirm import settle
 from elasticd.store.protocol import Compare, KeyValue, Put, Store, StoreError, Watch, WatchEvent, WatchItem
 from elasticd.store.write_allowance import Allowance
+from elasticd.system import process_mark
 from elasticd.wire.coordinator import ToLeader
 from elasticd.wire.rendezvous import (
     Attend,
@@ -68,6 +69,7 @@ class _Client:
 
     job: str
     pid: int
+    marked: str  # of its process, by the agent's own look (`process_mark`)
     present: Present | None = None
     watching: Watching | None = None
     slots: tuple[int, ...] = ()
@@ -162,7 +164,9 @@ class Rounds:
             self._dismiss(client, reason)
             return
         watching = body if isinstance(body, Watching) else None
-        known = self._clients[client] = _Client(job=body.job, pid=pid, watching=watching)
+        known = self._clients[client] = _Client(
+            job=body.job, pid=pid, marked=process_mark.mark(pid) or "", watching=watching
+        )
         if isinstance(body, Attend):
             self._hold(client, known, body.slots)
             self._send(client, Attending(address=self._address))
@@ -217,9 +221,9 @@ class Rounds:
     async def _bury(self, client: str, known: _Client, present: Present) -> None:
         """A torchrun hung up: one that lives may only be coming anew. Its devices are free once its workers are
         ended."""
-        job, pid = known.job, known.pid
+        job = known.job
         try:
-            if not await self._is_gone(job, pid, present):
+            if not await self._is_gone(known, present):
                 return
         finally:
             self._hold(client, known, ())
@@ -227,8 +231,9 @@ class Rounds:
         if not self._is_here(job, present.name):
             self._registrar.release(self._key(job, present.name))
 
-    async def _is_gone(self, job: str, pid: int, present: Present) -> bool:
+    async def _is_gone(self, known: _Client, present: Present) -> bool:
         """Returns whether it does not come anew; what it left is ended then, and the others know."""
+        job, pid = known.job, known.pid
         deadline = self._loop.time() + RETURN_SECONDS
         while not present.left and not orphans.has_ended(pid) and self._loop.time() < deadline:
             await asyncio.sleep(0.05)
@@ -238,7 +243,7 @@ class Rounds:
         record = Torchrun(node=self._node, store="", status="left" if present.left else "died")
         self._registrar.hold(self._key(job, present.name), msgspec.json.encode(record))
         if orphans.has_ended(pid):
-            ended = await asyncio.to_thread(orphans.end, present.name)
+            ended = await asyncio.to_thread(orphans.end, present.name, known.marked)
             if ended:
                 _log.warning(
                     "torchrun %s of job %s is gone: its workers %s are ended", present.name, job, ended

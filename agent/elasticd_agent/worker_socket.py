@@ -59,6 +59,8 @@ _LINGER_SECONDS = 2.0
 _MOST_WAITING = 1024
 #: Clients at once: workers, torchruns, and those of them that have just ended.
 _MOST_CLIENTS = 1024
+#: Seconds in which a client must say its first message.
+HELLO_SECONDS = 30.0
 #: Seconds until the next try where this process has no descriptor left for a client.
 _PAUSE_SECONDS = 0.2
 #: linux/socket.h; Python has no names for these.
@@ -294,6 +296,7 @@ class _Connection:
         self._open = True
         self._linger: asyncio.TimerHandle | None = None
         self._pidfd = pidfd
+        self._silence = self._loop.call_later(HELLO_SECONDS, self._expect_hello)
         self._loop.add_reader(sock, self._readable)
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._exited)
@@ -466,9 +469,14 @@ class _Connection:
         if not of_rounds and self._opening is not None:
             self._ears.events(Ended(client=self._name, how=how))
 
+    def _expect_hello(self) -> None:
+        if self._opening is None:
+            self._refuse(f"no first message came within {HELLO_SECONDS:g} s")
+
     def _close_socket(self) -> None:
         if self._open:
             self._open = False
+            self._silence.cancel()
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
             self._sock.close()

@@ -371,8 +371,8 @@ class Coordinator:
         )
 
     async def history(self, job: str, after: int) -> list[HistoryRecord]:
-        """From the store, in a thread of its own: it may be much, and no write is to wait for it."""
-        return await asyncio.to_thread(self._histories, job, after)
+        """From the store, in the viewers' thread: it may be much, and no write and no plan waits for it."""
+        return await self.viewers.beside(self._histories, job, after)
 
     def _histories(self, job: str, after: int) -> list[HistoryRecord]:
         items = self._store.snapshot(self.keys.job(job, "")).items

@@ -42,7 +42,7 @@ from elasticd.dashboard.switch_page import KINDS, nothing, switch_view
 from elasticd.dashboard.viewer_requests import AskedLeader, Failure, ViewerRequests, role
 from elasticd.dashboard.why import earlier_starts
 from elasticd.records import HistoryRecord, JobSpec
-from elasticd.system.front_door import GUEST, Guest
+from elasticd.system.front_door import GUEST, Guest, network_of
 from elasticd.system.network_addresses import is_address
 
 JSON = "application/json"
@@ -234,7 +234,9 @@ class Answers:
         if not served.asks:
             return _response(views.Viewer(signed_in=True, asks=False, role="operator"))
         token = wanted.token.strip()
-        caller = await self._requests.signed_in(token)
+        caller = await self._requests.signed_in(
+            token, network_of(request.client.host if request.client else "")
+        )
         served.sessions.end(word)
         made = served.sessions.begin(token, caller.name, role(caller))
         answer = _response(views.Viewer(signed_in=True, asks=True, name=caller.name, role=role(caller)))

@@ -22,6 +22,7 @@ from elasticd.coordinator.api_types import CallerStatus
 from elasticd.coordinator.auth import USER_HEADER
 from elasticd.dashboard import views
 from elasticd.dashboard.session import RECHECK, Session, Sessions
+from elasticd.store.write_allowance import Allowance
 
 #: Seconds for the leader to answer what is passed on.
 PATIENCE = 15.0
@@ -33,6 +34,10 @@ CANNOT_CHECK = (
     "coordinators; or, for a dashboard without them, host to 127.0.0.1 in section [dashboard], or in a network "
     "that only the cluster's users reach insecure = true in [security], and restart the dashboard"
 )
+#: Wrong tokens of one address that are looked at, and seconds of pause for each further one.
+WRONG_AT_ONCE, WRONG_A_SECOND = 5.0, 1.0
+#: Addresses whose wrong tokens are counted; those that were silent longest are forgotten.
+MOST_ADDRESSES = 4096
 #: Seconds between two looks at the sessions of open streams.
 TURN = 5.0
 
@@ -70,6 +75,7 @@ class ViewerRequests:
 
     def __init__(self, served: AskedLeader) -> None:
         self._served = served
+        self._wrong: dict[str, Allowance] = {}  # by address: tokens that the leader did not know
 
     async def passed_on(self, path: str, token: str | None, body: Any) -> Any:
         """The leader's answer to a POST. Raises Failure."""
@@ -91,8 +97,27 @@ class ViewerRequests:
         except msgspec.DecodeError as error:
             raise Failure(503, "the leader is of another release, which keeps no output") from error
 
-    async def signed_in(self, token: str) -> CallerStatus:
-        """Who shows this token. Raises Failure where it is none of a viewer or an operator."""
+    async def signed_in(self, token: str, address: str) -> CallerStatus:
+        """Returns the caller that shows this token, from this address. Raises Failure where it is none of a viewer
+        or an operator, and where too many wrong ones came from the address."""
+        wrong = self._wrong.get(address)
+        if wrong is not None and wrong.wait(time.monotonic()) > 0:
+            raise Failure(429, "too many wrong tokens came from your address: wait some seconds, then sign in")
+        try:
+            return await self._known(token)
+        except Failure as failure:
+            if failure.status in (401, 403):
+                self._note_wrong(address)
+            raise
+
+    def _note_wrong(self, address: str) -> None:
+        allowance = self._wrong.pop(address, None) or Allowance(WRONG_AT_ONCE, WRONG_A_SECOND)
+        self._wrong[address] = allowance  # at the end: the first is the one that was silent longest
+        if len(self._wrong) > MOST_ADDRESSES:
+            del self._wrong[next(iter(self._wrong))]
+        allowance.spend(1, time.monotonic())
+
+    async def _known(self, token: str) -> CallerStatus:
         try:
             check_token(token, "the token")
         except ConfigError:

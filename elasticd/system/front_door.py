@@ -198,7 +198,7 @@ class FrontDoor:
                 if sock.fileno() < 0:
                     return
             sock.setblocking(False)
-            guest = Guest(self, sock, _party(str(place[0])), self._loop.time())
+            guest = Guest(self, sock, network_of(str(place[0])), self._loop.time())
             self._strangers.setdefault(guest.address, {})[guest] = None
             self._strangers_count += 1
             self._loop.add_reader(sock, self._speaks, guest)
@@ -390,7 +390,7 @@ def _abort(transport: asyncio.BaseTransport) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _party(address: str) -> str:
+def network_of(address: str) -> str:
     """The address of a client; of IPv6 the network of 64 bits, since a client has all of one."""
     try:
         parsed = ipaddress.ip_address(address)

@@ -229,4 +229,4 @@ def test_strangers_of_an_address_use_up_no_requests_of_a_token_there(tmp_path: P
     ],
 )
 def test_client_of_ipv6_is_its_network(address: str, party: str) -> None:
-    assert front_door._party(address) == party
+    assert front_door.network_of(address) == party

@@ -87,7 +87,7 @@ def test_a_request_in_a_viewers_name_shows_nothing_of_the_dashboards(tmp_path: P
                 ca = Path(authority.ca)
                 ca.rename(ca.with_suffix(".away"))  # as while it is replaced
                 with pytest.raises(viewer_requests.Failure, match="name a PEM file") as away:
-                    await asked.signed_in(VIEWER)
+                    await asked.signed_in(VIEWER, "192.0.2.1")
                 assert away.value.status == 503
                 ca.with_suffix(".away").rename(ca)
                 dashboard._asks = False  # also where nothing is asked for here
