@@ -234,9 +234,8 @@ class Answers:
         if not served.asks:
             return _response(views.Viewer(signed_in=True, asks=False, role="operator"))
         token = wanted.token.strip()
-        caller = await self._requests.signed_in(
-            token, network_of(request.client.host if request.client else "")
-        )
+        address = network_of(request.client.host) if request.client else ""
+        caller = await self._requests.signed_in(token, address)
         served.sessions.end(word)
         made = served.sessions.begin(token, caller.name, role(caller))
         answer = _response(views.Viewer(signed_in=True, asks=True, name=caller.name, role=role(caller)))

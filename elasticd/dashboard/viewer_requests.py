@@ -98,8 +98,8 @@ class ViewerRequests:
             raise Failure(503, "the leader is of another release, which keeps no output") from error
 
     async def signed_in(self, token: str, address: str) -> CallerStatus:
-        """Returns the caller that shows this token, from this address. Raises Failure where it is none of a viewer
-        or an operator, and where too many wrong ones came from the address."""
+        """Returns the caller that shows this token, from this address. Raises Failure where it is none of a
+        viewer or an operator, and where too many wrong ones came from the address."""
         wrong = self._wrong.get(address)
         if wrong is not None and wrong.wait(time.monotonic()) > 0:
             raise Failure(429, "too many wrong tokens came from your address: wait some seconds, then sign in")

@@ -231,6 +231,29 @@ def test_socket_rests_where_no_descriptor_is_left(
     assert caplog.text.count("took no connection") == 1
 
 
+def test_client_that_says_nothing_makes_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elasticd_agent.worker_socket.HELLO_SECONDS", 0.2)
+
+    async def body() -> None:
+        path = str(tmp_path / "agent.sock")
+        workers = Workers(path, "alpha")
+        try:
+            workers.start(_ears([]))
+            with unix_socket.connect(path) as silent:
+                data, _ = await asyncio.to_thread(unix_socket.accept, silent, 1 << 16)
+                assert data is not None
+                refusal = to_worker(data)
+                assert isinstance(refusal, Rejected)
+                assert "no first message came within 0.2 s" in refusal.reason
+                await asyncio.to_thread(until, lambda: not workers._connections)
+        finally:
+            workers.close()
+
+    asyncio.run(body())
+
+
 def test_group_that_does_not_exist_is_named() -> None:
     with pytest.raises(SocketTaken, match=r"group = 'no-such-group' is no group of this machine"):
         Admission("no-such-group")

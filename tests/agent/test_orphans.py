@@ -16,7 +16,7 @@ from elasticd_agent.orphans import Torchruns
 
 from elasticd.system import process_mark
 from elasticd.testing.waiting import until
-from elasticd.wire.unix_socket import SOCKET_VARIABLE
+from elasticd.wire.unix_socket import SOCKET_VARIABLE, TORCHRUN_VARIABLE
 from tests.agent.support import closing_all
 from tests.agent.test_torchrun import Nodes
 from tests.torchruns import environment
@@ -57,6 +57,21 @@ def test_a_worker_that_still_imports_does_not_outlive_its_torchrun(tmp_path: Pat
 def _both(folder: Path) -> list[int]:
     pids = [int(path.name) for path in folder.iterdir()]
     return pids if len(pids) == 2 else []
+
+
+def test_workers_of_a_torchrun_are_ended_by_its_start_and_not_by_its_name_alone() -> None:
+    """A process may give itself another's name."""
+    name = "alpha_4711_0"
+    started = "123456789"
+    with (
+        sleeping({TORCHRUN_VARIABLE: name, process_mark.VARIABLE: f"4194305-{started}"}) as worker,
+        sleeping({TORCHRUN_VARIABLE: name, process_mark.VARIABLE: f"7-{started}"}) as contained,
+        sleeping({TORCHRUN_VARIABLE: "another's", process_mark.VARIABLE: f"4194305-{started}"}) as other,
+    ):
+        assert orphans.end(name, "4194306-12345678") == [], "a liar's mark"
+        assert orphans.end(name, "") == []
+        assert sorted(orphans.end(name, f"4194305-{started}")) == sorted([worker.pid, contained.pid])
+        assert other.poll() is None
 
 
 def test_an_agent_ends_what_torchruns_left_while_there_was_none_and_that_alone(tmp_path: Path) -> None:

@@ -100,6 +100,26 @@ def test_a_request_in_a_viewers_name_shows_nothing_of_the_dashboards(tmp_path: P
     running(body)
 
 
+def test_wrong_tokens_of_an_address_are_looked_at_more_slowly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(viewer_requests, "WRONG_A_SECOND", 0.01)
+
+    async def body() -> None:
+        async with secured(tokens(tmp_path)) as coordinator:
+            dashboard = await heard(configured(tmp_path, token=VIEWER), coordinator)
+            try:
+                async with Page(dashboard.url) as page:
+                    asked = [await page.post("/session", {"token": "wrong-0123456789abcdef"}) for _ in range(8)]
+                    assert [answer.status_code for answer in asked] == [401] * 6 + [429] * 2
+                    assert "wait some seconds" in asked[-1].json()["error"]
+                    assert (await page.post("/session", {"token": VIEWER})).status_code == 429
+            finally:
+                await dashboard.stop()
+
+    running(body)
+
+
 def test_a_leader_without_tokens_lets_nobody_in_where_other_machines_reach_the_dashboard(
     tmp_path: Path,
 ) -> None:
