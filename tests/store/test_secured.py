@@ -10,16 +10,20 @@ from typing import Any
 
 import msgspec
 import pytest
+from elasticd_agent.registration import Registrar
 
 from elasticd.config.tree import Config, ConfigError, parse
 from elasticd.coordinator import election
 from elasticd.coordinator.election import CannotLead
+from elasticd.records import Keys
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import StoreError, StoreRefused
 from elasticd.store.server import EtcdServer, free_ports
 from elasticd.store.session import EtcdOptions, EtcdSession, Guard
+from elasticd.testing.waiting import until
 from tests.certificates import Authority
+from tests.machines.cast import node_record
 
 PASSWORD = "of-the-cluster-test"
 WATCHED_SECONDS = 60.0
@@ -88,6 +92,35 @@ def test_cluster_works_over_tls_with_a_password_and_a_role_of_its_own(
     with pytest.raises(StoreRefused, match="denies access"):
         store.put("/elasticd/other/a", b"1")
     store.revoke(with_lease)
+    store.close()
+
+
+def test_an_agents_own_role_holds_its_keys_and_gives_no_orders(
+    etcd: SecureEtcd, authority: Authority, tmp_path: Path
+) -> None:
+    store = EtcdStore(etcd_options(configured(etcd, authority, tmp_path, user="agent")))
+    keys, record = Keys(cluster="test"), node_record("alpha")
+    registrar = Registrar(store, keys, record, 30, failed=lambda why: pytest.fail(why))
+    registrar.claim()
+    registrar.start()
+    restarted = keys.rendezvous("restarted") + "torchruns/one"
+    for key in (keys.member("job", "alpha/0"), restarted):
+        registrar.hold(key, b"{}")
+    until(lambda: store.get(keys.member("job", "alpha/0")) and store.get(restarted))
+    watch = store.watch(keys.jobs, 1)
+    assert watch.get(timeout=WATCHED_SECONDS) is not None
+    for key in (
+        keys.leader,
+        keys.config,
+        keys.schema,
+        keys.job("job", "plan"),
+        keys.job("job", "fence"),
+        keys.rendezvous("another") + "state",
+    ):
+        with pytest.raises(StoreRefused, match="denies access"):
+            store.put(key, b"1")
+    registrar.close()
+    assert store.get(keys.node("alpha")) is None
     store.close()
 
 
@@ -188,18 +221,26 @@ def test_secret_in_the_wrong_place_is_not_said_aloud() -> None:
         assert "did you mean" in str(error.value)
 
 
+def _permission(rpc: Any, prefix: str, *, writes: bool) -> Any:
+    start = f"/elasticd/test/{prefix}".encode()
+    kind = rpc.Permission.READWRITE if writes else rpc.Permission.READ
+    return rpc.Permission(permType=kind, key=start, range_end=start[:-1] + bytes([start[-1] + 1]))
+
+
 def _give_users(server: EtcdServer) -> None:
     """root, and a user whose role may read and write one cluster's keys alone."""
     session = EtcdSession(EtcdOptions(endpoints=(server.endpoint,)), server.endpoint, Guard())
     rpc = session.rpc
     auth = rpc.AuthStub(session._client.channel)
-    ours = rpc.Permission(
-        permType=rpc.Permission.READWRITE, key=b"/elasticd/test/", range_end=b"/elasticd/test0"
-    )
-    for user, password, role in (("root", "root-of-tests", "root"), ("elasticd", PASSWORD, "ours")):
+    users = (("root", "root-of-tests", "root"), ("elasticd", PASSWORD, "ours"), ("agent", PASSWORD, "node"))
+    for user, password, role in users:
         auth.UserAdd(rpc.AuthUserAddRequest(name=user, password=password), 5)
         auth.RoleAdd(rpc.AuthRoleAddRequest(name=role), 5)
         auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user=user, role=role), 5)
-    auth.RoleGrantPermission(rpc.AuthRoleGrantPermissionRequest(name="ours", perm=ours), 5)
+    grants = [("ours", "", True), ("node", "", False)]  # as docs/security.md has them
+    grants += [("node", prefix, True) for prefix in ("nodes/", "members/", "jobs/restarted/rendezvous/")]
+    for role, prefix, writes in grants:
+        perm = _permission(rpc, prefix, writes=writes)
+        auth.RoleGrantPermission(rpc.AuthRoleGrantPermissionRequest(name=role, perm=perm), 5)
     auth.AuthEnable(rpc.AuthEnableRequest(), 5)
     session.close()
