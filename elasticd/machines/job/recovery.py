@@ -68,7 +68,7 @@ def suspect(turn: Turn) -> None:
     since = min((w.peers_lost_at for w in job.workers.values() if w.peers_lost_at is not None), default=None)
     still = _without_steps(turn)
     stopped = still > turn.settings.node_seconds + 2 * job.progress.slowest
-    if since is not None or (stopped and job.phase is JobPhase.RUNNING):
+    if since is not None or (stopped and job.phase in (JobPhase.RUNNING, JobPhase.ABORTING)):
         away = _unreachable(turn)
         if away:
             nodes = sorted({node_of(device) for device in away})

@@ -314,9 +314,11 @@ def first_plan(turn: Turn, event: Planned) -> None:
 
 def next_plan(turn: Turn, event: Planned) -> None:
     """The planner's answer while a plan runs: weighed against it."""
-    if _kept(turn) and not to_leave(turn):
+    if ending(turn) or (_kept(turn) and not to_leave(turn)):
         if turn.job.asked is not None and turn.job.asked.token == event.token:
-            turn.set(asked=None)  # paused meanwhile: asked again once that ends
+            turn.set(
+                asked=None
+            )  # paused meanwhile: asked again once that ends; nobody is left to switch in an end
         return
     if (asked := _answered(turn, event)) is None:
         return
