@@ -9,9 +9,10 @@ import pytest
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.faults.hangs import MOST_STACK, awaited
-from elasticd.machines.job.state.events import Received
+from elasticd.machines.job.state.events import AgentUp, Received
 from elasticd.machines.job.state.job_state import JobPhase, JobSettings
 from elasticd.wire.main_thread import Halted
+from elasticd.wire.worker import Saved
 from tests.machines.cast import JOB, node_record
 from tests.machines.test_coordinator_faults import ROOM, recovered, running
 from tests.machines.test_draining import members
@@ -181,6 +182,53 @@ def test_a_jobs_only_device_that_hangs_is_not_given_up_and_that_is_said() -> Non
     (found,) = [note for note in world.notes if note.kind == "halted"]
     assert (found.data["device"], found.data["stack"]) == ("alpha/0", STACK)
     assert "while" not in found.text
+
+
+def beside_an_idle_one(*, copy: bool = True, limit: float = 50.0) -> World:
+    """A job of one device, and a worker that has come since and stands by."""
+    world = World(("alpha",), memory=ROOM)
+    world.records["alpha"] = node_record("alpha", devices=1, memory=ROOM)
+    world.start()
+    world.settle()
+    world.train(4)
+    if copy:
+        world.up("alpha/0", Saved(name="step-4", step=world.steps, plan=1))
+    world.records["beta"] = node_record("beta", devices=1, memory=ROOM)
+    world.say(AgentUp(record=world.records["beta"]))
+    world.planner_waits = True
+    world.join("beta", 1, 2)
+    world.train(2)
+    world.state = msgspec.structs.replace(world.state, settings=limited(limit))
+    assert {*world.job.workers} == {"alpha/0", "beta/0"}
+    return world
+
+
+def test_a_jobs_only_device_that_hangs_beside_an_idle_one_is_given_up_for_it_beyond_the_limit() -> None:
+    world = beside_an_idle_one()
+    hangs(world, "alpha/0")
+    pass_time(world, 40.0)
+    assert world.phase is JobPhase.RUNNING
+    pass_time(world, 20.0)
+    assert world.phase is JobPhase.RECOVERING
+    world.planner_waits = False
+    pass_time(world, 40.0)
+    assert world.phase is JobPhase.RUNNING, world.job.reason
+    assert members(world) == {"beta/0"}
+    assert world.proposals[-1].checkpoints == ("step-4",)
+    step = world.job.progress.step
+    hangs(world, "beta/0")
+    world.deaf.discard("alpha/0")
+    pass_time(world, 300.0)
+    assert (world.phase, world.job.progress.step) == (JobPhase.RUNNING, step), "no device is to blame"
+
+
+@pytest.mark.parametrize("lacking", ["a copy", "a limit"])
+def test_it_is_waited_for_without_a_copy_or_a_limit(lacking: str) -> None:
+    world = beside_an_idle_one(copy=lacking != "a copy", limit=0.0 if lacking == "a limit" else 50.0)
+    hangs(world, "alpha/0")
+    pass_time(world, 200.0)
+    assert world.phase is JobPhase.RUNNING
+    assert "alpha/0" in awaited(world.job, world.now)
 
 
 def test_a_hang_beside_one_that_is_outside_of_a_step_is_said() -> None:

@@ -90,6 +90,7 @@ def suspect(turn: Turn) -> None:
         gone, why = incarnations(found), described(turn, found)
         if not _spared(turn, gone, why):
             note(turn, found)
+            turn.set(stuck_step=job.progress.step)
             fault(turn, gone, why)
         return
     if since is None and (why := apart(turn)):

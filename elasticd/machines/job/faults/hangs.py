@@ -13,6 +13,8 @@ computed in the first two steps under a plan. A member that the others wait for 
 
 Whoever is waited for, to blame or not, the job's status says which workers these are, and where (`awaited`).
 Where most members hang in a step's computation, or a job's only device does, events have their stacks (`tell`).
+A job's only device that stands still beyond `detect.outside_seconds` is given up for one that stands by, which
+goes on from the newest snapshot or checkpoint.
 Members that all wait, some in a step and others in an evaluation, say, which the script asks for on one rank
 alone, would wait for ever (`apart`). Nobody is to blame: a fence has them meet under the same plan, where all
 do first what one has asked for (`runtime.api.between_steps`).
@@ -27,6 +29,7 @@ from collections.abc import Sequence
 import msgspec
 from elasticd_planner.spec.plan import Plan
 
+from elasticd.machines.job.copies.rollback import older_state
 from elasticd.machines.job.state.job_state import JobPhase, JobState, Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.main_thread import Halted
@@ -53,15 +56,31 @@ def stood(turn: Turn, node: str, message: Halted) -> None:
 
 def culprits(turn: Turn) -> tuple[Worker, ...]:
     """The members that all others wait for, and that have no reason to let them. Never more than half of them:
-    what befalls most of a job is no fault of its devices."""
+    what befalls most of a job is no fault of its devices. A job's only member is one beyond the limit, where
+    another device can go on from a copy of the state."""
     job, limit = turn.job, turn.settings.detect.outside_seconds
     for members in (_training(job), _switching(job)):
         others = [worker for worker in members if not _waits(worker)]
-        if not others or 2 * len(others) > len(members):
+        if not others or (2 * len(others) > len(members) and not _replaceable(turn, members)):
             continue
         if all(_stands(job, worker, turn.now, limit) for worker in others):
             return tuple(others)
     return ()
+
+
+def _replaceable(turn: Turn, members: Sequence[Worker]) -> bool:
+    """Whether a job's only member stands still beyond the limit beside a device that could go on from an older
+    state. That is done again once the job has come farther: code that hangs on one may hang on the next."""
+    job, limit = turn.job, turn.settings.detect.outside_seconds
+    if len(members) != 1 or job.progress.step <= job.stuck_step or not older_state(turn):
+        return False
+    spare = [worker for worker in job.workers.values() if worker.device != members[0].device]
+    goes_on = any(
+        turn.here(worker.node)
+        and not (worker.left or worker.draining or worker.frozen or worker.raised or worker.orphan)
+        for worker in spare
+    )
+    return goes_on and _too_long_outside(job, members[0], turn.now, limit)
 
 
 def _training(job: JobState) -> tuple[Worker, ...]:

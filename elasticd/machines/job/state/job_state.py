@@ -340,6 +340,8 @@ class JobState(Value, frozen=True, kw_only=True):
     fence: Fence | None = None  # the one that no recorded plan has followed yet
     #: incarnations that were ever fenced off, the last of each device: their words count no more
     gone: dict[str, str] = msgspec.field(default_factory=dict)
+    #: updates so far when members were last given up since they stood still (-1: none was)
+    stuck_step: int = -1
     remedy: Remedy | None = None  # the plan that is to follow the fence
     #: index of the step in which members were last said to hang though none is given up (-1: none was)
     standstill: int = -1
