@@ -9,6 +9,7 @@ import pytest
 
 from elasticd.machines.agent.state import (
     AgentTell,
+    DoneRead,
     Ended,
     FenceRead,
     LeaderRead,
@@ -19,9 +20,9 @@ from elasticd.machines.agent.state import (
     Said,
 )
 from elasticd.machines.worker import switch as sw
-from elasticd.records import Fence, PlanRecord
+from elasticd.records import DoneRecord, Fence, PlanRecord
 from elasticd.wire.coordinator import FromClient, WorkerLost
-from elasticd.wire.worker import Abort, Fenced, Hello, Prepared, Recorded
+from elasticd.wire.worker import Abort, Fenced, Hello, Prepared, Recorded, RunningPlan
 from tests.machines.agent_scene import JOB, aborted, hello, plan, proposal, read_proposal, run, sent
 
 
@@ -120,3 +121,25 @@ def test_a_new_link_does_not_call_back_a_worker_whose_device_has_another() -> No
     assert [word.incarnation for word in words if isinstance(word, FromClient) and word.body == PREPARED] == [
         "i0"
     ]
+
+
+def test_workers_whose_plan_was_deleted_in_the_store_say_it_to_the_next_leader() -> None:
+    record = PlanRecord(plan=plan(4, {"n0/0": "i0"}), epoch=5, step=9)
+    gone = PlanRead(job=JOB, record=None)
+    _, effects = run(hello(0), hello(1), PlanRead(job=JOB, record=record), fence(3, {}), gone, LinkUp())
+    told = [effect.message for effect in effects if isinstance(effect, AgentTell)]
+    hellos = {
+        one.device: one.body for one in told if isinstance(one, FromClient) and isinstance(one.body, Hello)
+    }
+    assert hellos["n0/0"].running == RunningPlan(plan=record.plan, step=9, highest=4)
+    assert (hellos["n0/0"].incarnation, hellos["n0/1"].running) == ("i0", None), "the other one stands by"
+
+
+def test_workers_whose_job_was_forgotten_after_its_end_say_nothing_of_its_plan() -> None:
+    record = PlanRecord(plan=plan(4, {"n0/0": "i0"}), epoch=5, step=9)
+    over = DoneRead(job=JOB, record=DoneRecord(step=9, epoch=5))
+    gone = PlanRead(job=JOB, record=None)
+    _, effects = run(hello(0), PlanRead(job=JOB, record=record), over, gone, LinkUp())
+    told = [effect.message for effect in effects if isinstance(effect, AgentTell)]
+    (said,) = [one.body for one in told if isinstance(one, FromClient) and isinstance(one.body, Hello)]
+    assert said.running is None

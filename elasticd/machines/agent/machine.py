@@ -110,6 +110,7 @@ from elasticd.wire.worker import (
     Rehearsed,
     Rejected,
     Report,
+    RunningPlan,
     Saved,
     SaveFailed,
     Shutdown,
@@ -561,7 +562,7 @@ def plan_read(state: AgentState, event: PlanRead, now: float) -> Result:
     """A recorded plan: members hear that it is recorded, and words that it outdates are forgotten."""
     job, record = event.job, event.record
     if record is None:
-        return replace(state, plans=_without_job(state.plans, job)), ()
+        return _unrecorded(state, job), ()
     if _usurped(state, record.epoch, event.revision):
         return state, (_stale(f"the record of plan {record.plan.number}", job, record.epoch, state.epoch),)
     before, proposal = state.plans.get(job), state.proposals.get(job)
@@ -586,6 +587,26 @@ def plan_read(state: AgentState, event: PlanRead, now: float) -> Result:
         effects = _orders(_workers(state, job), bound, recorded)
     state = replace(state, epoch=max(state.epoch, record.epoch), plans={**state.plans, job: record})
     return _forget_before(state, job, record.plan.number), effects
+
+
+def _unrecorded(state: AgentState, job: str) -> AgentState:
+    """A plan is in the store no more, as when somebody deleted all: its members train on under it. The hello of
+    each says so to the next leader, which leaves the job alone (`machines.job.adoption`)."""
+    before, proposal, fence = state.plans.get(job), state.proposals.get(job), state.fences.get(job)
+    state = replace(state, plans=_without_job(state.plans, job))
+    if before is None or job in state.done:
+        return state
+    highest = max(
+        before.plan.number,
+        proposal.head.number if proposal is not None else 0,
+        fence.number if fence is not None else 0,
+    )
+    running = RunningPlan(plan=before.plan, step=before.step, highest=highest)
+    for client in _workers(state, job):
+        if before.plan.binding.get(client.device) == client.incarnation:
+            hello = msgspec.structs.replace(client.opening, incarnation=client.incarnation, running=running)
+            state = _with_client(state, replace(client, opening=hello))
+    return state
 
 
 def fence_read(state: AgentState, event: FenceRead, now: float) -> Result:
