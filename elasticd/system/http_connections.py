@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +22,26 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from elasticd.system.front_door import GUEST, FrontDoor, Guest
 
 _HttpBase: Any = AutoHTTPProtocol
+#: Seconds between two lines about bytes that are no request: any stranger can send them.
+INVALID_SECONDS = 60.0
+
+
+def _is_due(record: logging.LogRecord) -> bool:
+    """A filter of uvicorn's lines: of those about bytes that are no request it takes one a minute."""
+    global _next_line
+    if not record.getMessage().startswith("Invalid HTTP request"):
+        return True
+    now = time.monotonic()
+    if now < _next_line:
+        return False
+    _next_line = now + INVALID_SECONDS
+    return True
+
+
+_next_line = -math.inf
+_requests_log = logging.getLogger("uvicorn.error.requests")
+_requests_log.setLevel(logging.WARNING)
+_requests_log.addFilter(_is_due)
 
 
 class Server(uvicorn.Server):
@@ -105,6 +128,7 @@ def limited_http(
         _unread: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
+            self.logger = _requests_log
             super().connection_made(transport)
             self.guest.seat(transport)
             self.app: ASGIApp = self._asked(with_guest(around(self.app, transport), self.guest))

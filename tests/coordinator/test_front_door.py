@@ -18,7 +18,7 @@ from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials, credentials
 from elasticd.config.security import SecuritySection
 from elasticd.coordinator.daemon import Coordinator
-from elasticd.system import front_door
+from elasticd.system import front_door, http_connections
 from elasticd.system.front_door import highest_descriptor
 from elasticd.wire.coordinator import AgentHello
 from tests.certificates import Authority
@@ -191,6 +191,24 @@ def test_newcomers_wait_where_no_address_has_many_strangers(
                 writer.close()
 
     asyncio.run(body())
+
+
+def test_bytes_that_are_no_request_fill_no_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_connections, "_next_line", 0.0)
+
+    async def body() -> None:
+        async with secured(tokens(tmp_path)) as coordinator:
+            host, port = coordinator.url.removeprefix("http://").split(":")
+            for _ in range(20):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(b"\x00\r\n\r\n")
+                assert b"400" in await asyncio.wait_for(reader.readline(), 60)
+                writer.close()
+
+    asyncio.run(body())
+    assert caplog.text.count("Invalid HTTP request") == 1
 
 
 def test_limit_of_connections_counts_those_that_showed_a_token(tmp_path: Path) -> None:
