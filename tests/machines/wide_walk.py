@@ -529,8 +529,10 @@ class WideWalk(Walk):
             self.tick(5.0)
 
     def _end_torn_nodes(self) -> None:
-        """Before the first plan a torchrun ends its other workers where one has died."""
-        if self.known and self.phase in FALLIBLE | OVER:
+        """A torchrun ends its other workers where one has died: before the first plan, and where the job waits
+        for devices."""
+        waits = self.known and self.job.reason.startswith("does not fit")
+        if self.known and self.phase in FALLIBLE | OVER and not waits:
             return
         torn = {worker.node for worker in self.workers.values() if not worker.alive}
         for worker in self.workers.values():
