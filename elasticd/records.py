@@ -248,7 +248,9 @@ class Vote(Value, frozen=True, kw_only=True):
     count: float  # targets of the step, over all ranks
     tokens: int  # tokens of the step, over all ranks
     apply: bool  # the update is made
-    unreached: tuple[str, ...] = ()  # parameters of which no rank has a gradient: the optimizer skips them
+    #: a bit for each trained parameter in the model's order, the first in the lowest, as a hexadecimal number:
+    #: no rank has a gradient of it, and the optimizer skips it (empty: none)
+    unreached: str = ""
 
 
 class Recovery(Value, frozen=True, kw_only=True):

@@ -120,3 +120,24 @@ def test_sections_of_a_model_keep_their_names_and_a_tied_head_has_its_own() -> N
     assert model.own_names["head.weight"] == model.own_names["embed.wte.weight"] == "embed.wte.weight"
     held = {"embed.wte.weight": 1, "optimizer.state.embed.wte.weight.exp_avg": 2, "average.embed.wte.weight": 3}
     assert by_own_names(held, model.own_names) == {**held, "head.weight": 1}
+    assert by_own_names({"optimizer.state.embed.w.m.v": 4}, {"w": "embed.w"}) == {"optimizer.state.w.m.v": 4}
+
+
+class Extra(Nested):
+    """Whose state dict has more than parameters and buffers, and other names."""
+
+    def get_extra_state(self) -> int:
+        return 7
+
+    def set_extra_state(self, state: int) -> None:
+        assert state == 7
+
+
+def test_what_else_a_state_dict_has_or_renames_is_left_alone() -> None:
+    module = Extra(dropout=0.0).double()
+    module.register_state_dict_post_hook(
+        lambda module, state, prefix, _: state.update(renamed=state.pop("lm_head.weight"))
+    )
+    model = described(module)
+    assert model.own_names["lm_head.weight"] == "embed.transformer.wte.weight"
+    assert {"renamed", "_extra_state"}.isdisjoint(model.own_names)

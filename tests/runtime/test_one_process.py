@@ -398,6 +398,12 @@ def test_behind_a_with_the_checkpoint_of_a_loop_that_was_left_is_there(tmp_path:
     assert [found.step for found in scan(tmp_path / "raises")] == [2, 1]
     with job(layers=1) as trained:
         assert len(losses(trained, 2)) == 2
+    with job(tmp_path / "own", layers=1) as trained:
+        while (index := trained.next(50)) is not None:
+            trained.step(list(range(train.BATCH)))
+            if index == 1:
+                break
+    assert [found.step for found in scan(tmp_path / "own")] == [2]
 
 
 def test_a_loop_that_is_left_by_break_leaves_a_checkpoint_of_all_its_steps(tmp_path: Path) -> None:

@@ -68,8 +68,9 @@ def test_who_goes_back_leaves_out_the_updates_up_to_the_harmful_one_and_asks_onc
     back.load_state_dict(older)
     back.leave_out(10)
     assert see(back, vote(8), vote(9), vote(10, None, lost=None)) == [False] * 3
-    assert (back.back_reason, back.told, back.left_out, back.first) == ("", 0, 3, 8)
-    assert back.why == "it is left out, since the job went back from step 10"
+    assert (back.back_reason, back.told, back.left_out, back.first) == ("", 0, 1, 10), (
+        "the sound ones do not count"
+    )
     again = guard(action="roll back")
     again.load_state_dict(back.state_dict())
     assert see(again, vote(11), vote(12, None, lost=None)) == [True, False]
@@ -84,23 +85,31 @@ def test_who_finds_nothing_to_go_back_to_goes_on_and_asks_no_more() -> None:
     assert see(seen, vote(2)) == [True]
 
 
-@pytest.mark.parametrize(
-    ("every", "stop_after", "why"),
-    [
-        (None, 100, "goes back to snapshots: CheckpointingOptions"),
-        (100, 100, "stop_after is 100, and a job that goes back may leave 100 updates out"),
-        (100, 101, ""),
-        (100, None, ""),
-    ],
-)
-def test_a_job_that_could_not_go_back_is_refused(every: int | None, stop_after: int | None, why: str) -> None:
-    StabilityOptions(stop_after=1).check(None)
-    options = StabilityOptions(action="roll back", stop_after=stop_after)
-    if not why:
-        options.check(every)
-        return
-    with pytest.raises(ValueError, match=why):
-        options.check(every)
+def test_a_job_whose_every_step_is_harmful_stops_though_it_goes_back_each_time() -> None:
+    """Snapshots of every fourth step, none of a harmful one's."""
+    kept, step = guard(action="roll back", stop_after=6).state_dict(), 0
+    through, gone_back = -1, 0
+    while True:
+        seen = guard(action="roll back", stop_after=6)
+        seen.load_state_dict(kept)
+        seen.leave_out(through)
+        while not seen.back_reason and not seen.stop_reason:
+            see(seen, vote(step, None, lost=None))
+            step += 1
+            if step % 4 == 0 and not seen.back_reason:
+                kept = seen.state_dict()
+        if seen.stop_reason:
+            break
+        gone_back, through, step = gone_back + 1, step - 1, step // 4 * 4 if step % 4 else step - 4
+    assert seen.stop_reason.startswith("6 steps in a row changed no weight, from step 0 on")
+    assert gone_back <= 6
+
+
+def test_a_job_that_could_not_go_back_is_refused() -> None:
+    StabilityOptions().check(None)
+    StabilityOptions(action="roll back", stop_after=1).check(100)
+    with pytest.raises(ValueError, match="goes back to snapshots: CheckpointingOptions"):
+        StabilityOptions(action="roll back").check(None)
 
 
 @pytest.mark.parametrize(

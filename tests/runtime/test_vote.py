@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticd.codec.decoding import SMALL
 from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
 from elasticd.runtime.data.sample_ledger import LedgerError, hash_samples
-from elasticd.runtime.engine.vote import RankRecord, StepVote, bits_of, fold
+from elasticd.runtime.engine.vote import RankRecord, StepVote, bits_of, fold, names_of
 
 
 def record(**changes: object) -> RankRecord:
@@ -60,11 +61,21 @@ def test_a_parameter_that_no_rank_has_a_gradient_of_is_named() -> None:
     made["c/0"] = record(reached=bits_of({*trained} - {"w0", "w3"}, trained))
 
     def vote(plan_groups: MemoryPlanGroups) -> Vote:
-        voting = StepVote(cast(Group, plan_groups.group([*made], "vote")), trained)
+        voting = StepVote(cast(Group, plan_groups.group([*made], "vote")), len(trained))
         return voting.vote(made[plan_groups.me], [7] * 3).vote
 
-    assert {each.unreached for each in run_threads([*made], vote).values()} == {("w3",)}
-    assert fold([record()], [7]).vote.unreached == (), "a model without trained parameters"
+    (unreached,) = {each.unreached for each in run_threads([*made], vote).values()}
+    assert names_of(unreached, trained) == {"w3"}
+    assert fold([record()], [7]).vote.unreached == "", "a model without trained parameters"
+
+
+def test_the_parameters_of_a_large_model_that_none_reached_fit_into_the_smallest_message() -> None:
+    trained = [
+        f"blocks.{layer}.mlp.experts.{index}.down_proj.weight" for layer in range(48) for index in range(384)
+    ]
+    vote = fold([record(reached=bits_of({trained[0]}, trained))], [7], len(trained)).vote
+    assert len(msgspec.json.encode(vote)) < SMALL / 32
+    assert names_of(vote.unreached, trained) == set(trained[1:])
 
 
 def test_a_rank_that_deals_the_next_batch_otherwise_is_named() -> None:

@@ -31,7 +31,7 @@ _TRAIN = 1 << 62
 #: A task's number is its count since the last step times this, plus its kind.
 _KINDS = 1 << 20
 #: Seconds that a member whose script left the loop waits for the others to leave theirs.
-_LEAVE_SECONDS = 5.0
+_LEAVE_SECONDS = 30.0
 
 #: A task: called with the engine and the number of updates made.
 Run = Callable[[Engine, int], Any]

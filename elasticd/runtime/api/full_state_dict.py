@@ -6,7 +6,7 @@ no case for any layout, and every piece is verified.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -83,10 +83,17 @@ def by_own_names(held: Mapping[str, T], own_names: Mapping[str, str]) -> dict[st
         kind = next((kind for kind in (_STATE, _AVERAGE) if name.startswith(kind)), "")
         full, plane = name.removeprefix(kind), ""
         if kind == _STATE:
-            full, _, plane = full.rpartition(".")
+            full, plane = _split(full, first)
         if kind or name not in first:
             renamed[f"{kind}{first.get(full, full)}{'.' * bool(plane)}{plane}"] = value
     return renamed
+
+
+def _split(key: str, names: Container[str]) -> tuple[str, str]:
+    """NAME.PLANE as the two, either of which may have dots."""
+    ends = [index for index, letter in enumerate(key) if letter == "."]
+    end = next((index for index in reversed(ends) if key[:index] in names), ends[-1])
+    return key[:end], key[end + 1 :]
 
 
 def gathered(engine: Engine, contents: str, names: Iterable[str] | None = None) -> dict[str, Tensor]:

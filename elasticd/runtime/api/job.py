@@ -448,7 +448,10 @@ class Job(RankInfo):
         use. After a `break`: returns once the state is saved, or cannot be. Else nothing is left to do."""
         if isinstance(error, Exception):
             self._fail_later(error)
-        elif self._left:
+            return
+        if self._running is not None:
+            self._running.close()
+        if self._left:
             self._farewell.now()
 
     def close(self) -> None:
@@ -518,8 +521,8 @@ class Job(RankInfo):
                 self._loop.save_alone(engine)
             elif not self._loop.saved_by_all(engine):
                 log.warning(
-                    "%s, without a checkpoint of them, since not every rank left it there: on one rank alone, "
-                    "job.stop() ends the job with a checkpoint",
+                    "%s, without a checkpoint of them: not every rank left it there within half a minute. "
+                    "On one rank alone, job.stop() ends the job with a checkpoint",
                     why,
                 )
         self._part(why)

@@ -49,7 +49,7 @@ from elasticd.runtime.engine.pipeline_stage import Pace, Passed, StageRunner
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import SetAside
 from elasticd.runtime.engine.stability import StabilityGuard
-from elasticd.runtime.engine.vote import Draining, RankRecord, StepOutcome, StepVote, bits_of
+from elasticd.runtime.engine.vote import Draining, RankRecord, StepOutcome, StepVote, bits_of, names_of
 from elasticd.runtime.model.buffer_check import Constants
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
@@ -192,8 +192,9 @@ class Engine:
         self.reducer = self._reducer(peers)
         self.zero = ZeroState(layouts, peers, local, self.reducer, recipe.master, accelerator)
         self._trained = self.layouts.trained
-        self._vote = StepVote(peers.everyone, self._trained)
+        self._vote = StepVote(peers.everyone, len(self._trained))
         self._bits = set[str](), bits_of((), self._trained)
+        self._skipped = "", frozenset[str]()
         self._constants = Constants(local.modules)
         self._frozen = {name: p for name, (_, p) in local.parameters.items() if not p.requires_grad}
         self._carried: dict[str, str] = {}
@@ -502,6 +503,12 @@ class Engine:
             self._bits = self.reducer.reached, bits_of(self.reducer.reached, self._trained)
         return self._bits[1]
 
+    def _unreached(self, vote: Vote) -> frozenset[str]:
+        """The parameters that the optimizer skips, which are the same in most steps."""
+        if self._skipped[0] != vote.unreached:
+            self._skipped = vote.unreached, names_of(vote.unreached, self._trained)
+        return self._skipped[1]
+
     def _refuse_unfrozen(self) -> None:
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
@@ -588,7 +595,7 @@ class Engine:
             self._carried[DATA], self._after = self._after, None
         self.stale, self._delivered = self.plan.state.zero > 0, None
         if vote.apply:
-            self.zero.agree(frozenset(vote.unreached))
+            self.zero.agree(self._unreached(vote))
             scale = 1.0 / vote.count / self.scale
             if self._recipe.clip is not None and vote.norm is not None:
                 scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))

@@ -55,21 +55,14 @@ class StabilityOptions:
             raise ValueError(f"stability: stop_after is {self.stop_after!r}; it must be at least 1, or None")
 
     def check(self, every: int | None) -> None:
-        """Raises ValueError where a job could not go back, or would stop for going back.
+        """Raises ValueError where a job could not go back.
 
         Args:
             every: steps from one snapshot, or checkpoint, to the next; None: there are none.
         """
-        if self.action != "roll back":
-            return
-        if every is None:
+        if self.action == "roll back" and every is None:
             raise ValueError(
                 "stability: action 'roll back' goes back to snapshots: CheckpointingOptions(snapshot_every=10)"
-            )
-        if self.stop_after is not None and self.stop_after <= every:
-            raise ValueError(
-                f"stability: stop_after is {self.stop_after}, and a job that goes back may leave {every} "
-                "updates out: give a larger one, or make snapshots more often"
             )
 
 
@@ -84,7 +77,7 @@ class StabilityGuard:
         """
         self._options, self._scaled = options, scaled
         self.left_out = 0  # updates left out in a row, up to the last step
-        self.first = -1  # index of the first of them
+        self.first = self.last = -1  # indices of the first and the last of them
         self.why = ""  # of the last of them
         self._harmful = False  # that one would have harmed the weights
         self._through = -1  # index of the last step whose update is left out since the job went back
@@ -98,19 +91,25 @@ class StabilityGuard:
     def leave_out(self, through: int) -> None:
         """Has the updates of all steps up to this index left out: the job went back from it, or could not."""
         self._through = max(self._through, through)
-        if self.left_out and self.first + self.left_out - 1 <= self._through:
+        if self.last <= self._through:
             self._harmful = False
 
     def after(self, vote: Vote) -> None:
-        """Counts a step once its update is made or left out."""
+        """Counts a step once its update is made or left out. A sound one, which is left out because the job
+        went back, does not count."""
         if vote.apply:
-            self.left_out, self.first, self.why, self._harmful = 0, -1, "", False
+            self._begin()
             if vote.norm is not None:
                 weight = max(_NEWEST, 1.0 / (self._updates + 1))
                 self._mean += weight * (vote.norm - self._mean)
                 self._updates += 1
             return
-        self.first = vote.step if not self.left_out else self.first
+        sound = (
+            bool(vote.count) and vote.loss is not None and vote.norm is not None and not self._is_spike(vote)
+        )
+        if sound and vote.step <= self._through:
+            return
+        self.first, self.last = self.first if self.left_out else vote.step, vote.step
         self.left_out += 1
         self.why = self._why(vote)
         overflow = self.why == _OVERFLOWED and self._scaled
@@ -119,8 +118,7 @@ class StabilityGuard:
     @property
     def told(self) -> int:
         """`left_out`, once they are so many that people are told; else 0."""
-        went_back = self.left_out and self.first + self.left_out - 1 <= self._through
-        return self.left_out if self.left_out >= self.limit and not went_back else 0
+        return self.left_out if self.left_out >= self.limit else 0
 
     @property
     def limit(self) -> int:
@@ -132,14 +130,14 @@ class StabilityGuard:
         """Why the job is to go back before its next step; empty: it goes on."""
         if self._options.action != "roll back" or not (self.left_out and self._harmful):
             return ""
-        return f"step {self.first + self.left_out - 1} would have harmed the weights: {self.why}"
+        return f"step {self.last} would have harmed the weights: {self.why}"
 
     @property
     def stop_reason(self) -> str:
         """Why the job is to stop before its next step; empty: it goes on."""
         most = self._options.stop_after
         if self.left_out and self._harmful and self._options.action == "stop":
-            return f"step {self.first + self.left_out - 1} would have harmed the weights: {self.why}"
+            return f"step {self.last} would have harmed the weights: {self.why}"
         if most is not None and self.left_out >= most:
             return (
                 f"{self.left_out} steps in a row changed no weight, from step {self.first} on; of the last, "
@@ -152,6 +150,7 @@ class StabilityGuard:
         return {
             "left_out": self.left_out,
             "first": self.first,
+            "last": self.last,
             "why": self.why,
             "harmful": self._harmful,
             "mean": self._mean,
@@ -165,8 +164,13 @@ class StabilityGuard:
         self.left_out, self.first, self.why = int(state["left_out"]), int(state["first"]), str(state["why"])
         self._harmful = bool(state["harmful"])
         self._through = int(state.get("through", -1))
+        self.last = int(state.get("last", self.first + self.left_out - 1))
         if self.stop_reason:
-            self.left_out, self.first, self.why, self._harmful = 0, -1, "", False
+            self._begin()
+
+    def _begin(self) -> None:
+        """No update is left out."""
+        self.left_out, self.first, self.last, self.why, self._harmful = 0, -1, -1, "", False
 
     def _is_spike(self, vote: Vote) -> bool:
         limit = self._options.spike
@@ -174,8 +178,6 @@ class StabilityGuard:
         return usual and vote.norm > limit * self._mean  # type: ignore[operator]
 
     def _why(self, vote: Vote) -> str:
-        if vote.step <= self._through:
-            return f"it is left out, since the job went back from step {self._through}"
         if not vote.count:
             return "it has no target, since all labels are -100"
         if vote.loss is None:

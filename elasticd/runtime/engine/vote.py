@@ -67,15 +67,13 @@ class StepOutcome(Value, frozen=True, kw_only=True):
     last: bool = False  # all ranks leave the job, and a last checkpoint is to be made
 
 
-def fold(
-    records: Sequence[tuple[Any, ...]], expected: Sequence[int], trained: Sequence[str] = ()
-) -> StepOutcome:
+def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int], trained: int = 0) -> StepOutcome:
     """Folds the records of all ranks.
 
     Args:
         records: of each rank in rank order, as tuples of the fields of `RankRecord`.
         expected: of each rank the hash of the samples that the batch plan gives it.
-        trained: names of the parameters that `RankRecord.reached` has bits of.
+        trained: number of the parameters that `RankRecord.reached` has bits of.
 
     Raises:
         LedgerError: steps, samples or the next batch plan differ; on every rank alike.
@@ -125,14 +123,22 @@ def bits_of(names: Collection[str], trained: Sequence[str]) -> bytes:
     return bits.to_bytes(-(-len(trained) // 8), "little")
 
 
-def _unreached(reached: Iterable[bytes], trained: Sequence[str]) -> tuple[str, ...]:
-    """The parameters that no rank has a gradient of."""
-    wanted, bits = (1 << len(trained)) - 1, 0
+def _unreached(reached: Iterable[bytes], trained: int) -> str:
+    """`Vote.unreached`: the parameters that no rank has a gradient of."""
+    wanted, bits = (1 << trained) - 1, 0
     for each in set(reached):
         bits |= int.from_bytes(each, "little")
         if bits == wanted:
-            return ()
-    return tuple(name for index, name in enumerate(trained) if not bits >> index & 1)
+            return ""
+    return f"{wanted & ~bits:x}"
+
+
+def names_of(unreached: str, trained: Sequence[str]) -> frozenset[str]:
+    """The parameters that `Vote.unreached` has bits of."""
+    if not unreached:
+        return frozenset()
+    raw = int(unreached, 16).to_bytes(-(-len(trained) // 8), "little")
+    return frozenset(name for index, name in enumerate(trained) if raw[index >> 3] >> (index & 7) & 1)
 
 
 def _total(values: Iterable[float]) -> float:
@@ -151,14 +157,14 @@ def _finite(value: float) -> float | None:
 class StepVote:
     """All-gathers one fixed-size record per rank at the end of a step. Buffers are allocated once."""
 
-    def __init__(self, group: Group, trained: Sequence[str] = ()) -> None:
+    def __init__(self, group: Group, trained: int = 0) -> None:
         """
         Args:
             group: all members of the plan.
-            trained: names of the parameters that `RankRecord.reached` has bits of, the same on all ranks.
+            trained: number of the parameters that `RankRecord.reached` has bits of, the same on all ranks.
         """
-        self._group, self._trained = group, tuple(trained)
-        self._record = struct.Struct(f"{_FIELDS}{-(-len(trained) // 8)}s")
+        self._group, self._trained = group, trained
+        self._record = struct.Struct(f"{_FIELDS}{-(-trained // 8)}s")
         self._mine = bytearray(self._record.size)
         self._all = bytearray(self._record.size * group.size)
         self._packed = torch.frombuffer(self._mine, dtype=torch.uint8)

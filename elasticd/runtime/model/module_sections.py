@@ -70,12 +70,14 @@ def from_module(
             _in_section(n, chain, watched, layers): word for n, word in options["tp_plan"].items()
         }
     options.setdefault("name", type(module).__name__.lower())
-    full_names = _full_names(blocks, sections)
     if isinstance(init := options.get("init"), Mapping):
-        options["init"] = {**init, **{full: init[own] for full, own in full_names.items() if own in init}}
+        options["init"] = dict(init)
+        for own, value in init.items():
+            options["init"].update(dict.fromkeys(_full_names(own, blocks), value))
     model = Model(embed=sections[0], blocks=sections[1], head=sections[2], **options)
-    by_own = {own: model.ties.get(full, full) for full, own in reversed(list(full_names.items()))}
-    model.own_names = {own: by_own[own] for own in module.state_dict()}
+    owners = {_own_name(full, blocks): owner for full, owner in reversed(list(model.own_names.items()))}
+    order = dict.fromkeys((*(own for own in module.state_dict() if own in owners), *owners))
+    model.own_names = {own: owners[own] for own in order}
     return model
 
 
@@ -220,16 +222,16 @@ def _without(module: nn.Module, paths: Sequence[str]) -> nn.Module:
     return shell
 
 
-def _full_names(blocks: str, sections: tuple[nn.Module, list[nn.Module], nn.Module]) -> dict[str, str]:
-    """The module's own name of each parameter and buffer, by its name in the sections."""
-    embed, layers, head = sections
-    return {
-        **{f"embed.{name}": name for name in embed.state_dict()},
-        **{
-            f"blocks.{i}.{n}": f"{blocks}.{i}.{n}" for i, layer in enumerate(layers) for n in layer.state_dict()
-        },
-        **{f"head.{name}": name for name in head.state_dict()},
-    }
+def _own_name(full: str, blocks: str) -> str:
+    """The module's own name of a parameter or buffer, by its name in the sections."""
+    section, _, rest = full.partition(".")
+    return f"{blocks}.{rest}" if section == "blocks" else rest
+
+
+def _full_names(own: str, blocks: str) -> tuple[str, ...]:
+    """The names in the sections that a parameter or buffer may have."""
+    inside = own.startswith(f"{blocks}.")
+    return (f"blocks{own.removeprefix(blocks)}",) if inside else (f"embed.{own}", f"head.{own}")
 
 
 def _in_section(name: str, chain: Sequence[str], watched: _Watched, layers: nn.ModuleList) -> str:
