@@ -81,11 +81,11 @@ def test_a_script_is_measured_up_to_its_job_with_the_jobs_own_loss_and_samples(t
     quick = ("--widths", "1", "--repeats", "3", "--no-whole", "--out", str(out))
     done = call("profile", str(script), *quick, "--", "--samples", "5")
     assert done.exit_code == 0, done.output
-    assert "samples of 12 tokens" in done.output, "the one that is nearest to the mean"
+    assert "samples of 128 tokens" in done.output, "the one that is nearest to the mean"
     assert "the head is without its loss" not in done.output
     with torch.device("meta"):
-        spec = Decoder(DecoderConfig(vocabulary=16, layers=2, width=32)).describe().spec
-    assert given_profile(out.read_bytes(), spec, 12.0, 1).block.seconds > 0, "a Job takes it as its profile"
+        spec = Decoder(DecoderConfig(vocabulary=16, layers=2, width=64)).describe().spec
+    assert given_profile(out.read_bytes(), spec, 128.0, 1).block.seconds > 0, "a Job takes it as its profile"
 
 
 #: Its samples are no mapping of inputs and targets, and its embedding would fail on one.
@@ -96,8 +96,8 @@ import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 
 assert sys.argv[1] == "--samples"
-model = Decoder(DecoderConfig(vocabulary=16, layers=2, width=32)).describe()
-rows = [(torch.arange(8 + i) % 16, torch.arange(1, 9 + i) % 16) for i in (0, 4, 8)] * int(sys.argv[2])
+model = Decoder(DecoderConfig(vocabulary=16, layers=2, width=64)).describe()
+rows = [(torch.arange(n) % 16, torch.arange(1, n + 1) % 16) for n in (64, 128, 192)] * int(sys.argv[2])
 
 def collate(samples):
     return {"inputs": torch.stack([a for a, _ in samples]), "targets": torch.stack([b for _, b in samples])}
