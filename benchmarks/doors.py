@@ -100,7 +100,7 @@ def leader_before(leader: subprocess.Popen[str]) -> Figures:
 
 
 async def _requests(url: str, folder: Path | None, seconds: float) -> tuple[int, int]:
-    """How many of how many were answered."""
+    """The numbers of requests that were answered, and that were made."""
     verifying = credentials(SecuritySection(ca=str(folder / "ca.pem"))) if folder is not None else Credentials()
 
     async def get(path: str, token: str) -> None:

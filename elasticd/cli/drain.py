@@ -51,8 +51,8 @@ def drain(api: Api, undo: bool, wait: float, node: str) -> None:
 
 
 def _unheard(api: Api, node: str) -> bool:
-    """Whether the agent has not confirmed the drain."""
-    return any(found.node == node and found.drain_asked is not None for found in api.status().nodes)
+    """Returns True until the node's agent confirms the drain."""
+    return any(each.node == node and each.drain_pending for each in api.status().nodes)
 
 
 def _left(api: Api, node: str) -> int:

@@ -217,16 +217,11 @@ def abnormal_nodes(listed: Sequence[NodeStatus]) -> Iterator[RenderableType]:
 
 def _odd(node: NodeStatus) -> bool:
     odd = any(device.rate > 1 or device.pace != 1 for device in node.devices)
-    return odd or node.draining or _pending(node) or not node.connected
+    return odd or node.draining or node.drain_pending or not node.connected
 
 
 def _badness(node: NodeStatus) -> tuple[bool, float, str]:
     return node.connected, -max((device.rate for device in node.devices), default=1.0), node.node
-
-
-def _pending(node: NodeStatus) -> bool:
-    """Whether the agent has not confirmed what a user asked of a drain."""
-    return node.drain_asked is not None
 
 
 def _glyphs(node: NodeStatus) -> Text:
@@ -246,7 +241,7 @@ def _notes(node: NodeStatus) -> str:
     told += [f"{len(slow) - 3} more are slow"] if len(slow) > 3 else []
     told += [] if node.connected else ["node unreachable"]
     told += [f"draining, {node.members} devices in use"] if node.draining else []
-    told += [f"{'drain' if node.drain_asked else 'its use'} asked for, not heard"] if _pending(node) else []
+    told += [f"{'drain' if node.drain_asked else 'its use'} asked for, not heard"] if node.drain_pending else []
     paced = [device for device in node.devices if device.pace != 1]
     told += [f"chaos: {device.name} {device.pace:g}x slower" for device in paced[:1]]
     return ", ".join(told)

@@ -55,6 +55,11 @@ class NodeStatus(Value, frozen=True, kw_only=True):
     health: Health | None = None  # what its agent last said of machine and devices
     devices: tuple[DeviceStatus, ...]  # by local rank
 
+    @property
+    def drain_pending(self) -> bool:
+        """True until the agent confirms a drain, or its end, that a user asked for."""
+        return self.drain_asked is not None
+
 
 class MemberStatus(Value, frozen=True, kw_only=True):
     """A worker process."""

@@ -806,7 +806,7 @@ class Leading:
         return self.metrics.text(self.reading() if reading is None else reading)
 
     def reading(self) -> LeaderReading:
-        """What metrics show of this leader now."""
+        """This leader's state, as metrics show it."""
         return LeaderReading(
             state=self.state,
             agents=len(self.connections),

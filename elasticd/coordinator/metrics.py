@@ -226,7 +226,7 @@ _Values = tuple[str, Iterable[tuple[tuple[str, ...], float]]]
 
 
 class LeaderReading(NamedTuple):
-    """What a scrape shows of a leader, read in the leader's loop: the text is made beside it."""
+    """A leader's state as a scrape shows it, read in the leader's loop: the text is made beside it."""
 
     state: CoordinatorState
     agents: int = 0  # connected
@@ -239,7 +239,7 @@ class LeaderReading(NamedTuple):
 
 
 class LeaderMetrics:
-    """What one leader of a cluster counts from its start on."""
+    """Metrics of one leader, and its counters from its start on."""
 
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
@@ -377,7 +377,7 @@ def _of_job(job: JobState, reading: LeaderReading) -> Iterator[tuple[str, tuple[
 def _waits_of(
     job: JobState, clock: ClockReading | None, reading: LeaderReading
 ) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """How long a job that is not over waits for what."""
+    """The waits of a job that is not over: hung workers, steps without an update, seconds in a phase."""
     hung = sum(worker.halted is not None and not worker.halted.waits for worker in job.workers.values())
     yield "elasticd_job_hung_workers", (), hung
     yield "elasticd_job_steps_without_update", (), job.left_out.count if job.left_out is not None else 0

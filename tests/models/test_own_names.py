@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from elasticd_planner.spec.box import Box
@@ -22,17 +21,10 @@ from elasticd.runtime.api.full_state_dict import by_own_names
 from examples.tutorial import gpt_tp
 from tests.models.test_module_sections import CONFIG, EXAMPLE, TP_PLAN, VOCABULARY, Nested
 from tests.models.texts import Text
+from tests.runtime import test_one_process
 
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A process that nobody launched, on a node without an agent."""
-    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ELASTICD_SOCKET", str(tmp_path / "none.sock"))
-    monkeypatch.setenv("ELASTICD_DEVICE", "cpu")
+alone = test_one_process.alone
 
 
 def made() -> nn.Module:
@@ -52,7 +44,7 @@ def described(module: nn.Module, **options: Any) -> elasticd.Model:
 
 
 def trained(folder: Path) -> tuple[dict[str, dict[str, Any]], Path]:
-    """What a job says of its state after some steps, and its last checkpoint."""
+    """A job's state dicts after some steps, and its last checkpoint."""
     job = elasticd.Job(
         model=described(made()),
         loss=next_token_loss,

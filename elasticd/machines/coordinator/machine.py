@@ -165,16 +165,16 @@ def _agent_up(state: CoordinatorState, event: AgentUp, now: float) -> Result:
     jobs, again = state.jobs, tuple[CoordinatorSend, ...]()
     if known is None or not known.connected:  # else its record has changed, and it says nothing again
         jobs = {name: finished_jobs.arrived(job, record.node) for name, job in jobs.items()}
-        again = _said_again(node)
+        again = _repeated_orders(node)
     state = msgspec.structs.replace(state, nodes={**state.nodes, record.node: node}, jobs=jobs)
     note = _arrived(known, record)
     state, effects = _jobs(state, event, now, tuple(state.jobs))
     return state, (note, *again, *effects)
 
 
-def _said_again(node: NodeState) -> tuple[CoordinatorSend, ...]:
-    """What users asked of a node, for an agent that has a new connection: it may not have heard it on the last
-    one."""
+def _repeated_orders(node: NodeState) -> tuple[CoordinatorSend, ...]:
+    """The drain and the speeds that users asked for, once more for an agent that has a new connection: they may
+    have been lost with the last one."""
     name = node.record.node
     paces = (
         ToClient(client=DEVICE_PREFIX + device, body=EmulatedSpeed(factor=factor))

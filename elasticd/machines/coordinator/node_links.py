@@ -66,7 +66,7 @@ def without(links: Links, nodes: Collection[str]) -> Links:
 
 
 def _of_links(state: LinkState, stays: Callable[[str], bool]) -> LinkState:
-    """What detection knows of the links that stay."""
+    """Detection's state without the links that do not stay."""
     rates = state.rates
     for name in (name for name in [*rates.devices] if not stays(name)):
         rates = forget(rates, name)

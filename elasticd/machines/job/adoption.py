@@ -28,7 +28,7 @@ from elasticd.wire.worker import Hello, RunningPlan
 
 
 def trains_unknown(job: JobState, body: object) -> bool:
-    """Whether a worker says hello that runs a plan, to a leader that has never heard of any of its job's."""
+    """Returns True for the hello of a worker that runs a plan, where the leader knows no plan of its job."""
     return (
         isinstance(body, Hello)
         and body.running is not None
@@ -62,7 +62,7 @@ def _newer(one: RunningPlan | None, other: RunningPlan | None) -> RunningPlan | 
 
 
 def words(job: JobState) -> str:
-    """What people are told of a job that is left alone."""
+    """The reason of a job that is left alone, for people."""
     assert job.unadopted is not None
     plan = job.unadopted.plan
     absent = [device for device, one in plan.binding.items() if job.worker(device, one) is None]
@@ -137,7 +137,7 @@ ALONE: dict[type, Callable[..., None]] = {
 
 
 def hear(turn: Turn, kind: type, heard: tuple[Any, ...]) -> None:
-    """What an event does to a job that is left alone."""
+    """Applies an event to a job that is left alone."""
     if (handler := ALONE.get(kind)) is not None:
         handler(turn, *heard)
 

@@ -90,8 +90,8 @@ class BetweenSteps:
         return None
 
     def all_leave(self, engine: Engine, step: int) -> bool:
-        """Whether all members have left their loops after the same number of updates. Waits `_LEAVE_SECONDS`
-        for them, at most."""
+        """Returns True if all members have left their loops after the same number of updates. Waits
+        `_LEAVE_SECONDS` for them, at most."""
         left = _TRAIN + 1 + step
         numbers = list[int]()
 

@@ -182,8 +182,7 @@ class Job(RankInfo):
                 stability=stability,
             )
             groups = with_old_keywords(groups, old)
-            kept = groups.checkpointing
-            groups.stability.check(kept.snapshot_every or (kept.every if kept.folder is not None else None))
+            groups.stability.check(groups.checkpointing.interval)
             check_arguments(model, optimizer, scheduler, dataset, groups.data.collate)
             accelerator = self._accelerator_of(groups.parallelism.device)
             settle(accelerator)

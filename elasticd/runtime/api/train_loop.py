@@ -303,7 +303,7 @@ class Loop:
             say(f"{counted(step, 'step')} are saved in {where}: the same command goes on from there")
 
     def saved_by_all(self, engine: Engine) -> bool:
-        """Whether all members have left their loops after the same step, and made a checkpoint of it."""
+        """Returns True if all members have left their loops after the same step, and a checkpoint has it."""
         step = self.switcher.step
         try:
             return self.between_steps.all_leave(engine, step) and self.finish(engine, step)

@@ -40,6 +40,12 @@ class CheckpointingOptions:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"checkpointing: {name} is {value!r}; it must be a whole number from 1 on")
 
+    @property
+    def interval(self) -> int | None:
+        """Steps from one snapshot to the next, or, without any, from one checkpoint to the next; None:
+        there are neither."""
+        return self.snapshot_every or (self.every if self.folder is not None else None)
+
     @cached_property
     def path(self) -> Path | None:
         """The folder as an absolute path."""

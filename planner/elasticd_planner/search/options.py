@@ -270,8 +270,8 @@ class Settings:
 
 
 def roomy(task: Task, pipelines: int) -> bool:
-    """Whether so many pipelines can hold the model, each layer at the least bytes that any stage needs. They
-    cannot where devices are fewer than a TP group must have."""
+    """Returns True if so many pipelines can hold the model, each layer at the least bytes that any stage needs.
+    They cannot where devices are fewer than a TP group must have."""
     devices = alive(task)
     most = min(len(devices), DEEPEST)
     widest = max((len(group) for group, _ in hosts(task.cluster, task.rates, task.cost)), default=0)

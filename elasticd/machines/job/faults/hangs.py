@@ -69,8 +69,9 @@ def culprits(turn: Turn) -> tuple[Worker, ...]:
 
 
 def _replaceable(turn: Turn, members: Sequence[Worker]) -> bool:
-    """Whether a job's only member stands still beyond the limit beside a device that could go on from an older
-    state. That is done again once the job has come farther: code that hangs on one may hang on the next."""
+    """Returns True if a job's only member stands still beyond the limit beside a device that could go on from
+    an older state. That is done again once the job has come farther: code that hangs on one may hang on the
+    next."""
     job, limit = turn.job, turn.settings.detect.outside_seconds
     if len(members) != 1 or job.progress.step <= job.stuck_step or not older_state(turn):
         return False

@@ -136,7 +136,7 @@ def unkept(job: JobState) -> str:
 
 
 def unrecovered(job: JobState) -> str:
-    """What a recovery without a reason of its own waits for, in words."""
+    """The workers or the plan that a recovery waits for, in words, where it has no reason of its own."""
     if job.phase is not JobPhase.RECOVERING or job.fence is None:
         return ""
     number = job.fence.number

@@ -440,16 +440,16 @@ class JobState(Value, frozen=True, kw_only=True):
         return node in places or device in places
 
     def joined_from(self, node: NodeRecord) -> bool:
-        """Whether a torchrun of this node has asked to take part."""
+        """Returns True if a torchrun of this node has asked to take part."""
         return node.node in self.joiners or any(device.name in self.joiners for device in node.devices)
 
     def involves(self, node: NodeRecord) -> bool:
-        """Whether this node has a part in the job, or a torchrun of it waits for one."""
+        """Returns True if this node has a part in the job, or a torchrun of it waits for one."""
         return self.joined_from(node) or self.has_part(node)
 
     def has_part(self, node: NodeRecord) -> bool:
-        """Whether a torchrun of this node was let in, or a worker on one of its devices is known, or bound by a
-        plan."""
+        """Returns True if a torchrun of this node was let in, or a worker on one of its devices is known, or is
+        bound by a plan."""
         if node.node in self.joined:
             return True
         held = (self.joined, self.workers, *(plan.binding for plan in self.plans))
