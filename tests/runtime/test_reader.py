@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 
 import pytest
+import torch
 
 from elasticd.runtime.data.prefetch import SampleError, SampleReader
+from elasticd.runtime.model.rng import kept_states, seed_all
 
 #: Seconds that a thread may take on a busy machine.
 PATIENCE = 60
@@ -87,3 +90,43 @@ def test_threads_end_with_their_reader() -> None:
     for thread in mine:
         thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in mine)
+
+
+class RandomSamples:
+    """Draws from torch's generator; `readers` has the thread of each read."""
+
+    def __init__(self) -> None:
+        self.readers: list[threading.Thread] = []
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> float:
+        self.readers.append(threading.current_thread())
+        return float(torch.rand(()))
+
+
+def test_a_dataset_that_draws_is_found_by_its_first_sample_while_generators_are_seeded_and_restored() -> None:
+    """A first pass of training seeds generators thousands of times while the first samples are read."""
+    done, interval = threading.Event(), sys.getswitchinterval()
+
+    def passes() -> None:
+        while not done.is_set():
+            with kept_states():
+                seed_all(7)
+
+    training = threading.Thread(target=passes)
+    sys.setswitchinterval(1e-5)
+    training.start()
+    try:
+        for _ in range(50):
+            data = RandomSamples()
+            reader = SampleReader(data)
+            reader.take(3)
+            assert reader.here
+            # What this thread reads is keyed by its caller, who could not know it before.
+            assert threading.current_thread() not in data.readers
+    finally:
+        done.set()
+        training.join(PATIENCE)
+        sys.setswitchinterval(interval)

@@ -145,7 +145,7 @@ class Loader:
             SampleError: it cannot be read.
         """
         sample = self._reader.take(index) if not self._reader.here else None
-        if self._reader.here:  # perhaps since that one was taken
+        if self._reader.here:  # perhaps found by taking that one
             with self._drawing.keyed(DATASET, (index,)):
                 sample = self._reader.take(index)
         return fresh(sample) if self._own else sample

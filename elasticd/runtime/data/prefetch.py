@@ -10,15 +10,17 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from elasticd.runtime.model.rng import watching
+from elasticd.runtime.model.rng import STATES, watching
 from elasticd.runtime.threads import DaemonThreads
 
 log = logging.getLogger(__name__)
 
-#: The first reads of a reader are watched for draws, and then one of so many: it takes some 40 microseconds.
+#: The first reads of a reader are watched for draws, while nobody seeds or restores generators; and then one of
+#: so many, beside training: it takes some 40 microseconds.
 _WATCHED, _EVERY = 64, 8
 
 
@@ -80,19 +82,19 @@ class SampleReader:
         self._wanted = wanted
 
     def take(self, index: int) -> Any:
-        """Waits for a sample. Where `here` is true afterwards, it was read here.
+        """Waits for a sample. Where `here` became true by it, it drew and is not this sample: take it again.
 
         Raises:
             SampleError: the dataset raised.
         """
         try:
-            if not self.here:
-                ahead = self._wanted.get(index)
-                read = (ahead.popleft() if ahead else self._ask(index)).result()
-                if not read.drew or not self._ask(index, watch=True).result().drew:  # others draw, too
-                    return read.sample
+            if self.here:
+                return self._dataset[index]
+            ahead = self._wanted.get(index)
+            read = (ahead.popleft() if ahead else self._ask(index)).result()
+            if read.drew and self._ask(index, sure=True).result().drew:  # others draw, too
                 self._read_here()
-            return self._dataset[index]
+            return read.sample
         except Exception as error:
             raise SampleError(index, f"{type(error).__name__}: {error}") from error
 
@@ -114,11 +116,12 @@ class SampleReader:
                     wait([future])
         self._wanted = {}
 
-    def _ask(self, index: int, *, watch: bool = False) -> Future[_Read]:
+    def _ask(self, index: int, *, sure: bool = False) -> Future[_Read]:
         assert self._threads is not None
         self._reads += 1
-        watch = watch or self._reads <= _WATCHED or self._reads % _EVERY == 0
-        return self._threads(partial(_read, self._dataset, index, watch=watch))
+        sure = sure or self._reads <= _WATCHED
+        watch = sure or self._reads % _EVERY == 0
+        return self._threads(partial(_read, self._dataset, index, watch=watch, sure=sure))
 
 
 class _Read(NamedTuple):
@@ -128,9 +131,9 @@ class _Read(NamedTuple):
     drew: bool
 
 
-def _read(dataset: Dataset, index: int, *, watch: bool) -> _Read:
+def _read(dataset: Dataset, index: int, *, watch: bool, sure: bool) -> _Read:
     if not watch:
         return _Read(dataset[index], False)
-    with watching() as draws:
+    with STATES if sure else nullcontext(), watching() as draws:
         sample = dataset[index]
     return _Read(sample, draws.drew)

@@ -26,7 +26,7 @@ from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.box_reader import BoxReader
 from elasticd.runtime.model.handed_over import HandedOver, without_storage
 from elasticd.runtime.model.pretrained import Pretrained
-from elasticd.runtime.model.rng import STATES, Dropout
+from elasticd.runtime.model.rng import Dropout, begun_at
 from elasticd.runtime.model.tie_rules import rules_of_ties
 from elasticd.runtime.model.tp_plan import rules_of_plan
 from elasticd.runtime.model.tp_rules import (
@@ -431,8 +431,7 @@ class Model:
                 "reset_parameters(); give Model(init=...), or make the model with storage"
             )
         made: Any = copy.deepcopy(owner).to_empty(device="cpu")
-        with STATES, torch.random.fork_rng(devices=[]):  # ranks in threads share the generator
-            torch.default_generator.manual_seed(_generator(seed, f"{section}.{path}").initial_seed())
+        with begun_at(_generator(seed, f"{section}.{path}").initial_seed()):
             made.reset_parameters()
         return getattr(made, leaf)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.rng import STATES, kept_states
 from elasticd.runtime.model.validation import ModelError
 
 __all__ = ["from_module"]
@@ -330,7 +331,7 @@ def _hook(hooks: ExitStack, module: nn.Module, before: Callable[..., None], afte
 def _quietly(module: nn.Module) -> Iterator[None]:
     """Without dropout, and with the generators as they were afterwards."""
     training = {part: part.training for part in module.modules()}
-    with torch.random.fork_rng(), torch.no_grad():
+    with STATES, kept_states(), torch.no_grad():
         module.eval()
         try:
             yield

@@ -35,6 +35,7 @@ from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
 
 from elasticd.runtime.model.parameter_groups import MakeOptimizer, ParameterGroups
+from elasticd.runtime.model.rng import begun_at
 
 log = logging.getLogger(__name__)
 
@@ -211,8 +212,7 @@ def _refuse_otherwise(first: _Trial, anew: _Trial) -> None:
     """Refuses a pair of which `anew`, which has the other's state, makes another step than it."""
     before = [values.clone() for values in first.values()]
     for trial in (first, anew):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with begun_at(0):
             try:
                 trial.steps(1)
             except Exception:  # a schedule of one step, say: it ends for both

@@ -240,8 +240,8 @@ _changes = 0
 def seed_all(seed: int) -> None:
     """Seeds torch's generators of the CPU and of the accelerator in use, Python's and NumPy's."""
     global _changes
-    _changes += 1
     with STATES:
+        _changes += 1
         for generator in generators():
             generator.manual_seed(seed)
         random.seed(seed)
@@ -270,7 +270,7 @@ class Draws:
 @contextmanager
 def watching() -> Iterator[Draws]:
     """Notes whether somebody drew inside. If generators were seeded or restored here meanwhile, nobody can
-    tell, and the answer is no."""
+    tell, and the answer is no: hold `STATES` around it to be sure."""
     changes, before, draws = _changes, states(), Draws()
     yield draws
     draws.drew = changes == _changes and states() != before
@@ -286,12 +286,20 @@ def kept_states() -> Iterator[None]:
     try:
         yield
     finally:
-        _changes += 1
         with STATES:
+            _changes += 1
             for generator, state in saved:
                 generator.set_state(state)
             random.setstate(python)
             np.random.set_state(numpy)
+
+
+@contextmanager
+def begun_at(seed: int) -> Iterator[None]:
+    """Inside, all generators were seeded and no other thread changes them; afterwards they are as they were."""
+    with STATES, kept_states():
+        seed_all(seed)
+        yield
 
 
 def _tensors_of(args: Iterable[Any]) -> Iterator[Tensor]:
