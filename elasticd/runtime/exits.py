@@ -65,7 +65,7 @@ def stopped(reason: str) -> JobStopped:
 
 
 def refused(reason: str) -> JobStopped:
-    """The error for a script that would be refused again: its torchrun does not start it anew.
+    """The error for a script or worker that would be refused again: its torchrun does not start it anew.
 
     `elasticd run` prints the reason once, in place of the workers.
     """

@@ -19,7 +19,7 @@ import elasticd
 from elasticd.store.leader import Leader
 from elasticd.testing.waiting import until
 from tests.etcds import SharedEtcd
-from tests.integration.fleet import Fleet, exact
+from tests.integration.fleet import PATIENCE, Fleet, exact
 from tests.releases import kept
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -141,10 +141,13 @@ def refused_beside_the_old(fleet: Fleet, first: str, other: str) -> None:
     fleet.advanced(STEPS)
     del fleet.imports_from[name]
     fleet.run(first, 1, "1:2", FOREVER, kept.script(kept.RELEASED[-1]))
-    until(lambda: "exchanges version" in fleet.log(name), fleet.said)
+    # It would be refused after each of the restarts that its torchrun has: the first refusal ends all.
+    assert fleet.processes[name].wait(PATIENCE) == 1
+    assert "exchanges version" in fleet.log(name)
+    assert sum(path.name.startswith(f"ledger-{first}:0-") for path in fleet.folder.iterdir()) == 2
+    fleet.processes.pop(name)
     fleet.advanced(STEPS)
     assert device not in incarnations(fleet)
-    stop(fleet, name)
     stop(fleet, f"run-{other}")
     del fleet.imports_from[f"run-{other}"]
     until(lambda: fleet.job()["phase"] == "stopped", fleet.said)

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 from elasticd.machines.worker import switch as sw
 from elasticd.machines.worker.switch import SwitchPhase, SwitchState
-from elasticd.wire.worker import Abort, Fenced, InDoubt, PeersLost, Prepared, Recorded, Shutdown, StayedOnPlan
+from elasticd.wire.worker import (
+    Abort,
+    Fenced,
+    InDoubt,
+    PeersLost,
+    Prepared,
+    Recorded,
+    Rejected,
+    Shutdown,
+    StayedOnPlan,
+)
 from tests.sizes import examples
 
 NAMES = ("a", "b", "c", "d", "e")
@@ -376,6 +386,12 @@ def test_a_fenced_rank_does_not_go_back_to_a_proposal_that_it_put_off_before_a_n
         state, effects = sw.step(state, event, 7)
     assert (state.phase, state.number, state.seen) == (SwitchPhase.TRAINING, 5, 5)
     assert effects == (sw.Swap(number=5, member=True),)
+
+
+def test_a_worker_that_the_leader_does_not_take_is_refused_and_one_whose_job_ended_is_not() -> None:
+    for order, is_refused in ((Rejected(reason="another release"), True), (Shutdown(reason="over"), False)):
+        _, (effect,) = sw.step(SwitchState(), order)
+        assert effect == sw.StopTraining(reason=order.reason, refused=is_refused)
 
 
 def test_the_end_may_come_between_two_steps() -> None:

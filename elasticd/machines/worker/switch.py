@@ -248,6 +248,7 @@ class StopTraining(SwitchEffect, frozen=True, kw_only=True):
 
     reason: str
     orderly: bool = False  # the workers were told to go: this is no failure
+    refused: bool = False  # the leader does not take this worker, and would not take it after a restart
 
 
 class LeaveJob(SwitchEffect, frozen=True, kw_only=True):
@@ -598,7 +599,8 @@ def drain(state: SwitchState, event: DrainRequested) -> _Step:
 def stop(state: SwitchState, event: Shutdown | Rejected) -> _Step:
     """The job is over for this rank, which ends."""
     orderly = isinstance(event, Shutdown) and event.orderly
-    return to(state, phase=SwitchPhase.STOPPED), (StopTraining(reason=event.reason, orderly=orderly),)
+    effect = StopTraining(reason=event.reason, orderly=orderly, refused=isinstance(event, Rejected))
+    return to(state, phase=SwitchPhase.STOPPED), (effect,)
 
 
 P = SwitchPhase

@@ -26,7 +26,7 @@ from elasticd.runtime.control.control import Control
 from elasticd.runtime.engine.engine import DRAIN, Engine
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import NoHostMemory
-from elasticd.runtime.exits import Drained, JobOver, JobStopped, stopped
+from elasticd.runtime.exits import Drained, JobOver, JobStopped, refused, stopped
 from elasticd.runtime.switch.copies import Copies
 from elasticd.runtime.switch.move import SOUND, MoveResult, PreparedPlan, move, prepare
 from elasticd.runtime.telemetry.emulation import Pacer
@@ -339,15 +339,17 @@ class Switcher:
                 return
             except queue.Empty:
                 if self._control.lost:
-                    raise self._stopped(f"the agent is gone while it {what}: no order can reach it") from None
+                    reason = f"the agent is gone while it {what}: no order can reach it"
+                    raise self._ended(stopped(reason)) from None
                 if time.monotonic() - since >= _REMIND:
                     since = time.monotonic()
                     log.warning("%s %s for the coordinator, its state is safe", self._device, what)
 
-    def _stopped(self, reason: str) -> JobStopped:
+    def _ended(self, error: JobStopped) -> JobStopped:
+        """Ends what this rank runs; returns the error."""
         self._groups_by_plan.shut()
         self.end()
-        return stopped(reason)
+        return error
 
     def _do(self, effect: sw.SwitchEffect) -> None:
         match effect:
@@ -366,12 +368,12 @@ class Switcher:
                 self._rejoin()
             case sw.LeaveJob():
                 raise Drained
-            case sw.StopTraining(reason=reason, orderly=orderly):
+            case sw.StopTraining(reason=reason, orderly=orderly, refused=is_refused):
                 if self._over is not None:
                     raise JobOver(self._over)
                 if orderly:
                     raise Drained(reason)
-                raise self._stopped(reason)
+                raise self._ended(refused(reason) if is_refused else stopped(reason))
 
     def _move(self, number: int) -> None:
         self._began = time.perf_counter()
