@@ -400,6 +400,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "agent": lambda: _events(machine.TABLE, machine.AgentPhase),
     "layout figures": partial(figures, "layouts", "lines"),
     **{f"layout {name}": partial(layout_example, name) for name in EXAMPLES},
+    "published figures": partial(figures, "published"),
     "batch figures": partial(
         figures, "batch", "planning", "gap", "stages", "published", "pool", "slowdown", "forms"
     ),
@@ -428,6 +429,7 @@ PAGES: dict[str, Callable[[], str]] = {
         DOCS / "layouts.md", "layout figures", *(f"layout {name}" for name in EXAMPLES)
     ),
     "batches.md": lambda: drawn(DOCS / "batches.md", "batch", "batch figures"),
+    "planner.md": lambda: drawn(DOCS / "planner.md", "published figures"),
     "layouts/batch.svg": batch_picture.picture,
     **{f"layouts/{name}.svg": partial(picture, example) for name, example in EXAMPLES.items()},
     "map.md": map_page,
