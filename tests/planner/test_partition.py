@@ -54,8 +54,8 @@ def test_lines_of_pipelines_are_real_and_the_best_layers_are_among_them(data: st
     columns = [
         Column(
             block=data.draw(st.sampled_from([1.0, 1.3, 2.1, 4.0])),
-            embed=0.0,
-            head=0.0,
+            embed=data.draw(st.sampled_from([0.0, 0.4])),
+            head=data.draw(st.sampled_from([0.0, 0.7, 9.3])),
             most=tuple(sorted((data.draw(st.integers(0, 7)) for _ in range(5)), reverse=True)),
             most_first=(0,) * 5,
         )
@@ -66,7 +66,7 @@ def test_lines_of_pipelines_are_real_and_the_best_layers_are_among_them(data: st
     ]
     rules = Rules(layers=layers, hop=0.0, steady=False, deep=False, most=100, each=100)
     shapes = PipelineCandidates(columns, [data.draw(st.integers(1, 2)) for _ in columns], rules)
-    limit = data.draw(st.floats(3, 60))
+    limit = data.draw(st.floats(3, 120))
     found = shapes.micro_batches(limit)
     for counts in itertools.product(*(range(n) for n in found.shape)):
         if not sum(counts):
@@ -79,11 +79,22 @@ def test_lines_of_pipelines_are_real_and_the_best_layers_are_among_them(data: st
                 room = [columns[c].most[len(order) - 1 - p] for p, c in enumerate(order)]
                 if all(n <= m for n, m in zip(split, room, strict=True)):
                     times = [n * columns[c].block for n, c in zip(split, order, strict=True)]
+                    times[0] += columns[order[0]].embed
+                    times[-1] += columns[order[-1]].head
                     best = max(best, math.floor((limit - sum(times)) / max(times) + 1 + 1e-9))
         if found[counts] != NEVER:
             assert 1 <= found[counts] <= best
         if len(set(stages)) == 1 and best >= 1 and all(m >= layers for c in columns for m in c.most):
             assert found[counts] == best
+
+
+@pytest.mark.parametrize(("count", "least"), [(2, 19.0), (3, 13.0), (8, 10.3)])
+def test_the_last_stage_holds_a_layer_beside_a_head_of_many(count: int, least: float) -> None:
+    column = Column(block=1.0, embed=0.0, head=9.3, most=(28,) * count, most_first=(28,) * count)
+    rules = Rules(layers=28, hop=0.0, steady=False, deep=False, most=16, each=16)
+    shapes = PipelineCandidates([column], [count], rules)
+    deepest = int(np.flatnonzero(shapes.depth[shapes.rows] == count)[0])
+    assert shapes.caps[deepest].min() == pytest.approx(least)
 
 
 @settings(max_examples=examples(60))

@@ -124,7 +124,7 @@ class PipelineCandidates:
         """(o, S) by pipeline (row) and cap tried, stages in this order; inf where impossible."""
         rows, rules = self.rows, self.rules
         have = self.grid[:, rows]
-        caps = self._candidates(have)
+        caps = self._candidates(have, order)
         limits = [self._room(have, order, index, caps) for index in range(len(self.columns))]
         total = np.zeros_like(caps)
         possible = np.ones(caps.shape, dtype=bool)
@@ -143,23 +143,40 @@ class PipelineCandidates:
             sums += (more + base) * self.columns[index].block
         return np.where(possible, caps, np.inf), np.where(possible, sums, np.inf)
 
-    def _candidates(self, have: Ints) -> Floats:
-        """Caps to try: stages gain a layer there; coarser ones far above, where memory binds."""
-        rules = self.rules
-        inverse = np.array([1 / column.block for column in self.columns])
-        least = rules.layers / (inverse @ have)
+    def _candidates(self, have: Ints, order: Order) -> Floats:
+        """Caps to try: stages gain a layer there; coarser ones far above, where memory binds. None is below the
+        seconds of a first and a last stage with one layer."""
+        rules, (first, last) = self.rules, self._ends(have, order)
+        block, embed, head = (
+            np.array([getattr(column, name) for column in self.columns]) for name in ("block", "embed", "head")
+        )
+        alone = have.sum(axis=0) == 1
+        edges = embed[first] / block[first] + head[last] / block[last]
+        least = (rules.layers + edges) / ((1 / block) @ have)
+        ends = np.maximum(embed[first] + block[first] + np.where(alone, head[first], rules.hop), 0.0)
+        ends = np.maximum(ends, head[last] + block[last] + np.where(alone, embed[last], 0.0))
         parts = []
         for index, column in enumerate(self.columns):
-            first = np.ceil(least / column.block * (1 - EQUAL))
-            values = (first[:, None] + np.arange(VALUES)) * column.block
             away = np.where(have[index] > 0, 0.0, np.inf)[:, None]
-            parts.append(values + rules.hop + away)
-            for fixed in column.ends(rules.hop) - {rules.hop}:
-                parts.append(values[:, :2] + fixed + away)
+
+            def gaining(fixed: float, count: int, block: float = column.block) -> Floats:
+                low = np.maximum(least, ends - fixed) if fixed == rules.hop else np.maximum(least, ends) - fixed
+                layers = np.maximum(1, np.ceil(low / block * (1 - EQUAL)))
+                return np.asarray((layers[:, None] + np.arange(count)) * block + fixed)
+
+            parts.append(gaining(rules.hop, VALUES) + away)
+            parts += [gaining(fixed, 2) + away for fixed in column.ends(rules.hop) - {rules.hop}]
         near = np.concatenate(parts, axis=1)
         if near.shape[1] > NEAREST:
             near = np.partition(near, NEAREST - 1, axis=1)[:, :NEAREST]
-        return np.concatenate([near, least[:, None] * np.array(MULTIPLES) + rules.hop], axis=1)
+        coarse = np.maximum(least, ends)[:, None] * np.array(MULTIPLES) + rules.hop
+        return np.concatenate([near, coarse], axis=1)
+
+    def _ends(self, have: Ints, order: Order) -> tuple[Ints, Ints]:
+        """The columns of the first and of the last stage of each pipeline with stages in this order."""
+        ordered = np.array(order)
+        used = have[ordered] > 0
+        return ordered[used.argmax(axis=0)], ordered[len(ordered) - 1 - used[::-1].argmax(axis=0)]
 
     def _room(self, have: Ints, order: Order, index: int, caps: Floats) -> Floats:
         """Layers that the stages of one column may have in all under each cap."""
@@ -188,18 +205,21 @@ class PipelineCandidates:
         own = np.clip(np.floor((finite - fixed_first[:, None]) / column.block * (1 + EQUAL)), 0, rules.layers)
         own = np.minimum(own, np.array(column.most_first)[top][:, None])
         room = room + np.where(first[:, None], own - np.minimum(each, most[top][:, None]), 0.0)
+        without = first[:, None] & (own < 1)  # a stage that holds no layer beside its embed or its head
         if column.head != rules.hop:
             tail = np.floor((finite - column.head) / column.block * (1 + EQUAL))
             tail = np.minimum(np.clip(tail, 0, rules.layers), most[0])
             other = last & ~(first & (top == 0))
             room = room + np.where(other[:, None], tail - np.minimum(each, most[0]), 0.0)
+            without |= other[:, None] & (tail < 1)
         none = np.concatenate([[0], np.cumsum(most < 1)])
         if none[-1]:
             # Of a first stage the table for first stages counts, the others must each hold a layer.
             start, stop = behind, np.maximum(behind + count - first, behind)
             blocked = none[stop] > none[start]
             blocked |= first & (np.array(column.most_first)[top] < 1)
-            room = np.where(blocked[:, None], -1.0, room)
+            without |= blocked[:, None]
+        room = np.where(without, -1.0, room)
         return np.where((count > 0)[:, None], room, 0.0)
 
     def _table(self, index: int, count: int, deepest: int) -> Ints:
@@ -214,12 +234,9 @@ class PipelineCandidates:
 
     def _fixed(self, have: Ints, order: Order) -> Floats:
         """Seconds besides blocks: embed of the first stage, head of the last, hops between."""
-        ordered = list(order)
-        used = have[ordered] > 0
-        first = used.argmax(axis=0)
-        last = len(self.columns) - 1 - used[::-1].argmax(axis=0)
-        embed = np.array([column.embed for column in self.columns])[ordered]
-        head = np.array([column.head for column in self.columns])[ordered]
+        first, last = self._ends(have, order)
+        embed = np.array([column.embed for column in self.columns])
+        head = np.array([column.head for column in self.columns])
         return np.asarray(embed[first] + head[last] + self.rules.hop * (have.sum(axis=0) - 1), dtype=np.float64)
 
     def micro_batches(self, limit: float) -> Ints:
@@ -273,8 +290,9 @@ def caps_of(columns: Sequence[Column], counts: Sequence[int], rules: Rules, pipe
     found: set[float] = set()
     for column in columns:
         for fixed in column.ends(rules.hop) | {rules.hop}:
-            first = max(1, int(np.ceil(LEAST * typical / column.block)))
-            last = min(rules.layers, int(LARGEST * typical / column.block))
+            edge = max(0.0, fixed - rules.hop)
+            first = max(1, int(np.ceil((LEAST * typical - edge) / column.block)))
+            last = min(rules.layers, max(first, int((LARGEST * typical - edge) / column.block)))
             found.update(n * column.block + fixed for n in range(first, last + 1))
     listed = np.array(sorted(found))
     if len(listed) > MOST_CAPS:
