@@ -615,7 +615,8 @@ class Leading:
         """
         assert self.writer is not None
         if self.store_away:
-            raise ApiError("unavailable", f"etcd does not answer, and decisions are kept there: {UNCHANGED}")
+            why = self.writer.full or "etcd does not answer"
+            raise ApiError("unavailable", f"{why}, and decisions are kept there: {UNCHANGED}")
         mark = self.writer.marked
         self.writer.put(LeadershipProbe())
         await self._durable(mark, UNCHANGED)
@@ -633,9 +634,8 @@ class Leading:
         except NotWritten as error:
             raise ApiError("unavailable", f"etcd did not take it ({error}): {otherwise}") from None
         except TimeoutError:
-            raise ApiError(
-                "unavailable", f"etcd does not answer for {WRITE_SECONDS:g} s: {otherwise}"
-            ) from None
+            why = self.writer.full or f"etcd does not answer for {WRITE_SECONDS:g} s"
+            raise ApiError("unavailable", f"{why}: {otherwise}") from None
 
     def follow(self, changes: Changes, words: str) -> None:
         """Goes by these from now on."""

@@ -61,6 +61,7 @@ from elasticd.store.protocol import (
     Put,
     Store,
     StoreError,
+    StoreFull,
     StoreRefused,
     StoreUnavailable,
     check_request,
@@ -114,6 +115,7 @@ class Writer:
         self._queue: asyncio.Queue[Asked] = asyncio.Queue()
         self._held: Asked | None = None  # the first in the queue, if it was taken from there already
         self.away = False
+        self.full = ""  # why the store takes nothing, while it is at its quota
         self._put = self._settled = 0
         self._put_at: deque[float] = deque()  # of what is not settled yet, the oldest first
         self._refusals: deque[tuple[int, str]] = deque(maxlen=MOST_REFUSALS)
@@ -239,11 +241,11 @@ class Writer:
         except StoreUnavailable as error:
             if not self.away:
                 _log.warning("the store is away, decisions wait until it returns: %s", error)
-            self.away = True
+            self.away, self.full = True, str(error) if isinstance(error, StoreFull) else ""
             return False
         if self.away:
             _log.warning("the store is back")
-        self.away = False
+        self.away, self.full = False, ""
         return True
 
     def _clear(self, asked: Rounds) -> None:

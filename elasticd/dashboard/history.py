@@ -414,6 +414,11 @@ class HistoryWriter:
         """The largest id; 0 where there is none."""
         return int(self._db.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()[0])
 
+    def newest_time(self) -> float:
+        """The newest time (unix seconds) of an event or a step; 0 where there is none."""
+        newest = "SELECT max(coalesce((SELECT max(time) FROM events), 0), coalesce((SELECT max(time) FROM steps), 0))"
+        return float(self._db.execute(newest).fetchone()[0])
+
     def newest_step(self, job: str) -> int:
         """The largest index of the run that goes on; -1 where there is none."""
         found = self._db.execute(

@@ -26,6 +26,7 @@ from elasticd.client import Api, CannotReach, StoreAway
 from elasticd.config.tree import ConfigError, DashboardSection
 from elasticd.coordinator import live_types as live
 from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.dashboard.age_clock import AgeClock
 from elasticd.dashboard.history import HistoryWriter, Sample
 from elasticd.dashboard.known import ClusterNow, another_store, step_row, take
 
@@ -58,6 +59,8 @@ NEEDED = (
 )
 #: Seconds between two complaints about a history that cannot be written, and until it is tried again.
 COMPLAIN_SECONDS, TRY_SECONDS = 60.0, 5.0
+#: Under which the history has where its `AgeClock` stood.
+AGES = "ages"
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +106,8 @@ class Subscription:
         self._sampled: dict[str, _Sampled] = {}
         self._hello: live.LiveHello | None = None
         self._bound_at = 0.0
+        before = float(writer.meta(AGES) or 0) or writer.newest_time()
+        self._ages = AgeClock(before, time.time(), time.monotonic())
         self._broken_at = 0.0
         self._last_id = ""
         self._lock = threading.Lock()
@@ -237,9 +242,11 @@ class Subscription:
 
     def _bound(self) -> None:
         """Keeps the history bounded, a little at once: the feed goes on between."""
-        oldest = time.time() - self._section.keep_days * 86_400
+        now = self._ages.read(time.time() + min(0.0, self._ahead), time.monotonic())
+        oldest = now - self._section.keep_days * 86_400
         work = self._writer.bounding(oldest, self._section.history_mib << 20)
         try:
+            self.keep(AGES, b"%f" % now)
             while not self._stopped.wait(BOUND_PAUSE):
                 with self._lock:
                     if next(work, work) is work:

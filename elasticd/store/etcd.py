@@ -34,6 +34,7 @@ from elasticd.store.protocol import (
     Snapshot,
     Store,
     StoreError,
+    StoreFull,
     StoreRefused,
     StoreTooLarge,
     StoreUnavailable,
@@ -287,7 +288,7 @@ class EtcdStore(Store):
         session = self.open_session()
         try:
             return self._on(session, ask)
-        except TokenExpired:
+        except (TokenExpired, StoreFull):
             raise
         except StoreUnavailable as error:
             raise OutcomeUnknown(f"{error}; the change may have been made or not") from error
@@ -295,7 +296,7 @@ class EtcdStore(Store):
     def _on(self, session: EtcdSession, ask: Callable[[EtcdSession], T]) -> T:
         try:
             return ask(session)
-        except (LeaseLost, RevisionCompacted, StoreTooLarge):
+        except (LeaseLost, RevisionCompacted, StoreFull, StoreTooLarge):
             raise  # an answer, by a session that is well
         except StoreError:
             self.discard(session)

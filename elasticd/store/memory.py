@@ -6,8 +6,8 @@ the clock that the server is given: with a `VirtualClock` leases expire inside `
 watchers are called on the thread that changes something, a single-threaded run is reproducible.
 
 Faults: `MemoryServer.outage(True)` cuts everybody off and, as a stopped etcd does, stops leases from
-ageing; `MemoryStore.outage(True)` cuts off one client; `MemoryStore.lose_next_reply` leaves the
-outcome of a change unknown; `MemoryServer.compact` drops history.
+ageing; `MemoryServer.full` puts it at its quota; `MemoryStore.outage(True)` cuts off one client;
+`MemoryStore.lose_next_reply` leaves the outcome of a change unknown; `MemoryServer.compact` drops history.
 
 Limits: it refuses what etcd refuses for its size, so that a test of a daemon meets that too. Those are limits
 of what is sent. What is read has none, here or there: etcd answers with up to 2 GiB, our sessions take messages
@@ -37,6 +37,7 @@ from elasticd.store.protocol import (
     Sink,
     Snapshot,
     Store,
+    StoreFull,
     StoreUnavailable,
     TransactResult,
     Watch,
@@ -68,6 +69,7 @@ class MemoryServer:
         self.cluster_id = 1
         self.lock = threading.RLock()
         self.down = False
+        self.full = False  # it reads, and takes neither transactions nor leases, as etcd 3.5.1 then
         self.revision = 1
         self._compacted = 0
         self._items: dict[str, KeyValue] = {}
@@ -273,7 +275,7 @@ class MemoryStore(Store):
         """As `Store.transact`. Raises OutcomeUnknown after `lose_next_reply`, once."""
         check_ops(then)
         compares = tuple(compares)
-        with self._connected() as server:
+        with self._connected(writes=bool(then)) as server:
             check_request(server.limits, compares, then)
             applied, self._lost_reply = self._lost_reply, None
             if applied is None:
@@ -286,7 +288,7 @@ class MemoryStore(Store):
         """As `Store.grant`, by the server's clock. Raises ValueError for a `ttl_seconds` that is not a whole
         number of at least 1."""
         check_ttl(ttl_seconds)
-        with self._connected() as server:
+        with self._connected(writes=True) as server:
             return server.grant(ttl_seconds)
 
     def keep_alive(self, lease: int) -> int:
@@ -330,8 +332,9 @@ class MemoryStore(Store):
         self._feeds = []
 
     @contextlib.contextmanager
-    def _connected(self) -> Iterator[MemoryServer]:
-        """The server under its lock; afterwards, outside it, the watches are fed."""
+    def _connected(self, *, writes: bool = False) -> Iterator[MemoryServer]:
+        """The server under its lock; afterwards, outside it, the watches are fed. writes: as a store at its
+        quota does not let anybody."""
         server, changed = self.server, False
         try:
             with server.lock:
@@ -339,6 +342,8 @@ class MemoryStore(Store):
                     raise StoreUnavailable("this store was closed")
                 if not self.reachable:
                     raise StoreUnavailable("the in-memory store has an outage")
+                if writes and server.full:
+                    raise StoreFull("the in-memory store is at its quota (database space exceeded)")
                 before = server.revision
                 try:
                     server.expire_due()

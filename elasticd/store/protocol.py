@@ -4,7 +4,7 @@ The words are etcd's.  Every change gives the whole store a new *revision*; a ke
 revision that created it and the one that last changed it; a *lease* takes its keys along when it
 expires; a *watch* reports every change of a prefix from a revision on, each exactly once and in order.
 
-An operation ends in one of five ways:
+An operation ends in one of six ways:
 
 1. it answers (a transaction whose comparison failed is an answer: `succeeded=False`);
 2. `StoreUnavailable`: an outage. Nothing was changed; try again later;
@@ -13,7 +13,8 @@ An operation ends in one of five ways:
 4. `StoreRefused`: wrong credentials, or an etcd that is older than, or another than, the one seen
    before. Repeating does not help;
 5. `StoreTooLarge`: the request is larger than the store's `Limits`. Nothing was changed, and the store
-   is well: the caller asks for less, or gives this one thing up.
+   is well: the caller asks for less, or gives this one thing up;
+6. `StoreFull`, a `StoreUnavailable`: the store is at its quota, and an operator must free space.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ class StoreUnavailable(StoreError):
 
 class OutcomeUnknown(StoreUnavailable):
     """A change was sent and its answer never came: it may have been carried out, or may yet be."""
+
+
+class StoreFull(StoreUnavailable):
+    """The store is at its quota: it reads, and takes nothing more until an operator frees space. Nothing was
+    changed."""
 
 
 class StoreRefused(StoreError):

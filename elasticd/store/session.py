@@ -26,6 +26,7 @@ from elasticd.store.protocol import (
     LeaseLost,
     Limits,
     StoreError,
+    StoreFull,
     StoreRefused,
     StoreReplaced,
     StoreTooLarge,
@@ -331,6 +332,8 @@ def key_value(item: Any) -> KeyValue:
 
 #: What etcd, or gRPC for it, says of a request that is larger than it takes.
 _TOO_LARGE = ("request is too large", "too many operations in txn request", "larger than max")
+#: What etcd says at its quota (--quota-backend-bytes).
+_FULL = "database space exceeded"
 #: What etcd says of a login that it gave and does not take any more: the token ran out, or is of before etcd's
 #: last start, or of before the last change of users and roles.
 _TOKEN_EXPIRED = ("invalid auth token", "revision of auth store is old")
@@ -346,6 +349,11 @@ def translate(error: grpc.RpcError, endpoint: str) -> StoreError:
         return LeaseLost("the lease has expired or was revoked")
     if any(text in details for text in _TOO_LARGE):
         return StoreTooLarge(f"etcd at {endpoint} takes no request of this size: {details}")
+    if _FULL in details:
+        return StoreFull(
+            f"etcd at {endpoint} is at its quota and takes no write ({details}): compact and defragment it, then "
+            "run 'etcdctl alarm disarm'"
+        )
     if code == grpc.StatusCode.UNAUTHENTICATED or any(text in details for text in _TOKEN_EXPIRED):
         return TokenExpired(f"etcd at {endpoint} wants us to authenticate anew")
     if code == grpc.StatusCode.PERMISSION_DENIED or "user name is empty" in details:

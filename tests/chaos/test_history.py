@@ -129,3 +129,23 @@ def test_a_recovery_that_was_closed_before_its_record_was_in_force_if_the_next_g
     assert unrecorded(job, 11) == [(7, 86), (9, 93)]
     job.recoveries = {7: (86, 5), 9: (86, 5)}
     assert unrecorded(job, 9) == [], "nobody made a step under 7"
+
+
+def test_a_recovery_that_was_closed_before_its_record_was_in_force_if_the_job_is_over_then() -> None:
+    """Plan 7 made steps 39 to 85 while nobody led; fence 8 closed it, and by then its members had finished."""
+    job = JobHistory(
+        plans=[(4, 10)], digests=dict.fromkeys((4, 7), ""), recoveries={7: (39, 4)}, fenced=8, over=True
+    )
+    assert job.runs(7, 39)
+    assert job.runs(4, 38)
+    assert not job.runs(7, 38), "before the step at which it goes on"
+    assert not job.runs(6, 39), "the store has no such proposal"
+    job.fenced = 6
+    assert not job.runs(7, 39), "nothing closed it: its leader is to record it"
+    job.fenced, job.over = 8, False
+    assert not job.runs(7, 39), "a job that goes on records a plan, which tells from whose state"
+
+
+def test_a_step_under_a_first_plan_that_nobody_proposed_is_found() -> None:
+    assert not JobHistory().runs(1, 0)
+    assert JobHistory(digests={1: ""}).runs(1, 0), "its leader died before the record"

@@ -4,7 +4,7 @@ any other one says why, and nothing was changed."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,12 +14,13 @@ from elasticd.cli.status import unwritten
 from elasticd.coordinator import election
 from elasticd.coordinator import leader as leading
 from elasticd.coordinator.daemon import Coordinator
+from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import Keys, StopRecord, decode
 from elasticd.store import lease
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.store.protocol import Compare, Op, Put, StoreError, TransactResult
 from elasticd.wire.coordinator import End
+from elasticd.wire.worker import PeersLost
 from tests.coordinator.agents import agent, config, coordinating, get, lead, post, until
 from tests.coordinator.test_daemon import started
 from tests.coordinator.test_metrics import samples
@@ -34,17 +35,6 @@ ASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "drain": ("/v1/nodes/alpha/drain", {"on": True}),
     "config": ("/v1/config", {"by": "alice", "values": {"policy.paused": True}}),
 }
-
-
-class Full(MemoryStore):
-    """A store that is at its quota: it deletes and reads, and puts nothing."""
-
-    full = False
-
-    def transact(self, compares: Sequence[Compare], then: Sequence[Op]) -> TransactResult:
-        if self.full and any(isinstance(op, Put) for op in then):
-            raise StoreError("etcdserver: mvcc: database space exceeded")
-        return super().transact(compares, then)
 
 
 @asynccontextmanager
@@ -101,20 +91,45 @@ def test_while_etcd_is_away_nothing_is_changed_and_the_answer_says_so(monkeypatc
     asyncio.run(body())
 
 
-def test_at_etcds_quota_a_wish_is_refused() -> None:
+def test_at_etcds_quota_a_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "WRITE_SECONDS", 0.5)
+
     async def body() -> None:
         server = MemoryServer()
-        store = Full(server)
-        async with training(server, store) as (coordinator, _):
+        async with training(server, MemoryStore(server)) as (coordinator, _):
             assert coordinator.leading.writer is not None
             await asyncio.wait_for(coordinator.leading.writer.drained(), 60)
             before = decided(coordinator)
-            store.full = True
+            server.full = True
             for ask in ("stop", "stop at once", "config"):
                 status, answer = await post(coordinator, *ASKS[ask])
                 assert (status, "space exceeded" in answer["error"]) == (503, True), answer
+                assert "nothing was changed" in answer["error"]
             assert decided(coordinator) == before
-            store.full = False
+            server.full = False
+
+    asyncio.run(body())
+
+
+def test_a_fault_at_etcds_quota_waits_for_space_and_ends_no_job() -> None:
+    """A fence that etcd refuses for want of space is written once there is some: training goes on until then."""
+
+    async def body() -> None:
+        server = MemoryServer()
+        async with training(server, MemoryStore(server)) as (coordinator, workers):
+            writer = coordinator.leading.writer
+            assert writer is not None
+            await asyncio.wait_for(writer.drained(), 60)
+            server.full = True
+            stray = PeersLost(step=1, reason="all want an older state", back=0)
+            coordinator.leading.apply(Received(node=workers[0].node, message=workers[0].up(stray)))
+            await until(lambda: "space exceeded" in writer.full)
+            job = coordinator.leading.state.jobs[JOB]
+            assert (job.phase, job.reason) == (JobPhase.RECOVERING, ""), job.reason
+            assert MemoryStore(server).get(KEYS.job(JOB, "fence")) is None
+            server.full = False
+            await until(lambda: MemoryStore(server).get(KEYS.job(JOB, "fence")) is not None)
+            assert writer.full == ""
 
     asyncio.run(body())
 

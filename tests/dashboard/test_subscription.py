@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -204,11 +206,36 @@ def test_a_full_disk_stops_no_page_and_what_the_leader_has_is_written_once_there
 def test_the_history_is_bounded_beside_the_feed(leader: Leader) -> None:
     leader.subscription._section = DashboardSection(keep_days=1)
     leader.subscription._bound_at = 0.0
-    leader.hello()
+    leader.hello(at=time.time())
     leader.event(1)
-    leader.say(PULSE)
+    leader.say(msgspec.structs.replace(PULSE, at=time.time()))
     leader.subscription._bounds.shutdown()
     assert leader.written == []
+
+
+@pytest.mark.parametrize("ahead", [300 * 86_400.0, -300 * 86_400.0])
+@pytest.mark.parametrize("whose", ["machine", "leader"])
+def test_a_wrong_clock_deletes_nothing_of_the_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str, ahead: float
+) -> None:
+    """Two starts of the dashboard: what the first has bounded is not taken for the truth by the second."""
+    now = time.time()
+    writer = opened(tmp_path / "history.db")
+    for number in (1, 2, 3):
+        event = EventRecord(id=number, time=now - number, kind="chaos", job="", text="", data={})
+        assert writer.put_event(event)
+    writer.close()
+    clock = SimpleNamespace(time=lambda: now + (ahead if whose == "machine" else 0.0), monotonic=time.monotonic)
+    monkeypatch.setattr("elasticd.dashboard.subscription.time", clock)
+    for _ in range(2):
+        leader = Leader(tmp_path / "history.db")
+        leader.subscription._bound_at = 0.0
+        leader.hello(at=now + (ahead if whose == "leader" else 0.0))
+        leader.subscription._bounds.shutdown()
+        assert leader.written == [1, 2, 3]
+        leader.subscription._fetches.shutdown()
+        leader.reader.close()
+        leader.writer.close()
 
 
 # -- lines over time -------------------------------------------------------------------------------------------

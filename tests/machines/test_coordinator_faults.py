@@ -204,6 +204,39 @@ def test_job_that_begins_anew_without_a_node_does_not_wait_for_it_when_another_w
     assert {*plan.members} == {"alpha/0", "alpha/1", "beta/0", "beta/1"}
 
 
+def test_job_that_finished_under_a_recovery_whose_record_no_leader_wrote_is_done() -> None:
+    """A recovery has no vote: its members go on as soon as they have read its proposal. Here their leader died
+    before it heard of that, and the next one closed the number, as it reached nobody: the proposal in the store
+    is what their steps were made under."""
+    world = running()
+    world.kill("beta/1")
+    for _ in range(20):
+        if world.phase is JobPhase.PROPOSED:
+            break
+        world.turn()
+    recovery = world.proposal()
+    assert recovery is not None
+    assert recovery.recovery is not None
+    assert recovery.number in world.swapped, "its members run it"
+    world.cut = {"alpha", "beta"}
+    world.new_leader()
+    for node in ("alpha", "beta"):
+        world.disconnect(node)
+    for _ in range(60):
+        world.tick(1.0)
+    world.cut = set()
+    for worker in world.workers.values():
+        if worker.alive:
+            world.outcome(worker, Finished(step=world.steps))
+    for node in ("alpha", "beta"):
+        world.reconnect(node)
+    world.settle()
+    done = world.done()
+    assert done is not None
+    assert (done.step, done.reason) == (world.steps, "")
+    assert recovery.number not in world.recorded, "no leader knew at which step it was in force"
+
+
 def test_a_new_leader_says_the_fence_again_for_those_who_refuse_the_old_ones_word() -> None:
     """An agent that has seen the new leader's epoch takes no order of the old one: its workers never heard of
     the fence, and are not lost for that."""

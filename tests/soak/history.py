@@ -30,7 +30,8 @@ class JobHistory:
     state it goes on from.
 
     A recovery has no vote: its members make steps before it is recorded. If a fence closes it then, the next
-    recovery goes on from their state, and their plan was in force though it is not recorded."""
+    recovery goes on from their state, and their plan was in force though it is not recorded. So it was where
+    no recovery follows, as the job is over by then."""
 
     plans: list[tuple[int, int]] = field(default_factory=list)
     gone: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -41,6 +42,14 @@ class JobHistory:
     fenced: int = 0
     proposals: int = 0
     over: bool = False
+
+    def runs(self, number: int, step: int) -> bool:
+        """Whether members of plan `number` may make this step: the store's proposal of it is what they obey."""
+        recorded = [plan for plan, first_step in self.plans if first_step <= step]
+        if not recorded or recorded[-1] == number:
+            return number in self.digests
+        first_step, _ = self.recoveries.get(number, (step + 1, 0))
+        return self.over and self.plans[-1][0] < number <= self.fenced and first_step <= step
 
     @property
     def fenced_off(self) -> dict[int, int]:

@@ -126,11 +126,8 @@ def _steps(simulation: Simulation, history: History, given: Scenario) -> list[st
             wrong.append(f"step {after.first_step} follows on step {before.first_step + before.steps - 1}")
     for stretch in simulation.stretches:
         job = "job" if stretch.start_number == 1 else f"job-{stretch.start_number}"
-        plans = history.jobs[job].plans
-        first = stretch.first_step - (plans[0][1] if stretch.start_number > 1 else 0)
-        in_force = [number for number, step in plans if step <= stretch.first_step]
-        if first >= 0 and in_force and in_force[-1] != stretch.plan:
-            wrong.append(f"step {stretch.first_step} ran under plan {stretch.plan}, recorded is {in_force[-1]}")
+        if not history.jobs[job].runs(stretch.plan, stretch.first_step):
+            wrong.append(f"step {stretch.first_step} ran under plan {stretch.plan}: {history.jobs[job].plans}")
     harmless = not {fault.kind for fault in given.faults} & set(HARMFUL)
     if harmless and any(job.gone for job in history.jobs.values()):
         wrong.append("somebody was fenced off though every worker lived and reached every other")

@@ -6,7 +6,7 @@ import pytest
 
 from elasticd.clock import VirtualClock
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.store.protocol import OutcomeUnknown, StoreUnavailable, WatchEvent, WatchReset
+from elasticd.store.protocol import OutcomeUnknown, StoreFull, StoreUnavailable, WatchEvent, WatchReset
 
 
 def test_watchers_hear_of_a_change_before_the_call_that_made_it_returns():
@@ -52,6 +52,22 @@ def test_an_answer_may_be_lost_without_the_change_having_been_made():
     assert store.get("/a") is None
     store.put("/a", b"1")
     assert store.get("/a") is not None
+
+
+def test_a_store_at_its_quota_reads_and_refreshes_leases_and_changes_nothing():
+    """As etcd at its quota: tests/store/test_etcd.py."""
+    store = MemoryStore(MemoryServer(VirtualClock()))
+    lease = store.grant(5)
+    store.put("/before", b"1")
+    store.server.full = True
+    asks = (lambda: store.put("/more", b"1"), lambda: store.delete("/before"), lambda: store.grant(5))
+    for ask in asks:
+        with pytest.raises(StoreFull):
+            ask()
+    assert store.keep_alive(lease) == 5
+    assert [item.key for item in store.snapshot("/").items] == ["/before"]
+    store.server.full = False
+    store.put("/more", b"1")
 
 
 def test_history_is_bounded_and_a_watch_of_what_was_dropped_is_reset():
