@@ -416,8 +416,8 @@ class HistoryWriter:
 
     def newest_time(self) -> float:
         """The newest time (unix seconds) of an event or a step; 0 where there is none."""
-        newest = "SELECT max(coalesce((SELECT max(time) FROM events), 0), coalesce((SELECT max(time) FROM steps), 0))"
-        return float(self._db.execute(newest).fetchone()[0])
+        both = "SELECT time FROM events UNION ALL SELECT time FROM steps"
+        return float(self._db.execute(f"SELECT coalesce(max(time), 0) FROM ({both})").fetchone()[0])
 
     def newest_step(self, job: str) -> int:
         """The largest index of the run that goes on; -1 where there is none."""

@@ -351,8 +351,8 @@ def translate(error: grpc.RpcError, endpoint: str) -> StoreError:
         return StoreTooLarge(f"etcd at {endpoint} takes no request of this size: {details}")
     if _FULL in details:
         return StoreFull(
-            f"etcd at {endpoint} is at its quota and takes no write ({details}): compact and defragment it, then "
-            "run 'etcdctl alarm disarm'"
+            f"etcd at {endpoint} is at its quota and takes no write ({details}): compact and defragment it, "
+            "then run 'etcdctl alarm disarm'"
         )
     if code == grpc.StatusCode.UNAUTHENTICATED or any(text in details for text in _TOKEN_EXPIRED):
         return TokenExpired(f"etcd at {endpoint} wants us to authenticate anew")

@@ -112,7 +112,7 @@ def test_at_etcds_quota_a_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_fault_at_etcds_quota_waits_for_space_and_ends_no_job() -> None:
-    """A fence that etcd refuses for want of space is written once there is some: training goes on until then."""
+    """A fence that etcd refuses for want of space is written once there is some."""
 
     async def body() -> None:
         server = MemoryServer()
