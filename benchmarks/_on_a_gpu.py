@@ -74,13 +74,16 @@ def quick(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torc
 class Ours:
     """One device of a plan."""
 
-    def __init__(self, size: Size, accelerator: Accelerator, *, compiled: bool = False) -> None:
+    def __init__(
+        self, size: Size, accelerator: Accelerator, *, compiled: bool = False, fused: bool | None = None
+    ) -> None:
+        fused = not accelerator.immediate if fused is None else fused
         data = Text.of(size.config.vocabulary, size.tokens)
         plan = plan_of((size.micro_batches, [stage(0, size.config.layers, a0=1)]), micro_batch=1)
         recipe = Recipe(
             model=described(size.config, quick),
             loss=next_token_loss,
-            optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4, fused=not accelerator.immediate),
+            optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4, fused=fused),
             dataset=data,
             global_batch=plan.global_batch,
             seed=SEED,
@@ -101,7 +104,9 @@ class Ours:
 class Plain:
     """A loop of plain torch."""
 
-    def __init__(self, size: Size, accelerator: Accelerator, *, compiled: bool = False) -> None:
+    def __init__(
+        self, size: Size, accelerator: Accelerator, *, compiled: bool = False, fused: bool | None = None
+    ) -> None:
         self._data = Text.of(size.config.vocabulary, size.tokens)
         plan = plan_of((size.micro_batches, [stage(0, size.config.layers, a0=1)]), micro_batch=1)
         self._sampler, self._next, self._device = sampler(plan, self._data), 0, accelerator.device
@@ -113,7 +118,8 @@ class Plain:
         if compiled:
             for block in self.model.blocks:
                 block.compile()
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=not accelerator.immediate)
+        fused = not accelerator.immediate if fused is None else fused
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused)
 
     def step(self) -> None:
         total, count = torch.zeros((), device=self._device), 0.0

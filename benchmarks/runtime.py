@@ -19,6 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 from _frame import TRAINING, Part, run  # noqa: E402
+from _instructions import rows as counted_rows  # noqa: E402
 from _movers import gang  # noqa: E402
 from _pairs import ratio, ratio_rows  # noqa: E402
 from _results import Row, row  # noqa: E402
@@ -29,6 +30,7 @@ from _runtime_sides import CLOSE  # noqa: E402
 
 PAIRS = 40
 VOTES, COST_STEPS = 400, 60
+LAYERS, MICRO_BATCHES = 12, 4  # of the small model whose host's work is counted
 EMULATED_STEPS = 10
 LENGTH_STEPS = 3
 STEP = 0.05  # seconds, of which telling may take a part
@@ -162,9 +164,15 @@ def cost_rows(votes: int = VOTES, steps: int = COST_STEPS) -> Iterator[Row]:
     yield row("vote, telemetry and control: CPU time outside the collective", cpu * 1e6, "us")
 
 
+def count_rows(layers: int = LAYERS, micro_batches: int = MICRO_BATCHES) -> Iterator[Row]:
+    """What the host does for a step, in counts."""
+    yield from counted_rows(layers, micro_batches)
+
+
 PARTS = {
     **{scene: Part(partial(peer_rows, scene), TRAINING, {"pairs": 6}) for scene in PEERS},
     **{scene: Part(partial(emulated_rows, scene), TRAINING, {"steps": 2}) for scene in PLANS},
+    "counts": Part(count_rows, TRAINING, {"layers": 2, "micro_batches": 2}),
     "lengths": Part(length_rows, TRAINING, {"steps": 2}),
     "cost": Part(cost_rows, (*TRAINING, "elasticd/wire"), {"votes": 10, "steps": 4}),
 }

@@ -17,7 +17,7 @@ from elasticd.runtime.data.collate import Unlike, pad
 from elasticd.runtime.data.loader import Loader, length_of, sample_tokens
 from elasticd.runtime.data.packing import pack
 from elasticd.runtime.data.prefetch import SampleError, SampleReader
-from elasticd.runtime.data.sample_ledger import expected_hashes, hash_samples
+from elasticd.runtime.data.sample_ledger import expected_hash, expected_hashes, hash_samples
 from tests.runtime.test_parity import plan_of, stage
 
 
@@ -188,6 +188,8 @@ def test_the_expected_hash_of_a_rank_is_that_of_its_lanes_micro_batches_in_order
     )
     hashes = expected_hashes(plan, batch_plan(plan, 0, (3, 1, 5, 4, 2, 0, 6, 7)))
     assert hashes == [hash_samples([3, 1, 2, 0]), *[hash_samples([5, 4])] * 2, hash_samples([6, 7])]
+    batch = batch_plan(plan, 0, (3, 1, 5, 4, 2, 0, 6, 7))
+    assert [expected_hash(plan, batch, device) for device in plan.members] == hashes
 
 
 def test_the_mean_length_of_samples() -> None:

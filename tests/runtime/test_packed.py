@@ -289,6 +289,25 @@ def test_a_rank_whose_dataset_says_other_lengths_is_named_before_it_trains() -> 
     assert "step 0: b/0 deal the samples otherwise than the others: do their nodes have other lengths" in said
 
 
+def test_a_rank_that_saw_other_pieces_than_the_batch_plan_has_is_named_on_all() -> None:
+    plan = PLANS["2 + 1, uneven, in two stages"]
+
+    def run(memory: MemoryPlanGroups) -> str:
+        data = DataOptions(length=length, packing=Packing(tokens=30))
+        engine = engine_on(memory, replace(make_recipe(), data=data), plan)
+        engine.step(0, lambda: 0)
+        assert engine.runner is not None
+        if memory.me == "b/0":
+            passes = engine.runner.run
+            engine.runner.run = lambda *args: replace(made := passes(*args), samples=made.samples + 1)  # type: ignore[method-assign]
+        with pytest.raises(LedgerError) as refused:
+            engine.step(1, lambda: 0)
+        return str(refused.value)
+
+    (said,) = set(run_threads(plan.members, run).values())
+    assert said == f"step 1: ranks [{plan.rank('b/0')}] did not see the samples of the batch plan"
+
+
 def test_lengths_may_be_numpys_own() -> None:
     lengths = np.array([length(i) for i in range(64)], dtype=np.uint8)
     plan = PLANS["pipelines of 2 and 3 stages"]

@@ -551,11 +551,14 @@ class Job(RankInfo):
 
     def _with_callbacks(self, running: Iterator[Next | Step]) -> Iterator[Next | Step]:
         """Calls the callbacks before the loop gets a step. This device has the first state then."""
-        for event in running:
-            self._recipe.model.retire()
-            self._loop.index = event.index
-            self._announce(event)
-            yield event
+        try:
+            for event in running:
+                self._recipe.model.retire()
+                self._loop.index = event.index
+                self._announce(event)
+                yield event
+        finally:
+            self._loop.garbage.release()
 
     def _announce(self, event: Next | Step) -> None:
         plan = self.plan

@@ -28,6 +28,7 @@ from elasticd.runtime.data.step_samples import BatchesDiffer, Feed
 from elasticd.runtime.engine.engine import Engine, StepDone
 from elasticd.runtime.engine.vote import Draining
 from elasticd.runtime.exits import JobStopped, stopped
+from elasticd.runtime.garbage_collector import GarbageCollector
 from elasticd.runtime.snapshot.snapshotter import Snapper
 from elasticd.runtime.switch.switcher import Switcher
 from elasticd.runtime.telemetry.emulation import Pacer
@@ -77,6 +78,7 @@ class Loop:
     index: int | None = field(default=None, init=False)
     #: The last step whose vote this rank knows of, with the number of its plan.
     _last: tuple[int, Vote] | None = field(default=None, init=False)
+    garbage: GarbageCollector = field(default_factory=GarbageCollector, init=False)
 
     def run(self, total: int) -> Iterator[Next | Step]:
         """Trains until `total` updates are made, or the script of a rank stops the job.
@@ -251,6 +253,7 @@ class Loop:
             )
         except SampleError as error:
             raise self.unreadable(engine, step, error) from error
+        self.garbage.stepped(engine.plan.number, step)
         if saver is not None:
             saver.voted(step + 1, done.outcome.saving, engine.layouts, engine.delivered_state)
         if snapper is not None:

@@ -44,6 +44,20 @@ def _hash(ids: tuple[int, ...]) -> int:
 NO_SAMPLES = hash_samples(())
 
 
+def expected_hash(plan: Plan, batch: BatchPlan, device: str) -> int:
+    """The hash that one rank is to bring. Enough where all are known to have the same batch plan.
+
+    Args:
+        plan: the plan in force.
+        batch: the micro-batches of each lane.
+        device: that rank's. One that only carries state sees no samples.
+    """
+    place = plan.places.get(device)
+    if place is None:
+        return NO_SAMPLES
+    return hash_samples(chain.from_iterable(entries(m, packed=batch.packed) for m in batch.of(place)))
+
+
 def expected_hashes(plan: Plan, batch: BatchPlan) -> list[int]:
     """The hash that each rank is to bring, in rank order.
 

@@ -42,7 +42,7 @@ from elasticd.runtime.accelerator import CPU, Accelerator, DeviceLost, Event
 from elasticd.runtime.comm.communicators import Communicators, Peers, agreed
 from elasticd.runtime.comm.groups import Cancelled, Group, PlanGroups
 from elasticd.runtime.data.prefetch import SampleError
-from elasticd.runtime.data.sample_ledger import NO_SAMPLES, LedgerError, expected_hashes
+from elasticd.runtime.data.sample_ledger import NO_SAMPLES, LedgerError, expected_hash, expected_hashes
 from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.engine.mixed_precision import LossScaler
 from elasticd.runtime.engine.pipeline_stage import Pace, Passed, StageRunner
@@ -195,6 +195,7 @@ class Engine:
         self._vote = StepVote(peers.everyone, len(self._trained))
         self._bits = set[str](), bits_of((), self._trained)
         self._skipped = "", frozenset[str]()
+        self._zeros = (0,) * len(self.plan.members)
         self._constants = Constants(local.modules)
         self._frozen = {name: p for name, (_, p) in local.parameters.items() if not p.requires_grad}
         self._carried: dict[str, str] = {}
@@ -464,7 +465,7 @@ class Engine:
                 squares=squares,
                 loss=loss,
                 targets=count,
-                samples=passed.samples,
+                samples=self._seen(batch, passed.samples),
                 failed=passed.failure.index + 1 if passed.failure is not None else 0,
                 draining=draining(),
                 stop=stopping(),
@@ -472,7 +473,7 @@ class Engine:
                 seconds=self._telemetry.block_seconds() if batch.packed else 0.0,
                 next=after.digest if (after := self._batches.next(step)) is not None and after.packed else 0,
             )
-            outcome = self._vote.vote(record, expected_hashes(self.plan, batch))
+            outcome = self._vote.vote(record, self._expected(batch))
             outcome = replace(outcome, vote=self.guard.judged(outcome.vote))
             self._batches.voted(batch, outcome.seconds)
             self.communicators.received()
@@ -496,6 +497,15 @@ class Engine:
                 longest_so_far=self._recipe.feed.longest,
             )
             return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
+
+    def _seen(self, batch: BatchPlan, samples: int) -> int:
+        """`RankRecord.samples`. A packed batch plan is the same on all ranks, as a vote or `_compare` said: a
+        rank compares its own samples then, and brings 0 if they are right."""
+        return samples ^ expected_hash(self.plan, batch, self.device) if batch.packed else samples
+
+    def _expected(self, batch: BatchPlan) -> Sequence[int]:
+        """`RankRecord.samples` of each rank, in rank order."""
+        return self._zeros if batch.packed else expected_hashes(self.plan, batch)
 
     def _reached(self) -> bytes:
         """The bits of `RankRecord.reached`, which are the same in most steps."""

@@ -95,7 +95,8 @@ class SetAside:
         Raises:
             RuntimeError: The device has no memory for it. All is aside as before.
         """
-        gc.collect()  # the modules of the plan given up may be there: they and their hooks refer to each other
+        gc.unfreeze()  # modules of the plan given up may be there, and in cycles
+        gc.collect()
         taken: list[torch.UntypedStorage] = []
         try:
             for storage, memory in self._lent:

@@ -44,7 +44,9 @@ class RankRecord(NamedTuple):
     squares: float  #: sum of squares of the gradients that it owns
     loss: float  #: sum over the targets whose loss this rank computed; 0 elsewhere
     targets: float  #: count of those targets
-    samples: int  #: hash of the sample ids that came with the activations into its forward passes
+    #: Hash of the sample ids that came with the activations into its forward passes; of a packed batch, 0 if it
+    #: is that of the batch plan.
+    samples: int
     failed: int = 0  #: 1 + index of a sample that this rank could not read; 0: none
     draining: int = Draining.NO
     next: int = 0  #: digest of the next step's batch plan; 0: it is not known yet, or not packed

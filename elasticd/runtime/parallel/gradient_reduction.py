@@ -303,6 +303,8 @@ def sum_of_squares(gradients: Iterable[Tensor]) -> float | Tensor:
 
 
 def _squares(flat: Tensor, dtype: torch.dtype) -> float:
+    if flat.dtype == dtype and len(flat) <= _CHUNK:  # of small ones the calls cost more than the sums
+        return torch.dot(flat, flat).item()
     wide = (part.to(dtype) for part in flat.split(_CHUNK))
     return float(torch.stack([torch.dot(part, part) for part in wide]).double().sum())
 

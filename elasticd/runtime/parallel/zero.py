@@ -68,6 +68,7 @@ class ZeroState:
         self.buffers = _buffers(layouts, device, local, accelerator)
         self.owned = []
         self._boxes: dict[str, list[Owned]] = {}
+        self._cleared: list[nn.Parameter] = []  # the parameters that may have a gradient
         self._away = gradients_away(layouts, device)
         self._back = values_back(layouts, device)
         self._copies = buffers_away(layouts, device)
@@ -85,6 +86,8 @@ class ZeroState:
         for part in self.owned:
             if not part.box.empty:
                 self._boxes.setdefault(part.name, []).append(part)
+        listed = [parameter for boxes in self.values.values() for _, parameter in boxes]
+        self._cleared = list(dict.fromkeys([*listed, *(part.parameter for part in self.owned)]))
         return self.owned
 
     def reduce(self) -> float | Tensor:
@@ -146,8 +149,7 @@ class ZeroState:
 
     def clear(self) -> None:
         """Drops all gradients."""
-        parameters = [parameter for held in self.values.values() for _, parameter in held]
-        for parameter in (*parameters, *(part.parameter for part in self.owned)):
+        for parameter in self._cleared:
             parameter.grad = None
 
     def _view(self) -> None:
