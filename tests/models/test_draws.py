@@ -214,6 +214,45 @@ def test_draws_of_all_generators_are_the_same_again_and_leave_the_scripts_own_al
     assert_equal(*runs)
 
 
+class Drawn(Block):
+    """Draws by each kind of generator, and by a dropout that has a key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(self.drop(super().forward(x)), 0.2, self.training) * torch.rand(())
+        return x + random.random() * torch.from_numpy(np.random.standard_normal(x.shape[-1]))
+
+
+#: Losses of two steps of a model of `Drawn`: a change of them changes the draws of every job.
+DRAWN = [4.304146113769038, 4.077323771268171]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_draws_of_a_step_stay_those_of_earlier_versions(again: bool) -> None:
+    losses, _ = under(training(Whole(Drawn), **recomputing(again)), ONE, threads=False)
+    assert losses == pytest.approx(DRAWN, rel=1e-12)
+
+
+def drawn_rank(name: str, store: Any) -> list[float]:
+    """One rank of two, between which the blocks are cut."""
+    of = training(Whole(Drawn))
+    recipe, layouts = of.recipe(), Layouts(of.model.spec, TWO)
+    made = Engine(recipe, layouts, PlanGroups("drawn", name, "127.0.0.1", store), unpaced)
+    made.adopt(first_state(recipe.model, layouts, name, SEED))
+    losses = [made.step(step, lambda: 0).outcome.vote.loss for step in range(of.steps)]
+    made.settle()
+    return losses
+
+
+@pytest.mark.slow
+def test_a_cut_between_blocks_changes_no_draw() -> None:
+    for losses in gang.run(__file__, "drawn_rank", TWO.members).values():
+        assert losses == pytest.approx(DRAWN, rel=1e-12)
+
+
 def test_another_generator_of_numpys_is_left_alone() -> None:
     with kept_states():
         ours = np.random.get_bit_generator()  # type: ignore[no-untyped-call]
@@ -305,7 +344,7 @@ def masked_rank(name: str, store: Any) -> int:
     for step in range(3):
         made.step(step, lambda: 0)
     if name == "b/0":
-        made.local.drawing.step = 70  # as of a rank that has another history
+        made.local.drawing.begin(SEED, 70)  # as of a rank that has another history
     held = HeldOut(dataset=Text(VOCABULARY - 1), collate=masked)
     evaluate(made, held, "held_out", 3, loss, recipe.data, "value")
     made.settle()

@@ -167,7 +167,7 @@ def test_dropouts_and_fused_parameters_are_those_of_eager_blocks(traced: None) -
             local.drawing.begin(0, step)
             local.drawing.samples = [4, 7 + step]
             x = torch.linspace(-1, 1, 2 * 5 * 8, dtype=torch.float64).view(2, 5, 8).requires_grad_()
-            y = local.modules["blocks.1"](local.modules["blocks.0"](x))
+            y = local.passes["blocks.1"](local.passes["blocks.0"](x))
             y.square().sum().backward()
             found += [y.detach(), cast(Tensor, x.grad)]
         return found + [

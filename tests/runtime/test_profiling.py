@@ -101,8 +101,9 @@ def test_recomputation_gives_the_same_gradients() -> None:
 
 def test_the_whole_model_makes_the_gradients_of_plain_torch() -> None:
     model, batch = decoder(), ids()
-    whole = whole_model(model, Values(model, CPU))
-    both_passes(whole, batch, next_token_loss)
+    local = whole_model(model, Values(model, CPU))
+    whole = local.modules
+    both_passes(local.passes, batch, next_token_loss)
     plain = Decoder(CONFIG)
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
@@ -195,8 +196,9 @@ def batch_of_bundles(samples: int, tokens: int) -> dict[str, Tensor]:
 
 def test_the_whole_model_of_named_tensors_makes_the_gradients_of_plain_torch() -> None:
     model, batch = bundled.make_recipe().model, batch_of_bundles(2, 10)
-    sections = whole_model(model, Values(model, CPU))
-    both_passes(sections, batch, bundled.loss)
+    local = whole_model(model, Values(model, CPU))
+    sections = local.modules
+    both_passes(local.passes, batch, bundled.loss)
     plain = bundled.Whole()
     with torch.no_grad():
         for name, parameter in plain.named_parameters():

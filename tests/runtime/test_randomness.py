@@ -69,10 +69,12 @@ class Draws(nn.Module):
 
 
 def test_other_draws_are_a_function_of_step_and_samples_and_leave_the_users_generator_alone() -> None:
-    drawing, modules = Drawing(), {"blocks.0": Draws(), "blocks.1": nn.Linear(3, 3)}
+    drawing = Drawing()
     drawing.drew = set()
-    for section, module in modules.items():
-        drawing.watch(section, module)
+    modules = {
+        section: drawing.around(section, module)
+        for section, module in (("blocks.0", Draws()), ("blocks.1", nn.Linear(3, 3)))
+    }
     drawing.samples = [1, 2]
     before = torch.get_rng_state()
     first = modules["blocks.0"](torch.zeros(2, 3))
@@ -91,15 +93,15 @@ class DrawsInTraining(nn.Module):
 
 def test_a_pass_of_an_evaluation_says_nothing_of_what_training_draws() -> None:
     drawing, module = Drawing(), DrawsInTraining()
-    drawing.watch("blocks.0", module)
+    passed = drawing.around("blocks.0", module)
     drawing.samples = [1, 2]
     module.eval()
-    assert torch.equal(module(torch.ones(2, 30)), torch.ones(2, 30))
+    assert torch.equal(passed(torch.ones(2, 30)), torch.ones(2, 30))
     module.train()
     before = torch.get_rng_state()
-    first = module(torch.ones(2, 30))
+    first = passed(torch.ones(2, 30))
     assert torch.equal(before, torch.get_rng_state())
-    assert torch.equal(first, module(torch.ones(2, 30)))
+    assert torch.equal(first, passed(torch.ones(2, 30)))
 
 
 def ones(*shape: int) -> torch.Tensor:

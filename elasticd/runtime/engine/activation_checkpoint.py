@@ -8,15 +8,16 @@ recomputation changes no result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from elasticd_planner.spec.plan import Stage
 from torch import Tensor, nn
 
 from elasticd.runtime.model.bundle import Bundle, tensors
+from elasticd.runtime.model.local_model import LocalModel
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.packed_row import first_pass, second_pass
 
@@ -44,12 +45,10 @@ def asked(recompute: Recompute, layers: int) -> tuple[bool | Literal["always"], 
     )
 
 
-def recomputed_blocks(
-    stage: Stage, blocks: Collection[int], modules: Mapping[str, nn.Module]
-) -> dict[str, Recomputed]:
+def recomputed_blocks(stage: Stage, blocks: Collection[int], local: LocalModel) -> dict[str, Recomputed]:
     """The blocks of a stage that recompute, by section: all where the plan says so, and those in `blocks`."""
     return {
-        (section := f"blocks.{layer}"): Recomputed(section, modules[section])
+        (section := f"blocks.{layer}"): Recomputed(section, local.modules[section], local.passes[section])
         for start, stop in stage.chunks
         for layer in range(start, stop)
         if stage.recompute or layer in blocks
@@ -59,8 +58,8 @@ def recomputed_blocks(
 class Recomputed:
     """One block that runs forward twice."""
 
-    def __init__(self, section: str, module: nn.Module) -> None:
-        self._section, self._module = section, module
+    def __init__(self, section: str, module: nn.Module, passed: Callable[..., Any]) -> None:
+        self._section, self._passed = section, passed
         self._trains = any(parameter.requires_grad for parameter in module.parameters())
 
     def forward(self, entered: Bundle) -> Bundle:
@@ -76,7 +75,7 @@ class Recomputed:
         versions = {name: x._version for name, x in named.items()}
         kept = first_pass(self._section) if torch.is_grad_enabled() else nullcontext()
         with torch.no_grad(), kept:
-            out: Bundle = self._module(entered)
+            out: Bundle = self._passed(entered)
         for name, x in named.items():
             if x._version != versions[name] and torch.is_grad_enabled():
                 what = name if x is entered else repr(name)
@@ -94,5 +93,5 @@ class Recomputed:
     def recompute(self, entered: Bundle) -> Bundle:
         """The output once more, with its autograd graph."""
         with second_pass(self._section):
-            out: Bundle = self._module(entered)
+            out: Bundle = self._passed(entered)
         return out

@@ -281,7 +281,7 @@ def _pass(local: LocalModel, section: str, call: BlockCall, accelerator: Acceler
     row = PackedRow([SequencePiece.whole(0, tokens)], accelerator.device) if call.packed else None
     local.drawing.tokens = None if row is None else (row.sample_of_token, row.positions)
     with torch.set_grad_enabled(call.grad), passing(row):
-        out: Bundle = module(entered)
+        out: Bundle = local.passes[section](entered)
     if not call.grad:
         return
     if isinstance(out, Tensor):
@@ -319,10 +319,11 @@ def _first_calls(recipe: Recipe, plan: Plan) -> Iterator[BlockCall]:
     stage = Stage(start=0, stop=1, devices=("alone/0",), shares=(1,))
     collate = reading(recipe.reads, recipe.data.collate)
     with suppress(Exception):
-        embed = local_model(recipe.model, stage, 0, only="embed").modules["embed"].to("meta")
+        local = local_model(recipe.model, stage, 0, only="embed")
+        local.modules["embed"].to("meta")
         for index in range(min(_SHAPES, len(dataset))):
             packed = recipe.data.packing is not None  # of a row, one sequence says it all
             batch = collate([dataset[index]] * (1 if packed else plan.micro_batch))
             batch = converted(batch, lambda x: x.to("meta"))
-            out = embed(recipe.precision.entering(batch) if recipe.precision else batch)
+            out = local.passes["embed"](recipe.precision.entering(batch) if recipe.precision else batch)
             yield BlockCall(training=True, grad=True, tensors=_described(out), packed=packed)

@@ -98,7 +98,7 @@ def connect(plan_groups: PlanGroups, layouts: Layouts, recipe: Recipe) -> Peers:
 def build(model: Model, plan: Plan, device: str, accelerator: Accelerator) -> LocalModel:
     """The local modules of a device, without values. A device that only carries state has none."""
     if device not in plan.places:
-        return LocalModel(modules={}, parameters={}, buffers={})
+        return LocalModel(modules={}, passes={}, parameters={}, buffers={})
     place = plan.places[device]
     return local_model(model, plan.stage(place), place.position, accelerator)
 

@@ -22,7 +22,7 @@ from elasticd_planner.layout.stage_boundary import Border, after, before
 from elasticd_planner.layout.stage_order import AHEAD, Act, acts_of_rows, at_once, stage_order
 from elasticd_planner.spec.batch import BatchRow, MicroBatch, ids_of, passes_of_rows
 from elasticd_planner.spec.plan import Pipeline, Place, Plan
-from torch import Tensor, nn
+from torch import Tensor
 
 from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.comm.running_group import OneDevice, running
@@ -84,17 +84,17 @@ class _MicroBatchState:
 class _Chunk:
     """Consecutive sections that a micro-batch passes through at once; an interleaved stage has several."""
 
-    modules: dict[str, nn.Module]  #: by section
+    passes: dict[str, Callable[..., Any]]  #: by section
     before: PrevStage | None  #: None: the chunk begins with the embedding
     after: NextStage | None  #: None: the chunk ends with the head
 
     @cached_property
-    def blocks(self) -> dict[str, nn.Module]:
-        """The blocks by section, without embedding and head."""
-        return {name: module for name, module in self.modules.items() if name.startswith("blocks.")}
+    def blocks(self) -> dict[str, Callable[..., Any]]:
+        """Passes of the blocks by section, without embedding and head."""
+        return {name: passed for name, passed in self.passes.items() if name.startswith("blocks.")}
 
 
-def _chunks(recipe: Recipe, plan: Plan, modules: Mapping[str, nn.Module], peers: Peers) -> list[_Chunk]:
+def _chunks(recipe: Recipe, plan: Plan, local: LocalModel, peers: Peers) -> list[_Chunk]:
     """The chunks of this device's stage in their order, each with its connections to the adjacent stages."""
     model, me = recipe.model, peers.everyone.me
     place = plan.places[me]
@@ -127,7 +127,8 @@ def _chunks(recipe: Recipe, plan: Plan, modules: Mapping[str, nn.Module], peers:
             next_ = neighbour(NextStage, after, turn + 1, number)
         names = [f"blocks.{layer}" for layer in range(start, stop)]
         names = ["embed"] * (prev is None) + names + ["head"] * (next_ is None)
-        chunks.append(_Chunk(modules={name: modules[name] for name in names}, before=prev, after=next_))
+        passes = {name: local.passes[name] for name in names}
+        chunks.append(_Chunk(passes=passes, before=prev, after=next_))
     return chunks
 
 
@@ -235,8 +236,8 @@ class StageRunner:
             compile_blocks(local.modules, self.calls)
         elif recipe.parallelism.compile:
             warn_of_slices()
-        self._recomputed = recomputed_blocks(stage, recipe.recomputed, local.modules)
-        self._chunks = _chunks(recipe, plan, local.modules, peers)
+        self._recomputed = recomputed_blocks(stage, recipe.recomputed, local)
+        self._chunks = _chunks(recipe, plan, local, peers)
         self._context = _context(recipe, plan, peers)
         alone = len(stage.devices) == 1
         channel = Channel("tensor", stage.devices)
@@ -337,7 +338,7 @@ class StageRunner:
                 losses.append(state.loss.detach())
                 counts.append(counted)
         if not order and torch.is_grad_enabled():  # a lane without a sequence in this step adds nothing
-            for section in [name for chunk in reversed(self._chunks) for name in reversed(chunk.modules)]:
+            for section in [name for chunk in reversed(self._chunks) for name in reversed(chunk.passes)]:
                 self._on_section_done(section)
         for chunk in self._chunks:
             for border in (chunk.before, chunk.after):
@@ -436,7 +437,7 @@ class StageRunner:
         else:
             telemetry.mark()
             self._stopwatch.where.at(FORWARD)
-            x = chunk.modules["embed"](self._precision.entering(batch) if self._precision else batch)
+            x = chunk.passes["embed"](self._precision.entering(batch) if self._precision else batch)
             telemetry.passed("embed")
         samples, length = sizes(x)
         if self._slices is not None:
@@ -448,14 +449,14 @@ class StageRunner:
         if chunk is self._chunks[0]:
             telemetry.worked(state.tokens, self._layers, self._share, sequences)
         start = time.perf_counter()
-        for section, module in chunk.blocks.items():
+        for section, passed in chunk.blocks.items():
             communicated = self._stopwatch.inside
-            x = self._segment(state, section, module, x)
+            x = self._segment(state, section, passed, x)
             start = self._end_pace("forward", state, start, communicated)
         telemetry.passed("forward")
         counted: float | Tensor = 0
         if chunk.after is None:
-            logits = self._segment(state, "head", chunk.modules["head"], x)
+            logits = self._segment(state, "head", chunk.passes["head"], x)
             logits = self._precision.leaving(logits) if self._precision else logits
             self._stopwatch.where.at(LOSS)
             with self._drawing.keyed("loss"):  # every member of the last stage computes it
@@ -490,10 +491,10 @@ class StageRunner:
         """A tensor shaped as what came of `x` at the other stage."""
         return x if self._slices is None else self._slices.blank(single(x), state.length)
 
-    def _segment(self, state: _MicroBatchState, section: str, module: nn.Module, x: Bundle) -> Bundle:
+    def _segment(self, state: _MicroBatchState, section: str, passed: Callable[..., Any], x: Bundle) -> Bundle:
         self._stopwatch.where.at(FORWARD)
         entered = entering(x)
-        run = self._recomputed[section].forward if section in self._recomputed else module
+        run = self._recomputed[section].forward if section in self._recomputed else passed
         out: Bundle = run(entered)
         state.segments.append((section, entered, out))
         return out

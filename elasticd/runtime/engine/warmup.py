@@ -59,5 +59,5 @@ def _pass(model: Model, layer: int, accelerator: Accelerator) -> None:
             values.detach().zero_()
     shape, place = (1, _TOKENS, model.width), accelerator.device
     entered = torch.zeros(shape, dtype=model.dtype, device=place, requires_grad=True)
-    out = local.modules[section](entered)
+    out = local.passes[section](entered)
     torch.autograd.backward(out, torch.ones_like(out))

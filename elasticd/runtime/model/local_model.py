@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +27,8 @@ class LocalModel:
     """The part of a model that one device runs."""
 
     modules: dict[str, nn.Module]  #: by section, in order
+    #: A pass of each section: its module's call, with draws keyed and the output checked to be a `Bundle`.
+    passes: dict[str, Callable[..., Any]]
     parameters: dict[str, tuple[Box, nn.Parameter]]  #: by full name, each with the box that is held
     buffers: dict[str, Tensor]  #: the persistent ones, by full name
     drawing: Drawing = field(default_factory=Drawing)  #: keys the modules' random draws
@@ -46,9 +47,10 @@ def local_model(
         only: the one section to make; "": all of the stage.
 
     Returns:
-        Modules whose parameters are to be filled. A section raises ModelError when it gives no `Bundle`.
+        Modules whose parameters are to be filled. A pass of a section raises ModelError when it gives no
+        `Bundle`.
     """
-    local = LocalModel(modules={}, parameters={}, buffers={})
+    local = LocalModel(modules={}, passes={}, parameters={}, buffers={})
     for section in (only,) if only else sections_of(model.spec, stage):
         whole = model.sections[section]
         # The parameters are replaced below, so that those of the full model are not copied.
@@ -72,8 +74,9 @@ def local_model(
                 _fuse(module, owner, leaf, held, fused)
         _settle(module, accelerator.device)
         _tell_units(model, section, module, stage, position)
-        _prepare(model, section, module, stage, position, local.drawing)
+        _tell_dropouts(model, section, module, stage, position, local.drawing)
         local.modules[section] = module
+        local.passes[section] = _passing(section, module, local.drawing)
     return local
 
 
@@ -162,10 +165,10 @@ def _sizes(model: Model, section: str, module: nn.Module) -> list[tuple[nn.Modul
     return found
 
 
-def _prepare(
+def _tell_dropouts(
     model: Model, section: str, module: nn.Module, stage: Stage, position: int, drawing: Drawing
 ) -> None:
-    """Dropouts learn their keys and cuts; what a section gives is checked to be a bundle."""
+    """Dropouts learn their keys and cuts."""
     for path, submodule in module.named_modules(prefix=section):
         if isinstance(submodule, Dropout):
             submodule.drawing = drawing
@@ -173,14 +176,23 @@ def _prepare(
             if isinstance(rule, Sharded):
                 units = unit_range(model.spec, rule.units, stage.shares, position)
                 submodule.cut = DropoutCut(dim=rule.dim, first=units.start, units=len(units))
-    module.register_forward_hook(partial(_refuse_others, section))
-    drawing.watch(section, module)
+
+
+def _passing(section: str, module: nn.Module, drawing: Drawing) -> Callable[..., Any]:
+    """A pass of a section. Nothing is hooked to its module, whose calls are torch's quick ones."""
+    keyed = drawing.around(section, module)
+
+    def passed(*args: Any) -> Any:
+        output = keyed(*args)
+        if not isinstance(output, Tensor):
+            _refuse_others(section, module, args, output)
+        return output
+
+    return passed
 
 
 def _refuse_others(section: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """A section gives one tensor or named tensors."""
-    if isinstance(output, Tensor):
-        return
+    """A section gives one tensor or named tensors; `output` is not a tensor."""
     if not isinstance(output, Mapping):
         what = f"a {type(output).__name__}" + (f" of {len(output)}" if isinstance(output, tuple | list) else "")
         raise ModelError(

@@ -14,7 +14,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -49,13 +49,13 @@ _BITS = 24
 class Drawing:
     """Keys the random draws of a local model.
 
-    `begin` sets seed and step; `samples` is set before each forward and backward pass. A dropout that a section
+    `begin` sets seed and step; `samples` is set before each forward and backward pass. In a step the generators
+    are saved once (`kept`), and each place of a pass has a seed (`around`, `keyed`). A dropout that a section
     calls several times in a pass drops something else in each call, by the call's number.
     `torch.utils.checkpoint` repeats calls in another order; for each it restores the state of torch's
     generator, which has a mark (`next_mark`) of the call that comes next.
     """
 
-    samples: Sequence[int] | None  #: ids of the samples in the pass; None: they are counted from 0
     #: Of a packed row, whose activations are [1, tokens, ...]: the place in `samples` of each token's sample,
     #: and its position in that sample, both [tokens] on the activation's device. None: samples are padded.
     tokens: tuple[Tensor, Tensor] | None
@@ -63,9 +63,12 @@ class Drawing:
     drew: set[str] | None
 
     def __init__(self) -> None:
-        self.seed = self.step = 0
-        self.samples, self.tokens, self.drew = None, None, None
+        self._seed = self._step = 0
+        self.tokens, self.drew = None, None
+        self._samples: Sequence[int] | None = None
+        self._of_pass: Any = None  # the hash of seed, step and samples; None: not made yet
         self._keeps = False  # the generators' states are restored at the end of a pass around this one
+        self._generators: list[torch.Generator] = []  # torch's, of which those are
         self._passes = 0  # of sections, since `begin`
         self._calls: Counter[str] | None = None  # by site in the pass of a section; None: outside of any
         # By site and mark the number of a call that is not the first in its pass.
@@ -73,8 +76,17 @@ class Drawing:
 
     def begin(self, seed: int, step: int) -> None:
         """Keys the draws of a step: the same seed and step give the same draws."""
-        self.seed, self.step, self._passes = seed, step, 0
+        self._seed, self._step, self._passes, self._of_pass = seed, step, 0, None
         self._later.clear()
+
+    @property
+    def samples(self) -> Sequence[int] | None:
+        """The ids of the samples in the pass; None: they are counted from 0."""
+        return self._samples
+
+    @samples.setter
+    def samples(self, ids: Sequence[int] | None) -> None:
+        self._samples, self._of_pass = ids, None
 
     def keys(self, site: str, samples: int) -> list[int]:
         """The keys of a call of a dropout, one for each sample.
@@ -87,14 +99,14 @@ class Drawing:
             ValueError: the pass has another number of samples.
             ScriptRefusal: the call is repeated, and nothing says which one it is.
         """
-        ids = range(samples) if self.samples is None else self.samples
+        ids = range(samples) if self._samples is None else self._samples
         if len(ids) != samples:
             raise ValueError(
                 f"{site}: a dropout's input must have the samples as its first dimension: "
                 f"{samples} there, {len(ids)} samples"
             )
         number = self.called(site)
-        return [_key(self.seed, self.step, i, site, number) for i in ids]
+        return [_key(self._seed, self._step, i, site, number) for i in ids]
 
     def called(self, site: str) -> int:
         """The number of a call of a dropout in the pass of its section. Outside of a pass the call is one that
@@ -122,36 +134,37 @@ class Drawing:
         sample, position = self.tokens
         return _mixed(put_there[:, sample] + (position + 1) * _GOLDEN)
 
-    def watch(self, section: str, module: nn.Module) -> None:
-        """Hooks `section` around every forward pass of a section, also around those of recomputation. Where no
-        dropout is, `keyed` is enough."""
-        entered = ExitStack()
+    def around(self, section: str, module: nn.Module) -> Callable[..., Any]:
+        """A section with its draws keyed: called in place of the module for every forward pass, also for those
+        of recomputation. Where no dropout is, a seed is enough."""
         dropouts = [each for each in module.modules() if isinstance(each, Dropout)]
 
-        def before(_: nn.Module, args: tuple[Any, ...]) -> None:
-            entered.close()  # of a pass that another hook ended
-            if dropouts:
-                entered.enter_context(self.section(section))
+        def keyed(*args: Any) -> Any:
+            if self._keeps and self.drew is None:
+                self._seed_at(section)
+                return module(*args)
+            with self.keyed(section):
+                return module(*args)
+
+        def dropping(*args: Any) -> Any:
+            with self.section(section):
                 self._give_keys(dropouts, args)
-            else:
-                entered.enter_context(self.keyed(section))
+                try:
+                    return module(*args)
+                finally:
+                    for each in dropouts:
+                        each.ready = None
 
-        def after(*_: object) -> None:
-            entered.close()
-            for each in dropouts:
-                each.ready = None
-
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after, always_call=True)
+        return dropping if dropouts else keyed
 
     def _give_keys(self, dropouts: Sequence[Dropout], args: tuple[Any, ...]) -> None:
         """Gives the dropouts of a section the keys of their first call in a pass: they go to the device in one
         copy, and a graph of torch.compile takes them as it takes the activation."""
         drawing = [each for each in dropouts if each.training and each.p > 0]
         device = next((x.device for x in _tensors_of(args)), None)
-        if self.samples is None or not drawing or device is None:
+        if self._samples is None or not drawing or device is None:
             return
-        keys = [[_key(self.seed, self.step, i, each.site, 1) for i in self.samples] for each in drawing]
+        keys = [[_key(self._seed, self._step, i, each.site, 1) for i in self._samples] for each in drawing]
         for each, row in zip(drawing, self.on(keys, device), strict=True):
             each.ready = row
             if self._calls is not None:
@@ -169,26 +182,45 @@ class Drawing:
             finally:
                 self._calls = None
 
-    @contextmanager
-    def keyed(self, place: str, samples: Sequence[int] | None = None) -> Iterator[None]:
+    def keyed(self, place: str, samples: Sequence[int] | None = None) -> AbstractContextManager[None]:
         """Inside, draws that no site keys (F.dropout, torch.rand) are a function of step, samples and place.
 
         So members of a TP group draw the same, and so does recomputation. It holds for torch's generators of
-        the CPU and of the accelerator in use, Python's and NumPy's, whose states are restored afterwards. Every
-        pass is keyed, because whether one draws may depend on the step, the samples, or a probability that the
-        user changes.
+        the CPU and of the accelerator in use, Python's and NumPy's, whose states are restored afterwards, or at
+        the end of the `kept` around it. Every pass is keyed, because whether one draws may depend on the step,
+        the samples, or a probability that the user changes.
 
         Args:
             place: the section, "loss", "collate" or `DATASET`.
             samples: ids of the samples, of draws that communicate with nobody; None: those of the pass.
         """
+        if samples is None and self._keeps and self.drew is None:
+            self._seed_at(place)
+            return nullcontext()
+        return self._keyed(place, samples)
+
+    def _seed_at(self, place: str) -> None:
+        seed_all(self._seed_of(place), self._generators)
+
+    def _seed_of(self, place: str) -> int:
+        """That of a place in the pass: `_key` of seed, step, samples and place."""
+        if self._of_pass is None:
+            ids = "all" if self._samples is None else ",".join(map(str, self._samples))
+            self._of_pass = hashlib.blake2b(f"{self._seed}/{self._step}/{ids}/".encode(), digest_size=8)
+        digest = self._of_pass.copy()
+        digest.update(f"{place}/0".encode())
+        return int.from_bytes(digest.digest(), "little") & _SEEDS
+
+    @contextmanager
+    def _keyed(self, place: str, samples: Sequence[int] | None) -> Iterator[None]:
         # What needs no other rank is done by one thread at a time: ranks in threads share the generators.
         alone = nullcontext() if samples is None else STATES
-        samples = self.samples if samples is None else samples
-        ids = "all" if samples is None else ",".join(map(str, samples))
-        seed = _key(self.seed, self.step, ids, place, 0) & (2**62 - 1)
+        if samples is None:
+            seed = self._seed_of(place)
+        else:
+            seed = _key(self._seed, self._step, ",".join(map(str, samples)), place, 0) & _SEEDS
         with self.kept(), alone:
-            seed_all(seed)
+            seed_all(seed, self._generators)
             seeded = states() if self.drew is not None and place != DATASET else None
             try:
                 yield
@@ -202,7 +234,7 @@ class Drawing:
         if self._keeps:
             yield
             return
-        self._keeps = True
+        self._keeps, self._generators = True, generators()
         try:
             with kept_states():
                 yield
@@ -233,16 +265,23 @@ def set_mark(mark: int) -> None:
         torch.default_generator.set_state(state)
 
 
+#: The largest seed.
+_SEEDS = 2**62 - 1
 #: How often generators were seeded or restored here.
 _changes = 0
 
 
-def seed_all(seed: int) -> None:
-    """Seeds torch's generators of the CPU and of the accelerator in use, Python's and NumPy's."""
+def seed_all(seed: int, torchs: Iterable[torch.Generator] | None = None) -> None:
+    """Seeds torch's generators, Python's and NumPy's.
+
+    Args:
+        seed: less than 2^62, so that torch's generator has room for a mark.
+        torchs: torch's; None: those of the CPU and of the accelerator in use.
+    """
     global _changes
     with STATES:
         _changes += 1
-        for generator in generators():
+        for generator in generators() if torchs is None else torchs:
             generator.manual_seed(seed)
         random.seed(seed)
         if isinstance(get_bit_generator(), np.random.MT19937):  # else the user put another one there

@@ -136,7 +136,7 @@ def _tried(model: Model, loss: Loss, batch: RowAndSequences, *, wide: bool, trai
         made = _section(model, section, wide=wide, training=training)
         module = made.modules[section]
         dtype = next((p.dtype for p in module.parameters()), dtype)
-        outcome = mixing(section, module, _in_type(given, dtype))
+        outcome = mixing(section, module, _in_type(given, dtype), made.passes[section])
         if made.drawing.drew and training:
             raise _Drew
         if isinstance(outcome, str):
@@ -271,12 +271,15 @@ class _Calls:
     count: Counter[str] = field(default_factory=Counter)
 
 
-def mixing(section: str, module: nn.Module, given: RowAndSequences) -> RowAndSequences | str:
+def mixing(
+    section: str, module: nn.Module, given: RowAndSequences, passed: Callable[..., Any] | None = None
+) -> RowAndSequences | str:
     """Passes a row of sequences through a section, and each sequence by itself.
 
     Args:
         section: its name.
         module: with values.
+        passed: its call, with draws keyed; None: its own.
         given: what it is called with.
 
     Returns:
@@ -289,7 +292,7 @@ def mixing(section: str, module: nn.Module, given: RowAndSequences) -> RowAndSeq
         seen = _Calls()
         try:
             with passing(row), torch.no_grad():
-                outputs.append(_watched(section, module, entered, seen))
+                outputs.append(_watched(section, module, passed or module, entered, seen))
         except Exception as error:
             where, said = (
                 seen.inside[-1] if seen.inside else section,
@@ -316,14 +319,14 @@ def mixing(section: str, module: nn.Module, given: RowAndSequences) -> RowAndSeq
     return RowAndSequences(given.lengths, whole, parts_out)
 
 
-def _watched(section: str, module: nn.Module, entered: Any, seen: _Calls) -> Any:
+def _watched(section: str, module: nn.Module, passed: Callable[..., Any], entered: Any, seen: _Calls) -> Any:
     """A pass, noted by hooks on all modules."""
     hooks: list[Any] = []
     for path, each in module.named_modules(prefix=section):
         hooks.append(each.register_forward_pre_hook(partial(_enters, seen, path), with_kwargs=True))
         hooks.append(each.register_forward_hook(partial(_leaves, seen, path)))
     try:
-        return module(entered)
+        return passed(entered)
     finally:
         for hook in hooks:
             hook.remove()

@@ -149,7 +149,7 @@ def measure(
     whole = None
     if not skipped:
         made = whole_model(model, Values(model, accelerator, keep=False))
-        whole = _case(accelerator, lambda: both_passes(made, batches[compared], loss))
+        whole = _case(accelerator, lambda: both_passes(made.passes, batches[compared], loss))
     del values
     cases = [*(c for p in points for c in (p.plain, p.again) if c is not None), *(u.case for u in updates)]
     _rounds([*cases, *([whole] if whole is not None else [])], request.repeats, progress)
@@ -198,7 +198,7 @@ def _entering(parts: Sequence[ProfiledPart], tokens: int, batch: Any) -> list[An
     """
     given = [batch]
     for part in parts[:-1]:
-        given.append(entering(part.module(given[-1])))
+        given.append(entering(part.forward(given[-1])))
     samples, length = sizes(given[1])
     if samples * length != tokens:
         refuse(f"a batch of {tokens} tokens gave an activation of {samples} samples of {length}")

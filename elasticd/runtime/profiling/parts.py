@@ -87,6 +87,7 @@ class ProfiledPart:
     share: float
     module: nn.Module
     loss: Loss | None = None
+    passed: Callable[..., Any] | None = None  #: the module's call, with its draws keyed; None: its own
 
     def passes(self, given: Any, batch: Any, accelerator: Accelerator, *, recompute: bool = False) -> Passes:
         """Times both passes over an activation [samples, tokens, width] or a bundle, or over a batch in the
@@ -126,10 +127,15 @@ class ProfiledPart:
 
     def _forward(self, entered: Any, batch: Any, *, recompute: bool) -> Bundle:
         if recompute:
-            out: Bundle = checkpoint(self.module, entered, use_reentrant=False, preserve_rng_state=False)
+            out: Bundle = checkpoint(self.forward, entered, use_reentrant=False, preserve_rng_state=False)
         else:
-            out = self.module(entered)
+            out = self.forward(entered)
         return out if self.loss is None else self.loss(out, batch)[0]
+
+    def forward(self, entered: Any) -> Bundle:
+        """What the section gives."""
+        out: Bundle = (self.passed or self.module)(entered)
+        return out
 
 
 def _some(out: Bundle, like: Callable[[Tensor], Tensor]) -> Gradients:
@@ -147,15 +153,15 @@ def _back(out: Bundle, grads: Gradients) -> None:
         backward(out, grads)
 
 
-def both_passes(sections: Mapping[str, nn.Module], batch: Any, loss: Loss | None) -> None:
+def both_passes(sections: Mapping[str, Callable[..., Any]], batch: Any, loss: Loss | None) -> None:
     """Forward and backward of one micro-batch through all sections, block by block as a stage runs it."""
     first, *rest = sections.values()
     embedded: Bundle = first(batch)
     x = embedded
     segments = []
-    for module in rest:
+    for passed in rest:
         entered = entering(x)
-        x = module(entered)
+        x = passed(entered)
         segments.append((entered, x))
     grads: Gradients = None
     if loss is None:
@@ -189,12 +195,19 @@ def part_of(
     if len(shares) > 1:
         # The hooks that a job's engine makes, around nobody.
         tp_hooks.attach(model, section, module, shares, cast(Group, Alone(len(shares))))
-    return ProfiledPart(label=label, width=len(shares), share=shares[0] / sum(shares), module=module, loss=loss)
+    return ProfiledPart(
+        label=label,
+        width=len(shares),
+        share=shares[0] / sum(shares),
+        module=module,
+        loss=loss,
+        passed=local.passes[section],
+    )
 
 
-def whole_model(model: Model, values: Values) -> dict[str, nn.Module]:
-    """All sections of the model, by name, on the device of `values`."""
+def whole_model(model: Model, values: Values) -> LocalModel:
+    """All sections of the model, on the device of `values`."""
     stage = Stage(start=0, stop=model.layers, devices=("n/0",), shares=(1,))
     local = local_model(model, stage, 0, values.accelerator)
     values.fill(local, local.modules)
-    return local.modules
+    return local
