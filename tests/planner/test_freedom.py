@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from elasticd_planner.cost.model_profile import SectionProfile
-from elasticd_planner.problem import Problem
+from elasticd_planner.problem import Problem, without
 from elasticd_planner.search.planner import plan
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 
@@ -123,6 +123,16 @@ def test_a_pinned_size_that_no_group_can_have_is_refused_by_name(tp: int, words:
     assert answer.plan is None
     assert words in answer.refusal
     assert answer.refusal.endswith("unpin tp" if tp == 8 else "pin a smaller tp")
+
+
+def test_a_slow_device_does_not_hide_the_plan_whose_wide_last_group_has_the_head() -> None:
+    # Without the slowest device: seven stages of one device each, and a last one of three with a layer and the
+    # head, which takes as long as nine layers.
+    problem = drawn(random.Random(44), FEW, slow=True)
+    space = msgspec.structs.replace(problem.search_space, micro_batches=(), states=ZERO[:1], fixed_dp=1)
+    problem = msgspec.structs.replace(problem, search_space=space)
+    assert problem.rates["n1/0"] == 5.42
+    assert not slower(problem, [("without n1/0", without(problem, "n1/0"))])
 
 
 def test_more_settings_and_no_pins_are_no_slower_on_a_slow_device() -> None:
