@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.system.user_line import user_line, warning_level
+from elasticd.system.user_line import described, raised_by_user, user_line, warning_level
 
 CASES = {
     # the script, and the line of it that the message names
@@ -55,3 +55,17 @@ def test_a_warning_names_the_line_that_called_elasticd(tmp_path: Path) -> None:
         runpy.run_path(str(script), run_name="__main__")
     assert [(one.filename, one.lineno) for one in warned] == [(str(script), 5)]
     assert warning_level() == 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_error_is_the_users_where_their_code_raised_it_or_called_the_library_that_did(
+    case: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CASES[case][0])
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
+        runpy.run_path(str(script))
+    error = raised.value
+    assert raised_by_user(error) == (case not in ("in elasticd", "in the planner"))
+    place = f" ({user_line(error)})" if raised_by_user(error) else ""
+    assert described(error) == f"{type(error).__name__}: {error}{place}"

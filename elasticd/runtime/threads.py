@@ -1,9 +1,16 @@
-"""`DaemonThreads`: runs calls beside training, in their order, in threads that do not keep a process alive."""
+"""Threads beside training that do not keep a process alive: `DaemonThreads` runs calls in their order.
+
+A daemon thread that is in torch when the interpreter ends is unwound through C++ code that must not be,
+and the process aborts (exit code 134). So the interpreter's exit waits for these threads, for `EXIT_SECONDS` at
+most.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,6 +20,12 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+#: Seconds that the interpreter's exit waits for all threads that `start` has started.
+EXIT_SECONDS = 3.0
+
+_started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_owners: weakref.WeakSet[DaemonThreads] = weakref.WeakSet()
 
 _Work = tuple[Callable[[], Any], Future[Any]] | None
 
@@ -44,9 +57,8 @@ class DaemonThreads:
         if not self._threads:
             for number in range(self._count):
                 name = f"elasticd-{self._name}-{number}"
-                thread = threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                self._threads.append(start(partial(_run, self._queue), name))
+            _owners.add(self)
             weakref.finalize(self, _end, self._queue, self._count)
         self._queue.put((work, future))
         return future
@@ -65,6 +77,23 @@ class DaemonThreads:
         _end(self._queue, len(self._threads))
         for thread in self._threads:
             thread.join(seconds)
+
+
+def start(target: Callable[[], object], name: str) -> threading.Thread:
+    """Starts a daemon thread whose target comes to an end by itself."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    _started.add(thread)
+    thread.start()
+    return thread
+
+
+@atexit.register
+def _exit() -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
+    for owner in [*_owners]:
+        owner.end(0)
+    for thread in [*_started]:
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _run(queue: SimpleQueue[_Work]) -> None:

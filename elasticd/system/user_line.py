@@ -8,7 +8,7 @@ import sysconfig
 from pathlib import Path
 from traceback import extract_tb
 
-#: Installed packages and the standard library; and elasticd's own packages, wherever they are installed.
+#: Installed packages and the standard library.
 _LIBRARIES = tuple(
     {
         *(
@@ -16,9 +16,10 @@ _LIBRARIES = tuple(
             for name in ("stdlib", "platstdlib", "purelib", "platlib")
         ),
         *(f"{folder}/" for folder in (*site.getsitepackages(), site.getusersitepackages())),
-        f"{Path(__file__).resolve().parents[1]}/",
     }
 )
+#: elasticd's own package, wherever it is installed.
+_ELASTICD = f"{Path(__file__).resolve().parents[1]}/"
 #: Files of elasticd's other packages, which a clone has in folders of its own.
 _PACKAGES = ("/elasticd_planner/", "/elasticd_migration/", "/elasticd_agent/")
 
@@ -37,6 +38,22 @@ def user_line(error: BaseException) -> str:
     return f"{frame.filename}, line {frame.lineno}"
 
 
+def raised_by_user(error: BaseException) -> bool:
+    """Returns True if the user's own code raised this error, or called the library that did; not elasticd."""
+    for frame in reversed(extract_tb(error.__traceback__)):
+        if _is_users(frame.filename):
+            return True
+        if _is_elasticds(frame.filename):
+            return False
+    return False
+
+
+def described(error: BaseException) -> str:
+    """The error as "ValueError: no", with the place in the user's own code if that raised it."""
+    text = f"{type(error).__name__}: {error}"
+    return f"{text} ({user_line(error)})" if raised_by_user(error) else text
+
+
 def warning_level() -> int:
     """The `stacklevel` with which `warnings.warn`, called by this function's caller, names the user's line."""
     frame, level = sys._getframe(1), 1
@@ -46,4 +63,8 @@ def warning_level() -> int:
 
 
 def _is_users(name: str) -> bool:
-    return not (name.startswith(("<", *_LIBRARIES)) or any(package in name for package in _PACKAGES))
+    return not (name.startswith(("<", *_LIBRARIES)) or _is_elasticds(name))
+
+
+def _is_elasticds(name: str) -> bool:
+    return name.startswith(_ELASTICD) or any(package in name for package in _PACKAGES)

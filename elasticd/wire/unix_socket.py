@@ -164,7 +164,8 @@ def connect(path: str, timeout: float = 0.0) -> socket.socket:
                 raise NoAgent(f"cannot reach the agent at {path}: {error.strerror}") from error
             if time.monotonic() >= deadline:
                 raise NoAgent(
-                    f"no agent listens at {path}: start one with elasticd-agent, or set {SOCKET_VARIABLE}"
+                    f"no agent listens at {path}: start one ('elasticd up' on one machine, elasticd-agent on a "
+                    f"node of a cluster), or set {SOCKET_VARIABLE}"
                 ) from None
         if silent and time.monotonic() - began > _SAID_SECONDS:
             silent = False

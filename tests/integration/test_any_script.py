@@ -142,7 +142,7 @@ def test_job_that_failed_before_its_first_plan_is_started_again_under_its_name(l
     assert run.wait() == 1
     run = launches.run("a", "--job", "again", launches.script("raise SystemExit(0)\n"))
     assert run.wait() == 0, run.said
-    until(lambda: "made no elasticd.Job" in launches.job("again").get("reason", ""))
+    until(lambda: "before a first step" in launches.job("again").get("reason", ""))
 
 
 def test_script_that_makes_a_job_and_torchs_group_is_told_which_one_to_leave_out(launches: Launches) -> None:
@@ -208,7 +208,8 @@ def test_second_start_beside_a_job_that_runs_disturbs_nothing(launches: Launches
     until(lambda: launches.job("busy").get("step", 0) >= 3, said(run))
     second = launches.run("a", *command, OPTIONS=json.dumps(options))
     assert second.wait() == 1
-    assert "already has all the nodes" in second.said
+    assert "job busy runs already" in second.said
+    assert "elasticd stop busy" in second.said
     assert "rdzv" not in second.said
     step = launches.job("busy")["step"]
     until(lambda: launches.job("busy")["step"] > step + 3)

@@ -138,7 +138,7 @@ def test_scripts_that_end_well_without_a_job_leave_the_others_alone_and_are_told
     assert leader.job.phase is JobPhase.ASSEMBLING, "the other one may have hours of work left"
     leader.say(1, Leave(job="j", how="finished"))
     assert leader.job.phase is JobPhase.STOPPED
-    assert "exit code 0 and made no elasticd.Job" in leader.job.reason
+    assert "exit code 0 before a first step" in leader.job.reason
 
 
 def test_job_that_stopped_is_started_again_by_who_started_after_its_end_and_by_nobody_else() -> None:

@@ -413,3 +413,35 @@ def test_a_loop_that_is_left_by_break_leaves_a_checkpoint_of_all_its_steps(tmp_p
             break
     until(lambda: scan(tmp_path) and scan(tmp_path)[0].step == 3)
     assert damages(scan(tmp_path)[0].path) == ()
+
+
+class Raises:
+    """Raises what a user's own code may raise, in a dataset, a `collate` or an optimizer."""
+
+    def __init__(self, first: int) -> None:
+        self.texts, self.first = train.Text(), first
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.texts[index] if index < self.first else float("")
+
+
+def test_an_error_of_the_users_own_code_keeps_its_traceback_and_its_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ValueError, match="could not convert string to float") as raised:
+        job(dataset=Raises(0))
+    assert raised.traceback[-1].path == Path(__file__)
+
+    line = r"ValueError: could not convert string to float: '' \(.*test_one_process.py, line \d+\)"
+    later = Raises(len(train.Text()))
+    running = job(dataset=later)
+    later.first = 0
+    with pytest.raises(JobStopped, match=rf"sample \d+ of the dataset could not be read: {line}"):
+        [*running.steps(STEPS)]
+
+    with pytest.raises(JobStopped, match="cannot train on: local/0: " + line):
+        [*job(optimizer=lambda named: float("")).steps(STEPS)]
+    assert "Traceback" in caplog.text

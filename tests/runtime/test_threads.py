@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -51,3 +53,29 @@ def test_an_end_before_any_call_leaves_no_thread() -> None:
     threads.end(60)
     assert threads(lambda: 1).cancelled()
     assert threading.active_count() == before
+
+
+#: A process that ends while its thread computes, with more calls to come.
+ENDS = """
+import threading, torch
+from elasticd.runtime.threads import DaemonThreads
+
+def computes():
+    began.set()
+    x = torch.ones(64, 64)
+    for _ in range(CALLS):
+        x = torch.mm(x, x)
+
+began = threading.Event()
+threads = DaemonThreads("test")
+for _ in range(CALLS):
+    threads.run(computes)
+began.wait()
+"""
+
+
+def test_a_process_that_ends_while_a_thread_is_in_torch_ends_with_its_own_exit_code() -> None:
+    """An interpreter that ends under such a thread aborts: "terminate called without an active exception"."""
+    script = ENDS.replace("CALLS", "1000")
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")

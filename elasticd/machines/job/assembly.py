@@ -75,7 +75,7 @@ def join_late(turn: Turn, node: str, up: FromClient, body: Join) -> None:
     job, place = turn.job, _place(node, body)
     known = job.joiners.get(place)
     if known is not None and known.pid != body.pid and _has_workers(turn, place):
-        turn.send(node, up.client, Rejected(reason=_full(turn)))  # a second one beside the one that runs
+        turn.send(node, up.client, Rejected(reason=_runs_already(turn, place)))
         return
     if place not in job.joined:
         others = {*job.joined} or _places_of_members(turn, by_device=body.slot is not None)
@@ -124,6 +124,14 @@ def remember(turn: Turn, node: str, up: FromClient, body: Join) -> None:
 
 def _called(place: str) -> str:
     return f"device {place}" if "/" in place else f"node {place}"
+
+
+def _runs_already(turn: Turn, place: str) -> str:
+    job = turn.job.job
+    return (
+        f"job {job} runs already, on {_called(place)} too: end it first (elasticd stop {job}), or give this "
+        "one another name"
+    )
 
 
 def _full(turn: Turn) -> str:
@@ -249,7 +257,7 @@ def _gone(turn: Turn, place: str, body: Leave) -> None:
     if body.how == "finished" and not job.workers:
         turn.set(joined=joined, joiners=joiners)
         if not joined:
-            stop(turn, "its script ended with exit code 0 and made no elasticd.Job: nothing was trained")
+            stop(turn, "its script ended with exit code 0 before a first step: nothing was trained")
         return
     if len(joined) < least and body.signal:
         _stopped_by_signal(turn, body)
@@ -317,7 +325,8 @@ def _wait_for_more(turn: Turn, least: int) -> None:
     names = f"{', '.join(there[:MOST_NAMED])}{', ...' if len(there) > MOST_NAMED else ''}"
     lacking, verb = least - len(there), "is" if len(there) == 1 else "are"
     there_are = f"waits for {lacking} of {least} {what} ({names} {verb} there)"
-    text = f"{there_are}: give the same command on the other nodes"
+    starting = "they may be starting; else " if "/" in there[0] else ""
+    text = f"{there_are}: {starting}give the same command on the other nodes"
     if not job.reason:
         turn.note("waiting", text, there=there, least=least)
     turn.set(reason=text)

@@ -67,6 +67,7 @@ from elasticd.runtime.telemetry.emulation import Pacer
 from elasticd.runtime.telemetry.main_thread import during, during_task, shared
 from elasticd.system import logs
 from elasticd.system.logs import is_first_worker
+from elasticd.system.user_line import raised_by_user
 from elasticd.wire.main_thread import CALLBACK, EVALUATION, TASKS, Whereabouts
 from elasticd.wire.snapshots import Freed
 from elasticd.wire.worker import DrainNotice, Goodbye, Probe, Published, Rehearse, SaveNow, ToWorker, Welcome
@@ -215,6 +216,8 @@ class Job(RankInfo):
         except (ConnectionError, RejectedByAgent) as error:
             raise stopped(str(error)) from error
         except (ValueError, TypeError, RuntimeError) as error:
+            if raised_by_user(error):
+                raise
             raise refused(str(error)) from error
         self._start(grace)
 

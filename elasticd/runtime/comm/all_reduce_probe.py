@@ -10,9 +10,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from elasticd.runtime import threads
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.runtime.comm.groups import BootstrapKeyValue, Group, PlanGroups
 from elasticd.runtime.telemetry.device_probe import SIZE
@@ -83,8 +85,7 @@ class Rehearser:
     def ask(self, order: Rehearse) -> None:
         """Starts to measure what is asked for, unless the device has work or is measuring. Returns at once."""
         if self._idle() and self._device in order.members and self._running.acquire(blocking=False):
-            name = "elasticd-rehearsal"
-            threading.Thread(target=self._rehearse, args=(order,), name=name, daemon=True).start()
+            threads.start(partial(self._rehearse, order), "elasticd-rehearsal")
 
     def _rehearse(self, order: Rehearse) -> None:
         try:

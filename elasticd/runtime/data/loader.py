@@ -22,6 +22,7 @@ from elasticd.runtime.data.sample_ledger import entries
 from elasticd.runtime.data.step_samples import Samples
 from elasticd.runtime.model.batch_format import BatchFormat
 from elasticd.runtime.model.rng import DATASET, Drawing
+from elasticd.system.user_line import described
 
 #: The number of first samples that can stand in for a micro-batch of which none can be read.
 _STAND_INS = 16
@@ -201,7 +202,7 @@ class Loader:
         """Notes that these samples make no batch, unless an earlier failure is noted."""
         if self.failure is None:
             place = error.place if isinstance(error, Unlike) else 0
-            why = str(error) if isinstance(error, Unlike) else f"collate: {type(error).__name__}: {error}"
+            why = str(error) if isinstance(error, Unlike) else f"collate: {described(error)}"
             self.failure = SampleError(micro_batch[place].sample, why)
             self.failure.__cause__ = error
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from elasticd.runtime.model.rng import STATES, watching
 from elasticd.runtime.threads import DaemonThreads
+from elasticd.system.user_line import described
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class SampleReader:
                 self._read_here()
             return read.sample
         except Exception as error:
-            raise SampleError(index, f"{type(error).__name__}: {error}") from error
+            raise SampleError(index, described(error)) from error
 
     def _read_here(self) -> None:
         log.info(

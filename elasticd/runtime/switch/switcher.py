@@ -19,6 +19,7 @@ import torch
 
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Proposal, Vote
+from elasticd.runtime import threads
 from elasticd.runtime.accelerator import DeviceLost
 from elasticd.runtime.comm.groups import BootstrapKeyValue, Cancelled, PlanGroups
 from elasticd.runtime.comm.groups_by_plan import GroupsByPlan
@@ -32,6 +33,7 @@ from elasticd.runtime.switch.move import SOUND, MoveResult, PreparedPlan, move, 
 from elasticd.runtime.telemetry.emulation import Pacer
 from elasticd.runtime.telemetry.main_thread import Where, during
 from elasticd.system.logs import say
+from elasticd.system.user_line import described, raised_by_user
 from elasticd.wire.main_thread import IDLE
 from elasticd.wire.worker import (
     Closed,
@@ -126,10 +128,7 @@ class Switcher:
         """Runs an effect that takes no time where it arises; the main thread's wait in its queue."""
         match effect:
             case sw.Prepare(number=number):
-                thread = threading.Thread(
-                    target=self._prepare, args=(number,), name=f"elasticd-prepare-{number}", daemon=True
-                )
-                thread.start()
+                thread = threads.start(partial(self._prepare, number), f"elasticd-prepare-{number}")
                 self._groups_by_plan.remember(thread)
             case sw.Cancel(number=number):
                 self._cancel(number)
@@ -149,8 +148,7 @@ class Switcher:
         try:
             prepared = self._make(self._proposals[number])
         except Exception as error:
-            log.debug("preparing %d", number, exc_info=True)
-            self._feed(Refused(number=number, reason=f"{self._device}: {type(error).__name__}: {error}"))
+            self._feed(Refused(number=number, reason=self._reason(error, f"prepare plan {number}")))
             return
         with self._lock:
             if self._state.proposal == number:
@@ -385,15 +383,21 @@ class Switcher:
         except SOUND as error:
             self._feed(sw.MoveFailed(number=number, reason=f"{self._device}: {error}"))
         except Exception as error:
-            log.debug("moving to %d", number, exc_info=True)
+            reason = self._reason(error, f"move to plan {number}")
             prepared.transition.shut()  # frees the others, who learn it the same way
             if prepared.communicators is not None and not prepared.communicators.rest(DRAIN):
                 if self.engine is not None:
                     self.engine.torn = True
                 raise DeviceLost(f"{self._device}: it did not come to rest after a failed move") from error
-            self._feed(sw.MoveFailed(number=number, reason=f"{self._device}: {error}"))
+            self._feed(sw.MoveFailed(number=number, reason=reason))
         else:
             self._feed(sw.StateMoved(number=number))
+
+    def _reason(self, error: Exception, work: str) -> str:
+        """Logs an error, with its traceback where the user's own code raised it. Returns it for the others."""
+        level = logging.ERROR if raised_by_user(error) else logging.DEBUG
+        log.log(level, "%s cannot %s", self._device, work, exc_info=error)
+        return f"{self._device}: {described(error)}"
 
     def _moved(self, prepared: PreparedPlan) -> MoveResult:
         engine, step = self.engine, self.step

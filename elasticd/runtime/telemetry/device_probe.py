@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from elasticd.runtime import threads
 from elasticd.runtime.accelerator import CPU, Accelerator
 from elasticd.wire.worker import Probed
 
@@ -54,7 +55,7 @@ class Prober:
     def ask(self) -> None:
         """Returns at once. A probe that is under way is the answer to this one as well."""
         if self._idle() and self._running.acquire(blocking=False):
-            threading.Thread(target=self._probe, name="elasticd-probe", daemon=True).start()
+            threads.start(self._probe, "elasticd-probe")
 
     def _probe(self) -> None:
         try:
