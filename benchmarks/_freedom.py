@@ -27,6 +27,9 @@ from tests.planner.real_models import REAL, job
 
 SEEDS = 1_000_000
 
+#: Processor seconds that a free search of a real model may take, by number of devices.
+GOALS = {64: 1.0, 1024: 3.0}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
@@ -97,10 +100,12 @@ def freedom_rows(
         yield row(f"{name}: processor, largest", max(searched), "s")
 
 
-def real_rows(names: tuple[str, ...] = tuple(REAL), devices: tuple[int, ...] = (64, 1024)) -> Iterator[Row]:
+def real_rows(
+    names: tuple[str, ...] = tuple(REAL), devices: tuple[int, ...] = (8, 64, 256, 1024)
+) -> Iterator[Row]:
     """A free search (micro-batches, ZeRO, recomputation, TP and pipelines) of each real model, 80 GB devices in
     nodes of eight; a batch of two samples to a device on few, of one on many."""
-    for count, limit in zip(devices, (1.0, 3.0), strict=False):
+    for count in devices:
         slowest, worst = "", 0.0
         for name in names:
             problem = job(name, (8,) * (count // 8), batch=max(128, count), micro_batches=(1, 2, 4))
@@ -109,10 +114,8 @@ def real_rows(names: tuple[str, ...] = tuple(REAL), devices: tuple[int, ...] = (
             yield row(f"{name} on {count:,} devices: step", seconds, "s", kind="simulated")
             if searched > worst:
                 slowest, worst = name, searched
-        yield row(
-            f"real models on {count:,} devices, free search: processor, largest ({slowest})",
-            worst,
-            "s",
-            goal=f"<= {limit:g}",
-            met=worst <= limit,
-        )
+        words, limit = f"real models on {count:,} devices, free search: processor, largest", GOALS.get(count)
+        if limit is None:
+            yield row(f"{words} ({slowest})", worst, "s")
+        else:
+            yield row(f"{words} ({slowest})", worst, "s", goal=f"<= {limit:g}", met=worst <= limit)
