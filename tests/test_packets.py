@@ -199,7 +199,7 @@ def test_listener_is_found_and_private(tmp_path: Path) -> None:
 
 def test_agent_that_is_not_running_is_named_with_the_remedy(tmp_path: Path) -> None:
     path = str(tmp_path / "agent.sock")
-    with pytest.raises(unix_socket.NoAgent, match=f"no agent listens at {path}: start one with elasticd-agent"):
+    with pytest.raises(unix_socket.NoAgent, match=f"no agent listens at {path}: start one"):
         unix_socket.connect(path)
 
 

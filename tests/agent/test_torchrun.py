@@ -193,6 +193,7 @@ def test_torchrun_without_an_agent_says_what_to_start_and_shows_no_traceback(tmp
         run.stop()
     assert code == 1
     assert (
-        f"elasticd: no agent listens at {path}: start one with elasticd-agent, or set ELASTICD_SOCKET" in said
+        f"elasticd: no agent listens at {path}: start one ('elasticd up' on one machine, elasticd-agent on a "
+        "node of a cluster), or set ELASTICD_SOCKET" in said
     )
     assert "Traceback" not in said

@@ -51,7 +51,7 @@ STARTED = {"TORCHELASTIC_RUN_ID": JOB, "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         ({"WORLD_SIZE": "2", "OPTIONS": '{"out": "/", "steps": 1}'}, "start the script with 'elasticd run"),
         (
             {**STARTED, "ELASTICD_SOCKET": "/nonexistent/agent.sock", "OPTIONS": '{"out": "/", "steps": 1}'},
-            "no agent listens at /nonexistent/agent.sock: start one with elasticd-agent",
+            "no agent listens at /nonexistent/agent.sock: start one ('elasticd up' on one machine",
         ),
         (
             {**STARTED, "OPTIONS": '{"out": "/", "steps": 1, "global_batch": 7, "micro_batch": 2}'},

@@ -258,7 +258,7 @@ def test_a_worker_of_a_torchrun_waits_as_long_as_for_one_that_returns(
 
 
 def test_no_agent_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(unix_socket.NoAgent, match="start one with elasticd-agent"):
+    with pytest.raises(unix_socket.NoAgent, match="'elasticd up' on one machine"):
         AgentClient(str(tmp_path / "none"), hello(), connect_seconds=0.0)
 
 

@@ -259,6 +259,18 @@ def test_a_function_that_closes_over_a_module_is_named_by_what_it_reaches(
         refuse_differences(Parts(block).recipe(), 2)
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_mean_beside_a_count_is_named(samples: int) -> None:
+    def mean(output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        targets = batch["targets"]
+        return F.cross_entropy(output.flatten(0, 1), targets.flatten()), targets.numel()
+
+    with pytest.raises(ModelError, match=r"returns a mean and its count.*reduction='sum'"):
+        refuse_differences(Parts().recipe(loss=mean), samples)
+    # The mean over micro-batches of equal weight is a loss of its own.
+    refuse_differences(Parts().recipe(loss=lambda output, batch: (mean(output, batch)[0], 1)), samples)
+
+
 def test_a_loss_that_reads_parameters_is_named() -> None:
     parts = Parts()
 

@@ -79,6 +79,12 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
             f"your own modules take a step, and the copies that train fail in {where or 'the loss'} with "
             f"{first_line(error)}. {_cause(plain, member)}; {_SEE}"
         ) from error
+    if plain.is_mean:
+        raise ModelError(
+            "the loss returns a mean and its count: of every sample twice it is the same, the count is twice "
+            "as large. Return the sum over targets (reduction='sum') and their count: elasticd divides the sum "
+            f"by the count of the whole global batch; {_SEE}"
+        )
     if plain.draws_backward:
         raise NotCompared("its backward pass draws random numbers")
     if differences := list(_differences(model, plain, engine.loss, member)):

@@ -8,6 +8,7 @@ given, and are as they were afterwards.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.handed_over import REGISTERED
-from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.model.rng import Drawing, Dropout, watching
 from elasticd.runtime.model.validation import replace_dropouts, sum_and_count
 from elasticd.runtime.parallel.packed_row import passing
@@ -47,6 +48,7 @@ class PlainStep:
     gradients: dict[str, Tensor]  #: of the parameters that have one, in the shape of their modules
     draws_backward: bool  #: whether its backward pass drew random numbers, which the engine keys by section
     attributes: tuple[str, ...]  #: those of modules that forward set, by full name
+    is_mean: bool  #: whether the loss is a mean beside a count: the same for the batch and for all of it twice
 
 
 def plain_step(recipe: Recipe, batch: MicroBatch) -> PlainStep:
@@ -65,8 +67,9 @@ def plain_step(recipe: Recipe, batch: MicroBatch) -> PlainStep:
                 named = {"": x} if isinstance(x, Tensor) else x
                 outputs[section] = {k: v.detach().clone() for k, v in named.items() if isinstance(v, Tensor)}
             with drawing.keyed("loss"):
-                returned = recipe.loss(precision.leaving(x) if precision else x, batch.targets)
-                total, count = sum_and_count(returned)
+                output = precision.leaving(x) if precision else x
+                total, count = sum_and_count(recipe.loss(output, batch.targets))
+                is_mean = _is_mean(recipe.loss, output, batch, total, count)
             after = _attributes(sections)
             with watching() as draws:
                 if total.requires_grad:
@@ -78,7 +81,34 @@ def plain_step(recipe: Recipe, batch: MicroBatch) -> PlainStep:
             gradients={name: p.grad.detach() for name, p in parameters.items() if p.grad is not None},
             draws_backward=draws.drew,
             attributes=tuple(name for name, value in after.items() if before.get(name) is not value),
+            is_mean=is_mean,
         )
+
+
+def _is_mean(loss: Loss, output: Any, batch: MicroBatch, total: Tensor, count: float | Tensor) -> bool:
+    """Whether a loss returns a mean where its sum is asked for: a batch that has every sample twice has twice
+    the sum and twice the targets. A loss that cannot take such a batch is none."""
+    samples = len(batch.ids)
+    try:
+        with torch.no_grad():
+            twice, targets = sum_and_count(loss(_twice(output, samples), _twice(batch.targets, samples)))
+    except Exception:
+        return False
+    alone, both = float(total.detach()), float(twice)
+    return (
+        0 < abs(alone) < math.inf
+        and math.isclose(float(targets), 2 * float(count))
+        and math.isclose(both, alone, rel_tol=1e-3)
+    )
+
+
+def _twice(value: Any, samples: int) -> Any:
+    """A batch or output of so many samples, with all of them twice."""
+    if isinstance(value, Tensor):
+        return torch.cat([value, value]) if value.dim() and value.shape[0] == samples else value
+    if isinstance(value, Mapping):
+        return {name: _twice(part, samples) for name, part in value.items()}
+    return [*value, *value] if isinstance(value, list) and len(value) == samples else value
 
 
 @contextmanager
