@@ -45,6 +45,19 @@ class Authority:
             name, [(NameOID.COMMON_NAME, name), *((NameOID.ORGANIZATIONAL_UNIT_NAME, unit) for unit in units)]
         )
 
+    def revoked(self, *pairs: Pair) -> str:
+        """The path of its revocation list with these certificates on it."""
+        now = datetime.datetime.now(datetime.UTC)
+        made = x509.CertificateRevocationListBuilder().issuer_name(self._name)
+        made = made.last_update(now).next_update(now + datetime.timedelta(days=1))
+        for pair in pairs:
+            serial = x509.load_pem_x509_certificate(Path(pair.cert).read_bytes()).serial_number
+            entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now).build()
+            made = made.add_revoked_certificate(entry)
+        path = Path(f"{self.ca}.crl")
+        path.write_bytes(made.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+        return str(path)
+
     def _pair(
         self,
         file: str,

@@ -34,6 +34,9 @@ class SecuritySection(Value, frozen=True, kw_only=True):
     key: str | None = None
     # [path] At the coordinator: the CA (PEM) whose client certificates are taken in place of a token.
     client_ca: str | None = None
+    # [path] At the coordinator: revocation lists (CRL, PEM) that this CA signed. Certificates on them are not
+    # taken any more. It is read again at each reload.
+    client_crl: str | None = None
     # [path] At agents and commands: the file with their own token. `$ELASTICD_TOKEN` is used instead where it
     # is set.
     token_file: str | None = None
@@ -60,6 +63,8 @@ class SecuritySection(Value, frozen=True, kw_only=True):
             refuse("client_cert and client_key go together: give both, as PEM files, or neither")
         if self.client_ca is not None and self.cert is None:
             refuse("client_ca needs cert and key: without TLS nobody shows a certificate")
+        if self.client_crl is not None and self.client_ca is None:
+            refuse("client_crl needs client_ca: it lists certificates of that CA")
         if self.client_cert is not None and self.ca is None:
             refuse("client_cert needs ca: whoever shows a certificate checks the coordinator's too")
         if not 1 <= self.message_mib <= 64:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from elasticd.config.credentials import check_token, private_text
 from elasticd.config.security import Role, SecuritySection
 from elasticd.config.tree import ConfigError
+from elasticd.system.certificates import revoked_serials
 
 #: Paths that everybody may ask for: they say that a coordinator is there, and no more.
 OPEN = ("/livez", "/readyz")
@@ -60,10 +62,12 @@ def needed(kind: str, method: str, path: str) -> tuple[Role, ...]:
 
 
 class Access:
-    """The tokens of each role, as digests."""
+    """The tokens of each role, as digests, and the serial numbers of certificates that are `revoked`."""
 
-    def __init__(self, tokens: Mapping[bytes, Caller], *, asks: bool) -> None:
-        self._tokens = dict(tokens)
+    def __init__(
+        self, tokens: Mapping[bytes, Caller], *, asks: bool, revoked: frozenset[int] = frozenset()
+    ) -> None:
+        self._tokens, self._revoked = dict(tokens), revoked
         #: False: everybody may everything, as it is without a section [security].
         self.asks = asks
 
@@ -81,7 +85,7 @@ class Access:
                         f"[security] {role}s {path} has a token that is listed elsewhere too, for another role "
                         "or name: give each its own"
                     )
-        return cls(found, asks=section.asks)
+        return cls(found, asks=section.asks, revoked=_revoked(section))
 
     def caller(self, proof: CallerProof) -> Caller | None:
         """Returns the caller that showed these credentials; None: a stranger. A token that is wrong is not made
@@ -91,7 +95,9 @@ class Access:
         if proof.authorization:
             scheme, _, token = proof.authorization.partition(b" ")
             return self._holder(token.strip()) if scheme.lower() == b"bearer" else None
-        return _named(proof.certificate) if proof.certificate else None
+        if not proof.certificate or int(proof.certificate.get("serialNumber", "0"), 16) in self._revoked:
+            return None
+        return _named(proof.certificate)
 
     def _holder(self, token: bytes) -> Caller | None:
         """Looks a token up by its digest: how long that takes tells nothing of any token."""
@@ -113,6 +119,18 @@ def _entries(path: str, role: Role) -> list[tuple[bytes, Caller]]:
     if not entries:
         raise ConfigError(f"{key} {path} holds no token: write one with: openssl rand -hex 32 > {path}")
     return entries
+
+
+def _revoked(section: SecuritySection) -> frozenset[int]:
+    if section.client_crl is None or section.client_ca is None:
+        return frozenset()
+    try:
+        lists, authorities = (
+            Path(path).expanduser().read_bytes() for path in (section.client_crl, section.client_ca)
+        )
+        return revoked_serials(lists, authorities)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"[security] client_crl {section.client_crl} cannot be used ({error})") from None
 
 
 def _named(certificate: Mapping[str, Any]) -> Caller | None:

@@ -157,7 +157,8 @@ class Coordinator:
         self._warn_of_expiry()
 
     def _end_revoked(self, before: Access) -> None:
-        """Ends connections whose token is gone, or is now of another role or name: links, live feeds."""
+        """Ends connections whose token is gone, or is now of another role or name, or whose certificate was
+        revoked: links, live feeds."""
         door = self._server.door if self._server is not None else None
         if door is None:
             return
@@ -170,7 +171,7 @@ class Coordinator:
         for guest in revoked:
             door.drop(guest, "revoked")
         if revoked:
-            _log.info("%s connections ended: their tokens are not known any more", len(revoked))
+            _log.info("%s connections ended: their tokens or certificates are not known any more", len(revoked))
 
     def _warn_of_expiry(self) -> None:
         """Says so where the certificate has expired, or will soon."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 #: Days for which an authority's and a server's certificate are good. Browsers refuse a server's that is longer.
@@ -145,3 +146,32 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
+
+
+def revoked_serials(lists: bytes, authorities: bytes) -> frozenset[int]:
+    """The serial numbers on revocation lists (CRL).
+
+    Args:
+        lists: one list or several, PEM.
+        authorities: the certificates, PEM, of one of which each list must be.
+
+    Raises:
+        ValueError: the lists cannot be read, or one is of no such authority.
+    """
+    blocks = re.findall(rb"-----BEGIN X509 CRL-----.+?-----END X509 CRL-----", lists, re.DOTALL)
+    if not blocks:
+        raise ValueError("it has no revocation list in PEM, as 'openssl ca -gencrl' writes")
+    issuers = x509.load_pem_x509_certificates(authorities)
+    serials: set[int] = set()
+    for block in blocks:
+        found = x509.load_pem_x509_crl(block)
+        if not any(_signed_by(found, issuer) for issuer in issuers):
+            raise ValueError(f"no CA in client_ca has signed the list of {found.issuer.rfc4514_string()}")
+        serials.update(revoked.serial_number for revoked in found)
+    return frozenset(serials)
+
+
+def _signed_by(found: x509.CertificateRevocationList, issuer: x509.Certificate) -> bool:
+    key = issuer.public_key()
+    known = isinstance(key, ec.EllipticCurvePublicKey | rsa.RSAPublicKey | ed25519.Ed25519PublicKey)
+    return found.issuer == issuer.subject and known and found.is_signature_valid(key)

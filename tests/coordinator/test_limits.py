@@ -198,7 +198,7 @@ def test_limits_that_make_no_sense_are_refused() -> None:
     for wrong in ({"message_mib": 0}, {"connections": 0}, {"requests_per_second": 0.5}):
         with pytest.raises(ValueError, match=str(next(iter(wrong)))):
             SecuritySection(**wrong)
-    for half in ({"cert": "a"}, {"client_cert": "a"}, {"client_ca": "a"}, {"key": "a"}):
+    for half in ({"cert": "a"}, {"client_cert": "a"}, {"client_ca": "a"}, {"client_crl": "a"}, {"key": "a"}):
         with pytest.raises(ValueError, match=r"go together|needs c"):
             msgspec.structs.replace(SecuritySection(), **half)
 

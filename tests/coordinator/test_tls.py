@@ -18,6 +18,7 @@ from elasticd.codec.message import encode
 from elasticd.config.credentials import Credentials, credentials, server_context
 from elasticd.config.security import SecuritySection
 from elasticd.config.tree import ConfigError
+from elasticd.coordinator.auth import Access
 from elasticd.wire.coordinator import AgentHello
 from tests.certificates import Authority
 from tests.coordinator.agents import until
@@ -101,6 +102,53 @@ def test_certificate_is_renewed_without_a_restart(tmp_path: Path) -> None:
             assert (await ask(coordinator, "/livez", client(later))).status_code == 200
 
     asyncio.run(body())
+
+
+def test_certificate_that_is_revoked_is_not_taken_and_its_connections_end(tmp_path: Path) -> None:
+    async def body() -> None:
+        authority, others = Authority(tmp_path), Authority(tmp_path, "others")
+        pairs = {name: authority.client(name, "agent") for name in ("alpha", "beta")}
+        known = {
+            name: credentials(SecuritySection(ca=authority.ca, client_cert=pair.cert, client_key=pair.key))
+            for name, pair in pairs.items()
+        }
+        section = msgspec.structs.replace(
+            encrypted(authority), client_ca=authority.ca, client_crl=authority.revoked()
+        )
+        async with (
+            secured(section) as coordinator,
+            link(coordinator, known["alpha"]) as alpha,
+            link(coordinator, known["beta"]) as beta,
+        ):
+            for name, socket in (("alpha", alpha), ("beta", beta)):
+                await socket.send(encode(AgentHello(record=node_record(name))))
+            await until(lambda: {"alpha", "beta"} <= coordinator.leading.state.nodes.keys())
+            authority.revoked(pairs["alpha"])
+            coordinator.reconfigure(coordinator.config)
+            await asyncio.wait_for(alpha.wait_closed(), 60)
+            with pytest.raises(InvalidStatus, match="401"):
+                async with link(coordinator, known["alpha"]):
+                    pass
+            assert coordinator.leading.state.nodes["beta"].connected
+            Path(others.revoked(pairs["beta"])).replace(f"{authority.ca}.crl")
+            coordinator.reconfigure(coordinator.config)  # of another authority: it changes nothing
+            assert coordinator.leading.state.nodes["beta"].connected
+            with pytest.raises(InvalidStatus, match="401"):
+                async with link(coordinator, known["alpha"]):
+                    pass
+
+    asyncio.run(body())
+
+
+def test_revocation_list_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
+    authority, others = Authority(tmp_path), Authority(tmp_path, "others")
+    for path, why in (
+        (others.revoked(), "no CA in client_ca has signed"),
+        (authority.ca, "no revocation list"),
+    ):
+        section = msgspec.structs.replace(encrypted(authority), client_ca=authority.ca, client_crl=path)
+        with pytest.raises(ConfigError, match=why):
+            Access.read(section)
 
 
 def test_command_says_what_is_wrong_with_tls(tmp_path: Path) -> None:
