@@ -17,11 +17,16 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http import h11_impl
 
 from elasticd.system.front_door import GUEST, FrontDoor, Guest
 
-_HttpBase: Any = AutoHTTPProtocol
+#: By name: where httptools is installed uvicorn would take that, whose limits are others.
+_HttpBase: Any = h11_impl.H11Protocol
+#: Bytes that are parsed in one go. A head that has more is refused, also where it comes at once.
+PARSED_TOGETHER = 16 << 10
+#: Pieces of a request's body: each costs the event loop some microseconds, however small it is.
+MOST_PIECES = 1024
 #: Seconds between two lines about bytes that are no request: any stranger can send them.
 INVALID_SECONDS = 60.0
 
@@ -42,6 +47,24 @@ _next_line = -math.inf
 _requests_log = logging.getLogger("uvicorn.error.requests")
 _requests_log.setLevel(logging.WARNING)
 _requests_log.addFilter(_is_due)
+
+
+def _bounded(next_event: Callable[[], Any]) -> Callable[[], Any]:
+    """The events of a connection. Raises h11's RemoteProtocolError for a body in too many pieces."""
+    pieces = 0
+
+    def bounded() -> Any:
+        nonlocal pieces
+        event = next_event()
+        if isinstance(event, h11_impl.h11.Data):
+            pieces += 1
+        elif isinstance(event, h11_impl.h11.Request):
+            pieces = 0
+        if pieces > MOST_PIECES:
+            raise h11_impl.h11.RemoteProtocolError("the body comes in too many pieces")
+        return event
+
+    return bounded
 
 
 class Server(uvicorn.Server):
@@ -126,6 +149,15 @@ def limited_http(
         ws_protocol_class: Any
         _silent: asyncio.TimerHandle | None = None
         _unread: asyncio.TimerHandle | None = None
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.conn.next_event = _bounded(self.conn.next_event)
+
+        def data_received(self, data: bytes) -> None:
+            for start in range(0, len(data), PARSED_TOGETHER):
+                if not self.transport.is_closing():
+                    super().data_received(data[start : start + PARSED_TOGETHER])
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             self.logger = _requests_log

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import h11
+import httpx2
 import msgspec
 import pytest
 
@@ -209,6 +211,55 @@ def test_bytes_that_are_no_request_fill_no_log(
 
     asyncio.run(body())
     assert caplog.text.count("Invalid HTTP request") == 1
+
+
+@pytest.mark.parametrize("what", ["body in many pieces", "long head", "many headers"])
+def test_request_that_costs_the_loop_much_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Bytes of one stranger, a quarter of a MiB at once: each piece of a body is an event of its own."""
+    head, size, parsed = b"POST /v1/config HTTP/1.1\r\nhost: a\r\n", 256 << 10, 0
+    said = {
+        "body in many pieces": head + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * (size // 6),
+        "long head": head + b"a:" + b"b" * size + b"\r\n\r\n",
+        "many headers": head + b"a:b\r\n" * (size // 5) + b"\r\n",
+    }[what]
+    next_event = h11.Connection.next_event
+
+    def counted(self: h11.Connection) -> object:
+        nonlocal parsed
+        event = next_event(self)
+        parsed += 1 if isinstance(event, h11.Data) else len(getattr(event, "headers", ()))
+        return event
+
+    monkeypatch.setattr(h11.Connection, "next_event", counted)
+
+    async def body() -> None:
+        async with secured(tokens(tmp_path)) as coordinator:
+            host, port = coordinator.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(said)
+            with contextlib.suppress(ConnectionError):
+                answer = await asyncio.wait_for(reader.read(), 60)
+                assert answer[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 401", b"HTTP/1.1 413"), answer
+            writer.close()
+            await everything_is_answered(coordinator, bearer(OPERATOR), bearer(ALPHA))
+
+    asyncio.run(body())
+    assert parsed < 2 * http_connections.MOST_PIECES
+
+
+def test_body_in_some_pieces_is_taken(tmp_path: Path) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in b'{"values": {"policy.paused": true}, "by": "alice"}':
+            yield bytes([piece])
+
+    async def body() -> None:
+        async with secured(tokens(tmp_path)) as coordinator, httpx2.AsyncClient(timeout=60) as client:
+            url, headers = f"{coordinator.url}/v1/config", bearer(OPERATOR).headers()
+            assert (await client.post(url, content=pieces(), headers=headers)).status_code == 200
+
+    asyncio.run(body())
 
 
 def test_limit_of_connections_counts_those_that_showed_a_token(tmp_path: Path) -> None:
