@@ -173,5 +173,6 @@ def revoked_serials(lists: bytes, authorities: bytes) -> frozenset[int]:
 
 def _signed_by(found: x509.CertificateRevocationList, issuer: x509.Certificate) -> bool:
     key = issuer.public_key()
-    known = isinstance(key, ec.EllipticCurvePublicKey | rsa.RSAPublicKey | ed25519.Ed25519PublicKey)
-    return found.issuer == issuer.subject and known and found.is_signature_valid(key)
+    if not isinstance(key, ec.EllipticCurvePublicKey | rsa.RSAPublicKey | ed25519.Ed25519PublicKey):
+        return False
+    return found.issuer == issuer.subject and found.is_signature_valid(key)

@@ -23,6 +23,7 @@ from elasticd.system.front_door import GUEST, FrontDoor, Guest
 
 #: By name: where httptools is installed uvicorn would take that, whose limits are others.
 _HttpBase: Any = h11_impl.H11Protocol
+_h11: Any = vars(h11_impl)["h11"]
 #: Bytes that are parsed in one go. A head that has more is refused, also where it comes at once.
 PARSED_TOGETHER = 16 << 10
 #: Pieces of a request's body: each costs the event loop some microseconds, however small it is.
@@ -56,12 +57,12 @@ def _bounded(next_event: Callable[[], Any]) -> Callable[[], Any]:
     def bounded() -> Any:
         nonlocal pieces
         event = next_event()
-        if isinstance(event, h11_impl.h11.Data):
+        if isinstance(event, _h11.Data):
             pieces += 1
-        elif isinstance(event, h11_impl.h11.Request):
+        elif isinstance(event, _h11.Request):
             pieces = 0
         if pieces > MOST_PIECES:
-            raise h11_impl.h11.RemoteProtocolError("the body comes in too many pieces")
+            raise _h11.RemoteProtocolError("the body comes in too many pieces")
         return event
 
     return bounded
