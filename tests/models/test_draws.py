@@ -214,6 +214,32 @@ def test_draws_of_all_generators_are_the_same_again_and_leave_the_scripts_own_al
     assert_equal(*runs)
 
 
+def test_backward_passes_are_cut_into_sections_once_one_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what is drawn is keyed by section from then on."""
+    calls, backward = 0, torch.autograd.backward
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        backward(*args, **kwargs)
+
+    class Late(Noisy):
+        draws = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if self.draws else Block.forward(self, x)
+
+    made, counts = engine(training(Whole(Late))), []
+    monkeypatch.setattr(torch.autograd, "backward", counted)
+    for step in range(4):
+        monkeypatch.setattr(Late, "draws", step == 2)
+        before = calls
+        made.step(step, lambda: 0)
+        counts.append(calls - before)
+    sections = LAYERS + 2
+    assert counts == [sections + 7, 8, 1 + 7 * sections, 8 * sections]
+
+
 class Drawn(Block):
     """Draws by each kind of generator, and by a dropout that has a key."""
 

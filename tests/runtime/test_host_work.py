@@ -2,19 +2,107 @@
 
 from __future__ import annotations
 
-from typing import cast
+import threading
+from collections import Counter
+from dataclasses import replace
+from typing import Any, cast
 
+import pytest
+import torch
+from elasticd_planner.spec.plan import Plan
+from torch import nn
+
+from elasticd.models import Decoder
+from elasticd.models.decoder import initial
 from elasticd.runtime.comm.groups import PlanGroups
-from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, run_threads
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.model import Model
 from tests.runtime.test_engine import engine_on
-from tests.runtime.test_parity import make_recipe, plan_of, stage
+from tests.runtime.test_parity import CONFIG, make_recipe, plan_of, stage
+
+ALONE = plan_of((8, [stage(0, 6, ("a/0", 1))]))
+SECTIONS = 8  # of the model: embedding, six blocks, head
 
 
-def test_nothing_of_ours_is_hooked_to_a_section_alone_on_its_parameters() -> None:
+def untied() -> Recipe:
+    """Of a model whose head has a weight of its own."""
+    with torch.device("meta"):
+        decoder, tied = Decoder(CONFIG), Decoder(CONFIG).describe()
+        decoder.head.output.weight = nn.Parameter(torch.empty_like(decoder.embed.tokens.weight))
+    model = Model(
+        name="untied",
+        embed=decoder.embed,
+        blocks=list(decoder.blocks),
+        head=decoder.head,
+        width=CONFIG.width,
+        init=initial,
+        rules=tied.rules,
+        units=tied.units,
+    )
+    return replace(make_recipe(), model=model)
+
+
+def test_nothing_of_ours_is_hooked_to_a_section_of_a_device_that_shares_none() -> None:
     memory = cast(PlanGroups, MemoryPlanGroups(MemoryWorld(), "a/0"))
-    engine = engine_on(memory, make_recipe(), plan_of((8, [stage(0, 6, ("a/0", 1))])))
+    engine = engine_on(memory, make_recipe(), ALONE)
     for step in range(4):
         engine.step(step, lambda: 0)
     tables = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_hooks")
     for section, module in engine.local.modules.items():
         assert not any(getattr(module, table) for table in tables), section
+
+
+def backward_calls(recipe: Recipe, plan: Plan, steps: int = 4) -> list[list[int]]:
+    """Of each step the calls of torch.autograd.backward, by rank."""
+
+    def worker(memory: MemoryPlanGroups) -> list[int]:
+        engine = engine_on(memory, recipe, plan)
+        assert engine.runner is not None
+        counts: list[int] = []
+        for step in range(steps):
+            before = calls[threading.get_ident()]
+            engine.step(step, lambda: 0)
+            counts.append(calls[threading.get_ident()] - before)
+        return counts
+
+    calls, backward = Counter[int](), torch.autograd.backward
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        calls[threading.get_ident()] += 1
+        backward(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd, "backward", counted)
+        counts = run_threads(plan.members, worker)
+    return [counts[device] for device in plan.members]
+
+
+def test_a_micro_batch_is_one_backward_call_on_a_device_alone() -> None:
+    ((_, *steady),) = backward_calls(untied(), ALONE)
+    assert steady == [8] * 3
+
+
+def test_the_last_micro_batch_is_cut_into_sections_where_gradients_are_summed_with_others() -> None:
+    plan = plan_of((5, [stage(0, 6, ("a/0", 1))]), (3, [stage(0, 6, ("b/0", 1))]))
+    (_, *mine), (_, *theirs) = backward_calls(untied(), plan)
+    assert (mine, theirs) == ([5 - 1 + SECTIONS] * 3, [3 - 1 + SECTIONS] * 3)
+
+
+def test_stages_of_a_pipeline_alone_on_their_parameters_make_one_backward_call_each() -> None:
+    plan = plan_of((8, [stage(0, 3, ("a/0", 1)), stage(3, 6, ("b/0", 1))]))
+    for _, *steady in backward_calls(untied(), plan):
+        assert steady == [8] * 3
+
+
+def test_blocks_that_recompute_are_one_backward_call_each() -> None:
+    recipe = untied()
+    some = replace(recipe.parallelism, recompute=lambda layer: layer in (1, 4))
+    ((_, *steady),) = backward_calls(replace(recipe, parallelism=some), ALONE)
+    assert steady == [8 * 5] * 3, "embedding and block 0, block 1, blocks 2 and 3, block 4, block 5 and head"
+
+
+def test_a_tied_parameter_adds_its_terms_one_after_the_other() -> None:
+    """As by sections: a graph with both uses would add them to each other first, and round otherwise."""
+    ((_, *steady),) = backward_calls(make_recipe(), ALONE)
+    assert steady == [8 * 2] * 3

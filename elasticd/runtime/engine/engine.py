@@ -218,6 +218,7 @@ class Engine:
                 telemetry=self._telemetry,
                 pace=pace,
                 on_section_done=self._section_done,
+                sums_begin=self.reducer.begins,
                 slices=self.slices,
             )
 

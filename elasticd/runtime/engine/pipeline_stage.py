@@ -1,18 +1,21 @@
 """The forward and backward passes of one device: the micro-batches of a step through its stage of a pipeline.
 
-Sections (embedding, blocks, head) are separated in the autograd graph. So the backward pass of each is run,
-timed and paced by itself, and its gradients can be reduced while those of the sections before it are still
-being computed.
+A pass of a chunk is one autograd graph, so that a micro-batch costs the host one backward call. Where somebody
+waits for a part of it, sections (embedding, blocks, head) are separated in the graph, and the backward pass of
+each is run by itself: in the last micro-batch of a step on a device that reduces gradients with others, whose
+sums begin as sections end; where blocks recompute their activations; where an emulated device paces them; and
+where backward passes draw random numbers, which are keyed by section. The first pass of a plan is separated,
+too: it shows whether one draws, and fails where a section detaches its output.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from elasticd_planner.cost.schedule import Pass
@@ -23,6 +26,7 @@ from elasticd_planner.layout.stage_order import AHEAD, Act, acts_of_rows, at_onc
 from elasticd_planner.spec.batch import BatchRow, MicroBatch, ids_of, passes_of_rows
 from elasticd_planner.spec.plan import Pipeline, Place, Plan
 from torch import Tensor
+from torch.autograd.grad_mode import set_multithreading_enabled
 
 from elasticd.runtime.comm.communicators import Peers
 from elasticd.runtime.comm.running_group import OneDevice, running
@@ -46,7 +50,7 @@ from elasticd.runtime.model.bundle import (
 )
 from elasticd.runtime.model.local_model import LocalModel
 from elasticd.runtime.model.model import Loss
-from elasticd.runtime.model.rng import EVALUATION
+from elasticd.runtime.model.rng import EVALUATION, Draws, watching
 from elasticd.runtime.model.validation import sum_and_count
 from elasticd.runtime.parallel.context_parallel import ContextParallel
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
@@ -55,29 +59,43 @@ from elasticd.runtime.telemetry.step_times import SequenceHere, Telemetry
 from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
 
 #: (kind of pass, tokens, share of the TP group, time at its begin, seconds of communication in it, sum over
-#: tokens of the length of their sequence) -> time at its end. On an emulated device it sleeps.
+#: tokens of the length of their sequence) -> time at its end. On an emulated device it sleeps. One whose
+#: `emulates` is false is not called.
 Pace = Callable[[str, int, float, float, float, float], float]
+
+#: Steps of a plan whose backward passes are all watched for draws, and how often later ones are.
+_FIRST, _SELDOM = 3, 100
 
 _Stage = TypeVar("_Stage", PrevStage, NextStage)
 BorderOf = Callable[[Pipeline, Place, str], Border]
+
+
+class _Segment(NamedTuple):
+    """Consecutive sections of a pass that are one autograd graph."""
+
+    sections: Sequence[str]
+    entered: Bundle | None  #: what the first of them was called with, as leaves; None: a batch
+    out: Bundle
 
 
 @dataclass
 class _MicroBatchState:
     """What the backward pass of a micro-batch through a chunk needs of its forward pass."""
 
-    tokens: int
-    length: int  #: of its samples, in tokens; of a packed row, of all its pieces
-    squares: float  #: the sum over its tokens of the length of their sequence
     ids: Sequence[int]  #: what the ledger has of it, as it came with the activation
-    segments: list[tuple[str, Bundle, Bundle]] = field(default_factory=list)  #: section, its input, its output
+    tokens: int = 0
+    length: int = 0  #: of its samples, in tokens; of a packed row, of all its pieces
+    squares: float = 0.0  #: the sum over its tokens of the length of their sequence
+    start: float = 0.0  #: when the pass of a block began, by perf_counter
+    received: Bundle | None = None  #: of the stage before; None: the chunk begins with the embedding
+    segments: list[_Segment] = field(default_factory=list)
     loss: Tensor | None = None  #: sum over targets; None: not the last stage
     targets: float | Tensor = 0
 
     @property
     def output(self) -> Bundle:
-        """What the last section has given so far."""
-        return self.segments[-1][2]
+        """What the last section has given."""
+        return self.segments[-1].out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,17 +103,42 @@ class _Chunk:
     """Consecutive sections that a micro-batch passes through at once; an interleaved stage has several."""
 
     passes: dict[str, Callable[..., Any]]  #: by section
+    graphs: list[list[str]]  #: the sections that can be one autograd graph together
     before: PrevStage | None  #: None: the chunk begins with the embedding
     after: NextStage | None  #: None: the chunk ends with the head
 
     @cached_property
-    def blocks(self) -> dict[str, Callable[..., Any]]:
-        """Passes of the blocks by section, without embedding and head."""
-        return {name: passed for name, passed in self.passes.items() if name.startswith("blocks.")}
+    def separate(self) -> list[list[str]]:
+        """Each section by itself."""
+        return [[section] for section in self.passes]
 
 
-def _chunks(recipe: Recipe, plan: Plan, local: LocalModel, peers: Peers) -> list[_Chunk]:
-    """The chunks of this device's stage in their order, each with its connections to the adjacent stages."""
+def _graphs(sections: Sequence[str], local: LocalModel, alone: Collection[str]) -> list[list[str]]:
+    """The sections of a chunk that can be one autograd graph together. Of those of a graph one alone uses a
+    parameter: the terms of its gradient are added one after the other, in the order of the sections.
+
+    Args:
+        sections: of the chunk.
+        local: their modules.
+        alone: sections that need a graph of their own.
+    """
+    graphs: list[list[str]] = []
+    used: set[int] = set()
+    for section in sections:
+        mine = {id(parameter) for parameter in local.modules[section].parameters()}
+        if not graphs or section in alone or graphs[-1][-1] in alone or used & mine:
+            graphs.append([])
+            used = set()
+        graphs[-1].append(section)
+        used |= mine
+    return graphs
+
+
+def _chunks(
+    recipe: Recipe, plan: Plan, local: LocalModel, peers: Peers, alone: Collection[str]
+) -> list[_Chunk]:
+    """The chunks of this device's stage in their order, each with its connections to the adjacent stages.
+    alone: sections that need an autograd graph of their own."""
     model, me = recipe.model, peers.everyone.me
     place = plan.places[me]
     pipeline, stage = plan.pipeline(place), plan.stage(place)
@@ -128,7 +171,8 @@ def _chunks(recipe: Recipe, plan: Plan, local: LocalModel, peers: Peers) -> list
         names = [f"blocks.{layer}" for layer in range(start, stop)]
         names = ["embed"] * (prev is None) + names + ["head"] * (next_ is None)
         passes = {name: local.passes[name] for name in names}
-        chunks.append(_Chunk(passes=passes, before=prev, after=next_))
+        graphs = _graphs(names, local, alone)
+        chunks.append(_Chunk(passes=passes, graphs=graphs, before=prev, after=next_))
     return chunks
 
 
@@ -192,6 +236,7 @@ class StageRunner:
         telemetry: Telemetry,
         pace: Pace,
         on_section_done: Callable[[str], None],
+        sums_begin: bool = True,
         slices: TokenSlices | None = None,
     ) -> None:
         """
@@ -204,6 +249,7 @@ class StageRunner:
             telemetry: measures passes.
             pace: called after every pass of a block; slows an emulated device down.
             on_section_done: called with a section when all gradients that this device adds to it are there.
+            sums_begin: it begins sums of gradients with other devices.
             slices: of the tokens that blocks are on; None: they are on all. All tokens pass between stages.
         """
         self._slices = slices
@@ -223,7 +269,10 @@ class StageRunner:
             peers.everyone.plan_groups.stopwatch,
             pace,
         )
-        self._on_section_done, self._seed = on_section_done, recipe.seed
+        self._on_section_done, self._seed, self._sums_begin = on_section_done, recipe.seed, sums_begin
+        self._steps, self._draws = 0, False  # of the plan; a backward pass draws random numbers
+        self._begun: set[int] = set()  # the chunks that a backward pass has gone through
+        self._paced = True  # an emulated device paces the blocks of this step
         self._schedule, self._precision, self._scale = recipe.schedule, recipe.precision, 1.0
         self._accelerator = recipe.accelerator
         place = plan.places[peers.everyone.me]
@@ -237,7 +286,7 @@ class StageRunner:
         elif recipe.parallelism.compile:
             warn_of_slices()
         self._recomputed = recomputed_blocks(stage, recipe.recomputed, local)
-        self._chunks = _chunks(recipe, plan, local, peers)
+        self._chunks = _chunks(recipe, plan, local, peers, self._recomputed)
         self._context = _context(recipe, plan, peers)
         alone = len(stage.devices) == 1
         channel = Channel("tensor", stage.devices)
@@ -264,7 +313,9 @@ class StageRunner:
         self._sums_wait = sums_wait(rows, self._lane, len(self._chunks))
         if self._context is not None:
             self._context.begin_step()
-        with running(self._group), self._drawing.kept():
+        # torch hands a backward pass on an accelerator to another thread, which takes longer than the pass.
+        calling = nullcontext() if self._accelerator.immediate else set_multithreading_enabled(False)
+        with running(self._group), self._drawing.kept(), calling:
             expected = [entries(micro, packed=bool(rows)) for micro in micro_batches]
             return self._run(expected, micro_batches, scale)
 
@@ -293,6 +344,8 @@ class StageRunner:
         self, expected: Sequence[Sequence[int]], micro_batches: Sequence[MicroBatch], scale: float
     ) -> Passed:
         self._scale, self._batch = scale, None
+        self._paced = getattr(self._pace, "emulates", True)
+        self._steps += torch.is_grad_enabled()
         self._made.clear()
         count = len(micro_batches)
         acts = self._acts(count)
@@ -321,7 +374,9 @@ class StageRunner:
                 if act.kind == "backward":
                     self._backward(act, alive.pop((number, index)), chunk, last=act is last.get(number))
                 else:
-                    state, counted = self._forward(act, micro_batches[index], expected[index], chunk)
+                    ends = number in last and last[number].micro_batch == index
+                    graphs = chunk.separate if self._separate(number, last=ends) else chunk.graphs
+                    state, counted = self._forward(act, micro_batches[index], expected[index], chunk, graphs)
             passed += 1
             self._post_headers(order[passed + AHEAD : passed + 1 + AHEAD], expected)
             if act.kind == "backward":
@@ -422,56 +477,120 @@ class StageRunner:
             self._telemetry.named(batch)
         self._batch = converted(batch, self._accelerator.put)
 
+    def _separate(self, number: int, *, last: bool) -> bool:
+        """Whether each section of a pass is to be an autograd graph by itself.
+
+        Args:
+            number: the chunk's.
+            last: no other backward pass of the step goes through it.
+        """
+        if not torch.is_grad_enabled() or number not in self._begun:
+            return True
+        return self._paced or self._draws or self._drawing.drew is not None or (last and self._sums_begin)
+
     def _forward(
-        self, act: Act, micro: MicroBatch, expected: Sequence[int], chunk: _Chunk
+        self,
+        act: Act,
+        micro: MicroBatch,
+        expected: Sequence[int],
+        chunk: _Chunk,
+        graphs: Sequence[Sequence[str]],
     ) -> tuple[_MicroBatchState, float | Tensor]:
-        telemetry, ids, index = self._telemetry, expected, act.micro_batch
+        telemetry, index = self._telemetry, act.micro_batch
+        state = _MicroBatchState(ids=expected)
         if chunk.before is None:
             self._read(micro, chunk)
         batch: Any = self._batch
         self._batch = None
+        x: Any = batch
         if chunk.before is not None:
-            x, ids = chunk.before.activation(index)
+            x, state.ids = chunk.before.activation(index)
             telemetry.mark()
-            x = self._cut(x)
+            state.received = x = self._cut(x)
+            self._worked(state, micro, chunk, x)
         else:
             telemetry.mark()
-            self._stopwatch.where.at(FORWARD)
-            x = chunk.passes["embed"](self._precision.entering(batch) if self._precision else batch)
-            telemetry.passed("embed")
-        samples, length = sizes(x)
-        if self._slices is not None:
-            length = self._slices.length
-        sequences = self._sequences(micro, samples, length)
-        squares = sum(here.tokens * here.length for here in sequences)
-        state = _MicroBatchState(tokens=samples * length, length=length, squares=squares, ids=ids)
-        state.segments.append(("embed", x, x))
-        if chunk is self._chunks[0]:
-            telemetry.worked(state.tokens, self._layers, self._share, sequences)
-        start = time.perf_counter()
-        for section, passed in chunk.blocks.items():
-            communicated = self._stopwatch.inside
-            x = self._segment(state, section, passed, x)
-            start = self._end_pace("forward", state, start, communicated)
-        telemetry.passed("forward")
+            x = self._precision.entering(batch) if self._precision else batch
+        for sections in graphs:
+            x = self._segment(state, micro, chunk, sections, x)
         counted: float | Tensor = 0
         if chunk.after is None:
-            logits = self._segment(state, "head", chunk.passes["head"], x)
-            logits = self._precision.leaving(logits) if self._precision else logits
-            self._stopwatch.where.at(LOSS)
-            with self._drawing.keyed("loss"):  # every member of the last stage computes it
-                state.loss, counted = sum_and_count(self.loss(logits, batch))
-            if isinstance(counted, Tensor) and counted.device.type == "cpu":
-                counted = counted.item()
-            state.targets = counted
-            if _none(counted):  # a loss that was made of a mean is NaN here
-                state.loss = torch.zeros_like(state.loss)
+            counted = self._loss_of(state, x, batch)
             telemetry.passed("head")
         else:
+            telemetry.passed("forward")
             x = self._joined(x)
-            chunk.after.announce(index, x, ids)
+            chunk.after.announce(index, x, state.ids)
             self._made[act] = [tensor.detach() for tensor in tensors(x)]
         return state, counted
+
+    def _worked(self, state: _MicroBatchState, micro: MicroBatch, chunk: _Chunk, x: Bundle) -> None:
+        """Counts the tokens of a micro-batch, now that its activation is here."""
+        samples, state.length = sizes(x)
+        if self._slices is not None:
+            state.length = self._slices.length
+        sequences = self._sequences(micro, samples, state.length)
+        state.tokens = samples * state.length
+        state.squares = sum(here.tokens * here.length for here in sequences)
+        if chunk is self._chunks[0]:
+            self._telemetry.worked(state.tokens, self._layers, self._share, sequences)
+        state.start = time.perf_counter()
+
+    def _segment(
+        self, state: _MicroBatchState, micro: MicroBatch, chunk: _Chunk, sections: Sequence[str], x: Any
+    ) -> Bundle:
+        """A forward pass of consecutive sections as one autograd graph."""
+        self._stopwatch.where.at(FORWARD)
+        entered, first = (None if sections[0] == "embed" else entering(x)), 0
+        x = x if entered is None else entered
+        for place, section in enumerate(sections):
+            if place > first and not self._border(x, section):
+                state.segments.append(_Segment(sections[first:place], entered, x))
+                entered, first = entering(x), place
+                x = entered
+            elif place > first and not isinstance(x, Tensor):
+                x = dict(x)  # as `entering` does
+            if section == "head":
+                self._telemetry.passed("forward")
+            communicated = self._stopwatch.inside if self._paced else 0.0
+            passed = self._recomputed[section].forward if section in self._recomputed else chunk.passes[section]
+            x = passed(x)
+            if section == "embed":
+                self._telemetry.passed("embed")
+                self._worked(state, micro, chunk, x)
+            elif section != "head" and self._paced:
+                self._end_pace("forward", state, communicated)
+        state.segments.append(_Segment(sections[first:], entered, x))
+        return cast(Bundle, x)
+
+    def _border(self, x: Bundle, section: str) -> bool:
+        """Has a backward pass tell at an activation, which enters a section, what it computed until there.
+
+        Returns:
+            Whether the graph may go on: by one tensor that needs a gradient. Of several each has a gradient, if
+            only zeros, and where there is none (all is frozen up to here) torch's reentrant checkpoints would
+            lose the gradients of their parameters: the section gets leaves then.
+        """
+        needing = [tensor for tensor in tensors(x) if tensor.requires_grad]
+        if len(needing) != 1:
+            return False
+        if section in ("blocks.0", "head"):
+            kind = "head" if section == "head" else "backward"
+            needing[0].register_hook(lambda _: self._telemetry.passed(kind))
+        return True
+
+    def _loss_of(self, state: _MicroBatchState, output: Bundle, batch: Any) -> float | Tensor:
+        """Computes the loss of a micro-batch. Returns the count of its targets."""
+        logits = self._precision.leaving(output) if self._precision else output
+        self._stopwatch.where.at(LOSS)
+        with self._drawing.keyed("loss"):  # every member of the last stage computes it
+            state.loss, counted = sum_and_count(self.loss(logits, batch))
+        if isinstance(counted, Tensor) and counted.device.type == "cpu":
+            counted = counted.item()
+        state.targets = counted
+        if _none(counted):  # a loss that was made of a mean is NaN here
+            state.loss = torch.zeros_like(state.loss)
+        return counted
 
     def _sequences(self, micro: MicroBatch, samples: int, length: int) -> list[SequenceHere]:
         """What telemetry counts of a micro-batch: its pieces, or its samples padded to a length."""
@@ -491,75 +610,72 @@ class StageRunner:
         """A tensor shaped as what came of `x` at the other stage."""
         return x if self._slices is None else self._slices.blank(single(x), state.length)
 
-    def _segment(self, state: _MicroBatchState, section: str, passed: Callable[..., Any], x: Bundle) -> Bundle:
-        self._stopwatch.where.at(FORWARD)
-        entered = entering(x)
-        run = self._recomputed[section].forward if section in self._recomputed else passed
-        out: Bundle = run(entered)
-        state.segments.append((section, entered, out))
-        return out
-
     def _backward(self, act: Act, state: _MicroBatchState, chunk: _Chunk, *, last: bool) -> None:
         """One backward pass. `last`: no other one of the step goes through the chunk, and sums may begin."""
-        telemetry, where = self._telemetry, self._stopwatch.where
-        where.at(BACKWARD)
+        telemetry = self._telemetry
+        self._stopwatch.where.at(BACKWARD)
         if self._slices is not None:
             self._slices.length = state.length
-        first, *rest = state.segments
-        given: Gradients
-        if state.loss is not None:
-            section, entered, out = rest.pop()
-            telemetry.mark()
-            with self._drawing.keyed(f"{section}, backward"):
-                if _none(state.targets):  # no sample of it has a target: nothing is added to any gradient
-                    backward(out, nothing(out))
-                else:
-                    torch.autograd.backward(state.loss, torch.full_like(state.loss, self._scale))
-            telemetry.passed("head")
-            given = gradients(entered)
-            if last:
-                self._on_section_done(section)
-                telemetry.mark()
-        else:
+        grads: Gradients = None
+        if state.loss is None:
             assert chunk.after is not None
-            given = chunk.after.gradient(act.micro_batch)
-            telemetry.mark()
-            if self._slices is not None:
-                given = self._slices.cut(single(given))
-        start = time.perf_counter()
-        while rest:
-            section, entered, out = rest.pop()
-            where.at(BACKWARD)
+            grads = chunk.after.gradient(act.micro_batch)
+        telemetry.mark()
+        if state.loss is None and self._slices is not None:
+            grads = self._slices.cut(single(grads))
+        state.start = time.perf_counter()
+        while state.segments:
+            segment = state.segments.pop()
+            section = segment.sections[0]
+            self._stopwatch.where.at(BACKWARD)
             if section in self._recomputed:
-                communicated = self._stopwatch.inside
-                out = self._recomputed[section].recompute(entered)
-                start = self._end_pace("forward", state, start, communicated)
-                telemetry.passed("recompute")
-            communicated = self._stopwatch.inside
-            with self._drawing.keyed(f"{section}, backward"):
-                backward(out, given)
-            start = self._end_pace("backward", state, start, communicated)
-            given = gradients(entered)
-            if last or self._recomputed or not rest:
-                telemetry.passed("backward")
+                segment = self._recompute(state, segment)
+            communicated = self._stopwatch.inside if self._paced else 0.0
+            self._backward_of(state, segment, grads)
+            if self._paced and section.startswith("blocks."):
+                self._end_pace("backward", state, communicated)
+            grads = None if segment.entered is None else gradients(segment.entered)
+            telemetry.passed(section if section in ("embed", "head") else "backward")
             if last:
-                self._on_section_done(section)
-                start = time.perf_counter()
+                for left in reversed(segment.sections):
+                    self._on_section_done(left)
+                state.start = time.perf_counter()
                 telemetry.mark()
-        section, _, out = first
-        if chunk.before is not None:
+        self._begun.add(act.chunk)
+        if state.received is not None:
+            out = state.received
             if self._slices is not None:
-                grad = torch.zeros_like(single(out)) if given is None else single(given)
-                out, given = self._like(out, state), self._slices.join(grad)
-            self._made[act] = gradient_messages(out, given)
-            return
-        if any(x.requires_grad for x in tensors(out)):  # it may be frozen
-            with self._drawing.keyed(f"{section}, backward"):
-                backward(out, given)
-            telemetry.passed("embed")
-        if last:
-            self._on_section_done("embed")
+                grad = torch.zeros_like(single(out)) if grads is None else single(grads)
+                out, grads = self._like(out, state), self._slices.join(grad)
+            self._made[act] = gradient_messages(out, grads)
 
-    def _end_pace(self, kind: str, state: _MicroBatchState, start: float, communicated: float) -> float:
+    def _recompute(self, state: _MicroBatchState, segment: _Segment) -> _Segment:
+        """The segment of a block that recomputes its activations, with its autograd graph."""
+        (section,), entered = segment.sections, segment.entered
+        assert entered is not None
+        communicated = self._stopwatch.inside
+        out = self._recomputed[section].recompute(entered)
+        if self._paced:
+            self._end_pace("forward", state, communicated)
+        self._telemetry.passed("recompute")
+        return segment._replace(out=out)
+
+    def _backward_of(self, state: _MicroBatchState, segment: _Segment, grads: Gradients) -> None:
+        """The backward pass of a segment; `grads`: of its output, which a loss has none of."""
+        watches = self._steps <= _FIRST or self._steps % _SELDOM == 0
+        draws = watching() if watches else nullcontext(Draws())
+        with self._drawing.keyed(f"{segment.sections[-1]}, backward"), draws as drawn:
+            if segment.sections[-1] != "head":
+                if segment.entered is not None or any(x.requires_grad for x in tensors(segment.out)):
+                    backward(segment.out, grads)
+            elif _none(state.targets):  # no sample of it has a target: nothing is added to any gradient
+                backward(segment.out, nothing(segment.out))
+            else:
+                assert state.loss is not None
+                torch.autograd.backward(state.loss, torch.full_like(state.loss, self._scale))
+        self._draws = self._draws or drawn.drew
+
+    def _end_pace(self, kind: str, state: _MicroBatchState, communicated: float) -> None:
+        """Slows a pass of a block, which began at `state.start`, down to an emulated speed."""
         spent = self._stopwatch.inside - communicated
-        return self._pace(kind, state.tokens, self._share, start, spent, state.squares)
+        state.start = self._pace(kind, state.tokens, self._share, state.start, spent, state.squares)

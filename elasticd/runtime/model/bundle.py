@@ -3,10 +3,10 @@
 A section gives one tensor or a mapping of named tensors. The next section is called with just that. So a block
 returns all that later sections need: `{**bundle, "hidden": x}`. A name that it leaves out is gone after it.
 
-Sections are separated in the autograd graph. What one made enters the next as new leaves, and the backward pass
-of the one begins with the gradients of those leaves. A single tensor always has a gradient. Of named tensors
-those have one that require it where they were made. The others (integers, masks, floats of no parameter) only
-ride along. A gradient that nobody gave is zero.
+Where sections are separated in the autograd graph, what one made enters the next as new leaves, and the
+backward pass of the one begins with the gradients of those leaves. A single tensor always has a gradient. Of
+named tensors those have one that require it where they were made. The others (integers, masks, floats of no
+parameter) only ride along. A gradient that nobody gave is zero.
 
 Between two stages at least one gradient goes back for each activation, as with a single tensor: it tells the
 stage before that its activation has arrived. Where none is needed (all parameters up to here are frozen), that

@@ -312,7 +312,7 @@ def watching() -> Iterator[Draws]:
     tell, and the answer is no: hold `STATES` around it to be sure."""
     changes, before, draws = _changes, states(), Draws()
     yield draws
-    draws.drew = changes == _changes and states() != before
+    draws.drew = states() != before and changes == _changes  # in this order: others seed meanwhile
 
 
 @contextmanager

@@ -104,6 +104,11 @@ class GradientReducer:
         self._begin()
 
     @property
+    def begins(self) -> bool:
+        """Whether there are sums that begin as sections end."""
+        return bool(self._queue)
+
+    @property
     def sums(self) -> Iterator[tuple[Channel, int, torch.dtype]]:
         """All that it launches in a step: channels, numbers of elements, types."""
         for bucket in self._queue:

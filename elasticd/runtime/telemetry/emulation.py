@@ -24,6 +24,11 @@ class Pacer:
         self.paced = 0
         self.overruns = 0
 
+    @property
+    def emulates(self) -> bool:
+        """Whether this device is another one than it is."""
+        return self.pace != EmulatedSpeed()
+
     def __call__(
         self, kind: str, tokens: int, share: float, start: float, communicated: float, squares: float = 0.0
     ) -> float:
