@@ -258,6 +258,12 @@ def test_what_does_not_fit_the_module_is_named(options: dict[str, Any], message:
         elasticd.from_module(plain_gpt.GPT(CONFIG), **{"blocks": "h", "example": EXAMPLE, **options})
 
 
+def test_a_compiled_module_is_refused_with_what_compiles_the_blocks() -> None:
+    module: Any = torch.compile(plain_gpt.GPT(CONFIG))
+    with pytest.raises(ModelError, match=r"compiled by torch\.compile: .*ParallelismOptions\(compile=True\)"):
+        elasticd.from_module(module, blocks="h", example=EXAMPLE)
+
+
 def test_a_module_on_the_meta_device_is_described_without_memory() -> None:
     with torch.device("meta"):
         module, example = plain_gpt.GPT(CONFIG), {"idx": torch.zeros(2, 5, dtype=torch.long)}

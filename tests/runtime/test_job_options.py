@@ -13,6 +13,7 @@ import torch
 from elasticd_planner.spec.packed_sequences import PackedSequences
 from elasticd_planner.spec.sample_packing import linear_of
 from torch import nn
+from torch.utils.data import DataLoader
 
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
@@ -225,6 +226,9 @@ _SGD = torch.optim.SGD([_WEIGHT], lr=1.0)
     ("wrong", "message"),
     [
         ({"model": nn.Linear(2, 2)}, r"model is of type Linear: give elasticd\.from_module"),
+        ({"model": nn.Linear}, r"model is the class Linear itself: give"),
+        ({"dataset": DataLoader([1, 2])}, r"dataset is of type DataLoader: give dataset=loader\.dataset"),
+        ({"dataset": _Unindexed}, r"dataset is the class _Unindexed itself, without a length"),
         ({"optimizer": _SGD}, r"optimizer is of type SGD: .*optimizer=lambda named: torch\.optim\.AdamW"),
         ({"optimizer": None}, r"optimizer is of type NoneType: "),
         (
@@ -235,7 +239,18 @@ _SGD = torch.optim.SGD([_WEIGHT], lr=1.0)
         ({"dataset": _Unindexed()}, r"dataset is of type _Unindexed, without a length .*elasticd\.Stream"),
         ({"dataset": []}, "dataset is empty"),
     ],
-    ids=["module", "optimizer", "no optimizer", "scheduler", "splits", "iterable", "empty"],
+    ids=[
+        "module",
+        "class",
+        "loader",
+        "dataset class",
+        "optimizer",
+        "no optimizer",
+        "scheduler",
+        "splits",
+        "iterable",
+        "empty",
+    ],
 )
 def test_arguments_as_a_plain_script_has_them_are_refused_with_what_to_write(
     wrong: Any, message: str, made: list[Job]

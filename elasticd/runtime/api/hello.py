@@ -18,6 +18,7 @@ from elasticd_planner.spec.plan_checks import check_batch, check_model
 from elasticd_planner.spec.sample_packing import linear_of
 from elasticd_planner.spec.sequence_lengths import Lengths
 from elasticd_planner.value import Invalid
+from torch.utils.data import DataLoader
 
 from elasticd.records import JobSpec
 from elasticd.runtime.accelerator import Accelerator
@@ -65,7 +66,7 @@ def check_arguments(
     """
     if not isinstance(model, Model):
         raise TypeError(
-            f"model is of type {type(model).__name__}: give elasticd.from_module(model, blocks=...), for a "
+            f"model is {_kind(model)}: give elasticd.from_module(model, blocks=...), for a "
             "model of transformers elasticd.from_hf(model), or elasticd.Model(embed=..., blocks=..., head=...)"
         )
     if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
@@ -88,13 +89,24 @@ def check_arguments(
     if isinstance(dataset, Mapping):
         names = ", ".join(map(repr, dataset))
         raise TypeError(f"dataset is a {type(dataset).__name__} with {names}: give one of them, dataset[...]")
+    if isinstance(dataset, DataLoader):
+        raise TypeError(
+            "dataset is of type DataLoader: give dataset=loader.dataset with global_batch=, and its collate_fn "
+            "as DataOptions(collate=...); the job draws the order of the samples"
+        )
     if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            f"dataset is of type {type(dataset).__name__}, without a length or without [index]: give one that "
+            f"dataset is {_kind(dataset)}, without a length or without [index]: give one that "
             "has both, or elasticd.Stream(dataset=dataset, tokens=...) for one that is read in order"
         )
     if not len(dataset):
         raise ValueError("dataset is empty: it must hold at least one sample")
+
+
+def _kind(given: object) -> str:
+    return (
+        f"the class {given.__name__} itself" if isinstance(given, type) else f"of type {type(given).__name__}"
+    )
 
 
 def check_optimizer(recipe: Recipe) -> ScriptOptimizer | None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.model.rng import STATES, kept_states
-from elasticd.runtime.model.validation import ModelError
+from elasticd.runtime.model.validation import ModelError, refuse_wrapper
 
 __all__ = ["from_module"]
 
@@ -57,6 +57,7 @@ def from_module(
     Raises:
         ModelError: forward does something else than that; the message names what, and what to do.
     """
+    refuse_wrapper("the module", module)
     layers = _layers(module, blocks)
     call = _Call(module, inputs)
     watched = _watch(module, layers, call, example)

@@ -61,6 +61,18 @@ def sum_and_count(returned: Any) -> tuple[Tensor, float | Tensor]:
     )
 
 
+def refuse_wrapper(path: str, module: nn.Module) -> None:
+    """Refuses a module that torch.compile or another way of parallelism has wrapped.
+
+    Raises:
+        ModelError: what to give instead.
+    """
+    for kind in type(module).__mro__:
+        said = _WRAPS.get(kind.__qualname__)
+        if said is not None and kind.__module__.startswith("torch."):
+            raise ModelError(f"{path} is {said}")
+
+
 def refuse_module(path: str, module: nn.Module) -> None:
     """Refuses a module that no layout, or not every layout, can train exactly.
 
@@ -71,10 +83,7 @@ def refuse_module(path: str, module: nn.Module) -> None:
     Raises:
         ModelError: why it cannot be trained, and what to do instead.
     """
-    for kind in type(module).__mro__:
-        said = _WRAPS.get(kind.__qualname__)
-        if said is not None and kind.__module__.startswith("torch."):
-            raise ModelError(f"{path} is {said}")
+    refuse_wrapper(path, module)
     if isinstance(module, _STATISTICS):
         raise ModelError(
             f"{path} is a {type(module).__name__}: its statistics are those of a micro-batch, and running ones "
