@@ -52,7 +52,7 @@ def test_each_plan_is_told_once_and_every_callback_hears_in_order() -> None:
             heard.append((self.name, "step", step.index))
 
     training: Any = SimpleNamespace(
-        _loop=SimpleNamespace(index=0),
+        _loop=SimpleNamespace(index=0, garbage=SimpleNamespace(release=lambda: None)),
         _callbacks=(Noted("a"), Noted("b"), Callback()),
         _where=shared(),
         _announced=None,
