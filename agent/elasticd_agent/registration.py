@@ -5,6 +5,9 @@ lost lease, since the store's calls block. The node's key is also the proof that
 
 A key that the store refuses, for its size or for want of a permission, is named in the log and tried again,
 ever more seldom: etcd's limits and roles may be changed. No other key waits for it.
+
+A request whose answer never came may be made later, by an etcd that was frozen, behind a newer one. So its key
+is looked at again for some minutes, and brought to what it is to be.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from elasticd.store.lease import LeaseKeeper
 from elasticd.store.protocol import (
     KeyValue,
     LeaseLost,
+    OutcomeUnknown,
     Store,
     StoreError,
     StoreRefused,
@@ -36,6 +40,9 @@ from elasticd_agent.internal_errors import outlived
 _RETRY = (0.25, 2.0)
 _RETRY_REFUSED = (1.0, 30.0)
 _POLL_SECONDS = 0.2
+#: Seconds between looks at a key of which an answer never came, doubled from the first to the second, which is
+#: the last.
+_LOOKS = (1.0, 256.0)
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +61,14 @@ class _Refused:
     pause: Backoff = field(default_factory=lambda: Backoff(*_RETRY_REFUSED))
 
 
+@dataclass(kw_only=True, slots=True)
+class _Doubt:
+    """A key that an earlier request may change still, and when it is looked at next."""
+
+    seconds: float  # between the last look and the next
+    again: float
+
+
 class Registrar:
     """`claim` the node's key, then `start`; `failed(reason)` comes from the thread if it is lost for good."""
 
@@ -68,6 +83,7 @@ class Registrar:
         #: What the store has of us, by key; None while that is in doubt.
         self._written: dict[str, bytes | None] = {}
         self._refused: dict[str, _Refused] = {}
+        self._doubts: dict[str, _Doubt] = {}
         self._told: dict[str, Callable[[str], None]] = {}
         self._keeper: LeaseKeeper | None = None
         self._lease = 0
@@ -158,22 +174,39 @@ class Registrar:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self._wake.wait(self._until_refused())
+            self._wake.wait(self._until_due())
             self._wake.clear()
             pause = Backoff(*_RETRY)
             while not self._stop.is_set() and not self._settle():
                 self._stop.wait(pause.next())
 
-    def _until_refused(self) -> float | None:
-        """Seconds until a key that was refused is tried again; None where there is none."""
-        again = min((refused.again for refused in self._refused.values()), default=None)
+    def _until_due(self) -> float | None:
+        """Seconds until a key that was refused is tried again, or one in doubt looked at; None where there is
+        none."""
+        again = min((each.again for each in (*self._refused.values(), *self._doubts.values())), default=None)
         return None if again is None else max(0.0, again - time.monotonic())
+
+    def _look(self) -> None:
+        """Looks at the keys that a request without an answer may have changed by now. Raises StoreError."""
+        for key, doubt in list(self._doubts.items()):
+            if time.monotonic() < doubt.again:
+                continue
+            item = self._store.get(key)
+            value = item.value if item is not None and item.lease == self._lease else None
+            if value != self._written.get(key) or (value is None) != (item is None):
+                self._written[key] = None
+            if doubt.seconds >= _LOOKS[1]:
+                del self._doubts[key]
+            else:
+                doubt.seconds *= 2
+                doubt.again = time.monotonic() + doubt.seconds
 
     def _settle(self) -> bool:
         """Bring the store to what is wanted; False when that must be tried again."""
         try:
             if self._keeper is not None and self._keeper.lost:
                 self._reclaim()
+            self._look()
             with self._lock:
                 wanted = dict(self._wanted)
             for key in [*((self._written.keys() | self._refused.keys()) - wanted.keys()), *wanted]:
@@ -213,6 +246,9 @@ class Registrar:
                 self._store.delete(key)
             else:
                 self._store.put(key, value, self._lease)
+        except OutcomeUnknown:
+            self._doubts[key] = _Doubt(seconds=_LOOKS[0], again=time.monotonic() + _LOOKS[0])
+            raise
         except StoreReplaced:
             raise  # it refuses all that is ours, as the lease's keeper says
         except (StoreRefused, StoreTooLarge, ValueError, TypeError) as error:  # the last two: it is no key

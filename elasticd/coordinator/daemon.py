@@ -26,7 +26,6 @@ from elasticd.coordinator.api_types import ClusterStatus, LeaderStatus
 from elasticd.coordinator.auth import Access, CallerProof
 from elasticd.coordinator.election import CannotLead, Deposed, Term
 from elasticd.coordinator.events.event_pages import Pages
-from elasticd.coordinator.events.trusted_time import newest_of
 from elasticd.coordinator.garbage_collector import collecting
 from elasticd.coordinator.http.app import application
 from elasticd.coordinator.http.response_encoder import Viewers
@@ -39,8 +38,10 @@ from elasticd.coordinator.store_transactions import Ledger
 from elasticd.coordinator.store_writer import (
     WriteConflict,
     Writer,
+    aged,
     in_restart_mode,
     ranks,
+    read_times,
     restart_ends,
     stored,
 )
@@ -234,7 +235,8 @@ class Coordinator:
         try:
             pages = Pages(self.keys, term.journal.items)
             kept = [*pages.restored()]
-            jobs = stored(self.keys, term.jobs.items, newest_of(kept))
+            jobs = stored(self.keys, term.jobs.items)
+            times = read_times(jobs, kept, time.time())
             restarted = ranks(self.keys, term.jobs.items)
             ended = restart_ends(self.keys, term.jobs.items)
             ledger = Ledger(self.keys, self._store.limits, known)
@@ -244,9 +246,15 @@ class Coordinator:
             changes = changed.of(self.config, self.keys, term.config.items)
         except ConfigError as error:
             raise CannotLead(str(error)) from error
-        state = takeover(term.leadership.term, jobs, self._settings, time.monotonic())
-        chaos, cluster = self.config.chaos.enabled, self.config.cluster.name
-        leading = Leading(state, chaos=chaos, cluster=cluster, failed=self.fail, planner=self._planner)
+        state = takeover(term.leadership.term, aged(jobs, times), self._settings, time.monotonic())
+        leading = Leading(
+            state,
+            chaos=self.config.chaos.enabled,
+            cluster=self.config.cluster.name,
+            failed=self.fail,
+            planner=self._planner,
+            stamp=times.stamp,
+        )
         leading.writer = Writer(
             *(self._store, self._executor, term.leadership, self.keys, ledger),
             told=leading.tell,

@@ -139,7 +139,10 @@ class Leading:
         failed: Callable[[Exception], None],
         planner: tuple[str, ...] = COMMAND,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+        stamp: float | None = None,
     ) -> None:
+        """stamp: unix seconds at which it takes over, as far as that is trusted (`events.trusted_time`)."""
         self.state = state
         self.journal = Journal(term=state.epoch)
         self.metrics = LeaderMetrics(cluster)
@@ -158,7 +161,8 @@ class Leading:
         self._pages: Pages | None = None
         self.chaos = chaos
         self._failed = failed
-        self._clock = clock
+        self._clock, self._wall = clock, wall
+        self._stamp = stamp if stamp is not None else wall()
         self._room = BootstrapRoom(MOST_STORED)
         self._stores: dict[str, BootstrapStore] = {}
         self._away_since = self._away_seconds = 0.0
@@ -241,7 +245,12 @@ class Leading:
             return
         lines = self.journal.new(MOST_EVENTS, MOST_STEPS)
         if lines is not None:
+            lines = msgspec.structs.replace(lines, stamp=self._stamp_now())
             self.writer.put(self._pages.written(lines))
+
+    def _stamp_now(self) -> float:
+        """Unix seconds by a clock that nobody sets, and that goes on from leader to leader."""
+        return self._stamp + self._clock() - self._began
 
     def _reported(self, up: FromClient, report: Report) -> None:
         """Only a worker of the job makes its steps."""
@@ -249,7 +258,7 @@ class Leading:
         known = self.state.jobs.get(job)
         if known is None or known.worker(up.device, up.incarnation) is None:
             return
-        gain = self.journal.report(job, report, time.time(), up.incarnation)
+        gain = self.journal.report(job, report, self._wall(), up.incarnation)
         if self.feed:
             self.feed.measured(job, report.measurement)
             if report.loss is not None or report.tokens is not None:
@@ -267,7 +276,7 @@ class Leading:
         known = self.state.jobs.get(up.job)
         if known is None or known.worker(up.device, up.incarnation) is None:
             return
-        step = self.journal.finished(up.job, said, time.time())
+        step = self.journal.finished(up.job, said, self._wall())
         if step is not None and self.feed:
             self.feed.stepped(up.job, step)
 
@@ -275,7 +284,7 @@ class Leading:
         """Into the journal, which is written to etcd, and the log."""
         if self.journal.repeats(note):
             return
-        event = self.journal.tell(note, time.time())
+        event = self.journal.tell(note, self._wall())
         if note.job and note.kind in FOLLOWED:
             data = {**note.data, "page": self.pages_shown.of(note.job)}
             self.connections.happened(Happened(job=note.job, kind=note.kind, text=note.text, data=data))
@@ -304,7 +313,7 @@ class Leading:
         elif isinstance(effect, CoordinatorSend):
             self.connections.send(effect.node, effect.message)
         elif isinstance(effect, Write):
-            self._put(_dated(effect))
+            self._put(_dated(effect, self._stamp_now()))
             self._drop_keys(effect)
             if effect.forget:
                 self._forget(effect.job)
@@ -582,7 +591,7 @@ class Leading:
         async with self._changing:
             before = self.changes
             try:
-                changes = before.changed(asked, time.time(), by)
+                changes = before.changed(asked, self._wall(), by)
             except ConfigError as error:
                 raise ApiError("invalid", str(error)) from error
             if why := self.writer.refusal(changes.history[-1]):
@@ -792,7 +801,7 @@ class Leading:
             store_away=self.store_away,
             chaos=self.chaos,
             at=self.now(),
-            now=time.time(),
+            now=self._wall(),
         )
 
     def _shown(self) -> Settings:
@@ -812,7 +821,7 @@ class Leading:
             agents=len(self.connections),
             store_away=self.store_away,
             clocks=self.journal.readings,
-            now=time.time(),
+            now=self._wall(),
             at=self.now(),
             listeners=len(self.feed),
             restarts=status.restarting(tuple(self.restarts.values()), self._clock()),
@@ -828,10 +837,10 @@ class Leading:
         self.apply(Paced(device=device, factor=factor))
 
 
-def _dated(write: Write) -> Write:
+def _dated(write: Write, at: float) -> Write:
     """With the time in a record of a job's end, or of a wish for it, which the machine has no clock for."""
     records = tuple(
-        msgspec.structs.replace(record, at=time.time())
+        msgspec.structs.replace(record, at=at)
         if isinstance(record, DoneRecord | StopRecord | RestartEndRecord)
         else record
         for record in write.records

@@ -21,7 +21,8 @@ import msgspec
 from elasticd_planner.value import StoredValue
 
 from elasticd.codec.record_parts import Shelf
-from elasticd.coordinator.events.trusted_time import ReadTimes
+from elasticd.coordinator.events.event_log import Lines
+from elasticd.coordinator.events.trusted_time import ReadTimes, newest_of, stamp_of
 from elasticd.coordinator.store_transactions import (
     MOST_TOGETHER,
     Asked,
@@ -323,20 +324,29 @@ def restart_ends(keys: Keys, items: Iterable[KeyValue]) -> dict[str, RestartEndR
     }
 
 
-def stored(keys: Keys, items: Iterable[KeyValue], newest: float = 0.0) -> list[Stored]:
-    """Every job in a snapshot of the jobs' prefix; `newest` is the newest time (unix seconds) that leaders
-    wrote elsewhere, by which the ages of ends and wishes are checked. Raises `msgspec.DecodeError` with the key
-    of a record that this program cannot read."""
+def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:
+    """Every job in a snapshot of the jobs' prefix, without the ages of ends and wishes (`aged`). Raises
+    `msgspec.DecodeError` with the key of a record that this program cannot read."""
     jobs: dict[str, dict[str, KeyValue]] = {}
     shelf = Shelf(keys.jobs)
     for item in items:
         job, _, part = item.key.removeprefix(keys.jobs).partition("/")
         if not shelf.take(item.key, item.value) and not keys.note_unknown(item.key):
             jobs.setdefault(job, {})[part] = item
-    found = [_stored(job, parts, shelf) for job, parts in sorted(jobs.items()) if _decided(parts)]
-    written = [record.at for one in found for record in (one.done, one.stop) if record is not None]
-    times = ReadTimes.of(time.time(), (newest, *written))
-    return [_aged(one, times) for one in found]
+    return [_stored(job, parts, shelf) for job, parts in sorted(jobs.items()) if _decided(parts)]
+
+
+def read_times(jobs: Iterable[Stored], pages: Sequence[Lines], wall: float) -> ReadTimes:
+    """The times by which a new leader reckons the ages of these jobs' records, after these pages of the
+    journal, where its machine's clock says `wall` (unix seconds)."""
+    written = [record.at for job in jobs for record in (job.done, job.stop) if record is not None]
+    stamp = stamp_of(pages)
+    return ReadTimes.of(wall, written if stamp else (newest_of(pages), *written), stamp)
+
+
+def aged(jobs: Iterable[Stored], times: ReadTimes) -> list[Stored]:
+    """These jobs with the ages of their ends and of wishes to stop them."""
+    return [_aged(job, times) for job in jobs]
 
 
 def _aged(job: Stored, times: ReadTimes) -> Stored:

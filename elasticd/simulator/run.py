@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from elasticd_planner.spec.cluster import Node as NodeShape
+
 from elasticd.machines.job.state.events import SLOWDOWN_KINDS, CoordinatorNote
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobSettings
 from elasticd.records import Keys
@@ -90,7 +92,7 @@ class Simulation:
             starved=lambda device: self.script.starve(device),
             recovered=self._recovered,
         )
-        self.nodes = [Node(node, self.worker_group, self._up, self._refused) for node in self.cluster.nodes]
+        self.nodes = [self._built(node) for node in self.cluster.nodes]
         self._node = {node.name: node for node in self.nodes}
         self.settings = JobSettings(
             detect=scenario.detect,
@@ -139,6 +141,9 @@ class Simulation:
         self.operator.start()
         self.script.begin()
         self.engine.run(self._ended)
+
+    def _built(self, shape: NodeShape) -> Node:
+        return Node(shape, self.worker_group, self._up, self._refused)
 
     # -- beginning and end ---------------------------------------------------------------------------------
 

@@ -64,6 +64,7 @@ def started(store: MemoryStore) -> Iterator[Registrar]:
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registrars, "_RETRY", (0.01, 0.01))
     monkeypatch.setattr(registrars, "_RETRY_REFUSED", (0.01, 0.01))
+    monkeypatch.setattr(registrars, "_LOOKS", (0.01, 60.0))
 
 
 def test_a_key_that_is_too_large_for_the_store_is_named_and_the_others_are_written(
@@ -189,3 +190,55 @@ def test_a_defect_does_not_end_the_thread_that_keeps_the_keys(monkeypatch: pytes
         registrar.hold(SMALL, b"x", told.append)
         until(lambda: told)
     assert (told, failed) == ([""], [1])
+
+
+class Thawing(MemoryStore):
+    """An etcd that froze with a request: `hold` has the next one wait, `thaw` makes it."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryServer())
+        self.held: list[tuple[tuple[Compare, ...], Sequence[Op]]] | None = None
+
+    def hold(self) -> None:
+        self.held = []
+
+    def transact(self, compares: Iterable[Compare], then: Sequence[Op]) -> TransactResult:
+        if self.held == []:
+            self.held.append((tuple(compares), then))
+            raise OutcomeUnknown("no answer in time")
+        return super().transact(compares, then)
+
+    def thaw(self) -> None:
+        assert self.held
+        (request,), self.held = self.held, None
+        super().transact(*request)
+
+
+def value_of(store: MemoryStore) -> bytes | None:
+    item = store.get(SMALL)
+    return item.value if item is not None else None
+
+
+@pytest.mark.parametrize("first", [b"before", None])
+@pytest.mark.parametrize("then", [b"after", None])
+def test_a_request_that_a_frozen_etcd_makes_late_is_made_up_for(
+    first: bytes | None, then: bytes | None
+) -> None:
+    """The first change is made once the second one was, which the agent knows to be there."""
+    store = Thawing()
+    with started(store) as registrar:
+
+        def want(value: bytes | None) -> None:
+            if value is None:
+                registrar.release(SMALL)
+            else:
+                registrar.hold(SMALL, value)
+            until(lambda: value_of(store) == value)
+
+        want(b"at first")
+        store.hold()
+        want(first)
+        want(then)
+        store.thaw()
+        assert value_of(store) == first
+        until(lambda: value_of(store) == then)

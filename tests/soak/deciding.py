@@ -6,15 +6,19 @@ at one that was replaced and does not know. Each answer is noted. Where it says 
 store must have it then, and so must each leader that follows; where it says that nothing was changed, the store
 must never have it.
 
+Users ask by the coordinator's own HTTP application (`tests.soak.front_door`), and are told by its statuses.
+Agents keep their keys by their own `Registrar` (`tests.soak.registering`). Wall clocks of leaders are wrong by
+up to years, and jump: what is kept of jobs that ended is deleted by nobody but users.
+
 In one simulation of three a node lies: its agent says what it likes about the workers of other nodes, in any
-words and with values that nobody means.
+words and with values that nobody means. In one of five the store takes small requests alone.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -22,10 +26,11 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.config.tree import Config
 from elasticd.coordinator import live_config
-from elasticd.coordinator.api_types import ApiError
+from elasticd.coordinator.events.event_pages import Pages
 from elasticd.coordinator.leader import UNCHANGED, Leading
 from elasticd.coordinator.store_transactions import Ledger
-from elasticd.coordinator.store_writer import Writer
+from elasticd.coordinator.store_writer import Writer, aged, read_times
+from elasticd.machines.agent.state import AgentDrained
 from elasticd.machines.coordinator import message_checks
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import (
@@ -35,29 +40,46 @@ from elasticd.machines.job.state.events import (
     Effect,
     Event,
     RequestPlan,
+    Stored,
 )
 from elasticd.machines.job.state.job_state import OVER
 from elasticd.records import ConfigRecord, DoneRecord, StopRecord, decode_at, encode
 from elasticd.simulator.cluster.leader import SimulatedLeader
+from elasticd.simulator.cluster.nodes import Node, NodeShape
+from elasticd.simulator.engine import EventEngine
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.run import KEYS, Simulation
 from elasticd.simulator.scenarios.scenario import Scenario
 from elasticd.store.leader import LeadershipLost
 from elasticd.store.memory import MemoryStore
-from elasticd.store.protocol import Put, WatchEvent, WatchItem
-from elasticd.wire.coordinator import AgentHello, FromClient, ToClient, ToLeader
+from elasticd.store.protocol import Limits, Put, WatchEvent, WatchItem
+from elasticd.wire.coordinator import AgentHello, Drain, FromClient, ToClient, ToLeader
 from elasticd.wire.rendezvous import Join, Leave
 from elasticd.wire.worker import Hello
 from tests.machines.hostile import Hostile
 from tests.soak.engine_loop import EngineLoop, StoreThread
-from tests.soak.faulty_store import FaultyStore, StoreFaults
+from tests.soak.faulty_store import CALM, FaultyStore, StoreFaults
+from tests.soak.front_door import FrontDoor
+from tests.soak.registering import RegisteredNode, on_simulated_time, unlike
+from tests.soak.virtual_threads import VirtualThreads
 
 #: Jobs of before, which users have forgotten.
 OLD_JOBS = tuple(f"old-{number}" for number in range(12))
+#: What is kept in the store of users' decisions; an agent has its drain in its node's record, a checkpoint is
+#: asked for once.
+KEPT = ("config", "forget", "stop")
 #: Seconds between two questions of users, at most.
 ASKING_SECONDS = 6.0
 #: Seconds for which a leader that was replaced stands still before it goes on, at most.
 FROZEN_SECONDS = 20.0
+#: Unix seconds at which a simulation begins, and those after which a job that ended is forgotten.
+BEGAN, KEPT_SECONDS = 1.8e9, 7 * 86_400.0
+#: Seconds by which the wall clocks of leaders are wrong.
+WRONG_SECONDS = (0.0, 0.0, -3600.0, 3600.0, 8 * 86_400.0, 4000 * 86_400.0, -4000 * 86_400.0)
+#: Seconds for which an agent's process stands still, at most, and between two such.
+STANDS_SECONDS, BETWEEN_SECONDS = 12.0, 20.0
+#: Bytes of a request that the store takes, in simulations that have a small one.
+SMALL_REQUEST = 24 << 10
 
 
 class Call(msgspec.Struct, kw_only=True):
@@ -67,6 +89,8 @@ class Call(msgspec.Struct, kw_only=True):
     about: str  # the value, or the job
     by: str  # the user, another one in each call
     term: int  # of the leader that was asked
+    seconds: float = 0.0  # of "stop": for a last checkpoint
+    at: float = 0.0  # seconds of simulated time
     answer: str = "none"  # "ok", "unchanged", "unknown" (it may be made), "refused", "none"
 
 
@@ -75,12 +99,21 @@ class DecidingLeading(Leading):
 
     def __init__(self, state: CoordinatorState, leader: WritingLeader) -> None:
         self._leader = leader
-        super().__init__(state, chaos=False, failed=leader.failed, clock=leader.loop.time)
+        super().__init__(
+            state,
+            chaos=False,
+            failed=leader.failed,
+            clock=leader.loop.time,
+            wall=leader.wall_time,
+            stamp=leader.times.stamp,
+        )
 
     def _execute(self, effect: Effect) -> None:
         if isinstance(effect, CoordinatorSend):
             if isinstance(effect.message, ToClient):
                 self._leader.send(effect.node, effect.message)
+            elif isinstance(effect.message, Drain) and self._leader.alive:
+                self._leader.drain(effect.node, effect.message.on)
         elif isinstance(effect, RequestPlan | CancelPlan):
             self._leader.plan(effect)
         else:
@@ -92,22 +125,32 @@ class DecidingLeading(Leading):
 
 
 class WritingLeader(SimulatedLeader):
-    """A simulated leader that writes as the daemon does. `wrong` hears what must not be."""
+    """A simulated leader that writes as the daemon does. `wrong` hears what must not be; `drain` takes an order
+    to a node's agent."""
 
     leading: DecidingLeading | None = None
     turned_away = 0  # messages that a node had no say in
 
     def __init__(
-        self, *args: Any, faults: StoreFaults, draw: random.Random, wrong: list[str], **options: Any
+        self,
+        *args: Any,
+        faults: StoreFaults,
+        draw: random.Random,
+        wrong: list[str],
+        drain: Callable[[str, bool], None],
+        **options: Any,
     ) -> None:
-        self._draw, self._wrong = draw, wrong
+        self._draw, self._wrong, self.drain = draw, wrong, drain
+        self._wrong_seconds = draw.choice(WRONG_SECONDS)
+        self.engine: EventEngine = args[0]
         super().__init__(*args, **options)
         engine, server = self._engine, self._store.server
+        engine.after(draw.uniform(0.0, 30.0), self._jump)
         self.loop = EngineLoop(engine)
         self.store = FaultyStore(server, engine, faults, draw)
         items = self._store.snapshot(self._keys.config).items
         jobs = self._store.snapshot(self._keys.jobs).items
-        self._ledger = Ledger(self._keys, self._store.limits, (*jobs, *items))
+        self._ledger = Ledger(self._keys, self._store.limits, (*jobs, *items, *self._journal))
         leading = DecidingLeading(self._state, self)
         leading.writer = Writer(
             self.store,
@@ -120,9 +163,10 @@ class WritingLeader(SimulatedLeader):
             failed=self.failed,
             wrote=leading.wrote,
         )
-        self.leading = leading
+        self.leading, self.door = leading, FrontDoor(leading)
         leading.follow(live_config.of(_file(self._state), self._keys, items), "as changed while running")
-        self._writes = self.loop.create_task(leading.writer.run())
+        leading.keep(self._pages, self._kept)
+        self._tasks = [self.loop.create_task(task) for task in (leading.writer.run(), leading.keeping())]
 
     @property
     def state(self) -> CoordinatorState:
@@ -131,6 +175,22 @@ class WritingLeader(SimulatedLeader):
     @state.setter
     def state(self, state: CoordinatorState) -> None:
         self._state = state
+
+    def _read(self, jobs: list[Stored]) -> list[Stored]:
+        """As the daemon does, after what the journal has."""
+        self._journal = self._store.snapshot(self._keys.journal).items
+        self._pages = Pages(self._keys, self._journal)
+        self._kept = [*self._pages.restored()]
+        self.times = read_times(jobs, self._kept, self.wall_time())
+        return aged(jobs, self.times)
+
+    def wall_time(self) -> float:
+        """Unix seconds by its machine's clock."""
+        return BEGAN + self.engine.now() + self._wrong_seconds
+
+    def _jump(self) -> None:
+        """Its machine's clock is set, right or wrong."""
+        self._wrong_seconds = self._draw.choice(WRONG_SECONDS)
 
     def heard(self, node: str, message: ToLeader) -> None:
         """Takes what the daemon's door lets in."""
@@ -193,24 +253,50 @@ class Deciding(Simulation):
         self._draw = random.Random(f"{scenario.seed}/users")
         self._faults = faults or StoreFaults()
         self._old = list(OLD_JOBS)
+        self._registered: list[RegisteredNode] = []
         self.calls: list[Call] = []
         self.wrong: list[str] = []
         self.stored: set[str] = set()  # users whose decisions the store has, or had
         self.fates: Counter[str] = Counter()
         self.writing: list[WritingLeader] = []
         super().__init__(scenario, planner=planner)
+        if scenario.seed % 5 == 0:
+            self.server.limits = Limits(request_bytes=SMALL_REQUEST)
         MemoryStore(self.server).watch(KEYS.root, self.first_revision, self._stored)
 
     def run(self) -> None:
         self.engine.after(self._draw.uniform(0.5, ASKING_SECONDS), self._ask)
+        self.engine.after(self._draw.uniform(0.5, BETWEEN_SECONDS), self._stand)
         if self.scenario.seed % 3 == 0:
             self.engine.after(self._draw.uniform(2.0, 10.0), self._lie)
-        super().run()
-        self.settle()
+        with on_simulated_time(self._threads, random.Random(f"{self.scenario.seed}/pauses")):
+            try:
+                super().run()
+                self.settle()
+            finally:
+                for node in self._registered:
+                    node.power_off()
+
+    def _built(self, shape: NodeShape) -> Node:
+        """A node whose agent keeps its keys."""
+        if not self._registered:
+            self._threads = VirtualThreads(self.engine)
+        draw = random.Random(f"{self.scenario.seed}/agent/{shape.name}")
+        # A client sends each request once; a leader's writes hold against more than that.
+        faults = msgspec.structs.replace(self._faults, repeated=0.0)
+        store = FaultyStore(self.server, self.engine, faults, draw)
+        node = RegisteredNode(
+            shape, self.worker_group, self._up, self._refused, threads=self._threads, store=store
+        )
+        store.cut = lambda: node.apart
+        self._registered.append(node)
+        return node
 
     def settle(self) -> None:
         """Nothing more is asked, and what is under way comes to its end; then all answers are checked."""
-        self._faults = StoreFaults(lost=0, unanswered=0, late=0, repeated=0, away=0)
+        self._faults = CALM
+        for store in (*(node.store for node in self._registered), *(leader.store for leader in self.writing)):
+            store.faults = CALM
         end = self.engine.now() + 60.0
         self.engine.call_at(end, lambda: None)
         self.engine.run(lambda: self.engine.now() >= end)
@@ -224,12 +310,15 @@ class Deciding(Simulation):
             elif call.answer == "unchanged" and call.by in self.stored:
                 self.wrong.append(f"{call.by} was told that nothing was changed, and the store had {call.what}")
         self.wrong += [error for leader in self.writing for error in leader.loop.errors]
+        self.wrong += self._threads.errors
+        self.wrong += unlike(self.server, self._registered)
 
     # -- leaders -------------------------------------------------------------------------------------------
 
     def _elected(self) -> SimulatedLeader:
         if not self.writing:
             self._plant()
+        self.server.full = False  # else no leader could come before an operator freed space
         leader = WritingLeader(
             self.engine,
             self.server,
@@ -242,6 +331,7 @@ class Deciding(Simulation):
             faults=self._faults,
             draw=random.Random(f"{self.scenario.seed}/store/{len(self._leaders)}"),
             wrong=self.wrong,
+            drain=self._drain,
         )
         self._leaders.append(leader)
         self.writing.append(leader)
@@ -254,8 +344,13 @@ class Deciding(Simulation):
         """Jobs that ended before the first leader came."""
         store = MemoryStore(self.server)
         for job in OLD_JOBS:
-            store.transact((), (Put(KEYS.job(job, "done"), encode(DoneRecord(step=3, epoch=0))),))
+            done = DoneRecord(step=3, epoch=0, at=BEGAN - 60.0)
+            store.transact((), (Put(KEYS.job(job, "done"), encode(done)),))
         self.first_revision = self.server.revision + 1
+
+    def _drain(self, name: str, on: bool) -> None:
+        node = self._node[name]
+        self._later(lambda: node.emit(AgentDrained(on=on)) if node.linked else None)
 
     def _stored(self, item: WatchItem) -> None:
         """Notes whose decision came into the store."""
@@ -264,7 +359,10 @@ class Deciding(Simulation):
         if item.kind == "delete":
             job, _, part = item.key.removeprefix(KEYS.jobs).partition("/")
             if job in OLD_JOBS and part == "done":
-                self.stored |= {call.by for call in self.calls if (call.what, call.about) == ("forget", job)}
+                asked = {call.by for call in self.calls if (call.what, call.about) == ("forget", job)}
+                self.stored |= asked
+                if not asked:
+                    self.wrong.append(f"{job} was deleted, which nobody had asked for")
         elif item.key.startswith(f"{KEYS.config}-history/"):
             self.stored.add(decode_at(item.key, item.item.value, ConfigRecord).by)
         elif item.key.endswith("/stop"):
@@ -280,14 +378,22 @@ class Deciding(Simulation):
             return
         self.engine.after(self._draw.uniform(0.2, ASKING_SECONDS), self._ask)
         leader = self._draw.choice(self.writing[-2:])
-        what = self._draw.choices(("config", "forget", "stop"), (6, 4, 0.3))[0]
+        what = self._draw.choices(("config", "forget", "stop", "checkpoint", "drain"), (6, 4, 0.3, 1, 2))[0]
         number = len(self.calls)
         if what == "forget" and not self._old:
             return
-        about = {"config": str(1000 + number), "stop": self.operator.job}
+        job, node = self.operator.job, self.nodes[-1].name
+        about = {"config": str(1000 + number), "stop": job, "checkpoint": job, "drain": node}
         if what == "forget":  # each by one user
             about["forget"] = self._old.pop()
-        call = Call(what=what, about=about[what], by=f"user-{number}", term=leader.state.epoch)
+        call = Call(
+            what=what,
+            about=about[what],
+            by=f"user-{number}",
+            term=leader.state.epoch,
+            seconds=self._draw.choice((0.0, 5.0, 600.0)),
+            at=self.engine.now(),
+        )
         self.calls.append(call)
         if not leader.loop.ended:
             leader.loop.create_task(self._answered(leader, call))
@@ -312,34 +418,36 @@ class Deciding(Simulation):
                 self.leader.heard(liar.name, message)
 
     async def _answered(self, leader: WritingLeader, call: Call) -> None:
-        try:
-            await self._decide(leader, call)
-        except ApiError as error:
-            unavailable = error.reason == "unavailable"
-            call.answer = (
-                "refused" if not unavailable else "unchanged" if UNCHANGED in str(error) else "unknown"
+        path, body = f"/v1/jobs/{call.about}/{call.what}", dict[str, Any](by=call.by)
+        if call.what == "config":
+            path, body = "/v1/config", {"values": {"policy.horizon_steps": int(call.about)}, "by": call.by}
+        elif call.what == "stop":
+            body["seconds"] = call.seconds
+        elif call.what == "drain":
+            path, body = (
+                f"/v1/nodes/{call.about}/drain",
+                {"on": not self._node[call.about].state.record.draining},
             )
-        else:
+        status, text = await leader.door.post(path, body)
+        if status == 200:
             call.answer = "ok"
             self._check_lasts(call)
+        elif status == 503:
+            call.answer = "unchanged" if UNCHANGED in text else "unknown"
+        else:
+            call.answer = "refused"
+            if status >= 500:
+                self.wrong.append(f"{call.by} was told {status} for {call.what}: {text}")
 
-    def _decide(self, leader: WritingLeader, call: Call) -> Coroutine[Any, Any, Any]:
-        leading = leader.leading
-        assert leading is not None
-
-        def audit() -> None:
-            leading.asked(call.by, f"asks for {call.what}", action=call.what)
-
-        decisions: dict[str, Callable[[], Any]] = {
-            "forget": lambda: leading.forget(call.about, call.by),
-            "stop": lambda: leading.stop(call.about, 5.0, call.by),
-        }
-        if call.what == "config":
-            return leading.change({"policy.horizon_steps": int(call.about)}, call.by, audit)
-        return leading.decide(decisions[call.what], audit)
+    def _stand(self) -> None:
+        """An agent's process stands still for a while."""
+        if self.worker_group.over:
+            return
+        self.engine.after(self._draw.uniform(0.5, BETWEEN_SECONDS), self._stand)
+        self._draw.choice(self._registered).freeze(self._draw.uniform(0.1, STANDS_SECONDS))
 
     def _check_lasts(self, call: Call) -> None:
-        if call.by not in self.stored:
+        if call.what in KEPT and call.by not in self.stored:
             self.wrong.append(f"{call.by} was told that {call.what} is decided, and the store never had it")
 
     def _check_known(self, call: Call, leader: WritingLeader) -> None:
@@ -349,5 +457,14 @@ class Deciding(Simulation):
             self.wrong.append(f"{call.by} had {call.about} forgotten, and leader {leader.state.epoch} knows it")
         elif call.what == "stop" and job is not None and job.phase not in OVER and not job.stopping:
             self.wrong.append(f"{call.by} stopped {call.about}, and leader {leader.state.epoch} trains it")
+        elif call.what == "stop" and job is not None and job.phase not in OVER:
+            self._check_time(call, job.stop_at, leader)
         elif call.what == "config" and call.by not in leader.changed_by:
             self.wrong.append(f"{call.by} changed the configuration, and not for leader {leader.state.epoch}")
+
+    def _check_time(self, call: Call, stop_at: float, leader: WritingLeader) -> None:
+        """Whatever clocks say, a stop leaves its workers the time that its user gave them."""
+        least = call.at + call.seconds - 1.0
+        if stop_at < least:
+            text = f"{call.by} gave {call.about} {call.seconds:g} s, and leader {leader.state.epoch} ends it"
+            self.wrong.append(f"{text} {least - stop_at:.0f} s before")

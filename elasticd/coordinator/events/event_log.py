@@ -68,6 +68,8 @@ class Lines(StoredValue, frozen=True, kw_only=True, tag="journal-lines"):
     events: tuple[EventRecord, ...] = ()  # oldest first
     #: by job, in the order in which they were reported
     steps: dict[str, tuple[StepRecord, ...]] = msgspec.field(default_factory=dict)
+    #: unix seconds as its leader wrote it, by a clock that never runs back (0: of a release without stamps)
+    stamp: float = 0.0
 
 
 class Journal:

@@ -126,11 +126,13 @@ def _name(number: int) -> str:
 def _joined(pages: Iterable[Lines]) -> Lines:
     events: list[EventRecord] = []
     steps: dict[str, tuple[object, ...]] = {}
+    stamp = 0.0
     for lines in pages:
+        stamp = max(stamp, lines.stamp)
         events += lines.events
         for job, told in lines.steps.items():
             steps[job] = (*steps.get(job, ()), *told)
-    return Lines(events=tuple(events), steps=steps)  # type: ignore[arg-type]
+    return Lines(events=tuple(events), steps=steps, stamp=stamp)  # type: ignore[arg-type]
 
 
 def _bounded(event: EventRecord) -> EventRecord:

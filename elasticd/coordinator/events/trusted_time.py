@@ -5,6 +5,11 @@ take a job that ended a minute ago for one of a week ago, and delete it. It woul
 job, which leaves ten minutes for a last checkpoint, for one whose time is up. So a wish ages by the times that
 leaders wrote alone. What is deleted by age has an age of at most a `JUMP` beyond these. Where no leader led for
 longer than that, records are kept for longer.
+
+What a leader with a wrong clock writes must not mislead the next one. So ends and wishes, and pages of the
+journal, carry a stamp: the time at which the leader took over, as far as it was trusted, and what its
+monotonic clock counted since. Stamps never run back. What people read, as the time of an event, is by the wall
+clock.
 """
 
 from __future__ import annotations
@@ -22,14 +27,25 @@ JUMP = 86_400.0
 class ReadTimes(Value, frozen=True, kw_only=True):
     """The times (unix seconds) by which a new leader reckons the ages of what it reads."""
 
-    written: float  # the newest that leaders wrote, no later than this machine's clock says
-    trusted: float  # this machine's clock, a `JUMP` beyond `written` at most
+    written: float  # the newest that leaders wrote; where none is a stamp, no later than this machine's clock
+    trusted: float  # by which records are old: this machine's clock, a `JUMP` beyond the newest at most
+    stamp: float  # of what this leader writes as it takes over
 
     @classmethod
-    def of(cls, wall: float, written: Iterable[float]) -> ReadTimes:
-        """By this machine's clock, `wall`, and the times that leaders wrote, 0 for none (unix seconds)."""
-        newest = max((time for time in written if time > 0), default=wall)
-        return cls(written=min(wall, newest), trusted=min(wall, newest + JUMP))
+    def of(cls, wall: float, written: Iterable[float], stamped: float = 0.0) -> ReadTimes:
+        """By this machine's clock, `wall`, the times that leaders wrote, and the newest stamp of the journal; 0
+        for none (unix seconds). Releases before stamps wrote times of their wall clocks."""
+        newest = max((time for time in (*written, stamped) if time > 0), default=wall)
+        if stamped:
+            trusted = max(newest, min(wall, newest + JUMP))
+            return cls(written=newest, trusted=trusted, stamp=trusted)
+        trusted = min(wall, newest + JUMP)
+        return cls(written=min(wall, newest), trusted=trusted, stamp=max(newest, trusted))
+
+
+def stamp_of(pages: Iterable[Lines]) -> float:
+    """The newest stamp in the journal, in unix seconds; 0 where there is none."""
+    return max((lines.stamp for lines in pages), default=0.0)
 
 
 def newest_of(pages: Iterable[Lines]) -> float:

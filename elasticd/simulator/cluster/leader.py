@@ -27,6 +27,7 @@ from elasticd.machines.job.state.events import (
     Planned,
     Received,
     RequestPlan,
+    Stored,
     Write,
 )
 from elasticd.machines.job.state.job_state import OVER, JobPhase, JobSettings, JobState, NodeState, Worker
@@ -94,7 +95,7 @@ class SimulatedLeader:
         self._leadership = campaign(self._store, keys.leader, name, name, _LEASE)
         known = self._store.snapshot(keys.jobs).items
         self._ledger = Ledger(keys, self._store.limits, known)
-        jobs = stored(keys, known)
+        jobs = self._read(stored(keys, known))
         self.state: CoordinatorState = machine.takeover(self._leadership.term, jobs, settings, engine.now())
         self.alive = True
         self.planning_seconds, self.plans = 0.0, 0
@@ -102,6 +103,10 @@ class SimulatedLeader:
         self._known = Known()
         self._tick: Due | None = None
         self._watch_time()
+
+    def _read(self, jobs: list[Stored]) -> list[Stored]:
+        """What it has read of jobs as it takes over, with their ages: here time begins with each leader."""
+        return jobs
 
     def job(self, name: str) -> JobState | None:
         """The job's state; None for a job that this leader does not know."""
