@@ -277,6 +277,11 @@ class Deciding(Simulation):
                 for node in self._registered:
                     node.power_off()
 
+    def _ended(self) -> bool:
+        """Not while an end that a leader has decided waits for the store: nobody has heard of it."""
+        writer = self.writing[-1].leading.writer if self.writing[-1].leading is not None else None
+        return self.leader.alive and writer is not None and not writer.busy and super()._ended()
+
     def _built(self, shape: NodeShape) -> Node:
         """A node whose agent keeps its keys."""
         if not self._registered:
