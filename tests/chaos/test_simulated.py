@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import msgspec
 import pytest
-from elasticd_agent.registration import Registrar
 
 from elasticd.chaos.faults import Faults
 from elasticd.coordinator.events.trusted_time import ReadTimes
@@ -103,21 +101,6 @@ def test_leader_that_goes_by_its_clock_is_found_out(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ReadTimes, "of", classmethod(of))
     wrong = [line for one in _with_users(range(3)) for line in one.wrong]
     assert any("which nobody had asked for" in line for line in wrong)
-
-
-def test_agent_that_takes_its_keys_for_what_it_last_wrote_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults = msgspec.structs.replace(FAULTS, late=0.3, late_seconds=30.0)
-    planner, soaking = Planner(TIMES), Soaking(count=12, most=8)
-
-    def wrong() -> list[str]:
-        plays = [
-            play(scenario(draw(soaking, DEVICES, seed), SHAPE, seed), planner, faults) for seed in range(4)
-        ]
-        return [line for one in plays for line in one.wrong if "in the store" in line]
-
-    assert wrong() == []
-    monkeypatch.setattr(Registrar, "_look", lambda self: None)
-    assert wrong()
 
 
 def test_leader_that_answers_before_its_decision_is_in_the_store_is_found_out(
