@@ -183,7 +183,8 @@ class Registrar:
     def _until_due(self) -> float | None:
         """Seconds until a key that was refused is tried again, or one in doubt looked at; None where there is
         none."""
-        again = min((each.again for each in (*self._refused.values(), *self._doubts.values())), default=None)
+        due: list[_Refused | _Doubt] = [*self._refused.values(), *self._doubts.values()]
+        again = min((each.again for each in due), default=None)
         return None if again is None else max(0.0, again - time.monotonic())
 
     def _look(self) -> None:
