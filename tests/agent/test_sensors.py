@@ -152,9 +152,12 @@ def test_without_a_driver_there_is_nothing() -> None:
 
 def test_a_device_without_sensors_is_read_by_its_workers_process() -> None:
     started = [
-        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-        for code in ("while True: pass", "input()")
+        subprocess.Popen([sys.executable, "-uc", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for code in ("print()\nwhile True: pass", "print()\ninput()")
     ]
+    for process in started:  # its interpreter has the memory that it will have
+        assert process.stdout is not None
+        process.stdout.readline()
     pids = {"a/0": started[0].pid, "a/1": started[1].pid, "a/2": 2**22 + 1}  # the last is no process
     processes = WorkerProcesses(lambda: pids)
     try:

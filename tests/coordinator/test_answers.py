@@ -85,6 +85,7 @@ def test_while_etcd_is_away_nothing_is_changed_and_the_answer_says_so(monkeypatc
             assert decided(coordinator) == before
             for key in (KEYS.job(JOB, "stop"), KEYS.config):
                 assert MemoryStore(server).get(key) is None, "no later leader does what was refused"
+            monkeypatch.setattr(leading, "WRITE_SECONDS", 60.0)
             assert (await post(coordinator, *ASKS["stop"]))[0] == 200
             assert coordinator.leading.state.jobs[JOB].stopping == "stopped by alice"
 
