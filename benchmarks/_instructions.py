@@ -1,4 +1,4 @@
-"""What the host does for a step on one processor beside plain torch: counted instructions and Python calls.
+"""Counted instructions and Python calls of the host for a step on one processor, beside plain torch's.
 
     python benchmarks/_instructions.py LAYERS MICRO_BATCHES    # the calls of both sides, as JSON
 

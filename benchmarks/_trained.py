@@ -23,7 +23,7 @@ from elasticd.runtime.comm.in_memory import unpaced
 from elasticd.runtime.data.prefetch import Dataset
 from elasticd.runtime.data.step_samples import Feed
 from elasticd.runtime.engine.engine import Engine, first_state
-from elasticd.runtime.engine.pipeline_stage import Pace
+from elasticd.runtime.engine.pipeline_stage import PassPacer
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Init, Model
 from tests.file_key_value import FileKeyValue
@@ -113,7 +113,7 @@ def engine_of(
     plan: Plan,
     config: DecoderConfig,
     data: Dataset,
-    pace: Pace = unpaced,
+    pace: PassPacer = unpaced,
     source: Feed | None = None,
 ) -> Engine:
     """The engine of one rank, as a switch makes it."""

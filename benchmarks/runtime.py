@@ -165,7 +165,7 @@ def cost_rows(votes: int = VOTES, steps: int = COST_STEPS) -> Iterator[Row]:
 
 
 def count_rows(layers: int = LAYERS, micro_batches: int = MICRO_BATCHES) -> Iterator[Row]:
-    """What the host does for a step, in counts."""
+    """Counts of the host's work for a step."""
     yield from counted_rows(layers, micro_batches)
 
 

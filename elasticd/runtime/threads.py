@@ -82,8 +82,8 @@ class DaemonThreads:
 def start(target: Callable[[], object], name: str) -> threading.Thread:
     """Starts a daemon thread whose target comes to an end by itself."""
     thread = threading.Thread(target=target, name=name, daemon=True)
-    _started.add(thread)
     thread.start()
+    _started.add(thread)
     return thread
 
 

@@ -164,15 +164,15 @@ def revoked_serials(lists: bytes, authorities: bytes) -> frozenset[int]:
     issuers = x509.load_pem_x509_certificates(authorities)
     serials: set[int] = set()
     for block in blocks:
-        found = x509.load_pem_x509_crl(block)
-        if not any(_signed_by(found, issuer) for issuer in issuers):
-            raise ValueError(f"no CA in client_ca has signed the list of {found.issuer.rfc4514_string()}")
-        serials.update(revoked.serial_number for revoked in found)
+        crl = x509.load_pem_x509_crl(block)
+        if not any(_signed_by(crl, issuer) for issuer in issuers):
+            raise ValueError(f"no CA in client_ca has signed the list of {crl.issuer.rfc4514_string()}")
+        serials.update(revoked.serial_number for revoked in crl)
     return frozenset(serials)
 
 
-def _signed_by(found: x509.CertificateRevocationList, issuer: x509.Certificate) -> bool:
+def _signed_by(crl: x509.CertificateRevocationList, issuer: x509.Certificate) -> bool:
     key = issuer.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey | rsa.RSAPublicKey | ed25519.Ed25519PublicKey):
         return False
-    return found.issuer == issuer.subject and found.is_signature_valid(key)
+    return crl.issuer == issuer.subject and crl.is_signature_valid(key)

@@ -20,7 +20,7 @@ class Cycle:
 
 @pytest.fixture
 def full() -> Iterator[Callable[[], int]]:
-    """How many full collections there were."""
+    """The number of full collections."""
     count = 0
 
     def look(phase: str, info: dict[str, int]) -> None:

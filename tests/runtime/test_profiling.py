@@ -79,12 +79,14 @@ class _Plain(nn.Module):
 
 
 def test_kept_bytes_are_counted_by_storage_without_parameters() -> None:
-    held = ProfiledPart(label="block", width=1, share=1.0, module=_Plain())
+    block = _Plain()
+    held = ProfiledPart(label="block", width=1, share=1.0, module=block, passed=block)
     x = torch.randn(2, 4, 8)
     size = x.numel() * 4
     assert held.kept(x, None) == 2 * size
     assert held.kept(x, None, recompute=True) == size
-    head = ProfiledPart(label="head", width=1, share=1.0, module=nn.Linear(8, 16, bias=False))
+    linear = nn.Linear(8, 16, bias=False)
+    head = ProfiledPart(label="head", width=1, share=1.0, module=linear, passed=linear)
     assert head.kept(x, None) == size + 2 * 4 * 16 * 4  # its logits, which some loss will keep
 
 

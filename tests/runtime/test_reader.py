@@ -130,3 +130,25 @@ def test_a_dataset_that_draws_is_found_by_its_first_sample_while_generators_are_
         done.set()
         training.join(PATIENCE)
         sys.setswitchinterval(interval)
+
+
+def test_a_sample_that_is_taken_after_the_first_reads_is_judged_alone_before_any_other() -> None:
+    """Samples of another plan had been read before it, beside threads that seed: they say nothing."""
+    data = RandomSamples()
+    reader = SampleReader(data)
+    reader.want(range(50))
+    done = threading.Event()
+
+    def passes() -> None:
+        while not done.is_set():
+            with kept_states():
+                seed_all(7)
+
+    training = threading.Thread(target=passes)
+    training.start()
+    try:
+        reader.take(40)
+        assert reader.here
+    finally:
+        done.set()
+        training.join(PATIENCE)

@@ -40,7 +40,7 @@ class EngineLoop(asyncio.AbstractEventLoop):
         self._waiting = []
 
     def release(self) -> None:
-        """What was due meanwhile runs now, in its order."""
+        """Runs the calls that were due meanwhile, in its order."""
         waiting, self._waiting = self._waiting or [], None
         for handle in waiting:
             self._engine.after(0.0, lambda handle=handle: self._run(handle))  # type: ignore[misc]

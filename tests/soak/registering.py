@@ -154,7 +154,7 @@ class RegisteredNode(Node):
             self._registrar.hold(key, value)
 
     def kept(self) -> dict[str, bytes]:
-        """What the store is to have of it, by key: nothing of a machine that is gone."""
+        """The entries that the store is to have of it, by key: nothing of a machine that is gone."""
         return dict(self._keys) if self._process is not None else {}
 
 

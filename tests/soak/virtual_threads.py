@@ -45,7 +45,7 @@ class Process:
             self.waiting = []
 
     def release(self) -> None:
-        """What was due meanwhile runs now, in its order."""
+        """Runs the calls that were due meanwhile, in its order."""
         waiting, self.waiting = self.waiting or [], None
         for thread in waiting:
             self._all.later(thread)

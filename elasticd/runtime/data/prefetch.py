@@ -20,9 +20,10 @@ from elasticd.system.user_line import described
 
 log = logging.getLogger(__name__)
 
-#: The first reads of a reader are watched for draws, while nobody seeds or restores generators; and then one of
-#: so many, beside training: it takes some 40 microseconds.
-_WATCHED, _EVERY = 64, 8
+#: Reads of a reader are watched for draws: the first ones alone, while training waits to seed or restore its
+#: generators, so that a draw is surely seen; more beside training, and then one of so many. It takes some 40
+#: microseconds.
+_ALONE, _WATCHED, _EVERY = 4, 64, 8
 
 
 class Dataset(Protocol):
@@ -68,6 +69,7 @@ class SampleReader:
         self._threads = DaemonThreads("reader", threads) if threads else None
         self.here = not threads
         self._reads = 0
+        self._judged = False  # a sample that was taken had been read alone
         self._wanted: dict[int, deque[Future[_Read]]] = {}
 
     def want(self, indices: Iterable[int]) -> None:
@@ -93,7 +95,10 @@ class SampleReader:
                 return self._dataset[index]
             ahead = self._wanted.get(index)
             read = (ahead.popleft() if ahead else self._ask(index)).result()
-            if read.drew and self._ask(index, sure=True).result().drew:  # others draw, too
+            if read.drew or not (read.alone or self._judged):  # others draw, or seed, meanwhile
+                read = self._ask(index, alone=True).result()
+            self._judged = True
+            if read.drew:
                 self._read_here()
             return read.sample
         except Exception as error:
@@ -117,24 +122,25 @@ class SampleReader:
                     wait([future])
         self._wanted = {}
 
-    def _ask(self, index: int, *, sure: bool = False) -> Future[_Read]:
+    def _ask(self, index: int, *, alone: bool = False) -> Future[_Read]:
         assert self._threads is not None
         self._reads += 1
-        sure = sure or self._reads <= _WATCHED
-        watch = sure or self._reads % _EVERY == 0
-        return self._threads(partial(_read, self._dataset, index, watch=watch, sure=sure))
+        alone = alone or self._reads <= _ALONE
+        watch = alone or self._reads <= _WATCHED or self._reads % _EVERY == 0
+        return self._threads(partial(_read, self._dataset, index, watch=watch, alone=alone))
 
 
 class _Read(NamedTuple):
-    """A sample, and whether a generator moved while it was read."""
+    """A sample that was read."""
 
     sample: Any
-    drew: bool
+    drew: bool  #: a generator moved meanwhile
+    alone: bool  #: nobody seeded or restored one meanwhile, so that `drew` misses nothing
 
 
-def _read(dataset: Dataset, index: int, *, watch: bool, sure: bool) -> _Read:
+def _read(dataset: Dataset, index: int, *, watch: bool, alone: bool) -> _Read:
     if not watch:
-        return _Read(dataset[index], False)
-    with STATES if sure else nullcontext(), watching() as draws:
+        return _Read(dataset[index], drew=False, alone=False)
+    with STATES if alone else nullcontext(), watching() as draws:
         sample = dataset[index]
-    return _Read(sample, draws.drew)
+    return _Read(sample, draws.drew, alone)

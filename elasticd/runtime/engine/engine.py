@@ -45,7 +45,7 @@ from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import NO_SAMPLES, LedgerError, expected_hash, expected_hashes
 from elasticd.runtime.engine.batches_ahead import BatchesAhead
 from elasticd.runtime.engine.mixed_precision import LossScaler
-from elasticd.runtime.engine.pipeline_stage import Pace, Passed, StageRunner
+from elasticd.runtime.engine.pipeline_stage import Passed, PassPacer, StageRunner
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.engine.set_aside import SetAside
 from elasticd.runtime.engine.stability import StabilityGuard
@@ -161,7 +161,7 @@ class Engine:
     leave_out: int  #: index of the last step whose update is left out, since the job went back; -1: of none
     after_recovery: bool  #: its members may be at different places between two steps, see `between_steps`
 
-    def __init__(self, recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, pace: Pace) -> None:
+    def __init__(self, recipe: Recipe, layouts: Layouts, plan_groups: PlanGroups, pace: PassPacer) -> None:
         """Makes the groups and modules of one member of a plan. It has no state until `adopt`.
 
         Raises:

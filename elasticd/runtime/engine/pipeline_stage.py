@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from elasticd_planner.cost.schedule import Pass
@@ -58,16 +58,36 @@ from elasticd.runtime.parallel.sequence_parallel import TokenSlices, single
 from elasticd.runtime.telemetry.step_times import SequenceHere, Telemetry
 from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
 
-#: (kind of pass, tokens, share of the TP group, time at its begin, seconds of communication in it, sum over
-#: tokens of the length of their sequence) -> time at its end. On an emulated device it sleeps. One whose
-#: `emulates` is false is not called.
-Pace = Callable[[str, int, float, float, float, float], float]
-
 #: Steps of a plan whose backward passes are all watched for draws, and how often later ones are.
 _FIRST, _SELDOM = 3, 100
 
 _Stage = TypeVar("_Stage", PrevStage, NextStage)
 BorderOf = Callable[[Pipeline, Place, str], Border]
+
+
+class PassPacer(Protocol):
+    """Slows passes of blocks down to the speed of an emulated device."""
+
+    @property
+    def emulates(self) -> bool:
+        """False on a device with its own speed: passes are not paced, and blocks need no graph of their own."""
+
+    def __call__(
+        self, kind: str, tokens: int, share: float, start: float, communicated: float, squares: float, /
+    ) -> float:
+        """Sleeps at the end of a pass of a block.
+
+        Args:
+            kind: "forward" or "backward".
+            tokens: of the micro-batch.
+            share: of the TP group.
+            start: when the pass began, by perf_counter.
+            communicated: seconds of communication in it.
+            squares: the sum over tokens of the length of their sequence.
+
+        Returns:
+            When it ended, by perf_counter.
+        """
 
 
 class _Segment(NamedTuple):
@@ -94,7 +114,7 @@ class _MicroBatchState:
 
     @property
     def output(self) -> Bundle:
-        """What the last section has given."""
+        """The output of the last section."""
         return self.segments[-1].out
 
 
@@ -125,12 +145,12 @@ def _graphs(sections: Sequence[str], local: LocalModel, alone: Collection[str]) 
     graphs: list[list[str]] = []
     used: set[int] = set()
     for section in sections:
-        mine = {id(parameter) for parameter in local.modules[section].parameters()}
-        if not graphs or section in alone or graphs[-1][-1] in alone or used & mine:
+        parameters = {id(parameter) for parameter in local.modules[section].parameters()}
+        if not graphs or section in alone or graphs[-1][-1] in alone or used & parameters:
             graphs.append([])
             used = set()
         graphs[-1].append(section)
-        used |= mine
+        used |= parameters
     return graphs
 
 
@@ -234,7 +254,7 @@ class StageRunner:
         local: LocalModel,
         peers: Peers,
         telemetry: Telemetry,
-        pace: Pace,
+        pace: PassPacer,
         on_section_done: Callable[[str], None],
         sums_begin: bool = True,
         slices: TokenSlices | None = None,
@@ -344,7 +364,7 @@ class StageRunner:
         self, expected: Sequence[Sequence[int]], micro_batches: Sequence[MicroBatch], scale: float
     ) -> Passed:
         self._scale, self._batch = scale, None
-        self._paced = getattr(self._pace, "emulates", True)
+        self._paced = self._pace.emulates
         self._steps += torch.is_grad_enabled()
         self._made.clear()
         count = len(micro_batches)
@@ -478,7 +498,7 @@ class StageRunner:
         self._batch = converted(batch, self._accelerator.put)
 
     def _separate(self, number: int, *, last: bool) -> bool:
-        """Whether each section of a pass is to be an autograd graph by itself.
+        """Returns True if each section of a pass is to be an autograd graph by itself.
 
         Args:
             number: the chunk's.

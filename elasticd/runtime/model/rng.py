@@ -203,7 +203,7 @@ class Drawing:
         seed_all(self._seed_of(place), self._generators)
 
     def _seed_of(self, place: str) -> int:
-        """That of a place in the pass: `_key` of seed, step, samples and place."""
+        """The seed of a place in the pass: `_key` of seed, step, samples and place."""
         if self._of_pass is None:
             ids = "all" if self._samples is None else ",".join(map(str, self._samples))
             self._of_pass = hashlib.blake2b(f"{self._seed}/{self._step}/{ids}/".encode(), digest_size=8)

@@ -68,9 +68,9 @@ def refuse_wrapper(path: str, module: nn.Module) -> None:
         ModelError: what to give instead.
     """
     for kind in type(module).__mro__:
-        said = _WRAPS.get(kind.__qualname__)
-        if said is not None and kind.__module__.startswith("torch."):
-            raise ModelError(f"{path} is {said}")
+        remedy = _WRAPS.get(kind.__qualname__)
+        if remedy is not None and kind.__module__.startswith("torch."):
+            raise ModelError(f"{path} is {remedy}")
 
 
 def refuse_module(path: str, module: nn.Module) -> None:

@@ -105,7 +105,7 @@ class GradientReducer:
 
     @property
     def begins(self) -> bool:
-        """Whether there are sums that begin as sections end."""
+        """Returns True if sums with other devices begin as sections end."""
         return bool(self._queue)
 
     @property

@@ -86,8 +86,8 @@ class ProfiledPart:
     width: int
     share: float
     module: nn.Module
+    passed: Callable[..., Any]  #: the module's call, with its draws keyed
     loss: Loss | None = None
-    passed: Callable[..., Any] | None = None  #: the module's call, with its draws keyed; None: its own
 
     def passes(self, given: Any, batch: Any, accelerator: Accelerator, *, recompute: bool = False) -> Passes:
         """Times both passes over an activation [samples, tokens, width] or a bundle, or over a batch in the
@@ -133,8 +133,8 @@ class ProfiledPart:
         return out if self.loss is None else self.loss(out, batch)[0]
 
     def forward(self, entered: Any) -> Bundle:
-        """What the section gives."""
-        out: Bundle = (self.passed or self.module)(entered)
+        """The output of the section, with its draws keyed."""
+        out: Bundle = self.passed(entered)
         return out
 
 

@@ -56,7 +56,7 @@ def refuse_differences(recipe: Recipe, samples: int) -> PlainStep:
     model = recipe.model
     if model.handed_over.retired:
         raise NotCompared("your modules were given to an earlier job")
-    data = replace(recipe.data, packing=None, readers=0, global_tokens=None)
+    data = replace(recipe.data, packing=None, global_tokens=None)
     recipe = replace(recipe, data=data, clip=None, connect=GlooCommunicators)  # which one member needs not
     engine, batches = _engine_step(recipe, samples)
     where, error = engine.failed or ("", None)

@@ -86,8 +86,8 @@ def plain_step(recipe: Recipe, batch: MicroBatch) -> PlainStep:
 
 
 def _is_mean(loss: Loss, output: Any, batch: MicroBatch, total: Tensor, count: float | Tensor) -> bool:
-    """Whether a loss returns a mean where its sum is asked for: a batch that has every sample twice has twice
-    the sum and twice the targets. A loss that cannot take such a batch is none."""
+    """Returns True for a loss that is a mean where a sum is asked for: the sum of a batch that has every sample
+    twice is twice as large, as its count of targets is. A loss that cannot take such a batch is none."""
     samples = len(batch.ids)
     try:
         with torch.no_grad():

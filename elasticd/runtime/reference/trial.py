@@ -23,12 +23,14 @@ from elasticd.runtime.reference.layouts import Variation
 
 
 def _under(recipe: Recipe, variation: Variation) -> Recipe:
-    """The recipe of one member. Each has its own, whose reader is one rank's."""
+    """The recipe of one member, which reads its samples itself: members are threads of one process, and no
+    reader of one may draw while another draws by a key."""
     recompute = (lambda _: True) if variation.recompute else False
     parallelism = replace(
         recipe.parallelism, precision=recipe.precision, recompute=recompute, plan=None, compile=False
     )
-    return replace(recipe, global_batch=variation.plan.global_batch, parallelism=parallelism)
+    data = replace(recipe.data, readers=0)
+    return replace(recipe, global_batch=variation.plan.global_batch, parallelism=parallelism, data=data)
 
 
 @dataclass(frozen=True)

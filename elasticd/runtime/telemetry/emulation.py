@@ -26,7 +26,7 @@ class Pacer:
 
     @property
     def emulates(self) -> bool:
-        """Whether this device is another one than it is."""
+        """False where the device has its own speed."""
         return self.pace != EmulatedSpeed()
 
     def __call__(

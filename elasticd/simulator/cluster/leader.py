@@ -105,7 +105,7 @@ class SimulatedLeader:
         self._watch_time()
 
     def _read(self, jobs: list[Stored]) -> list[Stored]:
-        """What it has read of jobs as it takes over, with their ages: here time begins with each leader."""
+        """The jobs that it has read as it takes over, with their ages: here time begins with each leader."""
         return jobs
 
     def job(self, name: str) -> JobState | None:
