@@ -32,8 +32,11 @@ from elasticd.models import DecoderConfig
 from elasticd.runtime.accelerator import CPU
 
 WIDTH, TOKENS = 64, 16
-#: Steps before one is counted: lists and caches of a plan are made in the first ones.
+#: Steps before some are counted: lists and caches of a plan are made in the first ones, and all reads of their
+#: samples are watched for draws.
 WARM = 5
+#: Steps that are counted together: not each has the same work, and samples are read ahead by a thread.
+COUNTED = 4
 #: Goals: instructions and Python calls of our step over plain torch's.
 MOST_INSTRUCTIONS, MOST_CALLS = 1.01, 1.0
 #: Each request of callgrind as a function.
@@ -66,7 +69,7 @@ def sides(layers: int, micro_batches: int) -> dict[str, Callable[[], None]]:
 
 
 def calls(step: Callable[[], None]) -> int:
-    """Python functions that a step calls."""
+    """Python functions that a step calls, on average."""
     count = 0
 
     def counted(frame: FrameType, event: str, arg: Any) -> None:
@@ -75,14 +78,15 @@ def calls(step: Callable[[], None]) -> int:
 
     sys.setprofile(counted)
     try:
-        step()
+        for _ in range(COUNTED):
+            step()
     finally:
         sys.setprofile(None)
-    return count
+    return count // COUNTED
 
 
 def instructions(layers: int, micro_batches: int) -> dict[str, int]:
-    """Instructions of a step of each side."""
+    """Instructions of a step of each side, on average."""
     with tempfile.TemporaryDirectory() as folder:
         source, library, out = Path(folder, "requests.c"), Path(folder, "requests.so"), Path(folder, "out")
         source.write_text(_REQUESTS)
@@ -96,9 +100,9 @@ def instructions(layers: int, micro_batches: int) -> dict[str, int]:
 
 
 def _counted(dump: Path) -> tuple[str, int]:
-    """A side, and the sum of its dump."""
+    """A side, and a step's share of its dump."""
     found = dict(line.split(":", 1) for line in dump.read_text().splitlines() if ": " in line)
-    return found["desc"].rpartition(":")[2].strip(), int(found["summary"])
+    return found["desc"].rpartition(":")[2].strip(), int(found["summary"]) // COUNTED
 
 
 def rows(layers: int, micro_batches: int) -> Iterator[Row]:
@@ -131,7 +135,8 @@ def main(layers: int, micro_batches: int, library: str = "") -> None:
     for name, step in steps.items():
         step()  # its code is translated
         requests.zero()
-        step()
+        for _ in range(COUNTED):
+            step()
         requests.dump(name.encode())
     os._exit(0)  # what is counted of the end is of no use
 

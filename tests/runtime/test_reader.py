@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from elasticd.runtime.data.prefetch import SampleError, SampleReader
 from elasticd.runtime.model.rng import kept_states, seed_all
+from tests import forkserver
 
 #: Seconds that a thread may take on a busy machine.
 PATIENCE = 60
@@ -152,3 +155,37 @@ def test_a_sample_that_is_taken_after_the_first_reads_is_judged_alone_before_any
     finally:
         done.set()
         training.join(PATIENCE)
+
+
+#: A script whose model takes the state of torch's generator, as torch.utils.checkpoint does for each call.
+#: Before Python 3.12 garbage may be collected in there, and a finalizer gives the interpreter's lock away,
+#: while torch keeps the generator's own lock.
+KEEPS_STATES = """
+import gc, time, torch
+from elasticd.runtime.data.prefetch import SampleReader
+
+class Waits(list):
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return super().__getitem__(index)
+
+gc.callbacks.append(lambda phase, info: time.sleep(0.02))
+reader = SampleReader(Waits(range(200)))
+reader.want(range(200))
+usual = gc.get_threshold()
+for _ in range(10):
+    gc.set_threshold(1)
+    torch.get_rng_state()
+    gc.set_threshold(*usual)
+assert [reader.take(index) for index in range(200)] == list(range(200))
+"""
+
+
+def test_reading_ahead_goes_on_beside_a_model_that_takes_the_state_of_torchs_generator(tmp_path: Path) -> None:
+    script = tmp_path / "keeps_states.py"
+    script.write_text(KEEPS_STATES)
+    process = forkserver.start(script, environment=os.environ, output=tmp_path / "log")
+    try:
+        assert process.wait(PATIENCE) == 0, (tmp_path / "log").read_text()[-2000:]
+    finally:
+        process.kill()

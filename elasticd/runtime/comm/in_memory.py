@@ -7,11 +7,13 @@ Where gloo would read a tensor as another type, or would end the process, an err
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -224,6 +226,8 @@ def _core() -> int | None:
 def run_threads(names: Sequence[str], worker: Callable[[MemoryPlanGroups], T]) -> dict[str, T]:
     """Calls `worker` in a thread for each device, all on one core where torch computes on one.
 
+    No garbage is collected meanwhile: it could stop all of them for ever, see `rng.STATES`.
+
     Args:
         names: the devices.
         worker: called with the groups of its device.
@@ -248,13 +252,25 @@ def run_threads(names: Sequence[str], worker: Callable[[MemoryPlanGroups], T]) -
             world.break_off()
 
     threads = [threading.Thread(target=work, args=(name,), name=name, daemon=True) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _without_collections():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if failures:
         raise next((error for error in failures if not isinstance(error, PeerLost | Cancelled)), failures[0])
     return results
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
 
 
 class Unpaced:

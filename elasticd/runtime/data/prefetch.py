@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from elasticd.runtime.model.rng import STATES, watching
+from elasticd.runtime.model.rng import STATES, watching_thread
 from elasticd.runtime.threads import DaemonThreads
 from elasticd.system.user_line import described
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 #: Reads of a reader are watched for draws: the first ones alone, while training waits to seed or restore its
 #: generators, so that a draw is surely seen; more beside training, and then one of so many. It takes some 40
 #: microseconds.
-_ALONE, _WATCHED, _EVERY = 4, 64, 8
+_ALONE, _WATCHED, _EVERY = 4, 16, 8
 
 
 class Dataset(Protocol):
@@ -141,6 +141,6 @@ class _Read(NamedTuple):
 def _read(dataset: Dataset, index: int, *, watch: bool, alone: bool) -> _Read:
     if not watch:
         return _Read(dataset[index], drew=False, alone=False)
-    with STATES if alone else nullcontext(), watching() as draws:
+    with STATES if alone else nullcontext(), watching_thread() as draws:
         sample = dataset[index]
     return _Read(sample, draws.drew, alone)

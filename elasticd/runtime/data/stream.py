@@ -28,7 +28,7 @@ from elasticd.runtime.data.collate import untokenized
 from elasticd.runtime.data.packing import Packing, deal, row_tokens
 from elasticd.runtime.data.prefetch import UNREAD, SampleError
 from elasticd.runtime.model.batch_format import BatchFormat
-from elasticd.runtime.model.rng import watching
+from elasticd.runtime.model.rng import watching_thread
 from elasticd.runtime.threads import DaemonThreads
 
 log = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ class _Source:
 
     def _read(self, step: int, position: str | None) -> _Read:
         """Reads a step's samples, on the reading thread."""
-        with watching() as draws:
+        with watching_thread() as draws:
             read = self._samples(step, position)
         return replace(read, drew=draws.drew)
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elasticd.runtime.accelerator import generators, put
 from elasticd.runtime.exits import ScriptRefusal
@@ -30,9 +31,11 @@ from elasticd.runtime.model.graph_breaks import breaks_graphs
 
 log = logging.getLogger(__name__)
 
-#: Held around a generator's states, which ranks in threads of one process share. torch 2.13's `get_state` keeps
-#: the generator's mutex while it makes a tensor; if Python collects garbage then, another thread may get the
-#: interpreter's lock and wait for that mutex with it, for ever.
+#: Held around generators' states, which threads of one process share. torch's `get_state` keeps the generator's
+#: mutex while it makes a tensor; where Python collects garbage there (before 3.12), another thread may get the
+#: interpreter's lock and wait for that mutex with it, for ever. A model calls `get_state`, too
+#: (torch.utils.checkpoint), without this lock: so no thread beside the one that trains asks torch's generators
+#: for their states, and ranks in threads of one process collect no garbage.
 STATES = threading.RLock()
 
 _GOLDEN, _FIRST, _SECOND = (
@@ -292,11 +295,16 @@ def states() -> list[object]:
     """All that draws depend on, to be compared: the mark of a call is left out."""
     with STATES:
         host, *others = [generator.get_state() for generator in generators()]
+    return [*(state.numpy().tobytes() for state in (host[_MARKED:], *others)), *_other_states()]
+
+
+def _other_states() -> list[object]:
+    """Those of Python's generator and of NumPy's."""
+    with STATES:
         numpy = np.random.get_state(legacy=False)
     inner = numpy["state"]
     key = inner["key"].tobytes() if "key" in inner else str(inner)
-    drawn = [state.numpy().tobytes() for state in (host[_MARKED:], *others)]
-    return [*drawn, random.getstate(), key, inner.get("pos"), numpy["has_gauss"]]
+    return [random.getstate(), key, inner.get("pos"), numpy["has_gauss"]]
 
 
 @dataclass
@@ -313,6 +321,40 @@ def watching() -> Iterator[Draws]:
     changes, before, draws = _changes, states(), Draws()
     yield draws
     draws.drew = states() != before and changes == _changes  # in this order: others seed meanwhile
+
+
+@contextmanager
+def watching_thread() -> Iterator[Draws]:
+    """`watching` on a thread beside the one that trains. Draws from torch's generators are those of this
+    thread, seen as its operations are called, whatever others do meanwhile."""
+    changes, before, draws = _changes, (_seed(), *_other_states()), Draws()
+    with _TorchDraws() as torchs:
+        yield draws
+    draws.drew = torchs.drew or ((_seed(), *_other_states()) != before and changes == _changes)
+
+
+def _seed() -> int:
+    """The seed of torch's generator, which is read without its mutex; 0: one with a mark."""
+    seed: int = torch.default_generator.initial_seed()
+    return 0 if seed >> 48 == _TAG else seed
+
+
+class _TorchDraws(TorchDispatchMode):
+    """Sees whether this thread draws from a generator of torch that the process shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drew = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls an operation."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            given = (each for each in (kwargs or {}).values() if isinstance(each, torch.Generator))
+            shared = {getattr(each, "_cdata") for each in generators()}  # noqa: B009  each call has an object of its own
+            self.drew |= getattr(next(given, None), "_cdata", None) in {None, *shared}
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
