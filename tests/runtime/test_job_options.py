@@ -8,6 +8,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from elasticd_planner.spec.packed_sequences import PackedSequences
@@ -150,6 +151,79 @@ def test_a_keyword_that_job_never_had_is_named(made: list[Job]) -> None:
         with pytest.raises(elasticd.JobStopped, match=f"unexpected keyword argument '{keyword}'"):
             job(**{keyword: 1})
     assert not made
+
+
+@pytest.mark.parametrize(
+    ("keyword", "meant"),
+    [
+        ("grade", "did you mean grace=...?"),
+        ("reader", "did you mean data=elasticd.DataOptions(readers=...)?"),
+        ("global_token", "did you mean data=elasticd.DataOptions(global_tokens=...)?"),
+        ("learning_rate", ""),
+    ],
+)
+def test_a_keyword_that_is_spelled_like_one_of_todays_names_it(
+    made: list[Job], keyword: str, meant: str
+) -> None:
+    with pytest.raises(elasticd.JobStopped) as caught:
+        job(**{keyword: 1})
+    assert str(caught.value).endswith(f"argument '{keyword}'" + (f": {meant}" if meant else ""))
+    assert not made
+
+
+class Own(elasticd.Callback):
+    """A user's."""
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value", "message"),
+    [
+        ("global_batch", 16.0, "global_batch is 16.0; it must be a whole number from 1 on"),
+        ("global_batch", "16", "global_batch is '16'; it must be a whole number from 1 on"),
+        ("global_batch", 0, "global_batch is 0; it must be a whole number from 1 on"),
+        ("micro_batch", 0.5, "micro_batch is 0.5; it must be a whole number from 1 on"),
+        ("micro_batch", True, "micro_batch is True; it must be a whole number from 1 on"),
+        ("seed", 1.5, "seed is 1.5; it must be a whole number from"),
+        ("seed", 1 << 70, "it must be a whole number from"),
+        ("clip", 0, "clip must be a positive number, .* or None for no clipping, not 0"),
+        ("clip", -1.0, "clip must be a positive number, .* not -1.0"),
+        ("clip", "1", "clip must be a positive number, .* not '1'"),
+        ("grace", -1, "grace is -1; it must be a number of seconds from 0 on"),
+        ("grace", "10", "grace is '10'; it must be a number of seconds from 0 on"),
+        ("grace", float("nan"), "grace is nan; it must be a number of seconds from 0 on"),
+        ("callbacks", print, "give a list of objects of classes of your own that extend elasticd.Callback"),
+        ("callbacks", [print], "give a list of objects of classes of your own that extend elasticd.Callback"),
+        ("callbacks", Own(), r"callbacks is of type Own: give a list, callbacks=\[...\]"),
+    ],
+)
+def test_a_job_refuses_a_wrong_number_or_callback(
+    made: list[Job], keyword: str, value: Any, message: str
+) -> None:
+    with pytest.raises(elasticd.JobStopped, match=message):
+        job(**{keyword: value})
+    assert not made
+
+
+def test_a_job_takes_the_whole_numbers_of_numpy_and_torch(made: list[Job]) -> None:
+    with pytest.raises(Reached):
+        job(
+            global_batch=np.int64(4), micro_batch=torch.tensor(2), seed=np.uint8(3), callbacks=(Own(),), grace=1
+        )
+    recipe = made[0]._recipe
+    numbers = recipe.global_batch, recipe.micro_batch, recipe.seed
+    assert numbers == (4, 2, 3)
+    assert {type(number) for number in numbers} == {int}
+
+
+def test_a_step_of_more_samples_than_there_are_is_told_once(
+    made: list[Job], caplog: pytest.LogCaptureFixture
+) -> None:
+    for batch in (4, 5):
+        with pytest.raises(Reached):
+            job(global_batch=batch)
+    assert [each.message for each in caplog.records if "samples" in each.message] == [
+        "a step takes 5 samples, and the dataset has 4: a step takes them several times"
+    ]
 
 
 @pytest.mark.parametrize(

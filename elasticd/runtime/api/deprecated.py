@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, get_type_hints
 
 from elasticd.runtime.api.evaluation import EvaluationOptions, HeldOut
@@ -82,8 +83,24 @@ def _as_then(old: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def with_old_keywords(groups: OptionGroups, old: Mapping[str, Any]) -> OptionGroups:
+def _meant(keyword: str, keywords: Iterable[str]) -> str:
+    """The keyword, or the field of a group, that is spelled like one which a Job does not have."""
+    places = {name: f"{name}=..." for name in keywords}
+    for name, group in _GROUP_OF.items():
+        places[name] = f"{group}=elasticd.{type(getattr(DEFAULTS, group)).__name__}({name}=...)"
+    near = get_close_matches(keyword, places, n=1)
+    return f": did you mean {places[near[0]]}?" if near else ""
+
+
+def with_old_keywords(
+    groups: OptionGroups, old: Mapping[str, Any], keywords: Iterable[str] = ()
+) -> OptionGroups:
     """The groups with the values of old keywords; warns of those, on behalf of the caller of `Job`.
+
+    Args:
+        groups: as the caller gave them.
+        old: further keywords by name.
+        keywords: the names that `Job` takes today, one of which may have been meant.
 
     Raises:
         TypeError: a keyword that Job never had.
@@ -93,7 +110,7 @@ def with_old_keywords(groups: OptionGroups, old: Mapping[str, Any]) -> OptionGro
     old = _as_then(old)
     for keyword, value in old.items():
         if keyword not in OldKeywords.__annotations__:
-            raise TypeError(f"Job() got an unexpected keyword argument {keyword!r}")
+            raise TypeError(f"Job() got an unexpected keyword argument {keyword!r}{_meant(keyword, keywords)}")
         name = _RENAMED.get(keyword, keyword)
         changes.setdefault(_GROUP_OF[name], {})[name] = value
     if not changes:

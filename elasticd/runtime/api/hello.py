@@ -6,7 +6,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sized
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Sized
+from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
 
@@ -101,6 +102,43 @@ def check_arguments(
         )
     if not len(dataset):
         raise ValueError("dataset is empty: it must hold at least one sample")
+
+
+def check_callbacks(callbacks: object, base: type) -> None:
+    """Refuses what is no list of callbacks.
+
+    Raises:
+        TypeError: with what to write instead.
+    """
+    if isinstance(callbacks, base):
+        raise TypeError(f"callbacks is {_kind(callbacks)}: give a list, callbacks=[...]")
+    if not isinstance(callbacks, Sequence) or not all(isinstance(each, base) for each in callbacks):
+        raise TypeError(
+            f"callbacks is {callbacks!r}: give a list of objects of classes of your own that extend "
+            "elasticd.Callback"
+        )
+
+
+def check_grace(grace: object) -> None:
+    """Refuses what is no time.
+
+    Raises:
+        ValueError: it is no number of seconds.
+    """
+    if not isinstance(grace, Real) or not 0 <= float(grace) < math.inf:
+        raise ValueError(f"grace is {grace!r}; it must be a number of seconds from 0 on")
+
+
+def warn_of_repeats(recipe: Recipe) -> None:
+    """One line where a step takes more samples than there are."""
+    if isinstance(recipe.dataset, Stream) or recipe.data.global_tokens is not None or not is_first_worker():
+        return
+    if recipe.global_batch > (samples := len(recipe.dataset)):
+        log.warning(
+            "a step takes %d samples, and the dataset has %d: a step takes them several times",
+            recipe.global_batch,
+            samples,
+        )
 
 
 def _kind(given: object) -> str:

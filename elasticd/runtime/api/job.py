@@ -25,12 +25,15 @@ from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evalu
 from elasticd.runtime.api.hello import (
     check_arguments,
     check_batch_format,
+    check_callbacks,
+    check_grace,
     check_modules,
     check_optimizer,
     check_packing,
     check_plan,
     job_spec,
     loss_of,
+    warn_of_repeats,
 )
 from elasticd.runtime.api.pretrained_folder import Folder
 from elasticd.runtime.api.rank_info import RankInfo
@@ -182,9 +185,11 @@ class Job(RankInfo):
                 evaluation=evaluation,
                 stability=stability,
             )
-            groups = with_old_keywords(groups, old)
+            groups = with_old_keywords(groups, old, Job.__init__.__kwdefaults__ or ())
             groups.stability.check(groups.checkpointing.interval)
             check_arguments(model, optimizer, scheduler, dataset, groups.data.collate)
+            check_callbacks(callbacks, Callback)
+            check_grace(grace)
             accelerator = self._accelerator_of(groups.parallelism.device)
             settle(accelerator)
             accelerator.use()
@@ -207,6 +212,7 @@ class Job(RankInfo):
             )
             tried = check_optimizer(self._recipe)
             check_plan(self._recipe)
+            warn_of_repeats(self._recipe)
             self._held_out = groups.evaluation.sets
             check_batch_format(self._recipe)
             check_packing(self._recipe, self._held_out)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Real
 
 import numpy as np
 import torch
@@ -39,6 +41,27 @@ from elasticd.runtime.threads import DaemonThreads
 Schedule = Callable[[int, int, int, int], Iterator[Pass]]
 
 
+#: The least and the largest seed that torch's generators take as it is.
+_SEEDS = (-(1 << 63), (1 << 63) - 1)
+
+
+def _whole(name: str, value: object, least: int, largest: int | None = None) -> int:
+    """An argument as a whole number, which NumPy's and torch's integers are, too."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if (
+        number is None
+        or isinstance(value, bool)
+        or number < least
+        or (largest is not None and number > largest)
+    ):
+        end = "on" if largest is None else f"to {largest}"
+        raise ValueError(f"{name} is {value!r}; it must be a whole number from {least} {end}")
+    return number
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """The arguments of `elasticd.Job`, which documents them, and values that follow from them.
@@ -67,8 +90,13 @@ class Recipe:
     source: Feed | None = None  #: gives the samples of each step; None: `dataset` does, by `seed`
 
     def __post_init__(self) -> None:
-        if self.global_batch < 1:
-            raise ValueError(f"global_batch must be at least 1, not {self.global_batch}")
+        for name, least, largest in (("global_batch", 1, None), ("micro_batch", 1, None), ("seed", *_SEEDS)):
+            object.__setattr__(self, name, _whole(name, getattr(self, name), least, largest))
+        if self.clip is not None and not (isinstance(self.clip, Real) and self.clip > 0):
+            raise ValueError(
+                f"clip must be a positive number, the largest norm of a gradient, or None for no clipping, not "
+                f"{self.clip!r}"
+            )
         if isinstance(self.dataset, Stream) and self.data.length is not None:
             raise ValueError("length is of a map-style dataset's samples; a stream's are dealt by their tokens")
         if isinstance(self.dataset, Stream) and self.data.global_tokens is not None:
