@@ -144,3 +144,13 @@ def test_squares_are_exact_to_the_gradients_precision_and_do_not_overflow() -> N
     assert sum_of_squares([torch.full((4,), 1e30)]) == pytest.approx(4e60)
     assert sum_of_squares([torch.full((4,), math.inf)]) == math.inf
     assert sum_of_squares([]) == 0.0
+
+
+def test_squares_of_small_gradients_are_added_in_their_order() -> None:
+    """To the bit, whatever comes to the host together."""
+    generator = torch.Generator().manual_seed(2)
+    gradients = [torch.randn(size, generator=generator) for size in (1, 17, 300, 5, 64)]
+    assert sum_of_squares(gradients) == sum(torch.dot(each, each).item() for each in gradients)
+    mixed = [*gradients, gradients[2].double(), torch.randn(40_000, generator=generator)]
+    chunks = torch.stack([torch.dot(part, part) for part in mixed[-1].split(1 << 15)]).double().sum().item()
+    assert sum_of_squares(mixed) == sum([*(torch.dot(each, each).item() for each in mixed[:-1]), chunks])

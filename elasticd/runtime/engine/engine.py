@@ -610,7 +610,7 @@ class Engine:
             scale = 1.0 / vote.count / self.scale
             if self._recipe.clip is not None and vote.norm is not None:
                 scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))
-            gradients = [part.parameter.grad for part in self.zero.owned if part.parameter.grad is not None]
+            gradients = [grad for part in self.zero.owned if (grad := part.parameter.grad) is not None]
             if gradients:
                 torch._foreach_mul_(gradients, scale)
             self.optimizer.step()

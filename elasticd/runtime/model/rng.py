@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elasticd.runtime.accelerator import generators, put
 from elasticd.runtime.exits import ScriptRefusal
 from elasticd.runtime.model.graph_breaks import breaks_graphs
+from elasticd.runtime.model.host_generators import HostStates, host_states, restore_host_states
 
 log = logging.getLogger(__name__)
 
@@ -298,13 +299,10 @@ def states() -> list[object]:
     return [*(state.numpy().tobytes() for state in (host[_MARKED:], *others)), *_other_states()]
 
 
-def _other_states() -> list[object]:
+def _other_states() -> HostStates:
     """Those of Python's generator and of NumPy's."""
     with STATES:
-        numpy = np.random.get_state(legacy=False)
-    inner = numpy["state"]
-    key = inner["key"].tobytes() if "key" in inner else str(inner)
-    return [random.getstate(), key, inner.get("pos"), numpy["has_gauss"]]
+        return host_states()
 
 
 @dataclass
@@ -363,7 +361,7 @@ def kept_states() -> Iterator[None]:
     global _changes
     with STATES:
         saved = [(generator, generator.get_state()) for generator in generators()]
-        python, numpy = random.getstate(), np.random.get_state(legacy=False)
+        python_and_numpy = host_states()
     try:
         yield
     finally:
@@ -371,8 +369,7 @@ def kept_states() -> Iterator[None]:
             _changes += 1
             for generator, state in saved:
                 generator.set_state(state)
-            random.setstate(python)
-            np.random.set_state(numpy)
+            restore_host_states(python_and_numpy)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -160,6 +161,15 @@ class GradientReducer:
         """Notes which of these parameters have a gradient here."""
         self._reached.update(piece.name for piece in pieces if self._parameters[piece.name][1].grad is not None)
 
+    def _gradients_alone(self) -> Iterator[Tensor]:
+        """The gradients that no other device has a term of; notes which parameters have one."""
+        for piece in self._alone:
+            held, parameter = self._parameters[piece.name]
+            gradient = parameter.grad
+            if gradient is not None:
+                self._reached.add(piece.name)
+                yield gradient if piece.box == held else gradient[piece.box.slices(held)]
+
     def _passed(self) -> Iterator[tuple[Bucket, Tensor]]:
         """The buckets of sets without a communicator, with their sums."""
         for together in self._passed_on:
@@ -193,13 +203,8 @@ class GradientReducer:
         while len(self._flying) < len(self._queue):
             self._launch()
         passed = list(self._passed())
-        self._look(self._alone)
+        self.squares = sum_of_squares(self._gradients_alone())
         self.reached = self._reached
-        self.squares = sum_of_squares(
-            self._gradient(piece.name, piece.box)
-            for piece in self._alone
-            if self._parameters[piece.name][1].grad is not None
-        )
         for index, (flat, work) in enumerate(self._flying):
             self._teams[index].finish(work)
             self._flying[index] = (flat.new_empty(0), None)
@@ -303,15 +308,29 @@ def sum_of_squares(gradients: Iterable[Tensor]) -> float | Tensor:
     listed = [gradient.reshape(-1) for gradient in gradients if gradient.numel()]
     if listed and listed[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(listed, 2, dtype=torch.float64)).square().sum()
-    total = sum(_squares(each, torch.promote_types(each.dtype, torch.float32)) for each in listed)
-    return total if math.isfinite(total) else sum(_squares(each, torch.float64) for each in listed)
+    total = sum(_on_host([_squares(flat, _wide(flat.dtype)) for flat in listed]))
+    return total if math.isfinite(total) else sum(_on_host([_squares(flat, torch.float64) for flat in listed]))
 
 
-def _squares(flat: Tensor, dtype: torch.dtype) -> float:
-    if flat.dtype == dtype and len(flat) <= _CHUNK:  # of small ones the calls cost more than the sums
-        return torch.dot(flat, flat).item()
+@cache
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which squares of gradients of this type are added."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _squares(flat: Tensor, dtype: torch.dtype) -> Tensor:
+    if flat.dtype == dtype and flat.numel() <= _CHUNK:  # of small ones the calls cost more than the sums
+        return torch.dot(flat, flat)
     wide = (part.to(dtype) for part in flat.split(_CHUNK))
-    return float(torch.stack([torch.dot(part, part) for part in wide]).double().sum())
+    return torch.stack([torch.dot(part, part) for part in wide]).double().sum()
+
+
+def _on_host(values: Sequence[Tensor]) -> list[float]:
+    """Numbers of the CPU, in one call where they are of one type."""
+    if len({value.dtype for value in values}) == 1:
+        numbers: list[float] = torch.stack(list(values)).tolist()
+        return numbers
+    return [value.item() for value in values]
 
 
 def _keep(piece: Piece, reduced: Tensor, owned: Iterable[Owned]) -> int:

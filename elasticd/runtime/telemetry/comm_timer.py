@@ -34,7 +34,7 @@ class Stopwatch:
     @property
     def inside(self) -> float:
         """Seconds since the last `take` that were spent inside of sections, see `INSIDE`."""
-        return sum(self.seconds.get(label, 0.0) for label in INSIDE)
+        return sum([self.seconds.get(label, 0.0) for label in INSIDE]) if self.seconds else 0.0
 
     def take(self) -> dict[str, float]:
         """All seconds since the last take."""
