@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.models.decoder import Attention, initial, rotary_angles, rotate
-from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks
+from elasticd.runtime.engine.compiled_blocks import compile_blocks
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests.models.layouts import SEED, Training, alone, furthest, layouts_of, under
 from tests.models.texts import Text
@@ -136,7 +136,7 @@ def test_a_packed_row_gives_what_its_sequences_give(kv_heads: int, lengths: tupl
 def test_compiled_blocks_take_each_row_as_it_is(traced: None) -> None:
     config = DecoderConfig(vocabulary=41, width=32, layers=2, hidden=44, dtype=torch.float64)
     plain, compiled = started(config), started(config)
-    compile_blocks({f"blocks.{i}": block for i, block in enumerate(compiled.blocks)}, BlockCalls())
+    compile_blocks({f"blocks.{i}": block for i, block in enumerate(compiled.blocks)})
     for lengths in ((5, 4), (3, 6), (9,), (1, 1, 7), (7, 5)):
         row, batch = packed(*lengths)
         for given in (row, None):

@@ -21,7 +21,7 @@ from elasticd.models.huggingface.packed_attention import NAME, packed, packed_at
 from elasticd.models.huggingface.proof import fill, prove
 from elasticd.models.huggingface.sections import Sections, sections_of
 from elasticd.runtime.checking.verdict import findings
-from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks
+from elasticd.runtime.engine.compiled_blocks import compile_blocks
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.validation import ModelError
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
@@ -218,7 +218,7 @@ def test_compiled_blocks_take_each_row_as_it_is(traced: None) -> None:
     model = in_double(lambda: made("Qwen3", True))
     anatomy = prove(model).anatomy
     plain, compiled = sections_of(model, anatomy), sections_of(copy.deepcopy(model), anatomy)
-    compile_blocks({f"blocks.{i}": block for i, block in enumerate(compiled.blocks)}, BlockCalls())
+    compile_blocks({f"blocks.{i}": block for i, block in enumerate(compiled.blocks)})
     for lengths in ((5, 4), (3, 6), (9,), (1, 1, 7), (7, 5)):
         ids = torch.randint(1, 41, (1, sum(lengths)), generator=torch.Generator().manual_seed(3))
         for row in (row_of(*lengths), None):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import elasticd
 from elasticd.runtime.accelerator import CPU
-from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks
+from elasticd.runtime.engine.compiled_blocks import compile_blocks
 from elasticd.runtime.parallel.packed_row import PackedRow, passing
 from tests.compiling import graphs
 
@@ -221,7 +221,7 @@ def test_a_compiled_block_takes_the_borders_and_positions_of_each_row(traced: No
     plain = Positioned()
     block = Positioned()
     block.load_state_dict(plain.state_dict())
-    compile_blocks({"blocks.0": block}, BlockCalls())
+    compile_blocks({"blocks.0": block})
     rows = [
         None,
         row_of(5, 4),

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, cast
 
 import pytest
@@ -15,9 +19,15 @@ from torch import Tensor, nn
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.comm.groups import PlanGroups
-from elasticd.runtime.comm.in_memory import MemoryPlanGroups, run_threads
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, run_threads
 from elasticd.runtime.engine import compiled_blocks
-from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_ahead, compile_blocks, compile_now
+from elasticd.runtime.engine.compiled_blocks import (
+    BlockCalls,
+    _compile,
+    compile_ahead,
+    compile_blocks,
+    compile_now,
+)
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
@@ -108,12 +118,13 @@ def test_packed_rows_are_compiled_beforehand_as_padded_samples_are(traced: None)
     for _, parameter in local.parameters.values():
         parameter.data = torch.randn(parameter.shape, dtype=parameter.dtype)
     calls = BlockCalls()
-    compile_blocks(local.modules, calls)
+    compile_blocks(local.modules)
 
     def passed(*lengths: int) -> None:
         row = PackedRow([SequencePiece.whole(i, n) for i, n in enumerate(lengths)], torch.device("cpu"))
         x = torch.randn(1, row.tokens, 16, dtype=torch.float64, requires_grad=True)
         with passing(row):
+            calls.note(True, x)
             local.modules["blocks.0"](x).sum().backward()
 
     passed(4, 3)
@@ -161,7 +172,7 @@ def test_dropouts_and_fused_parameters_are_those_of_eager_blocks(traced: None) -
         for name, (box, parameter) in local.parameters.items():
             parameter.data.copy_(model.first_value(name, box, 0))
         if compile:
-            compile_blocks(local.modules, BlockCalls())
+            compile_blocks(local.modules)
         found = []
         for step in range(3):
             local.drawing.begin(0, step)
@@ -214,10 +225,67 @@ def test_a_few_shapes_of_each_mode_are_remembered() -> None:
         calls.note(True, torch.zeros(2, length, 3))
     with torch.no_grad():
         calls.note(False, {"hidden": torch.zeros(1, 4, 3), "mask": torch.zeros(4, dtype=torch.int64)})
-    calls.note(True, 7)
     assert [call.tensors[0][1] for call in calls.seen] == [(2, 5, 3), (2, 6, 3), (2, 7, 3), (1, 4, 3)]
     assert [name for name, *_ in calls.seen[-1].tensors] == ["hidden", "mask"]
     assert not calls.seen[-1].grad
+
+
+def test_a_pass_is_looked_at_if_it_begins_unlike_earlier_ones_until_its_mode_has_enough() -> None:
+    calls = BlockCalls()
+    passes = [torch.zeros(2, length, 3) for length in (5, 5, 6, 7, 8)]
+    wanted = []
+    for x in passes:
+        wanted.append(calls.wants(True, x))
+        calls.note(True, x)
+    assert wanted == [True, False, True, True, False]
+    with torch.no_grad():
+        assert calls.wants(False, passes[0])
+
+
+class Lengthening(Text):
+    """Samples of two lengths, by step."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.arange(8 if index < 32 else 11) % 7 + index % 3
+        return {"inputs": ids[:-1], "targets": ids[1:]}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_nothing_of_ours_runs_around_a_compiled_block(recompute: bool, traced: None) -> None:
+    """Once calls of each shape were noted: between torch's call of the block's module and its graph."""
+    plan = plan_of((8, [stage(0, 4, ("a/0", 1), recompute=recompute)]))
+    recipe = replace(recipe_of(compile=True), dataset=Lengthening())
+    layouts = Layouts(recipe.model.spec, plan)
+    groups = cast(PlanGroups, MemoryPlanGroups(MemoryWorld(), "a/0"))
+    engine = Engine(recipe, layouts, groups, unpaced)
+    engine.adopt(first_state(recipe.model, layouts, "a/0", recipe.seed))
+    for step in range(3):
+        engine.step(step, lambda: 0)
+    assert engine.runner is not None
+    shapes = {call.tensors[0][1][1] for call in engine.runner.calls.seen}
+    assert shapes == {7, 10}, "both lengths were noted"
+    blocks = {id(module) for section, module in engine.local.modules.items() if section.startswith("blocks.")}
+    graphs_before, inside, passes, ours = graphs(), 0, 0, set()
+    written = {code for code in _compile.__code__.co_consts if isinstance(code, CodeType)}
+
+    def looked(frame: FrameType, event: str, _: object) -> None:
+        nonlocal inside, passes
+        code = frame.f_code
+        if code.co_name == "_call_impl" and id(frame.f_locals["self"]) in blocks:
+            inside += {"call": 1, "return": -1}.get(event, 0)
+            passes += event == "call"
+        elif inside and event == "call" and "elasticd" in Path(code.co_filename).parts:
+            compiled = code.co_name == "traced" and code not in written  # the compiler keeps the name
+            ours.update(() if compiled else {code.co_qualname})
+
+    sys.setprofile(looked)
+    try:
+        engine.step(3, lambda: 0)
+    finally:
+        sys.setprofile(None)
+    assert passes == 8 * 4 * (1 + recompute)
+    assert ours == set()
+    assert graphs() == graphs_before
 
 
 def test_what_is_no_choice_is_refused() -> None:

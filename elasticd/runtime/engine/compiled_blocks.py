@@ -69,20 +69,36 @@ class BlockCall:
 
 
 class BlockCalls:
-    """With what blocks were called so far: a few calls of each mode."""
+    """With what blocks were called so far: a few calls of each mode. Until those are there, the blocks of a
+    pass are noted if it begins unlike all passes before."""
 
     def __init__(self) -> None:
         self.seen: list[BlockCall] = []
+        self._begun: set[BlockCall] = set()
 
-    def note(self, training: bool, entered: object) -> None:
-        """One call; `entered` is what came from the section before."""
-        if not isinstance(entered, Tensor | Mapping):
-            return
-        call = BlockCall(training, torch.is_grad_enabled(), _described(entered), current_row() is not None)
-        mode = call.training, call.grad, call.packed
-        alike = [each for each in self.seen if (each.training, each.grad, each.packed) == mode]
+    def wants(self, training: bool, entered: Bundle) -> bool:
+        """Returns True if the blocks of a pass are to be noted, which begins with `entered`."""
+        call = _call(training, entered)
+        if call in self._begun or len(self._alike(call)) >= _SHAPES:
+            return False
+        self._begun.add(call)
+        return True
+
+    def note(self, training: bool, entered: Bundle) -> None:
+        """One call of a block; `entered` is what came from the section before."""
+        call = _call(training, entered)
+        alike = self._alike(call)
         if len(alike) < _SHAPES and call not in alike:
             self.seen.append(call)
+
+    def _alike(self, call: BlockCall) -> list[BlockCall]:
+        """The calls of its mode."""
+        mode = call.training, call.grad, call.packed
+        return [other for other in self.seen if (other.training, other.grad, other.packed) == mode]
+
+
+def _call(training: bool, entered: Bundle) -> BlockCall:
+    return BlockCall(training, torch.is_grad_enabled(), _described(entered), current_row() is not None)
 
 
 def _described(entered: Bundle) -> tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]:
@@ -90,21 +106,22 @@ def _described(entered: Bundle) -> tuple[tuple[str, tuple[int, ...], torch.dtype
     return tuple((name, tuple(x.shape), x.dtype, x.requires_grad or not name) for name, x in named.items())
 
 
-def compile_blocks(modules: Mapping[str, nn.Module], calls: BlockCalls) -> None:
-    """Has the blocks among `modules` compiled when they are called, once all their hooks are there.
+def compile_blocks(modules: Mapping[str, nn.Module]) -> None:
+    """Has the blocks among `modules` compiled when they are called, once all their hooks are there. A thread
+    that calls them calls `settle_compiler` before.
 
     Args:
         modules: by section.
-        calls: notes what they are called with.
     """
     before_compiling()
     into_graphs()
+    settle_compiler()
     for section, module in modules.items():
         if section.startswith("blocks."):
-            _compile(module, calls)
+            _compile(module)
 
 
-def _compile(module: nn.Module, calls: BlockCalls) -> None:
+def _compile(module: nn.Module) -> None:
     plain, entering = module.forward, getattr(module, "entering", None)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -114,17 +131,9 @@ def _compile(module: nn.Module, calls: BlockCalls) -> None:
         return out
 
     try:
-        compiled = torch.compile(traced, backend=_code_of)
+        module.forward = torch.compile(traced, backend=_code_of)
     except RuntimeError as error:  # torch has no compiler for this Python
         _warn(error)
-        return
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        calls.note(module.training, args[0] if args else None)
-        _settle()
-        return compiled(*args, **kwargs)
-
-    module.forward = forward
 
 
 @lru_cache(maxsize=1)
@@ -142,9 +151,9 @@ _thread = threading.local()
 _widths: set[object] = set()
 
 
-def _settle() -> None:
-    """The compiler's settings are those of a thread. What fails in it ends no step, and it does not give up
-    before all widths have had their graphs."""
+def settle_compiler() -> None:
+    """Sets the compiler's settings, which are those of a thread, before passes of compiled blocks. What fails
+    in it ends no step, and it does not give up before all widths have had their graphs."""
     if getattr(_thread, "widths", -1) == len(_widths):
         return
     _thread.widths = len(_widths)
@@ -262,7 +271,7 @@ def _pass_a_copy(recipe: Recipe, stage: Stage, position: int, section: str, call
         try:
             for call in calls[:1]:  # eagerly: what modules make in their first call is then in no graph
                 _pass(local, section, replace(call, grad=False), recipe.accelerator)
-            compile_blocks(local.modules, BlockCalls())
+            compile_blocks(local.modules)
             for call in calls:
                 _pass(local, section, call, recipe.accelerator)
         except Exception as error:

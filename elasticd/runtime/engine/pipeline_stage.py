@@ -34,7 +34,7 @@ from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import entries, hash_samples
 from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
-from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks, warn_of_slices
+from elasticd.runtime.engine.compiled_blocks import BlockCalls, compile_blocks, settle_compiler, warn_of_slices
 from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.engine.p2p import NextStage, PrevStage, gradient_messages
 from elasticd.runtime.engine.recipe import Recipe
@@ -301,8 +301,10 @@ class StageRunner:
         self._stages = len(plan.pipeline(place).stages)
         self._share, self._layers = stage.fraction(place.position), stage.layers
         self.calls, self.before_first_pass = BlockCalls(), None
-        if recipe.parallelism.compile and slices is None:
-            compile_blocks(local.modules, self.calls)
+        self._modules, self._compiles = local.modules, recipe.parallelism.compile and slices is None
+        self._notes = False  # the blocks of this pass are noted in `calls`
+        if self._compiles:
+            compile_blocks(local.modules)
         elif recipe.parallelism.compile:
             warn_of_slices()
         self._recomputed = recomputed_blocks(stage, recipe.recomputed, local)
@@ -328,6 +330,8 @@ class StageRunner:
         if self.before_first_pass is not None:
             self.before_first_pass()
             self.before_first_pass = None
+        if self._compiles:
+            settle_compiler()
         mine = [number for number, row in enumerate(rows) if row.lanes[self._lane]]
         self._rows, self._own = [self._row(rows[number].lanes) for number in mine], (mine, len(rows))
         self._sums_wait = sums_wait(rows, self._lane, len(self._chunks))
@@ -552,6 +556,7 @@ class StageRunner:
         sequences = self._sequences(micro, samples, state.length)
         state.tokens = samples * state.length
         state.squares = sum(here.tokens * here.length for here in sequences)
+        self._notes = self._compiles and self.calls.wants(self._modules[next(iter(chunk.passes))].training, x)
         if chunk is self._chunks[0]:
             self._telemetry.worked(state.tokens, self._layers, self._share, sequences)
         state.start = time.perf_counter()
@@ -573,6 +578,8 @@ class StageRunner:
             if section == "head":
                 self._telemetry.passed("forward")
             communicated = self._stopwatch.inside if self._paced else 0.0
+            if self._notes and section.startswith("blocks."):
+                self.calls.note(self._modules[section].training, x)
             passed = self._recomputed[section].forward if section in self._recomputed else chunk.passes[section]
             x = passed(x)
             if section == "embed":
@@ -591,13 +598,15 @@ class StageRunner:
             only zeros, and where there is none (all is frozen up to here) torch's reentrant checkpoints would
             lose the gradients of their parameters: the section gets leaves then.
         """
-        needing = [tensor for tensor in tensors(x) if tensor.requires_grad]
-        if len(needing) != 1:
-            return False
-        if section in ("blocks.0", "head"):
+        if isinstance(x, Tensor):
+            needing = x if x.requires_grad else None
+        else:
+            several = [tensor for tensor in tensors(x) if tensor.requires_grad]
+            needing = several[0] if len(several) == 1 else None
+        if needing is not None and section in ("blocks.0", "head"):
             kind = "head" if section == "head" else "backward"
-            needing[0].register_hook(lambda _: self._telemetry.passed(kind))
-        return True
+            needing.register_hook(lambda _: self._telemetry.passed(kind))
+        return needing is not None
 
     def _loss_of(self, state: _MicroBatchState, output: Bundle, batch: Any) -> float | Tensor:
         """Computes the loss of a micro-batch. Returns the count of its targets."""
