@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import elasticd
 from elasticd.models import next_token_loss
 from elasticd.runtime.comm.groups import PlanGroups
-from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, unpaced
+from elasticd.runtime.comm.in_memory import MemoryPlanGroups, MemoryWorld, Unpaced
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.parallelism import ParallelismOptions
@@ -197,11 +197,14 @@ def test_making_activations_again_is_measured_and_paced_by_itself(chosen: tuple[
     layouts, recipe = Layouts(training.model.spec, plan), training.recipe()
     plan_groups, paced = cast(PlanGroups, MemoryPlanGroups(MemoryWorld(), "a/0")), Counter[str]()
 
-    def pace(kind: str, *times: float) -> float:
-        paced[kind] += 1
-        return unpaced(*times)
+    class Counting(Unpaced):
+        emulates = True
 
-    engine = Engine(recipe, layouts, plan_groups, pace)
+        def __call__(self, *times: Any) -> float:
+            paced[times[0]] += 1
+            return super().__call__(*times)
+
+    engine = Engine(recipe, layouts, plan_groups, Counting())
     engine.adopt(first_state(recipe.model, layouts, "a/0", SEED))
     measured = engine.step(0, lambda: 0).measurement
     assert (measured.again_seconds > 0) == bool(chosen)

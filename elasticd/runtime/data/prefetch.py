@@ -21,7 +21,7 @@ from elasticd.system.user_line import described
 log = logging.getLogger(__name__)
 
 #: Reads of a reader are watched for draws: the first ones alone, while training waits to seed or restore its
-#: generators, so that a draw is surely seen; more beside training, and then one of so many. It takes some 40
+#: generators, so that a draw is surely seen; more beside training, and then one of so many. It takes some 15
 #: microseconds.
 _ALONE, _WATCHED, _EVERY = 4, 16, 8
 

@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elasticd.runtime.accelerator import generators, put
 from elasticd.runtime.exits import ScriptRefusal
 from elasticd.runtime.model.graph_breaks import breaks_graphs
 from elasticd.runtime.model.host_generators import HostStates, host_states, restore_host_states
+from elasticd.runtime.model.torch_draws import TorchDraws
 
 log = logging.getLogger(__name__)
 
@@ -271,8 +271,8 @@ def set_mark(mark: int) -> None:
 
 #: The largest seed.
 _SEEDS = 2**62 - 1
-#: How often generators were seeded or restored here.
-_changes = 0
+#: How often generators were seeded or restored here, and the last seed.
+_changes = _seeded = 0
 
 
 def seed_all(seed: int, torchs: Iterable[torch.Generator] | None = None) -> None:
@@ -282,9 +282,9 @@ def seed_all(seed: int, torchs: Iterable[torch.Generator] | None = None) -> None
         seed: less than 2^62, so that torch's generator has room for a mark.
         torchs: torch's; None: those of the CPU and of the accelerator in use.
     """
-    global _changes
+    global _changes, _seeded
     with STATES:
-        _changes += 1
+        _changes, _seeded = _changes + 1, seed
         for generator in generators() if torchs is None else torchs:
             generator.manual_seed(seed)
         random.seed(seed)
@@ -325,34 +325,16 @@ def watching() -> Iterator[Draws]:
 def watching_thread() -> Iterator[Draws]:
     """`watching` on a thread beside the one that trains. Draws from torch's generators are those of this
     thread, seen as its operations are called, whatever others do meanwhile."""
-    changes, before, draws = _changes, (_seed(), *_other_states()), Draws()
-    with _TorchDraws() as torchs:
+    changes, before, draws = _changes, (_others_seed(), *_other_states()), Draws()
+    with TorchDraws() as torchs:
         yield draws
-    draws.drew = torchs.drew or ((_seed(), *_other_states()) != before and changes == _changes)
+    draws.drew = torchs.drew or ((_others_seed(), *_other_states()) != before and changes == _changes)
 
 
-def _seed() -> int:
-    """The seed of torch's generator, which is read without its mutex; 0: one with a mark."""
+def _others_seed() -> int:
+    """The seed of torch's generator, which is read without its mutex; 0: one of ours, or with a mark."""
     seed: int = torch.default_generator.initial_seed()
-    return 0 if seed >> 48 == _TAG else seed
-
-
-class _TorchDraws(TorchDispatchMode):
-    """Sees whether this thread draws from a generator of torch that the process shares."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.drew = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Calls an operation."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            given = (each for each in (kwargs or {}).values() if isinstance(each, torch.Generator))
-            shared = {getattr(each, "_cdata") for each in generators()}  # noqa: B009  each call has an object of its own
-            self.drew |= getattr(next(given, None), "_cdata", None) in {None, *shared}
-        return func(*args, **(kwargs or {}))
+    return 0 if seed == _seeded or seed >> 48 == _TAG else seed
 
 
 @contextmanager

@@ -1,0 +1,33 @@
+"""Draws of one thread from torch's generators, seen without asking the generators for their states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elasticd.runtime.accelerator import generators
+
+
+class TorchDraws(TorchDispatchMode):
+    """Sees whether this thread draws from a generator of torch that the process shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drew = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls an operation."""
+        named = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            given = next((each for each in named.values() if isinstance(each, torch.Generator)), None)
+            self.drew |= given is None or _address(given) in map(_address, generators())
+        return func(*args, **named)
+
+
+def _address(generator: torch.Generator) -> object:
+    """Where the generator is: an operation is called with another Python object of the same one."""
+    return getattr(generator, "_cdata", None)
