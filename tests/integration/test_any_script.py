@@ -89,7 +89,7 @@ def test_script_that_raises_the_same_exception_twice_ends_at_once_with_one_line_
     "command",
     [
         ("argued.py", "--log", "3", "-h", "--nnodes", "9", "${local_rank}"),
-        ("argued.py", "--", "--log", "3"),
+        pytest.param(("argued.py", "--", "--log", "3"), marks=pytest.mark.full),
         ("-m", "argued", "--log", "3", "-m", "--"),
     ],
     ids=" ".join,

@@ -205,7 +205,7 @@ LEFT = "stopped: its workers left before the last step: the script left the loop
     ("name", "devices", "body", "words"),
     [
         ("break", 1, "if step.index == 5: break", LEFT),
-        ("exit", 2, "if step.index == 5: sys.exit(0)", LEFT),
+        pytest.param("exit", 2, "if step.index == 5: sys.exit(0)", LEFT, marks=pytest.mark.full),
         ("whole", 2, "pass", "finished after 40 steps"),
     ],
 )

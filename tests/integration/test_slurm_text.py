@@ -34,7 +34,7 @@ def text() -> str:
     return textwrap.dedent("    " + command.strip())
 
 
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_step_ends_with_the_exit_code_of_the_script_and_leaves_no_agent(
     code: int, tmp_path: Path, shared_etcd: SharedEtcd
 ) -> None:

@@ -416,6 +416,7 @@ def test_a_plan_is_predicted_as_what_it_is_whatever_setting_it_was_found_under(s
     )
 
 
+@pytest.mark.full
 def test_mixed_clusters_are_predicted_as_their_plans_are_judged_alone() -> None:
     raw = json.loads((Path(__file__).parents[2] / "examples" / "problems" / "mixed.json").read_text())
     planned = solve(load(json.dumps(raw)))

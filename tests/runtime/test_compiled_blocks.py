@@ -294,6 +294,7 @@ def test_what_is_no_choice_is_refused() -> None:
 
 
 @needs_a_compiler
+@pytest.mark.full
 def test_a_dropouts_one_kernel_has_the_masks_of_the_many(compiler: None) -> None:
     """By inductor's code for CPUs."""
     keys, p = [2**62 + 11, -(2**63), 77], 0.3

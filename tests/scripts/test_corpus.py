@@ -33,7 +33,7 @@ def cases(representatives: list[str], names: list[str]) -> list[object]:
 @pytest.mark.parametrize(
     "name",
     cases(
-        ["nanogpt", "seq2seq", "evaluation_inside", "milestones_of_numpy", "dropout_in_a_cut"],
+        ["nanogpt", "seq2seq", "dropout_in_a_cut"],
         TRAINED,
     ),
 )
