@@ -141,8 +141,6 @@ def after(plan: Plan, problem: Problem) -> float:
     gradients, parameters = model.parameter_bytes * model.gradient_factor, model.parameter_bytes
     reduce = (count - 1 + over - 1) * hop.seconds(gradients / fewest / count)
     reduce += extra * hop.seconds(gradients / len(plan.members)) if extra else 0.0
-    if plan.state.zero == 2:
-        reduce *= math.ceil(plan.global_batch // plan.micro_batch / count)
     gather = (count - over) * hop.seconds(parameters / fewest / count)
     owned = parameters * model.optimizer_factor * (over / count / fewest + extra / len(plan.members))
     return reduce + gather + owned * model.optimizer_seconds + model.overhead_seconds
@@ -185,13 +183,11 @@ def memory(plan: Plan, problem: Problem) -> dict[str, int]:
                 for section, here in ((model.embed, index == 0), (model.head, index == depth - 1)):
                     parameters += held(section) if here else 0.0
                     activations += kept(section) if here else 0.0
-                gradients = parameters
-                if policy.zero == 2 and part < 1:
-                    gradients = parameters * part + held(model.block)
                 moments = parameters * part * model.optimizer_factor
                 each = 1 + model.gradient_factor + model.optimizer_factor  # value, gradient and moments
                 others = extra * model.parameter_bytes / len(plan.members) * each
-                size = parameters + gradients * model.gradient_factor + moments + others
+                sent = parameters * part if part < 1 else 0.0
+                size = parameters * (1 + model.gradient_factor) + moments + sent + others
                 needed[name] = math.ceil(size + activations * alive + once + model.fixed_bytes)
     if plan.carriers:
         computing, carrying = ({n.split("/")[0] for n in names} for names in (plan.places, plan.carriers))

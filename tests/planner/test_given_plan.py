@@ -51,7 +51,7 @@ def test_it_is_the_answer_as_it_is_with_what_the_cost_model_says_of_it() -> None
     found = planned(asked)
     assert found.pipelines == GIVEN.pipelines
     assert (found.number, found.idle, found.binding) == (7, ("n1/1",), {})
-    cost = ProfileCost(asked.profile, pipelines=2, micro_batches=4, members=4)
+    cost = ProfileCost(asked.profile, pipelines=2, members=4)
     assert found.prediction is not None
     assert found.prediction.step_seconds == pytest.approx(step_seconds(found, asked.cluster, {}, cost))
     assert found.prediction.memory == memory_by_device(found, cost)

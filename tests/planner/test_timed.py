@@ -117,7 +117,8 @@ def test_links_islands_and_the_search_space_are_read() -> None:
     assert problem.rates["a1/3"] == 2.57
     assert problem.search_space.micro_batches == (1, 2, 4, 8, 16, 32, 64)
     assert StatePolicy() in problem.search_space.states
-    assert StatePolicy(zero=2, replicas=1) in problem.search_space.states
+    assert StatePolicy(zero=1, replicas=1) in problem.search_space.states
+    assert not any(state.zero == 2 for state in problem.search_space.states), "it costs what zero 1 does"
     assert problem.search_space.recompute is True
     pinned = problem_of(
         load(changed(("pins", {"zero": 1, "replicas": 2, "recompute": False}), ("batch.micro_batch", 2)))

@@ -22,8 +22,8 @@ PLAIN = StatePolicy()
 @dataclass(frozen=True, slots=True)
 class ProfileCost:
     """The cost that a `ModelProfile` gives under one setting. recompute: whether blocks make their activations
-    again. With ZeRO (`state`) memory depends on the number of `pipelines`, time on the step's `micro_batches`
-    of all pipelines, and what replicas ask of others on the number of `members`. near: the link that the
+    again. With ZeRO (`state`) memory depends on the number of `pipelines`, and what replicas ask of others on
+    the number of `members`. near: the link that the
     measured collectives went over (None: they are what any link takes). sequence_parallel: whether TP groups
     have slices of the tokens between cut modules; hopeful: at no cost of time, as bounds have it where
     stages may leave it out. cut: whether sequences may be cut over lanes, so that blocks that make their
@@ -33,7 +33,6 @@ class ProfileCost:
     state: StatePolicy = PLAIN
     recompute: bool = False
     pipelines: int = 1
-    micro_batches: int = 1
     members: int = 1
     near: Link | None = None
     sequence_parallel: bool = False
@@ -61,7 +60,6 @@ class ProfileCost:
             state=plan.state,
             recompute=recompute,
             pipelines=len(plan.by_lane),
-            micro_batches=sum(pipeline.micro_batches for pipeline in plan.pipelines),
             members=len(plan.members),
         )
 
@@ -141,8 +139,7 @@ class ProfileCost:
         that are gathered for a cut module. A tied head beside its embedding shares its parameters."""
         model, shares = self.profile, to_units(shares, self.profile.share_units)
         units, aligned = shares[position], model.aligned(shares)
-        block = model.held_bytes(model.block, units, aligned)
-        held = layers * block
+        held = layers * model.held_bytes(model.block, units, aligned)
         each = model.activation_bytes(model.block, units, sliced=self.sequence_parallel)
         again = model.block.recomputed_activation * model.tokens
         gathered = 0.0
@@ -159,7 +156,7 @@ class ProfileCost:
                 kept += model.activation_bytes(section, units)
         if first and last:
             held -= model.tied_bytes * (part if model.embed.cut_bytes else 1.0)
-        state = self.zero.held(model, held, block)
+        state = self.zero.held(model, held)
         return state + kept * in_flight + (each if self._part else 0.0) + gathered + model.fixed_bytes
 
     @property
@@ -186,14 +183,8 @@ class ProfileCost:
         for what the last backward pass hides; without it no less than that can be is said."""
         model = self.profile
         zero = Zero(policy=self.state, pipelines=pipelines, members=max(self.members, pipelines * fewest))
-        reduction, each_time = zero.reduction(model, 1 / fewest, link)
-        times = -(-self.micro_batches // pipelines) if each_time else 1
-        if model.overlap:
-            exposed = self._exposed(reduction, fewest, depth) + (times - 1) * self._exposed(
-                reduction, fewest, 1
-            )
-        else:
-            exposed = times * reduction
+        reduction = zero.reduction(model, 1 / fewest, link)
+        exposed = self._exposed(reduction, fewest, depth) if model.overlap else reduction
         gathered = zero.gathering(model, 1 / fewest, link)
         update = model.optimizer_seconds * zero.owned(model, 1 / fewest)
         return model.reduction_scale * (exposed + gathered) + update + model.overhead_seconds

@@ -3,11 +3,13 @@
 With P pipelines every box of a parameter has P holders (one for each pipeline; a lane counts as one). Under
 zero 1 its optimizer state is on r of them, so that a member keeps r / P of what its parameters ask; copies that
 exceed the holders are spread evenly over all members, with the values and gradients that they are made from.
-Under zero 2 gradients are kept by those r alone, besides one layer's that is being made. Hops are those of
-rings over P holders, of a P-th of what a device holds each:
+Micro-batches add up to complete gradients on each holder, which reduces them once, at the end of the step. So
+zero 2 differs from zero 1 only from then until the update, when it keeps r / P of the gradients, and both cost
+the same. The updated values that a holder sends to others stay beside them until these are known to have
+arrived, in the next step: r / P of the parameters. Hops are those of rings over P holders, of a P-th of what a device holds each:
 
     reduction   P - 1 to bring every sum to one owner, and r - 1 to bring it to the others; an all-reduce is
-                2 (P - 1); under zero 2 after every micro-batch
+                2 (P - 1)
     gathering   P - r: a holder lacks the parameters that others updated
     update      optimizer seconds of what a device owns
 """
@@ -44,15 +46,12 @@ class Zero:
         """Copies of the whole state that exceed the holders."""
         return max(0, self.replicas - self.pipelines)
 
-    def held(self, model: ModelProfile, held: float, block: float) -> float:
-        """Bytes of parameters, gradients and optimizer state of a member that holds `held` bytes of parameters,
-        `block` of each layer."""
-        gradients = held * model.gradient_factor
-        if self.policy.zero == 2 and self.part < 1:
-            gradients = gradients * self.part + block * model.gradient_factor
-        spread = self.extra * model.parameter_bytes / self.members
+    def held(self, model: ModelProfile, held: float) -> float:
+        """Bytes of parameters, gradients and optimizer state of a member that holds `held` bytes of parameters."""
+        sent = held * self.part if self.part < 1 else 0.0
+        own = held * (1 + model.gradient_factor + self.part * model.optimizer_factor) + sent
         # Whoever keeps state for others has all of it.
-        return held + gradients + held * self.part * model.optimizer_factor + spread * model.state_factor
+        return own + self.extra * model.parameter_bytes / self.members * model.state_factor
 
     def carried(self, model: ModelProfile, copies: int, devices: int) -> float:
         """Bytes of each of `devices` that only carry `copies` of the model's state between them."""
@@ -63,16 +62,15 @@ class Zero:
         copies = fraction * self.part + self.extra / self.members
         return model.parameter_bytes * model.optimizer_factor * copies
 
-    def reduction(self, model: ModelProfile, fraction: float, link: Link) -> tuple[float, bool]:
-        """Seconds of one reduction of the gradients that a device holds of this fraction of the model, and
-        whether each micro-batch has one."""
+    def reduction(self, model: ModelProfile, fraction: float, link: Link) -> float:
+        """Seconds of the reduction of the gradients that a device holds of this fraction of the model."""
         count = self.pipelines
         piece = model.gradient_bytes * fraction / count
         hops = count - 1 + min(self.replicas, count) - 1
         seconds = hops * link.seconds(piece)
         if self.extra:
             seconds += self.extra * link.seconds(model.gradient_bytes / self.members)
-        return seconds, self.policy.zero == 2
+        return seconds
 
     def gathering(self, model: ModelProfile, fraction: float, link: Link) -> float:
         """Seconds until a device has the parameters that others updated."""

@@ -118,7 +118,6 @@ def task_of(
             state=search_space.states[0],
             recompute=bool(search_space.recompute),
             pipelines=search_space.fixed_dp or 1,
-            micro_batches=micro_batches,
             members=members or len(alive(problem)),
             near=problem.cluster.within or problem.cluster.inside,
             sequence_parallel=bool(search_space.sequence_parallel),

@@ -128,15 +128,13 @@ def _mib(size: float) -> str:
 
 
 def _resident(layouts: Layouts, profile: ModelProfile) -> dict[str, float]:
-    """Bytes of values, gradients and state that each device holds while it trains."""
-    trained, zero = frozenset(layouts.trained), layouts.plan.state.zero
+    """Bytes of values, gradients and state that each device holds while it trains. Gradients lie where values
+    do, under every policy: micro-batches add up to complete ones."""
+    trained = frozenset(layouts.trained)
     found: dict[str, float] = defaultdict(float)
     for item, count in _kinds(layouts):
         factor = _factor(item, profile)
-        # Under ZeRO 2 gradients lie where the state is kept, else where the values are.
-        if (item.role == "state" and zero == 2) or (
-            item.role == "value" and item.name in trained and zero != 2
-        ):
+        if item.role == "value" and item.name in trained:
             factor += profile.gradient_factor
         layout = layouts.layout(item)
         each = count * item_size(layout.dtype) * factor
