@@ -1,5 +1,6 @@
 """The planner's figures: golden rows, optimality on small problems, stragglers, proved gaps, time at scale,
-clusters as they are (`drawn`, by _drawn.py), and real models (`freedom` and `real`, by _freedom.py).
+clusters as they are (`drawn`, by _drawn.py), real models (`freedom` and `real`, by _freedom.py), and memory
+(`memory`, by _memory.py).
 
 make bench NAME=planner                       # all parts
 make bench NAME=planner ARGS="--only time straggler"  # some; the results keep the others as they are
@@ -31,8 +32,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from _drawn import drawn_rows  # noqa: E402
 from _engines import engine_rows  # noqa: E402
 from _exactness import exactness_rows  # noqa: E402
-from _frame import PLANNER, Part, run  # noqa: E402
+from _frame import PLANNER, TRAINING, Part, run  # noqa: E402
 from _freedom import freedom_rows, real_rows  # noqa: E402
+from _memory import memory_rows  # noqa: E402
 from _results import Row, row  # noqa: E402
 from elasticd_planner.problem_files.convert import task_of  # noqa: E402
 from elasticd_planner.problem_files.file_format import Objective, Planned, TableProblem  # noqa: E402
@@ -362,6 +364,7 @@ PARTS = {
     "beyond": Part(beyond_rows, PLANNER, {"count": 1}),
     "uneven": Part(uneven_rows, PLANNER, {"count": 2}),
     "exactness": Part(exactness_rows, PLANNER, {"plans": 10, "problems": 3}),
+    "memory": Part(memory_rows, TRAINING, {"names": ("Qwen3",), "zeros": (2,)}),
     "engines": Part(engine_rows, PLANNER, {"count": 3}),
 }
 

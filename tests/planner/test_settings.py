@@ -238,8 +238,9 @@ def uniform(devices: int, memory: float, **changes: object) -> Problem:
 
 
 def test_zero_makes_room_for_more_pipelines() -> None:
-    # Parameters, gradients and activations of all layers, and half of the moments: 4 x 1000 x 3 + 400.
-    tight = 4000 * 3 + 400
+    # Parameters, gradients and activations of all layers, half of the moments, and half of the values that are
+    # being sent.
+    tight = 4000 * 3 + 2000 + 400
     plain = found(plan(uniform(2, tight)))
     assert len(plain.pipelines) == 1
     search_space = SearchSpace(states=(StatePolicy(), StatePolicy(zero=1, replicas=1)))

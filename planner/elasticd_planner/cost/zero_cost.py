@@ -5,8 +5,9 @@ zero 1 its optimizer state is on r of them, so that a member keeps r / P of what
 exceed the holders are spread evenly over all members, with the values and gradients that they are made from.
 Micro-batches add up to complete gradients on each holder, which reduces them once, at the end of the step. So
 zero 2 differs from zero 1 only from then until the update, when it keeps r / P of the gradients, and both cost
-the same. The updated values that a holder sends to others stay beside them until these are known to have
-arrived, in the next step: r / P of the parameters. Hops are those of rings over P holders, of a P-th of what a device holds each:
+the same. The updated values that a holder sends to others stay beside its own until they are known to have
+arrived, in the next step: r / P of the parameters. Hops are those of rings over P holders, of a P-th of what a
+device holds each:
 
     reduction   P - 1 to bring every sum to one owner, and r - 1 to bring it to the others; an all-reduce is
                 2 (P - 1)
@@ -47,7 +48,7 @@ class Zero:
         return max(0, self.replicas - self.pipelines)
 
     def held(self, model: ModelProfile, held: float) -> float:
-        """Bytes of parameters, gradients and optimizer state of a member that holds `held` bytes of parameters."""
+        """Bytes of parameters, gradients and optimizer state of a member with `held` bytes of parameters."""
         sent = held * self.part if self.part < 1 else 0.0
         own = held * (1 + model.gradient_factor + self.part * model.optimizer_factor) + sent
         # Whoever keeps state for others has all of it.
