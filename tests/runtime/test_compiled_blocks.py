@@ -250,7 +250,7 @@ class Lengthening(Text):
         return {"inputs": ids[:-1], "targets": ids[1:]}
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", sizes.beside((False,), (False, True)))
 def test_nothing_of_ours_runs_around_a_compiled_block(recompute: bool, traced: None) -> None:
     """Once calls of each shape were noted: between torch's call of the block's module and its graph."""
     plan = plan_of((8, [stage(0, 4, ("a/0", 1), recompute=recompute)]))
