@@ -4,13 +4,16 @@ largest size.
     make bench NAME=doors
     make bench NAME=doors ARGS='--only strangers handshakes'
     make bench NAME=doors ARGS='--only messages'
+    make bench NAME=doors ARGS='--only floods'
 
 A real coordinator in a process of its own, with tokens and the limits of `[security]`. *strangers*,
 *handshakes*: another process holds silent connections, without TLS and with it, each of which comes back as
 soon as it is dropped, while operators, agents and probes ask. *messages*: an agent with a token sends each wire
 type with each of its lists, mappings and texts as long as the type's largest size allows, and frames that are
-no message. "held up" is by the clock, and on a busy machine other programs are in it; "processor" is that
-of all threads of the coordinator in one such time.
+no message. *floods*: agents with a token and TLS that are silent, send empty frames, the largest ones, pings or
+pieces of messages, or read no answer (`_doors_floods.py` has the kinds), while others ask. "held up" is by the
+clock, and on a busy machine other programs are in it; "processor" is that of all threads of the coordinator in
+one such time.
 """
 
 from __future__ import annotations
@@ -42,11 +45,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from _doors_messages import greeting, join, largest_messages, no_messages
 
-VIEWER, OPERATOR, AGENT = (f"{role}-0123456789abcdef" for role in ("view", "operate", "agent"))
+VIEWER, OPERATOR, AGENT, FLOODER = (
+    f"{role}-0123456789abcdef" for role in ("view", "operate", "agent", "flood")
+)
 #: Connections that the port may have, and descriptors of its process, while strangers are there.
 CONNECTIONS, DESCRIPTORS = 200, 400
 #: Seconds that a request may take, and between two rounds of them.
 PATIENCE, PAUSE = 5.0, 0.1
+#: Of floods.
+KINDS = ("silent", "halves", "empty", "tiny", "pings", "pongs", "pieces", "huge", "deaf")
 #: Milliseconds that the loop may be held up by one client.
 MOST_HELD_UP = 50
 MIB = 1 << 20
@@ -54,7 +61,7 @@ MIB = 1 << 20
 
 def private(folder: Path) -> Path:
     """Tokens and certificates."""
-    for role, token in (("viewers", VIEWER), ("operators", OPERATOR), ("agents", AGENT)):
+    for role, token in (("viewers", VIEWER), ("operators", OPERATOR), ("agents", f"{AGENT}\n{FLOODER}")):
         (folder / role).touch(mode=0o600)
         (folder / role).write_text(token + "\n")
     write_certificates(folder)
@@ -179,11 +186,45 @@ async def _sent(url: str, data: bytes) -> None:
             await asyncio.wait_for(await socket.ping(), 60)
 
 
+def floods(number: int = 20, seconds: float = 8.0, kinds: tuple[str, ...] = KINDS) -> Iterator[Row]:
+    """Requests of operators, agents and probes while agents flood the port."""
+    answered = asked = deposed = 0
+    held_up = processor = grown = 0.0
+    with tempfile.TemporaryDirectory() as place:
+        folder = private(Path(place))
+        with running("_doors_leader.py", folder, "--tls") as leader:
+            url = said(leader)
+            host, port = url.rpartition("//")[2].split(":")
+            before = leader_before(leader)
+            for kind in kinds:
+                with running("_doors_floods.py", host, port, kind, number, folder, FLOODER) as others:
+                    said(others)
+                    leader_before(leader)
+                    answers = asyncio.run(_requests(url, folder, seconds))
+                    figures = leader_before(leader)
+                print(
+                    f"{kind}: answered {answers[0]} of {answers[1]}, held up {figures.held_up * 1e3:.1f} ms, "
+                    f"processor {figures.processor * 1e3:.1f} ms, memory {figures.memory / MIB:.0f} MiB",
+                    flush=True,
+                )
+                answered, asked = answered + answers[0], asked + answers[1]
+                held_up, processor = max(held_up, figures.held_up), max(processor, figures.processor)
+                deposed, grown = figures.deposed, max(grown, (figures.memory - before.memory) / MIB)
+    name = f"{number} agents that flood, of {len(kinds)} kinds"
+    share = round(100 * answered / asked, 2)
+    yield row(f"{name}: requests of others answered", share, "%", goal="100", met=answered == asked)
+    yield at_most(f"{name}: the loop held up, longest", held_up * 1e3, MOST_HELD_UP)
+    yield at_most(f"{name}: processor while the loop is held up, longest", processor * 1e3, MOST_HELD_UP)
+    yield row(f"{name}: memory grown by", round(grown, 1), "MiB", goal="<= 512", met=grown <= 512)
+    yield row(f"{name}: leaders lost", deposed, "", goal="0", met=deposed == 0)
+
+
 _COORDINATOR = tuple(f"elasticd/{name}" for name in ("codec", "coordinator", "machines", "system", "wire"))
 _FEW = {"number": 80, "seconds": 1.0}
 PARTS = {
     "strangers": Part(strangers, _COORDINATOR, _FEW),
     "handshakes": Part(partial(strangers, number=380, tls=True), _COORDINATOR, _FEW),
+    "floods": Part(floods, _COORDINATOR, {"number": 2, "seconds": 0.5, "kinds": ("pings", "pieces")}),
     "messages": Part(messages, _COORDINATOR, {"every": 12}),
 }
 

@@ -23,6 +23,7 @@ from elasticd.coordinator.api_types import (
     CallerStatus,
     ClusterStatus,
     Events,
+    Harming,
     History,
     OutputText,
     Settings,
@@ -198,11 +199,12 @@ class Api:
         """Deletes all that is kept of a job that is over."""
         self._ask("POST", f"/v1/jobs/{_quoted(job)}/forget", msgspec.json.encode({"by": by}))
 
-    def chaos(self, action: str, place: str, factor: float = 1.0, seconds: float = 0.0) -> None:
-        """Does what `elasticd chaos` does, by its verbs; `place` is a device, or a node's name."""
+    def chaos(self, action: str, place: str, factor: float = 1.0, seconds: float = 0.0) -> Harming:
+        """Does what `elasticd chaos` does, by its verbs; `place` is a device, or a node's name. Returns once
+        the agents have heard of it, or with the nodes whose agents are told once they are back."""
         where = "device" if "/" in place else "node"
         body = {"action": action, where: place, "factor": factor, "seconds": seconds}
-        self._ask("POST", "/v1/chaos", msgspec.json.encode(body))
+        return self._read("/v1/chaos", Harming, "POST", msgspec.json.encode(body))
 
     def cut_data(
         self, action: str, nodes: tuple[str, str], *, seconds: float = 0.0, one_way: bool = False

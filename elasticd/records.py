@@ -31,7 +31,7 @@ SCHEMA_VERSION = 1
 #: How the keys below a cluster's prefix begin, and those below a job's: those that the leader decides by, and
 #: those that agents write, or that torchruns have written, or that records need. (In release 0.1 a job's agents
 #: had `members` there; all agents are told of what is below jobs.)
-CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "journal", "nodes", "members", "jobs")
+CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "drains", "journal", "nodes", "members", "jobs")
 LEADER_KEYS = ("spec", "plan", "proposal", "fence", "done", "checkpoints", "profile", "stop", "history")
 OTHER_KEYS = ("members", "rendezvous", "ranks", "parts")
 #: Those of a job's keys that live as long as it does, and are changed by each step of its control.
@@ -81,6 +81,11 @@ class Keys(Value, frozen=True, kw_only=True):
     def config_history(self, number: int) -> str:
         """One change of the configuration."""
         return f"{self.config}-history/{number:08d}"
+
+    @property
+    def drains(self) -> str:
+        """The prefix of users' wishes to drain nodes."""
+        return self.root + "drains/"
 
     @property
     def journal(self) -> str:
@@ -440,6 +445,13 @@ class StopRecord(StoredValue, frozen=True, kw_only=True, tag="job-stop"):
     by: str  # the user
     seconds: float  # that its workers have for a last checkpoint
     at: float = 0.0  # unix seconds of the newest wish
+    version: int = RECORD_VERSION
+
+
+class DrainRecord(StoredValue, frozen=True, kw_only=True, tag="node-drain"):
+    """A user drains this node, or has it used again: also once its agent is another one, or its leader."""
+
+    on: bool  # its devices are to be left
     version: int = RECORD_VERSION
 
 

@@ -17,20 +17,21 @@ from elasticd.client import Api, reach
 
 
 class Chaos:
-    """Each verb returns when the leader has ordered it; the agent carries it out at once. All raise
-    `CannotReach` where the configuration does not allow chaos, or the place is not there."""
+    """Each verb returns when the agent has heard of it, which carries it out at once. All raise `CannotReach`
+    where the configuration does not allow chaos, the place is not there, or the agent did not confirm."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
 
-    def slow(self, device: str, factor: float) -> None:
-        """It takes `factor` times as long for the same work. Raises `Invalid` for one below 1."""
+    def slow(self, device: str, factor: float) -> tuple[str, ...]:
+        """It takes `factor` times as long for the same work. Returns the nodes whose agents have not heard of
+        it: they are told once they are back, while this coordinator leads. Raises `Invalid` for one below 1."""
         slowdown(factor)
-        self._api.chaos("slow", _device(device), factor)
+        return self._api.chaos("slow", _device(device), factor).pending
 
-    def recover(self, device: str) -> None:
-        """It runs at its normal speed again."""
-        self._api.chaos("recover", _device(device))
+    def recover(self, device: str) -> tuple[str, ...]:
+        """It runs at its normal speed again. Returns as `slow`."""
+        return self._api.chaos("recover", _device(device)).pending
 
     def kill(self, device: str) -> None:
         """Its worker's process gets SIGKILL."""

@@ -25,8 +25,8 @@ def chaos() -> None:
 @click.argument("factor", type=float, callback=lambda context, argument, factor: slowdown(factor))
 def slow(api: Api, device: str, factor: float) -> None:
     """Slow DEVICE (as alpha/1) down: FACTOR times the time for the same work."""
-    Chaos(api).slow(device, factor)
-    click.echo(f"{device} now takes {factor:g} times as long for the same work")
+    pending = Chaos(api).slow(device, factor)
+    _echo(f"{device} now takes {factor:g} times as long for the same work", pending)
 
 
 @chaos.command()
@@ -34,8 +34,8 @@ def slow(api: Api, device: str, factor: float) -> None:
 @click.argument("device")
 def recover(api: Api, device: str) -> None:
     """Let DEVICE (as alpha/1) run at its normal speed again."""
-    Chaos(api).recover(device)
-    click.echo(f"{device} runs at its normal speed again")
+    pending = Chaos(api).recover(device)
+    _echo(f"{device} runs at its normal speed again", pending)
 
 
 @chaos.command()
@@ -113,3 +113,13 @@ def heal(api: Api, data: str | None, node: str) -> None:
         return
     Chaos(api).heal(node)
     click.echo(f"node {node} is to reach leader and store again")
+
+
+def _echo(words: str, pending: tuple[str, ...]) -> None:
+    """Prints that an order was heard, or which agents are told later."""
+    if pending:
+        words = (
+            f"the agent of node {', '.join(pending)} has not heard of it yet; it is told once it is back, "
+            "while this coordinator leads"
+        )
+    click.echo(words)

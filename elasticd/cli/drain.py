@@ -28,7 +28,8 @@ def drain(api: Api, undo: bool, wait: float, node: str) -> None:
     """Let all jobs leave NODE, and wait until they have.
 
     Nothing stalls: the next plans are made without its devices, and its state moves in the midst of training.
-    Then its torchruns and its agent can be stopped. An agent that is started anew has its node used again.
+    Then its torchruns and its agent can be stopped. The node stays drained, also under an agent that is started
+    anew, until --undo or 'elasticd forget --node'.
     """
     api.drain(node, on=not undo)
     if undo:
@@ -39,9 +40,7 @@ def drain(api: Api, undo: bool, wait: float, node: str) -> None:
         time.sleep(_POLL)
     if _unheard(api, node):
         text = f"the agent of node {node} has not heard of it yet; it is told again when it comes back"
-        raise click.ClickException(
-            f"{text}, while this coordinator leads: 'elasticd status' shows it till then"
-        )
+        raise click.ClickException(f"{text}: 'elasticd status' shows it till then")
     if left and wait:
         raise click.ClickException(
             f"jobs still use {left} devices of node {node}, which goes on to be drained: 'elasticd status' "

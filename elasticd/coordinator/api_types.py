@@ -254,6 +254,20 @@ class Stopping(Value, frozen=True, kw_only=True):
     unheard: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class Harming(Value, frozen=True, kw_only=True):
+    """What chaos was ordered, and that it reached the agents."""
+
+    action: str  # as it was asked
+    device: str = ""  # of what is done to devices
+    node: str = ""  # of what is done to nodes
+    other: str = ""  # the second node of a cut of the data network
+    factor: float = 1.0  # of slow
+    seconds: float = 0.0  # of a cut
+    one_way: bool = False  # of a cut of the data network
+    #: of slow and recover: nodes whose agents have not heard of it, and are told once they are back
+    pending: tuple[str, ...] = ()
+
+
 class CallerStatus(Value, frozen=True, kw_only=True):
     """Who asks."""
 

@@ -13,6 +13,8 @@ from elasticd.wire.launch import Happened, ReadOutput
 
 #: Messages that may wait for a slow agent before its connection is given up; it then starts afresh.
 MOST_WAITING = 10_000
+#: Seconds for an agent's process to have an order: a ping behind it is answered, or its connection is given up.
+REACH_SECONDS = 3.0
 
 
 class Connection:
@@ -23,6 +25,8 @@ class Connection:
         self.follows: set[str] = set()  # jobs whose events launchers of this node hear
         self.left = False  # the agent has said that it ends in good order
         self.closed = asyncio.Event()
+        #: returns once the agent's process has read all that was written to its socket before
+        self.round_trip: Callable[[], Awaitable[None]] = asyncio.Event().wait
         self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MOST_WAITING)
 
     @property
@@ -41,6 +45,23 @@ class Connection:
         """Sends what waits until cancelled."""
         while True:
             await write(await self._waiting.get())
+            self._waiting.task_done()
+
+    async def reached(self) -> bool:
+        """Returns True once the agent's process has all that was sent to it so far, False where its connection
+        ends before that, or `REACH_SECONDS` are over."""
+
+        async def heard() -> None:
+            await self._waiting.join()
+            await self.round_trip()
+
+        hearing, ending = asyncio.create_task(heard()), asyncio.create_task(self.closed.wait())
+        try:
+            await asyncio.wait({hearing, ending}, timeout=REACH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            return hearing.done()
+        finally:
+            for task in (hearing, ending):
+                task.cancel()
 
 
 def _on_another_machine(one: NodeRecord, other: NodeRecord) -> bool:
@@ -112,6 +133,11 @@ class Connections:
         connection = self._live.get(node)
         if connection is not None:
             connection.send(message)
+
+    async def reached(self, node: str) -> bool:
+        """Returns whether the node's agent has all that was sent to it so far (`Connection.reached`)."""
+        connection = self._live.get(node)
+        return connection is not None and await connection.reached()
 
     def record(self, node: str) -> NodeRecord | None:
         """Of a node whose agent is connected."""

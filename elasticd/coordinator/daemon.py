@@ -39,6 +39,7 @@ from elasticd.coordinator.store_writer import (
     WriteConflict,
     Writer,
     aged,
+    drains,
     in_restart_mode,
     ranks,
     read_times,
@@ -231,7 +232,7 @@ class Coordinator:
                 self._memory.check(item for item in term.jobs.items if self.keys.lasts(item.key))
             except StoreReplaced as error:
                 raise election.refused(error, self._memory) from error
-        known = (*term.jobs.items, *term.config.items, *term.journal.items)
+        known = (*term.jobs.items, *term.config.items, *term.drains.items, *term.journal.items)
         try:
             pages = Pages(self.keys, term.journal.items)
             kept = [*pages.restored()]
@@ -239,14 +240,17 @@ class Coordinator:
             times = read_times(jobs, kept, time.time())
             restarted = ranks(self.keys, term.jobs.items)
             ended = restart_ends(self.keys, term.jobs.items)
+            drained = drains(self.keys, term.drains.items)
             ledger = Ledger(self.keys, self._store.limits, known)
         except msgspec.DecodeError as error:
-            raise CannotLead(f"the records under {self.keys.jobs} cannot be read: {error}") from error
+            raise CannotLead(f"the records under {self.keys.root} cannot be read: {error}") from error
         try:
             changes = changed.of(self.config, self.keys, term.config.items)
         except ConfigError as error:
             raise CannotLead(str(error)) from error
-        state = takeover(term.leadership.term, aged(jobs, times), self._settings, time.monotonic())
+        state = takeover(
+            term.leadership.term, aged(jobs, times), self._settings, time.monotonic(), drains=drained
+        )
         leading = Leading(
             state,
             chaos=self.config.chaos.enabled,

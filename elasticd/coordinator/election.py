@@ -67,6 +67,7 @@ class Term(Value, frozen=True, kw_only=True):
     leadership: Leadership  # the proof of it
     jobs: Snapshot  # records of all jobs
     config: Snapshot  # changes of the configuration
+    drains: Snapshot  # wishes to drain nodes
     journal: Snapshot  # pages of the journal
 
 
@@ -146,6 +147,7 @@ def _win(store: Store, keys: Keys, name: str, url: str) -> Term:
                 leadership=leadership,
                 jobs=store.snapshot(keys.jobs),
                 config=store.snapshot(keys.config),
+                drains=store.snapshot(keys.drains),
                 journal=store.snapshot(keys.journal),
             )
         finally:

@@ -27,7 +27,7 @@ from elasticd.coordinator.metrics import LeaderMetrics, LeaderReading
 from elasticd.coordinator.pages_shown import PagesShown
 from elasticd.coordinator.planner_process import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
-from elasticd.coordinator.store_transactions import Asked, LeadershipProbe, Rank, Rounds
+from elasticd.coordinator.store_transactions import Asked, LeadershipProbe, NodeDrain, Rank, Rounds
 from elasticd.coordinator.store_writer import NotWritten, Writer
 from elasticd.coordinator.worker_output import WorkerOutputs
 from elasticd.machines.coordinator import absent_nodes, finished_jobs, machine, message_checks, restart_jobs
@@ -191,6 +191,8 @@ class Leading:
         try:
             if self.recorders:
                 self.recorders.heard(event, effects, now, changed=self.state is not before)
+            if self.state.drains is not before.drains:
+                self._keep_drains(before.drains)
             for effect in effects:
                 self._execute(effect)
         except Exception as error:
@@ -390,6 +392,13 @@ class Leading:
     def _forget_rounds(self, job: str) -> None:
         self.restarts.pop(job, None)
         self._put(Rounds(job=job))
+
+    def _keep_drains(self, before: Mapping[str, bool]) -> None:
+        """Has the wishes to drain nodes written that are not as before."""
+        after = self.state.drains
+        for node in sorted(before.keys() | after.keys()):
+            if before.get(node) != after.get(node):
+                self._put(NodeDrain(node=node, on=after.get(node)))
 
     def _put(self, asked: Asked) -> None:
         if self.writer is not None:
@@ -799,6 +808,7 @@ class Leading:
             clock=time.monotonic(),
             newest_event=self.journal.newest_id,
             store_away=self.store_away,
+            unwritten_seconds=self.unwritten_seconds,
             chaos=self.chaos,
             at=self.now(),
             now=self._wall(),
@@ -856,6 +866,8 @@ def _named(asked: Asked) -> str:
         return f"{shown(asked.key)} of job {shown(asked.job)}"
     if isinstance(asked, Paged):
         return "a page of the journal"
+    if isinstance(asked, NodeDrain):
+        return f"the drain of node {shown(asked.node)}"
     if isinstance(asked, LeadershipProbe):
         return "the schema's record, as it is"
     return "a change of the configuration" if isinstance(asked, ConfigRecord) else f"job {shown(asked.job)}"

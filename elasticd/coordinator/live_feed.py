@@ -95,6 +95,7 @@ class FeedSource(msgspec.Struct, frozen=True, kw_only=True):
     clock: float  # seconds of the clock that restarts have their times of
     newest_event: int
     store_away: bool
+    unwritten_seconds: float = 0.0  # for which the oldest decision waits for etcd
     chaos: bool
     at: float  # seconds of the machine's clock
     now: float  # unix seconds
@@ -438,8 +439,13 @@ def _by_switch(
 
 
 def _pulse(known: FeedSource, number: str) -> live.LeaderPulse:
-    paused = known.state.settings.policy.paused
-    return live.LeaderPulse(id=number, at=known.now, store_away=known.store_away, paused=paused)
+    return live.LeaderPulse(
+        id=number,
+        at=known.now,
+        store_away=known.store_away,
+        paused=known.state.settings.policy.paused,
+        unwritten_seconds=known.unwritten_seconds,
+    )
 
 
 def _changes(

@@ -86,6 +86,8 @@ class LeaderPulse(News, frozen=True, kw_only=True, tag="pulse"):
     at: float  # unix seconds
     store_away: bool  # etcd does not answer, and decisions wait
     paused: bool  # no plan is replaced by a better one
+    #: seconds for which something that listeners were told has waited to be in etcd, once above 1 (0: all is)
+    unwritten_seconds: float = 0.0
 
 
 class NodeNews(News, frozen=True, kw_only=True, tag="node"):

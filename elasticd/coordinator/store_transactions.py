@@ -22,6 +22,7 @@ from elasticd.records import (
     CheckpointsRecord,
     ConfigRecord,
     DoneRecord,
+    DrainRecord,
     Fence,
     HistoryRecord,
     JobPart,
@@ -102,7 +103,14 @@ class Rounds(Value, frozen=True, kw_only=True):
     job: str  # the job's name
 
 
-Asked = Write | Rank | ConfigRecord | Sweep | Rounds | Paged | LeadershipProbe
+class NodeDrain(Value, frozen=True, kw_only=True):
+    """A user's wish to drain a node, or to have it used again, is to be kept."""
+
+    node: str  # the node's name
+    on: bool | None  # its devices are to be left (None: the wish is forgotten)
+
+
+Asked = Write | Rank | ConfigRecord | NodeDrain | Sweep | Rounds | Paged | LeadershipProbe
 
 
 class Ledger:
@@ -126,7 +134,7 @@ class Ledger:
         be `others`. Raises StoreTooLarge for a record that the store is not to have at all."""
         if isinstance(asked, Rank):
             return self._of_ranks([each for each in (asked, *others) if isinstance(each, Rank)])
-        if isinstance(asked, ConfigRecord):
+        if isinstance(asked, ConfigRecord | NodeDrain):
             return [operations(self._keys, asked)]
         if isinstance(asked, LeadershipProbe):
             return [(Put(self._keys.schema, encode(SchemaRecord(release=__version__))),)]
@@ -264,8 +272,11 @@ def _together(ops: Iterable[Op], most_bytes: int = 1 << 20) -> Iterator[Ops]:
         yield tuple(some)
 
 
-def operations(keys: Keys, write: Write | ConfigRecord) -> Ops:
+def operations(keys: Keys, write: Write | ConfigRecord | NodeDrain) -> Ops:
     """What a write does to the store. The plan comes before the proposal's end: agents read in this order."""
+    if isinstance(write, NodeDrain):
+        key = keys.drains + write.node
+        return (Put(key, encode(DrainRecord(on=write.on))) if write.on is not None else Delete(key),)
     if isinstance(write, ConfigRecord):
         places = keys.config, keys.config_history(write.number)
         ops: list[Op] = [Put(key, encode(write)) for key in places]

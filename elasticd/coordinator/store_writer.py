@@ -41,6 +41,7 @@ from elasticd.records import (
     CheckpointsRecord,
     ConfigRecord,
     DoneRecord,
+    DrainRecord,
     Fence,
     HistoryRecord,
     JobSpec,
@@ -321,6 +322,14 @@ def restart_ends(keys: Keys, items: Iterable[KeyValue]) -> dict[str, RestartEndR
         places[item.key]: decode_at(item.key, item.value, RestartEndRecord)
         for item in items
         if item.key in places
+    }
+
+
+def drains(keys: Keys, items: Iterable[KeyValue]) -> dict[str, bool]:
+    """Users' wishes to drain nodes, by node, in a snapshot of their prefix. Raises `msgspec.DecodeError` for
+    one that this program cannot read."""
+    return {
+        item.key.removeprefix(keys.drains): decode_at(item.key, item.value, DrainRecord).on for item in items
     }
 
 

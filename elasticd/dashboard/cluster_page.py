@@ -70,8 +70,13 @@ def leader_view(known: Knowledge) -> views.LeaderView:
 
 
 def etcd_view(known: Knowledge) -> views.EtcdView:
-    """Whether etcd answers."""
-    return views.EtcdView(reachable=not known.cluster.store_away, since=known.store_since)
+    """Whether etcd answers, and has what is shown."""
+    cluster = known.cluster
+    return views.EtcdView(
+        reachable=not cluster.store_away,
+        since=known.store_since,
+        unwritten_seconds=cluster.unwritten_seconds,
+    )
 
 
 def live_leader(known: Knowledge, now: float) -> views.LiveLeader:

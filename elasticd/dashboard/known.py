@@ -97,6 +97,7 @@ class ClusterNow:
     restarts: tuple[live.RestartingJob, ...] = ()
     paused: bool = False
     store_away: bool = False
+    unwritten_seconds: float = 0.0  # for which what is shown has waited to be in etcd
     measured: dict[str, Table] = field(default_factory=dict)
     newest: dict[str, StepRow] = field(default_factory=dict)  # step of each job, as its chart has it
 
@@ -176,7 +177,7 @@ class Knowledge:
             self.last_events.pop(news.job, None)
         target = self._coming if self._coming is not None else self.cluster
         if isinstance(news, live.LeaderPulse):
-            target.paused = news.paused
+            target.paused, target.unwritten_seconds = news.paused, news.unwritten_seconds
             if target is self.cluster:
                 self.store(away=news.store_away, at=at)
             target.store_away = news.store_away

@@ -101,6 +101,7 @@ class EtcdView(Value, frozen=True, kw_only=True):
 
     reachable: bool  # it answers; decisions wait while it does not
     since: float  # when that began, unix seconds
+    unwritten_seconds: float  # for which what is shown has waited to be in etcd (0: all is there)
 
 
 class EventRow(Value, frozen=True, kw_only=True):

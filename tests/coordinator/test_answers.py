@@ -6,20 +6,26 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from starlette.routing import Route
 
 from elasticd.cli.status import unwritten
 from elasticd.coordinator import election
 from elasticd.coordinator import leader as leading
+from elasticd.coordinator.auth import Access
 from elasticd.coordinator.daemon import Coordinator
+from elasticd.coordinator.http.api import Served
+from elasticd.coordinator.http.app import application
+from elasticd.coordinator.http.chaos import TO_DEVICES, TO_NODES
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import JobPhase
 from elasticd.records import Keys, StopRecord, decode
 from elasticd.store import lease
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.wire.coordinator import End
+from elasticd.wire.coordinator import Drain, End
 from elasticd.wire.worker import PeersLost
 from tests.coordinator.agents import agent, config, coordinating, get, lead, post, until
 from tests.coordinator.test_daemon import started
@@ -28,12 +34,26 @@ from tests.machines.cast import JOB, FakeWorker, node_record
 from tests.machines.world import World
 
 KEYS = Keys(cluster="test")
+BY = {"by": "alice"}
+#: Every request that changes something, by what it asks.
 ASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "stop": (f"/v1/jobs/{JOB}/stop", {"by": "alice", "seconds": 60.0}),
     "stop at once": (f"/v1/jobs/{JOB}/stop", {"by": "alice", "seconds": 0.0}),
     "forget": ("/v1/nodes/gamma/forget", {"by": "alice"}),
     "drain": ("/v1/nodes/alpha/drain", {"on": True}),
     "config": ("/v1/config", {"by": "alice", "values": {"policy.paused": True}}),
+    "forget a job": (f"/v1/jobs/{JOB}/forget", BY),
+    "checkpoint": (f"/v1/jobs/{JOB}/checkpoint", BY),
+    "adopt": (f"/v1/jobs/{JOB}/adopt", BY),
+    **{
+        f"chaos {action}": ("/v1/chaos", {"action": action, "device": "alpha/0", "factor": 2.0})
+        for action in TO_DEVICES
+    },
+    **{f"chaos {action}": ("/v1/chaos", {"action": action, "node": "alpha"}) for action in TO_NODES},
+    **{
+        f"chaos {action} of two": ("/v1/chaos", {"action": action, "node": "alpha", "other": "beta"})
+        for action in TO_NODES
+    },
 }
 
 
@@ -63,7 +83,21 @@ def decided(coordinator: Coordinator) -> Any:
     """All that a user's wish may change."""
     state = coordinator.leading.state
     job = state.jobs[JOB]
-    return job.phase, job.stopping, sorted(state.nodes), coordinator.leading.changes, state.settings
+    nodes = [(name, node.paces, node.drain_asked) for name, node in sorted(state.nodes.items())]
+    return job.phase, job.stopping, nodes, coordinator.leading.changes, state.settings
+
+
+def test_every_route_that_changes_something_is_asked_here() -> None:
+    """What no read answers goes by the store (`Leading.decide`), as the tests below find out of each."""
+    served = cast(Served, SimpleNamespace(access=Access({}, asks=False), viewers=None))
+    changing = [
+        route
+        for route in application(served, 1.0).routes
+        if isinstance(route, Route) and not {*(route.methods or ())} <= {"GET", "HEAD"}
+    ]
+    assert len(changing) >= 8
+    paths = [path for path, _ in ASKS.values()]
+    assert [route.path for route in changing if not any(map(route.path_regex.match, paths))] == []
 
 
 def test_while_etcd_is_away_nothing_is_changed_and_the_answer_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +204,28 @@ def test_the_next_leader_goes_on_with_a_stop() -> None:
             await until(lambda: "alpha" in second.leading.state.nodes)
             await alpha.tell(workers[0].up(World().hello(workers[0])))
             await until(lambda: any(isinstance(order, End) for order in alpha.heard))
+
+    asyncio.run(body())
+
+
+def test_drain_is_in_the_store_before_the_answer_and_known_to_the_next_leader() -> None:
+    async def body() -> None:
+        server, path = MemoryServer(), "/v1/nodes/alpha/drain"
+        async with coordinating(server) as first, agent(first, node_record("alpha")) as alpha:
+            await until(lambda: "alpha" in first.leading.state.nodes)
+            assert (await post(first, path, {"on": True}))[0] == 200
+            assert MemoryStore(server).get(KEYS.drains + "alpha") is not None
+            await until(lambda: Drain(on=True) in alpha.heard)
+        async with coordinating(server) as second:
+            async with agent(second, node_record("alpha")) as alpha:  # started anew, it knows of nothing
+                await until(lambda: Drain(on=True) in alpha.heard)
+                (shown,) = (await get(second, "/v1/status"))[1]["nodes"]
+                assert (shown["draining"], shown["drain_asked"]) == (True, True)
+                assert (await post(second, path, {"on": False}))[0] == 200
+                await until(lambda: Drain(on=False) in alpha.heard)
+            await until(lambda: not any(node.connected for node in second.leading.state.nodes.values()))
+            assert (await post(second, "/v1/nodes/alpha/forget", BY))[0] == 200
+            assert MemoryStore(server).get(KEYS.drains + "alpha") is None
 
     asyncio.run(body())
 

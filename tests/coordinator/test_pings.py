@@ -24,7 +24,7 @@ class Loop:
 @pytest.mark.parametrize(("connections", "seconds"), [(1, PING), (200, PING), (1000, 1000 / PINGS_A_SECOND)])
 def test_many_connections_are_asked_less_often(connections: int, seconds: float) -> None:
     """Fails where a release of uvicorn no longer schedules pings by this method."""
-    kind: Any = server._websocket()
+    kind: Any = server._websocket(lambda word: None)
     protocol = kind.__new__(kind)
     protocol.last_ping_rtt, protocol.loop = 0.0, Loop()
     protocol.guest = SimpleNamespace(door=SimpleNamespace(guest_count=connections))

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from elasticd.config.tree import ConfigError, with_overrides
+from elasticd.coordinator import leader
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.dashboard import stream
 from elasticd.dashboard.app import HEADERS, PAGES, Assets
@@ -450,7 +451,10 @@ def test_a_restart_of_the_dashboard_keeps_its_history_also_while_nobody_leads(tm
     running(body)
 
 
-def test_etcd_away_is_shown_and_data_stays(tmp_path: Path) -> None:
+def test_etcd_away_is_shown_and_data_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With for how long etcd has not taken what is shown."""
+    monkeypatch.setattr(leader, "UNWRITTEN_SECONDS", 0.05)
+
     async def body() -> None:
         server = MemoryServer()
         async with (
@@ -466,7 +470,9 @@ def test_etcd_away_is_shown_and_data_stays(tmp_path: Path) -> None:
             assert shown["nodes"]
             refused = {act["name"]: act for act in (await page.json("/api/act"))["acts"]}["pause"]
             assert "etcd does not answer" in refused["why_not"]
+            await page.until("/api/cluster", lambda view: view["etcd"]["unwritten_seconds"] > 0.05)
             server.outage(False)
             await page.until("/api/cluster", lambda view: view["etcd"]["reachable"])
+            await page.until("/api/cluster", lambda view: view["etcd"]["unwritten_seconds"] == 0)
 
     running(body)

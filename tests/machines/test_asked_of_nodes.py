@@ -10,12 +10,15 @@ from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
+    CoordinatorNote,
     CoordinatorSend,
     Effect,
     Event,
+    ForgetNodeAsked,
     NodeDrained,
     Paced,
 )
+from elasticd.machines.job.state.job_state import JobSettings
 from elasticd.wire.coordinator import DEVICE_PREFIX, Drain, ToClient
 from elasticd.wire.worker import EmulatedSpeed
 from tests.machines.cast import node_record
@@ -72,3 +75,42 @@ def test_speeds_that_chaos_set_are_told_to_an_agent_that_comes_back() -> None:
         for index, factor in ((0, 3.0), (1, 1.0))
     ]
     assert sent(after(UP, slow, AgentUp(record=DRAINED))[1]) == [], "it has the connection on which it was told"
+
+
+def test_drain_outlives_the_agent_and_the_leader() -> None:
+    """Its node is drained from the first moment of a new agent, which is told, and by a new leader."""
+    new = msgspec.structs.replace(RECORD, agent="another")
+    state, effects = after(UP, DRAIN, AgentUp(record=DRAINED), DOWN, AgentUp(record=new))
+    assert state.nodes["alpha"].record.draining
+    assert (pending(state), sent(effects)) == (True, [Drain(on=True)])
+    assert not any(isinstance(effect, CoordinatorNote) and effect.kind == "drained" for effect in effects)
+    again, effects = after(UP, DRAIN, AgentUp(record=DRAINED), AgentUp(record=new))
+    assert sent(effects) == [Drain(on=True)], "its connection came before the end of the last one was seen"
+    state, _ = machine.step(state, AgentUp(record=msgspec.structs.replace(new, draining=True)), 2.0)
+    assert (pending(state), state.nodes["alpha"].record.draining) == (None, True)
+    later = machine.takeover(2, [], JobSettings(), 3.0, drains=again.drains)
+    later, effects = machine.step(later, AgentUp(record=new), 3.0)
+    assert (later.nodes["alpha"].record.draining, sent(list(effects))) == (True, [Drain(on=True)])
+
+
+def test_new_leader_has_a_drain_ended_that_the_agent_still_has() -> None:
+    ended = machine.takeover(2, [], JobSettings(), 3.0, drains={"alpha": False})
+    state, effects = machine.step(ended, AgentUp(record=DRAINED), 3.0)
+    assert (pending(state), sent(list(effects))) == (False, [Drain(on=False)])
+    state, _ = machine.step(state, AgentUp(record=RECORD), 4.0)
+    assert (pending(state), state.nodes["alpha"].record.draining) == (None, False)
+
+
+def test_wish_to_drain_goes_with_a_node_that_is_forgotten_and_stays_with_one_that_left() -> None:
+    left = AgentDown(node="alpha", left=True)
+    state, _ = after(UP, DRAIN, AgentUp(record=DRAINED), left)
+    assert (state.nodes, state.drains) == ({}, {"alpha": True})
+    state, _ = after(UP, DRAIN, DOWN, ForgetNodeAsked(node="alpha", by="alice"))
+    assert (state.nodes, state.drains) == ({}, {})
+
+
+def test_wishes_of_nodes_that_never_come_back_are_bounded() -> None:
+    state = CoordinatorState(epoch=1, settings=JobSettings(keep_nodes=3), drains=dict.fromkeys("abcdef", True))
+    state, _ = machine.step(state, UP, 1.0)
+    state, _ = machine.step(state, DRAIN, 1.0)
+    assert list(state.drains) == ["d", "e", "f", "alpha"]

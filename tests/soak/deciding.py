@@ -65,8 +65,7 @@ from tests.soak.virtual_threads import VirtualThreads
 
 #: Jobs of before, which users have forgotten.
 OLD_JOBS = tuple(f"old-{number}" for number in range(12))
-#: What is kept in the store of users' decisions; an agent has its drain in its node's record, a checkpoint is
-#: asked for once.
+#: What is kept in the store with its user's name; a drain is kept without one, a checkpoint is asked for once.
 KEPT = ("config", "forget", "stop")
 #: Seconds between two questions of users, at most.
 ASKING_SECONDS = 6.0
@@ -90,6 +89,7 @@ class Call(msgspec.Struct, kw_only=True):
     by: str  # the user, another one in each call
     term: int  # of the leader that was asked
     seconds: float = 0.0  # of "stop": for a last checkpoint
+    on: bool = False  # of "drain": the node is to be left
     at: float = 0.0  # seconds of simulated time
     answer: str = "none"  # "ok", "unchanged", "unknown" (it may be made), "refused", "none"
 
@@ -150,7 +150,8 @@ class WritingLeader(SimulatedLeader):
         self.store = FaultyStore(server, engine, faults, draw)
         items = self._store.snapshot(self._keys.config).items
         jobs = self._store.snapshot(self._keys.jobs).items
-        self._ledger = Ledger(self._keys, self._store.limits, (*jobs, *items, *self._journal))
+        drained = self._store.snapshot(self._keys.drains).items
+        self._ledger = Ledger(self._keys, self._store.limits, (*jobs, *items, *drained, *self._journal))
         leading = DecidingLeading(self._state, self)
         leading.writer = Writer(
             self.store,
@@ -429,10 +430,8 @@ class Deciding(Simulation):
         elif call.what == "stop":
             body["seconds"] = call.seconds
         elif call.what == "drain":
-            path, body = (
-                f"/v1/nodes/{call.about}/drain",
-                {"on": not self._node[call.about].state.record.draining},
-            )
+            call.on = not self._node[call.about].state.record.draining
+            path, body = f"/v1/nodes/{call.about}/drain", {"on": call.on}
         status, text = await leader.door.post(path, body)
         if status == 200:
             call.answer = "ok"
@@ -464,8 +463,20 @@ class Deciding(Simulation):
             self.wrong.append(f"{call.by} stopped {call.about}, and leader {leader.state.epoch} trains it")
         elif call.what == "stop" and job is not None and job.phase not in OVER:
             self._check_time(call, job.stop_at, leader)
+        elif (
+            call.what == "drain"
+            and call is self._newest_drain
+            and leader.state.drains.get(call.about) != call.on
+        ):
+            self.wrong.append(f"{call.by} drained {call.about} ({call.on}), and not for {leader.state.epoch}")
         elif call.what == "config" and call.by not in leader.changed_by:
             self.wrong.append(f"{call.by} changed the configuration, and not for leader {leader.state.epoch}")
+
+    @property
+    def _newest_drain(self) -> Call | None:
+        """The newest that may have been decided."""
+        drains = (call for call in reversed(self.calls) if call.what == "drain")
+        return next((call for call in drains if call.answer not in ("unchanged", "refused")), None)
 
     def _check_time(self, call: Call, stop_at: float, leader: WritingLeader) -> None:
         """Whatever clocks say, a stop leaves its workers the time that its user gave them."""

@@ -16,7 +16,7 @@ from elasticd.codec.message import encode
 from elasticd.config.security import Role
 from elasticd.coordinator.auth import ANYBODY, Caller
 from elasticd.coordinator.connections import Connection
-from elasticd.coordinator.http.middleware import CALLER
+from elasticd.coordinator.http.middleware import CALLER, ROUND_TRIP
 from elasticd.coordinator.leader import Leading
 from elasticd.machines.coordinator import message_checks
 from elasticd.store.write_allowance import Allowance
@@ -90,6 +90,7 @@ async def serve_agent(leading: Leading, socket: WebSocket) -> None:
         text = "node %s: its agent is of elasticd %s, this coordinator of %s"
         _log.info(text, hello.record.node, hello.release or "an unknown release", __version__)
     connection = leading.agent_up(hello)
+    connection.round_trip = socket.scope.get(ROUND_TRIP, connection.round_trip)
     try:
         await _converse(leading, socket, connection, early)
     finally:

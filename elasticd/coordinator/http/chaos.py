@@ -10,16 +10,19 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Literal
 
+import msgspec
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Value
 from msgspec import Meta
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from elasticd.config.security import Role
-from elasticd.coordinator.api_types import ApiError
+from elasticd.coordinator.api_types import ApiError, Harming
 from elasticd.coordinator.auth import ANYBODY, Caller
+from elasticd.coordinator.connections import REACH_SECONDS
 from elasticd.coordinator.http.middleware import CALLER
 from elasticd.coordinator.http.routing import post
 from elasticd.coordinator.leader import Leading
@@ -30,6 +33,8 @@ from elasticd.wire.coordinator import Harm, is_first
 #: What is done to a device; the rest is done to a node.
 TO_DEVICES = ("slow", "recover", "kill", "freeze", "thaw")
 TO_NODES = ("cut", "heal")
+#: What an agent that does not hear of it is told once it is back.
+TOLD_AGAIN = ("slow", "recover")
 
 
 class ChaosRequest(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,14 +57,23 @@ class NetworkCuts:
 
     def __init__(self) -> None:
         self._healed: dict[str, asyncio.Event] = {}
-        self._ordered: set[str] = set()
+        self._ordered: dict[str, asyncio.Event] = {}  # each set once the cut has begun
 
     def __contains__(self, node: str) -> bool:
         return node in self._healed
 
     def expect(self, node: str) -> None:
         """The node was ordered to be cut: its agent may connect, once."""
-        self._ordered.add(node)
+        self._ordered.setdefault(node, asyncio.Event())
+
+    async def began(self, node: str) -> bool:
+        """Returns whether the cut of a node, which was ordered, begins within `REACH_SECONDS`."""
+        if node not in self._ordered:
+            return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ordered[node].wait(), REACH_SECONDS)
+            return True
+        return False
 
     def refusal(self, node: str, caller: Caller) -> str:
         """Why this caller's connection is none that a cut node keeps, or nothing."""
@@ -73,7 +87,7 @@ class NetworkCuts:
 
     async def stay(self, node: str, socket: WebSocket) -> None:
         """Until the node is healed, or is gone."""
-        self._ordered.discard(node)
+        self._ordered.pop(node).set()
         healed = self._healed[node] = asyncio.Event()
         await socket.accept()
         waits = {asyncio.create_task(healed.wait()), asyncio.create_task(_until_gone(socket))}
@@ -94,6 +108,9 @@ async def _until_gone(socket: WebSocket) -> None:
         pass
 
 
+_EXAMPLE = ChaosRequest(action="slow", device="alpha/1", factor=3.0)
+
+
 class ChaosRoutes:
     """What is asked of chaos, and the cuts that this server holds. `leading` gives who leads now."""
 
@@ -101,15 +118,32 @@ class ChaosRoutes:
         self._leading = leading
         self._cuts = NetworkCuts()
 
-    @post("/v1/chaos", refuses=(404, 409), example=ChaosRequest(action="slow", device="alpha/1", factor=3.0))
-    async def chaos(self, body: ChaosRequest, caller: Caller | None) -> ChaosRequest:
-        """Harms the cluster on purpose, where the configuration allows it."""
-        order(self._leading(), self._cuts, body)
+    @post("/v1/chaos", refuses=(404, 409, 503), example=_EXAMPLE)
+    async def chaos(self, body: ChaosRequest, caller: Caller | None) -> Harming:
+        """Harms the cluster on purpose, where the configuration allows it. Answers once the agents have heard
+        of it."""
+        leading = self._leading()
         where = f"{body.device or body.node}{f' and {body.other}' if body.other else ''}"
         data = {"device": body.device} if body.device else {"node": body.node}
         what = f"asked chaos to {body.action} {where}"
-        self._leading().asked((caller or ANYBODY).words, what, action=f"chaos {body.action}", **data)
-        return body
+        by = (caller or ANYBODY).words
+        audit = partial(leading.asked, by, what, action=f"chaos {body.action}", **data)
+        nodes = await leading.decide(lambda: order(leading, self._cuts, body), audit)
+        unheard = tuple([node for node in nodes if not await self._heard(leading, node, body)])
+        if unheard and body.action not in TOLD_AGAIN:
+            raise ApiError(
+                "unavailable",
+                f"the agent of node {' and of '.join(unheard)} did not confirm the order to {body.action}, and "
+                "may have heard it or not: look at the status, then ask again",
+            )
+        return Harming(**msgspec.structs.asdict(body), pending=unheard)
+
+    async def _heard(self, leading: Leading, node: str, body: ChaosRequest) -> bool:
+        """Returns whether the agent of a node has heard of an order. One that is cut off says so by another
+        connection."""
+        if await leading.connections.reached(node):
+            return True
+        return body.action == "cut" and not body.other and await self._cuts.began(node)
 
     async def stay_cut(self, socket: WebSocket) -> None:
         """The connection that a cut agent keeps. Closed at once, which ends the cut, where there is no cut."""
@@ -132,33 +166,36 @@ def _no_worker(leading: Leading, device: str, action: str) -> str:
     return f"device {device} has no worker to {action}"
 
 
-def order(leading: Leading, cuts: NetworkCuts, body: ChaosRequest) -> None:
-    """Carries a request out. Raises `ApiError` with what would be right."""
+def order(leading: Leading, cuts: NetworkCuts, body: ChaosRequest) -> tuple[str, ...]:
+    """Carries a request out. Returns the nodes whose agents are to hear of it. Raises `ApiError` with what
+    would be right."""
     leading.allow_chaos()
-    if body.action in ("slow", "recover"):
+    if body.action in TOLD_AGAIN:
         leading.pace(body.device, body.factor if body.action == "slow" else 1.0)
-    elif body.action in TO_DEVICES:
+        return (node_of(body.device),)
+    if body.action in TO_DEVICES:
         leading.know_device(body.device)
         if body.action != "thaw" and not leading.has_worker(body.device):  # who was frozen may be known no more
             raise ApiError("conflict", _no_worker(leading, body.device, body.action))
-        _harm(leading, node_of(body.device), Harm(how=body.action, device=body.device))  # type: ignore[arg-type]
-    elif body.action in TO_NODES and body.other:
-        _data(leading, body)
-    elif body.action == "cut":
+        return _harm(leading, node_of(body.device), Harm(how=body.action, device=body.device))  # type: ignore[arg-type]
+    if body.action in TO_NODES and body.other:
+        return _data(leading, body)
+    if body.action == "cut":
         _check_seconds(body)
         if body.node in cuts:
             raise ApiError("conflict", f"node {body.node} is cut already: heal it first")
-        _harm(leading, body.node, Harm(how="cut", seconds=body.seconds))
+        ordered = _harm(leading, body.node, Harm(how="cut", seconds=body.seconds))
         cuts.expect(body.node)
-    elif body.action == "heal":
+        return ordered
+    if body.action == "heal":
         if body.node not in cuts:
             raise ApiError(
                 "conflict", f"node {body.node!r} is not cut by this leader, so there is nothing to heal"
             )
         cuts.heal(body.node)
-    else:
-        known = (*TO_DEVICES, *TO_NODES)
-        raise ApiError("invalid", f"action {body.action!r} must be one of {', '.join(known)}")
+        return ()  # the end of the connection that it keeps tells it
+    known = (*TO_DEVICES, *TO_NODES)
+    raise ApiError("invalid", f"action {body.action!r} must be one of {', '.join(known)}")
 
 
 def _check_seconds(body: ChaosRequest) -> None:
@@ -168,7 +205,7 @@ def _check_seconds(body: ChaosRequest) -> None:
         )
 
 
-def _data(leading: Leading, body: ChaosRequest) -> None:
+def _data(leading: Leading, body: ChaosRequest) -> tuple[str, ...]:
     """The data network between two nodes."""
     _check_seconds(body)
     addresses = {}
@@ -187,10 +224,13 @@ def _data(leading: Leading, body: ChaosRequest) -> None:
         )
     how: Literal["cut-data", "heal-data"] = "cut-data" if body.action == "cut" else "heal-data"
     ways = [(body.node, body.other), (body.other, body.node)]
-    for node, other in ways[:1] if body.one_way and body.action == "cut" else ways:
+    ways = ways[:1] if body.one_way and body.action == "cut" else ways
+    for node, other in ways:
         leading.apply(Harmed(node=node, harm=Harm(how=how, peer=addresses[other], seconds=body.seconds)))
+    return tuple(node for node, _ in ways)
 
 
-def _harm(leading: Leading, node: str, harm: Harm) -> None:
+def _harm(leading: Leading, node: str, harm: Harm) -> tuple[str, ...]:
     leading.connected(node, f"nobody is there to {harm.how} it")
     leading.apply(Harmed(node=node, harm=harm))
+    return (node,)

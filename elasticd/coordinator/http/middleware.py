@@ -24,8 +24,9 @@ LARGEST_BODY = 64 * 1024
 BODY_SECONDS = 10.0
 #: Addresses and callers there whose requests are counted; those that were silent longest are forgotten.
 _MOST_ADDRESSES = 4096
-#: Under which keys a scope has the certificate of who connected, and who asks.
-PEER, CALLER = "elasticd.peer", "elasticd.caller"
+#: Under which keys a scope has the certificate of who connected, who asks, and, of a WebSocket, how to find out
+#: that the other side has all that was written to it.
+PEER, CALLER, ROUND_TRIP = "elasticd.peer", "elasticd.caller", "elasticd.round_trip"
 
 _log = logging.getLogger(__name__)
 

@@ -322,6 +322,16 @@ class App extends Part {
         ),
       );
     }
+    if (known?.leader.reachable && known.etcd.unwritten_seconds > 0) {
+      found.push(
+        banner(
+          "warn",
+          "!",
+          html`For ${age(known.etcd.unwritten_seconds)}, etcd has not taken what was decided: a new leader would
+          not know of all that is shown here.`,
+        ),
+      );
+    }
     if (known?.paused)
       found.push(
         banner(

@@ -61,6 +61,8 @@ class CoordinatorState(Value, frozen=True, kw_only=True):
     nodes: dict[str, NodeState] = msgspec.field(default_factory=dict)  # whose agents have said hello, by name
     jobs: dict[str, JobState] = msgspec.field(default_factory=dict)  # by name, those that are over among them
     links: node_links.Links = msgspec.field(default_factory=node_links.Links)  # measured links between nodes
+    #: what users last asked of each node's drain, by node: it is kept in the store, and outlives agents
+    drains: dict[str, bool] = msgspec.field(default_factory=dict)
 
     @property
     def measuring(self) -> list[JobState]:
@@ -76,13 +78,20 @@ class CoordinatorState(Value, frozen=True, kw_only=True):
 Result = tuple[CoordinatorState, tuple[Effect, ...]]
 
 
-def takeover(epoch: int, stored: Iterable[Stored], settings: JobSettings, now: float) -> CoordinatorState:
-    """A new leader's state, from the store alone."""
+def takeover(
+    epoch: int,
+    stored: Iterable[Stored],
+    settings: JobSettings,
+    now: float,
+    *,
+    drains: Mapping[str, bool] | None = None,
+) -> CoordinatorState:
+    """A new leader's state, from the store alone. drains: wishes to drain nodes, by node."""
     jobs = {
         found.job: stop_request.restored(restored(found, now, settings), found.stop, found.stop_seconds, now)
         for found in stored
     }
-    return CoordinatorState(epoch=epoch, settings=settings, jobs=jobs)
+    return CoordinatorState(epoch=epoch, settings=settings, jobs=jobs, drains=dict(drains or {}))
 
 
 def step(state: CoordinatorState, event: Event, now: float) -> Result:
@@ -107,6 +116,9 @@ def step(state: CoordinatorState, event: Event, now: float) -> Result:
         return _without(state, finished_jobs.asked(state.jobs, state.nodes, event))
     if isinstance(event, ForgetNodeAsked):
         away = event.node in state.nodes and not state.nodes[event.node].connected
+        if away and event.node in state.drains:
+            wishes = {name: on for name, on in state.drains.items() if name != event.node}
+            state = msgspec.structs.replace(state, drains=wishes)
         return _without_nodes(state, {event.node: f"{event.by} had it forgotten"} if away else {})
     state, told = _links(state, now)
     live = tuple(name for name, job in state.jobs.items() if job.phase not in OVER)
@@ -155,21 +167,34 @@ def _links(state: CoordinatorState, now: float) -> Result:
 
 
 def _agent_up(state: CoordinatorState, event: AgentUp, now: float) -> Result:
-    record = event.record
-    known = state.nodes.get(record.node)
+    known, wish = state.nodes.get(event.record.node), state.drains.get(event.record.node)
+    record, asked = _as_drained(event.record, known, wish)
     node = NodeState(record=record, connected=True, since=now, release=event.release, version=event.version)
     event = AgentUp(record=record, anew=known is not None and known.record.agent != record.agent)
     if known is not None:
-        asked = known.drain_asked if known.drain_asked != record.draining else None
-        node = msgspec.structs.replace(node, paces=known.paces, health=known.health, drain_asked=asked)
+        node = msgspec.structs.replace(node, paces=known.paces, health=known.health)
+    node = msgspec.structs.replace(node, drain_asked=asked)
     jobs, again = state.jobs, tuple[CoordinatorSend, ...]()
-    if known is None or not known.connected:  # else its record has changed, and it says nothing again
+    # Else its record has changed, and it says nothing again.
+    if known is None or not known.connected or event.anew:
         jobs = {name: finished_jobs.arrived(job, record.node) for name, job in jobs.items()}
         again = _repeated_orders(node)
     state = msgspec.structs.replace(state, nodes={**state.nodes, record.node: node}, jobs=jobs)
     note = _arrived(known, record)
     state, effects = _jobs(state, event, now, tuple(state.jobs))
     return state, (note, *again, *effects)
+
+
+def _as_drained(
+    record: NodeRecord, known: NodeState | None, wish: bool | None
+) -> tuple[NodeRecord, bool | None]:
+    """The record of an agent that said hello, and what it has yet to hear of its node's drain. A node that was
+    drained, as far as is known, is so from the first moment of its new agent."""
+    if wish is None or wish == record.draining:
+        return record, None
+    if wish and (known is None or known.record.draining):
+        record = msgspec.structs.replace(record, draining=True)
+    return record, wish
 
 
 def _repeated_orders(node: NodeState) -> tuple[CoordinatorSend, ...]:
@@ -359,16 +384,26 @@ def _configured(state: CoordinatorState, event: Configured, now: float) -> Resul
 
 
 def _drained(state: CoordinatorState, event: NodeDrained) -> Result:
-    """The agent puts it into its node's record, which outlasts this leader, and comes with that. Until then it
-    is told again whenever it has a new connection."""
+    """The wish is kept in the store. The agent puts it into its node's record, and comes with that. Until then
+    it is told again whenever it has a new connection; so is one that is started anew."""
     node = state.nodes.get(event.node)
     if node is None or not node.connected:
         return state, ()
+    drains = _bounded_drains({**state.drains, event.node: event.on}, state)
+    if drains != state.drains:
+        state = msgspec.structs.replace(state, drains=drains)
     if node.record.draining == event.on and node.drain_asked is None:
         return state, ()
     node = msgspec.structs.replace(node, drain_asked=event.on)
     state = msgspec.structs.replace(state, nodes={**state.nodes, event.node: node})
     return state, (CoordinatorSend(node=event.node, message=Drain(on=event.on)),)
+
+
+def _bounded_drains(drains: dict[str, bool], state: CoordinatorState) -> dict[str, bool]:
+    """The wishes, without the first ones of nodes that are not there, where there are too many."""
+    absent = [name for name in drains if name not in state.nodes]
+    dropped = {*absent[: max(0, len(absent) - state.settings.keep_nodes)]}
+    return {name: on for name, on in drains.items() if name not in dropped} if dropped else drains
 
 
 def _harmed(state: CoordinatorState, event: Harmed) -> Result:

@@ -12,7 +12,7 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.clock import Due
 from elasticd.coordinator.store_transactions import Ledger, Sweep
-from elasticd.coordinator.store_writer import stored
+from elasticd.coordinator.store_writer import drains, stored
 from elasticd.machines.coordinator import machine
 from elasticd.machines.coordinator.machine import CoordinatorState
 from elasticd.machines.job.state.events import (
@@ -96,7 +96,10 @@ class SimulatedLeader:
         known = self._store.snapshot(keys.jobs).items
         self._ledger = Ledger(keys, self._store.limits, known)
         jobs = self._read(stored(keys, known))
-        self.state: CoordinatorState = machine.takeover(self._leadership.term, jobs, settings, engine.now())
+        drained = drains(keys, self._store.snapshot(keys.drains).items)
+        self.state: CoordinatorState = machine.takeover(
+            self._leadership.term, jobs, settings, engine.now(), drains=drained
+        )
         self.alive = True
         self.planning_seconds, self.plans = 0.0, 0
         self._asked: dict[str, Due] = {}

@@ -188,6 +188,8 @@ def test_etcd_that_is_away_is_said_and_what_was_known_stays(alice: Person, stage
     stage.etcd.freeze()
     try:
         expect(alice.page.locator(".banner").first).to_contain_text("etcd does not answer")
+        behind = alice.page.locator(".banner", has_text="etcd has not taken what was decided")
+        expect(behind).to_be_visible()
         expect(alice.page.get_by_role("rowheader", name=JOB)).to_be_visible()
         expect(alice.page.locator('[data-device="alpha/1"]')).to_be_visible()
     finally:

@@ -7,7 +7,7 @@ import { counted, figure, listed, number, percent, slowdown, age as lasted } fro
 import { news } from "../news.js";
 import { Page, chip, facts, head } from "../page.js";
 import { deviceHref, jobHref, planHref, recording, to } from "../source.js";
-/** @import { Abnormal, ClusterView, DeviceCell, JobRow, NodeRow } from "../../tools/api.d.ts" */
+/** @import { Abnormal, ClusterView, DeviceCell, EtcdView, JobRow, NodeRow } from "../../tools/api.d.ts" */
 /** @import { Band } from "../heat.js" */
 
 /** Nodes above which the map comes last. */
@@ -83,7 +83,7 @@ class ClusterPage extends Page {
             "leader",
             known.leader.name ? html`${known.leader.name} <small>epoch ${known.leader.epoch}</small>` : "none",
           ],
-          ["etcd", known.etcd.reachable ? "answers" : "away"],
+          ["etcd", writes(known.etcd)],
         ]),
       )}
       <div class="panels">${this.panels(known)}</div>`;
@@ -418,6 +418,12 @@ function byPlace(known, job) {
     })),
   };
 }
+
+/** @param {EtcdView} etcd */
+const writes = (etcd) => {
+  if (!etcd.reachable) return "away";
+  return etcd.unwritten_seconds > 0 ? html`behind by ${lasted(etcd.unwritten_seconds)}` : "answers";
+};
 
 /** @param {ClusterView} known */
 const links = (known) =>
