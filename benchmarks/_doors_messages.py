@@ -14,13 +14,11 @@ from elasticd.codec.message import Message
 from elasticd.wire.coordinator import AgentHello, FromClient, ToLeader
 from elasticd.wire.rendezvous import Join
 from elasticd.wire.worker import FromWorker
-from tests.machines.hostile import plain
+from tests.machines.hostile import MARGIN, grown, plain
 
 NODE, JOB, DEVICE = "alpha", "demo", "alpha/0"
 #: The names that a leader knows: it hears no other.
 _KNOWN = {"node": NODE, "job": JOB, "device": DEVICE, "incarnation": "i", "client": "w"}
-#: Bytes that a message keeps free for what surrounds the part that fills it.
-_MARGIN = 64
 
 Path = tuple[str | int, ...]
 
@@ -73,22 +71,11 @@ def _filled(
     for path in _paths(_at(whole, within), within):
         filled = copy.deepcopy(whole)
         value = _at(filled, path)
-        room = largest - len(msgspec.json.encode(whole)) - _MARGIN
+        room = largest - len(msgspec.json.encode(whole)) - MARGIN
         holder = _at(filled, path[:-1])
-        holder[path[-1]] = _grown(value, room)
+        holder[path[-1]] = grown(value, room)
         words = ".".join(map(str, path[len(within) :]))
         yield f"{tag_of(kind)}: {words}", msgspec.json.encode(filled)
-
-
-def _grown(value: Any, room: int) -> Any:
-    if isinstance(value, str):
-        return value + "x" * room
-    if isinstance(value, list):
-        element = value[0] if value else 1
-        return value + [element] * (room // (len(msgspec.json.encode(element)) + 1))
-    inner = next(iter(value.values()), 1)
-    count = room // (len(msgspec.json.encode(inner)) + 12)
-    return {**value, **{f"k{index:07d}": inner for index in range(count)}}
 
 
 def _paths(value: Any, before: Path) -> Iterator[Path]:

@@ -27,7 +27,7 @@ class Transport:
     """Counts what is written, and notes whether more is read."""
 
     def __init__(self) -> None:
-        self.written, self.reads, self.aborted = 0, True, False
+        self.written, self.reads, self.aborted, self.closed = 0, True, False, False
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
@@ -36,12 +36,13 @@ class Transport:
         self.written += len(data)
 
     def is_closing(self) -> bool:
-        return self.aborted
+        return self.aborted or self.closed
 
     def abort(self) -> None:
         self.aborted = True
 
-    close = abort
+    def close(self) -> None:
+        self.closed = True
 
     def pause_reading(self) -> None:
         self.reads = False
@@ -70,6 +71,7 @@ async def opened(transport: Transport, refused: Callable[[str], None], app: Call
     protocol.connection_made(transport)
     protocol.data_received(OPENING)
     await turns(lambda: protocol.handshake_complete)
+    protocol.stop_keepalive()  # its pings go by the clock, and nobody answers them here
     return protocol
 
 

@@ -19,13 +19,26 @@ RANKS = "rdzv/torchelastic/role_info/0"
 TEXTS = ("", "/", "a\nb", "\x1b[2J", "x" * 3000, "9" * 5000, "long " * 20_000, "plan/1/x", RANKS)
 
 
+#: Bytes that a message of the largest size keeps free for what surrounds the part that fills it.
+MARGIN = 64
+
+
 class Hostile:
-    """What a node's agent may say, which speaks for its own devices and of these jobs."""
+    """What a node's agent may say, which speaks for its own devices and of these jobs. large: the share of the
+    messages that are as large as their type may be."""
 
     def __init__(
-        self, seed: int, devices: Sequence[str], jobs: Sequence[str], incarnations: Sequence[str]
+        self,
+        seed: int,
+        devices: Sequence[str],
+        jobs: Sequence[str],
+        incarnations: Sequence[str],
+        *,
+        large: float = 0.0,
     ) -> None:
         self._draw, self._long = Random(seed), False
+        self._sizes, self._large = Random(f"{seed}/sizes"), large
+        self.sizes: list[int] = []  # bytes of the large ones
         self._known = {"device": [*devices], "job": [*jobs, "other"], "incarnation": [*incarnations, "gone"]}
         kinds = {kind for kind in get_args(ToLeader) if kind is not FromClient}
         self._kinds = sorted(kinds, key=lambda kind: kind.__name__)
@@ -40,15 +53,31 @@ class Hostile:
         """One of them, as JSON."""
         draw = self._draw
         if draw.random() < 0.8:  # of a worker
-            body = plain(draw.choice(self._bodies))
-            made = plain(FromClient) | {"body": body}
+            kind = draw.choice(self._bodies)
+            made, largest = plain(FromClient) | {"body": plain(kind)}, FromClient.largest + kind.largest
         else:
-            made = plain(draw.choice(self._kinds))
+            kind = draw.choice(self._kinds)
+            made, largest = plain(kind), kind.largest
         self._long = False
         for _ in range(draw.choice((0, 1, 1, 2, 5))):
             self._change(made)
         self._name(made)
+        if self._sizes.random() < self._large:
+            self._fill(made.get("body", made), largest - len(msgspec.json.encode(made)) - MARGIN)
+            self.sizes.append(len(msgspec.json.encode(made)))
         return msgspec.json.encode(made)
+
+    def _fill(self, made: dict[str, Any], room: int) -> None:
+        """Makes one list, mapping or text in a message larger by as much as there is room for."""
+        places = [
+            (part, key)
+            for part in _parts(made)
+            for key, value in part.items()
+            if isinstance(value, str | list | dict) and key not in {"type", *self._known}
+        ]
+        if places and room > 0:
+            part, key = self._sizes.choice(places)
+            part[key] = grown(part[key], room)
 
     def _name(self, made: dict[str, Any]) -> None:
         """Names that there are, in most messages: else none gets far."""
@@ -83,6 +112,18 @@ class Hostile:
             part[key] = draw.choice(({}, value, {f"{name}x": inner for name, inner in value.items()}))
         if draw.random() < 0.05:
             part.pop(key, None)
+
+
+def grown(value: Any, room: int) -> Any:
+    """A text, list or mapping with more of the same, up to so many bytes of JSON."""
+    if isinstance(value, str):
+        return value + "x" * room
+    if isinstance(value, list):
+        element = value[0] if value else 1
+        return value + [element] * (room // (len(msgspec.json.encode(element)) + 1))
+    inner = next(iter(value.values()), 1)
+    count = room // (len(msgspec.json.encode(inner)) + 12)
+    return {**value, **{f"k{index:07d}": inner for index in range(count)}}
 
 
 def plain(kind: type[msgspec.Struct]) -> dict[str, Any]:

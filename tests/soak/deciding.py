@@ -11,7 +11,8 @@ Agents keep their keys by their own `Registrar` (`tests.soak.registering`). Wall
 up to years, and jump: what is kept of jobs that ended is deleted by nobody but users.
 
 In one simulation of three a node lies: its agent says what it likes about the workers of other nodes, in any
-words and with values that nobody means. In one of five the store takes small requests alone.
+words, with values that nobody means, and at the largest sizes that messages may have. In one of five the store
+takes small requests alone.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ BEGAN, KEPT_SECONDS = 1.8e9, 7 * 86_400.0
 WRONG_SECONDS = (0.0, 0.0, -3600.0, 3600.0, 8 * 86_400.0, 4000 * 86_400.0, -4000 * 86_400.0)
 #: Seconds for which an agent's process stands still, at most, and between two such.
 STANDS_SECONDS, BETWEEN_SECONDS = 12.0, 20.0
+#: The share of a lying agent's messages that are as large as their types may be.
+LARGE_SHARE = 0.1
 #: Bytes of a request that the store takes, in simulations that have a small one.
 SMALL_REQUEST = 24 << 10
 
@@ -259,6 +262,7 @@ class Deciding(Simulation):
         self.wrong: list[str] = []
         self.stored: set[str] = set()  # users whose decisions the store has, or had
         self.fates: Counter[str] = Counter()
+        self.largest_bytes = 0  # of what a lying agent said
         self.writing: list[WritingLeader] = []
         super().__init__(scenario, planner=planner)
         if scenario.seed % 5 == 0:
@@ -415,13 +419,15 @@ class Deciding(Simulation):
             return
         devices = [device.name for device in self.cluster.devices if node_of(device.name) != liar.name]
         incarnations = [worker.incarnation for worker in job.workers.values()]
-        hostile = Hostile(self._draw.randrange(1 << 30), devices, [job.job], incarnations)
+        seed = self._draw.randrange(1 << 30)
+        hostile = Hostile(seed, devices, [job.job], incarnations, large=LARGE_SHARE)
         for message in hostile.messages(4):
             body = message.body if isinstance(message, FromClient) else message
             if not isinstance(
                 body, AgentHello | Join | Leave | Hello
             ):  # which a client would have to answer for
                 self.leader.heard(liar.name, message)
+        self.largest_bytes = max(self.largest_bytes, *hostile.sizes, 0)
 
     async def _answered(self, leader: WritingLeader, call: Call) -> None:
         path, body = f"/v1/jobs/{call.about}/{call.what}", dict[str, Any](by=call.by)
