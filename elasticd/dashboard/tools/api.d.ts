@@ -33,6 +33,7 @@ export interface LeaderView {
 export interface EtcdView {
   reachable: boolean;
   since: number;
+  unwritten_seconds: number;
 }
 
 /** Something that happened, as `elasticd logs` has it. */
