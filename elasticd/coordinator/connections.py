@@ -26,7 +26,7 @@ class Connection:
         self.left = False  # the agent has said that it ends in good order
         self.closed = asyncio.Event()
         #: returns once the agent's process has read all that was written to its socket before
-        self.round_trip: Callable[[], Awaitable[None]] = asyncio.Event().wait
+        self.round_trip: Callable[[], Awaitable[object]] = asyncio.Event().wait
         self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MOST_WAITING)
 
     @property

@@ -191,7 +191,7 @@ def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
             if not self.transport.is_closing() and not self._allowance.take(1, time.monotonic()):
                 refused("rate")
                 self.transport.abort()
-            return self.transport.is_closing()
+            return bool(self.transport.is_closing())
 
         def handle_ping(self) -> None:
             if not self._is_too_often():
