@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.runtime.model import host_generators
-from elasticd.runtime.model.host_generators import host_states, restore_host_states
+from elasticd.runtime.model.host_generators import host_states, restore_host_states, seed_host
 
 DRAWS: list[Callable[[], object]] = [
     random.random,
@@ -65,6 +65,19 @@ def test_a_restored_state_is_the_one_that_both_had(
         restore_host_states(states)
         assert asked() == expected
         assert host_states() == states
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**62 - 1])
+def test_seeds_are_those_of_the_generators_own_calls(seed: int) -> None:
+    random.gauss(0, 1)  # keeps a second draw, which a seed drops
+    np.random.standard_normal()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    expected = asked()
+    random.gauss(0, 1)
+    np.random.standard_normal()
+    seed_host(seed)
+    assert asked() == expected
 
 
 def test_numpys_generator_of_another_kind_is_restored() -> None:

@@ -276,6 +276,7 @@ class StageRunner:
         self._rows: list[PackedRow] = []  # of the micro-batches of the step; empty: they are padded
         self._sums_wait = False  # until all passes of the step are over
         self._one_queue = peers.communicators.one_queue
+        self._ordered: tuple[object, tuple[Act, ...]] = (None, ())  # what a step does, by what it follows from
         self._made: dict[Act, list[Tensor]] = {}  # by pass what it has made for an adjacent stage
         self._batch: object = None  # of the pass that comes next, if it reads one
         self._own: tuple[Sequence[int], int] = ((), 0)  # which of how many rows of the pipeline they are
@@ -356,13 +357,16 @@ class StageRunner:
         order = self._schedule(self._stages, stage, rows, len(self._chunks))
         return [Pass(*each) for each in passes_of_rows(order, mine)]
 
-    def _acts(self, count: int) -> list[Act]:
+    def _acts(self, count: int) -> tuple[Act, ...]:
         """What this stage does in a step, in its order."""
         mine, rows = self._own if self._rows else (range(count), count)
-        acts = acts_of_rows(
-            stage_order(self._schedule, self._stages, self._stage, rows, len(self._chunks)), mine
-        )
-        return list(acts if self._one_queue else at_once(acts))
+        key = self._schedule, tuple(mine), rows
+        if self._ordered[0] != key:  # most steps are like the one before
+            acts = acts_of_rows(
+                stage_order(self._schedule, self._stages, self._stage, rows, len(self._chunks)), mine
+            )
+            self._ordered = key, tuple(acts if self._one_queue else at_once(acts))
+        return self._ordered[1]
 
     def _run(
         self, expected: Sequence[Sequence[int]], micro_batches: Sequence[MicroBatch], scale: float

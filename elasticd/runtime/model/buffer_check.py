@@ -70,6 +70,8 @@ class Constants:
     def _buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Of each its name, itself, and whether it is in the state dict."""
         for path, owner in self._owners:
+            if not owner._buffers:  # as most modules
+                continue
             for name, buffer in owner._buffers.items():
                 if buffer is not None:
                     yield f"{path}.{name}", buffer, name not in owner._non_persistent_buffers_set

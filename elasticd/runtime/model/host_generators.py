@@ -90,6 +90,21 @@ def restore_host_states(states: HostStates) -> None:
         np.random.set_state({**bits.state, "has_gauss": waits, "gauss": draw})
 
 
+def seed_host(seed: int) -> None:
+    """Seeds both as `random.seed` and `np.random.seed` do; NumPy's stays as it is if it is no Mersenne Twister.
+
+    Args:
+        seed: less than 2^62.
+    """
+    if _python_is_known():
+        _random.Random.seed(_PYTHON, seed)  # `random.seed` without its look at the kind of the seed
+        _PYTHON.gauss_next = None
+    else:
+        random.seed(seed)
+    if isinstance(get_bit_generator(), MT19937):  # else the user put another one there
+        np.random.seed(seed % (1 << 32))
+
+
 def _python_address(generator: random.Random) -> int:
     return id(generator) + object.__basicsize__
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,13 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.random.mtrand import get_bit_generator
 from torch import Tensor, nn
 
 from elasticd.runtime.accelerator import generators, put
 from elasticd.runtime.exits import ScriptRefusal
 from elasticd.runtime.model.graph_breaks import breaks_graphs
-from elasticd.runtime.model.host_generators import HostStates, host_states, restore_host_states
+from elasticd.runtime.model.host_generators import HostStates, host_states, restore_host_states, seed_host
 from elasticd.runtime.model.torch_draws import TorchDraws
 
 log = logging.getLogger(__name__)
@@ -287,9 +285,7 @@ def seed_all(seed: int, torchs: Iterable[torch.Generator] | None = None) -> None
         _changes, _seeded = _changes + 1, seed
         for generator in generators() if torchs is None else torchs:
             generator.manual_seed(seed)
-        random.seed(seed)
-        if isinstance(get_bit_generator(), np.random.MT19937):  # else the user put another one there
-            np.random.seed(seed % (1 << 32))
+        seed_host(seed)
 
 
 def states() -> list[object]:
