@@ -98,6 +98,29 @@ def test_a_tied_head_beside_its_embedding_is_held_once() -> None:
     assert memory_by_device(whole, ProfileCost(FREE))["n0/0"] == pytest.approx(360 * 4 + 4 * 180, abs=1)
 
 
+def test_passes_of_one_section_at_a_time_need_their_working_bytes() -> None:
+    """Of the head or of a block, which is made again where it recomputes, whatever micro-batches are alive."""
+    block = msgspec.structs.replace(FREE.block, cut_working=0.8, whole_working=0.2)
+    asked = {"first": False, "in_flight": 3}
+
+    def more(head: float, *, last: bool, recompute: bool = False) -> float:
+        """Bytes beyond those of a profile without working bytes."""
+        fuller = msgspec.structs.replace(
+            FREE, block=block, head=msgspec.structs.replace(FREE.head, whole_working=head)
+        )
+        costs = (ProfileCost(profile, recompute=recompute) for profile in (fuller, FREE))
+        found, plain = (cost.memory(2, (6, 2), 0, last=last, **asked) for cost in costs)  # type: ignore[arg-type]
+        return found - plain
+
+    of_a_block = 100 * (0.8 * 6 / 8 + 0.2)
+    assert more(5.0, last=False) == pytest.approx(of_a_block)
+    assert more(5.0, last=True) == pytest.approx(500)
+    assert more(0.1, last=True) == pytest.approx(of_a_block)
+    again = 100 * (0.8 * 6 / 8 + 1.0)  # counted without working bytes, too
+    assert more(5.0, last=True, recompute=True) == pytest.approx(500 - again)
+    assert more(0.1, last=True, recompute=True) == pytest.approx(of_a_block)
+
+
 def test_shares_of_any_scale_are_units() -> None:
     cost = ProfileCost(FREE)
     asked = {"first": False, "last": False, "in_flight": 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -90,6 +91,29 @@ def test_kept_bytes_are_counted_by_storage_without_parameters() -> None:
     assert head.kept(x, None) == size + 2 * 4 * 16 * 4  # its logits, which some loss will keep
 
 
+def test_working_bytes_are_what_both_passes_have_beside_what_is_kept() -> None:
+    """Of a block its derivative, and the weight's gradient before it is added up; of a head its loss's, too."""
+    block = _Plain()
+    held = ProfiledPart(label="block", width=1, share=1.0, module=block, passed=block)
+    x = torch.randn(64, 4, 8)
+    size = x.numel() * 4
+    working = held.working(x, None, held.kept(x, None))
+    assert size <= working <= 4 * size
+    assert all(parameter.grad is None for parameter in block.parameters())
+    linear = nn.Linear(8, 512, bias=False)
+
+    def loss(logits: Tensor, batch: Any) -> tuple[Tensor, int]:
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch.flatten(), reduction="sum"
+        ), batch.numel()
+
+    targets = torch.zeros(64, 4, dtype=torch.int64)
+    head = ProfiledPart(label="head", width=1, share=1.0, module=linear, passed=linear, loss=loss)
+    logits, kept = 64 * 4 * 512 * 4, head.kept(x, targets)
+    alive = kept + head.working(x, targets, kept)
+    assert 4 * logits <= alive <= 4.2 * logits, "logits, their log-softmax, and the gradients of both"
+
+
 def test_recomputation_gives_the_same_gradients() -> None:
     held, x = part("blocks.0", (1,)), torch.randn(2, 16, 32)
     grads = []
@@ -151,6 +175,7 @@ def test_everything_is_measured_and_fitted() -> None:
     assert found.profile.block.recomputed_activation == 32 * 4  # the block's input alone
     kept = {t.width: t.kept for t in made.timings if t.section == "block" and t.tokens == 2048}
     assert kept[1] > kept[2] > 0
+    assert found.profile.block.cut_working + found.profile.block.whole_working > 0
 
 
 def batch_of_ids(samples: int, tokens: int) -> dict[str, Tensor]:

@@ -76,6 +76,7 @@ class _Point:
     again: _Case | None
     kept: int
     kept_again: int
+    working: int
 
     def timing(self) -> SectionTiming:
         return SectionTiming(
@@ -88,6 +89,7 @@ class _Point:
             recomputed=self.again.seconds() if self.again is not None else None,
             kept=self.kept,
             kept_recomputed=self.kept_again,
+            working=self.working,
             noise=self.plain.noise(),
         )
 
@@ -228,14 +230,15 @@ def _points(
 
 def _point(part: ProfiledPart, tokens: int, given: Any, batch: Any, accelerator: Accelerator) -> _Point:
     block = part.label.startswith("block")
-    run = partial(part.passes, given, batch, accelerator)
+    run, kept = partial(part.passes, given, batch, accelerator), part.kept(given, batch)
     return _Point(
         part=part,
         tokens=tokens,
         plain=_Case(run=run),
         again=_Case(run=partial(run, recompute=True)) if block else None,
-        kept=part.kept(given, batch),
+        kept=kept,
         kept_again=part.kept(given, batch, recompute=True) if block else 0,
+        working=part.working(given, batch, kept) if part.label != "embed" else 0,
     )
 
 

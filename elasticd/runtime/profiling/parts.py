@@ -32,6 +32,7 @@ from elasticd.runtime.model.bundle import (
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.parallel import tp_hooks
+from elasticd.runtime.profiling.live_bytes import LiveBytes
 
 T = TypeVar("T")
 
@@ -121,6 +122,24 @@ class ProfiledPart:
             for tensor in tensors(out):
                 count(tensor)
         return sum(found.values())
+
+    def working(self, given: Any, batch: Any, kept: int) -> int:
+        """Bytes that both passes have alive at most beside the `kept` ones; gradients of parameters are there
+        before. What a section gives counts as the input of the next one, but for the logits of a head."""
+        entered = self._enter(given)
+        for parameter in self.module.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        with LiveBytes() as live:
+            out = self.forward(entered)
+            if self.loss is None:
+                _back(out, _some(out, torch.ones_like))
+            else:
+                _back(self.loss(out, batch)[0], None)
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        before = 0 if self.label == "embed" else sum(tensor.nbytes for tensor in tensors(entered))
+        after = 0 if self.label == "head" else sum(tensor.nbytes for tensor in tensors(out))
+        return max(0, live.most + before - after - kept)
 
     def _enter(self, given: Any) -> Any:
         return given if self.label == "embed" else entering(given)

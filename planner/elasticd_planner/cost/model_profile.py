@@ -36,7 +36,8 @@ class SectionProfile(Value, frozen=True, kw_only=True):
     The bytes of parameters come in three parts: `cut_bytes` scale with the member's share; `grouped_bytes`
     (kv projections) with the groups of units that its share touches; `whole_bytes` every member holds. The
     activation bytes are those kept from forward to backward for one token, cut and whole; of a block that
-    makes them again only `recomputed_activation`, whole.
+    makes them again only `recomputed_activation`, whole. The working bytes are what its two passes have at most
+    beside those: gradients of activations, and of the head all that its loss makes of the logits.
     """
 
     seconds: float = 0.0
@@ -48,6 +49,8 @@ class SectionProfile(Value, frozen=True, kw_only=True):
     cut_activation: float = 0.0
     whole_activation: float = 0.0
     recomputed_activation: float = 0.0
+    cut_working: float = 0.0
+    whole_working: float = 0.0
     collectives: int = 0
 
     def __post_init__(self) -> None:
@@ -194,6 +197,11 @@ class ModelProfile(Value, frozen=True, kw_only=True):
         kept = section.cut_activation * part + section.whole_activation * (part if sliced else 1.0)
         return kept * self.tokens
 
+    def working_bytes(self, section: SectionProfile, units: int, *, sliced: bool = False) -> float:
+        """Bytes that the passes of one micro-batch have at most beside those; arguments as there."""
+        part = units / self.share_units
+        return (section.cut_working * part + section.whole_working * (part if sliced else 1.0)) * self.tokens
+
 
 def derive(
     spec: ModelSpec, sample_tokens: float, micro_batch: int, flops: float = GUESSED_FLOPS
@@ -315,6 +323,8 @@ def with_room(profile: ModelProfile, factor: float) -> ModelProfile:
             cut_activation=section.cut_activation * factor,
             whole_activation=section.whole_activation * factor,
             recomputed_activation=section.recomputed_activation * factor,
+            cut_working=section.cut_working * factor,
+            whole_working=section.whole_working * factor,
         )
 
     return msgspec.structs.replace(

@@ -135,8 +135,9 @@ class ProfileCost:
         self, layers: int, shares: Sequence[int], position: int, *, first: bool, last: bool, in_flight: int
     ) -> float:
         """Parameters, gradients and optimizer state (`zero.Zero` says how much of them), activations kept for
-        backward, with recomputation those of one block being made again, with sequence parallelism the tokens
-        that are gathered for a cut module. A tied head beside its embedding shares its parameters."""
+        backward, what passes have besides, of a block (with recomputation its activations, too) or of the head,
+        with sequence parallelism the tokens that are gathered for a cut module. A tied head beside its
+        embedding shares its parameters."""
         model, shares = self.profile, to_units(shares, self.profile.share_units)
         units, aligned = shares[position], model.aligned(shares)
         held = layers * model.held_bytes(model.block, units, aligned)
@@ -150,6 +151,10 @@ class ProfileCost:
         if self.cut:
             again += self._attention * part
         kept = layers * (each + self._part * (again - each))
+        working = model.working_bytes(model.block, units, sliced=self.sequence_parallel)
+        working += each if self._part else 0.0
+        if last:
+            working = max(working, model.working_bytes(model.head, units))
         for section, here in ((model.embed, first), (model.head, last)):
             if here:
                 held += model.held_bytes(section, units, aligned)
@@ -157,7 +162,7 @@ class ProfileCost:
         if first and last:
             held -= model.tied_bytes * (part if model.embed.cut_bytes else 1.0)
         state = self.zero.held(model, held)
-        return state + kept * in_flight + (each if self._part else 0.0) + gathered + model.fixed_bytes
+        return state + kept * in_flight + working + gathered + model.fixed_bytes
 
     @property
     def _attention(self) -> float:

@@ -63,7 +63,7 @@ def _section(name: str, base: ModelProfile, found: ModelProfile, stated: bool) -
     theirs: SectionProfile = getattr(found, name)
     same = {field: getattr(ours, field) for field in (*_PARAMETERS, "collectives")}
     if not stated:
-        kept = ("cut_activation", "whole_activation", "recomputed_activation")
+        kept = ("cut_activation", "whole_activation", "recomputed_activation", "cut_working", "whole_working")
         same |= {field: getattr(ours, field) for field in kept}
     elif any(getattr(theirs, field) != same[field] for field in _PARAMETERS):
         refuse(

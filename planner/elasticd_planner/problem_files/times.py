@@ -93,13 +93,15 @@ class TimesEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class SectionState(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bytes of a block's, embed's or head's parameters (cut with the shares, cut by kv-heads, held by every
-    member), and of the activations kept for backward for a token."""
+    member), of the activations kept for backward for a token, and what its passes have besides at most."""
 
     cut_bytes: int = 0
     grouped_bytes: int = 0
     whole_bytes: int = 0
     cut_activation: float = 0.0
     whole_activation: float = 0.0
+    cut_working: float = 0.0
+    whole_working: float = 0.0
 
     def __post_init__(self) -> None:
         none_negative(self, *self.__struct_fields__)
@@ -250,6 +252,10 @@ def entry_of(profile: ModelProfile) -> dict[str, Any]:
     found = dict(msgspec.to_builtins(entries, str_keys=True))
     if not profile.bundle_bytes:
         del found["times"]["bundle_bytes"]  # a key that releases before 0.2 refuse
+    for section in ("block", "embed", "head"):
+        state_entry = found["state"][section]
+        if not state_entry["cut_working"] and not state_entry["whole_working"]:
+            del state_entry["cut_working"], state_entry["whole_working"]  # likewise
     return found
 
 

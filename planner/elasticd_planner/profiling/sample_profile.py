@@ -59,7 +59,8 @@ def measured_profile(samples: Samples) -> MeasuredProfile:
 
 def _section(base: SectionProfile, fit: SectionFit, timings: Sequence[SectionTiming]) -> SectionProfile:
     """Seconds of the fit, and the bytes kept of a token: at each width the most of all token counts."""
-    cut, whole = _kept(base, timings)
+    cut, whole = _parted(base, [(t.share, t.kept / t.tokens) for t in timings])
+    cut_working, whole_working = _parted(base, [(t.share, t.working / t.tokens) for t in timings])
     again = max(timing.kept_recomputed / timing.tokens for timing in timings)
     return msgspec.structs.replace(
         base,
@@ -69,15 +70,17 @@ def _section(base: SectionProfile, fit: SectionFit, timings: Sequence[SectionTim
         cut_activation=cut,
         whole_activation=whole,
         recomputed_activation=again if again else base.recomputed_activation,
+        cut_working=cut_working if any(timing.working for timing in timings) else 0.0,
+        whole_working=whole_working if any(timing.working for timing in timings) else 0.0,
     )
 
 
-def _kept(base: SectionProfile, timings: Sequence[SectionTiming]) -> tuple[float, float]:
-    """Bytes of a token (cut with the share, whole): a line over the shares. With one width alone, parted as
-    the shapes would have it."""
+def _parted(base: SectionProfile, sizes: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Bytes of a token (cut with the share, whole), from pairs of a share and its bytes: a line over shares.
+    With one width alone, parted as the shapes would have it."""
     most: dict[float, float] = {}
-    for timing in timings:
-        most[timing.share] = max(most.get(timing.share, 0.0), timing.kept / timing.tokens)
+    for share, size in sizes:
+        most[share] = max(most.get(share, 0.0), size)
     points = [(share, kept) for share, kept in most.items() if kept > 0]
     if not points:
         return base.cut_activation, base.whole_activation

@@ -17,7 +17,8 @@ class SectionTiming(Value, frozen=True, kw_only=True):
     Seconds are of computation alone: no peer is waited for. recomputed: forward and backward where the
     activation is computed anew in backward (None: not measured). kept: bytes that stay from forward to
     backward, parameters left out; kept_recomputed the same with recomputation. noise: the median distance
-    from the median, as a part of it.
+    from the median, as a part of it. working: bytes that both passes have at most beside `kept` (0: not
+    measured).
     """
 
     section: str
@@ -29,6 +30,7 @@ class SectionTiming(Value, frozen=True, kw_only=True):
     recomputed: float | None = None
     kept: int = 0
     kept_recomputed: int = 0
+    working: int = 0
     noise: float = 0.0
 
     def __post_init__(self) -> None:
@@ -120,5 +122,6 @@ def _mean(alike: tuple[SectionTiming, ...], parts: list[float]) -> SectionTiming
         recomputed=mean(again) if len(again) == len(alike) else None,
         kept=max(timing.kept for timing in alike),
         kept_recomputed=max(timing.kept_recomputed for timing in alike),
+        working=max(timing.working for timing in alike),
         noise=max(timing.noise for timing in alike),
     )
