@@ -200,6 +200,7 @@ def test_torchrun_is_refused_devices_of_a_live_job_and_devices_that_are_not_ther
 def test_step_of_a_watched_process_is_that_of_its_device(node: Node) -> None:
     leader = node.leader()
     node.agent()
+    until(lambda: leader.heard)  # a lap is a hint: without a leader it is dropped
     torchrun = node.trainer()
     torchrun.say(Attend(job="ddp", pid=os.getpid(), slots=(1,)))
     assert isinstance(torchrun.hear(), Attending)
