@@ -255,7 +255,7 @@ class Stopping(Value, frozen=True, kw_only=True):
 
 
 class Harming(Value, frozen=True, kw_only=True):
-    """What chaos was ordered, and that it reached the agents."""
+    """An order of chaos that reached the agents, or waits for some."""
 
     action: str  # as it was asked
     device: str = ""  # of what is done to devices

@@ -70,7 +70,7 @@ def leader_view(known: Knowledge) -> views.LeaderView:
 
 
 def etcd_view(known: Knowledge) -> views.EtcdView:
-    """Whether etcd answers, and has what is shown."""
+    """The state of etcd: it answers or not, and has what is shown or lags behind."""
     cluster = known.cluster
     return views.EtcdView(
         reachable=not cluster.store_away,

@@ -140,7 +140,7 @@ def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
 
         @property
         def read_paused(self) -> bool:
-            """Whether messages of this connection wait, so that nothing more is read of it."""
+            """Returns True while messages of this connection wait: nothing more is read of it."""
             return self._paused
 
         @read_paused.setter
@@ -256,8 +256,8 @@ def _with_peer(app: ASGIApp, transport: asyncio.Transport) -> ASGIApp:
 def _with(app: ASGIApp, key: str, value: object) -> ASGIApp:
     """The application, whose scopes have this value."""
 
-    async def known(scope: Scope, receive: Receive, send: Send) -> None:
+    async def with_value(scope: Scope, receive: Receive, send: Send) -> None:
         scope[key] = value
         await app(scope, receive, send)
 
-    return known
+    return with_value

@@ -167,20 +167,20 @@ def _links(state: CoordinatorState, now: float) -> Result:
 
 
 def _agent_up(state: CoordinatorState, event: AgentUp, now: float) -> Result:
-    known, wish = state.nodes.get(event.record.node), state.drains.get(event.record.node)
-    record, asked = _as_drained(event.record, known, wish)
+    earlier, wish = state.nodes.get(event.record.node), state.drains.get(event.record.node)
+    record, asked = _as_drained(event.record, earlier, wish)
     node = NodeState(record=record, connected=True, since=now, release=event.release, version=event.version)
-    event = AgentUp(record=record, anew=known is not None and known.record.agent != record.agent)
-    if known is not None:
-        node = msgspec.structs.replace(node, paces=known.paces, health=known.health)
+    event = AgentUp(record=record, anew=earlier is not None and earlier.record.agent != record.agent)
+    if earlier is not None:
+        node = msgspec.structs.replace(node, paces=earlier.paces, health=earlier.health)
     node = msgspec.structs.replace(node, drain_asked=asked)
     jobs, again = state.jobs, tuple[CoordinatorSend, ...]()
     # Else its record has changed, and it says nothing again.
-    if known is None or not known.connected or event.anew:
+    if earlier is None or not earlier.connected or event.anew:
         jobs = {name: finished_jobs.arrived(job, record.node) for name, job in jobs.items()}
         again = _repeated_orders(node)
     state = msgspec.structs.replace(state, nodes={**state.nodes, record.node: node}, jobs=jobs)
-    note = _arrived(known, record)
+    note = _arrived(earlier, record)
     state, effects = _jobs(state, event, now, tuple(state.jobs))
     return state, (note, *again, *effects)
 

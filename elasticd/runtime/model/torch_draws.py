@@ -23,8 +23,8 @@ class TorchDraws(TorchDispatchMode):
         """Calls an operation."""
         named = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            given = next((each for each in named.values() if isinstance(each, torch.Generator)), None)
-            self.drew |= given is None or _address(given) in map(_address, generators())
+            own = next((each for each in named.values() if isinstance(each, torch.Generator)), None)
+            self.drew |= own is None or _address(own) in map(_address, generators())
         return func(*args, **named)
 
 

@@ -230,15 +230,15 @@ def _points(
 
 def _point(part: ProfiledPart, tokens: int, given: Any, batch: Any, accelerator: Accelerator) -> _Point:
     block = part.label.startswith("block")
-    run, kept = partial(part.passes, given, batch, accelerator), part.kept(given, batch)
+    run, kept_bytes = partial(part.passes, given, batch, accelerator), part.kept(given, batch)
     return _Point(
         part=part,
         tokens=tokens,
         plain=_Case(run=run),
         again=_Case(run=partial(run, recompute=True)) if block else None,
-        kept=kept,
+        kept=kept_bytes,
         kept_again=part.kept(given, batch, recompute=True) if block else 0,
-        working=part.working(given, batch, kept) if part.label != "embed" else 0,
+        working=part.working(given, batch, kept_bytes) if part.label != "embed" else 0,
     )
 
 

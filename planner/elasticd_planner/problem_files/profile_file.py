@@ -63,8 +63,9 @@ def _section(name: str, base: ModelProfile, found: ModelProfile, stated: bool) -
     theirs: SectionProfile = getattr(found, name)
     same = {field: getattr(ours, field) for field in (*_PARAMETERS, "collectives")}
     if not stated:
-        kept = ("cut_activation", "whole_activation", "recomputed_activation", "cut_working", "whole_working")
-        same |= {field: getattr(ours, field) for field in kept}
+        of_activations = ("cut_activation", "whole_activation", "recomputed_activation")
+        for field in (*of_activations, "cut_working", "whole_working"):
+            same[field] = getattr(ours, field)
     elif any(getattr(theirs, field) != same[field] for field in _PARAMETERS):
         refuse(
             f"its {name} has {theirs.parameter_bytes:,} bytes of parameters, and that of this job's "
