@@ -60,7 +60,7 @@ class Board:
     def __init__(self, streams: Streams) -> None:
         self.known = Knowledge()
         self.streams = streams
-        self.rows: dict[str, views.NodeRow] = {}
+        self.rows: dict[str, views.NodeRow] = {}  # of the heat map, as browsers were told
         self._steps: dict[str, StepRow] = {}
         self._told_step: dict[str, float] = {}
         self._before: dict[str, StepRow] = {}  # by job: the step that was told last
@@ -263,8 +263,14 @@ class Board:
         """Everything, as it is now: made once for all browsers that begin anew together."""
         now = self.known.time(time.time())
         if self._hello is None or not 0 <= now - self._hello.now < SECOND:
-            self._hello = cluster_view(self.known, self.rows, viewer, now)
+            self._hello = cluster_view(self.known, self._rows_now(), viewer, now)
         return msgspec.structs.replace(self._hello, viewer=viewer)
+
+    def _rows_now(self) -> dict[str, views.NodeRow]:
+        """The rows as they are now. `rows` has what browsers were told: at the next look they hear the rest."""
+        known, nodes = self.known, self.known.cluster.nodes
+        touched = {name: node_row(known, nodes[name]) for name in known.touched & nodes.keys()}
+        return {name: row for name, row in (self.rows | touched).items() if name not in known.gone}
 
     def switch(self, job: str, number: int) -> views.SwitchView:
         """A switch of late."""

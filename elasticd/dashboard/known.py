@@ -213,6 +213,7 @@ class Knowledge:
             self.touched.update(self.cluster.nodes)
         elif isinstance(news, live.NodeNews):
             self.touched.add(news.node.node)
+            self.gone.discard(news.node.node)
         elif isinstance(news, live.NodeGone):
             self.gone.add(news.node)
             self.touched.discard(news.node)

@@ -162,6 +162,40 @@ def test_each_state_of_a_device_has_its_word() -> None:
     assert sum(view.counts.values()) == 11
 
 
+def test_a_page_that_begins_between_two_looks_has_devices_as_they_are_now() -> None:
+    """A worker went on, a node is gone and one is there, and browsers have not been told yet."""
+    found = known()
+    halted = Halted(job=JOB, device="a/1", incarnation="i", place="loss.py:3", step=8, seconds=20.0, stack="s")
+    found.hear(Told(at=NOW, news=live.HaltNews(id="1:1", job=JOB, halts={"a/1": halted})))
+    assert cells(found)["a/1"].state == "hung"
+    found.look(NOW)
+    found.hear(Told(at=NOW, news=live.HaltNews(id="1:2", job=JOB, halts={})))
+    assert cells(found)["a/1"].state == "healthy"
+    found.hear(Told(at=NOW, news=live.NodeGone(id="1:3", node="f")))
+    found.hear(Told(at=NOW, news=live.NodeNews(id="1:4", node=node("g", devices=1))))
+    between = found.hello(VIEWER)
+    assert [row.node for row in between.nodes] == ["a", "b", "c", "d", "e", "g"]
+    assert [row.name for row in between.abnormal] == ["e", "d"]
+    told: list[tuple[str, Any]] = []
+    found.streams.tell = lambda event, value: told.append((event, value))  # type: ignore[method-assign]
+    found.look(NOW + 1)
+    (devices,) = [value for event, value in told if event == "devices"]
+    assert [cell.name for cell in devices.devices] == ["a/1"], "pages that were there before are told still"
+    assert (devices.gone, [row.node for row in devices.nodes]) == (("f",), ["g"])
+    after = found.hello(VIEWER)
+    assert (after.nodes, after.counts, after.abnormal) == (between.nodes, between.counts, between.abnormal)
+
+
+def test_a_node_that_comes_back_before_the_next_look_stays_on_the_page() -> None:
+    found = known()
+    found.look(NOW)
+    found.hear(Told(at=NOW, news=live.NodeGone(id="1:1", node="f")))
+    found.hear(Told(at=NOW, news=live.NodeNews(id="1:2", node=node("f"))))
+    assert "f/0" in cells(found)
+    found.look(NOW + 1)
+    assert "f/0" in cells(found)
+
+
 def test_a_node_that_drains_is_draining_while_plans_use_it() -> None:
     found = known()
     found.hear(Told(at=NOW, news=live.NodeNews(id="1:1", node=node("a", members=2, draining=True))))

@@ -59,8 +59,11 @@ class Stage:
             self._exits = exits.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._exits.close()
+        if kind is None:
+            said = self.said("dashboard")
+            assert "Traceback" not in said, said
 
     def _start(self) -> None:
         self._sockets = Path(self._exits.enter_context(tempfile.TemporaryDirectory(prefix="elasticd-stage-")))
