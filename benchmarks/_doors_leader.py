@@ -71,7 +71,7 @@ class Watch:
             held_up=self.held_up,
             processor=self.processor,
             memory=self._process.memory_info().rss,
-            descriptors=self._process.num_fds(),
+            descriptors=self._process.num_fds() - 1,  # the listing is one itself
             connected=len(self._coordinator.leading.connections),
             deposed=self.deposed,
         )

@@ -12,8 +12,9 @@ import pytest
 from websockets.frames import Frame, Opcode
 
 from elasticd.config.security import SecuritySection
+from elasticd.coordinator.fair_queue import Rounds
 from elasticd.coordinator.http import server
-from elasticd.coordinator.http.server import FRAMES_AT_ONCE, PARSED_TOGETHER, configured
+from elasticd.coordinator.http.server import FRAMES_AT_ONCE, PARSE_SECONDS, PARSED_TOGETHER, configured
 
 #: Bytes of one read of a socket; asyncio takes up to four times as many.
 READ = 64 << 10
@@ -58,11 +59,9 @@ def frame(opcode: Opcode, content: bytes = b"", *, fin: bool = True) -> bytes:
     return Frame(opcode, content, fin).serialize(mask=True)
 
 
-async def opened(transport: Transport, refused: Callable[[str], None], app: Callable[..., Any]) -> Any:
+async def opened(websocket: Any, config: Any, transport: Transport) -> Any:
     """The server's protocol of one connection, whose WebSocket stands."""
-    config = configured(app, SecuritySection(), None, refused)
-    config.load()
-    protocol: Any = server._websocket(refused)(
+    protocol: Any = websocket(
         config=config,
         server_state=SimpleNamespace(connections=set(), tasks=set(), default_headers=[]),
         app_state={},
@@ -84,42 +83,67 @@ async def turns(reached: Callable[[], bool]) -> None:
     raise AssertionError("it never came")
 
 
-def flood(piece: bytes, first: bytes = b"") -> tuple[int, Transport, Counter[str], list[Any]]:
-    """One read of a socket with nothing but these pieces. Returns the frames that the longest turn parsed."""
-    refusals: Counter[str] = Counter()
-    transport, heard = Transport(), list[Any]()
+class Flooded:
+    """Connections each of which sends one read of a socket with nothing but these pieces, all at once."""
 
-    async def hear(scope: Any, receive: Any, send: Any) -> None:
+    def __init__(self, piece: bytes, first: bytes = b"", connections: int = 1) -> None:
+        self.refusals: Counter[str] = Counter()
+        self.transports = [Transport() for _ in range(connections)]
+        self.heard: list[list[Any]] = []  # by connection
+        self.parsed = [0]  # bytes of each round of the loop
+        asyncio.run(self._run(first + piece * (READ // len(piece))))
+
+    async def _hear(self, scope: Any, receive: Any, send: Any) -> None:
         """Takes messages, as the application does."""
         await receive()
         await send({"type": "websocket.accept"})
+        heard = list[Any]()
+        self.heard.append(heard)
         while (message := await receive())["type"] == "websocket.receive":
             heard.append(message.get("bytes"))
 
-    async def body() -> int:
-        protocol = await opened(transport, lambda word: refusals.update([word]), hear)
-        parsed: list[int] = [0]
-        received, parse = protocol.conn.receive_data, protocol._parse
+    def _part_parsed(self, data: bytes) -> None:
+        self.parsed[-1] += len(data)
 
-        def counting(data: bytes) -> None:
-            parsed[-1] += len(data)
-            received(data)
+    async def _count_rounds(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.parsed.append(0)
 
-        def turn(data: bytes) -> None:
-            parsed.append(0)
-            parse(data)
+    async def _run(self, data: bytes) -> None:
+        async def application(scope: Any, receive: Any, send: Any) -> None:
+            await self._hear(scope, receive, send)
 
-        protocol.conn.receive_data, protocol._parse = counting, turn
-        server_time = SimpleNamespace(monotonic=lambda: sum(parsed) / PARSED_TOGETHER * 0.003)
+        config = configured(application, SecuritySection(), None, lambda word: self.refusals.update([word]))
+        config.load()
+        # 3 ms for each part, however slow this machine is.
+        rounds = Rounds(PARSE_SECONDS, lambda: sum(self.parsed) / PARSED_TOGETHER * 0.003)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(server, "time", server_time)  # 3 ms for each part, however slow this machine is
-            protocol.data_received(first + piece * (READ // len(piece)))
-            await turns(lambda: transport.aborted or (transport.reads and not protocol._unparsed))
-        protocol.connection_lost(None)
-        await asyncio.sleep(0)
-        return max(parsed)
+            patch.setattr(server, "Rounds", lambda seconds: rounds)
+            websocket = server._websocket(lambda word: self.refusals.update([word]))
+        protocols = [await opened(websocket, config, transport) for transport in self.transports]
+        for protocol in protocols:
+            receive = protocol.conn.receive_data
 
-    return asyncio.run(body()), transport, refusals, heard
+            def counting(data: bytes, receive: Any = receive) -> None:
+                self._part_parsed(data)
+                receive(data)
+
+            protocol.conn.receive_data = counting
+        counter = asyncio.create_task(self._count_rounds())
+        await asyncio.sleep(0)
+        for protocol in protocols:
+            protocol.data_received(data)
+        await turns(
+            lambda: all(
+                transport.aborted or (transport.reads and not protocol._unparsed)
+                for transport, protocol in zip(self.transports, protocols, strict=True)
+            )
+        )
+        counter.cancel()
+        for protocol in protocols:
+            protocol.connection_lost(None)
+        await asyncio.sleep(0)
 
 
 CONTROL = {
@@ -129,21 +153,56 @@ CONTROL = {
 }
 
 
+#: Connections that flood at once: what one may do in a round of the loop is what all of them may.
+TOGETHER = [1, 5]
+
+
+@pytest.mark.parametrize("connections", TOGETHER)
 @pytest.mark.parametrize("kind", CONTROL)
-def test_client_that_sends_too_many_frames_that_are_no_message_is_dropped(kind: str) -> None:
+def test_clients_that_send_too_many_frames_that_are_no_message_are_dropped(kind: str, connections: int) -> None:
     piece, first = CONTROL[kind]
-    longest, transport, refusals, heard = flood(piece, first)
-    assert longest <= 3 * PARSED_TOGETHER
-    assert (transport.aborted, refusals["rate"], heard) == (True, 1, [])
-    assert transport.written < 64 * FRAMES_AT_ONCE, "answers that nobody reads are few"
+    flooded = Flooded(piece, first, connections)
+    assert max(flooded.parsed) <= 3 * PARSED_TOGETHER
+    assert all(transport.aborted for transport in flooded.transports)
+    assert flooded.refusals["rate"] == connections
+    assert flooded.heard == [[]] * connections
+    for transport in flooded.transports:
+        assert transport.written < 64 * FRAMES_AT_ONCE, "answers that nobody reads are few"
 
 
+@pytest.mark.parametrize("connections", TOGETHER)
 @pytest.mark.parametrize("content", [b"", b'{"type":"x"}', b"x" * 20_000])
-def test_messages_of_one_read_are_parsed_in_turns_and_all_of_them_come_in_order(content: bytes) -> None:
+def test_messages_are_parsed_in_turns_and_all_of_them_come_in_order(content: bytes, connections: int) -> None:
     count = READ // len(frame(Opcode.BINARY, content))
-    longest, transport, refusals, heard = flood(frame(Opcode.BINARY, content))
-    assert longest <= 3 * PARSED_TOGETHER
-    assert not transport.aborted
-    assert not refusals
-    assert heard == [content] * count
-    assert transport.reads, "once all is taken, more is read"
+    flooded = Flooded(frame(Opcode.BINARY, content), connections=connections)
+    assert max(flooded.parsed) <= 3 * PARSED_TOGETHER
+    assert not any(transport.aborted for transport in flooded.transports)
+    assert not flooded.refusals
+    assert flooded.heard == [[content] * count] * connections
+    assert all(transport.reads for transport in flooded.transports), "once all is taken, more is read"
+
+
+def test_a_connection_that_sends_little_is_parsed_after_one_part_of_each_that_floods() -> None:
+    """They have their turns one by one, so that the quiet one does not wait for all that others sent."""
+    done = list[str]()
+    left = dict.fromkeys("abc", 100) | {"quiet": 1}
+
+    async def body() -> None:
+        rounds = Rounds(2.5, clock=lambda: float(len(done)))
+
+        def parts(name: str) -> Callable[[], bool]:
+            def part() -> bool:
+                done.append(name)
+                left[name] -= 1
+                return left[name] > 0
+
+            return part
+
+        for name in left:
+            rounds.do(parts(name))
+        assert len(done) == 3, "the share of this round"
+        await turns(lambda: not left["quiet"])
+        assert done.index("quiet") <= 6
+        await turns(lambda: not any(left.values()))
+
+    asyncio.run(body())

@@ -7,6 +7,7 @@ The one file that knows uvicorn's WebSocket protocol class; its test fails where
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 import time
@@ -19,12 +20,14 @@ from uvicorn.protocols.websockets.auto import AutoWebSocketsProtocol
 
 from elasticd.config.security import SecuritySection
 from elasticd.coordinator.election import CannotLead
+from elasticd.coordinator.fair_queue import Rounds
 from elasticd.coordinator.http.middleware import PEER, ROUND_TRIP
 from elasticd.store.write_allowance import Allowance
 from elasticd.system.front_door import SILENT_SECONDS, Guest
 from elasticd.system.http_connections import Server, limited_http, with_guest
 from elasticd.system.network_addresses import outward
 
+_log = logging.getLogger(__name__)
 _WebSocketBase: Any = AutoWebSocketsProtocol
 
 #: Seconds in which whoever asked must have taken some of the answer that waits for it.
@@ -35,9 +38,9 @@ PING, SILENCE = 0.2, 0.75
 LATE = 0.1
 #: Pings a second of all connections together: with more than 200 known ones each is asked less often.
 PINGS_A_SECOND = 1000
-#: Bytes of an agent's connection that are parsed in one go, and seconds after which others have their turn: a
-#: frame may have six bytes, and a read of the socket 43,000 of them.
-PARSED_TOGETHER, PARSE_SECONDS = 4 << 10, 0.005
+#: Bytes of an agent's connection that are parsed in one go, and seconds of one round of the loop in which bytes
+#: of all agents are parsed: a frame may have six bytes, and a read of the socket 43,000 of them.
+PARSED_TOGETHER, PARSE_SECONDS = 1 << 10, 0.005
 #: Pings, pongs and continued frames of one agent: at once, and a second. Nobody needs that many.
 FRAMES_AT_ONCE, FRAMES_A_SECOND = 500, 100
 #: Bytes of a request's line and headers.
@@ -127,6 +130,8 @@ def configured(
 
 
 def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
+    rounds = Rounds(PARSE_SECONDS)
+
     class WebSocket(_WebSocketBase):  # type: ignore[misc]
         """Says whose certificate was shown, asks less often for life where there are many, holds nobody's
         silence against it while it is this side that does not listen, tells when the other side has read all,
@@ -136,7 +141,7 @@ def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
         _due = _listening = 0.0
         _paused = False
         _asked: tuple[tuple[float, asyncio.Future[None]], ...] = ()
-        _unparsed = b""
+        _unparsed, _parsed = b"", 0  # the last read, and how much of it is parsed
 
         @property
         def read_paused(self) -> bool:
@@ -148,7 +153,7 @@ def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
             if self._paused and not paused:
                 self._listening = time.monotonic()
                 if self._unparsed:  # before anything more is read
-                    self.loop.call_soon(self._parse_on)
+                    self.loop.call_soon(self._parse_in_turn)
             self._paused = paused
 
         def connection_made(self, transport: asyncio.Transport) -> None:
@@ -158,33 +163,36 @@ def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
             super().connection_made(transport)
 
         def data_received(self, data: bytes) -> None:
-            if self._unparsed:
-                self._unparsed += data
-            else:
-                self._parse(data)
+            waits = bool(self._unparsed)
+            self._unparsed = self._unparsed[self._parsed :] + data if waits else data
+            self._parsed = 0
+            if not waits:
+                self._parse_in_turn()
 
-        def _parse(self, data: bytes) -> None:
-            """Parses until a message waits to be taken, or it is others' turn. Nothing is read before the rest
-            is parsed."""
-            start, end = 0, time.monotonic() + PARSE_SECONDS
-            while start < len(data) and not self.transport.is_closing():
-                if start and (self.read_paused or time.monotonic() > end):
-                    break
-                super().data_received(data[start : start + PARSED_TOGETHER])
-                start += PARSED_TOGETHER
-            self._unparsed = b"" if self.transport.is_closing() else data[start:]
+        def _parse_in_turn(self) -> None:
+            """Parses what was read, now or when it is this connection's turn. Nothing more is read before."""
+            if self._unparsed and not self.read_paused:
+                rounds.do(self._parse_part)
             if self._unparsed:
                 self.transport.pause_reading()
-                if not self.read_paused:
-                    self.loop.call_soon(self._parse_on)
 
-        def _parse_on(self) -> None:
-            if self.read_paused or not self._unparsed:
-                return
-            data, self._unparsed = self._unparsed, b""
-            self._parse(data)
-            if not self._unparsed and not self.read_paused:
+        def _parse_part(self) -> bool:
+            """Parses a part. Returns whether there is more that can be parsed now: no message waits."""
+            if self.transport.is_closing():
+                self._unparsed, self._parsed = b"", 0
+                return False
+            piece = self._unparsed[self._parsed : self._parsed + PARSED_TOGETHER]
+            self._parsed += len(piece)
+            if self._parsed >= len(self._unparsed):
+                self._unparsed, self._parsed = b"", 0
+            try:
+                super().data_received(piece)
+            except Exception:
+                _log.exception("bytes of a WebSocket cannot be parsed: its connection ends")
+                self.transport.abort()
+            if not (self._unparsed or self.read_paused or self.transport.is_closing()):
                 self.transport.resume_reading()
+            return bool(self._unparsed) and not self.read_paused
 
         def _is_too_often(self) -> bool:
             """Counts a frame that is no message, and ends the connection of a client that sends too many."""
