@@ -887,4 +887,4 @@ def _words(before: Mapping[str, Scalar], after: Mapping[str, Scalar], by: str) -
 
 
 def _up(hello: AgentHello) -> AgentUp:
-    return AgentUp(record=hello.record, release=hello.release, version=hello.version)
+    return AgentUp(record=hello.record, release=hello.release, version=hello.version, factors=hello.factors)

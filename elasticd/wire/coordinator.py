@@ -41,6 +41,8 @@ class AgentHello(Message, frozen=True, kw_only=True, tag="agent-hello"):
 
     record: NodeRecord  # of its node
     release: str = ""  # of the sender's elasticd
+    #: slowdowns above 1 that chaos ordered, by device: a new leader has not heard of them
+    factors: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class FromClient(Message, frozen=True, kw_only=True, tag="from-client"):

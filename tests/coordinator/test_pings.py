@@ -1,7 +1,9 @@
-"""How often connections are asked whether they live: often while they are few, so many a second in all."""
+"""How often connections are asked whether they live, and the end of those that do not answer."""
 
 from __future__ import annotations
 
+import logging
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,10 @@ class Loop:
 
     def __init__(self) -> None:
         self.delays: list[float] = []
+        self.now = 0.0
+
+    def time(self) -> float:
+        return self.now
 
     def call_later(self, delay: float, call: object) -> None:
         self.delays.append(delay)
@@ -30,3 +36,42 @@ def test_many_connections_are_asked_less_often(connections: int, seconds: float)
     protocol.guest = SimpleNamespace(door=SimpleNamespace(guest_count=connections))
     protocol.schedule_ping()
     assert protocol.loop.delays == [seconds]
+
+
+class Transport:
+    """One whose client has read all but so many bytes of what was written."""
+
+    def __init__(self, unread: int) -> None:
+        self.unread, self.ended = unread, list[str]()
+
+    def is_closing(self) -> bool:
+        return bool(self.ended)
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    def close(self) -> None:
+        self.ended.append("close")
+
+    def abort(self) -> None:
+        self.ended.append("abort")
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+
+@pytest.mark.parametrize(("unread", "ended"), [(0, ["close"]), (1 << 20, ["close", "abort"])])
+def test_connection_that_answers_no_ping_ends_also_where_nothing_of_what_was_written_is_read(
+    unread: int, ended: list[str]
+) -> None:
+    """A transport that is closed sends what waits first: to a client that reads nothing it would never end."""
+    kind: Any = server._websocket(lambda word: None)
+    protocol = kind.__new__(kind)
+    protocol.transport, protocol.pong_timer, protocol.pending_ping_payload = Transport(unread), None, b"ping"
+    protocol.close_sent, protocol.logger = False, logging.getLogger()
+    protocol.conn = SimpleNamespace(fail=lambda *reason: None, data_to_send=lambda: [b"close"])
+    protocol.loop = Loop()
+    protocol.loop.now = protocol._due = time.monotonic()
+    protocol.loop.now += 0.01  # in time, and it has listened for longer than a ping may take
+    protocol.keepalive_timeout()
+    assert protocol.transport.ended == ended

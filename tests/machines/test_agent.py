@@ -428,6 +428,15 @@ def test_chaos_paces_the_device_now_and_its_next_worker() -> None:
     assert welcome.pace == EmulatedSpeed(factor=3.0)
 
 
+def test_speeds_that_chaos_set_are_said_to_the_next_leader() -> None:
+    slow, recovered = (down(DEVICE_PREFIX + "n0/0", EmulatedSpeed(factor=factor)) for factor in (3.0, 1.0))
+    for orders, factors in (((slow,), {"n0/0": 3.0}), ((slow, recovered), {})):
+        _, effects = run(LinkUp(), *orders, LinkDown(), LinkUp())
+        greeting = told(effects)[-1]
+        assert isinstance(greeting, AgentHello)
+        assert greeting.factors == factors
+
+
 def test_emulated_times_go_with_every_pace() -> None:
     speed = EmulatedSpeed(forward=1e-4, backward=2e-4, attention_tokens=4096)
     start = AgentState(record=RECORD, pace=speed)

@@ -77,6 +77,16 @@ def test_speeds_that_chaos_set_are_told_to_an_agent_that_comes_back() -> None:
     assert sent(after(UP, slow, AgentUp(record=DRAINED))[1]) == [], "it has the connection on which it was told"
 
 
+def test_speeds_that_chaos_set_outlive_the_leader_that_was_asked() -> None:
+    """The agent says which, of its own devices."""
+    factors = {"alpha/0": 3.0, "alpha/1": float("inf"), "beta/0": 2.0}
+    up = msgspec.structs.replace(UP, factors=factors)
+    state, _ = after(up)
+    assert state.nodes["alpha"].paces == {"alpha/0": 3.0}
+    recovered, _ = after(up, Paced(device="alpha/0", factor=1.0), DOWN, up)
+    assert recovered.nodes["alpha"].paces["alpha/0"] == 1.0, "it has not heard of that yet, and is told again"
+
+
 def test_drain_outlives_the_agent_and_the_leader() -> None:
     """Its node is drained from the first moment of a new agent, which is told, and by a new leader."""
     new = msgspec.structs.replace(RECORD, agent="another")

@@ -424,7 +424,7 @@ def _hold(state: AgentState, event: DevicesHeld, now: float) -> Result:
 
 
 def _link_up(state: AgentState, event: LinkUp, now: float) -> Result:
-    words: list[FromAgent] = [AgentHello(record=state.record, release=__version__)]
+    words: list[FromAgent] = [_greeting(state)]
     # Torchruns come first: a job that has not begun takes no worker without its torchrun.
     torchruns = (client for client in state.clients.values() if not client.device and not client.goodbye)
     words += [_wrap(client, client.opening) for client in torchruns]
@@ -487,8 +487,14 @@ def _drained(state: AgentState, event: AgentDrained, now: float) -> Result:
     record = msgspec.structs.replace(state.record, draining=event.on)
     if record == state.record:
         return state, ()
-    told = _tell(state, AgentHello(record=record, release=__version__))
-    return replace(state, record=record), (SetNode(record=record), *told)
+    state = replace(state, record=record)
+    return state, (SetNode(record=record), *_tell(state, _greeting(state)))
+
+
+def _greeting(state: AgentState) -> AgentHello:
+    """The hello of this agent, also to a leader that has never met it."""
+    factors = {device: factor for device, factor in state.factors.items() if factor != 1.0}
+    return AgentHello(record=state.record, release=__version__, factors=factors)
 
 
 def _to_device(state: AgentState, device: str, body: ToWorker) -> Result:

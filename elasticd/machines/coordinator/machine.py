@@ -7,6 +7,7 @@ writes carry the leader's key, so that a leader that was replaced changes nothin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -169,10 +170,18 @@ def _links(state: CoordinatorState, now: float) -> Result:
 def _agent_up(state: CoordinatorState, event: AgentUp, now: float) -> Result:
     earlier, wish = state.nodes.get(event.record.node), state.drains.get(event.record.node)
     record, asked = _as_drained(event.record, earlier, wish)
-    node = NodeState(record=record, connected=True, since=now, release=event.release, version=event.version)
+    node = NodeState(
+        record=record,
+        connected=True,
+        since=now,
+        paces=_ordered_paces(event),
+        release=event.release,
+        version=event.version,
+    )
     event = AgentUp(record=record, anew=earlier is not None and earlier.record.agent != record.agent)
     if earlier is not None:
-        node = msgspec.structs.replace(node, paces=earlier.paces, health=earlier.health)
+        paces = {**node.paces, **earlier.paces}  # an agent may not have heard the last order
+        node = msgspec.structs.replace(node, paces=paces, health=earlier.health)
     node = msgspec.structs.replace(node, drain_asked=asked)
     jobs, again = state.jobs, tuple[CoordinatorSend, ...]()
     # Else its record has changed, and it says nothing again.
@@ -183,6 +192,13 @@ def _agent_up(state: CoordinatorState, event: AgentUp, now: float) -> Result:
     note = _arrived(earlier, record)
     state, effects = _jobs(state, event, now, tuple(state.jobs))
     return state, (note, *again, *effects)
+
+
+def _ordered_paces(event: AgentUp) -> dict[str, float]:
+    """The speeds that an agent keeps of the node's devices, which an earlier leader told it."""
+    names = (device.name for device in event.record.devices)
+    factors = {name: event.factors.get(name, 1.0) for name in names}
+    return {name: factor for name, factor in factors.items() if 1.0 < factor < math.inf}
 
 
 def _as_drained(

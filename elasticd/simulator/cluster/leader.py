@@ -133,7 +133,7 @@ class SimulatedLeader:
         """Takes a message of a node's agent: a hello as `AgentUp`, others as `Received`. Kinds that the
         simulator does not model are dropped."""
         if isinstance(message, AgentHello):
-            self.apply(AgentUp(record=message.record))
+            self.apply(AgentUp(record=message.record, factors=message.factors))
         elif isinstance(message, FromClient | WorkerLost | Frozen | Halted | SnapshotInventory):
             self.apply(Received(node=node, message=message))
 

@@ -115,6 +115,8 @@ class AgentUp(Value, frozen=True, kw_only=True):
     anew: bool = False
     release: str = ""  # of the agent's elasticd
     version: int = 1  # of the messages that it sends
+    #: slowdowns above 1 that chaos ordered, by device
+    factors: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class AgentDown(Value, frozen=True, kw_only=True):
