@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from typing import Any
@@ -96,6 +97,31 @@ def meeting(name: str, store: Any) -> list[Any]:
     for member in group.members:
         store.get(f"done/{member}", 20)
     return [numbers, total]
+
+
+def meetings_beside_sums(name: str, store: Any) -> list[Any]:
+    """A thread meets again and again while another sums, and lets go of all that has arrived."""
+    group = PlanGroups("plan/1", name, "127.0.0.1", store).group(("a", "b"), "vote")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    numbers = list[list[int]]()
+    rounds = range(1000)
+    thread = threading.Thread(
+        target=lambda: numbers.extend(group.meet(n + group.rank) for n in rounds), daemon=True
+    )
+    thread.start()
+    wrong = 0
+    for _ in rounds:
+        wrong += float(group.all_reduce(torch.ones(100)).sum()) != 200.0
+        group.received()
+    thread.join(60)
+    sys.setswitchinterval(interval)
+    return [wrong, numbers == [[n, n + 1] for n in rounds], len(group._sent)]
+
+
+def test_a_thread_may_meet_while_another_sums() -> None:
+    results = gang.run(__file__, "meetings_beside_sums", ["a", "b"])
+    assert results == {name: [0, True, 2] for name in "ab"}, "the messages of the last of each alone are kept"
 
 
 def test_a_meeting_is_not_taken_for_another_operation_of_its_group() -> None:

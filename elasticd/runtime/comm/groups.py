@@ -16,6 +16,7 @@ received.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import socket
 import threading
@@ -143,11 +144,12 @@ class Group:
         self.plan_groups, self.members, self.me, self.label = plan_groups, members, me, label
         self._apart = apart
         self.rank, self.size = members.index(me), len(members)
-        self._sent: dict[int, tuple[Any, Tensor]] = {}
-        self._count = 0
+        self._sent: dict[int, tuple[Any, Tensor, int]] = {}  # gloo's work, message and tag, by number
+        self._numbers = itertools.count(1)
         self._exchanged: list[int] = []
         self._awaited: list[tuple[Any, Tensor]] = []
         self._meeting: list[Any] = []
+        self._met: list[int] = []  # messages of the last meeting
         nodes = {node_of(member) for member in members}
         self._limit = min(AT_ONCE if len(nodes) == 1 else A_FLIGHT, TOGETHER // max(1, self.size - 1))
 
@@ -232,9 +234,8 @@ class Group:
             # Kept also where one fails: a message that finds its receive gone would never leave the socket.
             self._awaited = [(backend.recv([terms[rank]], rank, TERMS), terms[rank]) for rank in others]
             for rank in others:
-                self._count += 1
-                self._sent[self._count] = (backend.send([mine], rank, TERMS), mine)
-                sent.append(self._count)
+                sent.append(next(self._numbers))
+                self._sent[sent[-1]] = (backend.send([mine], rank, TERMS), mine, TERMS)
             for work, _ in self._awaited:
                 work.wait()
         self._awaited = []
@@ -243,7 +244,8 @@ class Group:
 
     def meet(self, number: int) -> list[int]:
         """Every member's number, by rank. Its messages are apart from all others of the group: members that
-        are at something else are waited for, where a collective would be taken for theirs.
+        are at something else are waited for, where a collective would be taken for theirs. A thread may meet
+        while another one of this process uses the group for anything else.
 
         Args:
             number: this member's, of 64 bits.
@@ -255,11 +257,12 @@ class Group:
         numbers = [torch.tensor([number]) for _ in self.members]
         others = [rank for rank in range(self.size) if rank != self.rank]
         self._meeting = [self.post(numbers[rank], rank, MEET) for rank in others]  # kept where one fails
-        for rank in others:
-            self.send(numbers[self.rank], rank, MEET, self.label)
+        sent = [self.send(numbers[self.rank], rank, MEET, self.label) for rank in others]
         for work, rank in zip(self._meeting, others, strict=True):
             self.take(work, self.label, rank)
         self._meeting = []
+        self.arrived(self._met)  # a member that meets again has received the numbers of the meeting before
+        self._met = sent
         return [int(each) for each in numbers]
 
     def begin_all_reduce(self, tensor: Tensor) -> Any:
@@ -325,9 +328,9 @@ class Group:
         """
         here = tensor.cpu()
         with self.plan_groups.stopwatch.measure(label), self._told():
-            self._count += 1
-            self._sent[self._count] = (self.backend.send([here], to, tag), here)
-        return self._count
+            number = next(self._numbers)  # another thread may be at a meeting
+            self._sent[number] = (self.backend.send([here], to, tag), here, tag)
+        return number
 
     def post(self, tensor: Tensor, source: int, tag: int) -> Any:
         """Starts to receive a message. Returns the work for `take`.
@@ -378,9 +381,12 @@ class Group:
     def received(self) -> None:
         """Drops the tensors of all messages. Call it after a collective that proves their arrival.
 
-        Tensors of the last exchange stay, because that exchange may have been the collective.
+        Tensors of the last exchange stay, because that exchange may have been the collective; and those of
+        meetings, because another thread may be at one.
         """
-        self._sent = {number: self._sent[number] for number in self._exchanged if number in self._sent}
+        for number, (_, _, tag) in list(self._sent.items()):
+            if number not in self._exchanged and tag != MEET:
+                self._sent.pop(number, None)
 
     @property
     def backend(self) -> Any:
