@@ -445,6 +445,7 @@ class StopRecord(StoredValue, frozen=True, kw_only=True, tag="job-stop"):
     by: str  # the user
     seconds: float  # that its workers have for a last checkpoint
     at: float = 0.0  # unix seconds of the newest wish
+    led: float = 0.0  # seconds for which leaders had led then, in all (0: not known)
     version: int = RECORD_VERSION
 
 

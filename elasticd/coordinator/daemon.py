@@ -257,7 +257,7 @@ class Coordinator:
             cluster=self.config.cluster.name,
             failed=self.fail,
             planner=self._planner,
-            stamp=times.stamp,
+            times=times,
         )
         leading.writer = Writer(
             *(self._store, self._executor, term.leadership, self.keys, ledger),

@@ -20,6 +20,7 @@ from elasticd.coordinator.bootstrap_store import BootstrapRoom, BootstrapStore
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.events.event_log import Journal, Lines
 from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, Paged, Pages
+from elasticd.coordinator.events.trusted_time import ReadTimes
 from elasticd.coordinator.fair_queue import Turns
 from elasticd.coordinator.live_config import Changes, Scalar
 from elasticd.coordinator.live_feed import FeedSource, LiveFeed
@@ -140,9 +141,9 @@ class Leading:
         planner: tuple[str, ...] = COMMAND,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
-        stamp: float | None = None,
+        times: ReadTimes | None = None,
     ) -> None:
-        """stamp: unix seconds at which it takes over, as far as that is trusted (`events.trusted_time`)."""
+        """times: those by which it takes over; None: its clock, and no leader led before."""
         self.state = state
         self.journal = Journal(term=state.epoch)
         self.metrics = LeaderMetrics(cluster)
@@ -162,7 +163,7 @@ class Leading:
         self.chaos = chaos
         self._failed = failed
         self._clock, self._wall = clock, wall
-        self._stamp = stamp if stamp is not None else wall()
+        self._times = times or ReadTimes.of(wall(), ())
         self._room = BootstrapRoom(MOST_STORED)
         self._stores: dict[str, BootstrapStore] = {}
         self._away_since = self._away_seconds = 0.0
@@ -247,12 +248,15 @@ class Leading:
             return
         lines = self.journal.new(MOST_EVENTS, MOST_STEPS)
         if lines is not None:
-            lines = msgspec.structs.replace(lines, stamp=self._stamp_now())
+            stamp, led = self._stamp_now()
+            lines = msgspec.structs.replace(lines, stamp=stamp, led=led)
             self.writer.put(self._pages.written(lines))
 
-    def _stamp_now(self) -> float:
-        """Unix seconds by a clock that nobody sets, and that goes on from leader to leader."""
-        return self._stamp + self._clock() - self._began
+    def _stamp_now(self) -> tuple[float, float]:
+        """Unix seconds by a clock that nobody sets, and that goes on from leader to leader; and the seconds for
+        which leaders led, in all."""
+        seconds = self._clock() - self._began
+        return self._times.stamp + seconds, self._times.led + seconds
 
     def _reported(self, up: FromClient, report: Report) -> None:
         """Only a worker of the job makes its steps."""
@@ -315,7 +319,7 @@ class Leading:
         elif isinstance(effect, CoordinatorSend):
             self.connections.send(effect.node, effect.message)
         elif isinstance(effect, Write):
-            self._put(_dated(effect, self._stamp_now()))
+            self._put(_dated(effect, *self._stamp_now()))
             self._drop_keys(effect)
             if effect.forget:
                 self._forget(effect.job)
@@ -847,15 +851,16 @@ class Leading:
         self.apply(Paced(device=device, factor=factor))
 
 
-def _dated(write: Write, at: float) -> Write:
+def _dated(write: Write, at: float, led: float) -> Write:
     """With the time in a record of a job's end, or of a wish for it, which the machine has no clock for."""
-    records = tuple(
-        msgspec.structs.replace(record, at=at)
-        if isinstance(record, DoneRecord | StopRecord | RestartEndRecord)
-        else record
-        for record in write.records
-    )
-    return msgspec.structs.replace(write, records=records)
+
+    records = list(write.records)
+    for index, record in enumerate(records):
+        if isinstance(record, StopRecord):
+            records[index] = msgspec.structs.replace(record, at=at, led=led)
+        elif isinstance(record, DoneRecord | RestartEndRecord):
+            records[index] = msgspec.structs.replace(record, at=at)
+    return msgspec.structs.replace(write, records=tuple(records))
 
 
 def _named(asked: Asked) -> str:

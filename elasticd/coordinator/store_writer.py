@@ -345,12 +345,13 @@ def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:
     return [_stored(job, parts, shelf) for job, parts in sorted(jobs.items()) if _decided(parts)]
 
 
-def read_times(jobs: Iterable[Stored], pages: Sequence[Lines], wall: float) -> ReadTimes:
+def read_times(jobs: Sequence[Stored], pages: Sequence[Lines], wall: float) -> ReadTimes:
     """The times by which a new leader reckons the ages of these jobs' records, after these pages of the
     journal, where its machine's clock says `wall` (unix seconds)."""
     written = [record.at for job in jobs for record in (job.done, job.stop) if record is not None]
     stamp = stamp_of(pages)
-    return ReadTimes.of(wall, written if stamp else (newest_of(pages), *written), stamp)
+    led = [*(lines.led for lines in pages), *(job.stop.led for job in jobs if job.stop is not None)]
+    return ReadTimes.of(wall, written if stamp else (newest_of(pages), *written), stamp, max(led, default=0.0))
 
 
 def aged(jobs: Iterable[Stored], times: ReadTimes) -> list[Stored]:
@@ -363,7 +364,7 @@ def _aged(job: Stored, times: ReadTimes) -> Stored:
     done, stop = job.done, job.stop
     return msgspec.structs.replace(
         job,
-        stop_seconds=max(0.0, times.written - stop.at) if stop is not None and stop.at else 0.0,
+        stop_seconds=max(0.0, times.led - stop.led) if stop is not None and stop.led else 0.0,
         over_seconds=max(0.0, times.trusted - done.at) if done is not None and done.at else 0.0,
     )
 

@@ -95,8 +95,8 @@ def test_a_seed_plays_the_same_again() -> None:
 
 
 def test_leader_that_goes_by_its_clock_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def of(cls: type[ReadTimes], wall: float, written: object, stamped: float = 0.0) -> ReadTimes:
-        return ReadTimes(written=wall, trusted=wall, stamp=wall)
+    def of(cls: type[ReadTimes], wall: float, *_: object) -> ReadTimes:
+        return ReadTimes(trusted=wall, stamp=wall, led=wall)
 
     monkeypatch.setattr(ReadTimes, "of", classmethod(of))
     wrong = [line for one in _with_users(range(3)) for line in one.wrong]

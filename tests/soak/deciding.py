@@ -108,7 +108,7 @@ class DecidingLeading(Leading):
             failed=leader.failed,
             clock=leader.loop.time,
             wall=leader.wall_time,
-            stamp=leader.times.stamp,
+            times=leader.times,
         )
 
     def _execute(self, effect: Effect) -> None:

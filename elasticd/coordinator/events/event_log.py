@@ -70,6 +70,7 @@ class Lines(StoredValue, frozen=True, kw_only=True, tag="journal-lines"):
     steps: dict[str, tuple[StepRecord, ...]] = msgspec.field(default_factory=dict)
     #: unix seconds as its leader wrote it, by a clock that never runs back (0: of a release without stamps)
     stamp: float = 0.0
+    led: float = 0.0  # seconds for which leaders had led then, in all (0: of a release that did not count)
 
 
 class Journal:

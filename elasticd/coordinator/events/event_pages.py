@@ -126,13 +126,13 @@ def _name(number: int) -> str:
 def _joined(pages: Iterable[Lines]) -> Lines:
     events: list[EventRecord] = []
     steps: dict[str, tuple[object, ...]] = {}
-    stamp = 0.0
+    stamp = led = 0.0
     for lines in pages:
-        stamp = max(stamp, lines.stamp)
+        stamp, led = max(stamp, lines.stamp), max(led, lines.led)
         events += lines.events
         for job, told in lines.steps.items():
             steps[job] = (*steps.get(job, ()), *told)
-    return Lines(events=tuple(events), steps=steps, stamp=stamp)  # type: ignore[arg-type]
+    return Lines(events=tuple(events), steps=steps, stamp=stamp, led=led)  # type: ignore[arg-type]
 
 
 def _bounded(event: EventRecord) -> EventRecord:
