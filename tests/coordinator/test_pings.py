@@ -18,6 +18,7 @@ class Loop:
 
     def __init__(self) -> None:
         self.delays: list[float] = []
+        self.calls: list[object] = []
         self.now = 0.0
 
     def time(self) -> float:
@@ -25,6 +26,7 @@ class Loop:
 
     def call_later(self, delay: float, call: object) -> None:
         self.delays.append(delay)
+        self.calls.append(call)
 
 
 @pytest.mark.parametrize(("connections", "seconds"), [(1, PING), (200, PING), (1000, 1000 / PINGS_A_SECOND)])
@@ -42,13 +44,13 @@ class Transport:
     """One whose client has read all but so many bytes of what was written."""
 
     def __init__(self, unread: int) -> None:
-        self.unread, self.ended = unread, list[str]()
+        self.unread, self.ended, self.pings = unread, list[str](), 0
 
     def is_closing(self) -> bool:
         return bool(self.ended)
 
     def write(self, data: bytes) -> None:
-        pass
+        self.pings += data == b"ping"
 
     def close(self) -> None:
         self.ended.append("close")
@@ -75,3 +77,26 @@ def test_connection_that_answers_no_ping_ends_also_where_nothing_of_what_was_wri
     protocol.loop.now += 0.01  # in time, and it has listened for longer than a ping may take
     protocol.keepalive_timeout()
     assert protocol.transport.ended == ended
+
+
+@pytest.mark.parametrize(
+    ("heard", "unread", "asked", "pings"),
+    [(0.9, 0, False, 0), (0.7, 0, False, 1), (0.9, 1, False, 1), (0.9, 0, True, 1)],
+)
+def test_agent_that_said_something_of_late_is_not_asked_whether_it_lives(
+    heard: float, unread: int, asked: bool, pings: int
+) -> None:
+    """Unless it does not read what was written to it, or somebody waits until it has read that."""
+    kind: Any = server._websocket(lambda word: None)
+    protocol = kind.__new__(kind)
+    protocol.transport, protocol.loop, protocol._heard = Transport(unread), Loop(), heard
+    protocol.loop.now, protocol.ping_interval, protocol.ping_timeout = 1.0, PING, 0.75
+    protocol.conn = SimpleNamespace(send_ping=lambda payload: None, data_to_send=lambda: [b"ping"])
+    protocol.close_sent = False
+    if asked:
+        protocol._asked = ((0.95, SimpleNamespace()),)
+    protocol.send_keepalive_ping()
+    assert protocol.transport.pings == pings
+    if not pings:
+        assert protocol.loop.calls == [protocol.send_keepalive_ping]
+        assert protocol.loop.delays == [pytest.approx(PING - 0.1)], "an interval after its last word"

@@ -32,7 +32,8 @@ _WebSocketBase: Any = AutoWebSocketsProtocol
 
 #: Seconds in which whoever asked must have taken some of the answer that waits for it.
 UNREAD_SECONDS = 30.0
-#: Seconds between pings to an agent, and until one that did not answer is away: no packet may say so.
+#: Seconds without a word of an agent until it is asked for one, and until one that did not answer is away: no
+#: packet may say so.
 PING, SILENCE = 0.2, 0.75
 #: Seconds by which the loop may be late and still judge others by the clock.
 LATE = 0.1
@@ -138,7 +139,7 @@ def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
         and gives others their turn however much one sends."""
 
         guest: Guest
-        _due = _listening = 0.0
+        _due = _listening = _heard = 0.0
         _paused = False
         _asked: tuple[tuple[float, asyncio.Future[None]], ...] = ()
         _unparsed, _parsed = b"", 0  # the last read, and how much of it is parsed
@@ -163,6 +164,7 @@ def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
             super().connection_made(transport)
 
         def data_received(self, data: bytes) -> None:
+            self._heard = self.loop.time()
             waits = bool(self._unparsed)
             self._unparsed = self._unparsed[self._parsed :] + data if waits else data
             self._parsed = 0
@@ -234,9 +236,14 @@ def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
 
         def schedule_ping(self) -> None:
             self.ping_interval = max(PING, self.guest.door.guest_count / PINGS_A_SECOND)
-            super().schedule_ping()
+            self.ping_timer = self.loop.call_later(self.ping_interval, self.send_keepalive_ping)
 
         def send_keepalive_ping(self) -> None:
+            # Who has just said something lives. One that does not read what waits for it is asked all the same.
+            quiet = self.loop.time() - self._heard
+            if quiet < self.ping_interval and not self._asked and not self.transport.get_write_buffer_size():
+                self.ping_timer = self.loop.call_later(self.ping_interval - quiet, self.send_keepalive_ping)
+                return
             super().send_keepalive_ping()
             self._due = self.loop.time() + SILENCE
 
