@@ -62,7 +62,7 @@ def _row(job: JobStatus) -> tuple[str, ...]:
     loss = "-" if job.loss is None else f"{job.loss:.4f}"
     speed = "-" if job.tokens_per_second is None else f"{job.tokens_per_second:,.0f}"
     plan = ("-", "-") if job.plan is None else (str(job.plan.number), str(len(job.plan.members)))
-    return job.job, job.phase, str(job.step), loss, speed, *plan, in_one_line(job.reason)
+    return job.job, job.word, str(job.step), loss, speed, *plan, in_one_line(job.reason)
 
 
 @click.command()

@@ -185,7 +185,7 @@ def _over_cells(job: JobStatus | RestartStatus) -> tuple[str, str, str, str]:
     """Name, phase, step and loss of a job that is over."""
     if isinstance(job, RestartStatus):
         return job.job, job.phase, f"step {job.step}" if job.step else "step -", "restart mode"
-    return job.job, job.phase, f"step {job.step}", "loss -" if job.loss is None else f"loss {job.loss:.4f}"
+    return job.job, job.word, f"step {job.step}", "loss -" if job.loss is None else f"loss {job.loss:.4f}"
 
 
 def abnormal_nodes(listed: Sequence[NodeStatus]) -> Iterator[RenderableType]:
@@ -345,7 +345,7 @@ def _job(
     job: JobStatus, reason: str, rates: Mapping[str, float], *, everything: bool = True
 ) -> Iterator[RenderableType]:
     yield Text.assemble(
-        ("job ", "dim"), (job.job, "bold"), f"  {job.phase}", f"  {job.reason}" if job.reason else ""
+        ("job ", "dim"), (job.job, "bold"), f"  {job.word}", f"  {job.reason}" if job.reason else ""
     )
     yield from exception(job.exception)
     loss = "-" if job.loss is None else f"{job.loss:.4f}"

@@ -128,7 +128,7 @@ def _job(job: JobStatus, steps: Sequence[StepRecord], rates: Mapping[str, float]
     rate = f"{1 / job.wall_seconds:.2f}" if job.wall_seconds else "-"
     loss = "-" if job.loss is None else f"{job.loss:.4f}"
     yield Text.assemble(
-        (job.job, "bold"), f"  {job.phase}", ("   step ", "dim"), str(job.step), ("   loss ", "dim"), loss,
+        (job.job, "bold"), f"  {job.word}", ("   step ", "dim"), str(job.step), ("   loss ", "dim"), loss,
         ("   steps/s ", "dim"), rate, ("   tokens/s ", "dim"), speed,
     )  # fmt: skip
     if job.reason:

@@ -123,6 +123,12 @@ class JobStatus(Value, frozen=True, kw_only=True):
         """Nothing follows: the job is done, or was stopped."""
         return self.phase in OVER_PHASES
 
+    @property
+    def word(self) -> str:
+        """The phase for people: "failed" where the job has stopped, and its workers were not told to go."""
+        told = self.stopping is not None  # by a leader that says whether they were
+        return "failed" if self.phase == "stopped" and told and not self.orderly else self.phase
+
 
 class Pace(Value, frozen=True, kw_only=True):
     """A device's own computation in the last step."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 from elasticd_planner.readable import readable_seconds
 
-from elasticd.coordinator.api_types import JobStatus, NodeStatus
+from elasticd.coordinator.api_types import NodeStatus
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.coordinator.events.training_speed import tokens_per_second
 from elasticd.coordinator.live_types import JobNews, RestartingJob
@@ -227,7 +227,7 @@ def _links(known: Knowledge) -> Iterator[views.Abnormal]:
 
 def _failures(known: Knowledge) -> Iterator[views.Abnormal]:
     """Jobs that failed a short time ago. One that ended otherwise is over, as somebody wanted it."""
-    jobs = {name: sentence(news) for name, news in known.cluster.jobs.items() if phase_of(news.job) == "failed"}
+    jobs = {name: sentence(news) for name, news in known.cluster.jobs.items() if news.job.word == "failed"}
     jobs |= {job.job: job.sentence for job in known.cluster.restarts if job.phase == "failed"}
     for name, why in jobs.items():
         since = known.began.get(("failed", name))
@@ -266,14 +266,9 @@ def slow_links(cluster: ClusterNow) -> tuple[views.LinkRow, ...]:
     )
 
 
-def phase_of(job: JobStatus) -> str:
-    """A job's phase; "failed" where it has stopped, and nobody told its workers to go."""
-    return "failed" if job.phase == "stopped" and not job.orderly else job.phase
-
-
 def sentence(news: JobNews) -> str:
     """A job's phase in a sentence, with its reason."""
-    job, phase = news.job, phase_of(news.job)
+    job, phase = news.job, news.job.word
     text = PHASES.get(phase, phase)
     if job.phase == "proposed" and job.proposal is not None:
         text = "trains on" if news.plan else "waits"
@@ -291,7 +286,7 @@ def job_row(known: Knowledge, name: str, now: float) -> views.JobRow:
     at = None if news.over else max(now, known.heard) if known.reachable else known.heard
     return views.JobRow(
         job=name,
-        phase=phase_of(job),
+        phase=job.word,
         sentence=sentence(news),
         step=job.step,
         loss=job.loss,

@@ -136,22 +136,25 @@ def test_screen_of_a_job_without_a_plan_shows_its_phase_and_reason() -> None:
 def test_jobs_that_run_come_first_and_in_full_and_those_that_are_over_in_a_line_each() -> None:
     replace = msgspec.structs.replace
     (runs,) = STATUS.jobs
-    ended = [replace(runs, job=f"a{n}", phase="stopped", reason=f"a worker died\n{n}", loss=None) for n in "01"]
+    ended = [
+        replace(runs, job=f"a{n}", phase="stopped", stopping=False, reason=f"a worker died\n{n}", loss=None)
+        for n in "01"
+    ]
     status = replace(STATUS, jobs=(*ended, runs))
     lines = shown(status, {}).splitlines()
     (first,) = [number for number, line in enumerate(lines) if "job j  running" in line]
-    over = [number for number, line in enumerate(lines) if "stopped" in line]
+    over = [number for number, line in enumerate(lines) if "failed" in line]
     assert first < over[0]
     assert [lines[number].split() for number in over] == [
-        [f"a{n}", "stopped", "step", "41", "loss", "-", "a", "worker", f"died\\n{n}"] for n in "01"
+        [f"a{n}", "failed", "step", "41", "loss", "-", "a", "worker", f"died\\n{n}"] for n in "01"
     ]
     assert sum("workers" in line for line in lines) == 1, "only the job that runs is drawn"
     everything = drawn(status, everything=True)
     assert sum("workers" in line for line in everything) == 3
     narrow = io.StringIO()
     Console(width=40, file=narrow).print(screen(status, {}))
-    cut = [line.rstrip() for line in narrow.getvalue().splitlines() if "stopped" in line]
-    assert cut == [f"a{n}  stopped  step 41  loss -  a worker …" for n in "01"], "the reason is cut, no more"
+    cut = [line.rstrip() for line in narrow.getvalue().splitlines() if "failed" in line]
+    assert cut == [f"a{n}  failed  step 41  loss -  a worker d…" for n in "01"], "the reason is cut, no more"
     many = replace(STATUS, jobs=tuple(replace(ended[0], job=f"a{n}") for n in range(30)))
     assert "and 20 more jobs that are over: elasticd jobs" in shown(many, {})
 
@@ -161,12 +164,12 @@ def test_one_job_is_shown_in_full_also_when_it_is_over_with_the_devices_that_it_
     device = DeviceStatus(name="a/7", memory=3 << 20, rate=1.0, pace=1.0)
     (node,), (job,) = STATUS.nodes, STATUS.jobs
     spare = replace(node, node="c", devices=(replace(device, name="c/0"),))
-    over = replace(job, phase="stopped", reason="a worker died")
+    over = replace(job, phase="stopped", stopping=False, reason="a worker died")
     nodes = (replace(node, devices=(*node.devices, device)), spare)
     status = replace(STATUS, jobs=(over, replace(job, job="other")), nodes=nodes)
     alone = status_of(status, "j")
     lines = drawn(alone, one=True)
-    assert any("job j  stopped  a worker died" in line for line in lines)
+    assert any("job j  failed  a worker died" in line for line in lines)
     assert not any("other" in line for line in lines)
     assert [node.node for node in alone.nodes] == ["a"]
     assert [device.name for device in alone.nodes[0].devices] == ["a/1"]

@@ -87,6 +87,7 @@ def job(**fields: Any) -> JobStatus:
         "step": 9,
         "loss": 1.5,
         "tokens_per_second": 100.0,
+        "stopping": False,
         "members": (),
     }
     return JobStatus(**{**values, **fields})
