@@ -28,7 +28,8 @@ def notice(turn: Turn, worker: Worker, body: DrainNotice) -> None:
     if before:
         return
     turn.set(remedy=None, decided=None)
-    text = f"worker {worker.device} drains ({body.reason}): the next plan leaves it"
+    follows = "the job ends with all its workers" if ending(turn) else "the next plan leaves it"
+    text = f"worker {worker.device} drains ({body.reason}): {follows}"
     turn.note("leaving", text, device=worker.device, reason=body.reason)
     job = turn.job
     if job.phase is not JobPhase.PROPOSED or job.fence is not None or job.plan is None or job.proposal is None:
