@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 
 import msgspec
 import numpy as np
@@ -28,6 +29,8 @@ from elasticd.simulator.scenarios.scenario import Times, load
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import _seeds  # noqa: E402
+
 from tests.machines.stop_scene import END_SECONDS, StopScene  # noqa: E402
 from tests.machines.walk import whole  # noqa: E402
 from tests.planner.timeline import simulate  # noqa: E402
@@ -36,6 +39,8 @@ SCENARIOS = ROOT / "examples" / "scenarios"
 PIPELINES = 500
 #: Stops with deaths before, meanwhile, or as the last checkpoint is made.
 STOPS = 1000
+#: Seeds of the simulated soak in one run, beside those of runs before.
+SEEDS = 1000
 #: Seconds of wall time that a scenario may take.
 WALL_SECONDS = {"day-1024": 120.0}
 
@@ -175,6 +180,11 @@ def stops(scenes: int = STOPS) -> Iterator[Row]:
 _PLAYED = (*PLANNER, "elasticd/machines", "elasticd/simulator")
 PARTS = {
     "schedule": Part(schedule, PLANNER, {"pipelines": 10}),
+    "seeds": Part(
+        partial(_seeds.rows, count=SEEDS),
+        _seeds.MEASURED,
+        {"count": 2, "path": Path(gettempdir()) / "elasticd-benchmarks" / "seeds.jsonl"},
+    ),
     "stops": Part(stops, ("elasticd/machines", "tests/machines/stop_scene.py"), {"scenes": 4}),
     **{
         path.stem: Part(partial(scenario, path), (*_PLAYED, f"examples/scenarios/{path.name}"), {"steps": 30})

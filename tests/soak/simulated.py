@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import pairwise
 
 import click
@@ -163,19 +164,41 @@ def command(
     first = secrets.randbelow(1_000_000) if first is None else first
     print(f"simulated soak: --first {first} --seeds {seeds} --faults {faults}", flush=True)
     logging.disable(logging.WARNING)  # of a store that is away, by each leader
-    shape, planner, began = cluster(nodes, devices), Planner(TIMES), time.monotonic()
+    began, done = time.monotonic(), list[Play]()
+    shape = cluster(nodes, devices)
+    for play in plays(range(first, first + seeds), faults, shape, only, _tell if seed is not None else None):
+        done.append(play)
+        for line in play.wrong[:3]:
+            print(f"WRONG: seed {play.seed}: {line}", flush=True)
+    sys.exit(_sum_up(done, time.monotonic() - began))
+
+
+def plays(
+    seeds: Iterable[int],
+    faults: int,
+    shape: ClusterShape | None = None,
+    only: Collection[str] = (),
+    told: Callable[[Deciding], None] | None = None,
+) -> Iterator[Play]:
+    """Plays seeds, with users and faults of the store.
+
+    Args:
+        seeds: each draws a script, and all else that is by chance.
+        faults: of each script.
+        shape: of the cluster; None: three nodes of two devices.
+        only: kinds of faults that are drawn; none: all.
+        told: is handed each simulation once it has been played.
+    """
+    shape, planner = shape or cluster(3, 2), Planner(TIMES)
     names = [device.name for device in shape.cluster().devices]
     weights = {**WEIGHTS, "takeover": TAKEOVERS}
     soaking = Soaking(count=faults, most=8, weights={kind: weights[kind] for kind in only or weights})
-    plays: list[Play] = []
-    for number in range(first, first + seeds):
+    for number in seeds:
         simulation = Deciding(scenario(draw(soaking, names, number), shape, number), planner, FAULTS)
-        plays.append(checked(simulation))
-        if seed is not None:
-            _tell(simulation)
-        for line in plays[-1].wrong[:3]:
-            print(f"WRONG: seed {number}: {line}", flush=True)
-    sys.exit(_sum_up(plays, time.monotonic() - began))
+        played = checked(simulation)
+        if told is not None:
+            told(simulation)
+        yield played
 
 
 def _tell(simulation: Deciding) -> None:
