@@ -5,7 +5,7 @@ millisecond, but asyncio runs all that is ready before it looks at its clock and
 of other jobs and users would wait for all of them. So what agents say waits in one line, and who works it off
 lets everything else run after a slice of time.
 
-What comes before a message is there, the parsing of bytes, is dealt by rounds of the loop (`Rounds`).
+What comes before a message is there, the parsing of bytes, is dealt by rounds of the loop (`RoundShare`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Turns:
                 self._line.popleft()[1].cancel()
 
 
-class Rounds:
+class RoundShare:
     """A share of each round of the event loop, for work of many connections that is done part by part.
 
     While the share of a round lasts, a part is done at once. The rest waits in one line for the next rounds,

@@ -12,7 +12,7 @@ import pytest
 from websockets.frames import Frame, Opcode
 
 from elasticd.config.security import SecuritySection
-from elasticd.coordinator.fair_queue import Rounds
+from elasticd.coordinator.fair_queue import RoundShare
 from elasticd.coordinator.http import server
 from elasticd.coordinator.http.server import FRAMES_AT_ONCE, PARSE_SECONDS, PARSED_TOGETHER, configured
 
@@ -117,9 +117,9 @@ class Flooded:
         config = configured(application, SecuritySection(), None, lambda word: self.refusals.update([word]))
         config.load()
         # 3 ms for each part, however slow this machine is.
-        rounds = Rounds(PARSE_SECONDS, lambda: sum(self.parsed) / PARSED_TOGETHER * 0.003)
+        rounds = RoundShare(PARSE_SECONDS, lambda: sum(self.parsed) / PARSED_TOGETHER * 0.003)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(server, "Rounds", lambda seconds: rounds)
+            patch.setattr(server, "RoundShare", lambda seconds: rounds)
             websocket = server._websocket(lambda word: self.refusals.update([word]))
         protocols = [await opened(websocket, config, transport) for transport in self.transports]
         for protocol in protocols:
@@ -188,7 +188,7 @@ def test_a_connection_that_sends_little_is_parsed_after_one_part_of_each_that_fl
     left = dict.fromkeys("abc", 100) | {"quiet": 1}
 
     async def body() -> None:
-        rounds = Rounds(2.5, clock=lambda: float(len(done)))
+        rounds = RoundShare(2.5, clock=lambda: float(len(done)))
 
         def parts(name: str) -> Callable[[], bool]:
             def part() -> bool:

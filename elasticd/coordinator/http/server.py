@@ -20,7 +20,7 @@ from uvicorn.protocols.websockets.auto import AutoWebSocketsProtocol
 
 from elasticd.config.security import SecuritySection
 from elasticd.coordinator.election import CannotLead
-from elasticd.coordinator.fair_queue import Rounds
+from elasticd.coordinator.fair_queue import RoundShare
 from elasticd.coordinator.http.middleware import PEER, ROUND_TRIP
 from elasticd.store.write_allowance import Allowance
 from elasticd.system.front_door import SILENT_SECONDS, Guest
@@ -131,7 +131,7 @@ def configured(
 
 
 def _websocket(refused: Callable[[str], None]) -> type[asyncio.Protocol]:
-    rounds = Rounds(PARSE_SECONDS)
+    rounds = RoundShare(PARSE_SECONDS)
 
     class WebSocket(_WebSocketBase):  # type: ignore[misc]
         """Says whose certificate was shown, asks less often for life where there are many, holds nobody's
