@@ -48,7 +48,8 @@ def test_all_agents_are_told_and_the_job_ends_once_all_workers_have_their_last_c
     world.settle()
     assert world.phase is JobPhase.RUNNING, "the checkpoint is being made"
     texts = [note.text for note in world.notes if note.kind == "leaving"]
-    assert texts == [f"worker {device} drains (SIGTERM): the job ends with all its workers" for device in devices]
+    ending = "drains (SIGTERM): the job ends with all its workers"
+    assert texts == [f"worker {device} {ending}" for device in devices]
     tell(world, *devices)
     world.settle()
     assert ended(world).startswith(f"stopped by alice@host, after {world.steps} steps")
