@@ -38,7 +38,7 @@ from elasticd.rendezvous.backend import Backend
 from elasticd.rendezvous.device_slots import launched_slots, slots_of
 from elasticd.rendezvous.errors import RendezvousOver, RendezvousRefusal
 from elasticd.rendezvous.sigterm_echo import ignore_echoes
-from elasticd.rendezvous.torch_state import first, world_size
+from elasticd.rendezvous.torch_state import first, name_methods_quickly, world_size
 from elasticd.rendezvous.worker_failure import cause, ending, failure_of
 from elasticd.rendezvous.workers_end import WorkersEnd
 from elasticd.system.torchrun_outcome import end_signal
@@ -78,6 +78,7 @@ def restart_handler(
     path = parameters.endpoint or unix_socket.default_path()
     # The workers, which torchrun starts from this process, are to find the same agent.
     os.environ[unix_socket.SOCKET_VARIABLE] = path
+    name_methods_quickly()
     asking = Asking(path, parameters.run_id, agent_seconds, launched_slots(os.environ))
     backend = Backend(asking, least=parameters.min_nodes, grace=grace, settle=settle)
     handler: RestartHandler = RestartHandler.from_backend(

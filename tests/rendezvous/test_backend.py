@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from torch.distributed import HashStore
-from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous import RendezvousStateError, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
     RendezvousTimeout,
@@ -22,10 +23,12 @@ from elasticd.rendezvous import restart_mode
 from elasticd.rendezvous.backend import Backend
 from elasticd.rendezvous.errors import RendezvousOver
 from elasticd.rendezvous.restart_mode import RestartHandler
-from elasticd.rendezvous.torch_state import Roster
+from elasticd.rendezvous.torch_state import Roster, name_methods_quickly
 from elasticd.wire import unix_socket
 from elasticd.wire.rendezvous import RoundAnswer, Torchrun
 
+#: Before any test has it replaced.
+TORCHS_OWN = dynamic_rendezvous.get_method_name
 A, B, C = (_NodeDesc(f"host-{name}", 7, 0) for name in "abc")
 
 
@@ -259,3 +262,33 @@ def test_closing_a_round_that_nobody_is_left_of_takes_one_write(handler: Restart
     assert handler.shutdown()
     assert agent.written == 1
     assert Roster(agent.value).closed
+
+
+def test_torchs_events_are_named_as_torch_names_them_without_a_look_at_every_module(
+    handler: RestartHandler, agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(
+        dynamic_rendezvous, "construct_and_record_rdzv_event", lambda name, **_: names.append(name)
+    )
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", TORCHS_OWN)  # put back in the end
+    looks: list[object] = []
+    frames = inspect.getouterframes  # `inspect.stack` calls it
+    monkeypatch.setattr(inspect, "getouterframes", lambda *of: looks.append(of) or frames(*of))
+
+    def closing() -> str:
+        return record()
+
+    def record() -> str:
+        return str(dynamic_rendezvous.get_method_name())
+
+    assert closing() == "closing"
+    assert looks, "torch does without it: name_methods_quickly is not needed any more"
+    looks.clear()
+    name_methods_quickly()
+    assert closing() == "closing"
+    agent.value, agent.token = pickle.dumps(state(B, complete=True)), 3
+    agent.be("left", B)
+    assert handler.shutdown()
+    assert "RestartHandler._close" in names
+    assert not looks
