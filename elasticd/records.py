@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile, Numbers
 from elasticd_planner.problem import Problem
+from elasticd_planner.profiling.samples import ModelBytes
 from elasticd_planner.spec.cluster import Device
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.packed_sequences import PackedSequences
@@ -216,6 +217,9 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
     seed: int  # of first values, the order of samples and dropout
     #: measured of the model before the job (None: nothing, seconds are guessed from the shapes)
     profile: ModelProfile | None = None
+    #: bytes that its sections keep and have alive, as this worker measured them without a profile (None: they
+    #: follow from the shapes); workers may differ in them
+    measured_bytes: ModelBytes | None = None
     state: StatePolicy = StatePolicy()  # who keeps the optimizer's state
     #: digest of the model's first values (empty: they are made by name and seed); matters until a step was
     #: trained

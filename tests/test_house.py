@@ -40,7 +40,7 @@ PRIVATE_TORCH = {
     "elasticd/runtime/engine/compiled_blocks.py",
     "elasticd/runtime/model/torch_draws.py",
     "elasticd/runtime/parallel/attention_kernels.py",
-    "elasticd/runtime/profiling/live_bytes.py",
+    "elasticd/runtime/reference/live_bytes.py",
 }
 MODULES = modules()
 TRAINER = [name for name in USES_TORCH if within(name, "elasticd")]

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 #: What torch's build for a GPU may see, NVIDIA's and AMD's: a list that begins with no GPU hides all.
 _HIDING = ("CUDA_VISIBLE_DEVICES",)
 _HIDING_OF_AMD = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", *_HIDING)
+#: Devices whose work is done when a call returns; the second one has shapes and no values.
+_HOST = ("cpu", "meta")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 #: Seconds between two looks at an event that is not over: at first none, then a share of the time waited, as
 #: much as this at most.
@@ -104,7 +106,7 @@ class Accelerator:
 
     def __init__(self, device: torch.device | str = "cpu", *, shared: bool = False) -> None:
         self.device, self.shared = torch.device(device), shared
-        self.immediate = self.device.type == "cpu"
+        self.immediate = self.device.type in _HOST
         if not self.immediate and self.device.index is None:
             self.device = torch.device(self.device.type, torch.accelerator.current_device_index())
         self._kind = KINDS.get(self.device.type, _OTHER)
@@ -301,7 +303,7 @@ class Accelerator:
 def put(values: Tensor, device: torch.device) -> Tensor:
     """The values on a device. The host waits for no copy: they go through pinned memory of our own, in order
     with what the current stream does. Their owner may change them at once."""
-    if values.device.type != "cpu" or device.type == "cpu" or values.layout != torch.strided:
+    if values.device.type != "cpu" or device.type in _HOST or values.layout != torch.strided:
         return values.to(device)
     pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values.detach())
     return pinned.to(device, non_blocking=True)

@@ -61,8 +61,10 @@ def test_blocks_of_the_users_choice_cost_that_part_of_recomputation(part: float)
 
     for layers in (1, LAYERS):
         sizes = [c.memory(layers, [4], 0, first=False, last=False, in_flight=3) for c in (cost, plain, again)]
-        beside = WHOLE.activation_bytes(WHOLE.block, 4) if part else 0.0  # those of one block at a time
-        kept = sizes[2] - WHOLE.activation_bytes(WHOLE.block, 4)
+        # The activations of one block at a time, but for its input, which is there.
+        again_bytes = WHOLE.activation_bytes(WHOLE.block, 4) - WHOLE.block.recomputed_activation * WHOLE.tokens
+        beside = again_bytes if part else 0.0
+        kept = sizes[2] - again_bytes
         assert sizes[0] == pytest.approx(between(sizes[1], kept) + beside)
     seconds = [c.group((1.0, 1.0), (2, 2), Link()).block for c in (cost, plain, again)]
     assert seconds[0] == pytest.approx(between(seconds[1], seconds[2]))

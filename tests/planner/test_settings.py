@@ -309,7 +309,7 @@ def test_sequence_parallelism_is_chosen_only_where_nothing_fits_without() -> Non
 
 def test_what_fits_under_no_setting_is_refused_with_the_smallest_shortfall() -> None:
     free = SearchSpace(micro_batches=(1, 2), states=STATES, recompute=True)
-    lacking = 4000 * 4 + 4 * 10 + 100 - 1024
+    lacking = 4000 * 4 + 4 * 10 + (100 - 10) - 1024  # state, four inputs, and one block's other activations
     answer = plan(uniform(1, lacking, search_space=free))
     assert answer.plan is None
     assert "needs 1 KiB more on n0/0" in answer.refusal

@@ -18,14 +18,16 @@ from elasticd.runtime.comm.in_memory import run_threads, unpaced
 from elasticd.runtime.comm.torch_store import TorchStore
 from elasticd.runtime.engine.engine import Engine, first_state
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.profiling.live_bytes import LiveBytes
+from elasticd.runtime.reference.live_bytes import LiveBytes
 
 
 def most_live(recipe: Recipe, plan: Plan, device: str, others: Iterable[Tensor] = (), steps: int = 2) -> int:
-    """The most bytes that one member of a plan has alive, state included, while all train over gloo as threads.
+    """The most bytes that one member of a plan has alive in a step, state included, while all train over gloo
+    as threads: in the step that has least.
 
     The first step does not count: the optimizer's state is there after it. A bucket of gradients may be alive
-    for longer than it is needed, until gloo's thread has let go of it.
+    for longer than it is needed, until gloo's thread has let go of it: into the next step, on a machine that
+    has other work.
 
     Args:
         recipe: of the job; all members share it.
@@ -36,6 +38,7 @@ def most_live(recipe: Recipe, plan: Plan, device: str, others: Iterable[Tensor] 
     """
     layouts, store = Layouts(recipe.model.spec, plan), TorchStore(torch.distributed.HashStore())  # type: ignore[attr-defined]
     ended, live = threading.Barrier(len(plan.members)), LiveBytes(others)
+    most = list[int]()  # [bytes] of each step but the first
 
     def train(me: str) -> None:
         plan_groups = PlanGroups("live", me, "127.0.0.1", store)
@@ -44,7 +47,9 @@ def most_live(recipe: Recipe, plan: Plan, device: str, others: Iterable[Tensor] 
             engine.adopt(first_state(recipe.model, layouts, me, recipe.seed, recipe.master))
             for step in range(steps):
                 engine.step(step, lambda: 0, lambda: 0)
-                if step == 0 and me == device:
+                if me == device:
+                    if step:
+                        most.append(live.most)
                     gc.collect()
                     live.begin()
             engine.settle()
@@ -64,4 +69,4 @@ def most_live(recipe: Recipe, plan: Plan, device: str, others: Iterable[Tensor] 
             return train(memory.me)
 
     run_threads(plan.members, worker)
-    return live.most
+    return min(most)

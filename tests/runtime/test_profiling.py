@@ -22,7 +22,7 @@ from elasticd.runtime.accelerator import CPU, NoDevice, placed
 from elasticd.runtime.model.model import Model, split_name
 from elasticd.runtime.profiling.loading import CannotLoad, batch_of, load, loss_of
 from elasticd.runtime.profiling.measure import measure, with_widths
-from elasticd.runtime.profiling.parts import ProfiledPart, Values, both_passes, part_of, whole_model
+from elasticd.runtime.reference.parts import ProfiledPart, Values, both_passes, part_of, whole_model
 from elasticd.wire.profiler import Request
 from tests.runtime import bundled
 

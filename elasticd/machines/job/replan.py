@@ -14,6 +14,7 @@ from elasticd_planner.policy.policy import Decision, decide, measured_price
 from elasticd_planner.policy.stability import payoff_horizon, settled
 from elasticd_planner.problem import Problem, SearchSpace
 from elasticd_planner.profiling.fit import fit
+from elasticd_planner.profiling.section_bytes import with_bytes
 from elasticd_planner.readable import counted, readable_seconds
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
 from elasticd_planner.spec.plan import Plan
@@ -244,8 +245,13 @@ def _told_kept(turn: Turn, basis: Basis) -> None:
 
 
 def first_profile(spec: JobSpec, flops: float) -> ModelProfile:
-    """What was measured of the model before the job, or what its shapes say."""
-    profile = spec.profile or derive(spec.model, spec.sample_tokens, spec.micro_batch, flops=flops)
+    """What was measured of the model before the job; else what its shapes say, with the bytes that a worker
+    measured."""
+    profile = spec.profile
+    if profile is None:
+        profile = derive(spec.model, spec.sample_tokens, spec.micro_batch, flops=flops)
+        if spec.measured_bytes is not None:
+            profile = with_bytes(profile, spec.measured_bytes)
     profile = suited(profile, spec.numbers, len(spec.recomputed) / profile.layers)
     if spec.packed is None:
         return profile

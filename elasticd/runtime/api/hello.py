@@ -37,6 +37,7 @@ from elasticd.runtime.model.optimizer_check import ScriptOptimizer, refuse_other
 from elasticd.runtime.model.parameter_groups import OptimizerError
 from elasticd.runtime.parallel.sequence_mixing import packable
 from elasticd.runtime.reference.comparison import NotCompared, refuse_differences
+from elasticd.runtime.reference.section_bytes import section_bytes
 from elasticd.system.logs import is_first_worker, say
 from elasticd.version import __version__
 from elasticd.wire.unix_socket import ROUND_VARIABLE, SLOT_VARIABLE
@@ -312,8 +313,20 @@ def _bytes(model: Model) -> int:
     return sum(parameter.nbytes for section in model.sections.values() for parameter in section.parameters())
 
 
-def job_spec(recipe: Recipe, job: str, held_out: Mapping[str, HeldOut] = MappingProxyType({})) -> JobSpec:
+def job_spec(
+    recipe: Recipe,
+    job: str,
+    held_out: Mapping[str, HeldOut] = MappingProxyType({}),
+    *,
+    measures: bool = True,
+) -> JobSpec:
     """The record of a job's model, batch and options, the same from every worker.
+
+    Args:
+        recipe: of the job.
+        job: its name.
+        held_out: its held-out sets, by name.
+        measures: runs the model's sections where there is no profile, for the bytes that plans count.
 
     Raises:
         ValueError: the batch does not divide into micro-batches, or the profile is not one of this model.
@@ -328,7 +341,8 @@ def job_spec(recipe: Recipe, job: str, held_out: Mapping[str, HeldOut] = Mapping
         sample_tokens=recipe.tokens,
         seed=recipe.seed,
         state=recipe.parallelism.state,
-        profile=_profile(recipe),
+        profile=(profile := _profile(recipe)),
+        measured_bytes=section_bytes(recipe) if profile is None and measures else None,
         first=recipe.model.first(),
         numbers=recipe.precision.numbers if recipe.precision is not None else None,
         recompute=may_recompute,

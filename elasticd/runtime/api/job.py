@@ -231,7 +231,8 @@ class Job(RankInfo):
         refuse_torch_groups()
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # then it was compared before
         if self._check and is_first_worker() and not restarted:
-            job_spec(self._recipe, "tried", self._held_out)  # refuses a wrong batch before a step is tried
+            # Refuses a wrong batch before a step is tried.
+            job_spec(self._recipe, "tried", self._held_out, measures=False)
             check_modules(self._recipe)
         self._control, spec, longest = connect(self._recipe, self._held_out, optimizer)
         options = self._recipe.checkpointing

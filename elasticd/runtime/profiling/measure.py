@@ -27,7 +27,7 @@ from elasticd.runtime.engine.mixed_precision import converted
 from elasticd.runtime.model.bundle import entering, going_back, sizes, tensors
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.profiling.loading import MakeBatch
-from elasticd.runtime.profiling.parts import (
+from elasticd.runtime.reference.parts import (
     Passes,
     ProfiledPart,
     Values,

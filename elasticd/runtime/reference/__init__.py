@@ -1,1 +1,1 @@
-"""One step of a job tried beforehand: under small plans, and by the user's own modules without the engine."""
+"""A job tried beforehand: one step under small plans and by the user's own modules; its sections' bytes."""

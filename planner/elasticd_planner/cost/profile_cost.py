@@ -135,9 +135,10 @@ class ProfileCost:
         self, layers: int, shares: Sequence[int], position: int, *, first: bool, last: bool, in_flight: int
     ) -> float:
         """Parameters, gradients and optimizer state (`zero.Zero` says how much of them), activations kept for
-        backward, what passes have besides, of a block (with recomputation its activations, too) or of the head,
-        with sequence parallelism the tokens that are gathered for a cut module. A tied head beside its
-        embedding shares its parameters."""
+        backward, what passes have besides, with sequence parallelism the tokens that are gathered for a cut
+        module. Passes have most in a block (with recomputation its activations, but for its input), or in the
+        head: its activations are of one micro-batch, whose backward pass begins at once, and are gone before
+        that of a block. A tied head beside its embedding shares its parameters."""
         model, shares = self.profile, to_units(shares, self.profile.share_units)
         units, aligned = shares[position], model.aligned(shares)
         held = layers * model.held_bytes(model.block, units, aligned)
@@ -152,13 +153,14 @@ class ProfileCost:
             again += self._attention * part
         kept = layers * (each + self._part * (again - each))
         working = model.working_bytes(model.block, units, sliced=self.sequence_parallel)
-        working += each if self._part else 0.0
+        working += max(0.0, each - again) if self._part else 0.0
         if last:
-            working = max(working, model.working_bytes(model.head, units))
-        for section, here in ((model.embed, first), (model.head, last)):
-            if here:
-                held += model.held_bytes(section, units, aligned)
-                kept += model.activation_bytes(section, units)
+            in_head = model.working_bytes(model.head, units)
+            in_head += model.activation_bytes(model.head, units) if in_flight else 0.0
+            held, working = held + model.held_bytes(model.head, units, aligned), max(working, in_head)
+        if first:
+            held += model.held_bytes(model.embed, units, aligned)
+            kept += model.activation_bytes(model.embed, units)
         if first and last:
             held -= model.tied_bytes * (part if model.embed.cut_bytes else 1.0)
         state = self.zero.held(model, held)

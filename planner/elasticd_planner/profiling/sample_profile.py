@@ -9,6 +9,7 @@ import msgspec
 from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive
 from elasticd_planner.profiling.regression import SectionFit, line, regress
 from elasticd_planner.profiling.samples import Samples, SectionTiming, kind_name
+from elasticd_planner.profiling.section_bytes import section_with_bytes
 from elasticd_planner.value import Value, refuse
 
 #: The part of its fixed time that the tokens of the longest pass of a block must take at least.
@@ -58,39 +59,13 @@ def measured_profile(samples: Samples) -> MeasuredProfile:
 
 
 def _section(base: SectionProfile, fit: SectionFit, timings: Sequence[SectionTiming]) -> SectionProfile:
-    """Seconds of the fit, and the bytes kept of a token: at each width the most of all token counts."""
-    cut, whole = _parted(base, [(t.share, t.kept / t.tokens) for t in timings])
-    cut_working, whole_working = _parted(base, [(t.share, t.working / t.tokens) for t in timings])
-    again = max(timing.kept_recomputed / timing.tokens for timing in timings)
+    """Seconds of the fit, and the bytes of a token: at each width the most of all token counts."""
     return msgspec.structs.replace(
-        base,
+        section_with_bytes(base, [timing.bytes for timing in timings]),
         seconds=fit.coefficients.per_token,
         fixed_seconds=fit.coefficients.fixed,
         slowdown=fit.coefficients.slowdown,
-        cut_activation=cut,
-        whole_activation=whole,
-        recomputed_activation=again if again else base.recomputed_activation,
-        cut_working=cut_working if any(timing.working for timing in timings) else 0.0,
-        whole_working=whole_working if any(timing.working for timing in timings) else 0.0,
     )
-
-
-def _parted(base: SectionProfile, sizes: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Bytes of a token (cut with the share, whole), from pairs of a share and its bytes: a line over shares.
-    With one width alone, parted as the shapes would have it."""
-    most: dict[float, float] = {}
-    for share, size in sizes:
-        most[share] = max(most.get(share, 0.0), size)
-    points = [(share, kept) for share, kept in most.items() if kept > 0]
-    if not points:
-        return base.cut_activation, base.whole_activation
-    if len(points) == 1:
-        share, kept = points[0]
-        total = base.cut_activation * share + base.whole_activation
-        scale = kept / total if total else 0.0
-        return (base.cut_activation * scale, base.whole_activation * scale) if total else (0.0, kept)
-    whole, cut = line(points)
-    return cut, whole
 
 
 def _predicted(samples: Samples, embed: SectionFit, block: SectionFit, head: SectionFit) -> float | None:

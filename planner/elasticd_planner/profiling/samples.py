@@ -1,4 +1,5 @@
-"""What `elasticd profile` measured of a model on one device, before anything is fitted to it."""
+"""What was measured of a model before anything is fitted to it: by `elasticd profile` on one device, and the
+bytes of its sections by each job."""
 
 from __future__ import annotations
 
@@ -8,6 +9,32 @@ import msgspec
 
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import Value, refuse
+
+
+class SectionBytes(Value, frozen=True, kw_only=True):
+    """Bytes of one section on a member of a TP group, for one micro-batch."""
+
+    section: str  # "embed", "head", or "block" for the largest of all blocks
+    share: float  # of the section that the member holds
+    tokens: int  # of the micro-batch
+    kept: int = 0  # [bytes] from forward to backward, parameters left out
+    kept_recomputed: int = 0  # [bytes] the same where backward makes activations again
+    working: int = 0  # [bytes] that both passes have at most beside `kept`
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or not 0 < self.share <= 1 or min(self.kept, self.kept_recomputed, self.working) < 0:
+            refuse(f"bytes of {self.section}: tokens and share must be positive, bytes not negative: {self}")
+
+
+class ModelBytes(Value, frozen=True, kw_only=True):
+    """Bytes of a model's sections at some shares; `bundle_bytes`: see `ModelProfile`."""
+
+    sections: tuple[SectionBytes, ...]
+    bundle_bytes: float = 0.0
+
+    def of(self, section: str) -> tuple[SectionBytes, ...]:
+        """Those of one section."""
+        return tuple(each for each in self.sections if each.section == section)
 
 
 class SectionTiming(Value, frozen=True, kw_only=True):
@@ -43,6 +70,18 @@ class SectionTiming(Value, frozen=True, kw_only=True):
     def seconds(self) -> float:
         """Seconds of forward and backward."""
         return self.forward + self.backward
+
+    @property
+    def bytes(self) -> SectionBytes:
+        """Its bytes alone."""
+        return SectionBytes(
+            section=self.section,
+            share=self.share,
+            tokens=self.tokens,
+            kept=self.kept,
+            kept_recomputed=self.kept_recomputed,
+            working=self.working,
+        )
 
 
 class Collective(Value, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ from elasticd.runtime.model.bundle import (
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Loss, Model
 from elasticd.runtime.parallel import tp_hooks
-from elasticd.runtime.profiling.live_bytes import LiveBytes
+from elasticd.runtime.reference.live_bytes import LiveBytes, storage_of
 
 T = TypeVar("T")
 
@@ -56,10 +56,10 @@ class Values:
         self._whole: dict[str, Tensor] = {}
 
     def fill(self, local: LocalModel, modules: Mapping[str, nn.Module]) -> None:
-        """Gives the parameters of `modules` their values, on the device."""
+        """Gives the parameters of `modules` their values, on the device; those without storage have none."""
         wanted = {id(parameter) for module in modules.values() for parameter in module.parameters()}
         for name, (box, parameter) in local.parameters.items():
-            if id(parameter) not in wanted:
+            if id(parameter) not in wanted or parameter.is_meta:
                 continue
             value = self._whole.get(name)
             if value is None:
@@ -103,13 +103,12 @@ class ProfiledPart:
     def kept(self, given: Any, batch: Any, *, recompute: bool = False) -> int:
         """Bytes of the distinct storages that stay until backward, parameters left out. A section's input is
         counted here, so that its output counts in the next; a head without a loss counts its output, too."""
-        parameters = {parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()}
-        found: dict[int, int] = {}
+        parameters = {storage_of(parameter) for parameter in self.module.parameters()}
+        sizes: dict[int, int] = {}
 
         def count(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                found[storage.data_ptr()] = storage.nbytes()
+            if (storage := storage_of(tensor)) not in parameters:
+                sizes[storage] = tensor.untyped_storage().nbytes()
             return tensor
 
         entered = self._enter(given)
@@ -121,14 +120,16 @@ class ProfiledPart:
         if self.label == "head" and self.loss is None:
             for tensor in tensors(out):
                 count(tensor)
-        return sum(found.values())
+        return sum(sizes.values())
 
     def working(self, given: Any, batch: Any, kept: int) -> int:
         """Bytes that both passes have alive at most beside the `kept` ones; gradients of parameters are there
         before. What a section gives counts as the input of the next one, but for the logits of a head."""
         entered = self._enter(given)
         for parameter in self.module.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            if parameter.requires_grad:
+                dtype = getattr(parameter, "grad_dtype", None)  # of master weights, see `Precision.add_up`
+                parameter.grad = torch.zeros_like(parameter, dtype=dtype or parameter.dtype)
         with LiveBytes() as live:
             out = self.forward(entered)
             if self.loss is None:
