@@ -217,8 +217,8 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
     seed: int  # of first values, the order of samples and dropout
     #: measured of the model before the job (None: nothing, seconds are guessed from the shapes)
     profile: ModelProfile | None = None
-    #: bytes that its sections keep and have alive, as this worker measured them without a profile (None: they
-    #: follow from the shapes); workers may differ in them
+    #: bytes that its sections keep and have alive, as the job's first worker measured them without a profile
+    #: (None: it is another worker, or they follow from the shapes)
     measured_bytes: ModelBytes | None = None
     state: StatePolicy = StatePolicy()  # who keeps the optimizer's state
     #: digest of the model's first values (empty: they are made by name and seed); matters until a step was

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
+import pytest
 from elasticd_planner.cost.model_profile import ModelProfile, derive
+from elasticd_planner.profiling.samples import ModelBytes, SectionBytes
 
 from elasticd.records import JobSpec, decode, encode
 from tests.machines import cast, world
@@ -115,3 +119,27 @@ def test_steps_of_a_plan_that_was_replaced_meanwhile_teach_nothing() -> None:
 def test_a_spec_with_a_profile_travels_as_it_is() -> None:
     sent = cast.spec(profile=GIVEN)
     assert decode(encode(sent), JobSpec) == sent
+
+
+@pytest.mark.parametrize("place", [0, 3])
+def test_the_bytes_that_one_of_four_workers_measured_are_those_of_the_job(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hello of the one that measured them comes first, or last."""
+    measured = ModelBytes(sections=(SectionBytes(section="block", share=1.0, tokens=64, kept=64 * 1000),))
+    count = itertools.count()
+    monkeypatch.setattr(
+        world, "spec", lambda **_: cast.spec(measured_bytes=measured if next(count) == place else None)
+    )
+    made = World()
+    made.start()
+    assert next(count) == 4, "four workers, one hello each"
+    assert made.job.spec is not None
+    assert made.job.spec.measured_bytes == measured
+    assert made.plan() is not None
+    profile = made.job.profile
+    assert profile is not None
+    assert profile.activation_bytes(profile.block, profile.share_units) == pytest.approx(1000 * profile.tokens)
+    made.new_leader()
+    assert made.job.spec is not None
+    assert made.job.spec.measured_bytes == measured

@@ -47,7 +47,8 @@ def meet(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
     turn.worker(assembly.new_worker(turn, node, up, body))
     told, running = turn.job.unadopted is not None, _newer(turn.job.unadopted, body.running)
     assert running is not None
-    turn.set(unadopted=running, spec=body.spec, world_size=body.world_size, arrived=turn.now)
+    spec = assembly.with_known_bytes(body.spec, turn.job.spec)
+    turn.set(unadopted=running, spec=spec, world_size=body.world_size, arrived=turn.now)
     turn.set(reason=words(turn.job))
     if not told:
         turn.note("waiting", turn.job.reason, number=running.plan.number)

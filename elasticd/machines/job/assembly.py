@@ -358,9 +358,10 @@ def hello(turn: Turn, node: str, up: FromClient, body: Hello) -> None:
         if job.phase is JobPhase.ASSEMBLING:  # one of those that all others wait for: they would wait for ever
             stop(turn, refusal)
         return
-    if job.spec is None:
-        turn.write(body.spec)
-    turn.set(spec=body.spec, world_size=job.world_size or body.world_size, arrived=turn.now)
+    spec = with_known_bytes(body.spec, job.spec)
+    if job.spec is None or spec.measured_bytes != job.spec.measured_bytes:
+        turn.write(spec)
+    turn.set(spec=spec, world_size=job.world_size or body.world_size, arrived=turn.now)
     turn.set(likely=max(job.likely, body.longest))
     turn.worker(new_worker(turn, node, up, body))
     turn.set(probes=job.probes.forgotten(up.device))
@@ -496,6 +497,14 @@ def _unwelcome(turn: Turn, up: FromClient, body: Hello) -> str:
 
 def _of_release(release: str) -> str:
     return f" (elasticd {shown(release)})" if release else ""
+
+
+def with_known_bytes(spec: JobSpec, earlier: JobSpec | None) -> JobSpec:
+    """A worker's spec with the bytes that another worker of the job measured, where there are some: one worker
+    measures, and the first that says so is believed."""
+    if earlier is None or earlier.measured_bytes is None:
+        return spec
+    return msgspec.structs.replace(spec, measured_bytes=earlier.measured_bytes)
 
 
 def difference(ours: JobSpec, theirs: JobSpec) -> str:

@@ -45,7 +45,11 @@ def refuse_torch_groups() -> None:
 
 
 def connect(
-    recipe: Recipe, held_out: Mapping[str, HeldOut], optimizer: ScriptOptimizer | None = None
+    recipe: Recipe,
+    held_out: Mapping[str, HeldOut],
+    optimizer: ScriptOptimizer | None = None,
+    *,
+    tries: bool = True,
 ) -> JobConnection:
     """Announces the job to this node's agent. A process without a launcher trains alone.
 
@@ -53,6 +57,7 @@ def connect(
         recipe: the arguments of the Job.
         held_out: its held-out sets, by name.
         optimizer: its optimizer and scheduler as they begin, to compare with a checkpoint's; None: not known.
+        tries: its modules and loss may be tried before the first step.
 
     Raises:
         ValueError: the job cannot start so; the message says what to change.
@@ -61,19 +66,19 @@ def connect(
     other = partial(other_optimizer, optimizer) if optimizer is not None else lambda _: ""
     offer = partial(offered, other=other)
     if runs_alone(os.environ):
-        return _alone(recipe, held_out, offer)
+        return _alone(recipe, held_out, offer, tries)
     name = environment(NAME)
     parent_death.end_with(os.getppid())
     if remedy := parent_death.without_restarts(os.environ):
         log.warning(remedy)
-    spec = job_spec(recipe, name, held_out)
+    spec = job_spec(recipe, name, held_out, measures=tries)
     said = hello(spec, recipe.checkpointing.path, recipe.accelerator, offer)
     return JobConnection(AgentClient(default_path(), said), spec, said.longest)
 
 
-def _alone(recipe: Recipe, held_out: Mapping[str, HeldOut], offer: Offer) -> JobConnection:
+def _alone(recipe: Recipe, held_out: Mapping[str, HeldOut], offer: Offer, tries: bool) -> JobConnection:
     spec, folder, accelerator = (
-        job_spec(recipe, _ALONE, held_out),
+        job_spec(recipe, _ALONE, held_out, measures=tries),
         recipe.checkpointing.path,
         recipe.accelerator,
     )

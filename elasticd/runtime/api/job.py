@@ -234,7 +234,7 @@ class Job(RankInfo):
             # Refuses a wrong batch before a step is tried.
             job_spec(self._recipe, "tried", self._held_out, measures=False)
             check_modules(self._recipe)
-        self._control, spec, longest = connect(self._recipe, self._held_out, optimizer)
+        self._control, spec, longest = connect(self._recipe, self._held_out, optimizer, tries=self._check)
         options = self._recipe.checkpointing
         control, saves, snaps = self._control, options.path is not None, options.snapshot_every
         accelerator, feed = self._recipe.accelerator, self._recipe.feed
